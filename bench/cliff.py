@@ -24,9 +24,8 @@ from pathlib import Path
 
 from portmm.comparison import Case
 from portmm.comparison.case import BLOCK
-from portmm.comparison.environment import Setup
 from portmm.comparison.limit import chip
-from portmm.comparison.peers import find
+from portmm.comparison.peers import Setup, find
 from portmm.comparison.process import Worker, WorkerError
 from portmm.host.calibrate import probe
 from portmm.host.detect import host

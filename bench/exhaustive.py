@@ -19,7 +19,7 @@ from rich.console import Console
 from portmm.comparison import cases
 from portmm.dispatch import config, cpu_units
 from portmm.tuning import tune
-from portmm.tuning.terminal import bar, view
+from portmm.tuning.records import bar, view
 
 DAY = 86400.0
 

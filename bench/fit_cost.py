@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 from exhaustive import problem_of, write
 
 from portmm.codegen.lower import atom_of
-from portmm.comparison.suite import cases
+from portmm.comparison.shapes import cases
 from portmm.dispatch import config, cpu_units
 from portmm.schedule import cpu_cost, cpu_cost_table, cpu_cost_terms
 from portmm.schedule.schedule import parse

@@ -35,11 +35,9 @@ import numpy as np
 from fusion_cases import GROUPS, VARIANTS, Case, case_of, cases, operands, right, smoke_cases
 
 from portmm.comparison.contest import FEWEST_ROUNDS, ROUNDS, TURN
-from portmm.comparison.environment import Setup, removed
-from portmm.comparison.lane import OPENING
 from portmm.comparison.limit import chip
-from portmm.comparison.peers import Contender
-from portmm.comparison.process import Worker, WorkerError
+from portmm.comparison.peers import Contender, Setup, removed
+from portmm.comparison.process import OPENING, Worker, WorkerError
 from portmm.comparison.report import geomean
 from portmm.comparison.worker import TRIAL
 from portmm.host.detect import host
@@ -173,7 +171,7 @@ class Lane:
         """Start the process if there is none."""
         if self.worker is not None or self.state == "missing" or not self.lives:
             return
-        self.worker = Worker(self.contender, self.setup, "fusion_worker")
+        self.worker = Worker(self.contender, self.setup, "fusion_worker:Bench")
         try:
             hello = self.worker.hear(OPENING)
         except WorkerError as error:

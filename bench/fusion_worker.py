@@ -1,9 +1,6 @@
-"""The process of one contender of bench/fusion.py, and its clock.
+"""What replies to requests in the process of one contender of bench/fusion.py: see `portmm.comparison.worker`.
 
-    python -m fusion_worker ADAPTER READ WRITE SETUP
-
-is started by `portmm.comparison.process.Worker`, whose protocol it speaks: see
-`portmm.comparison.worker`. An adapter returns a `Library` whose `prepare` takes a case and
+An adapter returns a `Library` whose `prepare` takes a case and
 its operands, and gives name of a method -> a function that makes ready, untimed, and
 returns what is timed: a function without arguments that returns the result, or several
 that lie side by side.
@@ -13,19 +10,16 @@ Requests: {"do": "prepare", "case": {...}, "right": FILE, "limit": seconds, "tri
 right, of an overhead, else the fastest alone.
 """
 
-import json
-import os
 import signal
-import sys
 from contextlib import contextmanager
 
 import numpy as np
 from fusion_cases import VARIANTS, case_of, operands, worst
 
 from portmm.arrays.numpy_arrays import numpy_of
-from portmm.comparison.environment import Setup
-from portmm.comparison.peers import MissingError, UnsupportedError, open_adapter, repeat
-from portmm.comparison.worker import seconds_per_call, wait_until_idle
+from portmm.comparison.measure import seconds_per_call
+from portmm.comparison.peers import UnsupportedError, open_adapter, repeat
+from portmm.comparison.worker import wait_until_idle
 
 
 class LateError(BaseException):
@@ -68,8 +62,11 @@ def rights(path):
 class Bench:
     """The library, calls and exact results that a process has prepared."""
 
-    def __init__(self, library):
-        self.library, self.calls, self.rights, self.dtype = library, {}, {}, None
+    def __init__(self, setup, adapter):
+        self.threads = setup.threads
+        self.library = open_adapter(adapter, setup) if adapter else None
+        self.hello = {"version": self.library.version if adapter else ""}
+        self.calls, self.rights, self.dtype = {}, {}, None
 
     def share(self, name):
         """How much of the error that is allowed a result has."""
@@ -80,10 +77,10 @@ class Bench:
             raise TypeError(f"a result of {found.dtype}, not of {self.dtype}")
         return worst(found, *self.rights[name if name in self.rights else ""])
 
-    def prepare(self, request):
+    def prepare(self, case, right, limit, trial):
         """Make every method ready, judge it, and keep the fastest."""
-        case = case_of(request["case"])
-        self.calls, self.rights = {}, rights(request["right"])
+        case = case_of(case)
+        self.calls, self.rights = {}, rights(right)
         self.dtype = np.dtype(np.int8) if case.kind == "requantise" else numpy_of(case.dtype)
         try:
             makers = self.library.prepare(case, operands(case))
@@ -93,7 +90,7 @@ class Bench:
             return {"state": "unsupported", "reason": first_line(error)}
         errors, refused = {}, []
         for name, make in makers.items():
-            fault = self.attempt(name, make, request["limit"], errors)
+            fault = self.attempt(name, make, limit, errors)
             if fault:
                 self.calls.pop(name, None)
                 refused.append(f"{name}: {fault}")
@@ -101,10 +98,12 @@ class Bench:
             state = "wrong" if any(error > 1 for error in errors.values()) else "unsupported"
             return {"state": state, "reason": "; ".join(refused) or "no method"}
         if case.group != "overhead" and len(self.calls) > 1:
-            took = {name: seconds_per_call(repeat(call), request["trial"]) for name, call in self.calls.items()}
+            took = {name: seconds_per_call(repeat(call), trial) for name, call in self.calls.items()}
             best = min(took, key=lambda name: took[name])
             self.calls = {best: self.calls[best]}
         error = max(errors[name] for name in self.calls)
+        if self.threads > 1:
+            wait_until_idle()
         return {"state": "ok", "method": ", ".join(self.calls), "refused": refused, "error": error}
 
     def attempt(self, name, make, limit, errors):
@@ -119,47 +118,20 @@ class Bench:
             return first_line(error)
         return f"{errors[name]:.3g} of the error that is allowed" if errors[name] > 1 else ""
 
-    def time(self, request):
+    def time(self, seconds):
         """Seconds per call of each method, another one first each time."""
         names = [*self.calls]
-        took = {name: seconds_per_call(repeat(self.calls[name]), request["seconds"]) for name in names}
+        took = {name: seconds_per_call(repeat(self.calls[name]), seconds) for name in names}
         if len(names) > 1:
             self.calls = {name: self.calls[name] for name in (*names[1:], names[0])}
+        if self.threads > 1:
+            wait_until_idle()
         return {"state": "ok", "seconds": took}
 
-    def drop(self, _request):
+    def drop(self):
         """Judge once more, and forget."""
         error = max((self.share(name) for name in self.calls), default=0.0)
         self.calls, self.rights = {}, {}
         if error > 1:
             return {"state": "wrong", "reason": f"after timing, {error:.3g} of the error that is allowed"}
         return {"state": "ok", "error": error}
-
-
-def main(arguments):
-    adapter, read, write, setup_text = arguments
-    setup = Setup(**json.loads(setup_text))
-    with os.fdopen(int(read)) as source, os.fdopen(int(write), "w") as sink:
-
-        def send(message):
-            sink.write(json.dumps(message) + "\n")
-            sink.flush()
-
-        try:
-            library = open_adapter(adapter, setup)
-        except MissingError as error:
-            send({"state": "missing", "reason": str(error)})
-            return 0
-        send({"state": "ok", "version": library.version})
-        bench = Bench(library)
-        for line in source:
-            request = json.loads(line)
-            reply = getattr(bench, request["do"])(request)
-            if setup.threads > 1:
-                wait_until_idle()
-            send(reply)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))

@@ -36,7 +36,7 @@ from portmm.arrays import device_operands
 from portmm.build import cache_contents
 from portmm.build.nvrtc import find_nvrtc
 from portmm.comparison.cublaslt import LIMIT
-from portmm.comparison.device_facts import nvidia_smi
+from portmm.comparison.limit import nvidia_smi
 from portmm.errors import NoCompilerError
 from portmm.ops import matmul_gpu
 from portmm.spec.dtype import BY_NAME

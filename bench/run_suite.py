@@ -11,7 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from portmm.comparison import cases, compare
-from portmm.comparison.plot import plot
+from portmm.comparison.pictures import plot
 from portmm.comparison.text import terminal
 
 RESULTS = Path(__file__).parent / "results"

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm.comparison.environment import Setup, environment
+from portmm.comparison.peers import Setup, environment
 
 ROOT = Path(__file__).parent.parent
 WHEEL_BYTES = 1_000_000

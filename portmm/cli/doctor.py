@@ -12,6 +12,7 @@ import subprocess
 import sys
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING
@@ -23,7 +24,7 @@ from portmm.host import detect
 from portmm.target.target import load_target, names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 STATES = ("ok", "note", "warn", "fail")
 """Correct; worth knowing; works, but not as well as possible; portmm does not work."""
@@ -68,7 +69,7 @@ class Check:
     remedy: str = ""
 
 
-Step = tuple[str, Callable[[], "list[Check]"]]
+Step = tuple[str, Callable[[], "Iterable[Check]"]]
 
 
 def steps(*, libraries: bool = True) -> list[Step]:
@@ -77,31 +78,26 @@ def steps(*, libraries: bool = True) -> list[Step]:
     Args:
         libraries: open every library that `compare` supports, which takes some seconds.
     """
+    from portmm.comparison import CONTENDERS
+
     fixed: list[Step] = [
-        ("Python", _python),
-        ("machine", _machine),
-        ("instruction sets", _isas),
-        ("cores", _cores),
-        ("py-cpuinfo", _cross_check),
-        ("target", _target),
-        ("compiler", _compiler),
-        ("Python headers", _headers),
-        ("cache", _cache),
-        ("kernel", _kernel),
-        ("measured rates", _measured),
-        ("devices", _devices),
+        ("Python", _python), ("machine", _machine), ("instruction sets", _isas), ("cores", _cores),
+        ("py-cpuinfo", _cross_check), ("target", _target), ("compiler", _compiler), ("Python headers", _headers),
+        ("cache", _cache), ("kernel", _kernel), ("measured rates", _measured), ("devices", _devices),
         ("emulators", _emulators),
-    ]
-    return fixed + [(name, partial(_library, name)) for name in (_peers() if libraries else ())]
+    ]  # fmt: skip
+    return fixed + [(x.name, partial(_library, x.name)) for x in CONTENDERS if x.peer and libraries]
 
 
 def run(step: Step) -> list[Check]:
     """The findings of one step; an error in it is one of them."""
     name, check = step
+    checks: list[Check] = []
     try:
-        return check()
+        checks.extend(check())
     except (PortmmError, OSError, ValueError) as error:
-        return [Check(name, "fail", str(error))]
+        checks.append(Check(name, "fail", str(error)))
+    return checks
 
 
 def usable(checks: list[Check]) -> bool:
@@ -109,179 +105,151 @@ def usable(checks: list[Check]) -> bool:
     return all(check.state != "fail" for check in checks)
 
 
-def _python() -> list[Check]:
+def _python() -> Iterator[Check]:
     import numpy as np
 
     from portmm.version import VERSION
 
-    return [Check("Python", "ok", f"Python {platform.python_version()}, NumPy {np.__version__}, portmm {VERSION}")]
+    yield Check("Python", "ok", f"Python {platform.python_version()}, NumPy {np.__version__}, portmm {VERSION}")
 
 
-def _machine() -> list[Check]:
+def _machine() -> Iterator[Check]:
     here = detect.host()
     if here.name not in names("chip"):
-        return [Check("machine", "warn", f"{here.title}: only scalar code is known to run", "describe its chip")]
-    if any(not (m.vendor or m.implementer) for m in here.match):
-        return [
-            Check(
-                "machine",
-                "note",
-                f"{here.title}: there is no description of this chip, so a generic one is used",
-                "run `portmm probe`, and describe the chip in targets/chip/",
-            )
-        ]
-    return [Check("machine", "ok", f"{here.name}: {here.title}")]
+        yield Check("machine", "warn", f"{here.title}: only scalar code is known to run", "describe its chip")
+    elif any(not (m.vendor or m.implementer) for m in here.match):
+        text = f"{here.title}: there is no description of this chip, so a generic one is used"
+        yield Check("machine", "note", text, "run `portmm probe`, and describe the chip in targets/chip/")
+    else:
+        yield Check("machine", "ok", f"{here.name}: {here.title}")
 
 
-def _isas() -> list[Check]:
+def _isas() -> Iterator[Check]:
     """ISAs of the host, and ISAs of its chip that the (virtual) machine or kernel masks."""
     here = detect.host()
-    checks = [Check("instruction sets", "ok", ", ".join(isa.name for isa in here.isas))]
+    yield Check("instruction sets", "ok", ", ".join(isa.name for isa in here.isas))
     described = load_target(here.name).isas if here.name in names("chip") else ()
-    have = {isa.name for isa in here.isas}
+    remedy = "on a virtual machine, select the host's CPU model; else check the options of the kernel"
     for isa in described:
-        if isa.name not in have:
-            lacking = ", ".join(detect.missing(isa))
-            checks.append(
-                Check(
-                    "instruction sets",
-                    "warn",
-                    f"the chip has {isa.title}, but here {lacking} is masked",
-                    "on a virtual machine, select the host's CPU model; else check the options of the kernel",
-                )
-            )
-    return checks
+        if isa.name not in {x.name for x in here.isas}:
+            text = f"the chip has {isa.title}, but here {', '.join(detect.missing(isa))} is masked"
+            yield Check("instruction sets", "warn", text, remedy)
 
 
-def _cores() -> list[Check]:
+def _cores() -> Iterator[Check]:
     present, allowed, used = os.cpu_count() or 1, len(os.sched_getaffinity(0)), detect.host().cores
     text = f"{used} used, of {allowed} processors allowed to this process and {present} in the machine"
-    return [Check("cores", "ok" if allowed == present else "note", text)]
+    yield Check("cores", "ok" if allowed == present else "note", text)
 
 
-def _cross_check() -> list[Check]:
+def _cross_check() -> Iterator[Check]:
     try:
         differences = detect.cross_check()
     except Exception as error:  # noqa: BLE001 - an error of py-cpuinfo is not one of portmm
-        return [Check("py-cpuinfo", "note", f"cannot describe this machine: {error}")]
-    agreement = Check("py-cpuinfo", "ok", "agrees on vendor, name and flags")
-    return [Check("py-cpuinfo", "note", line) for line in differences] or [agreement]
+        differences = [f"cannot describe this machine: {error}"]
+    for line in differences:
+        yield Check("py-cpuinfo", "note", line)
+    if not differences:
+        yield Check("py-cpuinfo", "ok", "agrees on vendor, name and flags")
 
 
-def _target() -> list[Check]:
+def _target() -> Iterator[Check]:
     requested = os.environ.get("PORTMM_TARGET", "")
     try:
         selected = config.target()
     except PortmmError as error:
-        return [Check("target", "fail", str(error), "correct or unset PORTMM_TARGET")]
+        yield Check("target", "fail", str(error), "correct or unset PORTMM_TARGET")
+        return
     text = f"{selected.title} with {selected.isas[0].title}"
-    if requested:
-        return [Check("target", "note", f"PORTMM_TARGET={requested}: {text}")]
-    return [Check("target", "ok", text)]
+    yield Check("target", "note", f"PORTMM_TARGET={requested}: {text}") if requested else Check("target", "ok", text)
 
 
-def _compiler() -> list[Check]:
+def _compiler() -> Iterator[Check]:
     from portmm.build.compiler import find_compiler
 
     try:
         compiler = find_compiler()
     except PortmmError as error:
-        return [Check("compiler", "fail", str(error), "pip install 'portmm[compiler]', or install gcc")]
-    return [Check("compiler", "ok", f"{compiler.kind}: {' '.join(compiler.argv)} ({compiler.version})")]
+        yield Check("compiler", "fail", str(error), "pip install 'portmm[compiler]', or install gcc")
+    else:
+        yield Check("compiler", "ok", f"{compiler.kind}: {' '.join(compiler.argv)} ({compiler.version})")
 
 
-def _headers() -> list[Check]:
+def _headers() -> Iterator[Check]:
     from portmm.runtime.cpu import python_headers
 
     headers = python_headers()
-    if headers is None:
-        return [
-            Check(
-                "Python headers",
-                "warn",
-                "none: calls use cffi, and are some microseconds slower",
-                "install the development package of this Python, for example python3-dev",
-            )
-        ]
-    return [Check("Python headers", "ok", str(headers))]
+    text = "none: calls use cffi, and are some microseconds slower"
+    remedy = "install the development package of this Python, for example python3-dev"
+    yield Check("Python headers", "ok", str(headers)) if headers else Check("Python headers", "warn", text, remedy)
 
 
-def _cache() -> list[Check]:
+def _cache() -> Iterator[Check]:
     directory = cache.cache_dir()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         cache.write_note("doctor", "written")
         works = cache.read_note("doctor") == "written"
-    if not works:
+    if works:
+        count, size = len(cache_contents.cache_entries()), cache_contents.cache_size()
+        yield Check("cache", "ok", f"{directory}: {count} kernels, {size / 1e6:.1f} MB")
+    else:
         reason = "; ".join(str(w.message) for w in caught) or f"{directory} cannot be written to"
-        return [Check("cache", "warn", reason, "set PORTMM_CACHE to a directory that only you can write to")]
-    count, size = len(cache_contents.cache_entries()), cache_contents.cache_size()
-    return [Check("cache", "ok", f"{directory}: {count} kernels, {size / 1e6:.1f} MB")]
+        yield Check("cache", "warn", reason, "set PORTMM_CACHE to a directory that only you can write to")
 
 
-def _kernel() -> list[Check]:
+def _kernel() -> Iterator[Check]:
     """Build and run of a kernel in a process of its own, since an illegal instruction may kill it."""
+    command = [sys.executable, "-P", "-c", _TRIAL]
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-c", _TRIAL], capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False
-        )
+        done = subprocess.run(command, capture_output=True, text=True, timeout=TRIAL_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return [Check("kernel", "fail", f"not built and run within {TRIAL_SECONDS:.0f} s")]
+        yield Check("kernel", "fail", f"not built and run within {TRIAL_SECONDS:.0f} s")
+        return
     if done.returncode == 0:
-        return [Check("kernel", "ok", "one was built, run and compared with NumPy")]
+        yield Check("kernel", "ok", "one was built, run and compared with NumPy")
+        return
     last = (done.stderr.strip().splitlines() or [f"its process ended with status {done.returncode}"])[-1]
-    return [Check("kernel", "fail", last, "fix the failures above; else report this with `portmm target --json`")]
+    yield Check("kernel", "fail", last, "fix the failures above; else report this with `portmm target --json`")
 
 
-def _measured() -> list[Check]:
-    try:
-        rates = config.target().measured
-    except PortmmError:
-        return []
-    if not rates:
-        return [Check("measured rates", "note", "none: selection uses the chip's description", "portmm probe")]
-    return [Check("measured rates", "ok", f"{len(rates)} for this machine")]
+def _measured() -> Iterator[Check]:
+    with suppress(PortmmError):
+        if rates := config.target().measured:
+            yield Check("measured rates", "ok", f"{len(rates)} for this machine")
+        else:
+            yield Check("measured rates", "note", "none: selection uses the chip's description", "portmm probe")
 
 
-def _devices() -> list[Check]:
+def _devices() -> Iterator[Check]:
     """Requirements of arrays on devices; a missing one is only a note, since there may be no device."""
     from portmm.build import nvrtc
     from portmm.dispatch import gpu as gpu_dispatch
     from portmm.runtime import cuda, opencl
 
-    checks = []
     for name, query in (("CUDA", cuda.facts), ("OpenCL", opencl.facts)):
         try:
             facts = query()
             if facts.language == "cuda":
                 nvrtc.find_nvrtc()
-            checks.append(Check(name, "ok", f"{facts.name}: {gpu_dispatch.described(facts).title}"))
+            yield Check(name, "ok", f"{facts.name}: {gpu_dispatch.described(facts).title}")
         except PortmmError as error:
-            checks.append(Check(name, "note", str(error)))
-    return checks
+            yield Check(name, "note", str(error))
 
 
-def _emulators() -> list[Check]:
+def _emulators() -> Iterator[Check]:
     from shutil import which
 
-    return [
-        Check("emulators", "ok", f"{program}, {purpose}")
-        if which(program)
-        else Check("emulators", "note", f"no {program}, {purpose} (developers only)", f"apt install {package}")
-        for program, purpose, package in EMULATORS
-    ]
+    for program, purpose, package in EMULATORS:
+        if which(program):
+            yield Check("emulators", "ok", f"{program}, {purpose}")
+        else:
+            yield Check("emulators", "note", f"no {program}, {purpose} (developers only)", f"apt install {package}")
 
 
-def _peers() -> Iterator[str]:
-    from portmm.comparison import CONTENDERS
-
-    return (contender.name for contender in CONTENDERS if contender.peer)
-
-
-def _library(name: str) -> list[Check]:
+def _library(name: str) -> Iterator[Check]:
     """Finding on a library of `compare`: opened as there, in a process of its own."""
-    from portmm.comparison.environment import Setup
-    from portmm.comparison.peers import find
+    from portmm.comparison.peers import Setup, find
     from portmm.comparison.process import Worker, WorkerError
 
     contender = find([name])[0]
@@ -289,9 +257,11 @@ def _library(name: str) -> list[Check]:
     try:
         greeting = worker.hear(OPENING_SECONDS)
     except WorkerError as error:
-        return [Check(name, "note", f"cannot be opened: {error}", contender.hint)]
+        yield Check(name, "note", f"cannot be opened: {error}", contender.hint)
+        return
     finally:
         worker.close()
     if greeting["state"] != "ok":
-        return [Check(name, "note", "not found, so `portmm compare` leaves it out", contender.hint)]
-    return [Check(name, "ok", greeting["version"])]
+        yield Check(name, "note", "not found, so `portmm compare` leaves it out", contender.hint)
+    else:
+        yield Check(name, "ok", greeting["version"])

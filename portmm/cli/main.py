@@ -12,11 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from portmm.cli import report
-from portmm.cli.probe import probe
-from portmm.cli.tune import tune
-from portmm.cli.tuned import tuned
-from portmm.comparison.command import compare
+from portmm.cli.measuring import compare, probe, report, tune, tuned
 from portmm.errors import PortmmError
 from portmm.util.console import Json, console, print_json, progress
 
@@ -166,16 +162,8 @@ def explain_command(
     as_json: Json = False,
 ) -> None:
     """Explain how C[M, N] = A[M, K] . B[K, N] would be computed, and why."""
-    explanation = _explained(
-        (m, n, k),
-        (a, b, c),
-        dtype=dtype,
-        batch=batch,
-        where=target,
-        threads=threads,
-        deterministic=deterministic,
-        static=static,
-    )
+    how = {"deterministic": deterministic, "static": static}
+    explanation = _explained((m, n, k), (a, b, c), dtype=dtype, batch=batch, where=target, threads=threads, **how)
     artifact: Any = explanation.artifact if build else None
     if as_json:
         built = {"artifact": str(artifact.path), "command": list(artifact.command)} if hasattr(artifact, "path") else {}
@@ -253,16 +241,8 @@ def emit(
 
     if language in LANGUAGES and target is None:
         target = f"{language}_gpu"  # no device is needed
-    explanation = _explained(
-        (m, n, k),
-        (a, b, c),
-        dtype=dtype,
-        batch=batch,
-        where=target,
-        threads=threads,
-        deterministic=deterministic,
-        static=static,
-    )
+    how = {"deterministic": deterministic, "static": static}
+    explanation = _explained((m, n, k), (a, b, c), dtype=dtype, batch=batch, where=target, threads=threads, **how)
     if explanation.target.device is None and language in LANGUAGES:
         raise typer.BadParameter(
             f"{explanation.target.name} is a CPU, whose kernels are C; name a device, as in --target h200"
@@ -361,7 +341,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-app.command(name="report")(report.report)
+app.command()(report)
 
 
 def main() -> None:

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.host.calibrate import ALL_CORES
 from portmm.target.target import load_target, names
+from portmm.util.console import table
 from portmm.util.text import size
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from rich.console import RenderableType
-    from rich.table import Table
 
     from portmm.build.cache import Entry
     from portmm.cli.doctor import Check
@@ -28,22 +28,24 @@ if TYPE_CHECKING:
 STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
 
 
-def _table(title: str, *columns: str, right: Iterable[str] = ()) -> Table:
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
-    for name in columns:
-        table.add_column(name, justify="right" if name in right else "left")
-    return table
-
-
 def _number(value: float) -> str:
     return f"{value:.4g}" if value else ""
 
 
 def target_data(target: Target) -> dict[str, Any]:
     """Target in types of JSON."""
+    atoms = [
+        {"name": x.name, "isa": isa.name, "m": x.m, "n": x.n, "k": x.k, "per_cycle": target.rates.get(x.name),
+         "gflops": target.measured.get(x.name)}
+        for isa in target.isas
+        for x in isa.atoms
+    ]  # fmt: skip
+    levels = [
+        {"name": x.name, "bytes": x.bytes, "line": x.line, "ways": x.ways, "shared": x.shared,
+         "bytes_per_cycle": x.load_bytes_per_cycle or None, "gbytes_per_s": target.measured.get(x.name),
+         "source": x.source}
+        for x in target.levels
+    ]  # fmt: skip
     return {
         "name": target.name,
         "title": target.title,
@@ -52,32 +54,8 @@ def target_data(target: Target) -> dict[str, Any]:
         "cores": target.cores,
         "frequency_ghz": target.frequency_ghz,
         "isas": [isa.name for isa in target.isas],
-        "atoms": [
-            {
-                "name": atom.name,
-                "isa": isa.name,
-                "m": atom.m,
-                "n": atom.n,
-                "k": atom.k,
-                "per_cycle": target.rates.get(atom.name),
-                "gflops": target.measured.get(atom.name),
-            }
-            for isa in target.isas
-            for atom in isa.atoms
-        ],
-        "levels": [
-            {
-                "name": level.name,
-                "bytes": level.bytes,
-                "line": level.line,
-                "ways": level.ways,
-                "shared": level.shared,
-                "bytes_per_cycle": level.load_bytes_per_cycle or None,
-                "gbytes_per_s": target.measured.get(level.name),
-                "source": level.source,
-            }
-            for level in target.levels
-        ],
+        "atoms": atoms,
+        "levels": levels,
         "device": asdict(target.device) if target.device else None,
         "memory_gbytes_per_s": target.measured.get("memory"),
         "memory_gbytes_per_s_all_cores": target.measured.get(ALL_CORES),
@@ -96,30 +74,27 @@ def target_view(target: Target) -> RenderableType:
     about.append(f"{target.arch}, {cores}{clock}{', '.join(isa.name for isa in target.isas)}")
     if target.device:
         about += _limits(target.device)
-    levels = _table(
-        "memory",
-        "level",
-        "size",
-        "line",
-        "ways",
-        "shared",
-        "bytes a cycle",
-        "GB/s measured",
-        right=("size", "line", "ways", "bytes a cycle", "GB/s measured"),
+    levels = [
+        (x.name, size(x.bytes), str(x.line), str(x.ways), "yes" if x.shared else "", _number(x.load_bytes_per_cycle),
+         _number(target.measured.get(x.name, 0)))
+        for x in target.levels
+    ]  # fmt: skip
+    rates = {name: target.measured.get(name) for name in ("memory", ALL_CORES)}
+    levels += [(name, "", "", "", "", "", _number(rate)) for name, rate in rates.items() if rate is not None]
+    atoms = [
+        (x.name, f"{x.m} x {x.n} x {x.k}", _number(target.rates.get(x.name, 0)),
+         _number(target.measured.get(x.name, 0)))
+        for isa in target.isas
+        for x in isa.atoms
+    ]  # fmt: skip
+    words = ("atom", "m x n x k", "level", "shared")
+    return Group(
+        *about,
+        table("atoms", ("atom", "m x n x k", "a cycle", "GFLOP/s measured"), atoms, words=words),
+        table(
+            "memory", ("level", "size", "line", "ways", "shared", "bytes a cycle", "GB/s measured"), levels, words=words
+        ),
     )
-    for level in target.levels:
-        cells = (size(level.bytes), str(level.line), str(level.ways), "yes" if level.shared else "")
-        levels.add_row(
-            level.name, *cells, _number(level.load_bytes_per_cycle), _number(target.measured.get(level.name, 0))
-        )
-    for name in ("memory", ALL_CORES):
-        if name in target.measured:
-            levels.add_row(name, "", "", "", "", "", _number(target.measured[name]))
-    atoms = _table("atoms", "atom", "m x n x k", "a cycle", "GFLOP/s measured", right=("a cycle", "GFLOP/s measured"))
-    for atom in (atom for isa in target.isas for atom in isa.atoms):
-        rate, reached = target.rates.get(atom.name, 0), target.measured.get(atom.name, 0)
-        atoms.add_row(atom.name, f"{atom.m} x {atom.n} x {atom.k}", _number(rate), _number(reached))
-    return Group(*about, atoms, levels)
 
 
 def _limits(device: Device) -> list[str]:
@@ -159,34 +134,28 @@ def chips(clouds: Iterable[CloudFamily]) -> list[dict[str, Any]]:
 
 def chips_view(rows: Iterable[Mapping[str, Any]]) -> RenderableType:
     """Table of chips for a terminal."""
-    from rich.markup import escape
+    from rich.text import Text
 
-    table = _table("", "target", "description", "best ISA", "cloud families that may run on it")
+    head = ("target", "description", "best ISA", "cloud families that may run on it")
+    cells = []
     for row in rows:
         clouds = "; ".join(f"{cloud} {', '.join(families)}" for cloud, families in row["clouds"].items())
-        table.add_row(f"[bold]{escape(row['name'])}[/bold]", escape(row["title"]), row["isas"][0], escape(clouds))
-    return table
+        cells.append((Text(row["name"], "bold"), row["title"], row["isas"][0], clouds))
+    return table("", head, cells, words=head)
 
 
 def rates_view(rates: Mapping[str, float], target: Target) -> RenderableType:
     """Table of measured rates for a terminal."""
     atoms = {atom.name for isa in target.isas for atom in isa.atoms}
-    table = _table(f"measured on {target.name}, one core", "measurement", "rate", "unit", right=("rate",))
-    for name, value in rates.items():
-        table.add_row(name, _number(value), "GFLOP/s" if name in atoms else "GB/s")
-    return table
+    rows = [(name, _number(value), "GFLOP/s" if name in atoms else "GB/s") for name, value in rates.items()]
+    title = f"measured on {target.name}, one core"
+    return table(title, ("measurement", "rate", "unit"), rows, words=("measurement", "unit"))
 
 
 def entry_data(entry: Entry) -> dict[str, Any]:
     """Cache entry in types of JSON."""
-    return {
-        "key": entry.key,
-        "name": entry.name,
-        "bytes": entry.bytes,
-        "seconds": entry.seconds,
-        "compiler": entry.compiler,
-        "command": entry.command,
-    }
+    names = ("key", "name", "bytes", "seconds", "compiler", "command")
+    return {name: getattr(entry, name) for name in names}
 
 
 def cache_view(entries: Iterable[Entry], directory: str, total: int, limit: int | None) -> RenderableType:
@@ -194,14 +163,11 @@ def cache_view(entries: Iterable[Entry], directory: str, total: int, limit: int 
     from rich.console import Group
     from rich.markup import escape
 
-    table = _table("", "kernel", "key", "size", "compiled in", right=("size", "compiled in"))
-    count = 0
-    for entry in entries:
-        count += 1
-        table.add_row(escape(entry.name), entry.key[:12], size(entry.bytes), f"{entry.seconds * 1e3:.0f} ms")
-    parts: list[RenderableType] = [table] if count else []
+    rows = [(x.name, x.key[:12], size(x.bytes), f"{x.seconds * 1e3:.0f} ms") for x in entries]
+    kernels = table("", ("kernel", "key", "size", "compiled in"), rows, words=("kernel", "key"))
     most = "no limit" if limit is None else f"the limit is {size(limit)}"
-    return Group(*parts, f"{escape(directory)}: {count} kernels, {size(total)} with notes and logs; {most}")
+    text = f"{escape(directory)}: {len(rows)} kernels, {size(total)} with notes and logs; {most}"
+    return Group(*([kernels] if rows else []), text)
 
 
 def check_view(check: Check) -> RenderableType:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from portmm.comparison.contest import compare
     from portmm.comparison.peers import CONTENDERS, Contender
     from portmm.comparison.report import Entrant, Entry, Report, Result
-    from portmm.comparison.suite import cases
+    from portmm.comparison.shapes import cases
 
 __all__ = ["CONTENDERS", "Case", "Contender", "Entrant", "Entry", "Report", "Result", "cases", "compare"]
 
@@ -30,7 +30,7 @@ _LATER = {
     "compare": "contest",
     **dict.fromkeys(("CONTENDERS", "Contender"), "peers"),
     **dict.fromkeys(("Entrant", "Entry", "Report", "Result"), "report"),
-    **dict.fromkeys(("Case", "cases"), "suite"),
+    **dict.fromkeys(("Case", "cases"), "shapes"),
 }
 
 

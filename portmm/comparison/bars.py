@@ -1,33 +1,153 @@
-"""Bar charts of the cases, and strip plots of the ratios of each group.
+"""HTML elements, the formats of their figures, bar charts of the cases, and strip plots of the ratios of each group.
 
-Owns both as HTML, drawn by style sheet and SVG.
+Owns `Markup` and `tag`, which escape all text that is not markup; the values of a report that several parts of a page
+show: rates with their spread, numbers as text; and both kinds of charts, drawn by style sheet and SVG.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from html import escape
 
-from portmm.comparison.markup import (
-    Markup,
-    Rate,
-    concatenated,
-    counted,
-    duration,
-    fault,
-    figure,
-    outcome,
-    percent,
-    rate,
-    tag,
-    unit,
-)
-from portmm.comparison.report import geomean
+from portmm.comparison.report import Entry, Report, Result, geomean
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+NONE = "\N{EN DASH}"
+"""Text in place of a missing figure."""
+# Self-closing elements, in a form that both XML and HTML accept.
+LEAVES = frozenset(("circle", "line", "path", "rect", "meta", "link", "input"))
 
-    from portmm.comparison.report import Report, Result
+
+class Markup(str):
+    """Text that is markup already; any other text is escaped before it is concatenated with markup."""
+
+    __slots__ = ()
+
+
+Content = str | float | None
+
+
+def tag(name: str, /, *content: Content, **attributes: Content) -> Markup:
+    """An element with its content and attributes, both escaped.
+
+    Args:
+        name: name of the element.
+        content: its parts; None is left out.
+        attributes: by name, underscores for hyphens, with one at the end for names that are
+            words of Python; those that are None are left out.
+    """
+    head = "".join(
+        f' {key.rstrip("_").replace("_", "-")}="{escape(_text(value))}"'
+        for key, value in attributes.items()
+        if value is not None
+    )
+    return Markup(f"<{name}{head}/>" if name in LEAVES else f"<{name}{head}>{concatenated(content)}</{name}>")
+
+
+def concatenated(parts: Iterable[Content]) -> Markup:
+    """Concatenation of parts, escaped unless they are markup."""
+    return Markup("".join(x if isinstance(x, Markup) else escape(_text(x), quote=False) for x in parts))
+
+
+def _text(value: Content) -> str:
+    if isinstance(value, float):
+        return f"{value:.1f}".removesuffix(".0")
+    return "" if value is None else str(value)
+
+
+def percent(share: float | None) -> str:
+    """A fraction in whole percents; `NONE` for None."""
+    return NONE if share is None else f"{100 * share:.0f}%"
+
+
+def figure(value: float | None) -> str:
+    """A rate with three digits, empty for None."""
+    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+
+
+def duration(seconds: float) -> str:
+    """A time with three digits and a suitable unit."""
+    scale, unit = next((x for x in ((1, "s"), (1e-3, "ms"), (1e-6, "µs")) if seconds >= x[0]), (1e-9, "ns"))
+    return f"{seconds / scale:.3g} {unit}"
+
+
+def counted(count: int, noun: str) -> str:
+    """A number with its noun: `1 case`, `2 cases`."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def unit(report: Report) -> str:
+    """Unit of a report's rates: GOP/s with narrow types, since integers have no flops."""
+    return "GOP/s" if any(r.case.narrow for r in report.results) else "GFLOP/s"
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """A contender's rate on a case, in GFLOP/s.
+
+    Attributes:
+        middle: of the median time.
+        low: of the slowest round.
+        high: of the fastest round.
+        seconds: the median time.
+    """
+
+    middle: float
+    low: float
+    high: float
+    seconds: float
+
+    @property
+    def words(self) -> str:
+        """The rate and, if it has one, the range over rounds."""
+        low, middle, high = (figure(x) for x in (self.low, self.middle, self.high))
+        return middle if low == high else f"{middle} ({low} to {high})"
+
+
+def rate(result: Result, name: str) -> Rate | None:
+    """Rate of a contender, None where it has none."""
+    entry = result.entries.get(name)
+    if entry is None or entry.state != "ok" or not _real(entry.seconds) or not result.case.flops:
+        return None
+    times = [x for x in entry.samples if _real(x)] or [entry.seconds]
+    work = result.case.flops / 1e9
+    return Rate(work / entry.seconds, work / max(times), work / min(times), entry.seconds)
+
+
+def fault(entry: Entry) -> str:
+    """Failure of a result, in words; empty if it is right or unsupported."""
+    if entry.state == "unsupported":
+        return ""
+    if entry.state != "ok":
+        return entry.state
+    return "a method was wrong" if entry.reason else "" if _real(entry.seconds) else "not timed"
+
+
+def outcome(report: Report, result: Result, name: str) -> str:
+    """Cell of a contender on a case: its rate, or its state."""
+    entry = result.entries.get(name)
+    if entry is None or entry.state == "unsupported":
+        return NONE
+    if entry.state != "ok":
+        return entry.state
+    speed = rate(result, name)
+    return ("~" if name in report.approximate else "") + figure(speed.middle) if speed else "not timed"
+
+
+def tidy(report: Report) -> Report:
+    """The report without ratios and limits that are not positive finite numbers, which cannot be drawn."""
+    results = tuple(replace(r, ratio=_kept(r.ratio), limit=_kept(r.limit)) for r in report.results)
+    return replace(report, results=results, rates={k: v for k, v in report.rates.items() if _real(v)})
+
+
+def _kept(value: float | None) -> float | None:
+    return value if value is not None and _real(value) else None
+
+
+def _real(value: float) -> bool:
+    return math.isfinite(value) and value > 0
+
 
 MARKS = {"win": "▲", "draw": "=", "loss": "▼"}
 """Marks of verdicts, which are distinguished by them and by words, not by colour alone."""

@@ -7,19 +7,14 @@ it sums them in half precision.
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
+from portmm.comparison.case import Case
+from portmm.comparison.data import Arrays
 from portmm.comparison.device import Operands, refuse, runs
 from portmm.comparison.device_arrays import OpenClArrays
-from portmm.comparison.peers import Library, MissingError, UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.data import Arrays
-    from portmm.comparison.environment import Setup
-    from portmm.comparison.peers import Fetched
+from portmm.comparison.peers import Fetched, Library, MissingError, Setup, UnsupportedError
 
 FILE = "libclblast.so.1"
 BY_ROWS, PLAIN, TRANSPOSED = 101, 111, 112

@@ -14,28 +14,20 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from portmm.comparison.cold import enough
+from portmm.comparison.case import Case
 from portmm.comparison.device_arrays import parsed
-from portmm.comparison.device_facts import facts
-from portmm.comparison.device_suite import suite_of
-from portmm.comparison.environment import FORCED, Setup, removed
-from portmm.comparison.lane import LATE, LIMIT, LIMIT_WORKER, Lane, Rules, ask, close, greet, keep_log, launch
-from portmm.comparison.limit import Limits, chip, forced_isa
-from portmm.comparison.peers import Contender, find
-from portmm.comparison.process import PATIENCE
+from portmm.comparison.limit import Facts, Limits, chip, facts, forced_isa
+from portmm.comparison.measure import enough
+from portmm.comparison.peers import FORCED, Contender, Setup, find, removed
+from portmm.comparison.process import LATE, LIMIT, LIMIT_BENCH, PATIENCE, Lane, Rules, close, keep_log
 from portmm.comparison.report import Entry, Report, Result
-from portmm.comparison.seen import shaped
-from portmm.comparison.suite import cases
+from portmm.comparison.shapes import cases, shaped, suite_of
 from portmm.host import machine_load
 from portmm.host.detect import host
-
-if TYPE_CHECKING:
-    from portmm.comparison.case import Case
-    from portmm.comparison.device_facts import Facts
 
 Progress = Callable[[int, int, str], None]
 
@@ -68,10 +60,22 @@ class _Gauge:
     peak: str = ""
     samples: dict[str, list[float]] = field(default_factory=dict)
 
-    @property
-    def opened(self) -> bool:
-        """Whether its worker is there."""
-        return self.lane is not None and self.lane.opened
+    def prepare(self, case: Case, rules: Rules) -> None:
+        """Select the rates that bound a case."""
+        self.peak = ""
+        self.samples.clear()
+        if self.lane and self.lane.opened:
+            self.lane.relaunch(rules)
+            request = {"do": "prepare", "case": asdict(case), "seed": rules.seed}
+            self.peak = self.lane.ask(request, case, rules).get("peak", "")
+
+    def measure(self, case: Case, rules: Rules) -> None:
+        """Run a turn."""
+        if self.lane and self.peak:
+            answer = self.lane.ask({"do": "time", "seconds": rules.turn}, case, rules)
+            for name, rate in answer.get("rates", {}).items():
+                self.samples.setdefault(name, []).append(rate)
+                self.best[name] = max(rate, self.best.get(name, 0.0))
 
 
 def compare(
@@ -136,7 +140,7 @@ def compare(
         setup = _host_setup(target, threads, cold=cold)
     tell = progress or (lambda _done, _all, _text: None)
     rules = Rules(setup, max(rounds, 1), turn_s, patience_s, seed, began + budget_s)
-    limit_lane = Lane(LIMIT, module=LIMIT_WORKER) if limits and not chip_facts else None
+    limit_lane = Lane(LIMIT, bench=LIMIT_BENCH) if limits and not chip_facts else None
     gauge = _Gauge(limit_lane, chip_facts if limits else None)
     lanes = [Lane(contender) for contender in field_]
     everyone = [*lanes, *([gauge.lane] if gauge.lane else [])]
@@ -146,10 +150,10 @@ def compare(
     with ExitStack() as stack:
         stack.callback(lambda: close(everyone, max(0.0, min(PATIENCE, rules.left))))
         for lane in everyone:
-            launch(lane, rules)
+            lane.launch(rules)
         for lane in everyone:
             tell(0, len(selected), f"opening {lane.name}")
-            greet(lane, rules)
+            lane.greet(rules)
         for i, case in enumerate(selected):
             if rules.left <= 0:
                 skipped.append(case.name)
@@ -206,14 +210,12 @@ def _case(lanes: Sequence[Lane], gauge: _Gauge, case: Case, rules: Rules, share:
         lane.samples.clear()
         if not lane.opened:
             continue
-        if lane.worker is None and lane.lives > 0:
-            launch(lane, rules)
-            greet(lane, rules)
-        answer = ask(lane, {"do": "prepare", "case": asdict(case), "seed": rules.seed}, case, rules)
+        lane.relaunch(rules)
+        answer = lane.ask({"do": "prepare", "case": asdict(case), "seed": rules.seed}, case, rules)
         if answer["state"] == LATE:
             return None
         entries[lane.name] = _entry(answer)
-    _prepare(gauge, case, rules)
+    gauge.prepare(case, rules)
     running = [lane for lane in lanes if lane.name in entries and entries[lane.name].state == "ok"]
     checks = CHECKING * (time.monotonic() - began)
     ends = (began + share, rules.deadline - checks)
@@ -221,7 +223,7 @@ def _case(lanes: Sequence[Lane], gauge: _Gauge, case: Case, rules: Rules, share:
         return None
     for lane in running:
         if entries[lane.name].state == "ok":
-            answer = ask(lane, {"do": "drop"}, case, rules)
+            answer = lane.ask({"do": "drop"}, case, rules)
             if answer["state"] == LATE:
                 return None
             entries[lane.name] = _finished(entries[lane.name], lane.samples, answer)
@@ -263,36 +265,15 @@ def _rounds(
         for lane in (*lanes[first:], *lanes[:first]):
             if entries[lane.name].state != "ok":
                 continue
-            answer = ask(lane, {"do": "time", "seconds": rules.turn}, case, rules)
+            answer = lane.ask({"do": "time", "seconds": rules.turn}, case, rules)
             if answer["state"] == LATE:
                 return False
             if answer["state"] == "ok":
                 lane.samples.append(answer["seconds"])
             else:
-                entries[lane.name] = Entry(answer["state"], reason=answer["reason"])
-        _measure(gauge, case, rules)
+                entries[lane.name] = _entry(answer)
+        gauge.measure(case, rules)
     return True
-
-
-def _prepare(gauge: _Gauge, case: Case, rules: Rules) -> None:
-    """Have the gauge select the rates that bound a case."""
-    gauge.peak = ""
-    gauge.samples.clear()
-    if gauge.lane and gauge.opened:
-        if gauge.lane.worker is None and gauge.lane.lives > 0:
-            launch(gauge.lane, rules)
-            greet(gauge.lane, rules)
-        answer = ask(gauge.lane, {"do": "prepare", "case": asdict(case)}, case, rules)
-        gauge.peak = answer["peak"] if answer["state"] == "ok" else ""
-
-
-def _measure(gauge: _Gauge, case: Case, rules: Rules) -> None:
-    """Run the gauge's turn."""
-    if gauge.lane and gauge.peak:
-        answer = ask(gauge.lane, {"do": "time", "seconds": rules.turn}, case, rules)
-        for name, rate in answer.get("rates", {}).items():
-            gauge.samples.setdefault(name, []).append(rate)
-            gauge.best[name] = max(rate, gauge.best.get(name, 0.0))
 
 
 def _limit(gauge: _Gauge, case: Case, rules: Rules) -> tuple[float | None, str]:
@@ -307,17 +288,20 @@ def _limit(gauge: _Gauge, case: Case, rules: Rules) -> tuple[float | None, str]:
 
 
 def _entry(answer: dict[str, Any]) -> Entry:
+    """Entry of a lane after its reply to a request: a failure, or what is known before any timing."""
     if answer["state"] != "ok":
         return Entry(answer["state"], reason=answer["reason"])
-    wrong = "; ".join(answer["wrong"])
-    return Entry("ok", method=answer["method"], reason=wrong, error=answer["error"], bound=answer["bound"])
+    wrong = "; ".join(answer.get("wrong", ()))
+    return Entry(
+        "ok", method=answer.get("method", ""), reason=wrong, error=answer["error"], bound=answer.get("bound", 0)
+    )
 
 
 def _finished(entry: Entry, samples: Sequence[float], answer: dict[str, Any]) -> Entry:
     if answer["state"] != "ok":
-        return Entry(answer["state"], reason=answer["reason"])
+        return _entry(answer)
     error = max(entry.error, answer["error"])
-    return Entry("ok", statistics.median(samples), tuple(samples), entry.method, entry.reason, error, entry.bound)
+    return replace(entry, seconds=statistics.median(samples), samples=tuple(samples), error=error)
 
 
 def _result(

@@ -15,14 +15,12 @@ from __future__ import annotations
 
 import ctypes
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+from typing import Any
 
 WORKSPACE = 64 << 20
 """Bytes of memory that an algorithm may take; NVIDIA advises 32 MB on Hopper."""

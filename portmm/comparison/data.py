@@ -25,16 +25,14 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison import fused
+from portmm.comparison.case import Case
 from portmm.spec.dtype import BY_NAME, FP8
-
-if TYPE_CHECKING:
-    from portmm.comparison.case import Case
 
 TOLERANCE = 4.0
 # A prime, so that rows of any length start at different offsets in the pool.
@@ -179,10 +177,10 @@ def judge(case: Case, data: Arrays, precision: str = EXACT) -> tuple[float, floa
     if not _written(data.c):
         return math.inf, _bound(case, 0.0, precision)
     a, b, c = (x if case.batch > 1 else x[None] for x in (data.a, data.b, data.c))
-    some = _sample(case)
+    batches, blocks = _sample(case)
     error, bound, worst = 0.0, float(_bound(case, 0.0, precision)), 0.0
-    for i in some.batches:
-        for rows, columns in some.blocks:
+    for i in batches:
+        for rows, columns in blocks:
             sums = _sums(case, data, a[i][rows], b[i][:, columns], (rows, columns))
             want, bounds = _finished(case, data, sums, (rows, columns), precision)
             errors = np.abs(c[i][np.ix_(rows, columns)].astype(want.dtype) - want)
@@ -260,22 +258,18 @@ def _eps(result: str, case: Case) -> tuple[float, float]:
     return inner, 1.01 * outer if outer > inner else 0.0
 
 
-@dataclass(frozen=True, slots=True)
-class _Sample:
-    batches: list[int]
-    blocks: list[tuple[Any, Any]]
-
-
-def _sample(case: Case) -> _Sample:
+def _sample(case: Case) -> tuple[list[int], list[tuple[Any, Any]]]:
+    """The batches that are checked, and the rows and columns of each."""
+    whole = (np.arange(case.m), np.arange(case.n))
     work = case.m * case.n * case.k
     if work * case.batch <= WHOLE:
-        return _Sample(list(range(case.batch)), [(np.arange(case.m), np.arange(case.n))])
+        return list(range(case.batch)), [whole]
     batches = _ends(case.batch, BATCHES).tolist()
     if work <= WHOLE:
-        return _Sample(batches, [(np.arange(case.m), np.arange(case.n))])
+        return batches, [whole]
     few_rows = (_ends(case.m, ROWS), _ends(case.n, COLUMNS))
     few_columns = (_ends(case.m, COLUMNS), _ends(case.n, ROWS))
-    return _Sample(batches, [few_rows, few_columns])
+    return batches, [few_rows, few_columns]
 
 
 def _ends(size: int, count: int) -> Any:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -20,20 +21,15 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
-from portmm.comparison import cublaslt
+from portmm.comparison import cublaslt, device_arrays
+from portmm.comparison.case import Case
 from portmm.comparison.data import INPUTS, Arrays
 from portmm.comparison.device_arrays import CupyArrays, OpenClArrays, TorchArrays, of_cuda, parsed
-from portmm.comparison.peers import Fetched, Library, MissingError, UnsupportedError
+from portmm.comparison.peers import Fetched, Library, MissingError, Setup, UnsupportedError
 from portmm.errors import PortmmError
 from portmm.spec.dtype import FP8
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
-    from portmm.comparison import device_arrays
-    from portmm.comparison.case import Case
-    from portmm.comparison.environment import Setup
-
     Calls: TypeAlias = Mapping[str, Callable[[], Any]]
     Ways: TypeAlias = Callable[["Operands"], Calls]
 

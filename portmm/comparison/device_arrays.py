@@ -7,9 +7,10 @@ library is imported when its arrays are opened.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +19,6 @@ from portmm.comparison.peers import MissingError, UnsupportedError
 from portmm.errors import PortmmError
 from portmm.runtime import cuda, opencl
 from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Sequence
 
 LANGUAGES = ("cuda", "opencl")
 
@@ -37,8 +35,8 @@ def parsed(device: str) -> tuple[str, int | None]:
     return language, int(number) if colon else None
 
 
-class Arrays(Protocol):
-    """Arrays of one library on one device.
+class Arrays:
+    """Arrays of one library on one device; its subclasses open a library, and raise `MissingError` without it.
 
     Attributes:
         version: of the library.
@@ -48,30 +46,39 @@ class Arrays(Protocol):
 
     def holds(self, names: Collection[str]) -> bool:
         """Whether it has elements of all these types."""
+        raise NotImplementedError
 
     def put(self, x: Any) -> Any:
         """A copy on the device of a contiguous row-major array."""
+        raise NotImplementedError
 
     def store(self, to: Any, x: Any) -> None:
         """Copy an array into one that `put` returned."""
+        raise NotImplementedError
 
     def transposed(self, x: Any) -> Any:
         """A view with the last two axes swapped."""
+        return x.transpose((*range(len(x.shape) - 2), len(x.shape) - 1, len(x.shape) - 2))
 
     def host(self, x: Any) -> Any:
         """A copy in the host's memory, as a NumPy array."""
+        raise NotImplementedError
 
     def wait(self) -> None:
         """Wait until the device has finished all calls."""
+        raise NotImplementedError
 
     def address(self, x: Any) -> int:
-        """Address of element zero."""
+        """Address of element zero; in OpenCL the handle of the buffer, at whose beginning every array starts."""
+        raise NotImplementedError
 
     def stream(self) -> int:
         """Handle of the current stream or queue, as drivers know it."""
+        raise NotImplementedError
 
     def working(self) -> AbstractContextManager[Any]:
         """Context in which calls go to this device."""
+        return nullcontext()
 
     def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
         """Function that launches calls as one graph, and the result of the last.
@@ -79,6 +86,7 @@ class Arrays(Protocol):
         Raises:
             UnsupportedError: there are no graphs.
         """
+        raise UnsupportedError(f"{self.version} has no graphs, for {len(calls)} calls or any")
 
 
 def of_cuda(number: int | None) -> Arrays:
@@ -96,7 +104,7 @@ def of_cuda(number: int | None) -> Arrays:
             raise MissingError(f"{missing}; {error}") from error
 
 
-class CupyArrays:
+class CupyArrays(Arrays):
     """Arrays of CuPy."""
 
     def __init__(self, number: int | None = None) -> None:
@@ -108,7 +116,6 @@ class CupyArrays:
         self.version = f"cupy {self._cupy.__version__}"
 
     def holds(self, names: Collection[str]) -> bool:
-        """Whether it has elements of all these types."""
         with self.working():
             try:
                 for name in names:
@@ -118,45 +125,33 @@ class CupyArrays:
         return True
 
     def put(self, x: Any) -> Any:
-        """A copy on the device of an array by rows."""
         with self.working():
             copy = self._cupy.empty(x.shape, x.dtype)
             copy.set(x)
         return copy
 
     def store(self, to: Any, x: Any) -> None:
-        """Copy an array over one that `put` gave."""
         with self.working():
             to.set(x)
 
-    def transposed(self, x: Any) -> Any:
-        """The same elements with the last two axes in turn."""
-        return x.transpose((*range(len(x.shape) - 2), len(x.shape) - 1, len(x.shape) - 2))
-
     def host(self, x: Any) -> Any:
-        """A copy in the host's memory."""
         return x.get()
 
     def wait(self) -> None:
-        """Wait until the device is idle."""
         with self.working():
             self._cupy.cuda.runtime.deviceSynchronize()
 
     def address(self, x: Any) -> int:
-        """Where element zero is."""
         return int(x.data.ptr)
 
     def stream(self) -> int:
-        """The handle of CuPy's current stream."""
         return int(self._cupy.cuda.get_current_stream().ptr)
 
     def working(self) -> AbstractContextManager[Any]:
-        """In which calls go to this device."""
         context: AbstractContextManager[Any] = self._cupy.cuda.Device(self._number)
         return context
 
     def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
-        """Calls as one graph."""
         with self.working():
             stream = self._cupy.cuda.Stream(non_blocking=True)
             with stream:
@@ -168,15 +163,10 @@ class CupyArrays:
                     results = [call() for call in calls]
                 finally:
                     graph = stream.end_capture()
-
-        def replay(kept: Any = results) -> None:
-            del kept
-            graph.launch(stream)
-
-        return replay, results[-1]
+        return _replay(lambda: graph.launch(stream), results)
 
 
-class TorchArrays:
+class TorchArrays(Arrays):
     """Arrays of PyTorch on CUDA; on another device than "cuda" only in tests."""
 
     def __init__(self, number: int | None = None, where: str = "cuda") -> None:
@@ -198,7 +188,6 @@ class TorchArrays:
         torch.backends.cuda.matmul.allow_tf32 = False
 
     def holds(self, names: Collection[str]) -> bool:
-        """Whether it has elements of all these types."""
         return all(hasattr(self.torch, BY_NAME[name].numpy) for name in names)
 
     def _tensor(self, x: Any) -> Any:
@@ -210,19 +199,15 @@ class TorchArrays:
         return self.torch.from_numpy(x.view(bits)).view(getattr(self.torch, name))
 
     def put(self, x: Any) -> Any:
-        """A copy on the device of an array by rows."""
         return self._tensor(x).to(self._where, copy=True)
 
     def store(self, to: Any, x: Any) -> None:
-        """Copy an array over one that `put` gave."""
         to.copy_(self._tensor(x))
 
     def transposed(self, x: Any) -> Any:
-        """The same elements with the last two axes in turn."""
         return x.transpose(-1, -2)
 
     def host(self, x: Any) -> Any:
-        """A copy in the host's memory."""
         name = str(x.dtype).removeprefix("torch.")
         own = next((y for y in EXTENSION_TYPES if BY_NAME[y].numpy == name), "")
         if not own:
@@ -231,38 +216,37 @@ class TorchArrays:
         return x.contiguous().view(bits).cpu().numpy().view(numpy_of(own))
 
     def wait(self) -> None:
-        """Wait until the device is idle."""
         self.torch.cuda.synchronize()
 
     def address(self, x: Any) -> int:
-        """Where element zero is."""
         return int(x.data_ptr())
 
     def stream(self) -> int:
-        """The handle of PyTorch's current stream."""
         return int(self.torch.cuda.current_stream().cuda_stream)
 
     def working(self) -> AbstractContextManager[Any]:
-        """In which calls go to this device."""
         context: AbstractContextManager[Any] = nullcontext()
         return context if self._where == "cpu" else self.torch.cuda.device(self._number)
 
     def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
-        """Calls as one graph."""
         with self.working():
             graph = self.torch.cuda.CUDAGraph()
             with self.torch.cuda.graph(graph):
                 results = [call() for call in calls]
-
-        def replay(kept: Any = results) -> None:
-            del kept
-            graph.replay()
-
-        return replay, results[-1]
+        return _replay(graph.replay, results)
 
 
-class OpenClArrays:
-    """Arrays of PyOpenCL, on the first GPU or else the first device."""
+def _replay(launch: Callable[[], object], results: list[Any]) -> tuple[Callable[[], object], Any]:
+    """A graph's launch, which keeps the results of its calls, and the last of them."""
+
+    def replay(_kept: Any = results) -> None:
+        launch()
+
+    return replay, results[-1]
+
+
+class OpenClArrays(Arrays):
+    """Arrays of PyOpenCL, on the first GPU or else the first device; it has all types, which are bytes to it."""
 
     def __init__(self) -> None:
         try:
@@ -277,45 +261,22 @@ class OpenClArrays:
         self.queue: Any = module.CommandQueue(self._context)
 
     def holds(self, names: Collection[str]) -> bool:
-        """Whether it has elements of all these types: it has all, since elements are bytes to PyOpenCL."""
         return bool(names)
 
     def put(self, x: Any) -> Any:
-        """A copy on the device of an array by rows."""
         return self._array.to_device(self.queue, x)
 
     def store(self, to: Any, x: Any) -> None:
-        """Copy an array over one that `put` gave."""
         to.set(x, self.queue)
 
-    def transposed(self, x: Any) -> Any:
-        """The same elements with the last two axes in turn."""
-        return x.transpose((*range(len(x.shape) - 2), len(x.shape) - 1, len(x.shape) - 2))
-
     def host(self, x: Any) -> Any:
-        """A copy in the host's memory."""
         return x.get(self.queue) if x.flags.c_contiguous else self.transposed(x).get(self.queue).swapaxes(-1, -2)
 
     def wait(self) -> None:
-        """Wait until the queue is empty."""
         self.queue.finish()
 
     def address(self, x: Any) -> int:
-        """Handle of the buffer, at whose beginning every array starts."""
         return int(x.data.int_ptr)
 
     def stream(self) -> int:
-        """Handle of the queue."""
         return int(self.queue.int_ptr)
-
-    def working(self) -> AbstractContextManager[Any]:
-        """A context without effect: arrays have a queue of their own."""
-        return nullcontext()
-
-    def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
-        """Refuse a graph.
-
-        Raises:
-            UnsupportedError: always.
-        """
-        raise UnsupportedError(f"OpenCL 1.2 has no graphs, for {len(calls)} calls or any")

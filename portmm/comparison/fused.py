@@ -13,14 +13,12 @@ in the type of the sums, since functions are approximated.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 ADDED = ("bias", "residual")
 """Steps that add an array of the case."""

@@ -1,6 +1,6 @@
 """A comparison as one self-contained HTML page.
 
-Owns the page, the fragment that notebooks show, and their style and script, which are
+Owns the page, the fragment that notebooks show, and their template, style and script, which are
 files of this folder.
 
 The page fetches nothing. It contains the report as JSON: `comparison.report.from_json`
@@ -10,35 +10,43 @@ reads the text of `<script id="report">`. All output of libraries is escaped.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Sequence
 from dataclasses import fields
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from string import Template
 
-from portmm.comparison.bars import FARTHEST, MARKS, badge, bars, reach, role, state, strip
-from portmm.comparison.markup import NONE, Markup, concatenated, counted, fault, outcome, percent, tag, tidy, unit
+from portmm.comparison.bars import (
+    FARTHEST,
+    MARKS,
+    NONE,
+    Content,
+    Markup,
+    badge,
+    bars,
+    concatenated,
+    counted,
+    fault,
+    outcome,
+    percent,
+    reach,
+    role,
+    state,
+    strip,
+    tag,
+    tidy,
+    unit,
+)
 from portmm.comparison.report import Report, Result, Summary, summaries
 from portmm.comparison.roofline import legend, roofline
-from portmm.comparison.text import EXCEEDED, MORE_TIME, explained, heading
+from portmm.comparison.text import EXCEEDED, MORE_TIME, SUMMARY, explained, heading
 from portmm.host import machine_load
 
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-# The browser must fetch nothing, whatever the content of the page.
-POLICY = "default-src 'none'; style-src 'unsafe-inline'; script-src 'unsafe-inline'; img-src data:"
 FACTS = {"isa": "all held to", "machine": "taken for", "chip": "", "threads": "", "load": "", "cores": "cores to use"}
 """Fields of a report -> their names on the page, empty for those of the heading; others keep their name."""
 
-METHOD = (
-    "A ratio is formed within a round and its median shown: it may differ a little from the quotient of two medians.",
-    "A ratio that differs from 1 by no more than its spread, the middle half of the rounds' ratios, is a draw.",
-    "Each contender has a process of its own, and only one runs at a time; variables that tune libraries are removed.",
-    "Contenders alternate within each round, so that a drift of the clock affects all of them.",
-    "Every contender computes a case by each method of its library, and the fastest method counts.",
-    "Results are checked against a wider type before and after the timing; wrong ones are listed, never counted.",
-    "The limit is measured in the same rounds: multiply-adds from registers, or the bandwidth of the operands' level.",
-)
+Cell = str | tuple[Content, str | None]
+"""Cell of a table: its text, or that with its CSS class."""
 
 
 def page(report: Report) -> str:
@@ -48,33 +56,29 @@ def page(report: Report) -> str:
         report: of any suite; it may lack portmm, peers, limits, or all results.
     """
     known = tidy(report)
-    head = tag(
-        "head",
-        tag("meta", charset="utf-8"),
-        tag("meta", name="viewport", content="width=device-width, initial-scale=1"),
-        tag("meta", name="color-scheme", content="light dark"),
-        tag("meta", http_equiv="Content-Security-Policy", content=POLICY),
-        tag("link", rel="icon", href="data:,"),
-        tag("title", f"portmm compared: {known.chip}"),
-        tag("style", _resource("page.css")),
-    )
-    body = tag(
-        "body",
-        _header(known),
-        tag(
-            "main",
-            _section("Summary", summary(known)),
-            _section("Roofline", *_roofline(known)),
-            _section("Every case", _tools(), *_cases(known)),
-            _section("All figures", *_figures(known)),
-            _section("What went wrong", wrong(known)),
-            _section("Contenders", *_contenders(known)),
-            _section("How it was measured", *_method(known)),
-        ),
-        _data(report),
-        tag("script", _resource("page.js")),
-    )
-    return "<!DOCTYPE html>\n" + tag("html", head, "\n", body, lang="en") + "\n"
+    rounds = max((len(e.samples) for r in known.results for e in r.entries.values()), default=0)
+    # As JSON in a script element, with `<` escaped, since it could end the element.
+    data = json.dumps(json.loads(report.to_json()), separators=(",", ":")).replace("<", "\\u003c")
+    texts = {
+        "chip": known.chip,
+        "title": "portmm and its peers" if any(e.peer for e in known.entrants) else "portmm without peers",
+        "heading": heading(known),
+        "rounds": counted(rounds, "round"),
+    }
+    parts = {
+        "style": _resource("page.css"),
+        "script": _resource("page.js"),
+        "summary": summary(known),
+        "roofline": _roofline(known),
+        "cases": _cases(known),
+        "figures": _figures(known),
+        "wrong": wrong(known),
+        "contenders": _contenders(known),
+        "remarks": concatenated(tag("li", text) for text in _remarks(known)),
+        "data": data,
+    }
+    template = Template(_resource("page.html"))
+    return template.substitute(parts, **{name: concatenated([text]) for name, text in texts.items()})
 
 
 def fragment(report: Report) -> str:
@@ -91,28 +95,14 @@ def _resource(name: str) -> Markup:
     return Markup(Path(__file__).with_name(name).read_text(encoding="utf-8"))
 
 
-def _section(title: str, *content: Markup | str) -> Markup:
-    name = title.lower().replace(" ", "-")
-    return tag("section", tag("h2", title, id=name), *content, aria_labelledby=name)
-
-
-def _header(report: Report) -> Markup:
-    return tag(
-        "header",
-        tag("h1", "portmm and its peers" if any(e.peer for e in report.entrants) else "portmm without peers"),
-        tag("p", heading(report), class_="lead"),
-    )
-
-
-def _contenders(report: Report) -> list[Markup | str]:
+def _contenders(report: Report) -> Markup:
     """Facts of the report and the table of contenders."""
-    rows = [tag("div", tag("dt", name), tag("dd", text)) for name, text in _facts(report)]
+    facts = tag("dl", *(tag("div", tag("dt", name), tag("dd", text)) for name, text in _facts(report)))
     contenders = [
         (e.name, e.version if e.state == "ok" else f"{e.state}: {e.reason}", "rounds to 8 bits (~)" * e.approximate)
         for e in report.entrants
     ]
-    listed = [_table("Contenders", ("contender", "version", ""), contenders, left=3)] if contenders else []
-    return [tag("dl", *rows), *listed]
+    return concatenated([facts, _words("Contenders", ("contender", "version", ""), contenders)])
 
 
 def _facts(report: Report) -> list[tuple[str, str]]:
@@ -128,21 +118,28 @@ def _facts(report: Report) -> list[tuple[str, str]]:
     return [*rows, ("cases", str(len(report.results)))]
 
 
-def _table(caption: str, head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> Markup:
-    """A table whose first `left` columns are text; the first one is the row's header."""
-    heads = (tag("th", name, scope="col", class_=None if i < left else "n") for i, name in enumerate(head))
-    lines = (
-        tag(
-            "tr",
-            *(
-                tag("td", x, class_=None if i < left else "n") if i else tag("th", x, scope="row")
-                for i, x in enumerate(row)
-            ),
-        )
-        for row in rows
+def _table(caption: str, head: Iterable[Cell], rows: Iterable[Markup], kind: str | None = None) -> Markup:
+    """A table of rows."""
+    heads = (
+        tag("th", x[0], scope="col", class_=x[1]) if isinstance(x, tuple) else tag("th", x, scope="col") for x in head
     )
-    table = tag("table", tag("caption", caption), tag("thead", tag("tr", *heads)), tag("tbody", *lines))
-    return tag("div", table, class_="scroll", tabindex=0)
+    thead, tbody = tag("thead", tag("tr", *heads)), tag("tbody", *rows)
+    return tag("table", tag("caption", caption), thead, tbody, class_=kind)
+
+
+def _row(cells: Iterable[Cell], **attributes: Content) -> Markup:
+    """A row, whose first cell is its header."""
+    (first, _), *others = (x if isinstance(x, tuple) else (x, None) for x in cells)
+    return tag("tr", tag("th", first, scope="row"), *(tag("td", x, class_=kind) for x, kind in others), **attributes)
+
+
+def _words(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> Markup | None:
+    """A table of words; None without rows."""
+    return _scrolled(_table(caption, head, map(_row, rows))) if rows else None
+
+
+def _scrolled(content: Markup) -> Markup:
+    return tag("div", content, class_="scroll", tabindex=0)
 
 
 def summary(report: Report) -> Markup:
@@ -169,170 +166,114 @@ def summary(report: Report) -> Markup:
     )
     loaded = machine_load.sentence(report.load, report.cores)
     edge = reach(report)
-    head = ("group", "cases", "geometric mean", "wins", "draws", "losses", "lowest", "where")
-    beyond = ("≤ ", "≥ ") if edge == FARTHEST else ("", "")
+    beyond = ("\u2264 ", "\u2265 ") if edge == FARTHEST else ("", "")
     bounds = tag("span", f"{beyond[0]}{1 / edge:.2g}"), tag("span", "1"), tag("span", f"{beyond[1]}{edge:.2g}")
-    heads = [tag("th", x, scope="col", class_="n" if 0 < i < 7 else None) for i, x in enumerate(head)]
-    heads.append(tag("th", tag("span", *bounds, class_="bounds"), scope="col", class_="ratios"))
-    return concatenated(
-        [
-            lead,
-            tag("p", f"{loaded[0].upper()}{loaded[1:]}.") if loaded else None,
-            tag("p", f"{explained(report)}."),
-            tag(
-                "div",
-                tag(
-                    "table",
-                    tag("caption", "Rate of portmm over that of the best peer of each case"),
-                    tag("thead", tag("tr", *heads)),
-                    tag("tbody", *(_summary_row(report, s, edge) for s in rows)),
-                    class_="summary",
-                ),
-                class_="scroll",
-            ),
-        ]
-    )
+    numbers: list[Cell] = [(x, "n") for x in SUMMARY[1:-1]]
+    head = (SUMMARY[0], *numbers, SUMMARY[-1], (tag("span", *bounds, class_="bounds"), "ratios"))
+    caption = "Rate of portmm over that of the best peer of each case"
+    means = _table(caption, head, (_summary_row(report, s, edge) for s in rows), "summary")
+    notes = [
+        tag("p", f"{loaded[0].upper()}{loaded[1:]}.") if loaded else None,
+        tag("p", f"{explained(report)}."),
+    ]
+    return concatenated([lead, *notes, tag("div", means, class_="scroll")])
 
 
 def _summary_row(report: Report, s: Summary, edge: float) -> Markup:
     own = [r for r in report.results if r.case.group == s.group]
-    cells = (
-        (str(s.count), "n"),
-        (f"{s.mean:.2f}", "n win" if s.mean >= 1 else "n loss"),
-        (str(s.wins), "n"),
-        (str(s.draws), "n"),
-        (str(s.losses), "n"),
-        (f"{s.lowest:.2f}", "n"),
-        (s.lowest_case, None),
-    )
-    row = [tag("th", s.group, scope="row"), *(tag("td", x, class_=kind) for x, kind in cells)]
-    row.append(tag("td", strip(report, own or report.results, edge), class_="ratios"))
-    return tag("tr", *row, class_=None if own else "total")
+    counts: list[Cell] = [(str(x), "n") for x in (s.wins, s.draws, s.losses)]
+    mean = f"{s.mean:.2f}", "n win" if s.mean >= 1 else "n loss"
+    ratios = strip(report, own or report.results, edge), "ratios"
+    cells: list[Cell] = [s.group, (str(s.count), "n"), mean, *counts, (f"{s.lowest:.2f}", "n"), s.lowest_case, ratios]
+    return _row(cells, class_=None if own else "total")
 
 
-def _roofline(report: Report) -> list[Markup | str]:
+def _roofline(report: Report) -> Markup:
     drawn = roofline(report)
     if not drawn:
-        return [tag("p", "No case has a rate that could be drawn.")]
+        return tag("p", "No case has a rate that could be drawn.")
     text = "Each case is a line between portmm and the best peer of that case; point at one to read its figures."
     if report.threads > 1:
         text += f" Roofs are of one core times {report.threads}; caches that cores share give less."
-    return [tag("p", text), tag("figure", legend(report), tag("div", drawn, class_="scroll", tabindex=0))]
+    return concatenated([tag("p", text), tag("figure", legend(report), _scrolled(drawn))])
 
 
-def _tools() -> Markup:
-    kinds = {"": "all cases", "loss": "losses", "draw": "draws", "win": "wins", "bad": "with failures"}
-    options = [tag("option", text, value=value) for value, text in kinds.items()]
-    return tag(
-        "form",
-        tag("label", "show ", tag("select", *options, id="kind")),
-        tag("label", "named ", tag("input", id="named", type="search", placeholder="cube, 4096x1")),
-        tag("output", id="count"),
-        id="tools",
-        hidden="hidden",
-    )
-
-
-def _cases(report: Report) -> list[Markup | str]:
+def _cases(report: Report) -> Markup:
     if not report.results:
-        return [tag("p", "No case was measured.")]
+        return tag("p", "No case was measured.")
     text = f"{unit(report)} of each contender, fastest first. The thin bar spans the rounds, slowest to fastest; the "
     text += "dashed line is the limit that this machine's own rates set, where it is near. * a method was wrong."
-    return [tag("p", text), bars(report)]
+    return concatenated([tag("p", text), bars(report)])
 
 
-def _figures(report: Report) -> list[Markup | str]:
+def _figures(report: Report) -> Markup:
     if not report.results:
-        return [tag("p", "No case was measured.")]
+        return tag("p", "No case was measured.")
     text = f"{unit(report)}; the best peer is underlined; {NONE} a contender that does not offer the case."
     if _loads(report):
         text += " Load is the number of cores that other processes kept busy."
-    return [tag("p", text), tag("div", table(report), class_="scroll", tabindex=0)]
+    return concatenated([tag("p", text), _scrolled(table(report))])
 
 
 def table(report: Report) -> Markup:
     """Table of all cases and contenders."""
-    names = report.shown
     ours = ["ratio", "spread"] if report.ours else []
     share = ["% of limit"] if report.ours and any(r.limit for r in report.results) else []
     loads = ["load"] if _loads(report) else []
-    words = ["case", "MxNxK", "group"]
-    heads = [tag("th", x, scope="col") for x in words]
-    heads += [tag("th", x, scope="col", class_="n") for x in (*names, *ours, *share, *loads)]
-    heads.append(tag("th", "best peer", scope="col"))
-    rows = (_row(report, r, names, share=bool(share)) for r in report.results)
-    caption = tag("caption", f"Rates in {unit(report)}")
-    return tag("table", caption, tag("thead", tag("tr", *heads)), tag("tbody", *rows), class_="all")
+    numbers: list[Cell] = [(x, "n") for x in (*report.shown, *ours, *share, *loads)]
+    rows = (_case_row(report, r, share=bool(share)) for r in report.results)
+    return _table(f"Rates in {unit(report)}", ["case", "MxNxK", "group", *numbers, "best peer"], rows, "all")
 
 
 def _loads(report: Report) -> bool:
     return any(r.load is not None for r in report.results)
 
 
-def _row(report: Report, result: Result, names: Sequence[str], *, share: bool) -> Markup:
+def _case_row(report: Report, result: Result, *, share: bool) -> Markup:
     case = result.case
-    cells = [tag("th", case.name, scope="row"), tag("td", case.shape), tag("td", case.group)]
-    for name in names:
+    cells: list[Cell] = [case.name, case.shape, case.group]
+    for name in report.shown:
         entry = result.entries.get(name)
         bad = "bad" if entry is not None and fault(entry) else ""
-        kind = f"n {role(report, result, name)} {bad}".split()
-        cells.append(tag("td", outcome(report, result, name), class_=" ".join(kind)))
+        cells.append((outcome(report, result, name), " ".join(f"n {role(report, result, name)} {bad}".split())))
     if report.ours:
-        cells.append(tag("td", badge(report, result) if result.ratio is not None else NONE, class_="n"))
-        cells.append(tag("td", percent(report.spread(result)), class_="n"))
+        cells.append((badge(report, result) if result.ratio is not None else NONE, "n"))
+        cells.append((percent(report.spread(result)), "n"))
     if share:
-        cells.append(tag("td", percent(report.share(result)).rstrip("%"), class_="n"))
+        cells.append((percent(report.share(result)).rstrip("%"), "n"))
     if _loads(report):
-        cells.append(tag("td", NONE if result.load is None else f"{result.load:.2f}", class_="n"))
-    cells.append(tag("td", result.best or NONE))
-    return tag("tr", *cells, data_name=f"{case.name} {case.shape} {case.group}", data_state=state(report, result))
+        cells.append((NONE if result.load is None else f"{result.load:.2f}", "n"))
+    about = f"{case.name} {case.shape} {case.group}"
+    return _row([*cells, result.best or NONE], data_name=about, data_state=state(report, result))
 
 
 def wrong(report: Report) -> Markup:
     """Missing contenders, failed results and skipped cases."""
-    parts: list[Markup] = []
     away = [(e.name, e.state, e.reason, e.hint) for e in report.entrants if e.state != "ok"]
-    if away:
-        parts.append(
-            _table("Contenders that did not take part", ("contender", "state", "reason", "what to do"), away, 4)
-        )
     failed = [
         (r.case.name, name, failure, e.reason)
         for r in report.results
         for name, e in r.entries.items()
         if (failure := fault(e))
     ]
-    if failed:
-        parts.append(_table("Results that do not count", ("case", "contender", "state", "reason"), failed, 4))
+    parts = [
+        _words("Contenders that did not take part", ("contender", "state", "reason", "what to do"), away),
+        _words("Results that do not count", ("case", "contender", "state", "reason"), failed),
+    ]
     if report.skipped:
-        text = f"No time was left for {counted(len(report.skipped), 'case')}: "
-        parts.append(tag("p", text, ", ".join(report.skipped), f"; {MORE_TIME}."))
-    return concatenated(parts) or tag(
-        "p", "Nothing: every contender was found, every result was right, no case was left out."
-    )
+        text = f"No time was left for {counted(len(report.skipped), 'case')}: {', '.join(report.skipped)}; {MORE_TIME}."
+        parts.append(tag("p", text))
+    nothing = "Nothing: every contender was found, every result was right, no case was left out."
+    return concatenated(filter(None, parts)) or tag("p", nothing)
 
 
-def _method(report: Report) -> list[Markup | str]:
-    rounds = max((len(e.samples) for r in report.results for e in r.entries.values()), default=0)
-    items = [f"Times are medians over {counted(rounds, 'round')}.", *METHOD]
+def _remarks(report: Report) -> list[str]:
+    remarks = []
     if report.approximate:
-        items.append(
-            "A contender marked ~ rounds activations to 8 bits; it enters ratios only where a case allows that."
-        )
+        text = "A contender marked ~ rounds activations to 8 bits; it enters ratios only where a case allows that."
+        remarks.append(text)
     if report.exceeded:
-        items.append(f"{EXCEEDED[0].upper()}{EXCEEDED[1:]}: {', '.join(report.exceeded)}.")
+        remarks.append(f"{EXCEEDED[0].upper()}{EXCEEDED[1:]}: {', '.join(report.exceeded)}.")
     if report.removed:
-        items.append(f"Not passed on to any contender: {', '.join(report.removed)}.")
-    return [tag("ul", *(tag("li", text) for text in items), class_="said")]
-
-
-def _data(report: Report) -> Markup:
-    """The report as JSON in a script element, with `<` escaped, since it could end the element."""
-    text = json.dumps(json.loads(report.to_json()), separators=(",", ":")).replace("<", "\\u003c")
-    return tag(
-        "footer",
-        tag(
-            "p", "This page holds all that it shows as JSON. ", tag("a", "Save report.json", id="save", hidden="hidden")
-        ),
-        tag("script", Markup(text), type="application/json", id="report"),
-    )
+        remarks.append(f"Not passed on to any contender: {', '.join(report.removed)}.")
+    return remarks

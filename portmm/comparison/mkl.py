@@ -15,22 +15,16 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from ctypes import c_int, c_long, c_void_p
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from portmm.comparison import native
-from portmm.comparison.case import PLAIN
-from portmm.comparison.data import INPUTS
-from portmm.comparison.peers import Fetched, Library, MissingError, Run, finishing, repeat
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.data import Arrays
-    from portmm.comparison.environment import Setup
+from portmm.comparison.case import PLAIN, Case
+from portmm.comparison.data import INPUTS, Arrays
+from portmm.comparison.peers import Fetched, Library, MissingError, Run, Setup, finishing, repeat
 
 PACKED = 151
 IDENTIFIER_B = 162

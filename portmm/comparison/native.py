@@ -1,123 +1,39 @@
-"""Calls of C libraries without the overhead of Python.
+"""C libraries, called without the overhead of Python: BLIS, libxsmm, and what others need, too.
 
-Owns the search for shared libraries and the small C driver that repeats a
-call. A call from Python by ctypes costs about a microsecond, a tenth of a 64 x 64
-product, which a user who calls the library from C does not pay; so the loop
-over repetitions and over a batch is in C.
+Owns the search for shared libraries, the small C driver that repeats a call, the calls of CBLAS, and two contenders. A
+call from Python by ctypes costs about a microsecond, a tenth of a 64 x 64 product, which a user who calls the library
+from C does not pay; so the loop over repetitions and over a batch is in C.
+
+A BLIS older than the processor falls back to portable code; an expert user sets the nearest configuration by hand, and
+so does its adapter. Debian ships libxsmm, just-in-time kernels for small products, as an archive only, so it is linked
+into a driver of its own.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable, Sequence
 from ctypes import c_int, c_long, c_void_p
 from ctypes.util import find_library
 from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from portmm.comparison.peers import MissingError, Run, UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.data import Arrays
+from portmm.comparison.case import Case
+from portmm.comparison.data import Arrays
+from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError
 
 ROW, COLUMN = 101, 102
 NORMAL, TRANSPOSED = 111, 112
 LETTER = {"f32": "s", "f64": "d"}
 SCALAR: dict[str, Any] = {"f32": ctypes.c_float, "f64": ctypes.c_double}
 
-_TEMPLATE = """\
-void loop_gemm_@X(void (*f)(int, int, int, int, int, int, @T, const @T *, int, const @T *, int, @T, @T *, int),
-    long count, long batch, int order, int ta, int tb, int m, int n, int k,
-    const @T *a, int lda, long sa, const @T *b, int ldb, long sb, @T *c, int ldc, long sc) {
-  while (count-- > 0)
-    for (long i = 0; i < batch; i++)
-      f(order, ta, tb, m, n, k, 1, a + i * sa, lda, b + i * sb, ldb, 0, c + i * sc, ldc);
-}
-void loop_gemv_@X(void (*f)(int, int, int, int, @T, const @T *, int, const @T *, int, @T, @T *, int),
-    long count, int order, int trans, int m, int n, const @T *a, int lda, const @T *x, @T *y) {
-  while (count-- > 0) f(order, trans, m, n, 1, a, lda, x, 1, 0, y, 1);
-}
-void loop_batch_@X(void (*f)(int, int, int, int, int, int, @T, const @T *, int, int, const @T *, int, int, @T, @T *, int, int, int),
-    long count, int order, int ta, int tb, int m, int n, int k,
-    const @T *a, int lda, int sa, const @T *b, int ldb, int sb, @T *c, int ldc, int sc, int batch) {
-  while (count-- > 0) f(order, ta, tb, m, n, k, 1, a, lda, sa, b, ldb, sb, 0, c, ldc, sc, batch);
-}
-void loop_compute_@X(void (*f)(int, int, int, int, int, int, const @T *, int, const @T *, int, @T, @T *, int),
-    long count, int order, int ta, int tb, int m, int n, int k, const @T *a, int lda, const @T *b, int ldb, @T *c, int ldc) {
-  while (count-- > 0) f(order, ta, tb, m, n, k, a, lda, b, ldb, 0, c, ldc);
-}
-void loop_kernel_@X(void (*f)(const @T *, const @T *, @T *), long count, long batch,
-    const @T *a, long sa, const @T *b, long sb, @T *c, long sc) {
-  while (count-- > 0) {
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-    for (long i = 0; i < batch; i++) f(a + i * sa, b + i * sb, c + i * sc);
-  }
-}
-void loop_jit_@X(void (*f)(void *, const @T *, const @T *, @T *), void *jit, long count, long batch,
-    const @T *a, long sa, const @T *b, long sb, @T *c, long sc) {
-  while (count-- > 0) {
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-    for (long i = 0; i < batch; i++) f(jit, a + i * sa, b + i * sb, c + i * sc);
-  }
-}
-"""  # noqa: E501
-
-_ONEDNN = """\
-void loop_dnnl_sgemm(int (*f)(char, char, long, long, long, float, const float *, long, const float *, long, float, float *, long),
-    long count, char ta, char tb, long m, long n, long k, const float *a, long lda, const float *b, long ldb, float *c, long ldc) {
-  while (count-- > 0) f(ta, tb, m, n, k, 1, a, lda, b, ldb, 0, c, ldc);
-}
-void loop_dnnl_execute(int (*f)(void *, void *, int, const void *), int (*wait)(void *),
-    long count, void *primitive, void *stream, int args, const void *arg) {
-  while (count-- > 0) { f(primitive, stream, args, arg); wait(stream); }
-}
-"""  # noqa: E501
-
-_ONEDNN_SCALED = """\
-void loop_dnnl_scaled(int (*f)(void *, void *, int, const void *), int (*wait)(void *),
-    long count, void *primitive, void *stream, int args, const void *arg, long m, long n, const float *rows, float *c) {
-  while (count-- > 0) {
-    f(primitive, stream, args, arg);
-    wait(stream);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-    for (long i = 0; i < m; i++)
-      for (long j = 0; j < n; j++) c[i * n + j] *= rows[i];
-  }
-}
-"""
-
-_NARROW = """\
-void loop_gemm_16(void (*f)(int, int, int, int, int, int, float, const void *, int, const void *, int, float, float *, int),
-    long count, int order, int ta, int tb, int m, int n, int k, const void *a, int lda, const void *b, int ldb, float *c, int ldc) {
-  while (count-- > 0) f(order, ta, tb, m, n, k, 1, a, lda, b, ldb, 0, c, ldc);
-}
-void loop_gemm_8(void (*f)(int, int, int, int, int, int, int, float, const void *, int, signed char, const void *, int,
-    signed char, float, int *, int, const int *),
-    long count, int order, int ta, int tb, int m, int n, int k, const void *a, int lda, const void *b, int ldb, int *c, int ldc, int zero) {
-  int fixed = 173, offset = 0;
-  while (count-- > 0) f(order, ta, tb, fixed, m, n, k, 1, a, lda, (signed char)zero, b, ldb, 0, 0, c, ldc, &offset);
-}
-"""  # noqa: E501
-
-SOURCE = (
-    _ONEDNN
-    + _ONEDNN_SCALED
-    + _NARROW
-    + "".join(_TEMPLATE.replace("@T", t).replace("@X", x) for t, x in (("float", "s"), ("double", "d")))
-)
+SOURCE = Path(__file__).with_name("native.c")
 
 
 def shared_library(patterns: Sequence[str], *, packages: Sequence[str] = (), system: Sequence[str] = ()) -> Path | str:
@@ -168,9 +84,8 @@ def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
     except NoCompilerError as error:
         raise MissingError(f"no C compiler for the driver that repeats calls: {error}") from error
     with tempfile.TemporaryDirectory(prefix="portmm-compare-") as folder:
-        source, library = Path(folder) / "driver.c", Path(folder) / "driver.so"
-        source.write_text(SOURCE)
-        command = [*compiler.argv, "-O3", "-shared", "-fPIC", str(source), "-o", str(library), *extra]
+        library = Path(folder) / "driver.so"
+        command = [*compiler.argv, "-O3", "-shared", "-fPIC", str(SOURCE), "-o", str(library), *extra]
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
         if done.returncode:
             linked = next((f" with {x}" for x in extra if x.startswith("-l")), "")
@@ -269,3 +184,109 @@ def only(condition: bool, reason: str) -> None:
     """
     if not condition:
         raise UnsupportedError(reason)
+
+
+# More than the some thirty configurations of a BLIS; numbers beyond the last have no name.
+ARCHITECTURES = 64
+# Best first: the cpuinfo flag that a configuration needs.
+NEAREST = (("skx", "avx512f"), ("haswell", "avx2"), ("sandybridge", "avx"))
+
+
+def open_blis(setup: Setup) -> Library:
+    """Open BLIS: its gemm and gemv."""
+    path = shared_library(["libblis.so*"], system=["blis"])
+    try:
+        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise MissingError(str(error)) from error
+    driver()
+    note = _configure(library, setup.isa)
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        methods = {"gemm": gemm(library, case, data)}
+        if is_vector(case):
+            methods["gemv"] = gemv(library, case, data)
+        return methods
+
+    library.bli_info_get_version_str.restype = ctypes.c_char_p
+    return Library(f"blis {library.bli_info_get_version_str().decode()} ({note})", prepare)
+
+
+def _configure(library: Any, isa: str) -> str:
+    """Set a configuration before BLIS initialises itself; return a description of it."""
+    library.bli_arch_string.restype = ctypes.c_char_p
+    own = _own_choice(library)
+    wanted = {"avxvnni": "haswell", "avx2": "haswell", "sse2": "penryn"}.get(isa, "")
+    if not wanted and own == "generic":
+        flags = _cpu_flags()
+        wanted = next((name for name, flag in NEAREST if flag in flags), "")
+    if not wanted or wanted == own:
+        return own
+    ids = {_name(library, i): i for i in range(ARCHITECTURES)}
+    if wanted not in ids:
+        return own
+    os.environ["BLIS_ARCH_TYPE"] = str(ids[wanted])
+    return f"{wanted}, set by hand; its own choice is {own}"
+
+
+def _name(library: Any, number: int) -> str:
+    name = library.bli_arch_string(number)
+    return name.decode() if name else ""
+
+
+def _own_choice(library: Any) -> str:
+    # BLIS keeps its first selection for the life of a process, so a child queries it.
+    child = os.fork()
+    if child == 0:
+        os._exit(library.bli_arch_query_id() & 0xFF)
+    status = os.waitpid(child, 0)[1]
+    return _name(library, os.waitstatus_to_exitcode(status)) or "unknown"
+
+
+def _cpu_flags() -> set[str]:
+    lines = Path("/proc/cpuinfo").read_text().splitlines()
+    return set(next((x for x in lines if x.startswith("flags")), "").split())
+
+
+# libxsmm dispatches kernels up to (64 x 64 x 64); beyond, it calls a BLAS.
+LARGEST = 64**3
+LINK = ("-Wl,--whole-archive", "-lxsmm", "-Wl,--no-whole-archive", "-lxsmmnoblas", "-lpthread", "-lm", "-ldl")
+
+
+def _load() -> Any:
+    try:
+        path = shared_library(["libxsmm.so*"], system=["xsmm"])
+        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
+    except (MissingError, OSError):
+        return compile_driver(LINK)
+
+
+def open_libxsmm(setup: Setup) -> Library:
+    """Open libxsmm: its dispatched kernels, called for each matrix of a batch from C."""
+    library = _load()
+    driver(setup.threads)
+    library.libxsmm_init()
+    library.libxsmm_get_target_arch.restype = ctypes.c_char_p
+
+    def prepare(case: Case, data: Arrays) -> dict[str, Run]:
+        only(case.m * case.n * case.k <= LARGEST, "only small products")
+        only({case.a, case.b, case.c} == {"row"}, "only untransposed operands")
+        return {"dispatch": _dispatch(library, setup, case, data)}
+
+    return Library(f"libxsmm ({library.libxsmm_get_target_arch().decode()})", prepare)
+
+
+def _dispatch(library: Any, setup: Setup, case: Case, data: Arrays) -> Run:
+    letter = LETTER[case.dtype]
+    scalar = SCALAR[case.dtype]
+    dispatch = getattr(library, f"libxsmm_{letter}mmdispatch")
+    dispatch.restype = c_void_p
+    # Column-major only: C^T = B^T . A^T.
+    leads = [ctypes.byref(c_int(x)) for x in (case.n, case.k, case.n)]
+    one, zero = scalar(1), scalar(0)
+    sizes = map(c_int, (case.n, case.m, case.k))
+    kernel = dispatch(*sizes, *leads, ctypes.byref(one), ctypes.byref(zero), None, None)
+    only(bool(kernel), "libxsmm generated no kernel")
+    a, sa, b, sb, c, sc = strided(case, data)
+    loop = getattr(driver(setup.threads), f"loop_kernel_{letter}")
+    return counted(loop, [c_void_p(kernel)], [c_long(case.batch), b, sb, a, sa, c, sc], data)

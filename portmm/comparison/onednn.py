@@ -8,20 +8,15 @@ of oneDNN's C headers, version 3.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Sequence
 from ctypes import byref, c_char, c_float, c_int, c_int64, c_long, c_void_p
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.comparison import fused, native
-from portmm.comparison.data import INPUTS
-from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.data import Arrays
-    from portmm.comparison.environment import Setup
+from portmm.comparison.case import Case
+from portmm.comparison.data import INPUTS, Arrays
+from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError
 
 CPU = 1
 IN_ORDER = 1
@@ -50,6 +45,10 @@ class _Opened:
     engine: c_void_p
     stream: c_void_p
     threads: int
+
+    def memory(self, described: c_void_p, array: Any) -> c_void_p:
+        """A memory object over an array."""
+        return _created(self.library.dnnl_memory_create, described, self.engine, native.pointer(array))
 
 
 def open_onednn(setup: Setup) -> Library:
@@ -130,13 +129,11 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
     bias = _described(library, data.bias.reshape(1, -1), types[2]) if first else None
     description = _created(library.dnnl_matmul_primitive_desc_create, engine, a, wanted, bias, c, attributes)
     primitive = _created(library.dnnl_primitive_create, description)
-    memories = [
-        _created(library.dnnl_memory_create, d, engine, native.pointer(x)) for d, x in ((a, data.a), (c, data.c))
-    ]
-    plain = _created(library.dnnl_memory_create, b, engine, native.pointer(data.b))
+    memories = [opened.memory(a, data.a), opened.memory(c, data.c)]
+    plain = opened.memory(b, data.b)
     weights = _reordered(opened, description, plain, b) if any_weights else plain
     if bias is not None:
-        more.append((BIAS, _created(library.dnnl_memory_create, bias, engine, native.pointer(data.bias))))
+        more.append((BIAS, opened.memory(bias, data.bias)))
     arguments = _arguments([(SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1]), *more])
     before = [native.address(library.dnnl_primitive_execute), native.address(library.dnnl_stream_wait)]
     after = [primitive, opened.stream, c_int(len(arguments)), byref(arguments)]
@@ -155,7 +152,7 @@ def _attributes(opened: _Opened, case: Case, data: Arrays) -> tuple[c_void_p, li
     attributes = _created(library.dnnl_primitive_attr_create)
     if case.scaled:
         described = _described(library, data.columns, TYPES["f32"])
-        memory = _created(library.dnnl_memory_create, described, opened.engine, native.pointer(data.columns))
+        memory = opened.memory(described, data.columns)
         status = library.dnnl_primitive_attr_set_scales_mask(attributes, c_int(WEIGHTS), c_int(BY_COLUMN))
         native.only(status == 0, f"scales by column returned {status}")
         arguments.append((SCALES | WEIGHTS, memory))
@@ -168,7 +165,7 @@ def _attributes(opened: _Opened, case: Case, data: Arrays) -> tuple[c_void_p, li
         else:
             described = _described(library, array, TYPES[dtype])
             status = library.dnnl_post_ops_append_binary(chain, c_int(kind), described)
-            memory = _created(library.dnnl_memory_create, described, opened.engine, native.pointer(array))
+            memory = opened.memory(described, array)
             arguments.append((POST_OP * (i + 1) | OPERAND, memory))
         native.only(status == 0, f"a post-op returned {status}")
     status = library.dnnl_primitive_attr_set_post_ops(attributes, chain)

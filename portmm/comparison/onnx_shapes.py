@@ -10,20 +10,17 @@ is unknown before the model runs. Convolutions do not count as products.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
 from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from portmm.comparison.seen import FIELDS, case, merged, word
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
-    from portmm.comparison.case import Case
+from portmm.comparison.case import Case
+from portmm.comparison.shapes import case, merged, word
 
 NAMES = {
     "FLOAT": "f32", "DOUBLE": "f64", "FLOAT16": "f16", "BFLOAT16": "bf16",
@@ -226,42 +223,28 @@ def _input(model: _Model, value: Any) -> Any:
     return np.ones(shape, dtype)
 
 
-def _attributes(model: _Model, node: Any) -> dict[str, Any]:
-    return {x.name: model.onnx.helper.get_attribute_value(x) for x in node.attribute}
-
-
 def _case(model: _Model, node: Any) -> Case | None:
     """Product of a node, None if it is empty or of other types."""
-    attributes = _attributes(model, node)
+    attributes = {x.name: model.onnx.helper.get_attribute_value(x) for x in node.attribute}
     names = _operands(node)
     a = model.known[names[0]]
     b = _weights(attributes) if node.op_type == "MatMulNBits" else model.known[names[1]]
     dtype = _types(node.op_type, a.type, b.type, attributes)
     transposed_a, transposed_b = bool(attributes.get("transA")), bool(attributes.get("transB"))
-    shape = _shape(a.shape, b.shape, transposed_a, transposed_b)
+    m, n, k, batch = shape = _shape(a.shape, b.shape, transposed_a, transposed_b)
     if not dtype or 0 in shape:
         return None
-    packed = node.op_type == "MatMulNBits" or names[1] in model.constants
-    m, n, k, batch = shape
+    packed = batch == 1 and (node.op_type == "MatMulNBits" or names[1] in model.constants)
     more: dict[str, Any] = {}
     if node.op_type == "MatMulNBits" and attributes["bits"] == CODES:
         more["block"] = attributes["block_size"]
     if node.op_type == "DynamicQuantizeMatMul" or attributes.get("accuracy_level") == ROUNDED:
         more["dynamic"] = True
-    after = "" if "fused" not in FIELDS or batch > 1 or dtype.endswith("s32") else _after(model, node, n)
-    return case(
-        group=model.path.stem,
-        m=m,
-        n=n,
-        k=k,
-        batch=batch,
-        dtype=dtype,
-        a="col" if transposed_a else "row",
-        b="col" if transposed_b else "row",
-        packed=packed and batch == 1,
-        **more,
-        **({"fused": after} if after else {}),
-    )
+    if batch == 1 and not dtype.endswith("s32"):
+        more["fused"] = _after(model, node, n)
+    sizes = {"m": m, "n": n, "k": k, "batch": batch, "packed": packed}
+    layouts = {"a": "col" if transposed_a else "row", "b": "col" if transposed_b else "row"}
+    return case(group=model.path.stem, dtype=dtype, **sizes, **layouts, **more)
 
 
 def _weights(attributes: dict[str, Any]) -> _Tensor:

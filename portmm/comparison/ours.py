@@ -6,22 +6,17 @@ itself offers this comparison.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from importlib import import_module, metadata
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from portmm.comparison import fused
-from portmm.comparison.data import ZERO
-from portmm.comparison.peers import Library, MissingError, Run, UnsupportedError, repeat, returning
+from portmm.comparison.case import Case
+from portmm.comparison.data import ZERO, Arrays
+from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError, repeat, returning
 from portmm.trace.closures import traced_through
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-    from portmm.comparison.case import Case
-    from portmm.comparison.data import Arrays
-    from portmm.comparison.environment import Setup
 
 
 def open_portmm(setup: Setup) -> Library:

@@ -1,20 +1,26 @@
-"""Registry of contenders, and the interface of their adapters.
+"""Registry of contenders, the interface of their adapters, and the settings of their processes.
 
-Owns the registry, the records that adapters return, and the adapter of NumPy. A library is
-imported only when its adapter is opened, which happens in its own process.
+Owns the registry, which `contenders.toml` describes, with the environment variables that are removed and set; the
+records that adapters return; and the adapter of NumPy. A library is imported only when its adapter is opened, which
+happens in its own process.
 
-An adapter is one function: it takes a `Setup`, opens its library, and returns
-a `Library`; it raises `MissingError` if the library is not installed. `Library.prepare`
-takes a case and its arrays and returns every method by which an expert user may compute it;
-the worker keeps the fastest.
+An adapter is one function: it takes a `Setup`, opens its library, and returns a `Library`; it raises `MissingError` if
+the library is not installed. `Library.prepare` takes a case and its arrays and returns every method by which an expert
+user may compute it; the worker keeps the fastest.
+
+Every BLAS reads variables that select a kernel, a block size or a number of threads; one that a build system or a
+container image left behind can halve a library's speed and invalidate any comparison with it. So all of them are
+removed, and those that the comparison needs are set, the same for all contenders.
 """
 
 from __future__ import annotations
 
+import tomllib
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -22,8 +28,57 @@ from portmm.comparison import fused
 from portmm.comparison.case import PLAIN, Case
 from portmm.comparison.data import EXACT, Arrays
 
-if TYPE_CHECKING:
-    from portmm.comparison.environment import Setup
+_TABLE = tomllib.loads(Path(__file__).with_name("contenders.toml").read_text(encoding="utf-8"))
+_PREFIXES, _KEPT, _THREADS = (tuple(_TABLE["environment"][x]) for x in ("removed", "kept", "threads"))
+FORCED: Mapping[str, Mapping[str, str]] = {
+    isa: dict(zip(_TABLE["forced"]["variables"], values, strict=True))
+    for isa, values in _TABLE["forced"]["isas"].items()
+}
+"""ISA -> the variables that restrict each library to it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setup:
+    """Settings of all contenders.
+
+    Attributes:
+        threads: threads of each contender.
+        isa: the instruction set that all are restricted to, empty for none.
+        target: value of PORTMM_TARGET for portmm's own process, empty for none.
+        cold: bytes whose use evicts all earlier data from the caches, 0 if caches may be warm.
+        device: device of the arrays, "cuda", "cuda:1" or "opencl"; empty for the processor.
+    """
+
+    threads: int = 1
+    isa: str = ""
+    target: str = ""
+    cold: int = 0
+    device: str = ""
+
+
+def removed(base: Mapping[str, str]) -> tuple[str, ...]:
+    """Names in `base` that are not passed to contenders."""
+    return tuple(sorted(name for name in base if name.startswith(_PREFIXES) and name not in _KEPT))
+
+
+def environment(base: Mapping[str, str], setup: Setup, *, uses_openblas: bool) -> dict[str, str]:
+    """`base` without variables that change a library, plus threads and the forced ISA.
+
+    Args:
+        base: the parent's environment.
+        setup: threads and ISA.
+        uses_openblas: the contender computes with NumPy's OpenBLAS; for all others
+            its pool has one thread, since it would only compete with theirs.
+    """
+    dropped = set(removed(base))
+    env = {name: value for name, value in base.items() if name not in dropped}
+    env |= dict.fromkeys(_THREADS, str(setup.threads))
+    env["OPENBLAS_NUM_THREADS"] = str(setup.threads if uses_openblas else 1)
+    env |= FORCED.get(setup.isa, {})
+    if setup.target:
+        env["PORTMM_TARGET"] = setup.target
+    return env
+
 
 Run: TypeAlias = Callable[[int], object]
 """Function that computes C = A . B into the arrays it was prepared with, a number of times."""
@@ -106,41 +161,16 @@ class Contender:
 
 ALL = "all"
 """Name that stands for all contenders."""
-ONLY_BY_NAME = frozenset({"by name"})
-"""A kind that no case has: a contender that compiles for many seconds takes part only if selected by name."""
-NARROW = frozenset({"narrow"})
-MODELS = frozenset({"narrow", "fused"})
-"""Kinds of cases of contenders that are runtimes of models."""
 
-_CUDA = "pip install cupy-cuda13x nvidia-cuda-nvrtc"
-CONTENDERS: tuple[Contender, ...] = (
-    Contender("portmm", "portmm.comparison.ours:open_portmm", peer=False),
-    Contender("numpy", "portmm.comparison.peers:open_numpy", "pip install numpy", uses_openblas=True),
-    Contender("mkl", "portmm.comparison.mkl:open_mkl", "pip install mkl"),
-    Contender("mkl-jit", "portmm.comparison.mkl:open_jit", "pip install mkl, and a C compiler"),
-    Contender("onednn", "portmm.comparison.onednn:open_onednn", "pip install onednn-cpu-gomp"),
-    Contender("torch", "portmm.comparison.pytorch:open_torch", "pip install torch"),
-    Contender("blis", "portmm.comparison.blis:open_blis", "apt install libblis4-openmp"),
-    Contender("libxsmm", "portmm.comparison.libxsmm:open_libxsmm", "apt install libxsmm-dev, and a C compiler"),
-    Contender(
-        "torch.compile",
-        "portmm.comparison.compiled:open_compiled",
-        "pip install torch, and a C++ compiler",
-        only=ONLY_BY_NAME,
-    ),
-    Contender("onnxruntime", "portmm.comparison.onnx:open_onnxruntime", "pip install onnxruntime onnx", only=MODELS),
-    Contender("onnxruntime-8bit", "portmm.comparison.onnx:open_8bit", "pip install onnxruntime onnx", only=NARROW),
-    Contender("openvino", "portmm.comparison.openvino:open_openvino", "pip install openvino", only=MODELS),
-)
 
-ON_DEVICES: tuple[Contender, ...] = (
-    Contender("portmm", "portmm.comparison.device:open_portmm", _CUDA, peer=False, device="cuda"),
-    Contender("torch-cuda", "portmm.comparison.device:open_torch", "pip install torch", device="cuda"),
-    Contender("cupy", "portmm.comparison.device:open_cupy", _CUDA, device="cuda"),
-    Contender("cublaslt", "portmm.comparison.device:open_cublaslt", "pip install torch", device="cuda"),
-    Contender("portmm", "portmm.comparison.device:open_portmm", "pip install pyopencl", peer=False, device="opencl"),
-    Contender("clblast", "portmm.comparison.clblast:open_clblast", "apt install libclblast1", device="opencl"),
-)
+def _described(row: Mapping[str, Any]) -> Contender:
+    adapter, only = f"portmm.comparison.{row['adapter']}", frozenset(row.get("only", ()))
+    return Contender(**{**row, "adapter": adapter, "only": only})
+
+
+_EVERYONE = tuple(map(_described, _TABLE["contenders"]))
+CONTENDERS = tuple(x for x in _EVERYONE if not x.device)
+ON_DEVICES = tuple(x for x in _EVERYONE if x.device)
 
 
 def find(names: Iterable[str | Contender] | None, language: str = "") -> tuple[Contender, ...]:

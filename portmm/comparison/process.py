@@ -1,8 +1,9 @@
-"""Coordinator's side of a worker process.
+"""Workers of contenders, from the coordinator's side.
 
-Owns the start of a worker, requests with a time limit, and its end. A worker that ends,
-hangs or raises is reported as its library's failure, with the reason; it never stops the
-other workers.
+Owns `Worker`: the start of a process, requests with a time limit, and its end; a worker that ends, hangs or raises is
+reported as its library's failure, with the reason, and never stops the others. And `Lane`, a contender's worker during
+a comparison, with the details of failures: a worker that is busy at the deadline is ended, and the state of its reply
+is "late".
 """
 
 from __future__ import annotations
@@ -16,14 +17,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import asdict
-from typing import IO, TYPE_CHECKING, Any
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import IO, Any
 
-from portmm.comparison.environment import Setup, environment
+from portmm.build.cache import write_note
+from portmm.comparison.case import Case
+from portmm.comparison.peers import Contender, Setup, environment
+from portmm.comparison.report import Entrant
 
-if TYPE_CHECKING:
-    from portmm.comparison.peers import Contender
-
+WORKER = "portmm.comparison.worker"
+BENCH = f"{WORKER}:Bench"
+"""Bench of a contender."""
 PATIENCE = 2.0
 RAISED = re.compile(r"^[A-Za-z_][\w.]*(?:Error|Exception|Exit|Interrupt|Missing)\b.*")
 """Line of a traceback that names the exception; further lines of its message, often a compiler's, follow."""
@@ -57,10 +62,10 @@ class Worker:
     Args:
         contender: its contender.
         setup: threads, ISA and target.
-        module: name of the module that it runs.
+        bench: "module:name" of what replies to its requests: see `comparison.worker`.
     """
 
-    def __init__(self, contender: Contender, setup: Setup, module: str = "portmm.comparison.worker") -> None:
+    def __init__(self, contender: Contender, setup: Setup, bench: str = BENCH) -> None:
         self.contender = contender
         child_read, self._write = os.pipe()
         self._read, child_write = os.pipe()
@@ -69,7 +74,7 @@ class Worker:
         # The worker must find the same modules as its parent, for example an adapter of the caller's.
         env["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         fds = (child_read, child_write)
-        command = [sys.executable, "-P", "-m", module, contender.adapter, *map(str, fds)]
+        command = [sys.executable, "-P", "-m", WORKER, bench, contender.adapter, *map(str, fds)]
         self._process = subprocess.Popen(
             [*command, json.dumps(asdict(setup))],
             env=env,
@@ -156,3 +161,153 @@ class Worker:
         except subprocess.TimeoutExpired:
             self._kill()
         self._log.close()
+
+
+OPENING = 120.0
+# Rate in flop/s of the slowest contender that may finish a request, which has several calls.
+SLOWEST = 1e8
+LONGEST = 3600.0
+LIVES = 3
+LATE = "late"
+"""State of a reply for which no time was left."""
+LIMIT = Contender("limit", "", "a C compiler; see `portmm doctor`")
+"""Measures the machine's limits, alternating with the contenders."""
+LIMIT_BENCH = "portmm.comparison.limit:Machine"
+LOG = "compare-log"
+"""Name of the cache note with the details of failures of the last comparison."""
+SEE = f"; the rest is in {LOG}.note, in the folder that `portmm cache --where` names"
+UNOPENED = "no time was left to open it; give more with --budget SECONDS, in Python budget_s"
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Rules of a comparison.
+
+    Attributes:
+        setup: settings of workers.
+        rounds: turns of each contender on each case, at most.
+        turn: seconds of one turn.
+        patience: seconds after which a contender that does not reply is ended.
+        seed: of the inputs.
+        deadline: end of the comparison, by `time.monotonic`.
+        log: contender, case, and the whole output of each failure.
+    """
+
+    setup: Setup
+    rounds: int
+    turn: float
+    patience: float
+    seed: int
+    deadline: float
+    log: list[tuple[str, str, str]] = field(default_factory=list)
+
+    @property
+    def left(self) -> float:
+        """Seconds until the deadline; not positive after it."""
+        return self.deadline - time.monotonic()
+
+
+@dataclass(slots=True)
+class Lane:
+    """State of a contender during a comparison.
+
+    Attributes:
+        contender: the contender.
+        worker: its process, None while it has none.
+        entrant: its entry in the report, None before it was opened.
+        lives: number of times that its worker may still crash.
+        samples: seconds per call of the current case, round by round.
+        bench: what replies to its requests.
+    """
+
+    contender: Contender
+    worker: Worker | None = None
+    entrant: Entrant | None = None
+    lives: int = LIVES
+    samples: list[float] = field(default_factory=list)
+    bench: str = BENCH
+
+    @property
+    def name(self) -> str:
+        """The contender's name."""
+        return self.contender.name
+
+    @property
+    def opened(self) -> bool:
+        """Whether its library was opened."""
+        return self.entrant is not None and self.entrant.state == "ok"
+
+    def launch(self, rules: Rules) -> None:
+        """Start the worker, which opens its library; several do so in parallel, since nothing is timed meanwhile."""
+        if rules.left > 0:
+            self.worker = Worker(self.contender, rules.setup, self.bench)
+
+    def relaunch(self, rules: Rules) -> None:
+        """Start the worker again if it is gone, as long as it may still crash."""
+        if self.worker is None and self.lives > 0:
+            self.launch(rules)
+            self.greet(rules)
+
+    def greet(self, rules: Rules) -> None:
+        """Receive the worker's first message and set the entrant; a missing library is a state, not an error."""
+        contender = self.contender
+        hello: dict[str, Any] = {"state": "timeout", "reason": UNOPENED}
+        if self.worker is not None:
+            try:
+                hello = self.worker.hear(max(0.0, min(OPENING, rules.left)))
+            except WorkerError as error:
+                late = rules.left <= 0
+                hello = {"state": error.state, "reason": UNOPENED if late else str(error), "details": error.details}
+        hello |= {"reason": _brief(hello, contender.name, "opening", rules)}
+        if hello["state"] != "ok":
+            close([self], 0.0)
+        if self.entrant is None:
+            version, rough = hello.get("version", ""), hello.get("approximate", False)
+            self.entrant = Entrant(
+                contender.name, contender.peer, hello["state"], version, hello["reason"], contender.hint, rough
+            )
+
+    def ask(self, request: dict[str, Any], case: Case, rules: Rules) -> dict[str, Any]:
+        """Reply of the worker to a request; a crash and the deadline are states of the reply too."""
+        left = rules.left
+        if left <= 0:
+            return {"state": LATE, "reason": "no time was left"}
+        if self.worker is None:
+            return {"state": "crashed", "reason": "crashed before, given up"}
+        try:
+            answer = self.worker.ask(request, min(rules.patience + case.flops / SLOWEST, LONGEST, left))
+        except WorkerError as error:
+            close([self], 0.0)
+            if rules.left <= 0:
+                return {"state": LATE, "reason": "no time was left"}
+            self.lives -= 1
+            answer = {"state": error.state, "reason": str(error), "details": error.details}
+        return answer if answer["state"] == "ok" else answer | {"reason": _brief(answer, self.name, case.name, rules)}
+
+
+def close(lanes: Iterable[Lane], patience: float = PATIENCE) -> None:
+    """End the workers of lanes; those that are left after `patience` seconds in all are killed."""
+    workers = [lane.worker for lane in lanes if lane.worker]
+    for lane in lanes:
+        lane.worker = None
+    for worker in workers:
+        worker.hang_up()
+    end = time.monotonic() + patience
+    for worker in workers:
+        worker.close(max(0.0, end - time.monotonic()))
+
+
+def _brief(answer: dict[str, str], name: str, where: str, rules: Rules) -> str:
+    """Reason of a reply, with a hint at its details, which go into the log."""
+    reason, details = answer.get("reason", ""), answer.get("details", "").strip()
+    # A traceback or the output of a compiler has details; a single line of a library that hung has none.
+    if "\n" not in details:
+        return reason
+    rules.log.append((name, where, details))
+    return f"{reason}{SEE}"
+
+
+def keep_log(log: Sequence[tuple[str, str, str]]) -> None:
+    """Write the details of failures into the cache."""
+    if log:
+        write_note(LOG, "\n".join(f"{name}, {where}:\n{text.strip()}\n" for name, where, text in log))

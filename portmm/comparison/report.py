@@ -14,15 +14,13 @@ from __future__ import annotations
 import json
 import math
 import statistics
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.comparison.case import Case
 from portmm.comparison.figures import decided, spread
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
 
 SCHEMA = 1
 DERIVED = ("spread", "verdict")
@@ -229,7 +227,7 @@ class Report:
     def records(self) -> list[dict[str, Any]]:
         """Flat records, one for each case and contender, as `pandas.DataFrame` takes them."""
         # By name: the module imports this one.
-        return import_module("portmm.comparison.formats").records(self)  # type: ignore[no-any-return]
+        return import_module("portmm.comparison.text").records(self)  # type: ignore[no-any-return]
 
     def _repr_html_(self) -> str:
         """The summary and the table, for notebooks."""

@@ -11,15 +11,11 @@ if its operands stay in a nearer one.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-from portmm.comparison.markup import Markup, Rate, figure, rate, tag, unit
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
-    from portmm.comparison.report import Report, Result
+from portmm.comparison.bars import Markup, Rate, figure, rate, tag, unit
+from portmm.comparison.report import Report, Result
 
 WIDTH, HEIGHT = 1080.0, 600.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 36.0, 50.0

@@ -1,25 +1,170 @@
-"""Shapes of the user's files, models and programs.
+"""Shapes: suites, which `suites.toml` describes, and those of a user's file.
 
-Owns the reading of files of shapes, and re-exports `from_onnx` and `from_torch`.
+Owns the expansion of suites' families and their names, the reading of files of shapes, and the conversion of shapes to
+cases: checks, names, and the merge of equal ones into one with a count.
 """
 
 from __future__ import annotations
 
 import csv
 import re
+import tomllib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import cache
+from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from portmm.comparison.onnx_shapes import from_onnx
-from portmm.comparison.seen import FIELDS, NUMBERS, case, merged
-from portmm.comparison.torch_shapes import from_torch
+from portmm.comparison.case import LAYOUTS, Case
+from portmm.spec.dtype import spell, types
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
+FIELDS = {field.name: field for field in fields(Case)}
+"""Fields of a case by name."""
+NUMBERS = ("m", "n", "k", "batch", "count")
+"""Fields that are at least one."""
 
-    from portmm.comparison.case import Case
 
-__all__ = ["from_csv", "from_onnx", "from_torch", "merged"]
+def case(**values: Any) -> Case:
+    """A case of checked values, named after its shape where it has no name.
+
+    Args:
+        values: fields of `Case`.
+
+    Raises:
+        ValueError: a value is not allowed for its field.
+    """
+    for name in NUMBERS:
+        value = values.get(name, 1)
+        if value < 1:
+            raise ValueError(f"{name} is {value}, not a positive whole number")
+    for name in ("a", "b", "c"):
+        if values.get(name, "row") not in LAYOUTS:
+            raise ValueError(f"layout of {name} is {values[name]!r}; use {' or '.join(LAYOUTS)}")
+    own = Case(**{"name": "", "group": "own", **values})
+    _check_types(own)
+    return own if own.name else replace(own, name=own.shape.replace(" x ", "x").replace(" ", "-").replace(",", ""))
+
+
+def _check_types(own: Case) -> None:
+    """Check that the types are multiplied, and the fields that weights of four bits need.
+
+    Raises:
+        ValueError: they are not, or a field is missing.
+    """
+    int4 = own.types[1] == "u4"
+    if int4 and not (own.packed and own.block):
+        raise ValueError(f"{own.dtype} needs weights that are packed, and block, the rows of k that share a scale")
+    if own.block and not int4:
+        raise ValueError(f"block is {own.block}, and only weights of four bits (u4) have blocks")
+    if own.dynamic and (own.types[1] not in ("s8", "u4") or own.whole):
+        raise ValueError(f"dynamic is for activations of floats with weights of 8 or 4 bits, not {own.dtype}")
+    _ = own.problem
+
+
+def word(a: str, b: str, c: str) -> str:
+    """Word for three types, empty if they are not multiplied."""
+    spelled = spell(a, b, c)
+    try:
+        types(spelled)
+    except ValueError:
+        return ""
+    return spelled
+
+
+def merged(cases: Iterable[Case]) -> tuple[Case, ...]:
+    """Cases without duplicates: each product once, with the sum of its counts, and each name once."""
+    same: dict[Case, Case] = {}
+    for x in cases:
+        key = replace(x, name="", group="", count=1)
+        first = same.get(key)
+        same[key] = replace(first, count=first.count + x.count) if first else x
+    named: dict[str, Case] = {}
+    for x in same.values():
+        name, number = x.name, 1
+        while name in named:
+            number += 1
+            name = f"{x.name}-{number}"
+        named[name] = replace(x, name=name)
+    return tuple(named.values())
+
+
+def shaped(x: Case | Sequence[int]) -> Case:
+    """Case of a shape, (m, n, k) or (batch, m, n, k); a case is returned as it is.
+
+    Raises:
+        ValueError: it is neither.
+    """
+    if isinstance(x, Case):
+        return x
+    sizes = tuple(x)
+    if len(sizes) not in (3, 4) or not all(isinstance(n, int) and n > 0 for n in sizes):
+        raise ValueError(f"{x!r} is no shape; give (m, n, k) or (batch, m, n, k), or a Case")
+    *batch, m, n, k = sizes
+    return Case("x".join(map(str, sizes)), "shapes", m, n, k, batch=batch[0] if batch else 1)
+
+
+SUITES = ("smoke", "quick", "full", "narrow-quick", "narrow", "fused-quick", "fused")
+ON_DEVICES = {"quick": "device-quick", "smoke": "device-smoke"}
+"""Suites that replace those of the processor on a device."""
+
+
+def suite_of(suite: str, kind: str) -> str:
+    """Name of the suite for a device of a kind, "gpu", "cpu" or "accelerator": processors keep their "quick"."""
+    return suite if suite == "quick" and kind == "cpu" else ON_DEVICES.get(suite, suite)
+
+
+@cache
+def _described() -> dict[str, Any]:
+    return tomllib.loads(Path(__file__).with_name("suites.toml").read_text(encoding="utf-8"))
+
+
+def _family(family: Mapping[str, Any], lists: Mapping[str, list[Any]]) -> Iterator[Case]:
+    """Cases of a family: see the head of the file."""
+    names = [key.split() for key in family]
+    values = [lists[x[1:]] if str(x).startswith("@") else x for x in family.values()]
+    for picked in product(*(x if isinstance(x, list) else [x] for x in values)):
+        own: dict[str, Any] = {}
+        for keys, value in zip(names, picked, strict=True):
+            own |= dict(zip(keys, value if len(keys) > 1 else [value], strict=True))
+        own |= {name: x.format(**own) for name, x in own.items() if isinstance(x, str)}
+        own |= {name: int(own[name]) for name in ("n", "k")}
+        yield Case(**{name: x for name, x in own.items() if name in FIELDS})
+
+
+@cache
+def _by_suite() -> dict[str, tuple[Case, ...]]:
+    """Cases of the suites that have families."""
+    described = _described()
+    families = {name: x for name, x in described.items() if isinstance(x, list)}
+    return {name: tuple(y for x in some for y in _family(x, described["lists"])) for name, some in families.items()}
+
+
+def cases(suite: str = "quick") -> tuple[Case, ...]:
+    """Cases of a suite, one of `SUITES`, or of a group, or the case of that name.
+
+    "device-quick" and "device-smoke" are for devices.
+    "full" has one type, float32; "narrow" has all the others. "bf16", "int8" and
+    "int4" are all groups of that type. "fused" has layers with epilogues.
+    Several names may be joined with commas.
+
+    Raises:
+        ValueError: a name is unknown.
+    """
+    described = _described()
+    known = {case.name: case for some in _by_suite().values() for case in some}
+    suites = {name: [case.name for case in some] for name, some in _by_suite().items()} | described["short"]
+    picked: dict[str, Case] = {}
+    for word in suite.split(","):
+        groups = described["groups"].get(word, [word])
+        names = suites.get(word) or [x.name for x in known.values() if x.group in groups or x.name == word]
+        if not names:
+            named = ", ".join((*SUITES, *ON_DEVICES.values()))
+            all_groups = ", ".join(dict.fromkeys(case.group for case in known.values()))
+            raise ValueError(f"no suite, group or case called {word!r}; suites are {named}; groups: {all_groups}")
+        picked.update((name, known[name]) for name in names)
+    return tuple(picked.values())
+
 
 REQUIRED = ("m", "n", "k")
 PLAIN_ORDER = (*REQUIRED, "batch")

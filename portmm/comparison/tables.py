@@ -12,61 +12,39 @@ and of `portmm tune`, searches of `bench/exhaustive.py --json`, surveys of
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import Any
 
-from portmm.comparison.report import Report, from_json
-from portmm.comparison.speed_picture import shows, svg
-from portmm.comparison.tables_chips import Ratios, by_chip, chips, ratios_by_setting
-from portmm.comparison.tables_device import device
-from portmm.comparison.tables_fusion import fusion, fusion_cases
-from portmm.comparison.tables_products import cliff, overhead, packing, ratios, search
-from portmm.comparison.tables_tuning import is_tuning, tuning, tuning_cases
+from portmm.comparison.pictures import shows, svg
+from portmm.comparison.report import from_json
+from portmm.comparison.result_tables import (
+    Ratios,
+    by_chip,
+    chips,
+    cliff,
+    device,
+    fusion,
+    fusion_cases,
+    is_tuning,
+    overhead,
+    packing,
+    ratios,
+    ratios_by_setting,
+    search,
+    tuning,
+    tuning_cases,
+)
 from portmm.comparison.text import markdown
-
-if TYPE_CHECKING:
-    from pathlib import Path
 
 BEGIN, END = "<!-- results: made by portmm report -->", "<!-- end of results -->"
 """Lines of the README before and after its tables."""
 NOTHING = "Nothing has been measured for this version yet; `python bench/run_suite.py` measures."
 HEAD = "# Performance\n\nMade by `portmm report` from `bench/results/`; how is told in [measuring](measuring.md).\n"
-KINDS = {
-    "overhead": "overheads",
-    "cliff": "cliffs",
-    "packing": "packings",
-    "fusion": "fusions",
-    "device": "devices",
-}
-"""Top-level key of the files of one kind -> their field of `Results`; reports may have any of these keys."""
+KINDS = ("overhead", "cliff", "packing", "fusion", "device")
+"""Top-level keys of the files of one kind; reports may have any of these keys."""
 
-Kept = list[tuple[str, Any]]
-"""Stems of files with their contents."""
-
-
-@dataclass(frozen=True, slots=True)
-class Results:
-    """Stored results by kind.
-
-    Attributes:
-        reports: of `portmm compare`, as `Report`.
-        searches: times of every candidate of every case.
-        tunings: of `portmm tune`.
-        overheads: times of calls, imports and first calls.
-        cliffs: rates of narrow types over those of float32.
-        packings: rates of `pack` over those of a copy.
-        fusions: fused products.
-        devices: runs on devices.
-    """
-
-    reports: Kept = field(default_factory=list)
-    searches: Kept = field(default_factory=list)
-    tunings: Kept = field(default_factory=list)
-    overheads: Kept = field(default_factory=list)
-    cliffs: Kept = field(default_factory=list)
-    packings: Kept = field(default_factory=list)
-    fusions: Kept = field(default_factory=list)
-    devices: Kept = field(default_factory=list)
+Results = dict[str, list[tuple[str, Any]]]
+"""Kind of file -> stems of files with their contents."""
 
 
 def load(path: Path) -> Results:
@@ -76,39 +54,34 @@ def load(path: Path) -> Results:
         ValueError: a file is no result, or of another schema.
         OSError: the file cannot be read.
     """
-    results = Results()
+    results: Results = {kind: [] for kind in ("report", "search", "tuning", *KINDS)}
     for file in sorted(path.glob("*.json")) if path.is_dir() else [path]:
         try:
-            _sort(file.stem, file.read_text(), results)
+            kind, content = _sorted(file.read_text())
         except ValueError as error:
             raise ValueError(f"{file}: {error}") from error
         except (KeyError, TypeError) as error:
             raise ValueError(f"{file}: its fields are not those of a result: {error}") from error
+        results[kind].append((file.stem, content))
     return results
 
 
-def _sort(stem: str, text: str, results: Results) -> None:
+def _sorted(text: str) -> tuple[str, Any]:
+    """Kind and contents of a file."""
     data = json.loads(text)
     if isinstance(data, list):
-        results.searches.append((stem, data))
-    elif "entrants" in data:
-        results.reports.append((stem, from_json(text)))
-    elif is_tuning(data):
-        results.tunings.append((stem, data))
-    else:
-        kind = next((x for x in KINDS if x in data), None)
-        if kind is None:
-            raise ValueError(f"no result has {', '.join(data) or 'nothing'} at its top; see docs/measuring.md")
-        getattr(results, KINDS[kind]).append((stem, data))
-
-
-def _second(kept: Kept) -> list[Any]:
-    return [data for _, data in kept]
+        return "search", data
+    if "entrants" in data:
+        return "report", from_json(text)
+    kind = "tuning" if is_tuning(data) else next((x for x in KINDS if x in data), "")
+    if not kind:
+        raise ValueError(f"no result has {', '.join(data) or 'nothing'} at its top; see docs/measuring.md")
+    return kind, data
 
 
 def _measured(results: Results) -> dict[tuple[str, str], Ratios]:
-    reports: list[Report] = _second(results.reports)
-    return ratios_by_setting(reports, _second(results.fusions), results.devices)
+    reports, fusions = ([data for _, data in results[kind]] for kind in ("report", "fusion"))
+    return ratios_by_setting(reports, fusions, results["device"])
 
 
 def overview(results: Results) -> str:
@@ -137,22 +110,19 @@ def picture_is_current(path: Path, results: Results) -> bool:
 
 def summary(results: Results) -> str:
     """Every kind of result, with a row for each group of cases."""
-    parts = [*ratios(_second(results.reports)), *(f"{stem}: {search(rows)}" for stem, rows in results.searches)]
-    parts += tuning(_second(results.tunings))
-    parts += map(overhead, _second(results.overheads))
-    parts += map(cliff, _second(results.cliffs))
-    parts += map(packing, _second(results.packings))
-    parts += fusion(_second(results.fusions))
-    parts += [device(stem, data) for stem, data in results.devices]
+    of = {kind: [data for _, data in rows] for kind, rows in results.items()}
+    parts = [*ratios(of["report"]), *(f"{stem}: {search(rows)}" for stem, rows in results["search"])]
+    parts += [*tuning(of["tuning"]), *map(overhead, of["overhead"]), *map(cliff, of["cliff"])]
+    parts += [*map(packing, of["packing"]), *fusion(of["fusion"]), *(device(*row) for row in results["device"])]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 
 def details(results: Results) -> str:
     """Tables of every case."""
-    parts = [markdown(report).rstrip() for report in _second(results.reports)]
-    parts += [f"**{stem}**: {search(rows)}" for stem, rows in results.searches]
-    parts += [tuning_cases(data) for data in _second(results.tunings)]
-    parts += [fusion_cases(data) for data in _second(results.fusions)]
+    of = {kind: [data for _, data in rows] for kind, rows in results.items()}
+    parts = [markdown(report).rstrip() for report in of["report"]]
+    parts += [f"**{stem}**: {search(rows)}" for stem, rows in results["search"]]
+    parts += [*map(tuning_cases, of["tuning"]), *map(fusion_cases, of["fusion"])]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 

@@ -1,20 +1,25 @@
-"""A comparison as text: for a terminal, and as Markdown.
+"""A comparison as text: for a terminal, as Markdown, and as flat records in CSV.
 
-Owns both, and the notes of the tables.
+Owns all three, the notes of the tables, and the selection of a format by a file's suffix.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import csv
+import io
+from collections.abc import Callable
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.figures import conditions, total_lines
+from portmm.comparison.figures import Table, conditions, spread, total_lines
 from portmm.comparison.report import Report, Result, summaries
 from portmm.host import machine_load
+from portmm.util.console import table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from rich.console import RenderableType
+
 
 WIDE = 140
 """Default width of the output in columns."""
@@ -119,12 +124,9 @@ def terminal(report: Report, width: int = WIDE) -> RenderableType:
         report: the report.
         width: columns of the terminal; shapes, which follow from most names, are left out where they do not fit.
     """
-    from rich.box import SIMPLE_HEAD
     from rich.console import Group
-    from rich.markup import escape
-    from rich.table import Table
+    from rich.text import Text
 
-    table = Table(title=escape(heading(report)), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     rows = [dict(zip(_columns(report), _row(report, result), strict=True)) for result in report.results]
     # Bold marks the best peer, a sign and colours mark the verdict.
     columns = [name for name in _columns(report) if name not in ("best peer", "verdict")]
@@ -134,28 +136,15 @@ def terminal(report: Report, width: int = WIDE) -> RenderableType:
     taken = sum(GAP + max(map(len, (name, *(row[name] for row in rows)))) for name in columns)
     if taken + GAP > width:
         columns.remove("MxNxK")
-    for name in columns:
-        words = name in ("case", "MxNxK")
-        table.add_column(
-            name,
-            justify="left" if words else "right",
-            no_wrap=not words,
-            overflow="fold" if words else "ellipsis",
-            min_width=None if words else len(name),
-        )
-    for row in rows:
-        cells = {name: escape(row[name]) for name in columns}
-        if row["best peer"] in cells:
-            cells[row["best peer"]] = f"[bold]{cells[row['best peer']]}[/bold]"
-        table.add_row(*cells.values(), style=STYLES.get(row.get("verdict", ""), ""))
-    means = Table(title="ratio to the best peer (bold) of each case", title_justify="left", box=SIMPLE_HEAD)
-    for name in SUMMARY:
-        means.add_column(name, justify="left" if name in ("group", "where") else "right")
-    for cells_ in _summary_rows(report):
-        means.add_row(*map(escape, cells_))
-    legend = explained(report)
-    parts: list[RenderableType] = [table, *([escape(legend)] if legend else []), *([means] if means.row_count else [])]
-    return Group(*parts, *(f"[dim]{escape(line)}[/dim]" for line in notes(report)))
+    cells = [[Text(row[name], "bold" if name == row["best peer"] else "") for name in columns] for row in rows]
+    styles = [STYLES.get(row.get("verdict", ""), "") for row in rows]
+    listed = table(heading(report), columns, cells, words=("case", "MxNxK"), styles=styles)
+    for column in listed.columns[columns.index("MxNxK") + 1 if "MxNxK" in columns else 1 :]:
+        column.no_wrap, column.overflow, column.min_width = True, "ellipsis", len(str(column.header))
+    means = Table(SUMMARY, _summary_rows(report), words=("where",), title="ratio to the best peer (bold) of each case")
+    parts: list[RenderableType] = [listed, *map(Text, filter(None, [explained(report)]))]
+    parts += [means.terminal()] if means.rows else []
+    return Group(*parts, *(Text(line, "dim") for line in notes(report)))
 
 
 def _summary_rows(report: Report) -> list[list[str]]:
@@ -184,21 +173,127 @@ def notes(report: Report) -> list[str]:
     return [*lines, load] if load else lines
 
 
-def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int) -> str:
-    rule = ["---" if i < left else "--:" for i in range(len(head))]
-    # Names come from users' files.
-    lines = ([" ".join(x.replace("|", "\\|").split()) for x in row] for row in (head, rule, *rows))
-    return "\n".join("| " + " | ".join(row) + " |" for row in lines)
-
-
 def markdown(report: Report, *, per_case: bool = True) -> str:
     """The report as Markdown tables."""
     parts = [f"**{heading(report)}**"]
     rows = _summary_rows(report)
     if rows:
-        parts.append("Ratio to the best peer of each case:\n\n" + _markdown_table(SUMMARY, rows, 1))
+        parts.append("Ratio to the best peer of each case:\n\n" + Table(SUMMARY, rows).markdown())
         parts.append(f"{explained(report)}.")
     if per_case:
-        parts.append(_markdown_table(_columns(report), (_row(report, r) for r in report.results), 2))
+        parts.append(Table(_columns(report), [_row(report, r) for r in report.results], 2).markdown())
     parts.append("\n".join(f"- {line}" for line in notes(report)))
     return "\n\n".join(parts) + "\n"
+
+
+SUFFIXES = (".json", ".csv", ".md", ".html")
+COLUMNS = (
+    "case", "group", "m", "n", "k", "batch", "dtype", "a", "b", "c", "packed", "block", "dynamic", "count",
+    "contender", "peer", "state", "method", "seconds", "spread", "fastest", "slowest", "gflops", "best", "ratio",
+    "ratio_spread", "verdict", "limit", "load", "error", "bound", "reason",
+    "chip", "machine", "threads", "isa", "device", "cold", "date",
+)  # fmt: skip
+"""Columns of the records; each record has all of them."""
+_OF_CASE = COLUMNS[1 : COLUMNS.index("contender")]
+
+
+def records(report: Report) -> list[dict[str, Any]]:
+    """Flat records, one for each case and contender; unknown values are None.
+
+    Seconds are per call, the median over rounds; `fastest` and `slowest` are those of a round;
+    `spread` is the range of the middle half over the median. `gflops` and `limit` are in GFLOP/s, `best` is
+    the fastest peer of the case, `ratio` is portmm's rate over that one's, with a spread of its own; `verdict` is
+    "win", "loss", or "draw" where the ratio lies within its spread. `limit` is no less than the fastest contender's
+    rate. `load` is in cores that other processes kept busy. `error` and `bound` are absolute.
+    """
+    peers = {e.name: e.peer for e in report.entrants}
+    common = {
+        "chip": report.chip,
+        "machine": report.machine,
+        "threads": report.threads,
+        "isa": report.isa,
+        "device": report.device,
+        "cold": bool(report.cold),
+        "date": report.date,
+    }
+    return [
+        {x: row[x] for x in COLUMNS}
+        for result in report.results
+        for name in result.entries
+        for row in ({**common, **_of_case(report, result), **_of_entry(result, name), "peer": peers.get(name, True)},)
+    ]
+
+
+def _of_case(report: Report, result: Result) -> dict[str, Any]:
+    case = {name: getattr(result.case, name) for name in _OF_CASE}
+    return case | {
+        "case": result.case.name,
+        "best": result.best or None,
+        "ratio": result.ratio,
+        "ratio_spread": report.spread(result),
+        "verdict": report.verdict(result) or None,
+        "limit": report.ceiling(result),
+        "load": result.load,
+    }
+
+
+def _of_entry(result: Result, name: str) -> dict[str, Any]:
+    entry = result.entries[name]
+    right = entry.state == "ok"
+    return {
+        "contender": name,
+        "state": entry.state,
+        "method": entry.method or None,
+        "seconds": entry.seconds if right else None,
+        "spread": spread(entry.samples),
+        "fastest": min(entry.samples, default=None),
+        "slowest": max(entry.samples, default=None),
+        "gflops": result.gflops(name),
+        "error": entry.error if right else None,
+        "bound": entry.bound if right else None,
+        "reason": entry.reason or None,
+    }
+
+
+def csv_text(report: Report) -> str:
+    """The records as CSV: a line of column names, then a line for each."""
+    text = io.StringIO()
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    writer.writeheader()
+    writer.writerows(records(report))
+    return text.getvalue()
+
+
+def check(path: Path) -> None:
+    """Check that a report can be written to a file of that name.
+
+    Raises:
+        ValueError: its suffix is none of `SUFFIXES`, or its folder does not exist.
+    """
+    if path.suffix.lower() not in SUFFIXES:
+        raise ValueError(f"{path} says no format; reports are written as {', '.join(SUFFIXES)}")
+    if not path.parent.is_dir():
+        raise ValueError(f"there is no folder {path.parent}")
+
+
+def write(report: Report, path: str | Path) -> None:
+    """Write a report to a file, in the format of its suffix.
+
+    Raises:
+        ValueError: as `check`.
+        OSError: it cannot be written.
+    """
+    path = Path(path)
+    check(path)
+    makers: dict[str, Callable[[], str]] = {
+        ".json": report.to_json,
+        ".csv": lambda: csv_text(report),
+        ".md": lambda: markdown(report),
+        ".html": lambda: _html(report),
+    }
+    path.write_text(makers[path.suffix.lower()](), encoding="utf-8")
+
+
+def _html(report: Report) -> str:
+    module: Any = import_module("portmm.comparison.html")
+    return str(module.page(report))

@@ -11,18 +11,15 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from portmm.comparison.seen import FIELDS, case, merged, word
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
-    from portmm.comparison.case import Case
+from portmm.comparison.case import Case
+from portmm.comparison.shapes import case, merged, word
 
 NAMES = {
     "float32": "f32", "float64": "f64", "float16": "f16", "bfloat16": "bf16",
@@ -199,10 +196,9 @@ def _product(a: Any, b: Any, result: Any, after: str) -> _Product:
 def _case(product: _Product, group: str, *, packed: bool) -> Case:
     m, n, k, batch = product.shape
     a, b = product.layouts
-    can = batch == 1 and "fused" in FIELDS and not product.dtype.endswith("s32")
-    more = {"fused": product.after} if product.after and can else {}
-    sizes = {"m": m, "n": n, "k": k, "batch": batch}
-    return case(group=group, **sizes, dtype=product.dtype, a=a, b=b, packed=packed and batch == 1, **more)
+    after = product.after if batch == 1 and not product.dtype.endswith("s32") else ""
+    sizes = {"m": m, "n": n, "k": k, "batch": batch, "packed": packed and batch == 1}
+    return case(group=group, dtype=product.dtype, a=a, b=b, fused=after, **sizes)
 
 
 def _layout(tensor: Any) -> str:

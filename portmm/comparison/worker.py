@@ -1,88 +1,108 @@
-"""Process that one contender runs in.
+"""Process of a contender, of the gauges of the machine's limits, or of a tuner's candidates: the child's side.
 
-Owns the child's side of the protocol and the clock. Started by
-`comparison.contest` as `python -m portmm.comparison.worker ADAPTER READ WRITE SETUP`
-with two inherited pipe descriptors; one JSON object per line each way, so that the
-output of a library on its standard output does not disturb the protocol.
+Owns the child's side of the protocol, and the bench of a contender. Started by `comparison.process` as
+`python -m portmm.comparison.worker BENCH ADAPTER READ WRITE SETUP` with two inherited pipe descriptors; one JSON object
+per line each way, so that the output of a library on its standard output does not disturb the protocol.
 
-Requests: {"do": "prepare", "case": {...}, "seed": int}, {"do": "time",
-"seconds": float}, {"do": "drop"}. Replies carry "state": "ok", "unsupported",
-"wrong" or "crashed" and, when not ok, "reason", one line, with "details" if the message has
-more lines. The first message is sent without a request: the library's version and whether
-it only approximates, or "state": "missing".
+BENCH is the "module:name" of a class, which is called with the setup and ADAPTER and has `hello`, the fields of the
+first message, and a method for each request: {"do": "time", "seconds": 0.1} calls `time(seconds=0.1)`, which replies.
+Replies carry "state": "ok", "unsupported", "wrong", "crashed" and others and, when not ok, "reason", one line, with
+"details" if the message has more lines. The first message is sent without a request; its state is "missing" where the
+bench cannot be opened. A request with "within" ends this process after so many seconds, in case the parent is gone.
 """
 
 from __future__ import annotations
 
 import json
+import math
 import os
-import statistics
+import signal
 import sys
 import time
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
-from portmm.comparison import cold
+from portmm.comparison import measure
 from portmm.comparison.case import Case
-from portmm.comparison.data import APPROXIMATE, EXACT, Arrays, arrays, judge
-from portmm.comparison.environment import Setup
-from portmm.comparison.peers import Fetched, Library, MissingError, Run, UnsupportedError, open_adapter
-from portmm.errors import BuildError
+from portmm.comparison.data import APPROXIMATE, Arrays, arrays
+from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError, open_adapter
+from portmm.errors import BuildError, TargetError
 from portmm.host.calibrate import free_memory
 
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
 GIB = 1 << 30
-SAMPLES = 3
-# Seconds for each method when the fastest is selected.
 TRIAL = 0.01
-# Seconds of a call that needs no second one to warm up.
-LONG = 0.25
+"""Seconds for each method when the fastest is selected."""
 # Libraries' threads spin after a call, OpenBLAS's for tens of milliseconds and
 # Intel's OpenMP for 200; the next contender must not start before they sleep.
 QUIET_STEP, QUIET_SHARE, QUIET_LIMIT = 0.005, 0.2, 0.5
+GRACE = 5
+"""Seconds after a request's limit in which its sender may end this process itself."""
 
 
-@dataclass(frozen=True, slots=True)
-class Prepared:
-    """A case that is ready to be timed.
+class Bench:
+    """The library of a contender, and the case that is prepared."""
 
-    Attributes:
-        case: the case.
-        data: its operands; with cold caches, each copy of them.
-        run: computes it.
-        precision: rounding of the library, one of `data.PRECISIONS`.
-    """
+    def __init__(self, setup: Setup, adapter: str | Library) -> None:
+        self.setup = setup
+        self.library = adapter if isinstance(adapter, Library) else open_adapter(adapter, setup)
+        self.hello = {"version": self.library.version, "approximate": self.library.precision == APPROXIMATE}
+        self._prepared: tuple[Case, Run, tuple[Arrays, ...]] | None = None
 
-    case: Case
-    data: tuple[Arrays, ...]
-    run: Run
-    precision: str = EXACT
+    def prepare(self, case: dict[str, Any], seed: int) -> dict[str, Any]:
+        """Allocate the arrays of a case, check every method once, and select the fastest right one."""
+        self._prepared = None
+        reply = self._prepare(Case(**case), seed)
+        self._wait()
+        return reply
 
+    def _prepare(self, case: Case, seed: int) -> dict[str, Any]:
+        if reason := _refusal(self.library, case):
+            return {"state": "unsupported", "reason": reason}
+        try:
+            methods, copies = measure.prepared(self.library, case, arrays(case, seed), self.setup)
+        except TypeError as missing:
+            return {"state": "unsupported", "reason": str(missing)}
+        except (UnsupportedError, BuildError) as refused:
+            state = "unsupported" if isinstance(refused, UnsupportedError) else "crashed"
+            return {"state": state, **error_of(refused)}
+        right: dict[str, float] = {}
+        wrong: list[str] = []
+        worst = allowed = 0.0
+        for name, run in methods.items():
+            error, bound = measure.checked(case, run, copies, self.library.precision)
+            if error > bound:
+                wrong.append(f"{name}: error {error:.3g} exceeds {bound:.3g}")
+                continue
+            worst, allowed = max((worst, allowed), (error, bound))
+            right[name] = measure.seconds_per_call(run, TRIAL) if len(methods) > 1 else 0.0
+        if not right:
+            return {"state": "wrong", "reason": "; ".join(wrong) or "no method"}
+        best = min(right, key=lambda name: right[name])
+        self._prepared = case, methods[best], copies
+        return {"state": "ok", "method": best, "methods": right, "wrong": wrong, "error": worst, "bound": allowed}
 
-def seconds_per_call(run: Run, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Median of a few samples that together take about `seconds`.
+    def time(self, seconds: float) -> dict[str, Any]:
+        """Seconds of a call, measured for about `seconds`."""
+        if self._prepared is None:
+            return {"state": "unsupported", "reason": "nothing is prepared"}
+        taken = measure.seconds_per_call(self._prepared[1], seconds)
+        self._wait()
+        return {"state": "ok", "seconds": taken}
 
-    The first calls, which find cold caches and sleeping threads, are not counted.
-    """
-    share = seconds / SAMPLES
-    count, taken = 1, _clocked(run, 1, clock)
-    if taken >= LONG:
-        return taken
-    taken = _clocked(run, 1, clock)
-    while taken < share / 2 and count < 1 << 30:
-        wanted = count * share / max(taken, 1e-9)
-        count = int(min(max(wanted, 2 * count), 16 * count))
-        taken = _clocked(run, count, clock)
-    samples = SAMPLES if taken < seconds else 1
-    return statistics.median(_clocked(run, count, clock) for _ in range(samples)) / count
+    def drop(self) -> dict[str, Any]:
+        """Check a case for the last time, as a race may show only after many calls, and forget it."""
+        if self._prepared is None:
+            return {"state": "unsupported", "reason": "nothing is prepared"}
+        error, bound = measure.checked(*self._prepared, self.library.precision)
+        self._prepared = None
+        self._wait()
+        if error > bound:
+            return {"state": "wrong", "reason": f"after timing, error {error:.3g} exceeds {bound:.3g}"}
+        return {"state": "ok", "error": error}
 
-
-def _clocked(run: Run, count: int, clock: Callable[[], float]) -> float:
-    start = clock()
-    run(count)
-    return clock() - start
+    def _wait(self) -> None:
+        if self.setup.threads > 1:
+            wait_until_idle()
 
 
 def wait_until_idle() -> None:
@@ -93,54 +113,6 @@ def wait_until_idle() -> None:
         time.sleep(QUIET_STEP)
         if time.process_time() - before < QUIET_STEP * QUIET_SHARE:
             return
-
-
-def prepare(
-    library: Library, case: Case, seed: int, setup: Setup | None = None
-) -> tuple[Prepared | None, dict[str, Any]]:
-    """Allocate the arrays, check every method once, and select the fastest right one.
-
-    Args:
-        library: the library.
-        case: the case.
-        seed: of the inputs.
-        setup: threads, and whether caches are cold.
-
-    Returns:
-        The case to time, None if no method is right, and the reply.
-    """
-    if reason := _refusal(library, case):
-        return None, {"state": "unsupported", "reason": reason}
-    try:
-        data = arrays(case, seed)
-    except TypeError as missing:
-        return None, {"state": "unsupported", "reason": str(missing)}
-    methods: Mapping[str, Run]
-    copies: tuple[Arrays, ...] = (data,)
-    try:
-        # On a device, adapters rotate through copies of the operands themselves.
-        if setup and setup.cold and not setup.device:
-            methods, copies = cold.rounds(library, case, data, setup.cold, setup.threads)
-        else:
-            methods = library.prepare(case, data)
-    except (UnsupportedError, BuildError) as refused:
-        state = "unsupported" if isinstance(refused, UnsupportedError) else "crashed"
-        return None, {"state": state, **error_of(refused)}
-    right: dict[str, float] = {}
-    wrong: list[str] = []
-    worst = allowed = 0.0
-    for name, run in methods.items():
-        error, bound = _checked(Prepared(case, copies, run, library.precision))
-        if error > bound:
-            wrong.append(f"{name}: error {error:.3g} exceeds {bound:.3g}")
-            continue
-        worst, allowed = max((worst, allowed), (error, bound))
-        right[name] = _seconds(run, TRIAL) if len(methods) > 1 else 0.0
-    if not right:
-        return None, {"state": "wrong", "reason": "; ".join(wrong) or "no method"}
-    best = min(right, key=lambda name: right[name])
-    reply = {"state": "ok", "method": best, "methods": right, "wrong": wrong, "error": worst, "bound": allowed}
-    return Prepared(case, copies, methods[best], library.precision), reply
 
 
 def error_of(error: Exception) -> dict[str, str]:
@@ -161,60 +133,24 @@ def _refusal(library: Library, case: Case) -> str:
     return ""
 
 
-def _checked(prepared: Prepared) -> tuple[float, float]:
-    """Run once; return the error and its bound."""
-    run, case = prepared.run, prepared.case
-    if isinstance(run, cold.Round):
-        return cold.checked(case, run, prepared.data, prepared.precision)
-    (data,) = prepared.data
-    data.spoil()
-    if isinstance(run, Fetched):
-        run.spoil()
-    run(1)
-    if isinstance(run, Fetched):
-        run.fetch()
-    return judge(case, data, prepared.precision)
-
-
-def _seconds(run: Run, seconds: float) -> float:
-    return cold.seconds_per_call(run, seconds) if isinstance(run, cold.Round) else seconds_per_call(run, seconds)
-
-
-def _time(prepared: Prepared, seconds: float) -> dict[str, Any]:
-    return {"state": "ok", "seconds": _seconds(prepared.run, seconds)}
-
-
-def _drop(prepared: Prepared) -> dict[str, Any]:
-    """Reply to the last check of a case: a race may show only after many calls."""
-    error, bound = _checked(prepared)
-    if error > bound:
-        return {"state": "wrong", "reason": f"after timing, error {error:.3g} exceeds {bound:.3g}"}
-    return {"state": "ok", "error": error}
-
-
-def replies(library: Library, requests: Iterator[dict[str, Any]], setup: Setup) -> Iterator[dict[str, Any]]:
-    """Replies to requests, in their order."""
-    prepared: Prepared | None = None
-    for request in requests:
-        if request["do"] == "prepare":
-            prepared = None
-            prepared, reply = prepare(library, Case(**request["case"]), request["seed"], setup)
-        elif prepared is None:
-            reply = {"state": "unsupported", "reason": "nothing is prepared"}
-        elif request["do"] == "time":
-            reply = _time(prepared, request["seconds"])
-        else:
-            reply = _drop(prepared)
-            prepared = None
-        if setup.threads > 1:
-            wait_until_idle()
-        yield reply
+def replied(bench: Any, request: dict[str, Any]) -> dict[str, Any]:
+    """Reply of a bench to a request; SIGALRM ends the process if it takes longer than its limit."""
+    limit, action = request.pop("within", None), getattr(bench, request.pop("do"))
+    if limit is not None:
+        signal.alarm(math.ceil(limit) + GRACE)
+    try:
+        reply: dict[str, Any] = action(**request)
+    finally:
+        signal.alarm(0)
+    return reply
 
 
 def main(arguments: list[str]) -> int:
-    """Serve requests for one contender until the pipe closes."""
-    adapter, read, write, setup_text = arguments
-    setup = Setup(**json.loads(setup_text))
+    """Serve requests until the pipe closes."""
+    bench, adapter, read, write, setup = arguments
+    # Ctrl-C is for the parent, which reports its results and then closes the pipe.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    module, _, name = bench.partition(":")
     with os.fdopen(int(read)) as source, os.fdopen(int(write), "w") as sink:
 
         def send(message: dict[str, Any]) -> None:
@@ -222,14 +158,13 @@ def main(arguments: list[str]) -> int:
             sink.flush()
 
         try:
-            library = open_adapter(adapter, setup)
-        except MissingError as error:
+            opened = getattr(import_module(module), name)(Setup(**json.loads(setup)), adapter)
+        except (MissingError, BuildError, TargetError) as error:
             send({"state": "missing", **error_of(error)})
             return 0
-        send({"state": "ok", "version": library.version, "approximate": library.precision == APPROXIMATE})
-        requests = (json.loads(line) for line in source)
-        for reply in replies(library, requests, setup):
-            send(reply)
+        send({"state": "ok"} | opened.hello)
+        for line in source:
+            send(replied(opened, json.loads(line)))
     return 0
 
 

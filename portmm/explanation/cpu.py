@@ -7,8 +7,7 @@ So other machines than this one can be explained as well.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
-from shlex import quote
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import libraries
@@ -16,15 +15,15 @@ from portmm.arrays.problem_of import problem_of_call
 from portmm.codegen.c_kernel import source
 from portmm.dispatch import config, cpu_kernels, cpu_selection, cpu_units
 from portmm.errors import ScheduleError, TargetError
-from portmm.explanation.summary import Selected
+from portmm.explanation.summary import SHOWN, Selected
 from portmm.host import detect
 from portmm.host.calibrate import measured
 from portmm.schedule import cpu_textbook
 from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE
-from portmm.schedule.schedule import ALL, footprint, registers, spell
+from portmm.schedule.schedule import ALL, footprint, registers
 from portmm.spec.problem import Problem
 from portmm.target.target import Target, instance
-from portmm.util.text import field, flop, size, terms, time
+from portmm.util.text import field, size, terms, time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -32,10 +31,8 @@ if TYPE_CHECKING:
     from portmm.build.shared_object import Artifact
     from portmm.explanation.gpu import GridExplanation
     from portmm.ir.nodes import Kernel
+    from portmm.schedule.cpu_cost import Cost
     from portmm.target.atom import Atom
-
-SHOWN = 5
-"""Runners-up in the printed form; all are in the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,34 +98,63 @@ class Explanation(Selected):
         arch = None if self.target.arch == "any" else self.target.arch
         return build(self.source, flags=self.flags, arch=arch, name=self.kernel.name)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All fields but the artifact, in types of JSON."""
-        return {
-            "problem": {**asdict(self.problem), "flops": self.problem.flops, "bytes": self.problem.bytes},
-            "target": self.target.name,
-            "rates": {name: {"value": value, "origin": origin} for name, (value, origin) in self.rates.items()},
-            "threads": self.workers,
-            "origin": self.origin,
-            "schedule": spell(self.schedule),
-            "description": str(self.schedule),
-            "cost": asdict(self.cost),
-            "gflops": self.gflops,
-            "runners_up": [
-                {"schedule": spell(s), "description": str(s), "cost": asdict(cost)} for s, cost in self.runners_up
-            ],
-            "kernel": self.kernel.name,
-            "flags": list(self.flags),
-            "runs_here": self.runs_here,
-            "notes": list(self.notes),
-            "source": self.source,
-        }
+    def _data(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        rates = {name: {"value": value, "origin": origin} for name, (value, origin) in self.rates.items()}
+        kernel = {"kernel": self.kernel.name, "flags": list(self.flags), "runs_here": self.runs_here}
+        return {"rates": rates, "threads": self.workers}, kernel
 
-    def summary(self) -> str:
-        """The printed form without the source."""
-        return "\n".join(line.rstrip() for line in _lines(self))
+    def _target_lines(self) -> Iterator[str]:
+        target = self.target
+        yield field("target", f"{target.name}: {target.title}{'' if self.runs_here else ' (cannot run here)'}")
+        yield field("", ", ".join(isa.name for isa in target.isas))
+        for name, (value, origin) in self.rates.items():
+            level = target.level(name)
+            if not level and name != "memory":
+                yield field("", _speed(self.kernel.atom, (value, origin)))
+                continue
+            counted = target.counted(name)
+            part = f", {size(counted)} counted for one core" if level and counted != level.bytes else ""
+            extent = f"{name}, {size(level.bytes)}{part}" if level else name
+            yield field("", f"{extent}: {value:.4g} {'GB/s' if origin == 'measured' else 'bytes a cycle'}, {origin}")
 
-    def __str__(self) -> str:
-        return f"{self.summary()}\n\n{self.source}"
+    def _choice_lines(self, selection: str) -> Iterator[str]:
+        s, atom = self.schedule, self.kernel.atom
+        yield field("chosen", f"{selection}, for {'1 thread' if self.workers == 1 else f'{self.workers} threads'}")
+        if self.origin == cpu_textbook.ORIGIN:
+            rule = f"a textbook blocking within {1 - cpu_textbook.WITHIN:.0%} of the least predicted time"
+            yield field("", f"no search stored for this chip: {rule}")
+        yield field("schedule", str(s))
+        yield field("", f"registers: {registers(s, atom)} of {self.kernel.isa.registers}")
+        for tile in s.tiles[1:]:
+            level = self.target.level(tile.level)
+            if level and ALL not in (tile.m, tile.n, tile.k):
+                taken = footprint(tile, s, self.problem, atom)
+                yield field("", f"{tile.level}: {size(taken)} of {size(level.bytes)}")
+
+    def _runner_up_lines(self, cost: Cost) -> Iterator[str]:
+        yield field("", f"  {terms(cost.overlapped)}; plus {terms(cost.added)}")
+
+    def _other_lines(self) -> Iterator[str]:
+        """Lines with the best schedule of each instruction set not shown yet."""
+        if not self.runners_up:
+            yield field("runners-up", "none")
+        seen = {self.schedule.isa, *(s.isa for s, _ in self.runners_up[:SHOWN])}
+        for s, cost in self.runners_up[SHOWN:]:
+            isa = self.target.isa(s.isa)
+            atom = isa.atom(s.dtype, s.lanes) if isa else None
+            if s.isa in seen or atom is None:
+                continue
+            seen.add(s.isa)
+            rate = _rate(self.target, atom.name)
+            speed = f" ({_speed(atom, rate)})" if rate else ""
+            yield field("", f"{time(cost.seconds)} ({cost.seconds / self.seconds:.3g}x) by {s.isa}{speed}: {s}")
+
+    def _kernel_lines(self, command: str) -> Iterator[str]:
+        workspace = cpu_kernels.workspace_bytes(self.kernel, self.problem, self.workers)
+        yield field("kernel", f"{self.kernel.name}, workspace {size(workspace)}")
+        yield field("", command)
+        yield field("flags", " ".join(self.flags) or "none beyond those of every kernel")
+        yield field("artifact", "built on first access, unless the cache has it")
 
 
 def _rate(target: Target, atom: str) -> tuple[float, str] | None:
@@ -138,91 +164,10 @@ def _rate(target: Target, atom: str) -> tuple[float, str] | None:
     return (target.rates[atom], "described") if atom in target.rates else None
 
 
-def _lines(x: Explanation) -> Iterator[str]:
-    p, target, s = x.problem, x.target, x.schedule
-    yield field("problem", f"{p}; {flop(p.flops)}, at least {size(p.bytes)} moved")
-    if p.fused:
-        yield field("fused", p.fused)
-    yield field("target", f"{target.name}: {target.title}{'' if x.runs_here else ' (cannot run here)'}")
-    yield field("", ", ".join(isa.name for isa in target.isas))
-    yield from _rates(x)
-    yield field("chosen", f"{x.origin}, from {len(x.runners_up) + 1} candidates, for {_threads(x.workers)}")
-    if x.origin == cpu_textbook.ORIGIN:
-        rule = f"a textbook blocking within {1 - cpu_textbook.WITHIN:.0%} of the least predicted time"
-        yield field("", f"no search stored for this chip: {rule}")
-    yield field("schedule", str(s))
-    yield from _tiles(x)
-    yield field("predicted", f"{time(x.seconds)}, {x.gflops:.4g} GFLOP/s; {x.cost.bound} decides")
-    yield field("", f"the largest of {terms(x.cost.overlapped)}")
-    yield field("", f"plus {terms(x.cost.added)}")
-    yield from _others(x)
-    yield field("kernel", f"{x.kernel.name}, workspace {size(cpu_kernels.workspace_bytes(x.kernel, p, x.workers))}")
-    yield field("", f"portmm emit --schedule {quote(spell(s))}")
-    yield field("flags", " ".join(x.flags) or "none beyond those of every kernel")
-    yield field("artifact", "built on first access, unless the cache has it")
-    for note in x.notes:
-        yield field("note", note)
-
-
-def _threads(count: int) -> str:
-    return "1 thread" if count == 1 else f"{count} threads"
-
-
-def _rates(x: Explanation) -> Iterator[str]:
-    for name, (value, origin) in x.rates.items():
-        level = x.target.level(name)
-        if not level and name != "memory":
-            yield field("", _speed(x.kernel.atom, (value, origin)))
-            continue
-        counted = x.target.counted(name)
-        part = f", {size(counted)} counted for one core" if level and counted != level.bytes else ""
-        extent = f"{name}, {size(level.bytes)}{part}" if level else name
-        unit = "GB/s" if origin == "measured" else "bytes a cycle"
-        yield field("", f"{extent}: {value:.4g} {unit}, {origin}")
-
-
 def _speed(atom: Atom, rate: tuple[float, str]) -> str:
     value, origin = rate
     unit = "GFLOP/s" if origin == "measured" else f"macs of {atom.m}x{atom.n}x{atom.k} a cycle"
     return f"{atom.name}: {value:.4g} {unit}, {origin}"
-
-
-def _tiles(x: Explanation) -> Iterator[str]:
-    """Lines with the footprint of each tile in its level of memory."""
-    s, target = x.schedule, x.target
-    yield field("", f"registers: {registers(s, x.kernel.atom)} of {x.kernel.isa.registers}")
-    for tile in s.tiles[1:]:
-        level = target.level(tile.level)
-        if level and ALL not in (tile.m, tile.n, tile.k):
-            yield field(
-                "", f"{tile.level}: {size(footprint(tile, s, x.problem, x.kernel.atom))} of {size(level.bytes)}"
-            )
-
-
-def _others(x: Explanation) -> Iterator[str]:
-    if not x.runners_up:
-        yield field("runners-up", "none")
-    for i, (s, cost) in enumerate(x.runners_up[:SHOWN]):
-        slower = f"{cost.seconds / x.seconds:.3g}x" if x.seconds else ""
-        yield field("runners-up" if i == 0 else "", f"{time(cost.seconds)} ({slower}) {s}")
-        yield field("", f"  {terms(cost.overlapped)}; plus {terms(cost.added)}")
-    yield from _other_units(x)
-    if len(x.runners_up) > SHOWN:
-        yield field("", f"and {len(x.runners_up) - SHOWN} more in .runners_up")
-
-
-def _other_units(x: Explanation) -> Iterator[str]:
-    """Lines with the best schedule of each instruction set not shown yet."""
-    seen = {x.schedule.isa, *(s.isa for s, _ in x.runners_up[:SHOWN])}
-    for s, cost in x.runners_up[SHOWN:]:
-        isa = x.target.isa(s.isa)
-        atom = isa.atom(s.dtype, s.lanes) if isa else None
-        if s.isa in seen or atom is None:
-            continue
-        seen.add(s.isa)
-        rate = _rate(x.target, atom.name)
-        speed = f" ({_speed(atom, rate)})" if rate else ""
-        yield field("", f"{time(cost.seconds)} ({cost.seconds / x.seconds:.3g}x) by {s.isa}{speed}: {s}")
 
 
 def target_called(name: str | Target | None) -> Target:
@@ -294,45 +239,31 @@ def explain(
     if threads is None:
         threads = config.get_num_threads() if target is None else machine.cores
     threads = threads or max(1, machine.cores)
-    explanation = _explanation(a, b, out, (dtype, deterministic, static), machine, threads, epilogue, grouped=grouped)
-    return replace(explanation, notes=(family.sentence(str(target)), *explanation.notes)) if family else explanation
+    about = (family.sentence(str(target)),) if family else ()
 
+    def answer(p: Problem, notes: tuple[str, ...] = ()) -> Explanation | GridExplanation:
+        problem = p if deterministic is None else replace(p, deterministic=deterministic)
+        return _explained(problem, machine, threads, (*about, *notes))
 
-def _explanation(  # noqa: PLR0917 - the arguments of `explain`
-    a: Any,
-    b: Any,
-    out: Any,
-    how: tuple[str, bool | None, bool],
-    machine: Target,
-    threads: int,
-    epilogue: Callable[..., Any] | None,
-    *,
-    grouped: bool,
-) -> Explanation | GridExplanation:
-    """The explanation for a machine: see `explain`."""
-    dtype, deterministic, static = how
     if isinstance(a, Problem):
         if b is not None or out is not None:
             raise ValueError("a Problem describes both operands; pass no b and no out")
-        return _explained(_with(a, deterministic), machine, threads)
+        return answer(a)
     if grouped:
-        return _explained(_with(_group(a, b, dtype, machine), deterministic), machine, threads)
+        return answer(_group(a, b, dtype, machine))
     if epilogue is not None:
         from portmm.ops.fused_matmul_kernel import fused_problem
 
-        problem, notes = fused_problem(
-            a, b, dtype if out is None else out.dtype, epilogue, typed_result=out is not None
-        )
-        return _explained(_with(problem, deterministic), machine, threads, notes)
-    problem = _with(problem_of_call(a, b, out, dtype=dtype, static=static), deterministic)
+        word = dtype if out is None else out.dtype
+        return answer(*fused_problem(a, b, word, epilogue, typed_result=out is not None))
+    problem = problem_of_call(a, b, out, dtype=dtype, static=static)
     try:
-        return _explained(problem, machine, threads)
+        return answer(problem)
     except ScheduleError:
         if problem.b != "packed":
             raise
-    problem = _with(problem_of_call(a, tuple(b.shape), out, dtype=b.dtype.name), deterministic)
     note = f"the weight is packed as {b.family}, which does not suit this call: matmul unpacks it"
-    return _explained(problem, machine, threads, (note,))
+    return answer(problem_of_call(a, tuple(b.shape), out, dtype=b.dtype.name), (note,))
 
 
 def _group(a: Any, b: Any, dtype: str, target: Target) -> Problem:
@@ -342,10 +273,6 @@ def _group(a: Any, b: Any, dtype: str, target: Target) -> Problem:
     word = dtype if isinstance(a, tuple) else a.dtype.name
     p = problem_of_call((each, k), tuple(one), dtype=word)
     return p if target.device is None else replace(p, batch=groups, grouped=True)
-
-
-def _with(p: Problem, deterministic: bool | None) -> Problem:
-    return p if deterministic is None else replace(p, deterministic=deterministic)
 
 
 def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] = ()) -> Explanation | GridExplanation:

@@ -7,8 +7,7 @@ assumed contiguous and aligned.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
-from shlex import quote
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import device_operands, relayout
@@ -17,9 +16,8 @@ from portmm.dispatch import gpu as gpu_dispatch
 from portmm.explanation.summary import Selected
 from portmm.ops import fused_matmul_gpu, grouped_matmul_gpu, int4_gpu, matmul_gpu
 from portmm.schedule.gpu_candidates import MOST_VECTOR, occupancy, registers, shared_bytes
-from portmm.schedule.schedule import spell
 from portmm.spec.dtype import BY_NAME
-from portmm.util.text import field, flop, size, terms, time
+from portmm.util.text import field, size
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -28,9 +26,6 @@ if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
-
-SHOWN = 5
-"""Runners-up in the printed form; all are in the record."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,31 +66,31 @@ class GridExplanation(Selected):
         kernel = self.kernels[0]
         return compile_cuda(gpu_dispatch.source(kernel, "cuda"), kernel.name, device.architecture)
 
-    def as_dict(self) -> dict[str, Any]:
-        """All fields but the artifact, in types of JSON."""
-        return {
-            "problem": {**asdict(self.problem), "flops": self.problem.flops, "bytes": self.problem.bytes},
-            "target": self.target.name,
-            "language": self.language,
-            "origin": self.origin,
-            "schedule": spell(self.schedule),
-            "description": str(self.schedule),
-            "cost": asdict(self.cost),
-            "gflops": self.gflops,
-            "runners_up": [
-                {"schedule": spell(s), "description": str(s), "cost": asdict(cost)} for s, cost in self.runners_up
-            ],
-            "kernels": [x.name for x in self.kernels],
-            "notes": list(self.notes),
-            "source": self.source,
-        }
+    def _data(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        return {"language": self.language}, {"kernels": [x.name for x in self.kernels]}
 
-    def summary(self) -> str:
-        """The printed form without the source."""
-        return "\n".join(line.rstrip() for line in _lines(self))
+    def _target_lines(self) -> Iterator[str]:
+        target, device = self.target, self.target.device
+        assert device is not None  # noqa: S101 - checked by `explain`
+        yield field("target", f"{target.name}: {target.title}")
+        isas = ", ".join(y.name for y in target.isas)
+        yield field("", f"{device.processors} processors, {device.memory_gbs:.4g} GB/s, {isas}")
 
-    def __str__(self) -> str:
-        return f"{self.summary()}\n\n{self.source}"
+    def _choice_lines(self, selection: str) -> Iterator[str]:
+        s, device = self.schedule, self.target.device
+        assert device is not None  # noqa: S101 - checked by `explain`
+        yield field("chosen", selection)
+        yield field("schedule", str(s))
+        most = f" of {device.thread_registers}" if device.thread_registers else ""
+        blocks = occupancy(s, self.target)
+        yield field("", f"registers of a thread: about {registers(s)}{most}; blocks of a processor: {blocks}")
+        if shared_bytes(s):
+            yield field("", f"shared memory of a block: {size(shared_bytes(s))} of {size(device.shared_bytes)}")
+
+    def _kernel_lines(self, command: str) -> Iterator[str]:
+        for kernel in self.kernels:
+            yield field("kernel", f"{kernel.name}, {self.language}, {kernel.threads} threads a block")
+        yield field("", f"{command} --language {self.language}")
 
 
 def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False) -> GridExplanation:
@@ -159,34 +154,3 @@ def vectors(p: Problem) -> tuple[int, int, int]:
     near = {"a": {"row": p.k, "col": p.m}, "b": {"row": p.n, "col": p.k}, "c": {"row": p.n}}
     sides = zip("abc", (p.a, p.b, p.c), p.types, strict=True)
     return tuple(math.gcd(near[x].get(at, 1), MOST_VECTOR // BY_NAME[t].bytes) for x, at, t in sides)  # type: ignore[return-value]
-
-
-def _lines(x: GridExplanation) -> Iterator[str]:
-    p, target, s, device = x.problem, x.target, x.schedule, x.target.device
-    assert device is not None  # noqa: S101 - checked by `explain`
-    yield field("problem", f"{p}; {flop(p.flops)}, at least {size(p.bytes)} moved")
-    if p.fused:
-        yield field("fused", p.fused)
-    yield field("target", f"{target.name}: {target.title}")
-    yield field(
-        "", f"{device.processors} processors, {device.memory_gbs:.4g} GB/s, {', '.join(y.name for y in target.isas)}"
-    )
-    yield field("chosen", f"{x.origin}, from {len(x.runners_up) + 1} candidates")
-    yield field("schedule", str(s))
-    most = f" of {device.thread_registers}" if device.thread_registers else ""
-    yield field("", f"registers of a thread: about {registers(s)}{most}; blocks of a processor: {occupancy(s, target)}")
-    if shared_bytes(s):
-        yield field("", f"shared memory of a block: {size(shared_bytes(s))} of {size(device.shared_bytes)}")
-    yield field("predicted", f"{time(x.seconds)}, {x.gflops:.4g} GFLOP/s; {x.cost.bound} decides")
-    yield field("", f"the largest of {terms(x.cost.overlapped)}")
-    yield field("", f"plus {terms(x.cost.added)}")
-    for i, (other, cost) in enumerate(x.runners_up[:SHOWN]):
-        slower = f"{cost.seconds / x.seconds:.3g}x"
-        yield field("runners-up" if i == 0 else "", f"{time(cost.seconds)} ({slower}) {other}")
-    if len(x.runners_up) > SHOWN:
-        yield field("", f"and {len(x.runners_up) - SHOWN} more in .runners_up")
-    for kernel in x.kernels:
-        yield field("kernel", f"{kernel.name}, {x.language}, {kernel.threads} threads a block")
-    yield field("", f"portmm emit --schedule {quote(spell(s))} --language {x.language}")
-    for note in x.notes:
-        yield field("note", note)

@@ -8,19 +8,16 @@ threads, caches, target and generator; several processes may write at once.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from sqlite3 import Connection
+from typing import Any
 
+from portmm.comparison.case import Case
 from portmm.dispatch.tuning_database import opened
 from portmm.tuning.records import Trial
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
-    from sqlite3 import Connection
-
-    from portmm.comparison.case import Case
 
 _KEY = "what TEXT, threads INTEGER, cold INTEGER, machine TEXT, generator TEXT"
 _TABLES = (

@@ -1,6 +1,6 @@
-"""Schedules proposed beyond the candidates of the cost model.
+"""Candidate schedules of a problem: those of the cost model, and others beyond them.
 
-Owns `Proposals`, which searches the space of legal schedules by Optuna's tree-structured
+Owns `Candidate` and `ranked`; and `Proposals`, which searches the space of legal schedules by Optuna's tree-structured
 Parzen estimator (TPE), seeded, where Optuna is installed.
 """
 
@@ -8,20 +8,61 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.dispatch.cpu_selection import schedule_cost
+from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_neighbourhood import Neighbourhood, neighbourhood_of
-from portmm.tuning.model import Candidate
-from portmm.tuning.records import OK
+from portmm.schedule.cpu_textbook import preferred
+from portmm.schedule.schedule import Schedule, spell
+from portmm.spec.problem import Problem
+from portmm.target.target import Target
+from portmm.tuning.records import OK, Trial
 
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
-    from portmm.spec.problem import Problem
-    from portmm.target.target import Target
-    from portmm.tuning.records import Trial
+@dataclass(frozen=True)
+class Candidate:
+    """A schedule and the number of threads that run it.
+
+    Attributes:
+        schedule: the schedule.
+        workers: threads.
+        predicted: seconds of a call.
+    """
+
+    schedule: Schedule
+    workers: int
+    predicted: float
+
+    @property
+    def text(self) -> str:
+        """The schedule in one word."""
+        cache = self.__dict__  # functools.cached_property has a lock, which a forked child may find held
+        if "text" not in cache:
+            cache["text"] = spell(self.schedule)
+        text: str = cache["text"]
+        return text
+
+    @property
+    def key(self) -> tuple[str, int]:
+        """Identity of the candidate: schedule and threads."""
+        return self.text, self.workers
+
+
+def ranked(p: Problem, target: Target, threads: int) -> list[Candidate]:
+    """All candidates for `threads` threads and for one, by predicted time, but the cost model's selection first.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+    """
+    counts = dict.fromkeys((1, max(1, threads)))
+    order = [Candidate(s, w, schedule_cost(p, s, target, w).seconds) for s in candidates(p, target) for w in counts]
+    order.sort(key=lambda x: x.predicted)
+    first = preferred([(x.predicted, x.schedule) for x in order], p, target)
+    return [order[first], *order[:first], *order[first + 1 :]]
+
 
 MOST = 64
 """Most schedules proposed for one case: more do not improve the estimator."""

@@ -1,7 +1,7 @@
-"""Records of tuning.
+"""Records of tuning, and what is shown of them.
 
-Owns `Trial`, `TunedCase` and `Tuning`, their JSON, their rows for data frames and their table
-for notebooks.
+Owns `Trial`, `TunedCase` and `Tuning`, their JSON, their rows for data frames, their tables for terminals and
+notebooks, and the progress bar.
 """
 
 from __future__ import annotations
@@ -9,15 +9,20 @@ from __future__ import annotations
 import html
 import json
 import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from portmm.build.cache import tuned_database
+from portmm.comparison.case import Case
+from portmm.comparison.figures import Table
 
-    from portmm.comparison.case import Case
+if TYPE_CHECKING:
+    from rich.console import Console, RenderableType
+
 
 OK, WRONG, CRASHED, TIMEOUT, UNBUILDABLE = STATES = ("ok", "wrong", "crashed", "timeout", "unbuildable")
 """States of a measured candidate."""
@@ -181,17 +186,20 @@ class Tuning:
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
-        head = "".join(f"<th>{x}</th>" for x in COLUMNS)
-        rows = "".join(f"<tr>{''.join(f'<td>{html.escape(y)}</td>' for y in cells(x))}</tr>" for x in self.cases)
-        lines = "".join(f"<p>{html.escape(x)}</p>" for x in summary(self))
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>{lines}"
+        return table(self).html() + "".join(f"<p>{html.escape(x)}</p>" for x in summary(self))
 
 
 COLUMNS = ("case", "shape", "analytical us", "tuned us", "times", "trials", "failed", "rank corr.", "tuned schedule")
 
 
-def cells(x: TunedCase) -> tuple[str, ...]:
-    """Cells of a case's row of the table."""
+def table(tuning: Tuning) -> Table:
+    """The table of cases."""
+    caches = ", cold caches" if tuning.cold else ""
+    title = f"{tuning.chip}, {tuning.threads} thread{'s' * (tuning.threads != 1)}{caches}"
+    return Table(COLUMNS, [_cells(x) for x in tuning.cases], 2, COLUMNS[-1:], title)
+
+
+def _cells(x: TunedCase) -> tuple[str, ...]:
     if not x.seconds:
         return (x.case.name, x.case.shape, *[""] * 6, x.reason)
     order = x.rank_correlation
@@ -237,3 +245,58 @@ def _ranks(values: Any) -> Any:
     """Ranks of values; ties share their mean rank."""
     _, which, counts = np.unique(values, return_inverse=True, return_counts=True)
     return (np.cumsum(counts) - (counts - 1) / 2)[which]
+
+
+@contextmanager
+def bar(console: Console, budget: float) -> Iterator[Callable[[float, str], None]]:
+    """Progress bar of the budget; yields a function of the seconds that are left and a text."""
+    from rich.progress import BarColumn, Progress, TextColumn
+
+    columns = (
+        TextColumn("tuning"),
+        BarColumn(),
+        TextColumn("{task.fields[left]} left"),
+        TextColumn("{task.fields[now]}"),
+    )
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("", total=budget, left=_clock(budget), now="")
+        yield lambda left, now: progress.update(task, completed=budget - left, left=_clock(left), now=now)
+
+
+def _clock(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    return f"{minutes}:{rest:02}"
+
+
+def view(tuning: Tuning) -> RenderableType:
+    """Table of a tuning with its summary."""
+    from rich.console import Group
+    from rich.text import Text
+
+    ended = (
+        [f"Interrupted after {tuning.spent:.0f} s; the same command goes on from here."] if tuning.interrupted else []
+    )
+    return Group(table(tuning).terminal(), *map(Text, [*summary(tuning), *ended, *_kept(tuning)]))
+
+
+def _kept(tuning: Tuning) -> list[str]:
+    """Line that names the database of the schedules, and the setting with which calls use it."""
+    if not tuning.database or not tuning.tuned:
+        return []
+    usual = str(tuned_database() or "") == tuning.database
+    return [f"Kept in {tuning.database}; calls use it{'' if usual else ' with PORTMM_TUNED set to that'}."]
+
+
+def predictions(tuning: Tuning) -> RenderableType:
+    """Table of the predicted and the measured time of each trial, the fastest of a case first."""
+    head, rows = ("case", "predicted us", "measured us", "share", "schedule"), []
+    for case in tuning.tuned:
+        trials = sorted(case.measured, key=lambda x: x.seconds)
+        for i, x in enumerate(trials):
+            times = (f"{x.predicted * 1e6:.1f}", f"{x.seconds * 1e6:.1f}", f"{trials[0].seconds / x.seconds:.2f}")
+            rows.append(("" if i else case.case.name, *times, _schedule(x)))
+    return Table(head, rows, words=("schedule",), title="Predicted and measured time").terminal()
+
+
+def _schedule(x: Trial) -> str:
+    return x.schedule if x.workers == 1 else f"{x.schedule} [{x.workers}]"

@@ -16,21 +16,17 @@ from __future__ import annotations
 import math
 import statistics
 import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.dispatch.tuned_schedule import problem_text
 from portmm.schedule.schedule import parse
-from portmm.tuning.lane import LostError
-from portmm.tuning.model import Candidate
+from portmm.spec.problem import Problem
+from portmm.tuning.journal import Journal
+from portmm.tuning.lane import Lane, LostError
+from portmm.tuning.proposals import Candidate
 from portmm.tuning.records import CRASHED, OK, UNBUILDABLE, WRONG, Trial
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
-
-    from portmm.spec.problem import Problem
-    from portmm.tuning.journal import Journal
-    from portmm.tuning.lane import Lane
 
 NEAR = 2.0
 """Multiple of the least predicted time up to which a candidate is measured before further schedules are proposed."""

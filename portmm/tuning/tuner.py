@@ -13,14 +13,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.build.cache import tuned_database
-from portmm.comparison.cold import enough
-from portmm.comparison.environment import Setup
+from portmm.comparison.case import Case
 from portmm.comparison.limit import chip
-from portmm.comparison.seen import merged, shaped
-from portmm.comparison.suite import cases
+from portmm.comparison.measure import enough
+from portmm.comparison.peers import Setup
+from portmm.comparison.shapes import cases, merged, shaped
 from portmm.dispatch import config
 from portmm.dispatch.overrides import renew
 from portmm.dispatch.tuned_schedule import Tuned, architecture, problem_text
@@ -30,18 +30,13 @@ from portmm.host import machine_load
 from portmm.runtime import route_cache
 from portmm.schedule.schedule import parse
 from portmm.spec.problem import Problem
+from portmm.target.target import Target
 from portmm.tuning.journal import Journal
 from portmm.tuning.lane import OPENER, Lane
-from portmm.tuning.model import ranked
-from portmm.tuning.proposals import MISSING, installed, proposals
-from portmm.tuning.records import OK, TunedCase, Tuning
+from portmm.tuning.proposals import MISSING, installed, proposals, ranked
+from portmm.tuning.records import OK, Trial, TunedCase, Tuning
 from portmm.tuning.search import Race, Rules, search, short_list
 from portmm.version import VERSION
-
-if TYPE_CHECKING:
-    from portmm.comparison.case import Case
-    from portmm.target.target import Target
-    from portmm.tuning.records import Trial
 
 Progress = Callable[[float, str], None]
 """Function that is called with the seconds that are left and a text about the current step."""

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Collection, Iterator, Sequence
 
     from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
 
 PIPE_WIDTH = 140
 """Columns of a table where the output is no terminal."""
@@ -35,6 +37,35 @@ def console(*, stderr: bool = False) -> Console:
 def print_json(data: Any) -> None:
     """Print `data` as JSON."""
     typer.echo(json.dumps(data, indent=1))
+
+
+def table(
+    title: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str | Text]],
+    *,
+    words: Collection[str] = (),
+    styles: Sequence[str] = (),
+) -> Table:
+    """A table for a terminal.
+
+    Args:
+        title: what it shows, may be empty.
+        head: names of the columns.
+        rows: cells, whose marks are escaped unless they are rich's texts.
+        words: names of the columns that are aligned left; all others are numbers.
+        styles: of each row.
+    """
+    from rich.box import SIMPLE_HEAD
+    from rich.markup import escape
+    from rich.table import Table
+
+    result = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in head:
+        result.add_column(name, justify="left" if name in words else "right", overflow="fold")
+    for row, style in zip(rows, styles or [""] * len(rows), strict=True):
+        result.add_row(*(escape(x) if isinstance(x, str) else x for x in row), style=style)
+    return result
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_textbook import DEPTH, WITHIN, follows, preferred
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target, names_of
-from portmm.tuning.model import ranked
+from portmm.tuning.proposals import ranked
 
 RESULTS = BENCH / "results"
 ZEN3 = load_target("zen3")

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 from portmm.comparison import Case, Entrant, Entry, Report, Result
+from portmm.comparison.peers import Setup
+from portmm.comparison.worker import Bench
 
 PEERS = ("numpy", "mkl", "mkl-jit", "onednn", "torch", "blis", "onnxruntime-8bit")
 RATES = {"avx512_f32": 116.0, "avx512_f64": 58.0, "L1": 212.0, "L2": 111.0, "L3": 100.0, "memory": 30.0}
 RATES |= {"memory@all": 34.0}
+
+
+def prepare(library, case, seed=0):
+    """The bench of a library, and its reply to a case."""
+    bench = Bench(Setup(), library)
+    return bench, bench.prepare(asdict(case), seed)
 
 
 def ran(case, gflops):

@@ -14,7 +14,7 @@ from portmm.comparison.peers import MissingError
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
 from portmm.schedule.schedule import spell
-from portmm.tuning.model import ranked
+from portmm.tuning.proposals import ranked
 
 FACTORS = {"fast": 0.5, "slow": 3.0, "lucky": 0.5}
 

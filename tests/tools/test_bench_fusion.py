@@ -12,7 +12,7 @@ from places import BENCH
 
 import portmm as pm
 from portmm.comparison import tables
-from portmm.comparison.environment import Setup
+from portmm.comparison.peers import Setup
 
 pytestmark = pytest.mark.rest("scripts of bench/")
 
@@ -161,7 +161,7 @@ def test_what_takes_too_long_or_fails_is_a_fact_about_a_method(bench):
     """Not the end of the others."""
     case = replace(bench.fusion_cases.smoke_cases()[1], group="blocks")
     given = bench.fusion_cases.operands(case)
-    worker = bench.fusion_worker.Bench(None)
+    worker = bench.fusion_worker.Bench(Setup(), "")
     worker.rights, worker.dtype = {"": bench.fusion_cases.right(case, given)}, np.dtype(np.float32)
     exact = worker.rights[""][0].astype(np.float32)
 

@@ -13,7 +13,7 @@ import pytest
 from places import BENCH
 
 from portmm.comparison import cublaslt
-from portmm.comparison.tables_device import device
+from portmm.comparison.result_tables import device
 
 pytestmark = pytest.mark.rest("scripts of bench/")
 

@@ -11,7 +11,7 @@ import support
 from places import BENCH
 
 from portmm.comparison.report import Entrant, Entry, Report, Result
-from portmm.comparison.suite import cases
+from portmm.comparison.shapes import cases
 
 pytestmark = pytest.mark.rest("scripts of bench/")
 

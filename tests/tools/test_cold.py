@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 from places import HELPERS
 
-from portmm.comparison import Case, Contender, cold, compare
+from portmm.comparison import Case, Contender, compare, measure
 from portmm.comparison.data import EXACT, arrays, judge
 from portmm.comparison.limit import Limits
-from portmm.comparison.peers import Fetched, Library, UnsupportedError, repeat, returning
+from portmm.comparison.peers import Fetched, Library, Setup, UnsupportedError, repeat, returning
 from portmm.comparison.report import from_json
 from portmm.comparison.text import heading, notes
 from portmm.target.cache_levels import MemoryLevel
@@ -36,15 +36,15 @@ def listening(calls):
 
 
 def prepared(library, case, flushed, threads=1):
-    made, copies = cold.rounds(library, case, arrays(case), flushed, threads)
+    made, copies = measure.prepared(library, case, arrays(case), Setup(threads, cold=flushed))
     return made["matmul"], copies
 
 
 def test_what_is_enough():
-    assert cold.enough(LEVELS, 1) == cold.MARGIN * 110_000
-    assert cold.enough(LEVELS, 4) == cold.MARGIN * 140_000
-    assert cold.enough((), 1) == cold.UNKNOWN
-    assert cold.enough((MemoryLevel("L3", 1 << 40, shared=True),), 1) == cold.LARGEST
+    assert measure.enough(LEVELS, 1) == measure.MARGIN * 110_000
+    assert measure.enough(LEVELS, 4) == measure.MARGIN * 140_000
+    assert measure.enough((), 1) == measure.UNKNOWN
+    assert measure.enough((MemoryLevel("L3", 1 << 40, shared=True),), 1) == measure.LARGEST
 
 
 @pytest.mark.parametrize(
@@ -53,19 +53,19 @@ def test_what_is_enough():
         (LARGE, LARGE.bytes, 2),
         (LARGE, LARGE.bytes - 1, 2),
         (LARGE, 3 * LARGE.bytes, 4),
-        (SMALL, 1 << 20, cold.COPIES),
+        (SMALL, 1 << 20, measure.COPIES),
         (Case("huge", "cube", 1 << 14, 1 << 14, 1 << 14), 1 << 26, 1),
     ],
 )
 def test_copies_outgrow_the_caches_or_are_a_few(case, flushed, number):
-    assert cold.copies(case, flushed) == number
+    assert measure.copies(case, flushed) == number
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])
 @pytest.mark.parametrize("batch", [1, 3])
 def test_copies_are_alike_and_elsewhere(layout, batch):
     data = arrays(Case("x", "x", 5, 6, 7, batch, a=layout, b=layout, c=layout))
-    other = cold.copied(data)
+    other = measure.copied(data)
     for name in ("a", "b", "c"):
         one, two = getattr(data, name), getattr(other, name)
         assert one.strides == two.strides
@@ -77,8 +77,8 @@ def test_copies_are_alike_and_elsewhere(layout, batch):
 def test_each_call_has_other_operands(flushed):
     calls = []
     run, copies = prepared(listening(calls), LARGE, flushed)
-    assert len(copies) == len(run.runs) == min(-(-flushed // LARGE.bytes) + 1, cold.COPIES)
-    cold.seconds_per_call(run, 0.01)
+    assert len(copies) == len(run.runs) == min(-(-flushed // LARGE.bytes) + 1, measure.COPIES)
+    measure.seconds_per_call(run, 0.01)
     assert set(calls) == {id(x) for x in copies}
     # One after the other, round and round.
     order = [id(x) for x in copies]
@@ -87,30 +87,30 @@ def test_each_call_has_other_operands(flushed):
 
 def test_copies_that_outgrow_the_caches_need_no_flush(monkeypatch):
     flushes = []
-    monkeypatch.setattr(cold, "flush", lambda *given: flushes.append(given))
+    monkeypatch.setattr(measure, "flush", lambda *given: flushes.append(given))
     large, _ = prepared(listening([]), LARGE, 3 * LARGE.bytes)
-    cold.seconds_per_call(large, 0.001)
+    measure.seconds_per_call(large, 0.001)
     assert flushes == []
     small, _ = prepared(listening([]), SMALL, 1 << 20, threads=2)
-    cold.seconds_per_call(small, 0.001)
+    measure.seconds_per_call(small, 0.001)
     assert set(flushes) == {(1 << 20, 2)}
 
 
 def test_flushed_operands_are_used_once_between_two_flushes(monkeypatch):
     calls = []
-    monkeypatch.setattr(cold, "flush", lambda *_: calls.append("flush"))
+    monkeypatch.setattr(measure, "flush", lambda *_: calls.append("flush"))
     run, _ = prepared(listening(calls), SMALL, 1 << 20)
-    cold.seconds_per_call(run, 0.001)
+    measure.seconds_per_call(run, 0.001)
     between = "".join("|" if x == "flush" else "." for x in calls).split("|")[1:]
-    assert max(map(len, between)) <= cold.COPIES
+    assert max(map(len, between)) <= measure.COPIES
     assert len(between) > 1
 
 
 def test_a_flush_writes_every_line():
-    cold.flush(1 << 16, 3)
-    before = cold._ballast(1 << 16).copy()
-    cold.flush(1 << 16, 3)
-    assert (cold._ballast(1 << 16) - before)[:: cold.LINE // 8].tolist() == [1] * ((1 << 16) // cold.LINE)
+    measure.flush(1 << 16, 3)
+    before = measure._ballast(1 << 16).copy()
+    measure.flush(1 << 16, 3)
+    assert (measure._ballast(1 << 16) - before)[:: measure.LINE // 8].tolist() == [1] * ((1 << 16) // measure.LINE)
 
 
 def test_the_clock_is_read_around_calls_alone(monkeypatch):
@@ -125,9 +125,9 @@ def test_the_clock_is_read_around_calls_alone(monkeypatch):
 
         return {"matmul": repeat(call)}
 
-    monkeypatch.setattr(cold, "flush", flush)
+    monkeypatch.setattr(measure, "flush", flush)
     run, _ = prepared(Library("fake", prepare), SMALL, 1 << 20)
-    assert cold.seconds_per_call(run, 0.02, lambda: now[0]) == pytest.approx(0.001)
+    assert measure.seconds_per_call(run, 0.02, lambda: now[0]) == pytest.approx(0.001)
 
 
 def test_results_of_all_copies_are_checked():
@@ -146,7 +146,7 @@ def test_results_of_all_copies_are_checked():
     run.runs[0](1)
     run.runs[0].fetch()
     assert judge(SMALL, copies[0])[0] <= judge(SMALL, copies[0])[1]
-    error, bound = cold.checked(SMALL, run, copies, EXACT)
+    error, bound = measure.checked(SMALL, run, copies, EXACT)
     assert error > bound
 
 

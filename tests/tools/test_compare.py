@@ -13,16 +13,14 @@ from portmm.build.cache import read_note
 from portmm.comparison import CONTENDERS, Case, Contender, Entrant, Entry, Report, Result, cases, compare
 from portmm.comparison import data as inputs
 from portmm.comparison.contest import _result
-from portmm.comparison.environment import Setup, environment, removed
-from portmm.comparison.lane import LOG, SEE, Lane
 from portmm.comparison.limit import Limits, forced_isa
+from portmm.comparison.measure import seconds_per_call
 from portmm.comparison.native import flags
-from portmm.comparison.peers import find, open_adapter
-from portmm.comparison.plot import plot
+from portmm.comparison.peers import Setup, environment, find, open_adapter, removed
+from portmm.comparison.pictures import plot
+from portmm.comparison.process import LOG, SEE, Lane
 from portmm.comparison.report import from_json, geomean, summaries
-from portmm.comparison.suite import SHORT, SMOKE
 from portmm.comparison.text import heading, markdown, notes, terminal
-from portmm.comparison.worker import seconds_per_call
 from portmm.errors import TargetError
 from portmm.host.detect import host
 from portmm.target.cache_levels import MemoryLevel
@@ -53,9 +51,10 @@ def test_suites_are_named_once_and_nested():
     full = cases("full")
     names = [case.name for case in full]
     assert len(set(names)) == len(names)
-    assert set(SHORT) <= set(names)
-    assert set(SMOKE) <= set(names)
-    assert [c.name for c in cases("smoke")] == list(SMOKE)
+    quick, smoke = ([case.name for case in cases(suite)] for suite in ("quick", "smoke"))
+    assert {*quick, *smoke} <= set(names)
+    assert len(quick) == 32
+    assert smoke == ["cube-64", "odd-65x65x65", "trans-tt", "tiny-8", "packed-m4-768"]
     assert {c.name for c in cases("tiny,cube-64")} == {n for n in names if n.startswith("tiny")} | {"cube-64"}
 
 

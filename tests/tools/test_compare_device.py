@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
@@ -14,19 +15,18 @@ import emulated_cuda
 import numpy as np
 import opencl_cpu
 import pytest
+from comparisons import prepare
 from places import HELPERS
 from typer.testing import CliRunner
 
 from portmm.cli import main
-from portmm.comparison import Case, Contender, cases, compare, device, device_facts, device_suite
+from portmm.comparison import Case, Contender, cases, compare, device, limit, shapes
 from portmm.comparison import data as inputs
 from portmm.comparison.clblast import Blast, BlastError
 from portmm.comparison.device_arrays import TorchArrays, parsed
-from portmm.comparison.environment import Setup
-from portmm.comparison.peers import CONTENDERS, MissingError, UnsupportedError, find, open_adapter
+from portmm.comparison.peers import CONTENDERS, MissingError, Setup, UnsupportedError, find, open_adapter
 from portmm.comparison.report import from_json
 from portmm.comparison.text import heading, notes
-from portmm.comparison.worker import prepare
 from portmm.errors import NoDeviceError
 from portmm.runtime import cuda
 
@@ -280,9 +280,9 @@ def test_a_described_gpu_has_limits(monkeypatch):
     more = {"name": b"NVIDIA H100 80GB HBM3", "l2CacheSize": 50 << 20}
     monkeypatch.setattr(cuda_fakes, "PROPERTIES", cuda_fakes.PROPERTIES | more)
     emulated_cuda.install(monkeypatch)
-    monkeypatch.setattr(device_facts, "nvidia_smi", lambda _query, _which: {"power.limit": "700.00 W"})
+    monkeypatch.setattr(limit, "nvidia_smi", lambda _query, _which: {"power.limit": "700.00 W"})
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    found = device_facts.queried("cuda")
+    found = limit.queried("cuda")
     assert (found.name, found.kind, found.cache) == ("h100", "gpu", 50 << 20)
     assert found.title == (
         "NVIDIA H100 80GB HBM3, 132 processors, up to 1.98 GHz, driver for CUDA 12.9, 700.00 W at most"
@@ -302,12 +302,12 @@ def test_a_device_that_is_not_described_has_none(monkeypatch):
     emulated_cuda.install(monkeypatch)
     monkeypatch.setattr(cuda_fakes, "PROPERTIES", cuda_fakes.PROPERTIES | {"name": b"Strange", "major": 7, "minor": 1})
     cuda._facts.cache_clear()
-    found = device_facts.queried("cuda")
+    found = limit.queried("cuda")
     assert (found.peaks, found.rates, found.of(SMALL)) == ({}, {}, None)
 
 
 def test_a_missing_device_is_said(monkeypatch):
-    monkeypatch.setattr(device_facts.sys, "executable", "/bin/false")
+    monkeypatch.setattr(sys, "executable", "/bin/false")
     with pytest.raises(NoDeviceError, match="device cuda: ended with status 1"):
         compare([SMALL], device="cuda")
     monkeypatch.undo()
@@ -339,6 +339,6 @@ def test_suites_of_devices():
     assert cases("gpu-smoke") == cases("device-smoke")
     assert not {case.name for case in quick} & {case.name for case in cases("full,narrow")}
     asked = ("quick", "gpu"), ("quick", "cpu"), ("smoke", "cpu"), ("f16", "gpu")
-    assert [device_suite.suite_of(*x) for x in asked] == [
+    assert [shapes.suite_of(*x) for x in asked] == [
         "device-quick", "quick", "device-smoke", "f16",
     ]  # fmt: skip

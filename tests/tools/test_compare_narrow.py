@@ -7,16 +7,17 @@ from dataclasses import replace
 import compare_fakes
 import numpy as np
 import pytest
+from comparisons import prepare
 from places import BENCH, HELPERS
 
-from portmm.comparison import Case, Contender, cases, compare, peers, suite
+from portmm.comparison import Case, Contender, cases, compare, peers
+from portmm.comparison import case as compared
 from portmm.comparison import data as inputs
 from portmm.comparison.data import APPROXIMATE, EXACT, INPUTS, judge
-from portmm.comparison.environment import FORCED, Setup
 from portmm.comparison.limit import Limits
+from portmm.comparison.peers import FORCED, Setup
 from portmm.comparison.report import from_json
 from portmm.comparison.text import markdown, notes
-from portmm.comparison.worker import prepare
 from portmm.host.detect import host
 from portmm.target.cache_levels import MemoryLevel
 
@@ -228,7 +229,7 @@ def test_reports_of_f32_are_as_they_were():
 
 
 def test_some_take_part_only_where_there_are_narrow_types(monkeypatch):
-    field = (fake("right"), replace(fake("narrow"), only=peers.NARROW))
+    field = (fake("right"), replace(fake("narrow"), only=frozenset({"narrow"})))
     monkeypatch.setattr(peers, "CONTENDERS", field)
     plain, small = Case("small", "cube", 8, 12, 16), case("s8-s8-s32")
     assert [e.name for e in compare([plain], **QUICK).entrants] == ["right"]
@@ -246,10 +247,10 @@ def test_a_result_elsewhere_is_fetched_to_be_judged_and_not_to_be_timed():
         whole = compare_fakes._exact(which, made)
         return {"late": peers.returning(lambda: whole, lambda result: fetched.append(np.copyto(made.c, result)))}
 
-    prepared, reply = prepare(replace(library, prepare=late), which, 0)
+    bench, reply = prepare(replace(library, prepare=late), which, 0)
     assert reply["state"] == "ok"
     assert len(fetched) == 1
-    prepared.run(5)
+    bench.time(0.001)
     assert len(fetched) == 1
 
 
@@ -311,7 +312,7 @@ def test_portmm_does_everything():
 
 def test_onnxruntime_cannot_be_held_to_less():
     with pytest.raises(peers.MissingError, match="held to avx2"):
-        peers.open_adapter("portmm.comparison.onnx:open_onnxruntime", Setup(isa="avx2"))
+        peers.open_adapter("portmm.comparison.model_runtimes:open_onnxruntime", Setup(isa="avx2"))
 
 
 # --- bench/cliff.py -----------------------------------------------------------
@@ -329,7 +330,7 @@ def test_what_is_due_is_the_lower_of_half_of_f32_and_of_memory(cliff):
     thin, fat = (cliff.case_of("u8-s8-s32", "row", m) for m in (1, 512))
     assert cliff.due(fat, 100.0, 1000.0) == 50.0
     assert cliff.due(thin, 1e6, 2.0) == pytest.approx(0.8 * 2.0 * thin.flops / thin.bytes)
-    assert cliff.case_of("f32-u4-f32", "packed", 8).block == suite.BLOCK
+    assert cliff.case_of("f32-u4-f32", "packed", 8).block == compared.BLOCK
 
 
 def test_a_cliff_is_measured_again_and_comes_first(cliff):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from places import HELPERS
@@ -10,12 +10,10 @@ from typer.testing import CliRunner
 
 from portmm.build import cache as kept
 from portmm.cli import main
-from portmm.comparison import Case, Contender, compare, contest, lane
-from portmm.comparison.environment import Setup, environment, removed
-from portmm.comparison.lane import LOG, SEE
-from portmm.comparison.limit import MEMORY, Limits, level_of
-from portmm.comparison.limit_worker import Machine, prepare, rates
-from portmm.comparison.process import WorkerError, last_words
+from portmm.comparison import Case, Contender, compare, contest, process
+from portmm.comparison.limit import MEMORY, Limits, Machine, level_of
+from portmm.comparison.peers import Setup, environment, removed
+from portmm.comparison.process import LOG, SEE, WorkerError, last_words
 from portmm.comparison.text import notes
 from portmm.dispatch import config, cpu_selection, tuned_schedule, tuning_database
 from portmm.dispatch.tuned_schedule import Tuned
@@ -46,8 +44,8 @@ class Clock:
     def __init__(self, monkeypatch, **slow):
         self.now, self.slow, self.asked = 1000.0, slow, []
         monkeypatch.setattr(contest, "time", self)
-        monkeypatch.setattr(lane, "time", self)
-        monkeypatch.setattr(lane, "Worker", lambda contender, _setup, _module: FakeWorker(self, contender.name))
+        monkeypatch.setattr(process, "time", self)
+        monkeypatch.setattr(process, "Worker", lambda contender, _setup, _module: FakeWorker(self, contender.name))
         monkeypatch.setattr(
             machine_load, "snapshot", lambda _workers=(): machine_load.Snapshot(self.now, None, 0.0, None)
         )
@@ -174,13 +172,15 @@ def test_the_level_is_the_nearest_that_holds_all_operands():
 
 
 def test_the_gauge_of_this_machine_measures_what_bounds_a_case():
-    machine = Machine(host(), cold=False)
-    reply = prepare(machine, SMALL)
+    machine = Machine(Setup())
+    reply = machine.prepare(asdict(SMALL))
     assert (reply["state"], reply["level"]) == ("ok", host().levels[0].name)
-    found = rates(machine, (reply["peak"], reply["level"]), 0.004)["rates"]
+    found = machine.time(0.004)["rates"]
     assert set(found) == {reply["peak"], reply["level"]}
     assert all(0.01 < x < 1e5 for x in found.values())
-    nothing = prepare(Machine(replace(host(), isas=()), cold=False), SMALL)
+    bare = Machine(Setup())
+    bare.target = replace(host(), isas=())
+    nothing = bare.prepare(asdict(SMALL))
     assert (nothing["state"], nothing["reason"]) == ("unsupported", "no unit multiplies f32")
 
 

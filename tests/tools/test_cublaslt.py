@@ -8,13 +8,13 @@ import bench_arrays
 import ml_dtypes
 import numpy as np
 import pytest
+from comparisons import prepare
 from cuda_fakes import FakeLt
 
 from portmm.comparison import cublaslt
 from portmm.comparison.case import Case
 from portmm.comparison.device import lt_library
 from portmm.comparison.device_arrays import TorchArrays
-from portmm.comparison.worker import prepare
 
 NUMPY = {0: np.dtype("f4"), 3: np.dtype("i1"), 10: np.dtype("i4"), 14: np.dtype(ml_dtypes.bfloat16)}
 """cublasLt's numbers of types."""

@@ -13,7 +13,8 @@ from support import require
 import portmm as pm
 from portmm.dispatch import config
 from portmm.dispatch.cpu_selection import MOST_LOSS
-from portmm.explanation.cpu import SHOWN, target_called
+from portmm.explanation.cpu import target_called
+from portmm.explanation.summary import SHOWN
 from portmm.host import calibrate, detect
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime

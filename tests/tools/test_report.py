@@ -12,8 +12,8 @@ from portmm.cli import main
 from portmm.comparison import tables
 from portmm.comparison.case import Case
 from portmm.comparison.report import from_json
-from portmm.comparison.suite import cases
-from portmm.comparison.tables_chips import kind
+from portmm.comparison.result_tables import kind
+from portmm.comparison.shapes import cases
 from portmm.comparison.text import markdown
 from portmm.host.detect import host
 

@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from portmm.cli import main
 from portmm.comparison import Case, Entrant, Entry, Report, Result
 from portmm.comparison.figures import duration, spread
-from portmm.comparison.formats import COLUMNS, csv_text, records, write
 from portmm.comparison.report import from_json
-from portmm.comparison.text import markdown
+from portmm.comparison.text import COLUMNS, csv_text, markdown, records, write
 
 
 @pytest.fixture

@@ -10,10 +10,11 @@ from typer.testing import CliRunner
 
 from portmm.cli import main
 from portmm.comparison import Case, Entrant, Entry, Report, Result
+from portmm.comparison.onnx_shapes import from_onnx
 from portmm.comparison.report import from_json
-from portmm.comparison.seen import merged
-from portmm.comparison.shapes import from_csv, from_onnx, from_torch
+from portmm.comparison.shapes import from_csv, merged
 from portmm.comparison.text import notes
+from portmm.comparison.torch_shapes import from_torch
 
 
 def read(folder, text, name="own.csv"):

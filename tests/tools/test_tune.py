@@ -21,10 +21,8 @@ from portmm.errors import DatabaseError, PortmmError
 from portmm.host import machine_load
 from portmm.schedule.schedule import parse
 from portmm.tuning import Trial, TunedCase, Tuning, proposals
-from portmm.tuning.model import ranked
-from portmm.tuning.proposals import MISSING
-from portmm.tuning.records import spearman
-from portmm.tuning.terminal import view
+from portmm.tuning.proposals import MISSING, ranked
+from portmm.tuning.records import spearman, view
 
 CUBE = Case("cube", "cube", 256, 256, 256)
 WIDE = Case("wide", "cube", 64, 512, 256)
@@ -198,7 +196,7 @@ def test_a_finished_case_is_not_measured_again(path, log):
 PROGRAM = """
 import portmm as pm, sys
 from portmm.comparison import Case
-from portmm.cli.tune import tune
+from portmm.cli.measuring import tune
 import portmm.tuning as t
 whole = t.tune
 def faked(suite, **options):

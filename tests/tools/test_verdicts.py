@@ -12,9 +12,8 @@ from rich.console import Console
 
 from portmm.comparison import Case, Entrant, Entry, Report, Result
 from portmm.comparison.figures import decided
-from portmm.comparison.formats import records
 from portmm.comparison.report import from_json, summaries
-from portmm.comparison.text import explained, markdown, notes, terminal
+from portmm.comparison.text import explained, markdown, notes, records, terminal
 
 SIZE = 64
 

@@ -1,9 +1,9 @@
-"""Timing of calls with cold caches.
+"""Measurement of a run: its operands, its check and its clock.
 
-Owns the rotation and the flushes that keep a contender's operands out of the caches, the
-same for all.
+Owns what comparisons, the tuner and the gauges of the machine's limits measure with, and the rotation and the
+flushes that keep operands out of the caches.
 
-Calls rotate through a few copies of all operands, prepared one by one, packed weights
+With cold caches calls rotate through a few copies of all operands, prepared one by one, packed weights
 among them. Where the copies together exceed the caches, each call finds its own in
 memory. Where they do not, the caches are flushed before each round over the copies, which
 is not timed: a buffer larger than they are is written by as many threads as the
@@ -15,22 +15,19 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from portmm.comparison.data import Arrays, judge
-from portmm.comparison.peers import Fetched, Library, Run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping, Sequence
-
-    from portmm.comparison.case import Case
-    from portmm.target.cache_levels import MemoryLevel
+from portmm.comparison.case import Case
+from portmm.comparison.data import EXACT, Arrays, judge
+from portmm.comparison.peers import Fetched, Library, Run, Setup
+from portmm.target.cache_levels import MemoryLevel
 
 COPIES = 8
 """Most copies: libraries that compile for each of them must not take minutes."""
@@ -42,6 +39,8 @@ UNKNOWN = 1 << 26
 """Bytes of caches whose size is unknown."""
 LINE = 64
 SAMPLES = 3
+LONG = 0.25
+"""Seconds of a call that needs no second one to warm up."""
 
 
 def enough(levels: Sequence[MemoryLevel], threads: int) -> int:
@@ -129,27 +128,30 @@ class Round:
         return max(len(self.runs) - 1, 1) if self.flushed else 1 << 30
 
 
-def rounds(
-    library: Library, case: Case, data: Arrays, flushed: int, threads: int
-) -> tuple[dict[str, Round], tuple[Arrays, ...]]:
-    """Methods of a library by name, over several copies of the operands; and the copies.
+def prepared(library: Library, case: Case, data: Arrays, setup: Setup) -> tuple[Mapping[str, Run], tuple[Arrays, ...]]:
+    """Methods of a library by name, and their operands: with cold caches several copies.
 
     Raises:
         UnsupportedError: the library does not compute the case.
     """
-    number = copies(case, flushed)
-    all_data = [data, *(copied(data) for _ in range(number - 1))]
-    prepared: list[Mapping[str, Run]] = [library.prepare(case, x) for x in all_data]
-    needed = flushed if (number - 1) * case.bytes < flushed else 0
-    names = [name for name in prepared[0] if all(name in x for x in prepared)]
-    return {name: Round([x[name] for x in prepared], needed, threads) for name in names}, tuple(all_data)
+    # On a device, adapters rotate through copies of the operands themselves.
+    if not setup.cold or setup.device:
+        return library.prepare(case, data), (data,)
+    number = copies(case, setup.cold)
+    all_data = (data, *(copied(data) for _ in range(number - 1)))
+    methods = [library.prepare(case, x) for x in all_data]
+    needed = setup.cold if (number - 1) * case.bytes < setup.cold else 0
+    names = [name for name in methods[0] if all(name in x for x in methods)]
+    return {name: Round([x[name] for x in methods], needed, setup.threads) for name in names}, all_data
 
 
-def checked(case: Case, run: Round, all_data: Sequence[Arrays], precision: str) -> tuple[float, float]:
-    """Run each copy once; return the error and its bound of the worst."""
+def checked(case: Case, run: Run, all_data: Sequence[Arrays], precision: str = EXACT) -> tuple[float, float]:
+    """Compute once into each spoiled result; return the error and its bound of the worst."""
     for data in all_data:
         data.spoil()
-    for each in run.runs:
+    for each in run.runs if isinstance(run, Round) else (run,):
+        if isinstance(each, Fetched):
+            each.spoil()
         each(1)
         if isinstance(each, Fetched):
             each.fetch()
@@ -160,8 +162,28 @@ def checked(case: Case, run: Round, all_data: Sequence[Arrays], precision: str) 
     return max(errors, key=lambda pair: pair[0] / pair[1] if pair[1] else pair[0])
 
 
-def seconds_per_call(run: Round, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
-    """Median of a few samples in about `seconds`, flushes included; each call finds cold operands."""
+def seconds_per_call(run: Run, seconds: float, clock: Callable[[], float] = time.perf_counter) -> float:
+    """Median of a few samples that together take about `seconds`.
+
+    The first calls, which find cold caches and sleeping threads, are not counted. With cold caches flushes are
+    included in `seconds`, and each call finds cold operands.
+    """
+    if isinstance(run, Round):
+        return _cold_seconds(run, seconds, clock)
+    share = seconds / SAMPLES
+    count, taken = 1, _clocked(run, 1, clock)
+    if taken >= LONG:
+        return taken
+    taken = _clocked(run, 1, clock)
+    while taken < share / 2 and count < 1 << 30:
+        wanted = count * share / max(taken, 1e-9)
+        count = int(min(max(wanted, 2 * count), 16 * count))
+        taken = _clocked(run, count, clock)
+    samples = SAMPLES if taken < seconds else 1
+    return statistics.median(_clocked(run, count, clock) for _ in range(samples)) / count
+
+
+def _cold_seconds(run: Round, seconds: float, clock: Callable[[], float]) -> float:
     deadline = clock() + seconds
     taken = _sample(run, 1, clock)
     count = int(min(max(seconds / SAMPLES / max(taken, 1e-9), 1), run.longest))
@@ -176,6 +198,10 @@ def _sample(run: Round, count: int, clock: Callable[[], float]) -> float:
     if len(run.runs) > 1:
         # After a flush the library's threads sleep and its code is cold too; neither is so in a running program.
         run(1)
+    return _clocked(run, count, clock)
+
+
+def _clocked(run: Run, count: int, clock: Callable[[], float]) -> float:
     start = clock()
     run(count)
     return clock() - start
