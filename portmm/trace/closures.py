@@ -293,6 +293,13 @@ COMPUTED = "computed"
 """The first step of the key of a number that is computed from others: a function, and its operands."""
 
 
+def numbers_of(key: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    """The keys of the captured numbers that a number is, or is computed from."""
+    if key and key[0] == COMPUTED:
+        return {base for is_key, x in key[2] if is_key for base in numbers_of(x)}
+    return {key}
+
+
 def resolve(key: tuple[Any, ...], captured: dict[tuple[Any, ...], Any]) -> Any:
     """The array or number of a key.
 

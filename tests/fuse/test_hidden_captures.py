@@ -223,3 +223,20 @@ def test_a_function_that_catches_a_refusal_takes_no_other_branch(run):
     with pytest.raises(TraceError):
         run(caught)
     np.testing.assert_allclose(run(caught_number), caught_number(PRODUCT), rtol=1e-4)
+
+
+def test_numbers_that_are_computed_from_captured_ones_compile_nothing_again():
+    seen = []
+
+    def blended(s, t):
+        def function(acc):
+            seen.append(s)
+            return acc * (1 - s) + (s * t + 1) * BIAS
+
+        return function
+
+    for s, t in ((0.5, 2.0), (0.25, 3.0), (0.99999999, 1e8), (3.0, 1.0)):
+        for _ in range(2):
+            want = np.asarray(PRODUCT * (1 - s) + (s * t + 1) * BIAS, np.float32)
+            np.testing.assert_allclose(pm.matmul(X, W, epilogue=blended(s, t)), want, rtol=1e-5)
+    assert len(seen) <= 2
