@@ -4,6 +4,11 @@ Owns every exception class. Each message describes the fault, the value that
 caused it, and the remedy.
 """
 
+from contextvars import ContextVar
+
+refusals: "ContextVar[list[TraceError] | None]" = ContextVar("refusals", default=None)
+"""The errors that were raised in the trace that is running: it fails even if the traced function catches them."""
+
 
 class PortmmError(Exception):
     """Base class of all errors that portmm raises on purpose."""
@@ -51,6 +56,12 @@ class PackError(PortmmError):
 
 class TraceError(PortmmError):
     """Error for a function that cannot be traced into a kernel; `matmul` and `fuse` name its line."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        raised = refusals.get()
+        if raised is not None:
+            raised.append(self)
 
 
 class DatabaseError(PortmmError):

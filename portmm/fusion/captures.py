@@ -8,6 +8,8 @@ of the kind that was traced.
 
 from __future__ import annotations
 
+import functools
+import operator
 import types
 from typing import TYPE_CHECKING, Any
 
@@ -28,6 +30,10 @@ from portmm.trace.closures import (
     global_names,
     holds_only_items,
     is_constant,
+    is_float,
+    is_plain,
+    looks_names_up,
+    named_as,
     ours,
     same_container,
 )
@@ -69,7 +75,7 @@ def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -
         elif isinstance(x, dict):
             key.append(tuple(x))
             arguments(x.values(), key, leaves, kept)
-        elif isinstance(x, float):
+        elif isinstance(x, float) and is_float(x):
             key.append(type(x))
             leaves.append(float(x))
         elif isinstance(x, np.ndarray):
@@ -80,7 +86,7 @@ def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -
             key.append((id(x), x.shape))
             leaves.append(x)
             kept.append(x)
-        elif isinstance(x, (*PLAIN, type)):
+        elif isinstance(x, type) or is_plain(x):
             key.append((type(x), x))
         elif on_device(x):
             key.append(lay(x))
@@ -115,25 +121,25 @@ class Scope:
             return type(x)(items) if type(x) in (tuple, list) else type(x)(*items)
         if isinstance(x, dict):
             return {k: self.argument(y, f"{name}[{k!r}]") for k, y in x.items()}
-        if isinstance(x, float):
+        if isinstance(x, float) and is_float(x):
             number = traced_number(self.graph, x, name)
             return x if self.by_value else number
-        return x if isinstance(x, (*PLAIN, type)) else self.wrapped(x, ITEM, {0: x}, 0, name)
+        return x if isinstance(x, type) or is_plain(x) else self.wrapped(x, ITEM, {0: x}, 0, name)
 
     def check(self, access: int, container: Any, key: Any, kind: int, expected: Any) -> None:
         """Add a guard: the object is still the expected one."""
         self.checks.append((access, container, key, kind, expected))
 
-    def wrapped(self, x: Any, access: int, container: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911
+    def wrapped(self, x: Any, access: int, container: Any, key: Any, name: str) -> Any:  # noqa: C901, PLR0911, PLR0912
         """The traced replacement of a captured object."""
         if isinstance(x, np.ndarray):
             refuse_class(x, name, matrix=False)
             self.check(access, container, key, ARRAY, array_key(x))
             return Value(self.graph, self.graph.leaf(np.asarray(x), name))
-        if isinstance(x, float) and not self.by_value:
+        if isinstance(x, float) and not self.by_value and is_float(x):
             self.check(access, container, key, NUMBER, type(x))
             return traced_number(self.graph, x, name)
-        if isinstance(x, (*PLAIN, float)):
+        if is_plain(x) or (isinstance(x, float) and is_float(x)):
             self.check(access, container, key, EQUAL, x)
             return x
         if is_constant(x):
@@ -142,6 +148,9 @@ class Scope:
         if on_device(x):
             self.check(access, container, key, DEVICE, lay(x))
             return Value(self.graph, self.graph.leaf(x, name))
+        if isinstance(x, (*PLAIN, float)):  # of a class of the user's
+            self.unseen()
+            return x
         if isinstance(x, (list, dict)):
             self.check(access, container, key, LENGTH, (x, len(x)))
         elif not isinstance(x, types.MethodType):
@@ -151,6 +160,8 @@ class Scope:
             return Value(self.graph, self.graph.leaf(x, name))
         function = getattr(x, "__wrapped__", None) if type(x).__name__ == "FusedFunction" else x
         if isinstance(function, types.FunctionType):
+            if not ours(function):
+                self.check(ATTRIBUTE, function, "__dict__", LENGTH, (vars(function), len(vars(function))))
             return self.rebound(function)
         if isinstance(x, types.MethodType):
             return self.method(x)
@@ -158,8 +169,16 @@ class Scope:
             items = x.items() if isinstance(x, dict) else enumerate(x)
             if not holds_only_items(x):
                 self.unseen()
-            return same_container(x, [self.wrapped(y, ITEM, x, i, f"{name}[{i!r}]") for i, y in items])
+            replaced = [self.wrapped(y, ITEM, x, i, f"{name}[{i!r}]") for i, y in items]
+            return same_container(x, replaced, self.rebound)
+        if isinstance(x, functools.partial):
+            return self.partial(x)
         return self.of_object(x, name)
+
+    def outermost(self, function: Any) -> Any:
+        """The function that is traced, or another callable, with traced arrays in place of what it captures."""
+        is_function = isinstance(function, types.FunctionType)
+        return self.rebound(function) if is_function else self.wrapped(function, ITEM, (function,), 0, "the function")
 
     def rebound(self, function: types.FunctionType) -> Any:
         """The function, with traced arrays in place of what it captures."""
@@ -182,6 +201,16 @@ class Scope:
         for name, old, new in zip(names, function.__closure__ or (), cells, strict=True):
             if filled(old):
                 new.cell_contents = self.wrapped(old.cell_contents, CELL, old, 0, name)
+        self.defaults(copy, function)
+        named_as(copy, function)
+        attributes = vars(function)
+        vars(copy).update({n: self.wrapped(x, ITEM, attributes, n, n) for n, x in attributes.items()})
+        if looks_names_up(function.__code__):
+            self.unseen()
+        return copy
+
+    def defaults(self, copy: types.FunctionType, function: types.FunctionType) -> None:
+        """Give the copy of a function the traced replacements of its defaults."""
         if function.__defaults__:
             defaults = function.__defaults__
             copy.__defaults__ = tuple(
@@ -191,7 +220,13 @@ class Scope:
             copy.__kwdefaults__ = {
                 n: self.wrapped(x, ITEM, function.__kwdefaults__, n, n) for n, x in function.__kwdefaults__.items()
             }
-        return copy
+
+    def partial(self, x: functools.partial[Any]) -> Any:
+        """A partial function of traced values."""
+        self.check(ATTRIBUTE, x, "keywords", LENGTH, (x.keywords, len(x.keywords)))
+        args = [self.wrapped(y, ITEM, x.args, i, f"argument {i}") for i, y in enumerate(x.args)]
+        named = {n: self.wrapped(y, ITEM, x.keywords, n, n) for n, y in x.keywords.items()}
+        return functools.partial(self.wrapped(x.func, ATTRIBUTE, x, "func", "func"), *args, **named)
 
     def method(self, x: types.MethodType) -> Any:
         """A method bound to the traced replacement of its object."""
@@ -220,7 +255,7 @@ class Scope:
     def called(self, x: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The result of a captured object that is called."""
         if isinstance(x, type):
-            if not captures_nothing(x):
+            if not (captures_nothing(x) and captures_nothing(type(x))):
                 self.unseen()
             return x(*args, **options)
         function = x.__call__
@@ -232,7 +267,11 @@ class Scope:
     def of_object(self, x: Any, name: str = "") -> Any:
         """The placeholder of an object, a class or a module: the same each time."""
         is_namespace = isinstance(x, (types.ModuleType, type))
-        if fixed(x) or is_constant(x) or (not is_namespace and _of_library(type(x))):
+        if fixed(x) or is_constant(x):
+            return x
+        if not is_namespace and _of_library(type(x)):
+            if not isinstance(x, _UNCHANGING) and type(x).__module__.partition(".")[0] != "portmm":
+                self.unseen()
             return x
         if id(x) not in self.seen:
             self.kept.append(x)
@@ -247,6 +286,10 @@ class Scope:
 def _of_library(kind: type) -> bool:
     """Test for a class of a library, not of the user: its objects are not traced."""
     return kind.__module__.partition(".")[0] in ("builtins", "portmm", "numpy", "functools", "operator", "ml_dtypes")
+
+
+_UNCHANGING = (np.number, np.bool_, np.str_, np.bytes_, np.datetime64, np.timedelta64, operator.itemgetter)
+"""Types of values of libraries that never change."""
 
 
 def captured_values(checks: list[Check]) -> list[Any] | None:
@@ -288,7 +331,9 @@ def _is_array(x: Any, expected: tuple[Any, ...]) -> bool:
 _READ = (ARRAY, WEIGHT, DEVICE)
 """Kinds of objects that kernels read."""
 _IS: dict[int, Callable[[Any, Any], bool]] = {
-    EQUAL: lambda x, expected: type(x) is type(expected) and x == expected,
+    EQUAL: lambda x, expected: (
+        type(x) is type(expected) and x == expected and (not isinstance(x, float) or repr(x) == repr(expected))
+    ),
     ARRAY: _is_array,
     WEIGHT: lambda x, expected: x is expected,
     LENGTH: lambda x, expected: x is expected[0] and len(x) == expected[1],

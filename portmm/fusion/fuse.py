@@ -31,6 +31,7 @@ from portmm.fusion.traced_array import Recorded, Value
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 from portmm.trace.numpy_names import rebuilt
+from portmm.trace.recorder import run
 from portmm.util import locks
 from portmm.util.memo import Memory
 
@@ -229,8 +230,8 @@ class FusedFunction:
         names = getattr(getattr(function, "__code__", None), "co_varnames", ())
         positional = [scope.argument(x, names[i] if i < len(names) else f"argument {i}") for i, x in enumerate(args)]
         named = {n: scope.argument(x, n) for n, x in options.items()}
-        bound = scope.rebound(function) if isinstance(function, types.FunctionType) else function
-        return graph, bound(*positional, **named), scope
+        bound = scope.outermost(function)
+        return graph, run(lambda: bound(*positional, **named)), scope
 
     def compiled(self, graph: Graph, result: Any, scope: Scope, kept: list[Any]) -> Program:
         """The program of a graph."""

@@ -22,6 +22,7 @@ from portmm.spec.elementwise import Typed
 from portmm.spec.epilogue import argument, reduction
 from portmm.spec.expr import Expr, apply, node, ordered, real
 from portmm.spec.expr_ops import OPS
+from portmm.trace.recorder import run
 from portmm.util.memo import Memory
 from portmm.util.user_warnings import caller
 
@@ -247,7 +248,7 @@ class Graph:
             return None, f"its result is {dtype}, which only NumPy computes"
         leaves = [node("given", (i,), "f32" if x.dtype is None else _READS[x.dtype.name]) for i, x in enumerate(nodes)]
         try:
-            result = filled(traced, leaves)
+            result = run(lambda: filled(traced, leaves))
         except TraceError as error:
             return None, str(error)
         if isinstance(result, Typed):

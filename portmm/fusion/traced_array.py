@@ -122,6 +122,9 @@ class Recorded:
             return _mapped(self.graph, name, known, function, args) if name == "where" else known(*args)
         return called(self.graph, f"np.{name}", function, args, options, own=name in COPIES)
 
+    def __deepcopy__(self, _: Any) -> Any:
+        return self
+
     def __neg__(self) -> Any:
         return _mapped(self.graph, "neg", operator.neg, operator.neg, (self,))
 

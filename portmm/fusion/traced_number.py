@@ -48,7 +48,7 @@ def _needing(name: str) -> Any:
 
 for _name in (
     "array", "bool", "float", "int", "index", "complex", "hash", "repr", "str", "format", "round", "trunc", "floor",
-    "ceil", "len", "iter", "contains", "getitem",
+    "ceil", "len", "iter", "contains", "getitem", "divmod", "rdivmod",
 ):  # fmt: skip
     setattr(TracedNumber, f"__{_name}__", _needing(_name))
 

@@ -21,7 +21,7 @@ from portmm.runtime.cpu import runtime
 from portmm.runtime.cpu import types as types_of_runtime
 from portmm.spec.row_classes import row_class
 from portmm.trace.closures import fixed as is_fixed
-from portmm.trace.closures import global_names
+from portmm.trace.closures import global_names, numbers_of, resolve
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -111,7 +111,8 @@ class FastPath:
         after: those after C, up to the vectors.
         template: the operands' table without addresses.
         sources: for each operand that is read, its index among the operands of `Seen`.
-        numbers: for each number that the kernel takes, its index among the numbers of `Seen`.
+        numbers: for each number that the kernel takes, its index among the numbers of `Seen`, or the key of one that
+            is computed from these.
         results: shapes, with M where there is one, and types.
         several: the function returns a tuple.
     """
@@ -122,7 +123,7 @@ class FastPath:
     after: tuple[Any, ...]
     template: Array
     sources: tuple[int, ...]
-    numbers: tuple[int, ...]
+    numbers: tuple[Any, ...]
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
     several: bool
 
@@ -143,10 +144,17 @@ class FastPath:
             table = table.copy()
             table[:, 0] += [*[address(operands[i]) for i in self.sources], *[address(x) for x in rest]]
         if self.numbers:
-            numbers = np.array([seen.numbers[i] for i in self.numbers], np.float32)
+            numbers = np.array([_number(x, seen) for x in self.numbers], np.float32)
         a, b = self.middle
         rt.execute(self.route, m, n, k, batch, operands[0], *a, operands[1], *b, first, *after, table, numbers)
         return (first, *rest) if self.several else first
+
+
+def _number(x: Any, seen: Seen) -> Any:
+    """A number of a call, by its index or by the key of what computes it."""
+    if type(x) is int:
+        return seen.numbers[x]
+    return resolve(x, dict(zip(seen.places[-len(seen.numbers) :], seen.numbers, strict=True)))
 
 
 _known = Memory(MOST)
@@ -178,11 +186,12 @@ def keep(seen: Seen, bound: Bound, build: Callable[..., FastPath], skip: int, *,
     arrays_at = {place: i + skip for i, place in enumerate(seen.places[:count])}
     numbers_at = {place: i for i, place in enumerate(seen.places[count:])}
     sources, numbers = [x.key for x in traced.sources], list(traced.numbers)
-    if bound.converts or traced.values or not set(sources) <= arrays_at.keys() or not set(numbers) <= numbers_at.keys():
+    bases = {base for x in numbers for base in numbers_of(x)}
+    if bound.converts or traced.values or not set(sources) <= arrays_at.keys() or not bases <= numbers_at.keys():
         return
     if seen.numbers and not numbers:
         return  # the function's control flow depends on them
-    places = tuple(arrays_at[x] for x in sources), tuple(numbers_at[x] for x in numbers)
+    places = tuple(arrays_at[x] for x in sources), tuple(numbers_at.get(x, x) for x in numbers)
     by_class = shared and not traced.by_extents and _by_class(seen, traced.sources, arrays_at, skip)
     _known.keep(seen.key if by_class else (seen.key, seen.rows), build(bound.template, *places, by_class=by_class))
 

@@ -186,10 +186,10 @@ class UserFunction:
             return kernel
         by_value = known
         try:
-            traced, lasting = trace(self.function, values, by_value=by_value, rank=rank)
+            traced, lasting = trace(self.function, values, by_value=by_value, rank=rank, closure=self.closure)
         except TraceError:
             by_value = True
-            traced, lasting = trace(self.function, values, by_value=by_value, rank=rank)
+            traced, lasting = trace(self.function, values, by_value=by_value, rank=rank, closure=self.closure)
         if by_value and lasting:
             remember(memo_key, BY_VALUE)
             memo_key = None if memo_key is None else (memo_key, self.numbers())  # type: ignore[assignment]

@@ -13,7 +13,7 @@ import types
 from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -58,6 +58,21 @@ def fixed(value: Any) -> bool:
     return isinstance(value, (np.ufunc, types.BuiltinFunctionType))
 
 
+def is_plain(value: Any) -> bool:
+    """Whether a value is compared by type and value from call to call, and has no attributes or methods of a user's."""
+    return isinstance(value, PLAIN) and not _is_of_user(type(value))
+
+
+def is_float(value: Any) -> bool:
+    """Whether a value is a float whose arithmetic is that of Python or NumPy."""
+    return isinstance(value, (float, np.floating)) and not _is_of_user(type(value))
+
+
+def _is_of_user(kind: type) -> bool:
+    """Whether a class is the user's, but no enumeration of plain values."""
+    return not _lasts(kind.__module__) and not (issubclass(kind, Enum) and _is_plain_enumeration(kind))
+
+
 def is_constant(value: Any) -> bool:
     """Whether a value is compared as a whole from call to call: members of enumerations, and sets of plain values."""
     if isinstance(value, Enum):
@@ -70,7 +85,7 @@ def is_constant(value: Any) -> bool:
 def constant_key(value: Any) -> tuple[Any, ...]:
     """The key that tells a constant from others of its type."""
     if isinstance(value, (set, frozenset)):
-        return (type(value), frozenset([(type(x), x) for x in value]))
+        return (type(value), frozenset([(type(x), x if isinstance(x, Enum) else repr(x)) for x in value]))
     return (type(value), value if isinstance(value, Enum) else repr(value))
 
 
@@ -92,29 +107,54 @@ def captures_nothing(kind: type) -> bool:
     """Whether the methods of a class capture no arrays and numbers: its instances are alike in each call."""
     for owner in kind.__mro__:
         if not _lasts(owner.__module__):
-            for x in vars(owner).values():
+            for name, x in vars(owner).items():
                 function = getattr(x, "__func__", getattr(x, "fget", x))
                 if isinstance(function, types.FunctionType):
-                    _, captured, known = closure_of(function)
-                    if captured or not known:
+                    if not _lasts(function.__globals__.get("__name__", "")) and not _alone(function):
                         return False
+                elif not name.startswith("_") and not isinstance(x, _FIELDS):
+                    return False  # an attribute that instances share
     return True
+
+
+class _Pair(NamedTuple):
+    first: Any
+
+
+_FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(vars(_Pair)["first"]))
+"""Descriptors of the fields of instances."""
+
+
+def _alone(function: types.FunctionType) -> bool:
+    """Whether a function captures nothing but other such functions and what means the same in every call."""
+    kind, captured, known = closure_of(function)
+    return known and not captured and all(isinstance(x, types.CodeType) or fixed(x) for x in kind)
 
 
 def holds_only_items(container: Any) -> bool:
     """Whether a tuple, list or dict depends on nothing but its items: it has no default, and methods as usual."""
     kind = type(container)
+    if isinstance(container, dict) and not all([is_plain(x) or is_constant(x) or is_float(x) for x in container]):  # noqa: C419 - faster
+        return False
     if kind in (tuple, list, dict):
         return True
     return getattr(container, "default_factory", None) is None and captures_nothing(kind)
 
 
-def same_container(like: Any, items: list[Any]) -> Any:
-    """A tuple, list or dict of the class of `like`, with other items."""
+def named_as(function: types.FunctionType, like: types.FunctionType) -> None:
+    """Give a function what another one says of itself."""
+    for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
+        setattr(function, name, getattr(like, name))
+
+
+def same_container(like: Any, items: list[Any], replaced: Callable[[Any], Any]) -> Any:
+    """A tuple, list or dict of the class of `like`, with other items; keys that are functions are replaced, too."""
     if isinstance(like, dict):
         changed = like.copy() if type(like) is dict else copy.copy(like)
+        if any([isinstance(key, types.FunctionType) for key in like]):  # noqa: C419 - faster
+            dict.clear(changed)
         for key, x in zip(like, items, strict=True):
-            dict.__setitem__(changed, key, x)
+            dict.__setitem__(changed, replaced(key) if isinstance(key, types.FunctionType) else key, x)
         return changed
     if type(like) in (tuple, list):
         return type(like)(items)
@@ -165,7 +205,7 @@ def _collect(  # noqa: C901, PLR0911, PLR0912, PLR0917 - one branch for each kin
         kind.append((value.shape, value.strides, value.dtype, value.flags.aligned))
         captured[key] = value
         return True
-    if isinstance(value, (float, np.floating)):
+    if is_float(value):
         kind.append(type(value))
         captured[key] = value
         return True
@@ -177,7 +217,10 @@ def _collect(  # noqa: C901, PLR0911, PLR0912, PLR0917 - one branch for each kin
         if id(value) in seen:
             return True
         seen.add(id(value))
+        if looks_names_up(value.__code__):
+            return False
         names = attribute_names(value.__code__)
+        kind.append(tuple(vars(value)))
         return min(
             [_collect(x, (*key, step), kind, captured, seen, names) for step, x in _captured(value)], default=True
         )
@@ -189,7 +232,7 @@ def _collect(  # noqa: C901, PLR0911, PLR0912, PLR0917 - one branch for each kin
     if isinstance(value, dict):
         kind.append((type(value), *map(repr, value)))
         return min([_collect(x, (*key, k), kind, captured, seen, names) for k, x in value.items()], default=True)
-    if isinstance(value, PLAIN):
+    if is_plain(value):
         kind.append((type(value), value))
         return True
     if is_constant(value):
@@ -217,7 +260,20 @@ def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]
     cells = enumerate(function.__closure__ or ())
     values += [(("closure", i), cell.cell_contents) for i, cell in cells if filled(cell)]
     values += [(("default", i), x) for i, x in enumerate(function.__defaults__ or ())]
-    return values + [(("keyword", n), x) for n, x in (function.__kwdefaults__ or {}).items()]
+    values += [(("keyword", n), x) for n, x in (function.__kwdefaults__ or {}).items()]
+    return values + [(("attribute", n), x) for n, x in vars(function).items()]
+
+
+@lru_cache(maxsize=1024)
+def looks_names_up(code: types.CodeType) -> bool:
+    """Whether code finds values by names that it makes, or in modules that it imports: no later call compares these."""
+    imports = [x.argval for x in dis.get_instructions(code) if x.opname == "IMPORT_NAME"]
+    if not _LOOK_UP.isdisjoint(code.co_names) or not all(_lasts(x) for x in imports):
+        return True
+    return any(looks_names_up(x) for x in code.co_consts if isinstance(x, types.CodeType))
+
+
+_LOOK_UP = frozenset(("globals", "eval", "exec", "__import__", "import_module", "__globals__", "__builtins__"))
 
 
 @lru_cache(maxsize=1024)
@@ -233,8 +289,25 @@ def global_names(code: types.CodeType) -> tuple[str, ...]:
     return tuple(sorted(_names(code)))
 
 
+COMPUTED = "computed"
+"""The first step of the key of a number that is computed from others: a function, and its operands."""
+
+
+def numbers_of(key: tuple[Any, ...]) -> set[tuple[Any, ...]]:
+    """The keys of the captured numbers that a number is, or is computed from."""
+    if key and key[0] == COMPUTED:
+        return {base for is_key, x in key[2] if is_key for base in numbers_of(x)}
+    return {key}
+
+
 def resolve(key: tuple[Any, ...], captured: dict[tuple[Any, ...], Any]) -> Any:
-    """The array or number of a key."""
+    """The array or number of a key.
+
+    Raises:
+        KeyError: the key is not among those that were collected.
+    """
+    if key and key[0] == COMPUTED:
+        return key[1](*(resolve(x, captured) if is_key else x for is_key, x in key[2]))
     more = 0
     while key[: len(key) - more] not in captured:
         if more > len(key):

@@ -13,26 +13,33 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.errors import TraceError
+from portmm.trace.closures import COMPUTED
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.spec.expr import Expr
+    from portmm.trace.recorder import Recorder
 
 
 class Number:
-    """A captured number.
+    """A captured number, or one that each call computes from such.
 
     Attributes:
-        expr: its value in expressions.
+        key: by which calls look it up.
         kind: its class.
     """
 
-    __slots__ = ("expr", "kind")
+    __slots__ = ("key", "kind", "recorder")
     placeholder_ = True
 
-    def __init__(self, expr: Expr, kind: type) -> None:
-        self.expr, self.kind = expr, kind
+    def __init__(self, recorder: Recorder, key: tuple[Any, ...], kind: type) -> None:
+        self.recorder, self.key, self.kind = recorder, key, kind
+
+    @property
+    def expr(self) -> Expr:
+        """Its value in expressions."""
+        return self.recorder.number(self.key)
 
     @property
     def __class__(self) -> Any:
@@ -73,12 +80,13 @@ def _arithmetic(function: Callable[..., Any]) -> tuple[Any, Any]:
 
 
 def _result(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-    """A number again if all operands are, with the class that Python gives it; else an expression."""
-    result = function(*(x.expr if type(x) is Number else x for x in operands))
+    """A number again if all operands are, which Python computes in each call; else an expression."""
     kinds = [x.kind if type(x) is Number else type(x) for x in operands]
     if not all(issubclass(kind, (int, float, np.number)) for kind in kinds):
-        return result
-    return Number(result, type(function(*(kind(1) for kind in kinds))))
+        return function(*(x.expr if type(x) is Number else x for x in operands))
+    recorder = next(x.recorder for x in operands if type(x) is Number)
+    of = tuple((True, x.key) if type(x) is Number else (False, x) for x in operands)
+    return Number(recorder, (COMPUTED, function, of), type(function(*(kind(1) for kind in kinds))))
 
 
 for _name in ("add", "sub", "mul", "truediv", "pow"):
@@ -90,7 +98,12 @@ for _name in ("neg", "pos", "abs"):
 
 
 def _comparison(function: Callable[[Any, Any], Any]) -> Any:
-    return lambda self, other: function(self.expr, other.expr if type(other) is Number else other)
+    def method(self: Number, other: Any) -> Any:
+        if type(other) is Number or isinstance(other, (int, float, np.generic)):
+            raise TraceError("a comparison of captured numbers depends on their values")
+        return function(self.expr, other)
+
+    return method
 
 
 for _name in ("lt", "le", "gt", "ge", "eq", "ne"):

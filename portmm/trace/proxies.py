@@ -9,6 +9,7 @@ written in Python run on the proxy, and what they capture is traced too.
 from __future__ import annotations
 
 import types
+from enum import EnumType
 from typing import TYPE_CHECKING, Any, Protocol
 from weakref import WeakKeyDictionary
 
@@ -56,6 +57,9 @@ _CHANGES = frozenset(("__setitem__", "__delitem__")) | {
     f"__i{x}__"
     for x in "add sub mul matmul truediv floordiv mod pow lshift rshift and or xor".split()  # noqa: SIM905
 }
+
+
+_CONVERSIONS = frozenset(("__float__", "__int__", "__index__", "__bool__", "__complex__"))
 
 
 class Proxy:
@@ -139,7 +143,8 @@ def _forwarded(key: str) -> Callable[..., Any]:
         scope, x, name, _ = _captured(self)
         function = next(vars(t)[key] for t in type(x).__mro__ if key in vars(t))
         if isinstance(function, types.FunctionType):
-            return scope.bound(function, self)(*args, **options)
+            result = scope.bound(function, self)(*args, **options)
+            return getattr(result, key)() if key in _CONVERSIONS and hasattr(type(result), "placeholder_") else result
         if key in _CHANGES:
             raise TraceError(
                 f"{key} changes a captured {type(x).__name__} in place, once, while the function is traced"
@@ -179,10 +184,14 @@ class Namespace:
 
     def __getitem__(self, key: Any) -> Any:
         scope, x, name, _ = self._portmm_captured
+        if not isinstance(x, EnumType):
+            scope.unseen()
         return scope.of_object(x[key], name)
 
     def __iter__(self) -> Any:
         scope, x, name, _ = self._portmm_captured
+        if not isinstance(x, EnumType):
+            scope.unseen()
         return (scope.of_object(y, name) for y in x)
 
     def __len__(self) -> int:

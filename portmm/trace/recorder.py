@@ -13,7 +13,7 @@ import numpy as np
 
 from portmm.arrays.device_array import standin
 from portmm.arrays.interop import adopt
-from portmm.errors import TraceError
+from portmm.errors import TraceError, refusals
 from portmm.spec.epilogue import AXES, Operand, load, number
 from portmm.spec.expr import Expr, apply
 
@@ -64,7 +64,7 @@ class Recorder:
         self.sources: list[Source] = []
         self.operands: list[Operand] = []
         self.numbers: list[tuple[Any, ...]] = []
-        self.values: dict[tuple[Any, ...], float] = {}
+        self.values: dict[tuple[Any, ...], Any] = {}
         self.standins: dict[int, Array] = {}
         self.there: dict[int, tuple[Array, Any, tuple[Any, ...]]] = {}  # by the identity of the stand-in
         self.kept: list[Any] = []  # objects that keys name by identity
@@ -111,6 +111,23 @@ class Recorder:
         if key not in self.numbers:
             self.numbers.append(key)
         return number(self.numbers.index(key))
+
+
+def run(function: Callable[[], Any]) -> Any:
+    """What a function returns while it is traced.
+
+    Raises:
+        TraceError: an operation could not be traced, though the function may have caught the error.
+    """
+    raised: list[TraceError] = []
+    token = refusals.set(raised)
+    try:
+        result = function()
+    finally:
+        refusals.reset(token)
+    if raised:
+        raise raised[0]
+    return result
 
 
 @lru_cache(maxsize=256)

@@ -136,9 +136,23 @@ def _operator(name: str) -> Any:
 
 
 for _name in (
-    "add radd sub rsub mul rmul truediv rtruediv neg abs lt le gt ge eq ne and rand or ror xor rxor invert pow".split()  # noqa: SIM905
-):
+    "add", "radd", "sub", "rsub", "mul", "rmul", "truediv", "rtruediv", "floordiv", "mod", "neg", "abs", "pow",
+    "lt", "le", "gt", "ge", "eq", "ne", "and", "rand", "or", "ror", "xor", "rxor", "invert",
+):  # fmt: skip
     setattr(Tensor, f"__{_name}__", _operator(f"__{_name}__"))
+
+
+def _converted(name: str) -> Any:
+    def method(self: Tensor, *others: Any) -> Any:
+        self._seen(f"{name}()")
+        self._tracer.lasting = False  # the result depends on its values
+        return getattr(self._array, f"__{name}__")(*others)
+
+    return method
+
+
+for _name in ("bool", "int", "float", "complex", "index", "contains"):
+    setattr(Tensor, f"__{_name}__", _converted(_name))
 
 
 def _by_numpy(ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:

@@ -34,12 +34,17 @@ from portmm.trace.closures import (
     global_names,
     holds_only_items,
     is_constant,
+    is_float,
+    is_plain,
+    looks_names_up,
+    named_as,
     ours,
+    resolve,
     same_container,
 )
 from portmm.trace.number import Number
 from portmm.trace.proxies import Namespace, proxy, refuse_class_attribute, unwrapped
-from portmm.trace.recorder import Recorder
+from portmm.trace.recorder import Recorder, run
 from portmm.trace.tensor import Tensor
 from portmm.util.array_subclasses import refuse_class
 from portmm.util.user_warnings import caller, is_users
@@ -80,7 +85,8 @@ class Tracer(Recorder):
         super().__init__(rank)
         self.by_value = by_value
         self.proxies: dict[int, Any] = {}  # by the identity of the object
-        self.keys: dict[int, tuple[Any, ...]] = {}  # of classes and modules
+        self.keys: dict[int, list[tuple[tuple[Any, ...], frozenset[str]]]] = {}  # of classes and modules, see namespace
+        self.names: frozenset[str] = frozenset()  # attributes that the function whose closure is replaced may read
 
     def wrapped(  # noqa: PLR0911 - one branch for each kind
         self, value: Any, key: tuple[Any, ...], seen: dict[int, Any]
@@ -90,9 +96,9 @@ class Tracer(Recorder):
             refuse_class(value, "a captured array", matrix=False)
             self.lasting &= value.ndim > 0
             return Tensor(self, value, key) if value.ndim else value
-        if isinstance(value, (float, np.floating)) and not self.by_value:
-            self.values[key] = float(value)
-            return Number(self.number(key), type(value))
+        if is_float(value) and not self.by_value:
+            self.values[key] = value
+            return Number(self, key, type(value))
         if isinstance(value, types.FunctionType) and not ours(value):
             if id(value) not in seen:
                 seen[id(value)] = value
@@ -101,10 +107,11 @@ class Tracer(Recorder):
         if isinstance(value, (tuple, list, dict)):
             items = value.items() if isinstance(value, dict) else enumerate(value)
             self.lasting &= holds_only_items(value)
-            return same_container(value, [self.wrapped(x, (*key, i), seen) for i, x in items])
-        if isinstance(value, (*PLAIN, float, np.floating)) or fixed(value) or is_constant(value):
+            replaced = [self.wrapped(x, (*key, i), seen) for i, x in items]
+            return same_container(value, replaced, lambda x: self.wrapped(x, (*key, "key"), seen))
+        if is_plain(value) or is_float(value) or fixed(value) or is_constant(value):
             return value
-        if isinstance(value, np.generic):
+        if isinstance(value, (*PLAIN, float, np.generic)):
             self.lasting = False
             return value
         if on_device(value):
@@ -116,23 +123,39 @@ class Tracer(Recorder):
         return self.callable(value, key, seen) if through else self.of_object(value)
 
     def namespace(self, value: Any, key: tuple[Any, ...]) -> Any:
-        """The placeholder of a class or a module that a function finds by this key."""
+        """The placeholder of a class or a module that a function finds by this key, and reads some attributes of."""
         if id(value) not in self.proxies:
             self.kept.append(value)
-            self.keys[id(value)] = key
             self.proxies[id(value)] = Namespace(self, value, "")
+        self.keys.setdefault(id(value), []).append((key, self.names))
         return self.proxies[id(value)]
+
+    def found_in(self, closure: dict[tuple[Any, ...], Any]) -> bool:
+        """Whether a closure has all that is read: a function in two places is collected in one of them."""
+        try:
+            for key in (*self.numbers, *(x.key for x in self.sources)):
+                resolve(key, closure)
+        except KeyError:
+            return False
+        return True
 
     # The protocol of proxies.
 
     def attribute(self, owner: Any, key: str, name: str) -> Any:  # noqa: ARG002 - of the protocol
         """The traced replacement of an attribute."""
-        before = self.keys.get(id(owner))
-        step: tuple[Any, ...] = ("object", id(owner), key) if before is None else (*before, ("attribute", key))
         value = getattr(owner, key)
-        if before is None and isinstance(value, types.MethodType) and value.__self__ is owner:
-            return self.bound(value.__func__, self.of_object(owner))
-        return self.wrapped(value, step, {})
+        if id(owner) not in self.keys:
+            if isinstance(value, types.MethodType) and value.__self__ is owner:
+                return self.bound(value.__func__, self.of_object(owner))
+            return self.wrapped(value, ("object", id(owner), key), {})
+        known = next(((path, names) for path, names in self.keys[id(owner)] if key in names), None)
+        self.lasting &= known is not None  # else no later call looks at the attribute
+        path, names = known or (("object", id(owner)), self.names)
+        before, self.names = self.names, names
+        try:
+            return self.wrapped(value, (*path, ("attribute", key)), {})
+        finally:
+            self.names = before
 
     def item(self, owner: Any, key: Any, name: str) -> Any:  # noqa: ARG002 - of the protocol
         """The traced replacement of an item."""
@@ -147,13 +170,13 @@ class Tracer(Recorder):
     def called(self, x: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The result of a captured object that is called."""
         if isinstance(x, type):
-            self.lasting &= captures_nothing(x)
+            self.lasting &= captures_nothing(x) and captures_nothing(type(x))
             return x(*args, **options)
         return self.callable(x, ("object", id(x)), {})(*args, **options)
 
     def of_object(self, x: Any, name: str = "") -> Any:
         """The placeholder of an object: the same each time."""
-        if fixed(x) or is_constant(x) or isinstance(x, PLAIN):
+        if fixed(x) or is_constant(x) or is_plain(x):
             return x
         if isinstance(x, (types.ModuleType, type)):
             return self.namespace(x, ("object", id(x)))
@@ -184,6 +207,8 @@ class Tracer(Recorder):
     def rebound(self, function: types.FunctionType, key: tuple[Any, ...], seen: dict[int, Any]) -> types.FunctionType:
         """The function, with placeholders instead of what it captures."""
         code = function.__code__
+        self.lasting &= not looks_names_up(code)
+        before, self.names = self.names, frozenset(attribute_names(code))
         names = [n for n in global_names(code) if n in function.__globals__]
         namespace = dict(function.__globals__)
         for name in names:
@@ -202,6 +227,9 @@ class Tracer(Recorder):
             function_.__kwdefaults__ = {
                 n: self.wrapped(x, (*key, ("keyword", n)), seen) for n, x in function.__kwdefaults__.items()
             }
+        named_as(function_, function)
+        vars(function_).update({n: self.wrapped(x, (*key, ("attribute", n)), seen) for n, x in vars(function).items()})
+        self.names = before
         return function_
 
 
@@ -229,9 +257,14 @@ class Traced:
 
 
 def trace(
-    function: Callable[..., Any], values: tuple[Any, ...], *, by_value: bool, rank: int = 2
+    function: Callable[..., Any],
+    values: tuple[Any, ...],
+    *,
+    by_value: bool,
+    rank: int = 2,
+    closure: dict[tuple[Any, ...], Any] | None = None,
 ) -> tuple[Traced, bool]:
-    """Run a function on values of a tile; also whether the result holds for the next call.
+    """Run a function on values of a tile; also whether the result holds for the next call, with a closure like this.
 
     Raises:
         TraceError: the function cannot be traced; the message names the line.
@@ -240,11 +273,13 @@ def trace(
     try:
         if not callable(function):
             raise TypeError(f"{function!r} is no function")
-        result = tracer.callable(function, (), {})(*values[: arity(function, len(values))])
+        traced = tracer.callable(function, (), {})
+        result = run(lambda: traced(*values[: arity(function, len(values))]))
         results = tuple(_result(x, tracer) for x in _values_of(result))
     except TraceError as error:
         raise _located(error, function) from error.__cause__
     lasting = tracer.lasting and isinstance(function, types.FunctionType)
+    lasting = lasting and (closure is None or tracer.found_in(closure))
     # A later call looks numbers up by their keys, but for those of objects.
     several = isinstance(result, tuple)
     values_ = tuple((key, x) for key, x in tracer.values.items() if not lasting or key[0] == "object")
