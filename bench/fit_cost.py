@@ -24,7 +24,7 @@ from portmm.codegen.lower import atom_of
 from portmm.comparison.suite import cases
 from portmm.dispatch import config, cpu_units
 from portmm.schedule import cpu_cost, cpu_cost_table, cpu_cost_terms
-from portmm.schedule.schedule import parse
+from portmm.schedule.text import parse
 
 if TYPE_CHECKING:
     from portmm.spec.problem import Problem
@@ -80,7 +80,7 @@ def searches(rows, target):
         schedules = [parse(row["schedule"]) for row in mine]
         held = target.limited_to(schedules[0].isa)
         tried = tuple(
-            (row, s, atom_of(cpu_units.isa_of(s, held), s.dtype, s.lanes))
+            (row, s, atom_of(cpu_units.isa_of(s, held), s.dtype, s.atom.lanes))
             for row, s in zip(mine, schedules, strict=True)
         )
         yield Search(name, problem_of(known[name]), held, tried)

@@ -24,7 +24,7 @@ import numpy as np
 
 from portmm.dispatch.tuned_schedule import Tuned, architecture, to_toml
 from portmm.schedule.gpu_cost import EXPOSED
-from portmm.schedule.schedule import parse
+from portmm.schedule.text import parse
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 from portmm.version import VERSION

@@ -26,7 +26,7 @@ from portmm.ops import attention_gpu
 from portmm.schedule import gpu_attention, gpu_mma_attention
 from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_cost import cost
-from portmm.schedule.schedule import spell
+from portmm.schedule.text import spell
 from portmm.util.memo import forget_all
 
 BEST = 2 / 3
@@ -151,7 +151,7 @@ def _schedules(p, on, vectors):
             choice = Choice(p, on.target, 1, s, terms, ())
             return gpu_dispatch.Route(choice, *gpu_dispatch._code(s, on))  # noqa: SLF001
 
-        kind = (s.program, s.isa, s.copies, s.swap, s.split > 1, *shared)
+        kind = (s.program, s.isa, s.a.asynchronous, s.atom.swap, s.parallel.split > 1, *shared)
         yield Candidate(
             spell(s), str(s), kind, terms.seconds, {"overlapped": terms.overlapped, "added": terms.added}, build
         )

@@ -43,7 +43,8 @@ from portmm.kernels.gpu import rowwise as gpu_rowwise
 from portmm.schedule.cpu_candidates import PACKED_VECTORS
 from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
-from portmm.schedule.schedule import inconsistent, spell
+from portmm.schedule.legality import inconsistent
+from portmm.schedule.text import spell
 from portmm.spec.dtype import dequantized_types, types
 from portmm.spec.epilogue import parse as parse_fused
 from portmm.version import VERSION
@@ -102,7 +103,7 @@ def lower(s: Schedule, isa: Isa) -> Kernel:
         raise ScheduleError(f"no block program called {s.program!r}; known are {', '.join(PROGRAMS)}")
     if inconsistent(s):
         raise ScheduleError(f"schedule {inconsistent(s)}: {spell(s)}")
-    kernel = PROGRAMS[s.program](s, isa, atom_of(isa, s.dtype, s.lanes))
+    kernel = PROGRAMS[s.program](s, isa, atom_of(isa, s.dtype, s.atom.lanes))
     return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {quote(spell(s))}"))
 
 
@@ -115,7 +116,7 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     if s.program not in GRID_PROGRAMS:
         raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
     atom = grid_atom(isa, s)
-    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), occupancy=s.resident)]
+    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), occupancy=s.parallel.occupancy)]
     kernels += [split_k_reduction.build(s, isa, atom)] if s.slices else []
     command = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), command)) for x in kernels)
@@ -137,9 +138,9 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
     Raises:
         ScheduleError: the ISA lacks it.
     """
-    if s.b == "codes" and s.program in MATRIX_PROGRAMS:
+    if s.b.layout == "codes" and s.program in MATRIX_PROGRAMS:
         return next(t for t in isa.atoms if t.unit == "warp" and t.a == t.b == s.types[0])
-    alike = (t for t in isa.atoms if (s.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
+    alike = (t for t in isa.atoms if (s.atom.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.atom.kr, *s.types[:2]))
     return next(alike, None) or atom_of(isa, dequantized_types(s.dtype))
 
 

@@ -11,7 +11,7 @@ from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
 from portmm.dispatch.gpu import MOST, MOST_ROUTES, bind
 from portmm.errors import ScheduleError
 from portmm.kernels.gpu.rowwise import Form, kept
-from portmm.schedule.gpu_candidates import on_gpu
+from portmm.schedule.gpu_variants import on_gpu
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import parse
 from portmm.util.memo import Memory

@@ -21,7 +21,9 @@ from portmm.host import detect
 from portmm.host.calibrate import measured
 from portmm.schedule import cpu_textbook
 from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE
-from portmm.schedule.schedule import ALL, footprint, registers, spell
+from portmm.schedule.legality import footprint, registers
+from portmm.schedule.parts import ALL
+from portmm.schedule.text import spell
 from portmm.spec.problem import Problem
 from portmm.target.target import Target, instance
 from portmm.util.text import field, flop, size, terms, time
@@ -216,7 +218,7 @@ def _other_units(x: Explanation) -> Iterator[str]:
     seen = {x.schedule.isa, *(s.isa for s, _ in x.runners_up[:SHOWN])}
     for s, cost in x.runners_up[SHOWN:]:
         isa = x.target.isa(s.isa)
-        atom = isa.atom(s.dtype, s.lanes) if isa else None
+        atom = isa.atom(s.dtype, s.atom.lanes) if isa else None
         if s.isa in seen or atom is None:
             continue
         seen.add(s.isa)

@@ -16,8 +16,9 @@ from portmm.codegen.lower import lower_grid
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.explanation.summary import Selected
 from portmm.ops import fused_matmul_gpu, grouped_matmul_gpu, int4_gpu, matmul_gpu
-from portmm.schedule.gpu_candidates import MOST_VECTOR, occupancy, registers, shared_bytes
-from portmm.schedule.schedule import spell
+from portmm.schedule.gpu_candidates import occupancy, registers, shared_bytes
+from portmm.schedule.gpu_variants import VECTOR_BYTES
+from portmm.schedule.text import spell
 from portmm.spec.dtype import BY_NAME
 from portmm.util.text import field, flop, size, terms, time
 
@@ -158,7 +159,7 @@ def vectors(p: Problem) -> tuple[int, int, int]:
     """Elements of a vector access to A, B and C, for contiguous and aligned operands."""
     near = {"a": {"row": p.k, "col": p.m}, "b": {"row": p.n, "col": p.k}, "c": {"row": p.n}}
     sides = zip("abc", (p.a, p.b, p.c), p.types, strict=True)
-    return tuple(math.gcd(near[x].get(at, 1), MOST_VECTOR // BY_NAME[t].bytes) for x, at, t in sides)  # type: ignore[return-value]
+    return tuple(math.gcd(near[x].get(at, 1), VECTOR_BYTES // BY_NAME[t].bytes) for x, at, t in sides)  # type: ignore[return-value]
 
 
 def _lines(x: GridExplanation) -> Iterator[str]:

@@ -7,10 +7,10 @@ follow from the capacities of L1, L2 and L3 (Low et al. 2016).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.schedule import ALL, Tile
+from portmm.schedule.parts import ALL, PACKED, Epilogue, OperandPlan, Parallel, Tile
+from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.spec.problem import family
 from portmm.target.summation import depth as whole_run
@@ -66,14 +66,32 @@ def tallest(isa: Isa, atom: Atom, nr: int) -> int:
     return min(TALLEST, (isa.registers - v - 1) // v) * atom.m
 
 
-def mr_variants_of(mr: int) -> tuple[int, ...]:
-    """MR variants for more than MR rows: an even partition has slices of about MR/2 to MR rows."""
-    return tuple(range((mr + 1) // 2, mr + 1))
+def least_of(mr: int) -> int:
+    """Least MR variant for more than MR rows: an even partition has slices of about MR/2 to MR rows."""
+    return (mr + 1) // 2
 
 
-def uniform_tiles(mr: int, nr: int, kc: int, mc: int, nc: int) -> tuple[Tile, ...]:
+def register_tile(mr: int, nr: int, least: int = 0) -> Tile:
+    """The tile of a micro-kernel, whose least variant has `least` rows."""
+    return Tile("registers", mr, nr, 1, least if least < mr else 0)
+
+
+def uniform_tiles(  # noqa: PLR0917 - a tile is two numbers
+    mr: int, nr: int, kc: int, mc: int, nc: int, least: int = 0
+) -> tuple[Tile, ...]:
     """Tiles with the same KC for every cache and one panel at a time in L2."""
-    return (Tile("registers", mr, nr, 1), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc))
+    return (register_tile(mr, nr, least), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc))
+
+
+def base_schedule(  # noqa: PLR0917 - parts of one record
+    program: str, p: Problem, isa: Isa, tiles: tuple[Tile, ...], pack_a: bool, pack_b: bool, over: str = "tiles"
+) -> Schedule:
+    """A schedule for a problem, with C by rows, of the ISA's widest atom."""
+    a, b = (PACKED,) if pack_a else (), (PACKED,) if pack_b else ()
+    return Schedule(
+        program, isa.name, p.dtype, tiles, a=OperandPlan(p.a, a, 0, p.source), b=OperandPlan(p.b, b, p.group),
+        parallel=Parallel(over), epilogue=Epilogue(p.post, p.fused), static=(p.m, p.n, p.k) if p.static else None,
+    )  # fmt: skip
 
 
 def blocking(  # noqa: PLR0917 - a tile is two numbers
@@ -94,7 +112,7 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
     near = max(1, min(RUN_BYTES // (nr * b), int(room // (kc * b) * B_SHARE) // nr)) * nr
     nc = max(near, int((l3 or 8 * l2) * C_SHARE) // c // mc // near * near)
     return (
-        Tile("registers", mr, nr, 1),
+        register_tile(mr, nr, least_of(mr)),
         Tile("L1", mr, nr, min(fits, kc)),
         Tile("L2", mc, near, kc),
         Tile("L3", mc, nc, kc),
@@ -110,7 +128,7 @@ def whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile, 
     if not p.fused or not kc < depth <= WHOLE_DEPTH * kc:
         return tiles
     mc = max(mr, tiles[2].m * kc // depth // mr * mr)
-    return (tiles[0], replace(tiles[1], k=ALL), replace(tiles[2], m=mc, k=ALL), replace(tiles[3], m=mc, k=ALL))
+    return (tiles[0], tiles[1]._replace(k=ALL), *(x._replace(m=mc, k=ALL) for x in tiles[2:]))
 
 
 def capacity(target: Target, name: str) -> int:

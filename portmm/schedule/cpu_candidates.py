@@ -8,7 +8,7 @@ candidates of tile units are in `cpu_tile_candidates`.
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
 from portmm.schedule.cpu_blocking import (
@@ -16,11 +16,12 @@ from portmm.schedule.cpu_blocking import (
     IN_PLACE_ROWS,
     RUN_BYTES,
     SHALLOW,
+    base_schedule,
     blocking,
     capacity,
     fits_l2,
+    least_of,
     may_pack_once,
-    mr_variants_of,
     tallest,
     uniform_tiles,
     whole_depth,
@@ -28,7 +29,9 @@ from portmm.schedule.cpu_blocking import (
 )
 from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.cpu_tile_candidates import tile_schedules
-from portmm.schedule.schedule import ALL, Schedule, Tile, finishes, illegal, shifts
+from portmm.schedule.legality import illegal
+from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, AtomUse, OperandPlan, Parallel, Staging, Tile
+from portmm.schedule.schedule import Schedule, finishes, shifts
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.spec.epilogue import parse
 from portmm.spec.problem import family
@@ -76,6 +79,9 @@ SPLIT_STEPS = 16
 STATIC_LIMIT = 64
 """Largest dimension for which sizes are compiled in."""
 
+AHEAD = OperandPlan(stagings=(PREFETCHED,))
+OVER_K = Parallel("k")
+
 
 def candidates(p: Problem, target: Target) -> list[Schedule]:
     """Legal schedules for a problem, in a fixed order.
@@ -106,12 +112,6 @@ def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]
     """
     swap = p.c == "col"
     q = p.transposed() if swap else p
-    group = family(p.family).group if p.b == "codes" else 0
-    # Defaults of schedules are not set again: copies take most of the time.
-    fields = {"swap": swap, "post": p.post, "group": group, "source": p.source, "fused": p.fused}
-    changed: dict[str, Any] = {name: x for name, x in fields.items() if x}
-    if p.static:
-        changed["static"] = (q.m, q.n, q.k)
     legal = False
     for isa, atom in units(q.dtype, target):
         if legal and p.deterministic and p.acc != "s32":
@@ -122,12 +122,12 @@ def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]
             continue
         narrow = isa.narrower(q.dtype, q.n)
         narrow = None if narrow and p.fused and not _fuses(isa, narrow.n, p.fused) else narrow
-        few = (replace(s, lanes=narrow.n) for s in _programs(q, isa, narrow, target)) if narrow else ()
-        for s in (*few, *_programs(q, isa, atom, target)):
-            one = replace(s, **changed, kr=atom.k_pack) if changed or atom.k_pack > 1 else s
-            own = isa.atom(q.dtype, s.lanes) or atom
-            legal = legal or not illegal(one, p, isa, own, target)
-            yield one, isa, own
+        for lanes, x in ((narrow.n, narrow), (0, atom)) if narrow else ((0, atom),):
+            use, own = AtomUse(lanes, atom.k_pack, swap), isa.atom(q.dtype, lanes) or atom
+            for s in _programs(q, isa, x, target):
+                one = replace(s, atom=use)
+                legal = legal or not illegal(one, p, isa, own, target)
+                yield one, isa, own
 
 
 def _fuses(isa: Isa, lanes: int, text: str) -> bool:
@@ -191,18 +191,18 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             if mr < 1 or p.m <= mr:
                 continue
             tiles = whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP if p.b == "packed" else SHALLOW))
-            base = Schedule("gemm", isa.name, p.dtype, tiles, mr_variants_of(mr), a=p.a, b=p.b, ahead=True)
+            base = replace(base_schedule("gemm", p, isa, tiles, False, False), c=AHEAD)
             if may_pack_once(p, atom):
-                deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP)), once=True)
-                yield from (s for s in _packings(deep, p, isa, atom) if s.once)
+                deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP)))
+                yield from (s for s in _packings(deep, p, isa, atom, PACKED_ONCE) if s.b.once)
             for s in _packings(base, p, isa, atom):
                 yield s
                 if split and depth > 2 * s.kc and _adds_up(s, p, atom):
-                    yield replace(s, over="k")
+                    yield replace(s, parallel=OVER_K)
             yield from _textbook(base, p, isa, atom, target)
             if _both_in_place(p, isa, atom, nr) and mr <= IN_PLACE_ROWS and p.m <= FEW_ROWS:
-                stream = tuple(replace(t, k=min(t.k, 2 * STREAM_DEPTHS[-1])) for t in base.tiles[1:])
-                yield replace(base, tiles=(base.tiles[0], *stream), pack_a=False, pack_b=False)
+                stream = tuple([t._replace(k=min(t.k, 2 * STREAM_DEPTHS[-1])) for t in base.tiles[1:]])
+                yield replace(base, tiles=(base.tiles[0], *stream))
 
 
 def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
@@ -210,20 +210,21 @@ def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) 
     top = tallest(isa, atom, base.nr)
     for tiles in blockings(p, target, atom, base.mr, base.nr):
         for s in _packings(replace(base, tiles=tiles), p, isa, atom):
-            if s.mr == (top if s.pack_a else min(top, IN_PLACE_ROWS)) and fits(s, p, atom):
+            if s.mr == (top if s.a.packed else min(top, IN_PLACE_ROWS)) and fits(s, p, atom):
                 yield s
 
 
-def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom, pack_b: Staging = PACKED) -> Iterator[Schedule]:
     """Variants of a schedule: both operands packed, or those that can be read in place left there."""
-    s = replace(s, pack_a=True, pack_b=p.b != "packed")
+    a, b = s.a.with_pack(None), s.b.with_pack(None)
+    s = replace(s, a=a.with_pack(PACKED), b=b if p.b == "packed" else b.with_pack(pack_b))
     yield s
     # A static kernel has the strides of A as constants, and so no rows to address.
     few = p.a == "col" or (p.a == "row" and (s.mr <= IN_PLACE_ROWS or p.static))
     if few and _a_in_place(p, isa, atom):
-        yield replace(s, pack_a=False)
+        yield replace(s, a=a)
         if _in_place(p, isa, atom, s.nr):
-            yield replace(s, pack_a=False, pack_b=False, once=False)
+            yield replace(s, a=a, b=b)
 
 
 def _adds_up(s: Schedule, p: Problem, atom: Atom) -> bool:
@@ -260,7 +261,8 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
         if "azero" in p.post:
             most = 1  # the sums of two panels' columns are not adjacent
         for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
-            base = Schedule("gemm", isa.name, p.dtype, uniform_tiles(p.m, nr, ALL, ALL, ALL), (p.m,), panels, p.a, p.b)
+            base = base_schedule("gemm", p, isa, uniform_tiles(p.m, nr, ALL, ALL, ALL), True, True)
+            base = replace(base, b=base.b.covering(panels))
             if p.b == "codes":
                 depths = (replace(base, tiles=uniform_tiles(p.m, nr, kc, ALL, ALL)) for kc in REPACK_DEPTHS)
                 yield from (s for one in depths for s in _packings(one, p, isa, atom))
@@ -280,29 +282,30 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
         near = max(1, RUN_BYTES // (nr * BY_NAME[p.types[1]].bytes)) * nr
         for kc in INTERLEAVED_DEPTHS:
             tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
-            yield replace(base, tiles=(*tiles[:2], replace(tiles[2], n=near), tiles[3]))
+            yield replace(base, tiles=(*tiles[:2], tiles[2]._replace(n=near), tiles[3]))
     if not _in_place(p, isa, atom, nr):
         return
-    yield replace(base, pack_b=False)
+    in_place = replace(base, b=base.b.with_pack(None))
+    yield in_place
     if not _a_in_place(p, isa, atom):
         return
     for kc in STREAM_DEPTHS:
         tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
         prefetch = rows_ahead if p.m >= ROWS_AHEAD_FROM else 0
-        s = replace(base, tiles=tiles, pack_a=False, pack_b=False, prefetch=prefetch)
+        s = replace(in_place, tiles=tiles, a=base.a.with_pack(None), b=in_place.b.prefetched(prefetch))
         yield s
         if not p.deterministic and p.k > SPLIT_STEPS * kc and _adds_up(s, p, atom):
-            yield replace(s, over="k")
+            yield replace(s, parallel=OVER_K)
 
 
 def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """Schedules for an M of a few rows, times quantized values without repacking, a few rows at a time."""
     for nr in widths(isa, atom, p):
         for mr in range(min(p.m, DEINT4_ROWS), 0, -1):  # illegal ones, of too many registers, are dropped later
-            base = _int4_schedule(p, isa, uniform_tiles(mr, nr, ALL, ALL, ALL))
+            base = _int4_schedule(p, isa, mr, nr)
             yield base
             if p.a == "row" and _a_in_place(p, isa, atom):
-                yield replace(base, pack_a=False)
+                yield replace(base, a=base.a.with_pack(None))
 
 
 def _int4_interleaved(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
@@ -313,14 +316,14 @@ def _int4_interleaved(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """
     for nr in widths(isa, atom, p):
         for mr in dict.fromkeys(min(p.m, x) for x in INT4_ROWS):
-            yield _int4_schedule(p, isa, uniform_tiles(mr, nr, ALL, ALL, ALL))
+            yield _int4_schedule(p, isa, mr, nr)
             if p.m > INT4_BLOCK:
-                yield _int4_schedule(p, isa, uniform_tiles(mr, nr, ALL, INT4_BLOCK // mr * mr, ALL))
+                yield _int4_schedule(p, isa, mr, nr, INT4_BLOCK // mr * mr)
 
 
-def _int4_schedule(p: Problem, isa: Isa, tiles: tuple[Tile, ...]) -> Schedule:
-    mr_variants = (p.m,) if p.m <= tiles[0].m else mr_variants_of(tiles[0].m)
-    return Schedule("gemm", isa.name, p.dtype, tiles, mr_variants, a=p.a, b=p.b, pack_b=False)
+def _int4_schedule(p: Problem, isa: Isa, mr: int, nr: int, mc: int = ALL) -> Schedule:
+    tiles = uniform_tiles(mr, nr, ALL, mc, ALL, 0 if p.m <= mr else least_of(mr))
+    return base_schedule("gemm", p, isa, tiles, True, False)
 
 
 def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
@@ -335,7 +338,7 @@ def _dots(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     for mr, nr in DOT_TILES:
         if (mr <= p.m and nr <= p.n) or mr == nr == 1:
             tiles = (Tile("registers", mr, nr, atom.n), *(Tile(x, ALL, nr, ALL) for x in ("L1", "L2", "L3")))
-            yield Schedule("dot", isa.name, p.dtype, tiles, (mr,), a="row", b="col", pack_a=False, pack_b=False)
+            yield base_schedule("dot", p, isa, tiles, False, False)
 
 
 def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
@@ -348,7 +351,6 @@ def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
             slices = -(-p.m // limit)
             # The tallest of equal slices; a kernel for any M keeps the limit itself.
             mr = -(-p.m // slices) if p.static or slices == 1 else limit
-            mr_variants = tuple(sorted({p.m // slices, mr})) if p.static or slices == 1 else mr_variants_of(mr)
-            tiles = uniform_tiles(mr, nr, ALL, ALL, ALL)
-            base = Schedule("gemm", isa.name, p.dtype, tiles, mr_variants, a=p.a, b=p.b, over="batch", ahead=ahead)
-            yield from _packings(base, p, isa, atom)
+            least = p.m // slices if p.static or slices == 1 else least_of(mr)
+            base = base_schedule("gemm", p, isa, uniform_tiles(mr, nr, ALL, ALL, ALL, least), False, False, "batch")
+            yield from _packings(replace(base, c=AHEAD) if ahead else base, p, isa, atom)

@@ -74,7 +74,7 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) 
     Returns:
         Seconds, with terms.
     """
-    q = p.transposed() if s.swap else p
+    q = p.transposed() if s.atom.swap else p
     return costs(table(q, (s,), (atom,), target), q, (q.m,), (workers,))[0].at(0)[0]
 
 

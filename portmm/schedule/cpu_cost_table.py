@@ -174,17 +174,17 @@ def _some(x: Columns) -> frozenset[str]:
 def _copying(s: Schedule, atom: Atom, operand: str) -> float:
     """Cycles to pack a unit: a few per vector, and the shuffles of a transposed operand; 0 if it is not packed."""
     if operand == "a":
-        packed, layout, straight, interleaved = s.pack_a, s.a, "row" if atom.tiled else "col", "col"
+        packed, layout, straight, interleaved = s.a.packed, s.a.layout, "row" if atom.tiled else "col", "col"
     else:
-        straight = interleaved = "codes" if s.b == "codes" else "row"
-        packed, layout = s.pack_b, s.b
+        straight = interleaved = "codes" if s.b.layout == "codes" else "row"
+        packed, layout = s.b.packed, s.b.layout
     if not packed:
         return 0.0
     if layout == "any" or (layout != straight and atom.n == 1):
         each = 1.5
     else:
         # A transposed block of L x L elements takes L log2(L) shuffles.
-        copy = COPY_ONCE if s.once and straight == "row" else COPY_PASSING
+        copy = COPY_ONCE if s.b.once and straight == "row" else COPY_PASSING
         each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
     if layout == "codes":
         each = DEQUANTIZE * atom.k_pack / atom.n

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
-from portmm.schedule.gpu_candidates import on_gpu
+from portmm.schedule.gpu_variants import on_gpu
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:

@@ -12,8 +12,9 @@ from math import ceil
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_cost import Cost
-from portmm.schedule.gpu_candidates import PARTS, at_once, occupancy, on_gpu
+from portmm.schedule.gpu_candidates import PARTS, at_once, occupancy
 from portmm.schedule.gpu_gemv import along_k, bytes_in_flight, k_threads, width
+from portmm.schedule.gpu_variants import on_gpu
 from portmm.schedule.gpu_w4a16 import PROGRAMS, instructions
 from portmm.schedule.gpu_wgmma import STRIP, columns, promoted, staged, sums
 from portmm.spec.dtype import BY_NAME, size
@@ -93,12 +94,12 @@ def _by_threads(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     hertz = _hertz(target)
     rate = target.rates.get(atom.name, target.rates.get("simt_f32", 32.0))
     tiles = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch
-    blocks = tiles * s.split
+    blocks = tiles * s.parallel.split
     occupied = occupancy(s, target)
     # A block starts when another ends: in the last wave, some processors have fewer.
     rounds = ceil(blocks / device.processors)
     together = min(occupied, rounds)
-    depth = ceil(ceil(p.k / atom.k_pack) / s.split)
+    depth = ceil(ceil(p.k / atom.k_pack) / s.parallel.split)
     macs = s.block.m * s.block.n * depth
     filled = min(1.0, together * s.threads / (device.warp * WARPS_NEEDED)) if on_gpu(target) else 1.0
     work = rounds * macs / rate * (1 + ISSUE) / filled
@@ -111,7 +112,7 @@ def _by_threads(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         warp = s.tiles[1]
         words = (warp.m + warp.n) / (warp.m * warp.n) * macs
         overlapped["shared memory"] = rounds * words / SHARED_WORDS / hertz
-        vectors = depth * (s.block.m / max(1, s.vectors[0] // s.kr) + s.block.n / max(1, s.vectors[1] // s.kr))
+        vectors = depth * (s.block.m / max(1, s.a.vector // s.atom.kr) + s.block.n / max(1, s.b.vector // s.atom.kr))
         overlapped["moves"] = rounds * vectors / MOVES / hertz
     a, b, c = (BY_NAME[x].bytes for x in p.types)
     traffic = blocks * depth * atom.k_pack * (s.block.m * a + s.block.n * b)
@@ -119,7 +120,7 @@ def _by_threads(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     once = p.batch * (p.m * p.k * a + p.k * p.n * b) + p.batch * p.m * p.n * c
     overlapped["memory"] = once / (1e9 * _bandwidth(target))
     steps = depth if s.program == "direct" else ceil(depth / s.block.k)
-    each = NAIVE_STEP if s.program == "direct" else COPIED_STEP if s.copies else STEP
+    each = NAIVE_STEP if s.program == "direct" else COPIED_STEP if s.a.asynchronous else STEP
     waits = ceil(rounds / together) if on_gpu(target) else 0
     return _in_all(p, s, target, overlapped, waits * (WAIT + steps * each) / hertz)
 
@@ -131,17 +132,17 @@ def copying(moved: int, target: Target) -> float:
 
 def _slices(p: Problem, s: Schedule, target: Target) -> dict[str, float]:
     """The time of the split-K reduction, if k is split."""
-    if s.split == 1:
+    if s.parallel.split == 1:
         return {}
-    if s.joined:
+    if s.parallel.fixup:
         # All blocks write, and one of each tile reads slice after slice, with nothing to overlap.
         hertz = _hertz(target)
-        read = 4 * s.split * s.block.m * s.block.n / ALONE_BYTES
+        read = 4 * s.parallel.split * s.block.m * s.block.n / ALONE_BYTES
         return {
-            "slices": ((2 + ceil(s.split / at_once(s))) * WAIT + read) / hertz
-            + 4 * p.batch * p.m * p.n * s.split / (2e9 * _bandwidth(target))
+            "slices": ((2 + ceil(s.parallel.split / at_once(s))) * WAIT + read) / hertz
+            + 4 * p.batch * p.m * p.n * s.parallel.split / (2e9 * _bandwidth(target))
         }
-    traffic = 4 * p.batch * p.m * p.n * (2 * s.split + 1)
+    traffic = 4 * p.batch * p.m * p.n * (2 * s.parallel.split + 1)
     return {"slices": LAUNCH + traffic / (2e9 * _bandwidth(target))}
 
 
@@ -167,15 +168,15 @@ def _by_warps(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     assert device is not None  # noqa: S101 - checked by `candidates`
     hertz = _hertz(target)
     rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
-    blocks = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch * s.split
+    blocks = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch * s.parallel.split
     rounds = ceil(blocks / device.processors)
     together = min(occupancy(s, target), rounds)
     a, b, c = (BY_NAME[x].bytes for x in p.types)
-    steps = ceil(ceil(p.k / s.block.k) / s.split)
+    steps = ceil(ceil(p.k / s.block.k) / s.parallel.split)
     depth, warp, warps = steps * s.block.k, s.tiles[1], s.threads // device.warp
     filled = min(1.0, together * warps / MATRIX_WARPS)
     loaded = warps * (warp.m * a + warp.n * b) + s.block.m * a + s.block.n * b
-    moved = depth * (s.block.m / s.vectors[0] + s.block.n / s.vectors[1])
+    moved = depth * (s.block.m / s.a.vector + s.block.n / s.b.vector)
     overlapped = {
         "multiply-adds": rounds * s.block.m * s.block.n * depth / rate / filled / hertz,
         "shared memory": rounds * depth * loaded / SHARED_BYTES / hertz,
@@ -196,18 +197,18 @@ def _by_warpgroups(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     assert device is not None  # noqa: S101 - checked by `candidates`
     hertz = _hertz(target)
     rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
-    pairs = ceil(p.m / (s.block.m * s.cluster)) * ceil(p.n / s.block.n) * p.batch * s.split
-    tiles = pairs * s.cluster
-    busy = min(device.processors // s.cluster * s.cluster, tiles)
+    pairs = ceil(p.m / (s.block.m * s.parallel.cluster)) * ceil(p.n / s.block.n) * p.batch * s.parallel.split
+    tiles = pairs * s.parallel.cluster
+    busy = min(device.processors // s.parallel.cluster * s.parallel.cluster, tiles)
     rounds = ceil(tiles / busy)
     a, b, c = (BY_NAME[x].bytes for x in p.types)
-    steps = ceil(ceil(p.k / s.block.k) / s.split)
+    steps = ceil(ceil(p.k / s.block.k) / s.parallel.split)
     depth, n = steps * s.block.k, columns(s)
     # Each instruction reads its 64 rows and all of its columns from shared memory.
     read = (s.block.m * s.block.n // n * a + s.block.m * s.block.n // STRIP * b) + s.block.m * a + s.block.n * b
-    copied = s.block.m * a + s.block.n * b / s.cluster
+    copied = s.block.m * a + s.block.n * b / s.parallel.cluster
     # Stores, and the waits of a step, are hidden while other warpgroups or blocks multiply.
-    others = max(2 if s.pingpong else 1, min(occupancy(s, target), rounds))
+    others = max(2 if s.parallel.pingpong else 1, min(occupancy(s, target), rounds))
     overlapped = {
         "multiply-adds": rounds * s.block.m * s.block.n * depth / rate / hertz,
         "shared memory": rounds * depth * read / SHARED_BYTES / hertz,
@@ -217,9 +218,15 @@ def _by_warpgroups(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     }
     if promoted(s):
         overlapped["additions"] = rounds * steps * s.block.m * s.block.n / ADDS / hertz
-    ending = sums(s) * s.groups / (2 if s.pingpong else 1) * (SENDING if staged(s) else ENDING) + MEET
+    ending = (
+        sums(s) * s.parallel.warpgroups / (2 if s.parallel.pingpong else 1) * (SENDING if staged(s) else ENDING) + MEET
+    )
     shown = ceil(rounds / others) * ending if others > 1 else rounds * ending
-    waits = ENGINE_START + shown + rounds * steps * GROUP_STEP / max(others, 1 if s.pingpong else s.groups)
+    waits = (
+        ENGINE_START
+        + shown
+        + rounds * steps * GROUP_STEP / max(others, 1 if s.parallel.pingpong else s.parallel.warpgroups)
+    )
     return _in_all(p, s, target, overlapped, waits / hertz)
 
 
@@ -229,13 +236,13 @@ def _w4a16(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     assert device is not None  # noqa: S101 - checked by `candidates`
     hertz = _hertz(target)
     rate = target.rates.get(atom.name, DEFAULT_MATRIX_RATE)
-    blocks = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch * s.split
+    blocks = ceil(p.m / s.block.m) * ceil(p.n / s.block.n) * p.batch * s.parallel.split
     rounds = ceil(blocks / device.processors)
     together = min(occupancy(s, target), rounds)
     a, b, c = (size(x) for x in p.types)
     # Int4 values, and for each group of them a scale and an offset.
-    b += 8 / (s.group or p.k)
-    steps = ceil(ceil(p.k / s.block.k) / s.split)
+    b += 8 / (s.b.group or p.k)
+    steps = ceil(ceil(p.k / s.block.k) / s.parallel.split)
     depth, warp, warps = steps * s.block.k, s.tiles[1], s.threads // device.warp
     once = s.program == "dequant"
     sharing = 1 if once else s.block.k // warp.k
@@ -245,7 +252,7 @@ def _w4a16(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     dequantizing, others = instructions(s)
     floats = s.block.n * (a + b) if once else 0
     loaded = warps / sharing * (warp.m * a + warp.n * (a if once else b)) + s.block.m * a + s.block.n * b + floats
-    moved = depth * (s.block.m / s.vectors[0] + s.block.n / 32)
+    moved = depth * (s.block.m / s.a.vector + s.block.n / 32)
     traffic = depth * (s.block.m * a + s.block.n * b)
     overlapped = {
         "multiply-adds": rounds * atoms * depth / rate / filled / hertz,
@@ -271,16 +278,16 @@ def _gemv(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     hertz = _hertz(target)
     rate = target.rates.get(atom.name, target.rates.get("simt_f32", 32.0))
     a, b, c = (size(x) for x in p.types)
-    blocks = ceil(p.n / s.block.n) * p.batch * s.split
+    blocks = ceil(p.n / s.block.n) * p.batch * s.parallel.split
     rounds = ceil(blocks / device.processors)
     together = min(occupancy(s, target), rounds)
-    units = ceil(p.k / s.kr / s.split)
+    units = ceil(p.k / s.atom.kr / s.parallel.split)
     # Elements narrower than sums are converted: of B once, of A by every thread that reads it.
     of_a, of_b = s.mr * s.block.n // s.nr, s.block.n
     # An int4 value takes three operations.
-    narrow = (a < 4) * of_a + (3 if b < 1 else b < 4) * of_b if s.kr == 1 else 0
+    narrow = (a < 4) * of_a + (3 if b < 1 else b < 4) * of_b if s.atom.kr == 1 else 0
     ops = (s.mr * s.block.n + narrow) * units
-    words = [n * s.kr * max(4, v * x) / (4 * v) for n, v, x in ((of_a, s.vectors[0], a), (of_b, s.vectors[1], b))]
+    words = [n * s.atom.kr * max(4, v * x) / (4 * v) for n, v, x in ((of_a, s.a.vector, a), (of_b, s.b.vector, b))]
     loads = ceil(units / (k_threads(s) * width(s)))
     latencies = ceil(loads * width(s) / s.tiles[0].k)
     run = bytes_in_flight(s) * k_threads(s) * width(s) / s.tiles[0].k / s.nr if along_k(s) else s.block.n * b
@@ -288,7 +295,12 @@ def _gemv(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     overlapped = {
         "multiply-adds": rounds * ops / rate * (1 + ISSUE) / hertz,
         "loads": rounds * units * sum(words) / LANE_WORDS / hertz,
-        "L2": blocks * units * s.kr * (s.block.n * b) / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE) / hertz,
+        "L2": blocks
+        * units
+        * s.atom.kr
+        * (s.block.n * b)
+        / (min(device.processors, blocks) * L2_BYTES_PER_CYCLE)
+        / hertz,
         "memory": once * (1 + SHORT * (max(LINE / run, 1) - 1)) / (1e9 * _bandwidth(target)),
         "latency": ceil(rounds / together) * latencies * FAR / hertz,
     }

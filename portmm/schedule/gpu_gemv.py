@@ -7,16 +7,16 @@ On CPUs under OpenCL `kernels.gpu.naive` streams as fast, without barriers.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.schedule import ALL, Schedule, Tile
+from portmm.schedule.gpu_variants import device_of, schedule_of, shares
+from portmm.schedule.parts import ALL, LOAD, AtomUse, Tile
 from portmm.spec.dtype import BY_NAME, CODES_KR, size
-from portmm.spec.problem import family
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -104,37 +104,27 @@ def _schedule(  # noqa: PLR0917 - parts of one record
         Tile("shared", p.m, nr * across, depth * shared), Tile("L2", p.m, ALL, ALL),
     )  # fmt: skip
     chunk = min(a_vector, width * atom.k_pack, CODES_KR if p.b == "codes" else a_vector) if p.a == "row" else 1
-    return Schedule(
-        "stream", isa.name, p.dtype, tiles, (p.m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
-        fused=p.fused, group=group_of(p), stages=1, vectors=(chunk, b_vector if k_contiguous else nr, 1),
-        c="row" if p.c == "row" else "any",
-    )  # fmt: skip
-
-
-def group_of(p: Problem) -> int:
-    """Rows of int4 or int8 values that share a scale, 0 for all."""
-    return family(p.family).group if p.b == "codes" else 0
+    vectors = (chunk, b_vector if k_contiguous else nr, 1)
+    return schedule_of("stream", p, isa, tiles, LOAD, vectors, AtomUse(kr=atom.k_pack))
 
 
 def _split(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
     """A schedule, and its variants with slices of k where there are few blocks."""
-    device = target.device
-    assert device is not None  # noqa: S101 - checked by `gpu_candidates.candidates`
-    blocks = -(-p.n // s.block.n) * p.batch
+    processors, tiles = device_of(target).processors, -(-p.n // s.block.n) * p.batch
     yield s
     if p.acc != "f64":
-        enough = [x for x in SPLITS if blocks < device.processors < 1.5 * blocks * x]
-        yield from (replace(s, split=x) for x in enough[:2])
+        enough = [x for x in SPLITS if tiles < processors < 1.5 * tiles * x]
+        yield from (shares(s, split=x) for x in enough[:2])
 
 
 def along_k(s: Schedule) -> bool:
     """Whether k is contiguous in B."""
-    return s.b in ("col", "codes")
+    return s.b.layout in ("col", "codes")
 
 
 def width(s: Schedule) -> int:
     """Units of k in one vector of a thread."""
-    return s.vectors[1] // s.kr if along_k(s) else 1
+    return s.b.vector // s.atom.kr if along_k(s) else 1
 
 
 def k_threads(s: Schedule) -> int:
@@ -144,17 +134,17 @@ def k_threads(s: Schedule) -> int:
 
 def bytes_in_flight(s: Schedule) -> int:
     """Bytes of B that a thread has in flight."""
-    return int(s.nr * s.tiles[0].k * s.kr * size(s.types[1]))
+    return int(s.nr * s.tiles[0].k * s.atom.kr * size(s.types[1]))
 
 
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = s.types
-    chunk = s.vectors[0] // s.kr or 1
-    narrow = s.kr == 1 and BY_NAME[b].bytes < BY_NAME["f32"].bytes
-    parts = (s.nr if narrow else 0) * chunk + chunk + -(-chunk * s.kr * BY_NAME[a].bytes // 4)
+    chunk = s.a.vector // s.atom.kr or 1
+    narrow = s.atom.kr == 1 and BY_NAME[b].bytes < BY_NAME["f32"].bytes
+    parts = (s.nr if narrow else 0) * chunk + chunk + -(-chunk * s.atom.kr * BY_NAME[a].bytes // 4)
     addresses = 2 * (s.mr + (s.nr if along_k(s) else 1))
-    if s.b == "codes":
+    if s.b.layout == "codes":
         parts, addresses = CODES_KR * (s.nr + 1) + s.mr * (s.nr + 1), addresses + 4 * s.nr
     words = 2 if a == b == "f64" else 1
     return words * (s.mr * s.nr + parts) + -(-bytes_in_flight(s) // 4) + addresses + ADDRESSES

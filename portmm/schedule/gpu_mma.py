@@ -6,15 +6,16 @@ because it loads (WM + WN) words for WM x WN products; a block has no more rows,
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.schedule import ALL, Schedule, Tile
+from portmm.schedule.gpu_variants import LEAST_COPY, VECTOR_BYTES, device_tiles, schedule_of, staged
+from portmm.schedule.parts import THROUGH, AtomUse
 from portmm.spec.dtype import BY_NAME, FP8
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -31,17 +32,13 @@ DEPTHS = (64, 128)
 """Bytes of a row of A, or column of B, in shared memory: two or four atoms."""
 STAGES = (3, 4, 5)
 """Tiles in shared memory where copies are asynchronous."""
-LEAST_COPY = 4
-"""Minimum size of an asynchronous copy, in bytes: PTX ISA, cp.async."""
 WIDE = (2, 4)
 """Bytes of elements whose fragments are loaded transposed: PTX ISA, ldmatrix; and word by word."""
-VECTOR_BYTES = 16
 NARROW, LEAST = 2, 8
 """Largest element, in bytes, of results that are stored through shared memory, and the least that a thread then stores
 at once: with 16 bits of each of two lanes, memory would run at half of its bandwidth."""
 FEW = 32
 """Rows of a block's tile up to which operands are exchanged: atoms have half as many columns as rows."""
-GROUP = 8
 SPLITS = (1, 2, 4, 8, 16)
 ADDRESSES, PER_COPY, SWAPPED = 46, 6, 20
 """Registers of a thread for counters, for each vector that it moves, and for rows of C in two directions; the
@@ -80,26 +77,10 @@ def candidates(
             down, across = lanes[::-1] if swap else lanes
             # Hopper multiplies floats of eight bits as f16: of deeper tiles, compilers keep too many of both types.
             for depth in DEPTHS[:1] if p.types[0] in FP8 else DEPTHS:
-                tiles = (
-                    Tile("registers", wm // down, wn // across, atom.k), Tile("warp", wm, wn, atom.k),
-                    Tile("shared", bm, bn, depth // sizes[0]), Tile("L2", GROUP * bm, ALL, ALL),
-                )  # fmt: skip
-                one = Schedule(
-                    "mma", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False,
-                    swap=swap, fused=p.fused, stages=2, vectors=(moved[0], moved[1], min(stored, bn)),
-                    c="row" if p.c == "row" else "any",
-                )  # fmt: skip
-                yield from _staged(one, p, target, copies=copies)
-
-
-def _staged(s: Schedule, p: Problem, target: Target, *, copies: bool) -> Iterator[Schedule]:
-    """Variants of a schedule by stages, and by slices of k where there are few blocks."""
-    processors = target.device.processors if target.device else 1
-    tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
-    for stages in STAGES if copies else (2,):
-        for split in SPLITS:
-            if split == 1 or tiles * split <= 2 * processors:
-                yield replace(s, stages=stages, copies=copies, split=split)
+                tiles = device_tiles((wm // down, wn // across, atom.k), (wm, wn, atom.k), (bm, bn, depth // sizes[0]))
+                vectors = (moved[0], moved[1], min(stored, bn))
+                one = schedule_of("mma", p, isa, tiles, THROUGH, vectors, AtomUse(swap=swap))
+                yield from staged(one, p, target, STAGES if copies else (2,), SPLITS, copies=copies)
 
 
 def lanes_of(atom: Atom) -> tuple[int, int]:
@@ -118,17 +99,17 @@ def fragments(s: Schedule) -> int:
 
 def transfers(s: Schedule) -> int:
     """Vectors that a thread moves for one tile of both operands."""
-    sizes = ((s.block.m, s.vectors[0]), (s.block.n, s.vectors[1]))
+    sizes = ((s.block.m, s.a.vector), (s.block.n, s.b.vector))
     return sum(-(-x * s.block.k // v // s.threads) for x, v in sizes)
 
 
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
-    waiting = 0 if s.copies else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
+    waiting = 0 if s.a.asynchronous else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
     # Floats of eight bits are converted to f16 where there is no unit for them; words are rounded to tf32.
     operands = fragments(s) * (3 if s.types[0] in FP8 else 2 if s.types[0] == "f32" else 1)
-    return s.mr * s.nr + operands + waiting + ADDRESSES + PER_COPY * transfers(s) + SWAPPED * s.swap
+    return s.mr * s.nr + operands + waiting + ADDRESSES + PER_COPY * transfers(s) + SWAPPED * s.atom.swap
 
 
 def shared_bytes(s: Schedule) -> int:
@@ -141,5 +122,5 @@ def shared_bytes(s: Schedule) -> int:
 def staging(s: Schedule) -> int:
     """Shared memory of results before they are stored: see `kernels.gpu.epilogue_staging`."""
     size = BY_NAME[s.types[2]].bytes
-    narrow = s.c == "row" and not s.slices and size <= NARROW and s.vectors[2] * size >= LEAST
+    narrow = s.c.layout == "row" and not s.slices and size <= NARROW and s.c.vector * size >= LEAST
     return s.block.m * (s.block.n * size + VECTOR_BYTES) if narrow else 0

@@ -20,7 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_candidates import PARTS, asynchronous
+from portmm.schedule.gpu_candidates import PARTS
+from portmm.schedule.gpu_variants import asynchronous
 from portmm.target.device import CUDA_WARP
 from portmm.target.primitives import multiplies
 

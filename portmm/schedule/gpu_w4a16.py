@@ -13,13 +13,14 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from portmm.schedule import gpu_mma
-from portmm.schedule.gpu_gemv import group_of
-from portmm.schedule.schedule import ALL, Schedule, Tile
+from portmm.schedule.gpu_variants import LEAST_COPY, VECTOR_BYTES, device_tiles, schedule_of, staged
+from portmm.schedule.parts import ASYNC, AtomUse
 from portmm.spec.dtype import BY_NAME, CODES_KR, spell
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -41,16 +42,12 @@ LARGE_BLOCKS = (
 """Rows and columns of a block and of a warp where a block dequantizes words, and the depth that it dequantizes."""
 LARGE_STAGES = (3, 4, 5)
 STAGES = (2, 3, 4, 6)
-LEAST_COPY = 4
-"""Minimum size of an asynchronous copy, in bytes: PTX ISA, cp.async."""
-VECTOR_BYTES = 16
 TOGETHER = 4
 """Words that a thread loads at once."""
 LARGE = 32 * 64
 """Sums of a warp from which its lanes have registers for one word only."""
 ROUND = 4 * CODES_KR
 """Elements of k in the words of four lanes: all of one group."""
-GROUP = 8
 SPLITS = (1, 2, 4, 8)
 ADDRESSES = 44
 """Registers of a thread for counters and addresses; the least with which NVRTC 13 spills nothing."""
@@ -67,7 +64,7 @@ PER_ATOM = 8
 def serves(p: Problem, atom: Atom) -> bool:
     """Whether an atom multiplies these int4 values: by A of its own type, with all words of four lanes in one group."""
     fits = p.b == "codes" and p.types[1] == "u4" and atom.unit == "warp" and atom.a == atom.b == p.types[0]
-    return fits and (atom.m, atom.n, atom.k) == (16, 8, 16) and atom.acc == "f32" and group_of(p) % ROUND == 0
+    return fits and (atom.m, atom.n, atom.k) == (16, 8, 16) and atom.acc == "f32" and p.group % ROUND == 0
 
 
 def candidates(
@@ -84,52 +81,30 @@ def candidates(
         asynchronous: the device copies from global to shared memory without registers.
     """
     size = BY_NAME[p.types[0]].bytes
-    moved = min(vectors[0], VECTOR_BYTES // size)
+    moved, most_stored = min(vectors[0], VECTOR_BYTES // size), vectors[2]
     if not (serves(p, atom) and asynchronous and p.a == "row" and moved * size >= LEAST_COPY) or p.deterministic:
         return
-    group, (down, across) = group_of(p), gpu_mma.lanes_of(atom)
+    group, (down, across) = p.group, gpu_mma.lanes_of(atom)
     for bm, bn, wm, wn, bk, shared in BLOCKS:
         part = bk // shared
         most = TOGETHER if wm * wn < LARGE else 1
         words = next(x for x in (4, 2, 1) if x <= most and gcd(group, part) % (ROUND * x) == 0)
-        tiles = (
-            Tile("registers", wm // across, wn // down, part), Tile("warp", wm, wn, part), Tile("shared", bm, bn, bk),
-            Tile("L2", GROUP * bm, ALL, ALL),
-        )  # fmt: skip
-        one = Schedule(
-            "coded", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False, swap=True,
-            fused=p.fused, group=group, vectors=(moved, words * CODES_KR, min(2, vectors[2])), copies=True,
-            c="row" if p.c == "row" else "any",
-        )  # fmt: skip
-        yield from _staged(one, p, target, STAGES)
+        tiles = device_tiles((wm // across, wn // down, part), (wm, wn, part), (bm, bn, bk))
+        vectors = (moved, words * CODES_KR, min(2, most_stored))
+        one = schedule_of("coded", p, isa, tiles, ASYNC, vectors, AtomUse(swap=True))
+        yield from staged(one, p, target, STAGES, SPLITS, copies=True)
     # Rounding a weight loses no more accuracy than rounding a result to the same type.
     rounded = BY_NAME[p.types[2]].bytes == size
     for bm, bn, wm, wn, bk in LARGE_BLOCKS if rounded else ():
-        tiles = (
-            Tile("registers", wm // down, wn // across, atom.k), Tile("warp", wm, wn, atom.k),
-            Tile("shared", bm, bn, bk), Tile("L2", GROUP * bm, ALL, ALL),
-        )  # fmt: skip
-        one = Schedule(
-            "dequant", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False,
-            fused=p.fused, group=group, vectors=(moved, TOGETHER * CODES_KR, min(vectors[2], VECTOR_BYTES // size)),
-            copies=True, c="row" if p.c == "row" else "any",
-        )  # fmt: skip
-        yield from _staged(one, p, target, LARGE_STAGES)
-
-
-def _staged(s: Schedule, p: Problem, target: Target, stages: tuple[int, ...]) -> Iterator[Schedule]:
-    """Variants of a schedule by stages, and by slices of k where there are few blocks."""
-    processors = target.device.processors if target.device else 1
-    tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
-    for number in stages:
-        for split in SPLITS:
-            if split == 1 or tiles * split <= 2 * processors:
-                yield replace(s, stages=number, split=split)
+        tiles = device_tiles((wm // down, wn // across, atom.k), (wm, wn, atom.k), (bm, bn, bk))
+        vectors = (moved, TOGETHER * CODES_KR, min(most_stored, VECTOR_BYTES // size))
+        one = schedule_of("dequant", p, isa, tiles, ASYNC, vectors)
+        yield from staged(one, p, target, LARGE_STAGES, SPLITS, copies=True)
 
 
 def span(s: Schedule) -> int:
     """Number of elements of k that a warp sums before it scales."""
-    return gcd(s.group, s.tiles[1].k)
+    return gcd(s.b.group, s.tiles[1].k)
 
 
 def warps_along_k(s: Schedule) -> int:
@@ -140,7 +115,7 @@ def warps_along_k(s: Schedule) -> int:
 def plain(s: Schedule) -> Schedule:
     """The schedule of `kernels.gpu.mma` for the floats that a block dequantizes."""
     a, _, c = s.types
-    return replace(s, b="col", dtype=spell(a, a, c))
+    return replace(s, b=s.b._replace(layout="col"), dtype=spell(a, a, c))
 
 
 def registers(s: Schedule) -> int:
@@ -148,7 +123,7 @@ def registers(s: Schedule) -> int:
     if s.program == "dequant":
         return gpu_mma.registers(plain(s)) + DEQUANTIZE_REGISTERS
     warp = s.tiles[1]
-    rows, columns, words = warp.m // 8, warp.n // 16, s.vectors[1] // CODES_KR
+    rows, columns, words = warp.m // 8, warp.n // 16, s.b.vector // CODES_KR
     return 8 * rows * columns + 10 * rows + 2 * columns * words + 8 + ADDRESSES
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from portmm.dispatch.cpu_selection import schedule_cost
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_textbook import preferred
-from portmm.schedule.schedule import spell
+from portmm.schedule.text import spell
 
 if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule

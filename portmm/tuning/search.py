@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch.tuned_schedule import problem_text
-from portmm.schedule.schedule import parse
+from portmm.schedule.text import parse
 from portmm.tuning.lane import LostError
 from portmm.tuning.model import Candidate
 from portmm.tuning.records import CRASHED, OK, UNBUILDABLE, WRONG, Trial

@@ -30,9 +30,10 @@ from portmm.comparison.case import Case
 from portmm.comparison.environment import Setup
 from portmm.comparison.peers import MissingError, UnsupportedError
 from portmm.errors import BuildError, ScheduleError, TargetError
-from portmm.schedule.schedule import Schedule, parse
+from portmm.schedule.text import parse
 
 if TYPE_CHECKING:
+    from portmm.schedule.schedule import Schedule
     from portmm.tuning.bench import Bench
 
 GRACE = 5

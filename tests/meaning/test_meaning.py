@@ -75,8 +75,8 @@ def test_deep_products(size, workers):
     for p in pose(size, ("row", "row", "row"), target):
         k = case(p, seed=workers)
         for s, kernel in kernels(p, target):
-            kind = (s.once, s.over, s.prefetch > 0)
-            if any((s.once, s.over == "k", s.prefetch)) and (kind, s.nr) not in found:
+            kind = (s.b.once, s.parallel.over, s.b.prefetch > 0)
+            if any((s.b.once, s.parallel.over == "k", s.b.prefetch)) and (kind, s.nr) not in found:
                 found.add((kind, s.nr))
                 k.check(interpret(kernel, k, workers, shuffle=workers), s)
     kinds = {kind for kind, _ in found}

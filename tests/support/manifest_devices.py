@@ -163,10 +163,11 @@ def _schedules(p: Problem, target: Target, vectors: tuple[int, int, int]) -> dic
 
 def _words(s: Schedule) -> str:
     """What sets a schedule apart for the loops that it becomes, sizes aside."""
+    x = s.parallel
     marks = {
-        "stages": s.stages > 1, "copies": s.copies, "joined": s.joined, "slices": s.slices, "swap": s.swap,
-        f"groups-{s.groups}": s.groups, "pingpong": s.pingpong, "clusters": s.cluster > 1, "persistent": s.persistent,
-        "cell": max(s.cell) > 1, "resident": s.resident,
+        "stages": s.stages > 1, "copies": s.a.asynchronous, "joined": x.fixup, "slices": s.slices,
+        "swap": s.atom.swap, f"groups-{x.warpgroups}": x.warpgroups, "pingpong": x.pingpong,
+        "clusters": x.cluster > 1, "persistent": x.persistent, "cell": max(x.cell) > 1, "resident": x.occupancy,
     }  # fmt: skip
     return " ".join([s.program, *(name for name, there in marks.items() if there)])
 
