@@ -33,7 +33,7 @@ keys, width of the window, keys of a block, distance of the first query from the
 QUERIES = 64
 """Approximate number of queries of a block: for each key that is read, as many multiply-adds per element."""
 IN_PLACE_ROWS = 8
-"""Rows of the left operand that integer registers can address: see `schedule.cpu_candidates`."""
+"""Rows of the left operand that integer registers can address: see `schedule.cpu_blocking`."""
 M, N, D = var("m"), var("n"), var("k")
 
 

@@ -29,7 +29,7 @@ from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom, fused_argum
 from portmm.kernels.gpu.global_to_shared import Transfer
 from portmm.kernels.gpu.split_k_fixup import fixup_params, join
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs, in_runs_shared
-from portmm.schedule.gpu_candidates import sums_in_shared
+from portmm.schedule.gpu_simt import sums_in_shared
 from portmm.spec.dtype import BY_NAME, accumulator
 
 if TYPE_CHECKING:

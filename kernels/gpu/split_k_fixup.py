@@ -15,7 +15,7 @@ from portmm.ir.grid_kernel import Argument
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Move
 from portmm.ir.thread_nodes import WHOLE, Clear, Do, Get, Leave, Shared
-from portmm.schedule.gpu_candidates import TICKET, at_once
+from portmm.schedule.gpu_variants import TICKET, at_once
 from portmm.spec.dtype import accumulator
 
 if TYPE_CHECKING:

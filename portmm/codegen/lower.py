@@ -7,8 +7,9 @@ the header.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
 from portmm.ir.index import const
@@ -16,69 +17,41 @@ from portmm.ir.nodes import Let
 from portmm.kernels.cpu import (
     attention,
     column_reductions,
-    dot,
     flash_decoding,
-    gemm,
     int4_repack,
     prepack,
     rowwise,
     tile_attention,
-    tile_gemm,
 )
 from portmm.kernels.gpu import column_reductions as gpu_column_reductions
 from portmm.kernels.gpu import (
-    gemv,
-    mma,
     mma_attention,
-    naive,
-    simt,
     simt_attention,
     split_k_reduction,
     transpose,
-    w4a16,
-    w4a16_dequantize,
-    wgmma,
 )
 from portmm.kernels.gpu import rowwise as gpu_rowwise
 from portmm.schedule.cpu_candidates import PACKED_VECTORS
 from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
+from portmm.schedule.programs import DEVICE_PROGRAMS, PROGRAMS
 from portmm.schedule.text import spell
 from portmm.spec.dtype import dequantized_types, types
 from portmm.spec.epilogue import parse as parse_fused
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.kernels.gpu.rowwise import Form as RowForm
     from portmm.schedule.gpu_attention import Tiling
+    from portmm.schedule.program import Program
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Family
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
-
-PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {
-    "gemm": gemm.build,
-    "dot": dot.build,
-    "tiles": tile_gemm.build,
-}
-"""Block programs by name. A new one is a module of `kernels/` and a row here."""
-
-GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
-    "simt": simt.build,
-    "direct": naive.build,
-    "stream": gemv.build,
-    "mma": mma.build,
-    "wgmma": wgmma.build,
-    "coded": w4a16.build,
-    "dequant": w4a16_dequantize.build,
-}
-"""Block programs of devices by name, likewise."""
 
 
 def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
@@ -93,6 +66,11 @@ def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
     return atom
 
 
+def _built(program: Program, s: Schedule, isa: Isa, atom: Atom) -> Any:
+    """The kernel of a program: only builders that are used are imported."""
+    return import_module(f"portmm.kernels.{program.builder}").build(s, isa, atom)
+
+
 def lower(s: Schedule, isa: Isa) -> Kernel:
     """The kernel of a schedule.
 
@@ -103,7 +81,7 @@ def lower(s: Schedule, isa: Isa) -> Kernel:
         raise ScheduleError(f"no block program called {s.program!r}; known are {', '.join(PROGRAMS)}")
     if inconsistent(s):
         raise ScheduleError(f"schedule {inconsistent(s)}: {spell(s)}")
-    kernel = PROGRAMS[s.program](s, isa, atom_of(isa, s.dtype, s.atom.lanes))
+    kernel: Kernel = _built(PROGRAMS[s.program], s, isa, atom_of(isa, s.dtype, s.atom.lanes))
     return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {quote(spell(s))}"))
 
 
@@ -113,10 +91,10 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     Raises:
         ScheduleError: the program is unknown or the ISA lacks the type.
     """
-    if s.program not in GRID_PROGRAMS:
-        raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
+    if s.program not in DEVICE_PROGRAMS:
+        raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(DEVICE_PROGRAMS)}")
     atom = grid_atom(isa, s)
-    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), occupancy=s.parallel.occupancy)]
+    kernels = [replace(_built(DEVICE_PROGRAMS[s.program], s, isa, atom), occupancy=s.parallel.occupancy)]
     kernels += [split_k_reduction.build(s, isa, atom)] if s.slices else []
     command = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), command)) for x in kernels)

@@ -21,8 +21,7 @@ from portmm.host import detect
 from portmm.host.calibrate import measured
 from portmm.schedule import cpu_textbook
 from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE
-from portmm.schedule.legality import footprint, registers
-from portmm.schedule.parts import ALL
+from portmm.schedule.legality import footprint
 from portmm.schedule.text import spell
 from portmm.spec.problem import Problem
 from portmm.target.target import Target, instance
@@ -192,13 +191,12 @@ def _speed(atom: Atom, rate: tuple[float, str]) -> str:
 def _tiles(x: Explanation) -> Iterator[str]:
     """Lines with the footprint of each tile in its level of memory."""
     s, target = x.schedule, x.target
-    yield field("", f"registers: {registers(s, x.kernel.atom)} of {x.kernel.isa.registers}")
-    for tile in s.tiles[1:]:
-        level = target.level(tile.level)
-        if level and ALL not in (tile.m, tile.n, tile.k):
-            yield field(
-                "", f"{tile.level}: {size(footprint(tile, s, x.problem, x.kernel.atom))} of {size(level.bytes)}"
-            )
+    for name, needs in footprint(s, x.problem, x.kernel.atom).items():
+        level = target.level(name)
+        if level:
+            yield field("", f"{name}: {size(needs)} of {size(level.bytes)}")
+        elif name == "registers":
+            yield field("", f"registers: {needs} of {x.kernel.isa.registers}")
 
 
 def _others(x: Explanation) -> Iterator[str]:

@@ -16,8 +16,8 @@ from portmm.codegen.lower import lower_grid
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.explanation.summary import Selected
 from portmm.ops import fused_matmul_gpu, grouped_matmul_gpu, int4_gpu, matmul_gpu
-from portmm.schedule.gpu_candidates import occupancy, registers, shared_bytes
 from portmm.schedule.gpu_variants import VECTOR_BYTES
+from portmm.schedule.legality import device_registers, occupancy, shared_bytes
 from portmm.schedule.text import spell
 from portmm.spec.dtype import BY_NAME
 from portmm.util.text import field, flop, size, terms, time
@@ -175,7 +175,9 @@ def _lines(x: GridExplanation) -> Iterator[str]:
     yield field("chosen", f"{x.origin}, from {len(x.runners_up) + 1} candidates")
     yield field("schedule", str(s))
     most = f" of {device.thread_registers}" if device.thread_registers else ""
-    yield field("", f"registers of a thread: about {registers(s)}{most}; blocks of a processor: {occupancy(s, target)}")
+    yield field(
+        "", f"registers of a thread: about {device_registers(s)}{most}; blocks of a processor: {occupancy(s, target)}"
+    )
     if shared_bytes(s):
         yield field("", f"shared memory of a block: {size(shared_bytes(s))} of {size(device.shared_bytes)}")
     yield field("predicted", f"{time(x.seconds)}, {x.gflops:.4g} GFLOP/s; {x.cost.bound} decides")

@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.schedule.cpu_blocking import MOST_PACKED, TALLEST
-from portmm.schedule.cpu_candidates import (
+from portmm.schedule.cpu_candidates import legal_of, proposals, units
+from portmm.schedule.cpu_cost_table import Table, table
+from portmm.schedule.cpu_cost_tape import Tape
+from portmm.schedule.cpu_gemm import (
     DOT_TILES,
     FEW_BYTES,
     FEW_ROWS,
@@ -25,12 +28,7 @@ from portmm.schedule.cpu_candidates import (
     SPLIT_STEPS,
     STREAM_DEPTHS,
     THIN_ROWS,
-    legal_of,
-    proposals,
-    units,
 )
-from portmm.schedule.cpu_cost_table import Table, table
-from portmm.schedule.cpu_cost_tape import Tape
 from portmm.schedule.cpu_textbook import FEW_VECTORS, follows
 from portmm.schedule.legality import illegal
 from portmm.spec.dtype import BY_NAME

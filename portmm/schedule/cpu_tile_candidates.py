@@ -13,6 +13,7 @@ from portmm.spec.problem import family
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.program import Vectors
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -30,10 +31,12 @@ REPACK_STEPS = 16
 """KC, in steps, when int4 values of B are repacked for a few rows: 32 KiB."""
 
 
-def tile_schedules(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
     """Schedules of units that multiply tiles: R by V of sums, R of A and at least one of B."""
+    del vectors
     ready = p.b in ("packed", "codes")
-    for nr in [family(p.family).nr] if ready else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]:
+    widths = [family(p.family).nr] if ready else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]
+    for nr in widths if atom.tiled else ():
         v, odd = divmod(nr, atom.n)
         if odd:
             continue

@@ -7,15 +7,19 @@ On CPUs under OpenCL `kernels.gpu.naive` streams as fast, without barriers.
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import device_of, schedule_of, shares
+from portmm.schedule.gpu_variants import device_of, on_gpu, schedule_of, shares
 from portmm.schedule.parts import ALL, LOAD, AtomUse, Tile
+from portmm.schedule.program import Program, Waves, Work, compulsory
 from portmm.spec.dtype import BY_NAME, CODES_KR, size
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.program import Footprint, Vectors
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -37,7 +41,7 @@ IN_FLIGHT = 128
 """Maximum number of bytes in flight of a thread: 200 such threads have enough in flight for a processor."""
 
 
-def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int]) -> Iterator[Schedule]:
+def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
     """Schedules for a problem, none if it has many rows.
 
     Args:
@@ -47,7 +51,7 @@ def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[
         target: a device.
         vectors: elements of A, B and C that may be moved at once.
     """
-    if p.m > ROWS or p.deterministic:
+    if p.m > ROWS or p.deterministic or atom.unit or not (on_gpu(target) or p.b == "codes"):
         return
     k_contiguous = p.b in ("col", "codes")
     whole_units = k_contiguous and p.a == "row" and min(vectors[:2]) >= atom.k_pack
@@ -137,6 +141,11 @@ def bytes_in_flight(s: Schedule) -> int:
     return int(s.nr * s.tiles[0].k * s.atom.kr * size(s.types[1]))
 
 
+def footprint(s: Schedule) -> Footprint:
+    """Registers of a thread, and shared memory of a block."""
+    return {"registers": registers(s), "shared": shared_words(s) * (8 if s.dtype == "f64" else 4)}
+
+
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = s.types
@@ -168,6 +177,28 @@ def shared_words(s: Schedule) -> int:
     return (outputs - 1) * far + (k_threads(s) - 1) * near + 1
 
 
-def shared_bytes(s: Schedule) -> int:
-    """Shared memory of a block."""
-    return shared_words(s) * (8 if s.dtype == "f64" else 4)
+def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
+    """What the busiest processor does."""
+    del atom
+    v, kr, (a, b, _) = Waves.of(p, s, target, occupied), s.atom.kr, map(size, p.types)
+    units = ceil(p.k / kr / s.parallel.split)
+    # Elements narrower than sums are converted: of B once, of A by every thread that reads it.
+    of_a, of_b = s.mr * s.block.n // s.nr, s.block.n
+    # An int4 value takes three operations.
+    narrow = (a < 4) * of_a + (3 if b < 1 else b < 4) * of_b if kr == 1 else 0
+    words = (n * kr * max(4, x * e) / (4 * x) for n, x, e in ((of_a, s.a.vector, a), (of_b, s.b.vector, b)))
+    loads = ceil(units / (k_threads(s) * width(s)))
+    latencies = ceil(loads * width(s) / s.tiles[0].k)
+    run = bytes_in_flight(s) * k_threads(s) * width(s) / s.tiles[0].k / s.nr if along_k(s) else s.block.n * b
+    counts = {
+        "multiply-adds": v.rounds * (s.mr * s.block.n + narrow) * units * (1 + MODEL.issue),
+        "loads": v.rounds * units * sum(words),
+        "L2": v.blocks * units * kr * (s.block.n * b) / v.busy,
+        "memory": compulsory(p) * (1 + MODEL.short * (max(MODEL.line / run, 1) - 1)),
+        "latency": ceil(v.rounds / v.together) * latencies * MODEL.far,
+    }
+    waits = MODEL.wait + MODEL.add * (k_threads(s) ** 0.5 * 2 + ceil(s.mr * s.block.n / s.threads))
+    return Work(counts, waits)
+
+
+PROGRAM = Program("gpu.gemv", candidates, footprint, work, bounded=False, slice_steps=1)

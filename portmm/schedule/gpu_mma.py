@@ -6,15 +6,28 @@ because it loads (WM + WN) words for WM x WN products; a block has no more rows,
 
 from __future__ import annotations
 
+from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import LEAST_COPY, VECTOR_BYTES, device_tiles, schedule_of, staged
+from portmm.schedule.gpu_variants import (
+    LEAST_COPY,
+    VECTOR_BYTES,
+    asynchronous,
+    device_of,
+    device_tiles,
+    schedule_of,
+    staged,
+)
 from portmm.schedule.parts import THROUGH, AtomUse
+from portmm.schedule.program import Program, Waves, Work, compulsory
 from portmm.spec.dtype import BY_NAME, FP8
+from portmm.target.device import PARTS
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.program import Footprint, Vectors
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -46,9 +59,7 @@ least with which NVRTC 13 spills nothing, of all tiles. The fragments of the nex
 those of one step are counted."""
 
 
-def candidates(
-    p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, asynchronous: bool
-) -> Iterator[Schedule]:
+def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
     """Schedules for a problem, none if fragments cannot be loaded from the layouts of its operands.
 
     Args:
@@ -57,9 +68,8 @@ def candidates(
         atom: its matrix instruction.
         target: a device.
         vectors: elements of A, B and C that may be moved at once.
-        asynchronous: the device copies from global to shared memory without registers.
     """
-    if p.a == "any" or p.b not in ("row", "col") or p.deterministic:
+    if atom.unit != "warp" or p.a == "any" or p.b not in ("row", "col") or p.deterministic:
         return
     sizes = [BY_NAME[x].bytes for x in p.types[:2]]
     for layout, along_k, size in ((p.a, "row", sizes[0]), (p.b, "col", sizes[1])):
@@ -68,7 +78,7 @@ def candidates(
     lanes = lanes_of(atom)
     stored = min(vectors[2], VECTOR_BYTES // BY_NAME[p.types[2]].bytes)
     moved = [min(v, VECTOR_BYTES // x) for v, x in zip(vectors, sizes, strict=False)]
-    copies = asynchronous and min(v * x for v, x in zip(moved, sizes, strict=True)) >= LEAST_COPY
+    copies = asynchronous(target) and min(v * x for v, x in zip(moved, sizes, strict=True)) >= LEAST_COPY
     for bm, bn, wm, wn in BLOCKS:
         for swap in (False, True):
             m, n = (atom.n, atom.m) if swap else (atom.m, atom.n)
@@ -103,6 +113,11 @@ def transfers(s: Schedule) -> int:
     return sum(-(-x * s.block.k // v // s.threads) for x, v in sizes)
 
 
+def footprint(s: Schedule) -> Footprint:
+    """Registers of a thread, and shared memory of a block."""
+    return {"registers": registers(s), "shared": shared_bytes(s)}
+
+
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
@@ -124,3 +139,27 @@ def staging(s: Schedule) -> int:
     size = BY_NAME[s.types[2]].bytes
     narrow = s.c.layout == "row" and not s.slices and size <= NARROW and s.c.vector * size >= LEAST
     return s.block.m * (s.block.n * size + VECTOR_BYTES) if narrow else 0
+
+
+def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
+    """What the busiest processor does."""
+    del atom
+    v, warp, warps = Waves.of(p, s, target, occupied), s.tiles[1], s.threads // device_of(target).warp
+    a, b, _ = (BY_NAME[x].bytes for x in p.types)
+    depth = v.steps * s.block.k
+    tiles = s.block.m * a + s.block.n * b
+    counts = {
+        "multiply-adds": v.rounds * s.block.m * s.block.n * depth,
+        "shared memory": v.rounds * depth * (warps * (warp.m * a + warp.n * b) + tiles),
+        "moves": v.rounds * depth * (s.block.m / s.a.vector + s.block.n / s.b.vector),
+        "L2": v.blocks * depth * tiles / v.busy,
+        "memory": compulsory(p),
+    }
+    # The waits for the last stages, and the stores of sums, overlap with multiplications of other blocks only.
+    ending = s.mr * s.nr * MODEL.ending * warps / PARTS
+    waits = ceil(v.rounds / v.together) * (MODEL.wait + v.steps * MODEL.matrix_step / v.together)
+    filled = min(1.0, v.together * warps / MODEL.matrix_warps)
+    return Work(counts, waits + v.rounds * ending / v.together, filled)
+
+
+PROGRAM = Program("gpu.mma", candidates, footprint, work, dynamic_shared=True, grouped=True, fixup=True)

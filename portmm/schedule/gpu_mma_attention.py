@@ -20,9 +20,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_candidates import PARTS
 from portmm.schedule.gpu_variants import asynchronous
-from portmm.target.device import CUDA_WARP
+from portmm.target.device import CUDA_WARP, PARTS
 from portmm.target.primitives import multiplies
 
 if TYPE_CHECKING:

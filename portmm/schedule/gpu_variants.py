@@ -41,6 +41,10 @@ ASYNCHRONOUS = 80
 """PTX ISA, cp.async: architectures from sm_80 on."""
 GROUP = 8
 """Rows of tiles that are scheduled together, so that B stays in L2 between them."""
+TICKET = 16
+"""Bytes of shared memory that tell the threads of a block whether it is the last of its tile."""
+AHEAD = 64
+"""Registers for the sums of slices in flight."""
 BUSY = 2
 """Blocks per processor from which k need not be split."""
 
@@ -97,6 +101,11 @@ def schedule_of(  # noqa: PLR0917 - parts of one record
         program, isa.name, p.dtype, tiles, atom, OperandPlan(p.a, a), OperandPlan(p.b, b, p.group), c, parallel,
         Epilogue(fused=p.fused),
     )  # fmt: skip
+
+
+def at_once(s: Schedule) -> int:
+    """Number of slices whose sums the last block of a tile reads at once."""
+    return max(1, min(s.parallel.split, AHEAD // (s.mr * s.nr)))
 
 
 def with_stages(s: Schedule, stages: int, method: str) -> Schedule:

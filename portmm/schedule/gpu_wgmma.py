@@ -7,16 +7,21 @@ addresses and strides that are multiples of 16 bytes: for other operands there a
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import blocks, device_of, device_tiles, schedule_of, shares, with_stages
+from portmm.schedule.gpu_variants import asynchronous, blocks, device_of, device_tiles, schedule_of, shares, with_stages
 from portmm.schedule.parts import TMA, AtomUse, Parallel
+from portmm.schedule.program import Program, Waves, Work, compulsory
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME
+from portmm.target.device import RESERVED
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.program import Footprint, Vectors
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -41,8 +46,6 @@ BUFFERS = 2
 MOST_STAGES, LEAST_STAGES = 16, 3
 FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Rows of A that replace the atom's columns."""
-RESERVED = 1024
-"""Further bytes of shared memory of each block on a processor: CUDA C++ Programming Guide, "Shared Memory"."""
 MOST_COLUMNS = 256
 SPLITS = (1, 2, 4, 8, 16)
 ADDRESSES = 64
@@ -138,12 +141,15 @@ def shared_bytes(s: Schedule) -> int:
     return stage_bytes(s) * s.stages + result_bytes(s) + barriers
 
 
+def footprint(s: Schedule) -> Footprint:
+    """Registers of a thread, and shared memory of a block."""
+    return {"registers": registers(s), "shared": shared_bytes(s)}
+
+
 # -- enumeration -----------------------------------------------------------------
 
 
-def candidates(
-    p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, asynchronous: bool
-) -> Iterator[Schedule]:
+def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
     """Schedules for a problem, none if the copy engine cannot address its operands.
 
     Args:
@@ -152,11 +158,9 @@ def candidates(
         atom: its matrix instruction.
         target: a device.
         vectors: elements of A, B and C that may be moved at once.
-        asynchronous: the device copies from global to shared memory without registers.
     """
-    device = target.device
     sizes = [BY_NAME[x].bytes for x in p.types]
-    if device is None or not asynchronous or p.k < atom.k or p.deterministic:
+    if atom.unit != "warpgroup" or not asynchronous(target) or p.k < atom.k or p.deterministic:
         return
     if p.a not in ("row", "col") or p.b not in ("row", "col"):
         return
@@ -237,3 +241,36 @@ def _paired(s: Schedule, p: Problem, many: bool) -> Iterator[Schedule]:
     pairs = (s.b.layout == "col" and s.block.n % 16 == 0) or s.block.n % (2 * WIDE_ROWS) == 0
     if many and pairs and not (s.atom.swap or s.parallel.grouped) and s.parallel.split == 1 and p.m > s.block.m:
         yield shares(s, cluster=2)
+
+
+# -- work --------------------------------------------------------------------------
+
+
+def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
+    """What the busiest processor does."""
+    del atom
+    x, processors = s.parallel, device_of(target).processors
+    tiles = ceil(p.m / (s.block.m * x.cluster)) * -(-p.n // s.block.n) * p.batch * x.split * x.cluster
+    rounds, steps = ceil(tiles / min(processors // x.cluster * x.cluster, tiles)), Waves.of(p, s, target, 1).steps
+    a, b, _ = (BY_NAME[t].bytes for t in p.types)
+    sums_of_block, copied = s.block.m * s.block.n, s.block.m * a + s.block.n * b / x.cluster
+    # Each instruction reads its 64 rows and all of its columns from shared memory.
+    read = sums_of_block // columns(s) * a + sums_of_block // STRIP * b + s.block.m * a + s.block.n * b
+    counts = {
+        "multiply-adds": rounds * sums_of_block * steps * s.block.k,
+        "shared memory": rounds * steps * s.block.k * read,
+        "L2": rounds * steps * s.block.k * copied / MODEL.engine_gain,
+        "latency": rounds * steps * MODEL.engine_wait / (s.stages * min(occupied, rounds)),
+        "memory": compulsory(p),
+    }
+    if promoted(s):
+        counts["additions"] = rounds * steps * sums_of_block
+    # Stores, and the waits of a step, are hidden while other warpgroups or blocks multiply.
+    others = max(2 if x.pingpong else 1, min(occupied, rounds))
+    stored = sums(s) * x.warpgroups / (2 if x.pingpong else 1) * (MODEL.sending if staged(s) else MODEL.ending)
+    waits = (ceil(rounds / others) if others > 1 else rounds) * (stored + MODEL.meet)
+    waits += rounds * steps * MODEL.group_step / max(others, 1 if x.pingpong else x.warpgroups)
+    return Work(counts, MODEL.engine_start + waits)
+
+
+PROGRAM = Program("gpu.wgmma", candidates, footprint, work, dynamic_shared=True, grouped=True)

@@ -1,81 +1,98 @@
-"""Legality of schedules of CPUs: the footprint of each tile fits its level.
+"""Legality of schedules: what a kernel needs of each level is at most what the target has there.
 
-Owns `illegal`, and the registers and footprints that it compares with a target's.
+Owns `illegal`, on every kind of machine alike, and the number of blocks that run on a processor of a device.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.parts import ALL
-from portmm.spec.dtype import BY_NAME
+from portmm.schedule.gpu_variants import TICKET, device_of, on_gpu
+from portmm.schedule.programs import DEVICE_PROGRAMS, PROGRAMS
+from portmm.target.device import PARTS, RESERVED, STATIC_SHARED
 
 if TYPE_CHECKING:
-    from portmm.schedule.parts import Tile
+    from portmm.schedule.program import Footprint
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-
-def registers(s: Schedule, atom: Atom) -> int:
-    """Number of live vector registers, or tiles, of the largest micro-kernel of a schedule."""
-    if s.program == "tiles":
-        rows, columns = s.mr // atom.m, s.nr // atom.n * s.b.panels
-        return rows * columns + rows + 1
-    if s.program == "dot":
-        return s.mr * s.nr + s.mr + 2
-    columns = s.nr // atom.n * s.b.panels
-    if s.b.layout == "codes" and not s.b.packed:
-        # Sums over a group and over all of k; words, int4 values, a broadcast, a table. Where a group
-        # takes few steps, sums over all of k may stay in memory.
-        sums = 1 if atom.takes_int4 else 2
-        return (max(s.heights) * sums + 2) * columns + 2
-    return atom.strips(max(s.heights)) * columns + columns + 1
+NOUNS = {
+    "registers": "registers", "shared": "bytes of shared memory", "threads": "threads in a block",
+    "processor": "registers in a processor",
+}  # fmt: skip
+MOST_OCCUPANCY = 8
+"""Blocks on a processor that are counted: more hide nothing that these do not."""
 
 
-def footprint(tile: Tile, s: Schedule, p: Problem, atom: Atom) -> int:
-    """Bytes that must stay in a tile's level while the tile is computed.
+def footprint(s: Schedule, p: Problem, atom: Atom) -> Footprint:
+    """What a schedule needs of each level: registers or bytes."""
+    if not s.on_device:
+        return PROGRAMS[s.program].footprint(s, p, atom)
+    registers = device_registers(s)
+    return {
+        "threads": s.threads, "registers": registers, "processor": registers * s.threads, "shared": shared_bytes(s),
+    }  # fmt: skip
 
-    L1 has a panel of B and a slice of A, or, of a panel that
-    is streamed from L2, as much of its depth as fits; L2
-    the block of A (MC x KC) and the panels of B that are packed together: Low et al., "Analytical Modeling
-    Is Enough for High-Performance BLIS", ACM TOMS 43(2), 2016, section 4. L3
-    has the block of C (MC x NC) between passes over k.
-    """
-    m, n = (p.n, p.m) if s.atom.swap else (p.m, p.n)
-    depth = -(-p.k // s.atom.kr)
-    tm, tn, tk = min(tile.m or m, m), min(tile.n or n, n), min(tile.k or depth, depth)
-    a, b = (BY_NAME[x].bytes for x in s.element_types(atom))
-    if tile.level == "L1":
-        return (s.mr * a + s.nr * s.b.panels * b) * tk
-    if tile.level == "L2":
-        return (tm * a + max(tn if tile.n else 0, s.nr * s.b.panels) * b) * tk
-    return tm * tn * BY_NAME[atom.acc].bytes
+
+def capacities(s: Schedule, isa: Isa, target: Target) -> Footprint:
+    """What a target has of each level; levels that are absent, or 0, limit nothing."""
+    device = target.device
+    if device is None or not s.on_device:
+        return {"registers": isa.registers} | {x.name: x.bytes for x in target.levels}
+    dynamic = DEVICE_PROGRAMS[s.program].dynamic_shared
+    return {
+        "threads": device.block_threads,
+        "registers": device.thread_registers if on_gpu(target) else 0,
+        "processor": device.registers,
+        "shared": device.shared_bytes if dynamic else min(device.shared_bytes, STATIC_SHARED),
+    }
 
 
 def inconsistent(s: Schedule) -> str:
-    """The contradiction between parameters of a schedule, for any problem, or an empty string."""
-    if s.b.once and not (s.b.packed and s.parallel.over == "tiles"):
-        return "packs B once for all threads, but does not pack B or does not have over=tiles"
+    """The contradiction between parts of a schedule, for any problem, or an empty string."""
+    if s.b.once and s.parallel.over != "tiles":
+        return "packs B once for all threads, but does not have over=tiles"
     return ""
 
 
 def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> str:
-    """The reason why a schedule cannot be used for a problem on a target, or an empty string.
-
-    A level limits only the tiles that the schedule keeps there: a tile
-    whose extents are ALL is streamed through it.
-    """
+    """The reason why a schedule cannot be used for a problem on a target, or an empty string."""
     if inconsistent(s):
         return inconsistent(s)
-    if p.b in ("packed", "codes") and s.family != p.family:
+    if not s.on_device and p.b in ("packed", "codes") and s.family != p.family:
         return f"reads panels of {s.family}, but B is packed as {p.family}"
-    if registers(s, atom) > isa.registers:
-        return f"needs {registers(s, atom)} registers of {isa.registers}"
-    for tile in s.tiles[1:]:
-        level = target.level(tile.level)
-        if level is not None and ALL not in (tile.m, tile.n, tile.k) and footprint(tile, s, p, atom) > level.bytes:
-            return f"{tile} takes {footprint(tile, s, p, atom)} bytes of {level.bytes} in {level.name}"
+    has = capacities(s, isa, target)
+    for level, needs in footprint(s, p, atom).items():
+        if needs > (has.get(level) or needs):
+            return f"needs {needs} of {has[level]} {NOUNS.get(level, f'bytes of {level}')}"
+    split = s.parallel.split
+    if split > 1 and p.k < split * DEVICE_PROGRAMS[s.program].slice_steps * s.block.k * s.atom.kr:
+        return "slices of k are too short"
     return ""
+
+
+def device_registers(s: Schedule) -> int:
+    """Registers of a thread of a device."""
+    return DEVICE_PROGRAMS[s.program].footprint(s)["registers"]
+
+
+def shared_bytes(s: Schedule) -> int:
+    """Shared memory of a block."""
+    return DEVICE_PROGRAMS[s.program].footprint(s).get("shared", 0) + (TICKET if s.parallel.fixup else 0)
+
+
+def occupancy(s: Schedule, target: Target) -> int:
+    """Number of blocks that run on a processor at once."""
+    device, shared, most = device_of(target), shared_bytes(s), [MOST_OCCUPANCY]
+    if device.registers:
+        each = -(-device_registers(s) // 8) * 8  # registers are allocated in groups of 8
+        warps = PARTS * (device.registers // (PARTS * each * device.warp))
+        most.append(warps * device.warp // s.threads)
+    if device.threads:
+        most.append(device.threads // s.threads)
+    if shared and device.processor_shared_bytes:
+        most.append(device.processor_shared_bytes // (shared + RESERVED))
+    return max(1, min(most))

@@ -11,11 +11,12 @@ from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import lower_grid
 from portmm.dispatch.gpu import choose, source
 from portmm.errors import NoCompilerError
-from portmm.schedule.gpu_candidates import PARTS, registers, shared_bytes
 from portmm.schedule.gpu_variants import asynchronous
+from portmm.schedule.legality import device_registers, shared_bytes
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, number
 from portmm.spec.expr import apply
 from portmm.spec.problem import Problem
+from portmm.target.device import PARTS
 from portmm.target.target import load_target
 
 pytestmark = pytest.mark.rest("NVRTC")
@@ -71,7 +72,7 @@ def test_what_is_chosen_compiles(chip, at):
         assert made.spills == 0, (said, s)
         assert made.seconds < COLD, (said, s)
         if kernel.occupancy:
-            assert made.registers <= most_registers(s, target), (said, registers(s), s)
+            assert made.registers <= most_registers(s, target), (said, device_registers(s), s)
             assert kernel.shared_bytes == shared_bytes(s), (said, s)
             assert made.shared <= (0 if kernel.dynamic else shared_bytes(s)), (said, s)
     assert f"__launch_bounds__({s.threads}, {s.parallel.occupancy})" in source(

@@ -18,8 +18,9 @@ from portmm.build.nvrtc import compile_cuda
 from portmm.codegen.lower import lower_grid
 from portmm.dispatch.gpu import choose, source
 from portmm.ops import int4_gpu
-from portmm.schedule.gpu_candidates import candidates, shared_bytes
+from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_w4a16 import PROGRAMS
+from portmm.schedule.legality import shared_bytes
 from portmm.schedule.text import varied
 from portmm.spec.epilogue import C, Fused, Operand, acc, load
 from portmm.spec.expr import apply

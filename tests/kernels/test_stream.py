@@ -15,7 +15,8 @@ from portmm.codegen.lower import lower_grid
 from portmm.dispatch.gpu import choose, source
 from portmm.errors import NoCompilerError
 from portmm.schedule import gpu_gemv
-from portmm.schedule.gpu_candidates import candidates, occupancy
+from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.legality import occupancy
 from portmm.schedule.text import varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target

@@ -26,9 +26,10 @@ from portmm.dispatch import gpu as gpu_dispatch
 from portmm.dispatch.gpu import choose, source
 from portmm.errors import DeviceError, NoCompilerError
 from portmm.runtime import tensor_map
-from portmm.schedule.gpu_candidates import candidates, illegal
-from portmm.schedule.gpu_candidates import shared_bytes as shared_of
+from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_wgmma import LINE, STRIP, budgets, panel, registers, staged
+from portmm.schedule.legality import illegal
+from portmm.schedule.legality import shared_bytes as shared_of
 from portmm.schedule.parts import ALL, Tile
 from portmm.schedule.text import of_flat, parse, spell, varied
 from portmm.spec.dtype import BY_NAME
@@ -78,7 +79,7 @@ def check(s, layouts, sizes, seeds=(0, 1, 2)):
     kernels = kernels_of(s, HOPPER)
     for i, (*size, batch, shared) in enumerate(sizes):
         p = posed(s.dtype, layouts, size, batch)
-        assert not illegal(s, p, HOPPER) or s.parallel.split > 1
+        assert not illegal(s, p, HOPPER.isa(s.isa), None, HOPPER) or s.parallel.split > 1
         k = grid_cases.case(p, (*s.vectors[:2], 8 if staged(s) else 2), i, shared)
         check_run(s, kernels, "cuda", k, (p, s), seeds if i == 0 else seeds[i % 3 :][:1])
 
@@ -135,7 +136,7 @@ def test_variants(name):
 def test_layouts(name):
     s = LAID[name]
     a, b = s.a.layout, s.b
-    check(s, (a, b, "col" if s.c == "any" else "row"), [(9 if s.atom.swap else 130, 140, 100, 2, "b")])
+    check(s, (a, b, "col" if s.c.layout == "any" else "row"), [(9 if s.atom.swap else 130, 140, 100, 2, "b")])
 
 
 EPILOGUES = epilogues()

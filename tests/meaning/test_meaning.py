@@ -13,7 +13,8 @@ from support import HERE, LAYOUTS, SEVEN, TINY, case, check_built, execute, inte
 from portmm.codegen.lower import lower
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
-from portmm.schedule.cpu_candidates import ROWS_AHEAD_FROM, candidates
+from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.cpu_gemm import ROWS_AHEAD_FROM
 from portmm.spec.problem import Problem
 
 SIZES = [

@@ -230,7 +230,7 @@ BREAKS = {
     "heights": lambda s: replace(s, tiles=(s.tiles[0]._replace(least=s.heights[1]), *s.tiles[1:])),
     "isa": lambda s: replace(s, isa="amx_int8"),
     "program": lambda s: replace(s, program="dot"),
-    "packing": lambda s: varied(s, pack_b=False, pack_a=False, b="any"),
+    "packing": lambda s: varied(s, pack_b=False, pack_a=False, once=False, b="any"),
     "huge": lambda s: replace(s, tiles=(*s.tiles[:3], s.tiles[3]._replace(n=s.nr << 40))),
     "negative": lambda s: replace(s, tiles=(*s.tiles[:3], s.tiles[3]._replace(n=-s.nr))),
     "ragged": lambda s: replace(s, tiles=(*s.tiles[:2], s.tiles[2]._replace(n=s.nr + 1), s.tiles[3])),

@@ -67,13 +67,13 @@ def drawn(target, kind, rng):
 
 
 def test_a_new_set_is_enumerated_once(monkeypatch):
-    asked, programs = [], enumeration._programs
+    asked, gemm = [], enumeration.PROGRAMS["gemm"]
 
     def counted(p, isa, *rest):
         asked.append(isa.name)
-        return programs(p, isa, *rest)
+        return gemm.candidates(p, isa, *rest)
 
-    monkeypatch.setattr(enumeration, "_programs", counted)
+    monkeypatch.setattr(enumeration, "PROGRAMS", {"gemm": replace(gemm, candidates=counted)})
     target = load_target("zen4")
     candidate_set(Problem(7, 4096, 8192), target)
     assert asked

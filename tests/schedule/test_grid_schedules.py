@@ -15,9 +15,10 @@ from portmm.ir.index import const
 from portmm.ir.interpreter import evaluate
 from portmm.kernels.gpu.simt import Work
 from portmm.runtime.device_facts import Facts
-from portmm.schedule.gpu_candidates import candidates, illegal, occupancy, registers, shared_bytes
+from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_cost import cost
 from portmm.schedule.gpu_variants import asynchronous, on_gpu
+from portmm.schedule.legality import device_registers, illegal, occupancy, shared_bytes
 from portmm.schedule.text import parse, spell, varied
 from portmm.spec import kernel_name
 from portmm.spec.dtype import BY_NAME, accumulator
@@ -46,11 +47,11 @@ def test_candidates_are_legal_and_read_back(target):
     for p, vectors, s in every(target):
         isa, device = target.isa(s.isa), target.device
         atom = grid_atom(isa, s)
-        assert not illegal(s, p, target), s
+        assert not illegal(s, p, isa, atom, target), s
         assert s.threads <= device.block_threads
         assert shared_bytes(s) <= device.shared_bytes
         held = occupancy(s, target) * s.threads
-        assert not device.registers or registers(s) * held <= device.registers
+        assert not device.registers or device_registers(s) * held <= device.registers
         assert not device.threads or held <= device.threads
         assert s.parallel.occupancy in (0, occupancy(s, target))
         assert not s.a.asynchronous or asynchronous(target)

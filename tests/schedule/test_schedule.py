@@ -10,7 +10,7 @@ from portmm.codegen.lower import lower
 from portmm.errors import ScheduleError
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_cost import cost
-from portmm.schedule.legality import illegal, registers
+from portmm.schedule.legality import footprint, illegal
 from portmm.schedule.parts import ALL
 from portmm.schedule.text import parse, spell, varied
 from portmm.spec import kernel_name
@@ -43,7 +43,7 @@ def test_candidates_are_legal_and_told_apart(target, dtype):
             isa = target.isa(s.isa)
             atom = isa.atom(dtype, s.atom.lanes)
             assert not illegal(s, p, isa, atom, target), s
-            assert registers(s, atom) <= isa.registers
+            assert footprint(s, p, atom)["registers"] <= isa.registers
             assert s.dtype == dtype
             assert s.program == "dot" or s.nr % atom.n == 0
             assert max(s.heights) <= s.mr
