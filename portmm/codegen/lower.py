@@ -32,6 +32,7 @@ from portmm.kernels.gpu import (
 )
 from portmm.kernels.gpu import rowwise as gpu_rowwise
 from portmm.schedule.cpu_candidates import PACKED_VECTORS
+from portmm.schedule.gpu_attention import AttentionTiles, Tiling
 from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Kernel
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.kernels.gpu.rowwise import Form as RowForm
-    from portmm.schedule.gpu_attention import Tiling
     from portmm.schedule.program import Program
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Family
@@ -190,13 +190,13 @@ def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
 
 
-def lower_grid_attention(isa: Isa, atom: Atom, form: Form, tiling: Tiling | MatrixTiling) -> tuple[GridKernel, ...]:
+def lower_grid_attention(isa: Isa, atom: Atom, form: Form, s: Schedule) -> tuple[GridKernel, ...]:
     """The kernels of a device for a kind of attention, in order of execution."""
-    if isinstance(tiling, MatrixTiling):
-        kernels = [mma_attention.build(form, tiling, isa, atom)]
+    if s.program == "mma_attention":
+        kernels = [mma_attention.build(form, MatrixTiling(s), isa, atom)]
     else:
-        kernels = [simt_attention.build(form, tiling, isa, atom)]
-    kernels += [simt_attention.join(form, tiling, isa, atom)] if tiling.runs else []
+        kernels = [simt_attention.build(form, Tiling(s), isa, atom)]
+    kernels += [simt_attention.join(form, AttentionTiles(s), isa, atom)] if s.parallel.over == "keys" else []
     command = f"portmm.attention on {isa.title}"
     return tuple(replace(x, header=_header(x.name, isa, form.score, command)) for x in kernels)
 

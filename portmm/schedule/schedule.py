@@ -33,10 +33,12 @@ class Schedule:
         tiles: one per memory level, nearest first: registers, L1, L2, L3; of a device, those of a thread, a warp, a
             block and all blocks: registers, warp, shared, L2.
         atom: the atom, and the side of its operands.
-        a, b, c: plans of the operands. A prefetch of C is one of the next tile of C and the next panel of B.
+        a, b, c: plans of the operands. A prefetch of C is one of the next tile of C and the next panel of B. Of
+            attention, Q, K and the result.
         parallel: partition of the work.
         epilogue: steps between sums and elements of C.
-        static: m, n, k if they are compiled in; of a device, n and k.
+        static: m, n, k if they are compiled in; of a device, n and k; of attention, elements of a head of V and of Q.
+        v: of attention, the plan of V.
     """
 
     program: str
@@ -50,6 +52,7 @@ class Schedule:
     parallel: Parallel = Parallel()
     epilogue: Epilogue = Epilogue()
     static: tuple[int, int, int] | None = None
+    v: OperandPlan | None = None
 
     def tile(self, level: str) -> Tile:
         """The tile of a memory level.
@@ -121,7 +124,7 @@ class Schedule:
     @property
     def stages(self) -> int:
         """Tiles of A and B in shared memory, one in use while the others are filled; 1 where operands are in place."""
-        staging = self.a.at(SHARED)
+        staging = self.b.at(SHARED)
         return staging.buffers if staging else int(self.on_device)
 
     @property
@@ -182,7 +185,7 @@ class Schedule:
         a, b, x = self.a, self.b, self.parallel
         moved = " x ".join(map(str, self.vectors))
         how = [f"{self.threads} threads", f"A {a.layout}, B {b.layout}, {moved} elements at once"]
-        how += [f"{self.stages} stages{' of asynchronous copies' if a.asynchronous else ''}"]
+        how += [f"{self.stages} stages{' of asynchronous copies' if b.asynchronous else ''}"]
         how += self._warpgroups() if x.warpgroups else []
         how += [f"k split in {x.split}{', joined' if x.fixup else ''}"] if x.split > 1 else []
         how += [f"n {self.static[1]} and k {self.static[2]} compiled in"] if self.static else []

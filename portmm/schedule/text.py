@@ -20,11 +20,11 @@ DEVICE_LEVELS = ("registers", "warp", "shared", "L2")
 IN_PLACE = ("direct", "stream")
 """Programs of devices that read operands in place."""
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
-_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong", "grouped", "joined")
+_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong", "grouped", "joined", "held_a")
 _USUAL: dict[str, Any] = {
     "a": "row", "b": "row", "c": "row", "panels": 1, "over": "tiles", "lanes": 0, "prefetch": 0, "kr": 1, "post": "",
     "group": 0, "source": "", "fused": "", "static": None, "stages": 0, "split": 1, "vectors": (1, 1, 1),
-    "cell": (1, 1), "resident": 0, "groups": 0, "cluster": 1, "persistent": 0, **dict.fromkeys(_MARKS, False),
+    "cell": (1, 1), "v": "", "resident": 0, "groups": 0, "cluster": 1, "persistent": 0, **dict.fromkeys(_MARKS, False),
 }  # fmt: skip
 """Flat fields besides program, isa, dtype and tiles, with their defaults."""
 
@@ -37,10 +37,11 @@ def flat(s: Schedule) -> dict[str, Any]:
         "a": s.a.layout, "b": s.b.layout, "c": s.c.layout, "panels": s.b.panels,
         "pack_a": s.a.packed, "pack_b": s.b.packed, "once": s.b.once, "prefetch": s.b.prefetch,
         "ahead": s.c.prefetch > 0, "group": s.b.group, "source": s.a.source, **s.atom._asdict(),
-        **s.epilogue._asdict(), "static": s.static, "stages": s.stages, "copies": s.a.asynchronous,
-        "vectors": s.vectors, "over": x.over, "split": x.split, "joined": x.fixup,
+        **s.epilogue._asdict(), "static": s.static, "stages": s.stages, "copies": s.b.asynchronous,
+        "vectors": s.vectors + ((s.v.vector,) if s.v else ()), "over": x.over, "split": x.split, "joined": x.fixup,
         "cell": x.cell, "resident": x.occupancy, "groups": x.warpgroups, "pingpong": x.pingpong,
         "cluster": x.cluster, "persistent": x.persistent, "grouped": x.grouped,
+        "v": s.v.layout if s.v else "", "held_a": s.v is not None and s.a.at(parts.REGISTERS) is not None,
     }  # fmt: skip
 
 
@@ -53,12 +54,16 @@ def of_flat(program: str, isa: str, dtype: str, tiles: tuple[Tile, ...], **field
     x = _USUAL | fields
     if x["once"] and not x["pack_b"]:
         raise ValueError("it packs B once for all threads, but does not pack B")
-    a, b, c = ([] for _ in range(3))
+    a, b, c, v = [], [], [], None
     if x["stages"]:
         method = parts.TMA if program == "wgmma" else parts.ASYNC if x["copies"] else parts.THROUGH
         where = (parts.REGISTERS, parts.LOAD) if program in IN_PLACE else (parts.SHARED, method)
         a, b = ([Staging(*where, x["stages"], vector)] for vector in x["vectors"][:2])
         c = [Staging(parts.REGISTERS, parts.LOAD, 1, x["vectors"][2])]
+        if x["v"]:  # attention keeps a tile of Q, perhaps in registers, and as many of K as of V
+            v = OperandPlan(x["v"], (b[0]._replace(vector=x["vectors"][3]),))
+            a = [a[0]._replace(method=parts.THROUGH, buffers=1)]
+            a = [a[0]._replace(level=parts.REGISTERS, method=parts.LOAD), *a] if x["held_a"] else a
     else:
         b += [Staging(parts.REGISTERS, parts.LOAD, x["panels"])] if x["panels"] > 1 else []
         b += [parts.PREFETCHED._replace(buffers=x["prefetch"])] if x["prefetch"] else []
@@ -77,6 +82,7 @@ def of_flat(program: str, isa: str, dtype: str, tiles: tuple[Tile, ...], **field
         ),
         Epilogue(x["post"], x["fused"]),
         x["static"],
+        v,
     )  # fmt: skip
 
 
@@ -98,6 +104,7 @@ def spell(s: Schedule) -> str:
         marks += [f"stages={x['stages']}", f"split={x['split']}"]
         marks += [f"{name}={'x'.join(map(str, x[name]))}" for name in ("vectors", "cell")]
         marks += [f"c={x['c']}"] if x["c"] != "row" else []
+        marks += [f"v={x['v']}"] if x["v"] else []
         marks += [f"resident={x['resident']}"] if x["resident"] else []
         marks += [f"groups={x['groups']}", f"cluster={x['cluster']}"] if x["groups"] else []
         marks += [f"persistent={x['persistent']}"] if x["persistent"] else []

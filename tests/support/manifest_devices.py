@@ -19,7 +19,8 @@ from manifest_host import forms
 from portmm.codegen.lower import lower_grid, lower_grid_attention, lower_grid_columns, lower_grid_rows, lower_lines
 from portmm.errors import ScheduleError
 from portmm.kernels.gpu.rowwise import Form as RowForm
-from portmm.schedule import gpu_attention, gpu_mma_attention
+from portmm.schedule import gpu_attention_choice
+from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.schedule.gpu_candidates import candidates, units
 from portmm.spec.dtype import BY_NAME, CODES_KR, types
 from portmm.spec.problem import Family, Problem
@@ -200,13 +201,10 @@ def _attention(target: Target, language: str) -> Iterator[Case]:
         for (d, dv), how, loose, (name, form) in product(HEADS, ATTENDING, ("", "o", "v"), forms(held).items()):
             queries, group = ATTENDING[how]
             vector = 1 if d % 4 else 16 // BY_NAME[held].bytes
-            asked = gpu_attention.AttentionSizes(held, d, dv, queries, 64, group, 2048, (vector,) * 4, loose)
+            asked = AttentionSizes(held, d, dv, queries, 64, group, 2048, (vector,) * 4, loose)
             named = f"{name} heads of {d} and {dv}, {how} queries{f', {loose} loose' if loose else ''}"
             about = (d, how, loose, form.bounds, form.lse, form.starts, form.score, (held, form.to), (d, how))
             pool[named] = (about, (form, asked))
     for name, (form, asked) in covering(pool).items():
-        unit = gpu_mma_attention.unit(form.dtype, target)
-        tiling = gpu_mma_attention.choose(asked, target)
-        if tiling is None or unit is None:
-            unit, tiling = (target.isa("simt"), target.isa("simt").atom("f32")), gpu_attention.choose(asked, target)
-        yield from on_device(name, language, lower_grid_attention, *unit, form, tiling)
+        s = gpu_attention_choice.candidates(asked, target)[0]
+        yield from on_device(name, language, lower_grid_attention, *gpu_attention_choice.unit(s, target), form, s)
