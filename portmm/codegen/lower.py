@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.kernels.gpu.rowwise import Form as RowForm
     from portmm.schedule.program import Program
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Family
@@ -150,9 +149,9 @@ def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
 
 
-def lower_grid_rows(isa: Isa, text: str, form: RowForm) -> GridKernel:
+def lower_grid_rows(isa: Isa, text: str, s: Schedule) -> GridKernel:
     """The kernel of a device that computes epilogue expressions over rows."""
-    kernel = gpu_rowwise.build(isa, _one(isa), parse_fused(text), form)
+    kernel = gpu_rowwise.build(isa, _one(isa), parse_fused(text), s)
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
 
 

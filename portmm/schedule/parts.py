@@ -12,8 +12,10 @@ ALL = 0
 """Extent of a tile that covers all of a dimension."""
 REGISTERS, SHARED, MEMORY = "registers", "shared", "memory"
 """Levels of stagings that have names of their own; the others are those of a target's caches."""
-LOAD, PACK, PREFETCH, THROUGH, ASYNC, TMA = "load", "pack", "prefetch", "registers", "cp.async", "tma"
-"""Methods of a staging: loaded where it lies, packed to panels, prefetched; to shared memory through registers, by
+LOAD, PACK, PREFETCH, SHUFFLE = "load", "pack", "prefetch", "shuffle"
+THROUGH, ASYNC, TMA = "registers", "cp.async", "tma"
+"""Methods of a staging: loaded where it lies, packed to panels, prefetched, exchanged
+among the threads of a warp; to shared memory through registers, by
 asynchronous copies of threads, or by the copy engine."""
 
 

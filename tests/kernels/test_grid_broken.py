@@ -70,7 +70,7 @@ def _plain(x):
     return _plain(x.args[0]) if x.op == "^" else Index(x.op, tuple(map(_plain, x.args)))
 
 
-def of_two_warps(mr=0, layouts=ROWS, size=SIZE, dtype="f32", machine=MACHINE, **wanted):
+def of_two_warps(layouts=ROWS, size=SIZE, dtype="f32", machine=MACHINE, mr=0, **wanted):
     """A schedule with 64 threads: those of one warp may meet without a barrier, as the shim runs them."""
     found = candidates(posed(dtype, layouts, (4, 4, 4), size), machine, (4, 4, 4))
     return next(
@@ -97,7 +97,7 @@ def outcome(s, change):
     return ""
 
 
-TWO = of_two_warps(2, stages=2)
+TWO = of_two_warps(mr=2, stages=2)
 ONE = varied(TWO, stages=1)
 ROOMY = replace(MACHINE, device=replace(MACHINE.device, shared_bytes=16384, processor_shared_bytes=32768))
 """Three stages of 64 threads and the totals of their runs of k are more than the tiny device's shared memory."""

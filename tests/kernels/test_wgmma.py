@@ -135,7 +135,7 @@ def test_variants(name):
 @pytest.mark.parametrize("name", LAID)
 def test_layouts(name):
     s = LAID[name]
-    a, b = s.a.layout, s.b
+    a, b = s.a.layout, s.b.layout
     check(s, (a, b, "col" if s.c.layout == "any" else "row"), [(9 if s.atom.swap else 130, 140, 100, 2, "b")])
 
 

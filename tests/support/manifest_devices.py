@@ -18,10 +18,10 @@ from manifest_host import forms
 
 from portmm.codegen.lower import lower_grid, lower_grid_attention, lower_grid_columns, lower_grid_rows, lower_lines
 from portmm.errors import ScheduleError
-from portmm.kernels.gpu.rowwise import Form as RowForm
 from portmm.schedule import gpu_attention_choice
 from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.schedule.gpu_candidates import candidates, units
+from portmm.schedule.gpu_rows import rows_schedule
 from portmm.spec.dtype import BY_NAME, CODES_KR, types
 from portmm.spec.problem import Family, Problem
 from portmm.target.target import load_target
@@ -55,9 +55,10 @@ VECTORS = {"aligned": 16, "of 4 bytes": 4, "odd": 1}
 """Bytes that operands are aligned to."""
 GROUPS = (0, 8, 32, 128)
 ROW_FORMS = (
-    RowForm(16, 16), RowForm(64, 64, 4), RowForm(256, 32, 4, 4), RowForm(64, 16, 4), RowForm(128, 64, 1, 1, True),
-    RowForm(256, 256, 0, 4, True), RowForm(128, 128, 8, 4, True),
+    (16, 16), (64, 64, 4), (256, 32, 4, 4), (64, 16, 4), (128, 64, 1, 1, True), (256, 256, 0, 4, True),
+    (128, 128, 8, 4, True),
 )  # fmt: skip
+"""Threads of a block and of a row, columns of a thread, and of a vector, and whether threads exchange registers."""
 HEADS = ((64, 64), (128, 128), (80, 48), (7, 5))
 """Elements of a head of K, and of V."""
 ATTENDING = {"many": (512, 1), "four": (4, 1), "together": (2, 8)}
@@ -184,9 +185,10 @@ def bytes_of_all_kinds() -> Fused:
 def _rows(isa: Any, language: str) -> Iterator[Case]:
     """Expressions over rows and down columns, and copies of operands."""
     for make, form in product((every_operation, every_type, bytes_of_all_kinds, by_rows), ROW_FORMS):
-        if form.exchange <= (language == "cuda"):
-            name = f"rows {make.__name__} {form.threads}-{form.subgroup}-{form.cells}-{form.vector}"
-            yield from on_device(name, language, lower_grid_rows, isa, str(make()), form)
+        threads, subgroup, cells, vector, exchange = (*form, *(0, 1, False)[len(form) - 2 :])
+        if exchange <= (language == "cuda"):
+            name = f"rows {make.__name__} {threads}-{subgroup}-{cells}-{vector}"
+            yield from on_device(name, language, lower_grid_rows, isa, str(make()), rows_schedule(*form))
     for sliced in (False, True):
         name = f"columns{' in slices' if sliced else ''}"
         yield from on_device(name, language, lower_grid_columns, isa, str(columns()), 64, sliced=sliced)
