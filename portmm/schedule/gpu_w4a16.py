@@ -23,7 +23,7 @@ from portmm.schedule.gpu_variants import (
     staged,
 )
 from portmm.schedule.parts import ASYNC, AtomUse
-from portmm.schedule.program import Program, Waves, Work, compulsory
+from portmm.schedule.program import Program, Waves, Work
 from portmm.spec.dtype import BY_NAME, CODES_KR, size, spell
 from portmm.target.device import PARTS
 from portmm.target.model import DEVICE as MODEL
@@ -184,7 +184,8 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     """What the busiest processor does."""
     lanes = device_of(target).warp
     v, warp, warps, once = Waves.of(p, s, target, occupied), s.tiles[1], s.threads // lanes, s.program == "dequant"
-    a, b = size(p.types[0]), size(p.types[1]) + 8 / (s.b.group or p.k)
+    a, b, c = (size(x) for x in p.types)
+    b += 8 / (s.b.group or p.k)
     depth, sharing = v.steps * s.block.k, 1 if once else warps_along_k(s)
     filled = min(1.0, v.together * warps / MODEL.matrix_warps)
     # Fragments of A are multiplied by ones, too, where they are multiplied by int4 values.
@@ -199,7 +200,8 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
         * (warps / sharing * (warp.m * a + warp.n * (a if once else b)) + tiles + floats),
         "moves": v.rounds * depth * (s.block.m / s.a.vector + s.block.n / 32),
         "L2": v.blocks * depth * tiles / v.busy,
-        "memory": compulsory(p),
+        # Int4 values, and for each group of them a scale and an offset.
+        "memory": p.batch * (p.m * p.k * a + p.m * p.n * c) + p.k * p.n * b,
     }  # fmt: skip
     if not once:
         counts["latency"] = ceil(v.rounds / v.together) * ceil(v.steps / max(1, s.stages - 1)) * MODEL.far

@@ -99,7 +99,6 @@ class Program:
 
 
 def compulsory(p: Problem) -> float:
-    """Bytes of A, B and C, once each, and, of int4 values, of a scale and an offset for each group of them."""
+    """Bytes of A, B and C, once each."""
     a, b, c = (size(x) for x in p.types)
-    b += 8 / (p.group or p.k) if p.b == "codes" else 0
     return p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c)
