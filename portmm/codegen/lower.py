@@ -36,7 +36,7 @@ from portmm.schedule.gpu_attention import AttentionTiles, Tiling
 from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
-from portmm.schedule.programs import DEVICE_PROGRAMS, PROGRAMS
+from portmm.schedule.programs import PROGRAMS
 from portmm.schedule.text import spell
 from portmm.spec.dtype import dequantized_types, types
 from portmm.spec.epilogue import parse as parse_fused
@@ -46,7 +46,6 @@ if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.schedule.program import Program
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Family
     from portmm.target.atom import Atom
@@ -65,9 +64,21 @@ def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
     return atom
 
 
-def _built(program: Program, s: Schedule, isa: Isa, atom: Atom) -> Any:
-    """The kernel of a program: only builders that are used are imported."""
-    return import_module(f"portmm.kernels.{program.builder}").build(s, isa, atom)
+def _built(s: Schedule, isa: Isa, atom: Atom) -> Any:
+    """The kernel of a program; only builders that are used are imported."""
+    return import_module(f"portmm.kernels.{PROGRAMS[s.program].builder}").build(s, isa, atom)
+
+
+def _check(s: Schedule, *, device: bool) -> None:
+    """Check that a schedule is of a program of CPUs, or of devices.
+
+    Raises:
+        ScheduleError: it is not.
+    """
+    known = [name for name, x in PROGRAMS.items() if x.device == device]
+    if s.program not in known:
+        where = "devices have" if device else "known are"
+        raise ScheduleError(f"no block program called {s.program!r}; {where} {', '.join(known)}")
 
 
 def lower(s: Schedule, isa: Isa) -> Kernel:
@@ -76,11 +87,10 @@ def lower(s: Schedule, isa: Isa) -> Kernel:
     Raises:
         ScheduleError: the program is unknown or the ISA lacks the type.
     """
-    if s.program not in PROGRAMS:
-        raise ScheduleError(f"no block program called {s.program!r}; known are {', '.join(PROGRAMS)}")
+    _check(s, device=False)
     if inconsistent(s):
         raise ScheduleError(f"schedule {inconsistent(s)}: {spell(s)}")
-    kernel: Kernel = _built(PROGRAMS[s.program], s, isa, atom_of(isa, s.dtype, s.atom.lanes))
+    kernel: Kernel = _built(s, isa, atom_of(isa, s.dtype, s.atom.lanes))
     return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {quote(spell(s))}"))
 
 
@@ -90,10 +100,9 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     Raises:
         ScheduleError: the program is unknown or the ISA lacks the type.
     """
-    if s.program not in DEVICE_PROGRAMS:
-        raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(DEVICE_PROGRAMS)}")
+    _check(s, device=True)
     atom = grid_atom(isa, s)
-    kernels = [replace(_built(DEVICE_PROGRAMS[s.program], s, isa, atom), occupancy=s.parallel.occupancy)]
+    kernels = [replace(_built(s, isa, atom), occupancy=s.parallel.occupancy)]
     kernels += [split_k_reduction.build(s, isa, atom)] if s.slices else []
     command = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), command)) for x in kernels)

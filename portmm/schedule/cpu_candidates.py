@@ -78,7 +78,8 @@ def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]
         narrow = None if narrow and p.fused and not _fuses(isa, narrow.n, p.fused) else narrow
         for lanes, x in ((narrow.n, narrow), (0, atom)) if narrow else ((0, atom),):
             use, own = AtomUse(lanes, atom.k_pack, swap), isa.atom(q.dtype, lanes) or atom
-            for s in (s for each in PROGRAMS.values() for s in each.candidates(q, isa, x, target, UNUSED)):
+            programs = [y for y in PROGRAMS.values() if not y.device]
+            for s in (s for y in programs for s in y.candidates(q, isa, x, target, UNUSED)):
                 one = replace(s, atom=use)
                 legal = legal or not illegal(one, p, isa, own, target)
                 yield one, isa, own

@@ -6,10 +6,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
-from portmm.schedule.gpu_variants import device_of, shares
+from portmm.schedule.gpu_variants import device_of, partitioned
 from portmm.schedule.legality import illegal, occupancy
 from portmm.schedule.parts import ALL
-from portmm.schedule.programs import DEVICE_PROGRAMS
+from portmm.schedule.programs import PROGRAMS
 from portmm.spec.dtype import dequantized_types, types
 from portmm.target.primitives import has_primitive, multiplies
 
@@ -41,13 +41,14 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
     device_of(target)
     legal: dict[Schedule, None] = {}
     for isa, atom in units(p.dtype, target, tf32=p.tf32):
-        proposed = (s for x in DEVICE_PROGRAMS.values() for s in x.candidates(p, isa, atom, target, vectors))
+        programs = (x for x in PROGRAMS.values() if x.device)
+        proposed = (s for x in programs for s in x.candidates(p, isa, atom, target, vectors))
         legal |= {
             _bounded(s, target): None for s in _with_fixup(proposed, target) if not illegal(s, p, isa, atom, target)
         }
     if p.grouped:
         legal = {
-            shares(s, grouped=True): None for s in legal if DEVICE_PROGRAMS[s.program].grouped and s.parallel.split == 1
+            partitioned(s, grouped=True): None for s in legal if PROGRAMS[s.program].grouped and s.parallel.split == 1
         }
     if not legal:
         raise ScheduleError(f"no legal schedule for {p} on {target.name}")
@@ -61,20 +62,20 @@ def _with_fixup(schedules: Iterable[Schedule], target: Target) -> Iterator[Sched
     for s in schedules:
         yield s
         isa = target.isa(s.isa)
-        if s.parallel.split > 1 and DEVICE_PROGRAMS[s.program].fixup and isa and has_primitive(isa, FIXUP, language):
-            yield shares(s, fixup=True)
+        if s.parallel.split > 1 and PROGRAMS[s.program].fixup and isa and has_primitive(isa, FIXUP, language):
+            yield partitioned(s, fixup=True)
 
 
 def _bounded(s: Schedule, target: Target) -> Schedule:
     """A schedule with its occupancy, where the device's compiler takes that as a bound."""
     device = device_of(target)
-    limited = device.bounded and device.registers and DEVICE_PROGRAMS[s.program].bounded
-    bounded = shares(s, occupancy=occupancy(s, target)) if limited else s
+    limited = device.bounded and device.registers and PROGRAMS[s.program].bounded
+    bounded = partitioned(s, occupancy=occupancy(s, target)) if limited else s
     x = bounded.parallel
     if not x.persistent:
         return bounded
     most = device.processors * max(1, x.occupancy)
-    return shares(bounded, persistent=most // x.cluster * x.cluster)
+    return partitioned(bounded, persistent=most // x.cluster * x.cluster)
 
 
 def units(dtype: str, target: Target, *, tf32: bool = False) -> list[tuple[Isa, Atom]]:

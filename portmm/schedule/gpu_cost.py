@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from portmm.schedule.cpu_cost import Cost
 from portmm.schedule.gpu_variants import at_once, blocks, device_of
 from portmm.schedule.legality import occupancy
-from portmm.schedule.programs import DEVICE_PROGRAMS
+from portmm.schedule.programs import PROGRAMS
 from portmm.schedule.roofline import roofline
 from portmm.spec.dtype import size
 from portmm.spec.epilogue import parse
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     """The predicted time of a schedule that is legal for a problem."""
-    work: Work = DEVICE_PROGRAMS[s.program].work(p, s, atom, target, occupancy(s, target))
+    work: Work = PROGRAMS[s.program].work(p, s, atom, target, occupancy(s, target))
     hertz, plain = _hertz(target), target.rates.get("simt_f32", MODEL.default_rate)
     own = target.rates.get(atom.name, MODEL.default_matrix_rate if atom.unit else plain)
     rates = {

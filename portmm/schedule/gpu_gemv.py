@@ -10,7 +10,7 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import device_of, on_gpu, schedule_of, shares
+from portmm.schedule.gpu_variants import device_of, on_gpu, partitioned, schedule_of
 from portmm.schedule.parts import ALL, LOAD, AtomUse, Tile
 from portmm.schedule.program import Program, Waves, Work, compulsory
 from portmm.spec.dtype import BY_NAME, CODES_KR, size
@@ -42,15 +42,7 @@ IN_FLIGHT = 128
 
 
 def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
-    """Schedules for a problem, none if it has many rows.
-
-    Args:
-        p: the problem.
-        isa: the instruction set.
-        atom: its multiply-add.
-        target: a device.
-        vectors: elements of A, B and C that may be moved at once.
-    """
+    """Schedules for a problem, none if it has many rows."""
     if p.m > ROWS or p.deterministic or atom.unit or not (on_gpu(target) or p.b == "codes"):
         return
     k_contiguous = p.b in ("col", "codes")
@@ -118,7 +110,7 @@ def _split(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
     yield s
     if p.acc != "f64":
         enough = [x for x in SPLITS if tiles < processors < 1.5 * tiles * x]
-        yield from (shares(s, split=x) for x in enough[:2])
+        yield from (partitioned(s, split=x) for x in enough[:2])
 
 
 def along_k(s: Schedule) -> bool:
@@ -178,7 +170,7 @@ def shared_words(s: Schedule) -> int:
 
 
 def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
-    """What the busiest processor does."""
+    """Work of the busiest processor."""
     del atom
     v, kr, (a, b, _) = Waves.of(p, s, target, occupied), s.atom.kr, map(size, p.types)
     units = ceil(p.k / kr / s.parallel.split)
@@ -201,4 +193,4 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     return Work(counts, waits)
 
 
-PROGRAM = Program("gpu.gemv", candidates, footprint, work, bounded=False, slice_steps=1)
+PROGRAM = Program("gpu.gemv", candidates, footprint, work, device=True, bounded=False, slice_steps=1)

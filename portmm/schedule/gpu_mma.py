@@ -60,15 +60,7 @@ those of one step are counted."""
 
 
 def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
-    """Schedules for a problem, none if fragments cannot be loaded from the layouts of its operands.
-
-    Args:
-        p: the problem.
-        isa: the instruction set.
-        atom: its matrix instruction.
-        target: a device.
-        vectors: elements of A, B and C that may be moved at once.
-    """
+    """Schedules for a problem, none if fragments cannot be loaded from the layouts of its operands."""
     if atom.unit != "warp" or p.a == "any" or p.b not in ("row", "col") or p.deterministic:
         return
     sizes = [BY_NAME[x].bytes for x in p.types[:2]]
@@ -142,7 +134,7 @@ def staging(s: Schedule) -> int:
 
 
 def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
-    """What the busiest processor does."""
+    """Work of the busiest processor."""
     del atom
     v, warp, warps = Waves.of(p, s, target, occupied), s.tiles[1], s.threads // device_of(target).warp
     a, b, _ = (BY_NAME[x].bytes for x in p.types)
@@ -162,4 +154,4 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     return Work(counts, waits + v.rounds * ending / v.together, filled)
 
 
-PROGRAM = Program("gpu.mma", candidates, footprint, work, dynamic_shared=True, grouped=True, fixup=True)
+PROGRAM = Program("gpu.mma", candidates, footprint, work, device=True, dynamic_shared=True, grouped=True, fixup=True)

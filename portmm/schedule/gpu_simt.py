@@ -198,7 +198,7 @@ def _address_registers(s: Schedule, side: int) -> int:
 
 
 def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
-    """What the busiest processor does."""
+    """Work of the busiest processor."""
     v, device, in_place = Waves.of(p, s, target, occupied), device_of(target), s.program == "direct"
     a, b, _ = (size(x) for x in p.types)
     depth = ceil(ceil(p.k / atom.k_pack) / s.parallel.split)
@@ -224,5 +224,5 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     return Work(counts, waits, filled)
 
 
-SIMT = Program("gpu.simt", simt_candidates, simt_footprint, work, grouped=True, fixup=True)
-NAIVE = Program("gpu.naive", naive_candidates, naive_footprint, work, grouped=True)
+SIMT = Program("gpu.simt", simt_candidates, simt_footprint, work, device=True, grouped=True, fixup=True)
+NAIVE = Program("gpu.naive", naive_candidates, naive_footprint, work, device=True, grouped=True)

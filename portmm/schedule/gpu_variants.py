@@ -113,7 +113,7 @@ def with_stages(s: Schedule, stages: int, method: str) -> Schedule:
     return replace(s, a=s.a.filled(method, stages), b=s.b.filled(method, stages))
 
 
-def shares(s: Schedule, **fields: Any) -> Schedule:
+def partitioned(s: Schedule, **fields: Any) -> Schedule:
     """A schedule with another partition of the work: fields of `Parallel`."""
     return replace(s, parallel=s.parallel._replace(**fields))
 
@@ -130,4 +130,4 @@ def staged(
     most, tiles = BUSY * device_of(target).processors, blocks(s, p)
     for number in stages:
         filled = with_stages(s, number, ASYNC if copies else THROUGH)
-        yield from (shares(filled, split=x) for x in splits if x == 1 or tiles * x <= most)
+        yield from (partitioned(filled, split=x) for x in splits if x == 1 or tiles * x <= most)

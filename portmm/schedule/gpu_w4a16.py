@@ -181,7 +181,7 @@ def instructions(s: Schedule) -> tuple[float, float]:
 
 
 def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
-    """What the busiest processor does."""
+    """Work of the busiest processor."""
     lanes = device_of(target).warp
     v, warp, warps, once = Waves.of(p, s, target, occupied), s.tiles[1], s.threads // lanes, s.program == "dequant"
     a, b, c = (size(x) for x in p.types)
@@ -210,5 +210,5 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     return Work(counts, waits + v.rounds * ending / v.together, filled)
 
 
-SLICED = Program("gpu.w4a16", in_slices, footprint, work, dynamic_shared=True)
-DEQUANTIZED = Program("gpu.w4a16_dequantize", dequantized, footprint, work, dynamic_shared=True)
+SLICED = Program("gpu.w4a16", in_slices, footprint, work, device=True, dynamic_shared=True)
+DEQUANTIZED = Program("gpu.w4a16_dequantize", dequantized, footprint, work, device=True, dynamic_shared=True)

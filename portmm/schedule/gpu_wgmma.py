@@ -10,7 +10,15 @@ from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import asynchronous, blocks, device_of, device_tiles, schedule_of, shares, with_stages
+from portmm.schedule.gpu_variants import (
+    asynchronous,
+    blocks,
+    device_of,
+    device_tiles,
+    partitioned,
+    schedule_of,
+    with_stages,
+)
 from portmm.schedule.parts import TMA, AtomUse, Parallel
 from portmm.schedule.program import Program, Waves, Work, compulsory
 from portmm.schedule.schedule import WARPGROUP
@@ -150,15 +158,7 @@ def footprint(s: Schedule) -> Footprint:
 
 
 def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
-    """Schedules for a problem, none if the copy engine cannot address its operands.
-
-    Args:
-        p: the problem.
-        isa: the instruction set.
-        atom: its matrix instruction.
-        target: a device.
-        vectors: elements of A, B and C that may be moved at once.
-    """
+    """Schedules for a problem, none if the copy engine cannot address its operands."""
     sizes = [BY_NAME[x].bytes for x in p.types]
     if atom.unit != "warpgroup" or not asynchronous(target) or p.k < atom.k or p.deterministic:
         return
@@ -221,7 +221,7 @@ def _staged(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
                 continue
             steps = -(-p.k // s.block.k) // split
             # Sums of slices are added in the same kernel: that takes less time than a second launch.
-            one = shares(s, split=split, fixup=split > 1, persistent=x.persistent if split == 1 else 0)
+            one = partitioned(s, split=split, fixup=split > 1, persistent=x.persistent if split == 1 else 0)
             stages = min(_stages(one, target, together), MOST_STAGES, max(steps, LEAST_STAGES))
             if stages >= LEAST_STAGES:
                 yield from _paired(with_stages(one, stages, TMA), p, tiles > device.processors // 2)
@@ -240,14 +240,14 @@ def _paired(s: Schedule, p: Problem, many: bool) -> Iterator[Schedule]:
     yield s
     pairs = (s.b.layout == "col" and s.block.n % 16 == 0) or s.block.n % (2 * WIDE_ROWS) == 0
     if many and pairs and not (s.atom.swap or s.parallel.grouped) and s.parallel.split == 1 and p.m > s.block.m:
-        yield shares(s, cluster=2)
+        yield partitioned(s, cluster=2)
 
 
 # -- work --------------------------------------------------------------------------
 
 
 def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
-    """What the busiest processor does."""
+    """Work of the busiest processor."""
     del atom
     x, processors = s.parallel, device_of(target).processors
     tiles = ceil(p.m / (s.block.m * x.cluster)) * -(-p.n // s.block.n) * p.batch * x.split * x.cluster
@@ -273,4 +273,4 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     return Work(counts, MODEL.engine_start + waits)
 
 
-PROGRAM = Program("gpu.wgmma", candidates, footprint, work, dynamic_shared=True, grouped=True)
+PROGRAM = Program("gpu.wgmma", candidates, footprint, work, device=True, dynamic_shared=True, grouped=True)

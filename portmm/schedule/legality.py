@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.schedule.gpu_variants import TICKET, device_of, on_gpu
-from portmm.schedule.programs import DEVICE_PROGRAMS, PROGRAMS
+from portmm.schedule.programs import PROGRAMS
 from portmm.target.device import PARTS, RESERVED, STATIC_SHARED
 
 if TYPE_CHECKING:
@@ -28,21 +28,25 @@ MOST_OCCUPANCY = 8
 
 
 def footprint(s: Schedule, p: Problem, atom: Atom) -> Footprint:
-    """What a schedule needs of each level: registers or bytes."""
+    """Registers or bytes of each level that a schedule needs."""
     if not s.on_device:
         return PROGRAMS[s.program].footprint(s, p, atom)
-    registers = device_registers(s)
-    return {
-        "threads": s.threads, "registers": registers, "processor": registers * s.threads, "shared": shared_bytes(s),
-    }  # fmt: skip
+    registers, shared = _of_block(s)
+    return {"threads": s.threads, "registers": registers, "processor": registers * s.threads, "shared": shared}
+
+
+def _of_block(s: Schedule) -> tuple[int, int]:
+    """Registers of a thread of a device, and shared memory of a block."""
+    own = PROGRAMS[s.program].footprint(s)
+    return own["registers"], own.get("shared", 0) + (TICKET if s.parallel.fixup else 0)
 
 
 def capacities(s: Schedule, isa: Isa, target: Target) -> Footprint:
-    """What a target has of each level; levels that are absent, or 0, limit nothing."""
+    """Capacities of the levels of a target; those that are absent, or 0, limit nothing."""
     device = target.device
     if device is None or not s.on_device:
         return {"registers": isa.registers} | {x.name: x.bytes for x in target.levels}
-    dynamic = DEVICE_PROGRAMS[s.program].dynamic_shared
+    dynamic = PROGRAMS[s.program].dynamic_shared
     return {
         "threads": device.block_threads,
         "registers": device.thread_registers if on_gpu(target) else 0,
@@ -69,26 +73,27 @@ def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> st
         if needs > (has.get(level) or needs):
             return f"needs {needs} of {has[level]} {NOUNS.get(level, f'bytes of {level}')}"
     split = s.parallel.split
-    if split > 1 and p.k < split * DEVICE_PROGRAMS[s.program].slice_steps * s.block.k * s.atom.kr:
+    if split > 1 and p.k < split * PROGRAMS[s.program].slice_steps * s.block.k * s.atom.kr:
         return "slices of k are too short"
     return ""
 
 
 def device_registers(s: Schedule) -> int:
     """Registers of a thread of a device."""
-    return DEVICE_PROGRAMS[s.program].footprint(s)["registers"]
+    return _of_block(s)[0]
 
 
 def shared_bytes(s: Schedule) -> int:
     """Shared memory of a block."""
-    return DEVICE_PROGRAMS[s.program].footprint(s).get("shared", 0) + (TICKET if s.parallel.fixup else 0)
+    return _of_block(s)[1]
 
 
 def occupancy(s: Schedule, target: Target) -> int:
     """Number of blocks that run on a processor at once."""
-    device, shared, most = device_of(target), shared_bytes(s), [MOST_OCCUPANCY]
+    device, most = device_of(target), [MOST_OCCUPANCY]
+    registers, shared = _of_block(s)
     if device.registers:
-        each = -(-device_registers(s) // 8) * 8  # registers are allocated in groups of 8
+        each = -(-registers // 8) * 8  # registers are allocated in groups of 8
         warps = PARTS * (device.registers // (PARTS * each * device.warp))
         most.append(warps * device.warp // s.threads)
     if device.threads:

@@ -56,7 +56,7 @@ class Waves(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """What the busiest processor does for a kernel, in counts: a roofline divides them by rates.
+    """Work of the busiest processor for a kernel, in counts: a roofline divides them by rates.
 
     Attributes:
         counts: by the name of a term: multiply-adds, bytes, words, vectors, instructions, or cycles of latency; of
@@ -80,6 +80,7 @@ class Program:
         footprint: what a schedule needs of each level.
         work: what a schedule does: of a device, `Work`, with the number of blocks that fit a processor; of a CPU,
             columns of all candidates at once.
+        device: it is for devices.
         dynamic_shared: it may have more shared memory than a kernel has statically.
         grouped: it supports grouped matmuls, whose blocks find the group of their rows.
         fixup: its last block of a tile can add the sums of all slices of k, on devices that order memory.
@@ -91,6 +92,7 @@ class Program:
     candidates: Callable[[Problem, Isa, Atom, Target, Vectors], Iterator[Schedule]]
     footprint: Callable[..., Footprint]
     work: Callable[..., Any]
+    device: bool = False
     dynamic_shared: bool = False
     grouped: bool = False
     fixup: bool = False

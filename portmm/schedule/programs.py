@@ -11,9 +11,6 @@ PROGRAMS = {
     "gemm": Program("cpu.gemm", cpu_gemm.candidates, footprint, Work.of),
     "dot": Program("cpu.dot", cpu_gemm.dots, footprint, Work.of),
     "tiles": Program("cpu.tile_gemm", cpu_tile_candidates.candidates, footprint, Work.of),
-}
-"""Block programs of CPUs by name. A new one is a row here, and a module of `kernels/`."""
-DEVICE_PROGRAMS = {
     "simt": gpu_simt.SIMT,
     "direct": gpu_simt.NAIVE,
     "stream": gpu_gemv.PROGRAM,
@@ -22,4 +19,4 @@ DEVICE_PROGRAMS = {
     "coded": gpu_w4a16.SLICED,
     "dequant": gpu_w4a16.DEQUANTIZED,
 }
-"""Block programs of devices by name, likewise."""
+"""Block programs by name, those of CPUs first. A new one is a row here, and a module of `kernels/`."""

@@ -11,7 +11,7 @@ from portmm.codegen.lower import grid_atom
 from portmm.errors import TargetError
 from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_cost import cost, epilogue
-from portmm.schedule.programs import DEVICE_PROGRAMS, PROGRAMS
+from portmm.schedule.programs import PROGRAMS
 from portmm.spec.epilogue import C as RESULT
 from portmm.spec.epilogue import Fused, Operand, acc, load
 from portmm.spec.expr import apply
@@ -24,11 +24,11 @@ SUM = apply("add", apply("add", acc(), load(0, "bf16")), load(1, "bf16"))
 ADDED = replace(PLAIN, fused=str(Fused((Operand("bf16", "mn"), Operand("bf16", "mn")), ((RESULT, SUM),))))
 
 
-@pytest.mark.parametrize("name", [*PROGRAMS, *DEVICE_PROGRAMS])
+@pytest.mark.parametrize("name", PROGRAMS)
 def test_programs_have_builders(name):
     from importlib import import_module
 
-    program = (PROGRAMS | DEVICE_PROGRAMS)[name]
+    program = PROGRAMS[name]
     assert callable(import_module(f"portmm.kernels.{program.builder}").build)
 
 
