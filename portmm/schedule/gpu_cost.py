@@ -16,7 +16,7 @@ from portmm.schedule.programs import PROGRAMS
 from portmm.schedule.roofline import roofline
 from portmm.spec.dtype import size
 from portmm.spec.epilogue import parse
-from portmm.spec.expr import OPS
+from portmm.spec.expr_ops import OPS
 from portmm.target.device import PARTS
 from portmm.target.model import DEVICE as MODEL
 
