@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.schedule import gpu_attention, gpu_mma_attention
@@ -21,7 +22,9 @@ def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
     Raises:
         ScheduleError: there are none.
     """
-    return gpu_mma_attention.candidates(shape, target) or gpu_attention.candidates(shape, target)
+    listed = gpu_mma_attention.candidates(shape, target) or gpu_attention.candidates(shape, target)
+    isa, _ = unit(listed[0], target)
+    return [replace(s, isa=isa.name) for s in listed]
 
 
 def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -222,7 +223,9 @@ def test_tiles_are_legal(chip):
             assert found or turing
             if not found:
                 continue
-            assert found == candidates(wanted, target)
+            named = candidates(wanted, target)
+            assert [replace(s, isa="") for s in named] == found
+            assert {s.isa for s in named} == {matrix.unit("f16", target)[0].name}
             for t in map(MatrixTiling, found):
                 assert t.shared_bytes <= device.shared_bytes
                 assert t.registers <= device.thread_registers
