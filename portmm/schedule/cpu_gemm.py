@@ -9,10 +9,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import (
-    DEEP,
     IN_PLACE_ROWS,
     RUN_BYTES,
-    SHALLOW,
     base_schedule,
     blocking,
     capacity,
@@ -28,6 +26,7 @@ from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
 from portmm.spec.dtype import BY_NAME
+from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
 
 if TYPE_CHECKING:
@@ -112,10 +111,12 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
         for mr in dict.fromkeys((top, top - 2, min(top, IN_PLACE_ROWS))):
             if mr < 1 or p.m <= mr:
                 continue
-            tiles = whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP if p.b == "packed" else SHALLOW))
+            tiles = whole_depth(
+                p, depth, blocking(p, target, atom, mr, nr, MODEL.deep if p.b == "packed" else MODEL.shallow)
+            )
             base = replace(base_schedule("gemm", p, isa, tiles, False, False), c=AHEAD)
             if may_pack_once(p, atom):
-                deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, DEEP)))
+                deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, MODEL.deep)))
                 yield from (s for s in _packings(deep, p, isa, atom, PACKED_ONCE) if s.b.once)
             for s in _packings(base, p, isa, atom):
                 yield s

@@ -25,6 +25,7 @@ from portmm.schedule.gpu_attention import AttentionTiles, attention_schedule, sp
 from portmm.schedule.gpu_variants import LEAST_COPY, VECTOR_BYTES, asynchronous, device_of
 from portmm.schedule.parts import ALL, ASYNC, REGISTERS, SHARED, THROUGH, Tile
 from portmm.target.device import CUDA_WARP, PARTS
+from portmm.target.model import DEVICE as MODEL
 from portmm.target.primitives import multiplies
 
 if TYPE_CHECKING:
@@ -60,11 +61,6 @@ RUN = 256
 BUSY = 4
 """Blocks per processor that KV splits aim for."""
 MOST_RUNS = 128
-SHARED_RATE, CACHE_RATE, POWERS, PLAIN = 128, 48, 16, 6
-"""Rates of a processor in a cycle: bytes of shared memory and of L2, and powers of two (CUDA C++ Programming Guide,
-throughput of native arithmetic instructions; approximate for L2); other operations on a score."""
-HIDDEN = 2
-"""Number of warps that hide a processor's latencies: a single one waits twice as long as it computes."""
 
 
 class MatrixTiling(AttentionTiles):
@@ -237,15 +233,15 @@ def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
     elements = t.keys * (t.d + t.dv)
     products = t.queries * elements / rate
     again = 0 if t.q_in_registers else t.queries * t.d
-    shared = SIZE * (elements * (t.warps + 1) + again) / SHARED_RATE
-    cached = SIZE * elements / CACHE_RATE
+    shared = SIZE * (elements * (t.warps + 1) + again) / MODEL.shared_bytes
+    cached = SIZE * elements / MODEL.tile_bytes
     scores = t.queries * t.keys
-    softmax = scores * (PLAIN / plain + 1 / POWERS) + t.queries * t.dv / plain
+    softmax = scores * (MODEL.score_operations / plain + 1 / MODEL.powers) + t.queries * t.dv / plain
     rows = shape.queries * (shape.group if t.runs else 1)
     blocks = shape.heads // (shape.group if t.runs else 1) * -(-rows // t.queries)
     blocks *= min(MOST_RUNS, -(-shape.keys // RUN)) if t.runs else 1
     together = min(occupancy(t, device), -(-blocks // device.processors))
-    waits = 1 + HIDDEN / (together * t.warps)
+    waits = 1 + MODEL.warps_hiding / (together * t.warps)
     if t.runs:
         # Loads in flight hide the latency of memory, which takes about the keys of a tile of two blocks.
         waits = 1 + 2 * 64 / (occupancy(t, device) * (t.slots - 1) * t.keys)
