@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, SHUFFLE, THROUGH, OperandPlan, Staging, Tile
+from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, SHUFFLE, OperandPlan, Staging, Tile
 from portmm.schedule.schedule import Schedule
 from portmm.target.device import CUDA_WARP
 
@@ -27,9 +27,11 @@ def rows_schedule(  # noqa: PLR0917 - parts of one record
         Tile(REGISTERS, 1, vector, 1), Tile("warp", max(1, warp // subgroup), min(subgroup, warp) * vector, 1),
         Tile(SHARED, threads // subgroup, step, 1), Tile("L2", ALL, subgroup * cells, ALL),
     )  # fmt: skip
-    reduced = Staging(REGISTERS, SHUFFLE) if exchange else Staging(SHARED, THROUGH)
-    a = OperandPlan("row", (Staging(REGISTERS, LOAD, 1, vector),))
-    return Schedule("rows", "", "f32", tiles, a=a, c=OperandPlan("row", (reduced,)))
+    a, b, c = (
+        OperandPlan("row", (Staging(REGISTERS, *x),))
+        for x in ((LOAD, 1, vector), (LOAD,), (SHUFFLE if exchange else LOAD,))
+    )
+    return Schedule("rows", "", "f32", tiles, a=a, b=b, c=c)
 
 
 @dataclass(frozen=True, slots=True)

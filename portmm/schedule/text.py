@@ -17,10 +17,10 @@ TALLEST = 1024
 LEVELS = ("registers", "L1", "L2", "L3")
 DEVICE_LEVELS = ("registers", "warp", "shared", "L2")
 """Memory levels of a device: of a thread, a warp, a block, and all blocks."""
-IN_PLACE = ("direct", "stream")
+IN_PLACE = ("direct", "stream", "rows")
 """Programs of devices that read operands in place."""
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
-_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong", "grouped", "joined", "held_a")
+_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong", "grouped", "joined", "held_a", "exchange")
 _USUAL: dict[str, Any] = {
     "a": "row", "b": "row", "c": "row", "panels": 1, "over": "tiles", "lanes": 0, "prefetch": 0, "kr": 1, "post": "",
     "group": 0, "source": "", "fused": "", "static": None, "stages": 0, "split": 1, "vectors": (1, 1, 1),
@@ -42,6 +42,7 @@ def flat(s: Schedule) -> dict[str, Any]:
         "cell": x.cell, "resident": x.occupancy, "groups": x.warpgroups, "pingpong": x.pingpong,
         "cluster": x.cluster, "persistent": x.persistent, "grouped": x.grouped,
         "v": s.v.layout if s.v else "", "held_a": s.v is not None and s.a.at(parts.REGISTERS) is not None,
+        "exchange": s.c.by(parts.SHUFFLE) is not None,
     }  # fmt: skip
 
 
@@ -59,7 +60,7 @@ def of_flat(program: str, isa: str, dtype: str, tiles: tuple[Tile, ...], **field
         method = parts.TMA if program == "wgmma" else parts.ASYNC if x["copies"] else parts.THROUGH
         where = (parts.REGISTERS, parts.LOAD) if program in IN_PLACE else (parts.SHARED, method)
         a, b = ([Staging(*where, x["stages"], vector)] for vector in x["vectors"][:2])
-        c = [Staging(parts.REGISTERS, parts.LOAD, 1, x["vectors"][2])]
+        c = [Staging(parts.REGISTERS, parts.SHUFFLE if x["exchange"] else parts.LOAD, 1, x["vectors"][2])]
         if x["v"]:  # attention keeps a tile of Q, perhaps in registers, and as many of K as of V
             v = OperandPlan(x["v"], (b[0]._replace(vector=x["vectors"][3]),))
             a = [a[0]._replace(method=parts.THROUGH, buffers=1)]
