@@ -23,21 +23,20 @@ from exhaustive import problem_of, write
 from portmm.codegen.lower import atom_of
 from portmm.comparison.shapes import cases
 from portmm.dispatch import config, cpu_units
-from portmm.schedule import cpu_cost, cpu_cost_table, cpu_cost_terms
-from portmm.schedule.schedule import parse
+from portmm.schedule import cpu_cost, cpu_cost_table
+from portmm.schedule.text import parse
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
 
-FACTORS = ("CROWDED", "THRASHED", "OVERFULL")
+FACTORS = ("crowded", "thrashed", "overfull")
 FREE = (
-    *("AHEAD_CYCLES", "EXPOSED", "SHORT_RUNS", "SHORT_AHEAD", "COPY_ONCE", "COPY_PASSING"),
-    *("CONFLICTS", "APART", "TILE_CYCLES", "LOOP_CYCLES", *FACTORS),
+    *("ahead_cycles", "exposed", "short_runs", "short_ahead", "copy_once", "copy_passing"),
+    *("conflicts", "apart", "tile_cycles", "loop_cycles", *FACTORS),
 )
-"""Constants that one thread determines; CUT_RUNS and the cost of threads are not among them."""
-MODULES = (cpu_cost, cpu_cost_table, cpu_cost_terms)
-"""Where the constants are."""
+"""Constants that one thread determines; `cut_runs` and the cost of threads are not among them."""
 NEAR = 1.6
 """Times of the best up to which the shape of the prediction counts: what is slower need not be ranked."""
 
@@ -80,7 +79,7 @@ def searches(rows, target):
         schedules = [parse(row["schedule"]) for row in mine]
         held = target.limited_to(schedules[0].isa)
         tried = tuple(
-            (row, s, atom_of(cpu_units.isa_of(s, held), s.dtype, s.lanes))
+            (row, s, atom_of(cpu_units.isa_of(s, held), s.dtype, s.atom.lanes))
             for row, s in zip(mine, schedules, strict=True)
         )
         yield Search(name, problem_of(known[name]), held, tried)
@@ -120,13 +119,13 @@ def quality(found):
 def give(values):
     """Let the model have these constants."""
     for name, value in values.items():
-        setattr(next(x for x in MODULES if hasattr(x, name)), name, value)
+        setattr(MODEL, name, value)
 
 
 def fit(found, steps, seed=1):
     """Constants that serve better, by random steps from the present ones."""
     rng = random.Random(seed)  # noqa: S311 - no secret
-    best, kept = quality(found), {name: next(getattr(x, name) for x in MODULES if hasattr(x, name)) for name in FREE}
+    best, kept = quality(found), {name: getattr(MODEL, name) for name in FREE}
     for step in range(steps):
         tried = dict(kept)
         for name in rng.sample(FREE, rng.choice((1, 1, 2, 3))):

@@ -6,7 +6,7 @@
 
 Each file is what `lease.py` or `gpu.py --schedules --save` wrote. A row of a survey has its problem, its schedule as
 `portmm.schedule.schedule.parse` reads it, the terms of its prediction, and seconds. A fit finds for each term the
-factor by which predictions come nearest; a person decides which constant of `schedule.gpu_cost` it stands for.
+factor by which predictions come nearest; a person decides which constant of `targets/model/device.toml` it stands for.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from pathlib import Path
 import numpy as np
 
 from portmm.dispatch.tuned_schedule import Tuned, architecture, to_toml
-from portmm.schedule.gpu_cost import EXPOSED
-from portmm.schedule.schedule import parse
+from portmm.schedule.roofline import roofline
+from portmm.schedule.text import parse
 from portmm.spec.problem import Problem
+from portmm.target.model import DEVICE as MODEL
 from portmm.target.target import load_target
 from portmm.version import VERSION
 
@@ -48,8 +49,7 @@ class Row:
     def predicted(self, factors):
         """Seconds, with a factor for each term."""
         hidden = [x * factors.get(name, 1.0) for name, x in self.overlapped.items()]
-        most = max(hidden)
-        return most + EXPOSED * (sum(hidden) - most) + sum(x * factors.get(name, 1.0) for name, x in self.added.items())
+        return roofline(hidden, [x * factors.get(name, 1.0) for name, x in self.added.items()], MODEL.exposed)
 
 
 def measured(surveys):

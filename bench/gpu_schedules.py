@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import gpu_families
@@ -22,11 +22,10 @@ from portmm.dispatch import gpu as gpu_dispatch
 from portmm.dispatch.schedule_choice import Choice
 from portmm.dispatch.tuned_schedule import problem_text
 from portmm.errors import PortmmError
-from portmm.ops import attention_gpu
-from portmm.schedule import gpu_attention, gpu_mma_attention
+from portmm.schedule import gpu_attention, gpu_attention_choice, gpu_mma_attention
 from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_cost import cost
-from portmm.schedule.schedule import spell
+from portmm.schedule.text import spell
 from portmm.util.memo import forget_all
 
 BEST = 2 / 3
@@ -121,7 +120,7 @@ def opened(call, operands):
         PortmmError: it poses nothing that has candidates.
     """
     routes, tiles = [], []
-    route, tiled = gpu_dispatch.route, attention_gpu._tiled  # noqa: SLF001
+    route, listed = gpu_dispatch.route, gpu_attention_choice.candidates
 
     def seen(p, on, vectors):
         routes.append((p, on, vectors))
@@ -129,13 +128,13 @@ def opened(call, operands):
 
     def seen_tiles(wanted, target):
         tiles.append((wanted, target))
-        return tiled(wanted, target)
+        return listed(wanted, target)
 
     forget_all()
-    with replaced(gpu_dispatch, "route", seen), replaced(attention_gpu, "_tiled", seen_tiles):
+    with replaced(gpu_dispatch, "route", seen), replaced(gpu_attention_choice, "candidates", seen_tiles):
         call(operands)
     if tiles:
-        return Surveyed(asdict(tiles[0][0]), (attention_gpu, "_tiled"), tuple(_tilings(*tiles[0])))
+        return Surveyed(tiles[0][0]._asdict(), (gpu_attention_choice, "candidates"), tuple(_attention(*tiles[0])))
     if not routes:
         raise PortmmError("the call poses no problem that has candidates")
     p, on, vectors = max(routes, key=lambda x: x[0].m * x[0].n * x[0].k * x[0].batch)
@@ -145,32 +144,26 @@ def opened(call, operands):
 def _schedules(p, on, vectors):
     """Candidates of a product."""
     for terms, s in ranked(p, on.target, vectors):
-        shared = [getattr(s, name, None) for name in ("groups", "pingpong", "cluster")]
+        shared = (s.parallel.warpgroups, s.parallel.pingpong, s.parallel.cluster)
 
         def build(s=s, terms=terms):
             choice = Choice(p, on.target, 1, s, terms, ())
             return gpu_dispatch.Route(choice, *gpu_dispatch._code(s, on))  # noqa: SLF001
 
-        kind = (s.program, s.isa, s.copies, s.swap, s.split > 1, *shared)
+        kind = (s.program, s.isa, s.a.asynchronous, s.atom.swap, s.parallel.split > 1, *shared)
         yield Candidate(
             spell(s), str(s), kind, terms.seconds, {"overlapped": terms.overlapped, "added": terms.added}, build
         )
 
 
-def _tilings(wanted, target):
+def _attention(wanted, target):
     """Candidates of attention, of which one compiles when it is first called."""
-    found = []
-    if not gpu_mma_attention.lacks(wanted, target):
-        hertz = 1e9 * (target.frequency_ghz or 1)
-        for t in gpu_mma_attention.tilings(wanted, target):
-            seconds = gpu_mma_attention.time(t, wanted, target) / hertz
-            found.append((t, "mma_attention", seconds, gpu_mma_attention.runs_of(t, wanted, target)))
-    threads = gpu_attention.tilings(wanted, target)
-    found += [(t, "grid_attention", None, gpu_attention.runs_of(t, wanted, target)) for t in threads]
-    for t, program, seconds, runs in found:
-        text = f"{program} {t.queries}x{t.keys} threads {t.threads}" + (f" slots {t.slots}" if seconds else "")
-        kind = (program, t.threads, getattr(t, "slots", 0))
-        yield Candidate(f"{program}:{t}", text, kind, seconds, {}, lambda t=t, runs=runs: (t, *runs))
+    hertz = 1e9 * (target.frequency_ghz or 1)
+    matrix = gpu_mma_attention.candidates(wanted, target)
+    for s in (*matrix, *gpu_attention.candidates(wanted, target)):
+        seconds = gpu_mma_attention.time(s, wanted, target) / hertz if s in matrix else None
+        text = f"{s.program} {s.block.m}x{s.block.n} threads {s.threads}" + (f" slots {s.stages}" if seconds else "")
+        yield Candidate(str(s), text, (s.program, s.threads, s.stages), seconds, {}, lambda s=s: [s])
 
 
 def survey(on, case, *, l2, most=36, turns=5, threads=8, skip=(), part=(0, 1), compile_only=False, said=False):

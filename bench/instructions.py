@@ -21,7 +21,7 @@ from portmm.build.compiler import find_compiler
 from portmm.codegen.lower import lower, lower_pack
 from portmm.dispatch.cpu_selection import choose
 from portmm.dispatch.cpu_units import family, family_of_codes, isa_of
-from portmm.schedule.schedule import spell
+from portmm.schedule.text import spell
 from portmm.spec.problem import Problem
 from portmm.spec.problem import family as family_of
 from portmm.target.target import load_isa, load_target

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Index, Ptr, ceil_div, const, round_up, var
 from portmm.ir.nodes import Let, LetPtr, Read
+from portmm.schedule.cpu_attention import Geometry, attention_schedule
 from portmm.spec.epilogue import parse
 
 if TYPE_CHECKING:
@@ -30,10 +31,6 @@ FIELDS = {
 }
 """Names for fields of the argument block that attention has no other use for: columns of V, heads, heads that share
 keys, width of the window, keys of a block, distance of the first query from the first key, and keys of a run."""
-QUERIES = 64
-"""Approximate number of queries of a block: for each key that is read, as many multiply-adds per element."""
-IN_PLACE_ROWS = 8
-"""Rows of the left operand that integer registers can address: see `schedule.cpu_candidates`."""
 M, N, D = var("m"), var("n"), var("k")
 
 
@@ -64,57 +61,12 @@ class Form:
     few: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class Geometry:
-    """Sizes of tiles.
-
-    Attributes:
-        nr: n of the first product's register tile: queries.
-        mr: m of it: keys.
-        pv_n: n of the second product's register tile: columns of V.
-        pv_m: m of it: queries.
-        queries: queries of a block.
-    """
-
-    nr: int
-    mr: int
-    pv_n: int
-    pv_m: int
-    queries: int
-
-    @classmethod
-    def of(cls, isa: Isa, atom: Atom) -> Geometry:
-        """Geometry with the fewest loads per multiply-add, of blocks of about `QUERIES`."""
-        if atom.tiled:
-            side = 2 * atom.m  # two by two tiles of sums: of keys, or columns of V, by queries, in strips of a tile
-            return cls(atom.n, side, side, 2 * atom.n, QUERIES)
-
-        def rows(v: int) -> int:
-            return min(IN_PLACE_ROWS, (isa.registers - v - 1) // v)
-
-        first = min((v for v in (1, 2, 3, 4) if rows(v) > 0), key=lambda v: (v + rows(v)) / (v * rows(v)))
-        first = first if isa.registers >= 32 else min(first, 2)
-        nr, pv_m = first * atom.n, rows(2)
-        step = next(x for x in range(nr, nr * pv_m + 1, nr) if x % pv_m == 0)
-        return cls(nr, rows(first), 2 * atom.n, pv_m, max(1, QUERIES // step) * step)
-
-
-def keys_of(bytes_: int, geometry: Geometry, head: int) -> int:
-    """Number of keys of a block: as many as fit half of L2 with their scores, K and V, in whole tiles of both products.
-
-    More keys make rescaling of sums cheaper; no more than 512, as it is cheap by then.
-    """
-    per_key = 4 * (geometry.queries + 2 * head)
-    step = geometry.mr * 2
-    return max(1, min(512, bytes_ // 2 // per_key) // step) * step
-
-
 class AttentionMemory:
     """Addresses and sizes of the operands and scratch of one kernel; no loops."""
 
     def __init__(self, form: Form, isa: Isa, atom: Atom, real: Atom) -> None:
         self.form, self.isa, self.atom, self.real = form, isa, atom, real
-        self.g = Geometry.of(isa, atom)
+        self.g = Geometry(attention_schedule(isa, atom))
         self.fused = parse(form.score)
         names = ["q", "k", "v", "o", *(x for x in ("lse", "lengths", "starts") if getattr(form, x))]
         first = len(self.fused.operands)

@@ -62,7 +62,7 @@ class Blocks:
     @property
     def k(self) -> Index:
         """Extent of the reduction, in units of a fragment."""
-        return ceil_div(var("k"), self.s.kr)
+        return ceil_div(var("k"), self.s.atom.kr)
 
     @property
     def kb(self) -> Index:
@@ -86,25 +86,25 @@ class Blocks:
         """Relation of a block of k to summation runs; int4 values used in place have runs of their own."""
         if chained(self.atom) or self.int4_in_place:
             return BlockOfK.CHAIN
-        return block_of_k(self.s.kc, self.s.kr, self.s.static[2] if self.s.static else None)
+        return block_of_k(self.s.kc, self.s.atom.kr, self.s.static[2] if self.s.static else None)
 
     @property
     def run_count(self) -> Index:
         """Number of runs of k: as few as possible."""
-        return run_count(self.k, self.s.kr)
+        return run_count(self.k, self.s.atom.kr)
 
     @property
     def run(self) -> Index:
         """Number of units of k in a run."""
-        return run_of(self.k, self.s.kr)
+        return run_of(self.k, self.s.atom.kr)
 
     def runs_of_block(self, count: Index) -> Index:
         """Number of runs in a block of k, of `count` in all: about as many in each."""
-        return ceil_div(count, ceil_div(count, runs_in(self.s.kc, self.s.kr)))
+        return ceil_div(count, ceil_div(count, runs_in(self.s.kc, self.s.atom.kr)))
 
     def whole(self, depth: Index) -> Index:
         """Extent along k of buffers: rounded up to whole words where B has int4 values."""
-        return round_up(depth, CODES_KR // self.s.kr) if self.s.b == "codes" else depth
+        return round_up(depth, CODES_KR // self.s.atom.kr) if self.s.b.layout == "codes" else depth
 
     @property
     def depth(self) -> Index:
@@ -120,12 +120,12 @@ class Blocks:
     @property
     def start(self) -> Index:
         """Start of this thread's range of k."""
-        return var("k_first") if self.s.over == "k" else const(0)
+        return var("k_first") if self.s.parallel.over == "k" else const(0)
 
     @property
     def end(self) -> Index:
         """End of this thread's range of k."""
-        return var("k_last") if self.s.over == "k" else self.k
+        return var("k_last") if self.s.parallel.over == "k" else self.k
 
     @property
     def last_of_run(self) -> Index:
@@ -139,7 +139,7 @@ class Blocks:
 
     def filled(self, start: Index, units: Index) -> Index:
         """Number of elements of k in some units, of which the last may not be full."""
-        return minimum(var("k") - start * self.s.kr, units * self.s.kr)
+        return minimum(var("k") - start * self.s.atom.kr, units * self.s.atom.kr)
 
     @property
     def runs(self) -> Index:
@@ -159,14 +159,14 @@ class Blocks:
     @property
     def groups(self) -> Index:
         """Number of visits across C: panels, or groups of panels."""
-        return ceil_div(N, self.s.nr * self.s.panels)
+        return ceil_div(N, self.s.nr * self.s.b.panels)
 
     @property
     def column_chunks(self) -> Index:
         """Number of chunks that the columns of a block are cut into, so that every thread has work."""
         s = self.s
         fewest = ceil_div(N, s.nc) if s.nc else const(1)
-        if s.over != "tiles":
+        if s.parallel.over != "tiles":
             return fewest
         wanted = ceil_div((WORKERS - 1) * TASKS_PER_WORKER, self.blocks)
         return maximum(fewest, minimum(self.groups, wanted))
@@ -178,7 +178,7 @@ class Blocks:
     @property
     def chunk_width(self) -> Index:
         """Number of columns of the widest chunk of a block, in whole panels."""
-        return ceil_div(self.groups, self.column_chunks) * (self.s.nr * self.s.panels)
+        return ceil_div(self.groups, self.column_chunks) * (self.s.nr * self.s.b.panels)
 
     @property
     def first_column(self) -> Index:
@@ -188,7 +188,7 @@ class Blocks:
     @property
     def near(self) -> int:
         """Number of panels of B that are packed together: as many as stay in L2, or a long run of each row."""
-        n = RUN_BYTES // self.atom_bytes if self.s.once else self.s.tiles[2].n
+        n = RUN_BYTES // self.atom_bytes if self.s.b.once else self.s.tiles[2].n
         return max(1, n // self.s.nr)
 
     @property
@@ -219,12 +219,12 @@ class Blocks:
     @property
     def int4_in_place(self) -> bool:
         """Whether the micro-kernel dequantizes int4 values of B in place."""
-        return self.s.b == "codes" and not self.s.pack_b
+        return self.s.b.layout == "codes" and not self.s.b.packed
 
     @property
     def groups_of_k(self) -> Index:
         """Number of quantization groups along k."""
-        return ceil_div(var("k"), self.s.group) if self.s.group else const(1)
+        return ceil_div(var("k"), self.s.b.group) if self.s.b.group else const(1)
 
     @property
     def line(self) -> int:

@@ -27,11 +27,11 @@ TOP = 127
 
 def quantise_rows(g: Operands) -> Stmt:
     """Quantization of all rows of A by parallel tasks, a few rows each."""
-    real = g.isa.quantises(g.atom, g.s.source)
+    real = g.isa.quantises(g.atom, g.s.a.source)
     assert real is not None  # noqa: S101 - else the ISA would not have been selected
     i, task, tasks = var("i"), var("task"), minimum(M, WORKERS * TASKS_PER_WORKER)
     args = (var("k"), g.operand("a", i * var("a_m")), Ptr("codes", i * g.quantised_step), Ptr("scales", i))
-    row = Call(quantise(real, g.s.source), args)
+    row = Call(quantise(real, g.s.a.source), args)
     rows = For("i", M * task // tasks, M * (task + 1) // tasks, const(1), (row,))
     body = (*g.quantised_rows(), rows)
     share = Function("quantise_rows", "task", (Param("item"),), body, "Some rows of A as codes")

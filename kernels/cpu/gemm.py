@@ -65,13 +65,13 @@ def build(s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None) ->
     if s.static:
         m, n, k = s.static
         constants = (("m", m), ("n", n), ("k", k), ("c_m", n), ("c_n", 1))
-        constants += (("a_m", k), ("a_k", 1)) if s.a == "row" else (("a_m", 1), ("a_k", m))
-        constants += (("b_k", n), ("b_n", 1)) if s.b == "row" else (("b_k", 1), ("b_n", k))
+        constants += (("a_m", k), ("a_k", 1)) if s.a.layout == "row" else (("a_m", 1), ("a_k", m))
+        constants += (("b_k", n), ("b_n", 1)) if s.b.layout == "row" else (("b_k", 1), ("b_n", k))
     a, b, c = s.types
-    types = (("a", s.source or a), ("b", {"packed": g.read_types[1], "codes": "s32"}.get(s.b, b)), ("c", c))
-    name, operands = str(s.name(atom)), operand_types(s.fused)
+    types = (("a", s.a.source or a), ("b", {"packed": g.read_types[1], "codes": "s32"}.get(s.b.layout, b)), ("c", c))
+    name, operands = str(s.name(atom)), operand_types(s.epilogue.fused)
     work = g.workspace()
-    return Kernel(name, isa, atom, entry, work, swap=s.swap, types=types, constants=constants, operands=operands)
+    return Kernel(name, isa, atom, entry, work, swap=s.atom.swap, types=types, constants=constants, operands=operands)
 
 
 class Gemm(Operands):
@@ -83,11 +83,11 @@ class Gemm(Operands):
 
     def entry(self) -> tuple[Stmt, ...]:
         """Loop over the items of the batch."""
-        if self.s.over == "batch":
+        if self.s.parallel.over == "batch":
             items = Function("items", "task", (), self.items(), "A share of the batch, one item after the other")
             return (Parallel(items, self.chunks),)
-        body = split_k(self, self.in_order()) if self.s.over == "k" else self.product()
-        if self.s.source:
+        body = split_k(self, self.in_order()) if self.s.parallel.over == "k" else self.product()
+        if self.s.a.source:
             body = (quantise_rows(self), *body)
         return (For("item", const(0), var("batch"), const(1), body),)
 
@@ -104,12 +104,12 @@ class Gemm(Operands):
 
     def product(self) -> tuple[Stmt, ...]:
         """Loop over the blocks of C of one item: parallel tasks, or in order when the batch is parallel."""
-        if self.s.over == "batch":
+        if self.s.parallel.over == "batch":
             return (self.in_order(),)
         comment = "A block of rows by a share of the columns of C"
         task = Function("block", "task", (Param("item"),), self.block(var("task")), comment)
         blocks = Parallel(task, self.blocks * self.column_chunks, (var("item"),))
-        return (pack_once(self), blocks) if self.s.once else (blocks,)
+        return (pack_once(self), blocks) if self.s.b.once else (blocks,)
 
     def in_order(self) -> Stmt:
         """Loop over the blocks of C of one thread."""
@@ -127,15 +127,15 @@ class Gemm(Operands):
         rows = M * (index + 1) // blocks - var("row") if s.mc else M
         inside: tuple[Stmt, ...] = (Let("kd", self.depth), *self.pack_a(), *self.totals(), *self.macro())
         inside = over_k(self, inside)
-        if s.over != "k":
+        if s.parallel.over != "k":
             inside = (*extents_of_k(self), *self.scratch(), *inside)
         return (
             *self.quantised_rows(),
             *(() if single else (Let("shares", self.column_chunks),)),
             Let("row", M * index // blocks if s.mc else const(0)),
             Let("rows", rows),
-            Let("first", const(0) if single else self.chunk_start(chunk, chunks) * s.panels),
-            Let("last", panels if single else minimum(panels, self.chunk_start(chunk + 1, chunks) * s.panels)),
+            Let("first", const(0) if single else self.chunk_start(chunk, chunks) * s.b.panels),
+            Let("last", panels if single else minimum(panels, self.chunk_start(chunk + 1, chunks) * s.b.panels)),
             Let("slices", ceil_div(var("rows"), s.mr)),
             Let("height", var("rows") // var("slices")),
             Let("taller", var("rows") % var("slices")),
@@ -159,10 +159,10 @@ class Gemm(Operands):
             return ()
         place = LetPtr("cp", self.private() + (self.b_size + self.a_size), self.acc)
         if not s.kc:
-            return (place, Let("c_wide", const(s.nr * s.panels)))
+            return (place, Let("c_wide", const(s.nr * s.b.panels)))
         width = (var("last") - var("first")) * s.nr
         several = Let("deep", var("kb").lt(self.k))
-        return (place, several, Let("c_wide", var("deep") * width + (1 - var("deep")) * (s.nr * s.panels)))
+        return (place, several, Let("c_wide", var("deep") * width + (1 - var("deep")) * (s.nr * s.b.panels)))
 
     def slices(self, *body: Stmt) -> Stmt:
         """Loop over nearly equal slices of the block's rows: `h` rows from `r` on."""
@@ -176,10 +176,10 @@ class Gemm(Operands):
     def pack_a(self) -> tuple[Stmt, ...]:
         """Packing of the block of A, slice by slice."""
         s = self.s
-        if not s.pack_a:
+        if not s.a.packed:
             return ()
-        pack = pack_a(self.isa, self.move_atom, s.mr, s.a, s.types[0], self.atom.left)
-        elements = (self.filled(self.pc, var("kd")),) if s.kr > 1 else ()
+        pack = pack_a(self.isa, self.move_atom, s.mr, s.a.layout, s.types[0], self.atom.left)
+        elements = (self.filled(self.pc, var("kd")),) if s.atom.kr > 1 else ()
         args = (var("kd"), *elements, var("h"), *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), self.slices(Call(pack, args)))
 
@@ -193,21 +193,21 @@ class Gemm(Operands):
     def macro(self) -> tuple[Stmt, ...]:
         """Macro-kernel: every register tile of the block, while a panel of B stays in L1."""
         s = self.s
-        if s.panels == 1:
+        if s.b.panels == 1:
             return (self.visits(1, var("first"), var("last")),)
         # The last panel may be partial, which only visits of one panel handle.
-        whole = (N // s.nr - var("first")) // s.panels * s.panels
-        safe = maximum(0, minimum((var("last") - var("first")) // s.panels * s.panels, whole))
+        whole = (N // s.nr - var("first")) // s.b.panels * s.b.panels
+        safe = maximum(0, minimum((var("last") - var("first")) // s.b.panels * s.b.panels, whole))
         return (
             Let("wide", var("first") + safe),
-            self.visits(s.panels, var("first"), var("wide")),
+            self.visits(s.b.panels, var("first"), var("wide")),
             self.visits(1, var("wide"), var("last")),
         )
 
     def visits(self, panels: int, begin: Index, end: Index) -> Stmt:
         """Loop over panels, or groups of them, around one over slices of A."""
         s = self.s
-        if s.pack_b and not s.once:
+        if s.b.packed and not s.b.once:
             near = self.near
             inner = self.tiles(1, var("jg"), minimum(end, var("jg") + near))
             return For("jg", begin, end, const(near), (*pack_panels(self, end), inner))

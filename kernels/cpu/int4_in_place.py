@@ -27,7 +27,7 @@ def sum_groups(g: Operands, height: int) -> Stmt:
     """Call that sums so many rows of A over quantization groups."""
     real = g.isa.vector("f32", g.atom.n)
     assert real is not None  # noqa: S101 - else the atom would not support int4 values
-    shape = Shape(rows=height, nr=g.s.nr, a_packed=g.s.pack_a, a=g.read_types[0])
+    shape = Shape(rows=height, nr=g.s.nr, a_packed=g.s.a.packed, a=g.read_types[0])
     function = group_sums(g.atom, real, family(g.s.family), shape)
     return Call(function, (var("k"), *g.rows_of_a(const(0)), *_sums(g), g.groups_of_k))
 

@@ -24,29 +24,29 @@ class Operands(Workspace):
     def left(self, row: Index, unit: Index) -> tuple[Ptr, Index, Index]:
         """Address of an element of A in place, and its strides: of the operand, or of its quantised rows."""
         s = self.s
-        if s.source:
-            return Ptr("codes", row * self.quantised_step + unit * s.kr), self.quantised_step, const(1)
+        if s.a.source:
+            return Ptr("codes", row * self.quantised_step + unit * s.atom.kr), self.quantised_step, const(1)
         # One stride is 1 by layout: as a constant it becomes part of an address.
-        a_m = const(1) if s.a == "col" else var("a_m")
-        a_k = const(1) if s.a == "row" else var("a_k")
-        return self.operand("a", row * a_m + unit * (a_k * s.kr)), a_m, a_k
+        a_m = const(1) if s.a.layout == "col" else var("a_m")
+        a_k = const(1) if s.a.layout == "row" else var("a_k")
+        return self.operand("a", row * a_m + unit * (a_k * s.atom.kr)), a_m, a_k
 
     def unpacked_a(self) -> tuple[Ptr, Index, Index]:
         """Address and strides of the slice of A that is to be packed."""
         row = var("row") + var("r")
-        if self.s.source:
+        if self.s.a.source:
             return self.left(row, self.pc)
         a_m, a_k = var("a_m"), var("a_k")
-        return self.operand("a", row * a_m + self.pc * (a_k * self.s.kr)), a_m, a_k
+        return self.operand("a", row * a_m + self.pc * (a_k * self.s.atom.kr)), a_m, a_k
 
     def source(self, column: Index, row: Index) -> Ptr:
         """Address of an element of B in place."""
-        b_n = const(1) if self.s.b == "row" else var("b_n")
-        return self.operand("b", row * (var("b_k") * self.s.kr) + column * b_n)
+        b_n = const(1) if self.s.b.layout == "row" else var("b_n")
+        return self.operand("b", row * (var("b_k") * self.s.atom.kr) + column * b_n)
 
     def result(self, row: Index, column: Index) -> Ptr:
         """Address of an element of C, or of this run's own C, or of the sum that will become it."""
-        if self.s.over == "k":
+        if self.s.parallel.over == "k":
             return Ptr("cp", row * N + column)
         if self.finishes:
             return self.sums(row, column)
@@ -64,31 +64,31 @@ class Operands(Workspace):
         """Stride in elements between rows of results."""
         if self.finishes:
             return var("c_wide")
-        return N if self.s.over == "k" else var("c_m")
+        return N if self.s.parallel.over == "k" else var("c_m")
 
     @property
     def streams(self) -> tuple[str, ...]:
         """Operands to prefetch: those not packed here, or all of the next item."""
         s = self.s
-        if not s.ahead:
+        if not s.c.prefetch:
             return ()
-        if s.over == "batch":
+        if s.parallel.over == "batch":
             return ("a", "b")
-        return (() if s.pack_a else ("a",)) + (("b",) if self.panel_step is not None or not s.pack_b else ())
+        return (() if s.a.packed else ("a",)) + (("b",) if self.panel_step is not None or not s.b.packed else ())
 
     def rows_of_a(self, before: Index) -> tuple[Index | Ptr, ...]:
         """Address and strides of the slice of A, from so many units on: packed, or in place."""
-        if self.s.pack_a:
+        if self.s.a.packed:
             return (Ptr("ap", var("r") * var("kd") + before * var("h")),)
         return self.left(var("row") + var("r"), self.pc + before)
 
     def panel(self) -> Ptr:
         """Address of the current panel of B."""
         s = self.s
-        if s.once:
+        if s.b.once:
             return Ptr("work", self.of_panels(var("j") * self.b_step + self.pc * s.nr))
-        if s.pack_b:
+        if s.b.packed:
             return self.private() + (var("j") - var("jg")) * self.of_panels(self.b_near)
-        if s.b in ("packed", "codes"):
+        if s.b.layout in ("packed", "codes"):
             return self.operand("b", var("j") * var("b_n") + self.pc * s.nr)
         return self.source(var("column"), self.pc)

@@ -47,7 +47,7 @@ class _Place:
 
 
 def _place(g: Operands) -> _Place:
-    if g.s.once:  # at their position among all panels
+    if g.s.b.once:  # at their position among all panels
         row, step = var("p_first"), g.b_step
         depth = minimum(g.k - row, g.k if g.unshifts else PACK_ROWS)
         above = row * g.s.nr
@@ -75,9 +75,9 @@ def pack_panels(g: Operands, end: Index) -> tuple[Stmt, ...]:
     """Packing of a few panels before `end`: all together, or one by one where the last is partial."""
     s, near, at = g.s, g.near, _place(g)
     panels = LetPtr("panels", at.base, g.move_atom.right)
-    single = (_dequantize(g, at),) if s.b == "codes" else (*_one(g, at, const(0)), *_sums(g, at))
+    single = (_dequantize(g, at),) if s.b.layout == "codes" else (*_one(g, at, const(0)), *_sums(g, at))
     singly = For("q", FIRST, minimum(end, FIRST + near), const(1), single)
-    if s.b != "row" or near == 1:
+    if s.b.layout != "row" or near == 1:
         return (panels, singly)
     partial = minimum(end * s.nr, N).lt((FIRST + near) * s.nr)
     return (panels, If(partial, (singly,), _together(g, at)))
@@ -85,7 +85,7 @@ def pack_panels(g: Operands, end: Index) -> tuple[Stmt, ...]:
 
 def _dequantize(g: Operands, at: _Place) -> Stmt:
     """Conversion of int4 values of a packed B to elements of a panel."""
-    kr = g.s.kr
+    kr = g.s.atom.kr
     words = (at.row * kr // CODES_KR, ceil_div((at.row + at.depth) * kr, CODES_KR))
     args = (*words, g.operand("b", Q * var("b_n")), at.panel)
     return Call(dequantize(g.isa, g.move_atom, family(g.s.family)), args)
@@ -94,9 +94,9 @@ def _dequantize(g: Operands, at: _Place) -> Stmt:
 def _one(g: Operands, at: _Place, unit: Index) -> tuple[Stmt, ...]:
     """Packing of one panel, from a unit on."""
     s, column = g.s, Q * g.s.nr
-    filled = (g.filled(at.row, at.depth), unit) if s.kr > 1 else ()
+    filled = (g.filled(at.row, at.depth), unit) if s.atom.kr > 1 else ()
     source = (minimum(N - column, s.nr), g.source(column, at.row), var("b_k"), var("b_n"))
-    pack = packing.pack_b(g.isa, g.move_atom, s.nr, s.b, s.types[1], g.move_atom.right)
+    pack = packing.pack_b(g.isa, g.move_atom, s.nr, s.b.layout, s.types[1], g.move_atom.right)
     return (Call(pack, (at.depth, *filled, *source, at.panel)),)
 
 
@@ -110,10 +110,10 @@ def _sums(g: Operands, at: _Place) -> tuple[Stmt, ...]:
 def _together(g: Operands, at: _Place) -> tuple[Stmt, ...]:
     """Packing of whole panels along the rows of B."""
     s, near, atom = g.s, g.near, g.move_atom
-    full = g.filled(at.row, at.depth) // s.kr if s.kr > 1 else at.depth
+    full = g.filled(at.row, at.depth) // s.atom.kr if s.atom.kr > 1 else at.depth
     rows = packing.pack_b_rows(atom, s.nr, near, PREFETCH, s.types[1], atom.right)
     body: tuple[Stmt, ...] = (Call(rows, (full, g.source(FIRST * s.nr, at.row), var("b_k"), at.first, at.step)),)
-    if s.kr > 1:  # the remainder of k after whole units
+    if s.atom.kr > 1:  # the remainder of k after whole units
         rest = For("q", FIRST, FIRST + near, const(1), _one(g, at, full))
         body += (If(full.lt(at.depth), (rest,)),)
     sums = _sums(g, at)

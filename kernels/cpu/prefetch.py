@@ -53,11 +53,11 @@ def _deeper(g: Operands) -> Index:
 def _next_a(g: Operands, height: int) -> list[Index | Ptr]:
     """Prefetch operands of A: the same slice in the next block of k, or after the last block the next slice."""
     s, deeper = g.s, _deeper(g)
-    a_m = const(1) if s.a == "col" else var("a_m")
-    a_k = const(1) if s.a == "row" else var("a_k")
+    a_m = const(1) if s.a.layout == "col" else var("a_m")
+    a_k = const(1) if s.a.layout == "row" else var("a_k")
     here = (var("row") + var("r")) * a_m + g.pc * a_k
     there = deeper * (var("kd") * a_k) + (1 - deeper) * (a_m * height)
-    if s.a == "col":
+    if s.a.layout == "col":
         return [g.operand("a", here + there + g.before * a_k), a_k]
     return [g.operand("a", here + there + g.before)]
 

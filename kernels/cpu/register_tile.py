@@ -50,7 +50,7 @@ def multiply(g: Operands, height: int, panels: int) -> Stmt:
     args += [g.result(ROW, COLUMN), g.c_step, var("columns"), before]
     args += kept(g, ROW, COLUMN) if part else ()
     if shape.ahead is not None:
-        args += next_item(g, ROW) if s.over == "batch" else next_panel(g, height)
+        args += next_item(g, ROW) if s.parallel.over == "batch" else next_panel(g, height)
     return Call(micro_kernel(g.atom, shape), tuple(args))
 
 
@@ -60,18 +60,18 @@ def _shape(g: Operands, height: int, panels: int) -> Shape:
         rows=height,
         nr=s.nr,
         panels=panels,
-        a_packed=s.pack_a,
-        b_packed=s.pack_b or s.b == "packed",
-        prefetch=s.prefetch,
-        ahead=g.streams if s.ahead and panels == 1 else None,
-        slice_ahead=s.over != "batch" and s.a != "col",
+        a_packed=s.a.packed,
+        b_packed=s.b.packed or s.b.layout == "packed",
+        prefetch=s.b.prefetch,
+        ahead=g.streams if s.c.prefetch and panels == 1 else None,
+        slice_ahead=s.parallel.over != "batch" and s.a.layout != "col",
         unroll=_unroll(g.atom.strips(height) * (panels * s.nr // g.atom.n), s.static[2] if s.static else 0),
         inline=s.static is not None,
         ragged=s.static is None or s.static[1] % s.nr != 0,
         a=g.read_types[0],
         b=g.read_types[1],
         final=s.types[2] if g.finishes else "",
-        unshift=("" if not g.unshifts else "block" if s.pack_b and not s.once else "whole"),
+        unshift=("" if not g.unshifts else "block" if s.b.packed and not s.b.once else "whole"),
         block_of_k=g.block_of_k,
     )
 
@@ -91,11 +91,14 @@ def finish(g: Operands) -> tuple[Stmt, ...]:
     tile = (var("h"), var("columns"), g.sums(ROW, COLUMN), var("c_wide"))
     into = (g.operand("c", ROW * var("c_m") + COLUMN), var("c_m"))
     more: tuple[Index | Ptr, ...] = ()
-    if s.fused:
+    if s.epilogue.fused:
         place = (var("item"), ROW, COLUMN)
-        more = (*place, *arguments(parse(s.fused), *place))
-    vectors = (_vector(g, name) for name in needed(s.post))
-    call = Call(finish_tile(g.isa, g.sum_atom, g.acc, s.types[2], s.post, s.fused), (*tile, *vectors, *into, *more))
+        more = (*place, *arguments(parse(s.epilogue.fused), *place))
+    vectors = (_vector(g, name) for name in needed(s.epilogue.post))
+    call = Call(
+        finish_tile(g.isa, g.sum_atom, g.acc, s.types[2], s.epilogue.post, s.epilogue.fused),
+        (*tile, *vectors, *into, *more),
+    )
     return (If((var("pc") + var("kd")).eq(g.k), (call,)),) if s.kc else (call,)
 
 
@@ -103,6 +106,6 @@ def _vector(g: Operands, name: str) -> Ptr:
     """Address of a vector of scales, zero points or the like, at the tile's first row or column."""
     if name == "b_sum":  # behind the panel, of which this is the last block of k
         return Ptr("bp", sums_at(g.k, g.s.nr, g.read_types[1]) - g.pc * g.s.nr)
-    if name == "a_scale" and g.s.source:
+    if name == "a_scale" and g.s.a.source:
         return Ptr("scales", ROW)
     return Ptr(name, ROW if name in ROWS else COLUMN)

@@ -25,9 +25,9 @@ def extents_of_k(g: Operands) -> tuple[Stmt, ...]:
     kb = g.kb
     if g.block_of_k is BlockOfK.RUNS:
         count, run = var("run_count"), var("run")
-        runs = (Let("run_count", g.run_count), Let("run", run_of(g.k, g.s.kr, count)))
+        runs = (Let("run_count", g.run_count), Let("run", run_of(g.k, g.s.atom.kr, count)))
         kb = run * g.runs_of_block(count) if g.s.kc else kb
-    return (*runs, Let("kb", kb)) if g.s.kc or g.s.over == "k" else runs
+    return (*runs, Let("kb", kb)) if g.s.kc or g.s.parallel.over == "k" else runs
 
 
 def over_k(g: Operands, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:

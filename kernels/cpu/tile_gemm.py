@@ -49,7 +49,7 @@ class _Tiles(Gemm):
 
     @property
     def grid(self) -> Grid:
-        return Grid(-(-self.s.mr // self.atom.m), self.s.nr // self.atom.n * self.s.panels)
+        return Grid(-(-self.s.mr // self.atom.m), self.s.nr // self.atom.n * self.s.b.panels)
 
     @property
     def kb(self) -> Index:
@@ -71,7 +71,7 @@ class _Tiles(Gemm):
     @property
     def c_size(self) -> Index:
         """Number of elements of one worker's sums: a register tile, or where k is cut a block by a chunk of columns."""
-        tile = const(self.grid.rows * self.atom.m * self.s.nr * self.s.panels)
+        tile = const(self.grid.rows * self.atom.m * self.s.nr * self.s.b.panels)
         if not self.s.kc:
             return tile
         return round_up(maximum(tile, self.kb.lt(self.k) * (self.scratch_rows * self.chunk_width)), 64)
@@ -100,7 +100,7 @@ class _Tiles(Gemm):
     def pack_a(self) -> tuple[Stmt, ...]:
         """Packing of the block of A, slice by slice."""
         s = self.s
-        pack = pack_lines(self.isa, self.atom, self.move_atom, s.a, s.types[0])
+        pack = pack_lines(self.isa, self.atom, self.move_atom, s.a.layout, s.types[0])
         args = (self.filled(self.pc, var("kd")), var("h"), TALL, *self.unpacked_a(), self.slice_of_a())
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), self.slices(Call(pack, args)))
 
@@ -126,4 +126,4 @@ class _Tiles(Gemm):
         args: list[Index | Ptr] = [var("kd"), self.slice_of_a(), TALL, Ptr("bp")]
         args += [self.panel_step or const(0)] if panels > 1 else []
         args += [Ptr("rest"), self.sums(const(0), const(0)), const(0).lt(self.pc) if self.s.kc else const(0)]
-        return (Call(micro_kernel(self.atom, self.grid, self.s.nr, panels, self.s.prefetch), tuple(args)),)
+        return (Call(micro_kernel(self.atom, self.grid, self.s.nr, panels, self.s.b.prefetch), tuple(args)),)

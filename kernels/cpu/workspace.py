@@ -29,12 +29,12 @@ class Workspace(Blocks):
     def workspace(self) -> Index:
         """Number of elements of scratch for all workers."""
         own = self.shared_size + self.own_size * WORKERS + self.quantised_size + 64
-        return own + self.runs * M * N if self.s.over == "k" else own
+        return own + self.runs * M * N if self.s.parallel.over == "k" else own
 
     @property
     def shared_size(self) -> Index:
         """Number of elements of all of B in panels."""
-        if not self.s.once:
+        if not self.s.b.once:
             return const(0)
         return round_up(ceil_div(N, self.s.nr) * self.b_step * self.scaled("b"), 64)
 
@@ -46,14 +46,14 @@ class Workspace(Blocks):
     @property
     def a_size(self) -> Index:
         """Number of elements of one worker's packed block of A; stores may go one vector beyond."""
-        if not self.s.pack_a:
+        if not self.s.a.packed:
             return const(0)
         return round_up((self.block_rows * self.kb + self.atom.n) * self.scaled("a"), 64)
 
     @property
     def b_size(self) -> Index:
         """Number of elements of one worker's packed panels of B."""
-        if not self.s.pack_b or self.s.once:
+        if not self.s.b.packed or self.s.b.once:
             return const(0)
         return round_up((self.kb * self.s.nr + self.tail) * (self.near * self.scaled("b")), 64)
 
@@ -62,7 +62,7 @@ class Workspace(Blocks):
         """Number of elements of one worker's sums: a tile, or where k is cut a block by a chunk of the columns."""
         if not self.finishes:
             return const(0)
-        tile = self.s.mr * self.s.nr * self.s.panels
+        tile = self.s.mr * self.s.nr * self.s.b.panels
         if not self.s.kc:
             return const(-(-tile // 64) * 64)
         return round_up(maximum(tile, self.kb.lt(self.k) * (self.block_rows * self.chunk_width)), 64)
@@ -89,13 +89,13 @@ class Workspace(Blocks):
         """Buffers of sums of A over quantization groups, by name: their type, and the number per row."""
         kept = {"totals": ("f32", self.groups_of_k)}
         if not self.atom.centred:
-            kept["starts"] = (self.atom.acc, self.groups_of_k * starts_of_group(self.atom, self.s.group))
+            kept["starts"] = (self.atom.acc, self.groups_of_k * starts_of_group(self.atom, self.s.b.group))
         return kept
 
     @property
     def quantised_size(self) -> Index:
         """Number of elements of scratch for all rows of A, quantised, and their scales."""
-        if not self.s.source:
+        if not self.s.a.source:
             return const(0)
         return M * (self.quantised_step // self.atom_bytes) + round_up(M, 64)
 
@@ -108,7 +108,7 @@ class Workspace(Blocks):
     def tail(self) -> int:
         """Number of units behind each panel of B, for the sums of its columns."""
         storage = self.read_types[1]
-        kept = self.unshifts if self.s.pack_b else self.s.b == "packed" and self.atom.acc == "s32"
+        kept = self.unshifts if self.s.b.packed else self.s.b.layout == "packed" and self.atom.acc == "s32"
         return sum_units(self.atom, self.s.nr, storage) if kept else 0
 
     @property
@@ -124,9 +124,9 @@ class Workspace(Blocks):
     @property
     def panel_step(self) -> Index | None:
         """Stride in elements between panels of B, if B is in panels of full depth; else None."""
-        if self.s.once:
+        if self.s.b.once:
             return self.b_step
-        return var("b_n") if self.s.b == "packed" else None
+        return var("b_n") if self.s.b.layout == "packed" else None
 
     def scaled(self, name: str) -> int:
         """Number of elements of scratch per packed unit of "a" or "b"."""
@@ -143,7 +143,7 @@ class Workspace(Blocks):
 
     def quantised_rows(self) -> tuple[Stmt, ...]:
         """Local names of the quantised rows of A, and of their scales."""
-        if not self.s.source:
+        if not self.s.a.source:
             return ()
         start = self.shared_size + self.own_size * WORKERS
         codes = M * (self.quantised_step // self.atom_bytes)

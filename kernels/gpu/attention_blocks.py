@@ -8,7 +8,7 @@ are distributed over runs of keys along the grid's second axis.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
@@ -19,42 +19,11 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.schedule.gpu_attention import AttentionTiles
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
 _AXES = {"q": "bhm", "k": "bhn", "v": "bhn", "o": "bhm"}
-
-
-class Tiles(Protocol):
-    """Protocol of the tilings of attention: see `schedule.gpu_attention`."""
-
-    @property
-    def d(self) -> int:
-        """Number of elements of a head of Q and K."""
-
-    @property
-    def dv(self) -> int:
-        """Number of elements of a head of V."""
-
-    @property
-    def queries(self) -> int:
-        """Number of queries of a block."""
-
-    @property
-    def rows(self) -> int:
-        """Number of rows of scores of a thread."""
-
-    @property
-    def keys(self) -> int:
-        """Number of keys of a step."""
-
-    @property
-    def loose(self) -> str:
-        """Operands whose rows are not dense."""
-
-    @property
-    def runs(self) -> bool:
-        """Whether keys are split into runs."""
 
 
 def rows_of(name: str, dtype: str, loose: str, *, readonly: bool = True) -> list[Argument]:
@@ -76,7 +45,7 @@ class AttentionBlocks:
     """
 
     form: Form
-    t: Tiles
+    t: AttentionTiles
     isa: Isa
     atom: Atom
 

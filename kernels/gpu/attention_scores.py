@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.kernels.gpu.attention_blocks import Tiles
+    from portmm.schedule.gpu_attention import AttentionTiles
     from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -66,7 +66,7 @@ class Scores:
     """
 
     form: Form
-    t: Tiles
+    t: AttentionTiles
     isa: Isa
     atom: Atom
 

@@ -33,7 +33,7 @@ class StagedStore(EpilogueStore):
     @property
     def move(self) -> int:
         """Number of elements that a thread moves at once."""
-        return min(self.s.vectors[2], VECTOR // BY_NAME[self.type].bytes)
+        return min(self.s.c.vector, VECTOR // BY_NAME[self.type].bytes)
 
     @property
     def step(self) -> int:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 
 def bottom(s: Schedule) -> Index:
     """End of the rows that this block may store."""
-    return var("row_end" if s.grouped else "m")
+    return var("row_end" if s.parallel.grouped else "m")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class EpilogueStore:
     @property
     def vector(self) -> int:
         """Number of columns stored at once."""
-        return min(4 if self.split else self.s.vectors[2], self.cell[1])
+        return min(4 if self.split else self.s.c.vector, self.cell[1])
 
     def statements(self) -> tuple[Stmt, ...]:
         """Statements that store all thread tiles."""
@@ -77,7 +77,7 @@ class EpilogueStore:
     @property
     def fused(self) -> Fused | None:
         """Fused expressions of the sums, or None."""
-        return parse(self.s.fused) if self.s.fused and not self.split else None
+        return parse(self.s.epilogue.fused) if self.s.epilogue.fused and not self.split else None
 
     @property
     def type(self) -> str:
@@ -98,7 +98,7 @@ class EpilogueStore:
     def store_vector(self, at: Index) -> tuple[Stmt, ...]:
         """Store of a few neighbouring columns of one row, whose sums are from index `at` on."""
         n, column = var("n"), var("column")
-        dense = self.split or self.s.c == "row"
+        dense = self.split or self.s.c.layout == "row"
         step = const(1) if dense else var("c_n")
         to = Ptr("c_item", var("row") * var("c_m") + column * step)
         j = var("j")

@@ -57,8 +57,10 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [Shared("sums", gpu_gemv.shared_words(s), atom.acc), Scratch("acc", s.mr * s.nr, atom.acc)]
     body += [*_registers(work), *block_tile(s), *_threads(work), *_slice(work), *_addresses(work)]
     body += [Clear("acc", s.mr * s.nr), *_main_loop(work), *_reduced(work)]
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
+    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.parallel.split))
+    return GridKernel(
+        str(s.name(atom)), isa, atom, arguments(s, sums=s.parallel.split > 1), s.threads, grid, tuple(body)
+    )
 
 
 def _registers(work: Work) -> list[Stmt]:
@@ -81,12 +83,12 @@ def _threads(work: Work) -> list[Stmt]:
 def _slice(work: Work) -> list[Stmt]:
     """Range of units that a block sums, from `k_0` to `k_end`, and the number of a thread's pieces."""
     s, hop = work.s, work.hop
-    stmts: list[Stmt] = [Let("units", var("k") // s.kr)]
-    if s.split == 1:
+    stmts: list[Stmt] = [Let("units", var("k") // s.atom.kr)]
+    if s.parallel.split == 1:
         stmts += [Let("k_0", const(0)), Let("k_end", var("units"))]
     else:
         stmts += [
-            Let("each", ceil_div(ceil_div(var("units"), hop), s.split) * hop),
+            Let("each", ceil_div(ceil_div(var("units"), hop), s.parallel.split) * hop),
             Let("k_0", minimum(var("units"), var("slice") * var("each"))),
             Let("k_end", minimum(var("units"), var("k_0") + var("each"))),
         ]
@@ -99,14 +101,14 @@ def _addresses(work: Work) -> list[Stmt]:
     s = work.s
     a, b = work.units
     stmts: list[Stmt] = [Let("own", var("column_0") + var("cell_n") * s.nr)]
-    mine = var("mine") * s.kr
+    mine = var("mine") * s.atom.kr
     for i in range(s.mr):
-        row = minimum(var("row_0") + i, var("m") - 1) * (const(1) if s.a == "col" else var("a_m"))
+        row = minimum(var("row_0") + i, var("m") - 1) * (const(1) if s.a.layout == "col" else var("a_m"))
         stmts.append(LetPtr(f"a_{i}", Ptr("a_item", row + mine * a_step(s)), a, readonly=True))
     if work.codes:
         return [*stmts, *w4a16_gemv.addresses(work)]
     if not work.along_k:
-        column = minimum(var("own"), var("n") - s.nr) * (var("b_n") if s.b == "any" else const(1))
+        column = minimum(var("own"), var("n") - s.nr) * (var("b_n") if s.b.layout == "any" else const(1))
         return [*stmts, LetPtr("b_0", Ptr("b_item", column + mine * var("b_k")), b, readonly=True)]
     for j in range(s.nr):
         column = minimum(var("own") + j, var("n") - 1) * var("b_n")
@@ -124,7 +126,7 @@ def _main_loop(work: Work) -> list[Stmt]:
         loads, macs = (If(there, loads),), (If(there, macs),)
     steps = (*each("u", depth, *loads), *each("u", depth, *macs))
     loop = For("turn", const(0), turns, const(depth), steps)
-    pieces = max(1, RUN // (depth * work.width * work.s.kr)) * depth
+    pieces = max(1, RUN // (depth * work.width * work.s.atom.kr)) * depth
     count = work.s.mr * work.s.nr
     return list(in_runs_shared(work.atom, count, loop, const(pieces), lambda i: _own(work, i)))
 

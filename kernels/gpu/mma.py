@@ -62,7 +62,7 @@ class Work:
         along = "k" if s.along_k(0 if of_a else 1) else "row"
         step = const(1) if along == "row" else var("a_m" if of_a else "b_n")
         return OperandTile(
-            name, s.types[0 if of_a else 1], along, s.vectors[0 if of_a else 1], s.block.m if of_a else s.block.n,
+            name, s.types[0 if of_a else 1], along, (s.a if of_a else s.b).vector, s.block.m if of_a else s.block.n,
             s.block.k, s.threads, step, const(1) if along == "k" else var("a_k" if of_a else "b_k"),
             var("row_0" if of_a else "column_0"), bottom(s) if of_a else var("n"), s.stages,
         )  # fmt: skip
@@ -71,14 +71,14 @@ class Work:
         """Fragments of a warp's rows of an operand."""
         warp, of_a = self.s.tiles[1], name == "a"
         left, right = of(self.atom.a_fragment), of(self.atom.b_fragment)
-        fragment = left if of_a != self.s.swap else right.transposed
+        fragment = left if of_a != self.s.atom.swap else right.transposed
         kind = WarpFragments if fragment.load else LaneFragments
         return kind(self.side(name), warp.m if of_a else warp.n, fragment, var(f"{name}_first"))
 
     @property
     def names(self) -> tuple[str, str]:
         """Names of the left and the right operand of the atom."""
-        return ("b", "a") if self.s.swap else ("a", "b")
+        return ("b", "a") if self.s.atom.swap else ("a", "b")
 
     @property
     def words(self) -> int:
@@ -91,14 +91,14 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     work = Work(s, isa, atom)
     a, b = work.part("a"), work.part("b")
     sums = s.mr * s.nr
-    ahead = 2 if s.copies else 1
+    ahead = 2 if s.a.asynchronous else 1
     tiles = [a.side.shared(), b.side.shared()]
     # Results may need more shared memory than all tiles.
     more = shared_bytes(s) - a.side.bytes * tiles[0].elements
     tiles[1] = replace(tiles[1], elements=more // b.side.bytes)
     body: list[Stmt] = [*tiles, Scratch("acc", sums, atom.acc)]
     body += [Scratch("a_part", a.count * ahead, a.dtype), Scratch("b_part", b.count * ahead, b.dtype)]
-    body += [] if s.copies else [a.side.registers(), b.side.registers()]
+    body += [] if s.a.asynchronous else [a.side.registers(), b.side.registers()]
     body += [
         *block_tile(s),
         *warps(s, isa.warp),
@@ -107,9 +107,9 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
         *slice_of_k(s, s.block.k),
         Clear("acc", sums),
     ]
-    body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
+    body += _copied(work, a, b) if s.a.asynchronous else _fetched(work, a, b)
     body += [*join(s, blocks(s)), *stored(work)]
-    grid = (blocks(s), const(s.split))
+    grid = (blocks(s), const(s.parallel.split))
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
 
 
@@ -194,16 +194,16 @@ def stored(work: Work) -> list[Stmt]:
     s, atom = work.s, work.atom
     left, right = (work.part(x) for x in work.names)
     sums, lane = of(atom.acc_fragment), var("lane")
-    own, in_c = Registers(sums), Registers(sums.transposed if s.swap else sums)
+    own, in_c = Registers(sums), Registers(sums.transposed if s.atom.swap else sums)
     cell = (1, in_c.neighbours)
     epilogue = StagedStore(s, work.isa, atom, cell) if staging(s) else EpilogueStore(s, work.isa, atom, cell)
     after = epilogue.after() if isinstance(epilogue, StagedStore) else ()
     n = epilogue.vector
     whole = n == in_c.columns > 1
     # Fragments and registers along the rows and the columns of the atom, which `swap` makes columns and rows of C.
-    of_m, of_n = var("half") * (n if s.swap else 1), var("pair") * (1 if s.swap else n)
+    of_m, of_n = var("half") * (n if s.atom.swap else 1), var("pair") * (1 if s.atom.swap else n)
     if whole:
-        of_m, of_n = (const(0), of_n) if s.swap else (of_m, const(0))
+        of_m, of_n = (const(0), of_n) if s.atom.swap else (of_m, const(0))
     at = own.number(var("below") * right.fragments + var("beside"), of_m, of_n)
     down = left.first + var("below") * sums.rows + coordinate(of_m, own.row_weights) + lane_row(sums, lane)
     across = right.first + var("beside") * sums.columns + lane_column(sums, lane)
@@ -212,7 +212,7 @@ def stored(work: Work) -> list[Stmt]:
         (("below", left.fragments), ("half", own.rows)),
         (("beside", right.fragments), ("pair", own.columns)),
     )
-    if s.swap:
+    if s.atom.swap:
         row, column = var("row_0") + across + further, var("column_0") + down
         outer, (inner, (name, count)) = n_loops, m_loops
     else:

@@ -42,7 +42,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     # In full tiles, addresses are contiguous over lanes.
     inside = (var("row_0") + (s.block.m - 1)).lt(bottom(s)) * (var("column_0") + (s.block.n - 1)).lt(var("n"))
     body.append(If(inside, _summed(s, atom, edge=False), _summed(s, atom, edge=True)))
-    body += EpilogueStore(s, isa, atom, s.cell).statements()
+    body += EpilogueStore(s, isa, atom, s.parallel.cell).statements()
     grid = (blocks(s), const(1))
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=False), s.threads, grid, tuple(body))
 
@@ -51,8 +51,8 @@ def _summed(s: Schedule, atom: Atom, *, edge: bool) -> tuple[Stmt, ...]:
     """Loop over k; past the `edge` the last row and the last column are read again."""
     i, j = var("i"), var("j")
     mac = Mac(Ptr(current(atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
-    a_step = const(1) if s.a == "row" else var("a_k")
-    b_step = const(1) if s.b == "col" else var("b_k")
+    a_step = const(1) if s.a.layout == "row" else var("a_k")
+    b_step = const(1) if s.b.layout == "col" else var("b_k")
     steps = (
         *(Move(Ptr("a_part", const(x)), Ptr(f"a_{x}", var("at") * a_step)) for x in range(s.mr)),
         *(Move(Ptr("b_part", const(x)), Ptr(f"b_{x}", var("at") * b_step)) for x in range(s.nr)),
@@ -68,15 +68,15 @@ def _each(name: str, count: int, body: tuple[Stmt, ...]) -> Stmt:
 
 def _addresses(s: Schedule, *, edge: bool) -> list[Stmt]:
     """Addresses of a thread's rows of A and columns of B."""
-    a_step = const(1) if s.a == "col" else var("a_m")
-    b_step = const(1) if s.b == "row" else var("b_n")
+    a_step = const(1) if s.a.layout == "col" else var("a_m")
+    b_step = const(1) if s.b.layout == "row" else var("b_n")
     addresses: list[Stmt] = []
     for x in range(s.mr):
-        at = _at(s.cell[0], s.block.m // s.mr, x, "row_0", "cell_m")
+        at = _at(s.parallel.cell[0], s.block.m // s.mr, x, "row_0", "cell_m")
         at = minimum(at, bottom(s) - 1) if edge else at
         addresses.append(LetPtr(f"a_{x}", Ptr("a_item", at * a_step), s.types[0], readonly=True))
     for x in range(s.nr):
-        at = _at(s.cell[1], s.block.n // s.nr, x, "column_0", "cell_n")
+        at = _at(s.parallel.cell[1], s.block.n // s.nr, x, "column_0", "cell_n")
         at = minimum(at, var("n") - 1) if edge else at
         addresses.append(LetPtr(f"b_{x}", Ptr("b_item", at * b_step), s.types[1], readonly=True))
     return addresses

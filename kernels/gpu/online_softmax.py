@@ -23,8 +23,7 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.kernels.gpu.attention_blocks import Tiles
-    from portmm.schedule.gpu_attention import Tiling
+    from portmm.schedule.gpu_attention import AttentionTiles, Tiling
     from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -111,7 +110,7 @@ class Softmax(Scores):
         return (each("i", self.t.rows, *own), Barrier())
 
 
-def joined(form: Form, t: Tiles, isa: Isa, atom: Atom) -> tuple[tuple[Argument, ...], tuple[Stmt, ...]]:
+def joined(form: Form, t: AttentionTiles, isa: Isa, atom: Atom) -> tuple[tuple[Argument, ...], tuple[Stmt, ...]]:
     """Parameters and body of the kernel that combines runs: a block of threads for each query of each head.
 
     Each thread computes the maximum of all runs, and for its columns the sum over runs, by the rule

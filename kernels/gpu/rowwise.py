@@ -26,15 +26,16 @@ from portmm.ir.thread_nodes import WHOLE, Barrier, Exchange, Shared, Vector
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.cpu.rowwise import Passes, inside
 from portmm.kernels.gpu.epilogue_store import fused_arguments, operands
+from portmm.schedule.gpu_rows import RowTiles
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import REDUCTIONS, varies
-from portmm.target.device import CUDA_WARP
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused, Operand
     from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
@@ -44,34 +45,9 @@ AHEAD = 4
 """Unroll factor of a loop along a long row, so that loads overlap."""
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Distribution of rows over threads.
-
-    Attributes:
-        threads: threads of a block.
-        subgroup: threads of one row, a power of two that divides `threads`.
-        cells: maximum number of columns of a thread; 0 for any number, in a loop.
-        vector: neighbouring columns that are moved at once.
-        exchange: threads of a warp exchange registers (shuffles).
-        warp: number of these.
-    """
-
-    threads: int
-    subgroup: int
-    cells: int = 0
-    vector: int = 1
-    exchange: bool = False
-    warp: int = CUDA_WARP
-
-    @property
-    def width(self) -> int:
-        """Number of columns of a subgroup in registers."""
-        return self.subgroup * self.cells
-
-
-def build(isa: Isa, real: Atom, fused: Fused, form: Form) -> GridKernel:
-    """Kernel that computes expressions over all rows; with `form.cells`, over rows of at most so many columns."""
+def build(isa: Isa, real: Atom, fused: Fused, s: Schedule) -> GridKernel:
+    """Kernel that computes expressions over all rows; if columns are in registers, over rows of at most so many."""
+    form = RowTiles(s)
     row = _Row(isa, real, fused, form, spread=not fused.reductions and form.cells > 0)
     params = (*(Argument(x, "int") for x in ("m", "n", "batch")), *fused_arguments(str(fused)))
     blocks = ceil_div(var("m") * var("batch"), row.side) * row.slices
@@ -113,7 +89,7 @@ class _Row:
     isa: Isa
     real: Atom
     fused: Fused
-    form: Form
+    form: RowTiles
     spread: bool
 
     @property

@@ -29,7 +29,7 @@ from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom, fused_argum
 from portmm.kernels.gpu.global_to_shared import Transfer
 from portmm.kernels.gpu.split_k_fixup import fixup_params, join
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs, in_runs_shared
-from portmm.schedule.gpu_candidates import sums_in_shared
+from portmm.schedule.gpu_simt import sums_in_shared
 from portmm.spec.dtype import BY_NAME, accumulator
 
 if TYPE_CHECKING:
@@ -64,15 +64,15 @@ class Work:
     def transfer(self, name: str) -> Transfer:
         """Global-to-shared transfer of an operand."""
         s, row = self.s, name == "a"
-        layout = s.a if row else s.b
+        layout = (s.a if row else s.b).layout
         along = _ALONG[name][layout]
         of_row, of_k = _STEPS[name]
         return Transfer(
-            name, s.types[0 if row else 1], self.atom.acc, along, s.vectors[0 if row else 1],
+            name, s.types[0 if row else 1], self.atom.acc, along, (s.a if row else s.b).vector,
             s.block.m if row else s.block.n, s.block.k, self.atom.k_pack, s.threads,
             const(1) if along == "row" else var(of_row), const(1) if along == "k" else var(of_k),
             var("row_0" if row else "column_0"), bottom(s) if row else var("n"), s.stages,
-            s.group if layout == "codes" else -1,
+            s.b.group if layout == "codes" else -1,
         )  # fmt: skip
 
 
@@ -80,10 +80,10 @@ def arguments(s: Schedule, *, sums: bool) -> tuple[Argument, ...]:
     """Parameters of a kernel by this schedule; `sums` are stored to scratch for another kernel."""
     a, b, c = s.types
     params = [Argument(x, "int") for x in ("m", "n", "k")]
-    params += [_read("a", a), *_strides("a", s.a, ("m", "k"))]
-    params += _codes() if s.b == "codes" else [_read("b", b), *_strides("b", s.b, ("k", "n"))]
+    params += [_read("a", a), *_strides("a", s.a.layout, ("m", "k"))]
+    params += _codes() if s.b.layout == "codes" else [_read("b", b), *_strides("b", s.b.layout, ("k", "n"))]
     params.append(Argument("batch", "int"))
-    params += [_read("ends", "s32")] if s.grouped else []
+    params += [_read("ends", "s32")] if s.parallel.grouped else []
     if sums:
         acc = accumulator(a, b)
         return (*params, Argument("work", "pointer", acc), Argument("c_m", "long"), Argument("c_batch", "long"))
@@ -103,11 +103,11 @@ def _codes() -> list[Argument]:
 def results(s: Schedule, c: str) -> tuple[Argument, ...]:
     """Parameters for C, and for the operands of fused expressions."""
     params = [Argument("c", "pointer", c), Argument("c_m", "long")]
-    params += [] if s.c == "row" else [Argument("c_n", "long")]
+    params += [] if s.c.layout == "row" else [Argument("c_n", "long")]
     params += [Argument("c_batch", "long")]
-    if not s.fused:
+    if not s.epilogue.fused:
         return tuple(params)
-    return (*params, *fused_arguments(s.fused))
+    return (*params, *fused_arguments(s.epilogue.fused))
 
 
 def _strides(name: str, layout: str, axes: tuple[str, str]) -> list[Argument]:
@@ -123,30 +123,32 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [a.shared(), b.shared(), *_sums(s, atom)]
     body += [Scratch("a_part", s.mr, acc), Scratch("b_part", s.nr, acc), *a.registers(), *b.registers()]
     body += [*block_tile(s), *threads(s), *slice_of_k(s, s.block.k * atom.k_pack), Clear("acc", sums)]
-    body += _copied(work, a, b) if s.copies else _fetched(work, a, b)
-    body += [*join(s, blocks(s)), *EpilogueStore(s, isa, atom, s.cell).statements()]
-    grid = (blocks(s), const(s.split))
+    body += _copied(work, a, b) if s.a.asynchronous else _fetched(work, a, b)
+    body += [*join(s, blocks(s)), *EpilogueStore(s, isa, atom, s.parallel.cell).statements()]
+    grid = (blocks(s), const(s.parallel.split))
     return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
 
 
 def blocks(s: Schedule) -> Index:
     """Number of blocks along the grid's first axis; of grouped rows, each group's last tile may be partial."""
     down, across = ceil_div(var("m"), s.block.m), ceil_div(var("n"), s.block.n)
-    return (down + var("batch")) * across if s.grouped else down * across * var("batch")
+    return (down + var("batch")) * across if s.parallel.grouped else down * across * var("batch")
 
 
 def depth(s: Schedule) -> Index:
     """Extent of k for this block."""
-    return var("depth") if s.grouped else var("k")
+    return var("depth") if s.parallel.grouped else var("k")
 
 
 def block_tile(s: Schedule) -> list[Stmt]:
     """Coordinates of a block: its item and tile, and the addresses of its operands."""
     return [
-        *(of_groups(s) if s.grouped else _item(s)),
+        *(of_groups(s) if s.parallel.grouped else _item(s)),
         LetPtr("a_item", Ptr("a", var("item") * var("a_batch")), s.types[0], readonly=True),
         LetPtr(
-            "b_item", *(_ONE if s.b == "codes" else (Ptr("b", var("item") * var("b_batch")), s.types[1])), readonly=True
+            "b_item",
+            *(_ONE if s.b.layout == "codes" else (Ptr("b", var("item") * var("b_batch")), s.types[1])),
+            readonly=True,
         ),
     ]
 
@@ -222,9 +224,9 @@ def threads(s: Schedule) -> list[Stmt]:
 def slice_of_k(s: Schedule, step: int) -> list[Stmt]:
     """Range of k that a block sums, in steps of `step` elements."""
     steps = ceil_div(depth(s), step)
-    if s.split == 1:
+    if s.parallel.split == 1:
         return [Let("k_0", const(0)), Let("k_end", depth(s)), Let("steps", steps)]
-    each = ceil_div(steps, s.split)
+    each = ceil_div(steps, s.parallel.split)
     return [
         Let("each", each),
         Let("k_0", var("slice") * var("each") * step),
@@ -301,7 +303,7 @@ def _multiply(work: Work, a: Transfer, b: Transfer) -> tuple[Stmt, ...]:
     """Multiply-adds of a stage of shared memory."""
     s = work.s
     stage = const(0) if s.stages == 1 else var("stage")
-    parts = [_part(a, s.mr, s.cell[0], stage), _part(b, s.nr, s.cell[1], stage)]
+    parts = [_part(a, s.mr, s.parallel.cell[0], stage), _part(b, s.nr, s.parallel.cell[1], stage)]
     i, j = var("i"), var("j")
     mac = Mac(Ptr("acc" if sums_in_shared(s) else current(work.atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
     columns = For("j", const(0), const(s.nr), const(1), (mac,), WHOLE)

@@ -38,8 +38,7 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.kernels.gpu.attention_blocks import Tiles
-    from portmm.schedule.gpu_attention import Tiling
+    from portmm.schedule.gpu_attention import AttentionTiles, Tiling
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -58,7 +57,7 @@ def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
     return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), occupancy=occupancy)
 
 
-def join(form: Form, t: Tiles, isa: Isa, atom: Atom) -> GridKernel:
+def join(form: Form, t: AttentionTiles, isa: Isa, atom: Atom) -> GridKernel:
     """Kernel that combines runs of keys."""
     params, body = joined(form, t, isa, atom)
     to = (*rows_of("o", form.to, t.loose, readonly=False), *((Argument("lse", "pointer", "f32"),) if form.lse else ()))

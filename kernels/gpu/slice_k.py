@@ -46,13 +46,13 @@ class Work:
     @property
     def codes(self) -> bool:
         """Whether B is a weight of int4 values."""
-        return self.s.b == "codes"
+        return self.s.b.layout == "codes"
 
     @property
     def units(self) -> tuple[str, str]:
         """Types that are read of A and of B."""
         a, b, _ = self.s.types
-        return (self.atom.acc, self.atom.acc) if self.s.kr > 1 else (a, "s32" if self.codes else b)
+        return (self.atom.acc, self.atom.acc) if self.s.atom.kr > 1 else (a, "s32" if self.codes else b)
 
     @property
     def width(self) -> int:
@@ -82,7 +82,7 @@ class Work:
     @property
     def chunk(self) -> int:
         """Number of units of A that a thread loads at once."""
-        return min(self.s.vectors[0] // self.s.kr, self.width) if self.s.a == "row" else 1
+        return min(self.s.a.vector // self.s.atom.kr, self.width) if self.s.a.layout == "row" else 1
 
     @property
     def outputs(self) -> int:
@@ -112,4 +112,4 @@ def of(name: str, count: int) -> Index:
 
 def a_step(s: Schedule) -> Index:
     """Stride of A along k."""
-    return const(1) if s.a == "row" else var("a_k")
+    return const(1) if s.a.layout == "row" else var("a_k")

@@ -15,7 +15,7 @@ from portmm.ir.grid_kernel import Argument
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Move
 from portmm.ir.thread_nodes import WHOLE, Clear, Do, Get, Leave, Shared
-from portmm.schedule.gpu_candidates import TICKET, at_once
+from portmm.schedule.gpu_variants import TICKET, at_once
 from portmm.spec.dtype import accumulator
 
 if TYPE_CHECKING:
@@ -27,19 +27,19 @@ if TYPE_CHECKING:
 def fixup_params(s: Schedule) -> list[Argument]:
     """Parameters for the sums of slices, and for the counters of tiles, which are zeros."""
     acc = accumulator(*s.types[:2])
-    return [Argument("work", "pointer", acc), Argument("counters", "pointer", "s32")] if s.joined else []
+    return [Argument("work", "pointer", acc), Argument("counters", "pointer", "s32")] if s.parallel.fixup else []
 
 
 def ticket(s: Schedule) -> list[Stmt]:
     """Shared memory that tells threads whether their block is the last of its tile."""
-    return [Shared("ticket", TICKET // 4, "s32")] if s.joined else []
+    return [Shared("ticket", TICKET // 4, "s32")] if s.parallel.fixup else []
 
 
 def join(s: Schedule, tiles: Index) -> list[Stmt]:
     """Sum of all slices of this tile, of so many tiles; all blocks but the last end here."""
-    if not s.joined:
+    if not s.parallel.fixup:
         return []
-    operands = (Ptr("counters", var("block")), const(s.split), var("thread"), Ptr("ticket"))
+    operands = (Ptr("counters", var("block")), const(s.parallel.split), var("thread"), Ptr("ticket"))
     return [
         *ticket(s),
         *_store_partials(s, tiles, s.threads),
@@ -51,11 +51,11 @@ def join(s: Schedule, tiles: Index) -> list[Stmt]:
 
 def join_groups(s: Schedule, tiles: Index, threads: int, barrier: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
     """Sum as by `join`, of so many threads, with a barrier of their own; only the last block's run `body`."""
-    if not s.joined:
+    if not s.parallel.fixup:
         return body
     operands = (
         Ptr("counters", var("block")),
-        const(s.split),
+        const(s.parallel.split),
         var("thread"),
         Ptr("ticket"),
         const(barrier),
@@ -86,4 +86,4 @@ def _sum_partials(s: Schedule, threads: int) -> list[Stmt]:
     # Sums of several slices are read at once, as far as registers suffice.
     together = at_once(s)
     unroll = together if together > 1 else 0
-    return [Clear("acc", s.mr * s.nr), For("other", const(0), const(s.split), const(1), (add,), unroll)]
+    return [Clear("acc", s.mr * s.nr), For("other", const(0), const(s.parallel.split), const(1), (add,), unroll)]

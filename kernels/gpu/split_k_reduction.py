@@ -30,16 +30,16 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     c = s.types[2]
     each = ceil_div(var("n"), THREADS)
     column, row = var("column"), var("row")
-    step = const(1) if s.c == "row" else var("c_n")
+    step = const(1) if s.c.layout == "row" else var("c_n")
     work = Ptr("work", var("item") * var("work_batch") + row * var("n") + column)
     to = Ptr("c", var("item") * var("c_batch") + row * var("c_m") + column * step)
     more = For(
-        "i", const(1), const(s.split), const(1),
+        "i", const(1), const(s.parallel.split), const(1),
         (Add(Ptr("sum"), work + var("i") * (var("batch") * var("work_batch"))),),
     )  # fmt: skip
     total: list[Stmt] = [Scratch("sum", 1, atom.acc), Move(Ptr("sum"), work), more]
-    if s.fused:
-        fused = parse(s.fused)
+    if s.epilogue.fused:
+        fused = parse(s.epilogue.fused)
         total += [*operands(isa, fused), Scratch("c_out", 1, c)]
         total += [*element(isa, fused, Ptr("sum"), Ptr("c_out"), column), Move(to, Ptr("c_out"))]
     else:

@@ -82,7 +82,7 @@ class Work:
     @property
     def lane_words(self) -> int:
         """Number of words of one column that a lane loads at once."""
-        return self.s.vectors[1] // CODES_KR
+        return self.s.b.vector // CODES_KR
 
     @property
     def part(self) -> int:
@@ -92,7 +92,7 @@ class Work:
     @property
     def span(self) -> int:
         """Number of elements of k that a warp sums before it scales."""
-        return gcd(self.s.group, self.part)
+        return gcd(self.s.b.group, self.part)
 
     @property
     def unrolled(self) -> int:
@@ -104,7 +104,7 @@ class Work:
         """Tile of A."""
         s = self.s
         ends = (var("a_m"), var("row_0"), var("m"))
-        return Tile("a", s.types[0], s.block.m, s.block.k, s.vectors[0], s.threads, *ends, 1, self.lane_words, s.stages)
+        return Tile("a", s.types[0], s.block.m, s.block.k, s.a.vector, s.threads, *ends, 1, self.lane_words, s.stages)
 
     @property
     def b(self) -> Tile:
@@ -116,7 +116,7 @@ class Work:
     def scales(self, name: str) -> Scales:
         """Tile of the scales, or of the offsets."""
         s = self.s
-        return Scales(name, s.block.n, s.block.k // self.span, self.span, s.group, s.threads, s.stages)
+        return Scales(name, s.block.n, s.block.k // self.span, self.span, s.b.group, s.threads, s.stages)
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
@@ -140,8 +140,10 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     ]
     body += _loop(work)
     body += _slice_reduction(work, sums) if slice_warps(s) > 1 else _stored(work)
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
+    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.parallel.split))
+    return GridKernel(
+        str(s.name(atom)), isa, atom, arguments(s, sums=s.parallel.split > 1), s.threads, grid, tuple(body)
+    )
 
 
 def slice_warps(s: Schedule) -> int:

@@ -84,7 +84,7 @@ class Words:
     def scales(self, k: Index) -> tuple[Stmt, ...]:
         """Loads of the scale and the offset of a vector of the tile at k."""
         s, part = self.s, var("part")
-        number = minimum((k + var("deep")) // s.group, var("groups") - 1) if s.group else const(0)
+        number = minimum((k + var("deep")) // s.b.group, var("groups") - 1) if s.b.group else const(0)
         at = _column() * var("groups") + number
         return (Move(Ptr("scale", part), Ptr("scales", at)), Move(Ptr("offset", part), Ptr("offsets", at)))
 
@@ -124,8 +124,10 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     ]
     body += _loop(work, words)
     body += stored(work)
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.split))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.split > 1), s.threads, grid, tuple(body))
+    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.parallel.split))
+    return GridKernel(
+        str(s.name(atom)), isa, atom, arguments(s, sums=s.parallel.split > 1), s.threads, grid, tuple(body)
+    )
 
 
 def _loop(work: Work, words: Words) -> list[Stmt]:

@@ -49,7 +49,7 @@ def pieces(work: Work, u: Index) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
     """Statements that load piece `turn` + u of B, and those that multiply it."""
     s, words = work.s, work.width // CODES_KR
     at = (var("turn") + u) * work.hop
-    group = (var("mine") + at) // s.group if s.group else const(0)
+    group = (var("mine") + at) // s.b.group if s.b.group else const(0)
     loads: list[Stmt] = []
     for j in range(s.nr):
         loads.append(

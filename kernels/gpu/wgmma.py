@@ -70,7 +70,7 @@ class Work:
         along = "k" if s.along_k(0 if of_a else 1) else "row"
         return Operand(
             name, s.types[0 if of_a else 1], along, s.block.m if of_a else s.block.n, s.block.k, s.stages,
-            var("row_0" if of_a else "column_0"), "m" if of_a else "n", 1 if of_a else s.cluster,
+            var("row_0" if of_a else "column_0"), "m" if of_a else "n", 1 if of_a else s.parallel.cluster,
         )  # fmt: skip
 
     @property
@@ -82,7 +82,7 @@ class Work:
     def sides(self) -> tuple[Operand, Operand]:
         """Left and right operand of the atom."""
         a, b = self.operands
-        return (b, a) if self.s.swap else (a, b)
+        return (b, a) if self.s.atom.swap else (a, b)
 
     @property
     def epilogue(self) -> WgmmaEpilogue:
@@ -104,23 +104,23 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     a, b = work.operands
     body: list[Stmt] = [a.shared(), b.shared(), *work.epilogue.shared(), *ticket(s)]
     body += [Shared("full", s.stages, "b64", 8), Shared("empty", s.stages, "b64", 8)]
-    body += [Shared("order", 2, "b64", 8)] if s.pingpong else []
-    body += [*(of_groups(s) if s.grouped else ()), *_begin(work), *_slice(s), *_tiles(s)]
+    body += [Shared("order", 2, "b64", 8)] if s.parallel.pingpong else []
+    body += [*(of_groups(s) if s.parallel.grouped else ()), *_begin(work), *_slice(s), *_tiles(s)]
     down, up = budgets(s)
-    producer = (*_adjusted("down", down), If(var("thread").eq(s.groups * WARPGROUP), _producer(work)))
+    producer = (*_adjusted("down", down), If(var("thread").eq(s.parallel.warpgroups * WARPGROUP), _producer(work)))
     consumer = (*_adjusted("up", up), *_consumer(work))
-    body.append(If(var("group").eq(s.groups), producer, consumer))
+    body.append(If(var("group").eq(s.parallel.warpgroups), producer, consumer))
     # The copies from a block of a cluster must land before the other ends.
-    body += [Do("cluster_sync")] if s.cluster > 1 else []
+    body += [Do("cluster_sync")] if s.parallel.cluster > 1 else []
     return GridKernel(
-        str(s.name(atom)), isa, atom, _arguments(work), s.threads, _grid(s), tuple(body), cluster=s.cluster
+        str(s.name(atom)), isa, atom, _arguments(work), s.threads, _grid(s), tuple(body), cluster=s.parallel.cluster
     )
 
 
 def _arguments(work: Work) -> tuple[Argument, ...]:
     s = work.s
     params = [Argument(x, "int") for x in ("m", "n", "k", "batch")]
-    params += [Argument("ends", "pointer", "s32", readonly=True, alone=True)] if s.grouped else []
+    params += [Argument("ends", "pointer", "s32", readonly=True, alone=True)] if s.parallel.grouped else []
     for x in work.operands:
         params += x.arguments()
     params += fixup_params(s)
@@ -134,11 +134,11 @@ def _arguments(work: Work) -> tuple[Argument, ...]:
 
 
 def _grid(s: Schedule) -> tuple[Index, Index]:
-    if s.grouped:
+    if s.parallel.grouped:
         return blocks(s), const(1)
-    tiles = ceil_div(var("m"), s.block.m * s.cluster) * ceil_div(var("n"), s.block.n) * var("batch")
-    clusters = minimum(tiles, s.persistent // s.cluster) if s.persistent else tiles
-    return clusters * s.cluster, const(s.split)
+    tiles = ceil_div(var("m"), s.block.m * s.parallel.cluster) * ceil_div(var("n"), s.block.n) * var("batch")
+    clusters = minimum(tiles, s.parallel.persistent // s.parallel.cluster) if s.parallel.persistent else tiles
+    return clusters * s.parallel.cluster, const(s.parallel.split)
 
 
 def _begin(work: Work) -> list[Stmt]:
@@ -146,17 +146,17 @@ def _begin(work: Work) -> list[Stmt]:
     s, stage = work.s, var("stage")
     # All warps that multiply a stage arrive, at all blocks that loaded it.
     own = WARPGROUP // work.isa.warp
-    warps = own * (1 if s.pingpong else s.groups) * s.cluster
+    warps = own * (1 if s.parallel.pingpong else s.parallel.warpgroups) * s.parallel.cluster
     each = (
         Do("mbarrier_init", (Ptr("full", stage), const(1))),
         Do("mbarrier_init", (Ptr("empty", stage), const(warps))),
     )
     first: list[Stmt] = [Do("tma_prefetch", (Ptr(f"{x.name}_map"),)) for x in work.operands]
     first.append(For("stage", const(0), const(s.stages), const(1), each))
-    if s.pingpong:
+    if s.parallel.pingpong:
         first += [Do("mbarrier_init", (Ptr("order", const(i)), const(own))) for i in range(2)]
     first.append(Do("mbarrier_init_fence"))
-    sync: list[Stmt] = [Get("rank", "cluster_rank"), Do("cluster_sync")] if s.cluster > 1 else [Barrier()]
+    sync: list[Stmt] = [Get("rank", "cluster_rank"), Do("cluster_sync")] if s.parallel.cluster > 1 else [Barrier()]
     return [
         If(var("thread").eq(0), tuple(first)),
         *sync,
@@ -170,12 +170,12 @@ def _begin(work: Work) -> list[Stmt]:
 def _slice(s: Schedule) -> list[Stmt]:
     """Range of steps of k of this slice, which is never empty."""
     all_steps = ceil_div(depth(s), s.block.k)
-    if s.split == 1:
+    if s.parallel.split == 1:
         return [Let("step_0", const(0)), Let("steps", all_steps)]
     return [
         Let("all_steps", all_steps),
-        Let("step_0", var("slice") * var("all_steps") // s.split),
-        Let("steps", (var("slice") + 1) * var("all_steps") // s.split - var("step_0")),
+        Let("step_0", var("slice") * var("all_steps") // s.parallel.split),
+        Let("steps", (var("slice") + 1) * var("all_steps") // s.parallel.split - var("step_0")),
     ]
 
 
@@ -185,27 +185,30 @@ def _adjusted(way: str, registers: int) -> tuple[Stmt, ...]:
 
 def _tiles(s: Schedule) -> list[Stmt]:
     """Number of tiles of this block."""
-    if s.grouped:
+    if s.parallel.grouped:
         return []
-    rows = s.block.m * s.cluster
+    rows = s.block.m * s.parallel.cluster
     stmts: list[Stmt] = [Let("down", ceil_div(var("m"), rows)), Let("across", ceil_div(var("n"), s.block.n))]
-    stmts.append(Let("place", var("block") // s.cluster))
-    if s.persistent:
-        tiles, clusters = var("down") * var("across") * var("batch"), s.persistent // s.cluster
+    stmts.append(Let("place", var("block") // s.parallel.cluster))
+    if s.parallel.persistent:
+        tiles, clusters = var("down") * var("across") * var("batch"), s.parallel.persistent // s.parallel.cluster
         stmts.append(Let("tiles", ceil_div(tiles - var("place"), clusters)))
     return stmts
 
 
 def _each_tile(s: Schedule, body: tuple[Stmt, ...], *, mine: bool) -> tuple[Stmt, ...]:
     """Loop over the tiles of this block, or of this warpgroup: `number` counts the block's."""
-    rows = s.block.m * s.cluster
-    row_offset = var("rank") * s.block.m if s.cluster > 1 else const(0)
-    if s.grouped:
+    rows = s.block.m * s.parallel.cluster
+    row_offset = var("rank") * s.block.m if s.parallel.cluster > 1 else const(0)
+    if s.parallel.grouped:
         return (Let("number", const(0)), *body)
-    if not s.persistent:
+    if not s.parallel.persistent:
         return (Let("number", const(0)), *raster(s, var("place"), rows, row_offset), *body)
-    tile = (*raster(s, var("place") + var("number") * (s.persistent // s.cluster), rows, row_offset), *body)
-    apart = mine and s.pingpong
+    tile = (
+        *raster(s, var("place") + var("number") * (s.parallel.persistent // s.parallel.cluster), rows, row_offset),
+        *body,
+    )
+    apart = mine and s.parallel.pingpong
     begin, step = (var("group"), const(2)) if apart else (const(0), const(1))
     return (For("number", begin, var("tiles"), step, tile),)
 
@@ -237,13 +240,13 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
     """Statements of consumer warpgroups, which multiply."""
     s, epilogue = work.s, work.epilogue
     left, right = work.sides
-    first = const(0) if s.pingpong else var("group") * (strips(s) * STRIP)
+    first = const(0) if s.parallel.pingpong else var("group") * (strips(s) * STRIP)
     sums = strips(s) * columns(s) * STRIP // WARPGROUP
     step = var("step")
     # Numbers of the tiles of this warpgroup, of those of both.
     time = var("number") // 2
     before: list[Stmt] = []
-    if s.pingpong:
+    if s.parallel.pingpong:
         before.append(Do("mbarrier_wait", (Ptr("order", var("group")), (time + 1 - var("group")) % 2)))
     full = (*_turn(s), Do("mbarrier_wait", (Ptr("full", var("stage")), var("turn") // s.stages % 2)))
     begun = (*full, Do("wgmma_fence"), *_multiply(work), Do("wgmma_commit"))
@@ -256,18 +259,18 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
     else:
         one = (*begun, Do("wgmma_wait_1"), If(const(0).lt(step), _released(s, (var("turn") - 1) % s.stages)))
         release = _released(s, ((var("number") + 1) * var("steps") - 1) % s.stages)
-        if s.grouped:
+        if s.parallel.grouped:
             # Rows past the last group are zero.
             before.append(Clear("acc", sums))
             release = (If(const(0).lt(var("steps")), release),)
         last = (*_waited(work, "acc"), *release)
     loop = For("step", const(0), var("steps"), const(1), one)
     after: list[Stmt] = []
-    if s.pingpong:
+    if s.parallel.pingpong:
         after.append(If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("order", 1 - var("group")),)),)))
     after += last
     tiles = ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch")
-    stored = join_groups(s, tiles, s.groups * WARPGROUP, ALL_GROUPS, epilogue.statements(first))
+    stored = join_groups(s, tiles, s.parallel.warpgroups * WARPGROUP, ALL_GROUPS, epilogue.statements(first))
     tile = _each_tile(s, (*before, loop, *after, *stored), mine=True)
     acc = [Scratch(name, sums, work.atom.acc) for name in ("acc", "part")[: 1 + promoted(s)]]
     setup = (*acc, left.describe(first), right.describe(const(0)))
@@ -280,7 +283,9 @@ def _multiply(work: Work) -> tuple[Stmt, ...]:
     strip, unit = var("strip") if strips(s) > 1 else const(0), var("unit")
     count = columns(s) * STRIP // WARPGROUP
     # The first product overwrites sums.
-    keep = const(1) if s.grouped and not promoted(s) else const(0).lt(unit if promoted(s) else var("step") + unit)
+    keep = (
+        const(1) if s.parallel.grouped and not promoted(s) else const(0).lt(unit if promoted(s) else var("step") + unit)
+    )
     x, y = left.matrix(var("stage"), strip, unit), right.matrix(var("stage"), const(0), unit)
     call: Stmt = Do(work.multiply, (Ptr("part" if promoted(s) else "acc", strip * count), x, y, keep))
     if strips(s) > 1:
@@ -297,6 +302,8 @@ def _waited(work: Work, sums: str) -> tuple[Stmt, ...]:
 
 def _released(s: Schedule, stage: Index) -> tuple[Stmt, ...]:
     """Arrival of this warp at the `empty` barrier of a stage."""
-    if s.cluster > 1:
-        return (If(var("lane").lt(s.cluster), (Do("mbarrier_arrive_at", (Ptr("empty", stage), var("lane"))),)),)
+    if s.parallel.cluster > 1:
+        return (
+            If(var("lane").lt(s.parallel.cluster), (Do("mbarrier_arrive_at", (Ptr("empty", stage), var("lane"))),)),
+        )
     return (If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("empty", stage),)),)),)

@@ -62,17 +62,17 @@ class WgmmaEpilogue:
     @property
     def store(self) -> EpilogueStore:
         """Epilogue that stores from registers."""
-        return EpilogueStore(self.s, self.isa, self.atom, (1, 1 if self.s.swap else PAIR))
+        return EpilogueStore(self.s, self.isa, self.atom, (1, 1 if self.s.atom.swap else PAIR))
 
     @property
     def fused(self) -> Fused | None:
         """Fused expressions of the sums, or None."""
-        return parse(self.s.fused) if self.s.fused else None
+        return parse(self.s.epilogue.fused) if self.s.epilogue.fused else None
 
     @property
     def lines(self) -> int:
         """Number of rows of C of one TMA store."""
-        return columns(self.s) if self.s.swap else STRIP
+        return columns(self.s) if self.s.atom.swap else STRIP
 
     @property
     def buffers(self) -> int:
@@ -82,7 +82,7 @@ class WgmmaEpilogue:
     @property
     def panels(self) -> int:
         """Number of panels of the tile of a warpgroup."""
-        across = 1 if self.s.swap else columns(self.s) // panel(self.s)
+        across = 1 if self.s.atom.swap else columns(self.s) // panel(self.s)
         return strips(self.s) * across
 
     @property
@@ -101,7 +101,7 @@ class WgmmaEpilogue:
         """Shared memory of staged results."""
         if not self.staged:
             return []
-        return [Shared("c_tile", self.s.groups * self.buffers * self.size, self.s.types[2], SWIZZLED)]
+        return [Shared("c_tile", self.s.parallel.warpgroups * self.buffers * self.size, self.s.types[2], SWIZZLED)]
 
     def before(self) -> list[Stmt]:
         """Registers for results."""
@@ -118,7 +118,7 @@ class WgmmaEpilogue:
         """Stores of the sums of a warpgroup, whose rows of the left operand begin at `first` in the tile."""
         if self.staged:
             return self._sent(first)
-        return self._swapped(first) if self.s.swap else self._plain(first)
+        return self._swapped(first) if self.s.atom.swap else self._plain(first)
 
     @property
     def own_row(self) -> Index:
@@ -174,7 +174,7 @@ class WgmmaEpilogue:
     @property
     def _tile(self) -> Index:
         """Number of a tile, of those of the warpgroup."""
-        return var("number") // 2 if self.s.pingpong else var("number")
+        return var("number") // 2 if self.s.parallel.pingpong else var("number")
 
     def _sent(self, first: Index) -> tuple[Stmt, ...]:
         s, n = self.s, panel(self.s)
@@ -182,7 +182,7 @@ class WgmmaEpilogue:
         across = self.panels // strips(s)
         strip, part = piece // across, piece % across
         strip_row = first + strip * STRIP
-        row, column = (const(0), strip_row) if s.swap else (strip_row, part * n)
+        row, column = (const(0), strip_row) if s.atom.swap else (strip_row, part * n)
         # If the number of panels of a tile is odd, the next tile begins with another buffer.
         before = self._tile * self.panels if self.panels % self.buffers else const(0)
         buffer = (var("group") * self.buffers + (before + piece) % self.buffers) * self.size
@@ -212,7 +212,7 @@ class WgmmaEpilogue:
     @property
     def puts(self) -> int:
         """Number of stmatrix instructions of a panel."""
-        return (self.lines if self.s.swap else panel(self.s)) // SIDE // (self.words // HALVES)
+        return (self.lines if self.s.atom.swap else panel(self.s)) // SIDE // (self.words // HALVES)
 
     def _packed(self, strip: Index, part: Index) -> tuple[Stmt, ...]:
         """Results of one stmatrix, computed and packed to pairs of 16 bits."""
@@ -228,7 +228,7 @@ class WgmmaEpilogue:
         """Store of matrices to shared memory (stmatrix): neighbours along n, two along m."""
         s, put, near = self.s, var("put"), self.words // HALVES
         lane, warp = var("lane"), var("warp")
-        if s.swap:
+        if s.atom.swap:
             line, vector = (
                 (put * near + lane // (HALVES * SIDE)) * SIDE + lane % SIDE,
                 warp * HALVES + lane // SIDE % HALVES,
@@ -239,7 +239,7 @@ class WgmmaEpilogue:
                 put * near + lane // (HALVES * SIDE),
             )
         to = Ptr("c_tile", var("buffer") + swizzled(panel(s), BY_NAME[s.types[2]].bytes).offset((line, vector, 0)))
-        name = f"stmatrix_{'trans_' if s.swap else ''}x{self.words}"
+        name = f"stmatrix_{'trans_' if s.atom.swap else ''}x{self.words}"
         return Do(name, (to, Ptr("c_words", put * self.words)))
 
     def _values(self, fused: Fused, at: Index) -> tuple[Stmt, ...]:
@@ -250,7 +250,7 @@ class WgmmaEpilogue:
         which = (near * HALVES + half) * PAIR + e
         down = var("warp") * (HALVES * SIDE) + half * SIDE + self.own_row
         along = (put * count + near) * SIDE + self.own_column + e
-        row, column = (along, down) if s.swap else (down, along)
+        row, column = (along, down) if s.atom.swap else (down, along)
         results = element(self.isa, fused, Ptr("acc", at + which), Ptr("c_out", which), var("column"))
         inside = var("row").lt(var("m")) * var("column").lt(var("n"))
         body: tuple[Stmt, ...] = (

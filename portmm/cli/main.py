@@ -264,7 +264,7 @@ def _scheduled(text: str, language: str) -> str:
     from portmm.codegen.lower import lower_grid
     from portmm.dispatch import gpu as gpu_dispatch
     from portmm.dispatch.cpu_kernels import kernel_of
-    from portmm.schedule.schedule import parse
+    from portmm.schedule.text import parse
     from portmm.target.target import load_isa
 
     try:

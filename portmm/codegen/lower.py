@@ -7,8 +7,9 @@ the header.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from shlex import quote
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
 from portmm.ir.index import const
@@ -16,68 +17,39 @@ from portmm.ir.nodes import Let
 from portmm.kernels.cpu import (
     attention,
     column_reductions,
-    dot,
     flash_decoding,
-    gemm,
     int4_repack,
     prepack,
     rowwise,
     tile_attention,
-    tile_gemm,
 )
 from portmm.kernels.gpu import column_reductions as gpu_column_reductions
 from portmm.kernels.gpu import (
-    gemv,
-    mma,
     mma_attention,
-    naive,
-    simt,
     simt_attention,
     split_k_reduction,
     transpose,
-    w4a16,
-    w4a16_dequantize,
-    wgmma,
 )
 from portmm.kernels.gpu import rowwise as gpu_rowwise
 from portmm.schedule.cpu_candidates import PACKED_VECTORS
+from portmm.schedule.gpu_attention import AttentionTiles, Tiling
 from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
-from portmm.schedule.schedule import inconsistent, spell
+from portmm.schedule.legality import inconsistent
+from portmm.schedule.programs import PROGRAMS
+from portmm.schedule.text import spell
 from portmm.spec.dtype import dequantized_types, types
 from portmm.spec.epilogue import parse as parse_fused
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.kernels.gpu.rowwise import Form as RowForm
-    from portmm.schedule.gpu_attention import Tiling
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Family
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
-
-PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], Kernel]] = {
-    "gemm": gemm.build,
-    "dot": dot.build,
-    "tiles": tile_gemm.build,
-}
-"""Block programs by name. A new one is a module of `kernels/` and a row here."""
-
-GRID_PROGRAMS: dict[str, Callable[[Schedule, Isa, Atom], GridKernel]] = {
-    "simt": simt.build,
-    "direct": naive.build,
-    "stream": gemv.build,
-    "mma": mma.build,
-    "wgmma": wgmma.build,
-    "coded": w4a16.build,
-    "dequant": w4a16_dequantize.build,
-}
-"""Block programs of devices by name, likewise."""
 
 
 def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
@@ -92,17 +64,33 @@ def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
     return atom
 
 
+def _built(s: Schedule, isa: Isa, atom: Atom) -> Any:
+    """The kernel of a program; only builders that are used are imported."""
+    return import_module(f"portmm.kernels.{PROGRAMS[s.program].builder}").build(s, isa, atom)
+
+
+def _check(s: Schedule, *, device: bool) -> None:
+    """Check that a schedule is of a program of CPUs, or of devices.
+
+    Raises:
+        ScheduleError: it is not.
+    """
+    known = [name for name, x in PROGRAMS.items() if x.device == device]
+    if s.program not in known:
+        where = "devices have" if device else "known are"
+        raise ScheduleError(f"no block program called {s.program!r}; {where} {', '.join(known)}")
+
+
 def lower(s: Schedule, isa: Isa) -> Kernel:
     """The kernel of a schedule.
 
     Raises:
         ScheduleError: the program is unknown or the ISA lacks the type.
     """
-    if s.program not in PROGRAMS:
-        raise ScheduleError(f"no block program called {s.program!r}; known are {', '.join(PROGRAMS)}")
+    _check(s, device=False)
     if inconsistent(s):
         raise ScheduleError(f"schedule {inconsistent(s)}: {spell(s)}")
-    kernel = PROGRAMS[s.program](s, isa, atom_of(isa, s.dtype, s.lanes))
+    kernel: Kernel = _built(s, isa, atom_of(isa, s.dtype, s.atom.lanes))
     return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {quote(spell(s))}"))
 
 
@@ -112,10 +100,9 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     Raises:
         ScheduleError: the program is unknown or the ISA lacks the type.
     """
-    if s.program not in GRID_PROGRAMS:
-        raise ScheduleError(f"no block program called {s.program!r}; devices have {', '.join(GRID_PROGRAMS)}")
+    _check(s, device=True)
     atom = grid_atom(isa, s)
-    kernels = [replace(GRID_PROGRAMS[s.program](s, isa, atom), occupancy=s.resident)]
+    kernels = [replace(_built(s, isa, atom), occupancy=s.parallel.occupancy)]
     kernels += [split_k_reduction.build(s, isa, atom)] if s.slices else []
     command = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), command)) for x in kernels)
@@ -137,9 +124,9 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
     Raises:
         ScheduleError: the ISA lacks it.
     """
-    if s.b == "codes" and s.program in MATRIX_PROGRAMS:
+    if s.b.layout == "codes" and s.program in MATRIX_PROGRAMS:
         return next(t for t in isa.atoms if t.unit == "warp" and t.a == t.b == s.types[0])
-    alike = (t for t in isa.atoms if (s.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.kr, *s.types[:2]))
+    alike = (t for t in isa.atoms if (s.atom.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.atom.kr, *s.types[:2]))
     return next(alike, None) or atom_of(isa, dequantized_types(s.dtype))
 
 
@@ -171,9 +158,9 @@ def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
 
 
-def lower_grid_rows(isa: Isa, text: str, form: RowForm) -> GridKernel:
+def lower_grid_rows(isa: Isa, text: str, s: Schedule) -> GridKernel:
     """The kernel of a device that computes epilogue expressions over rows."""
-    kernel = gpu_rowwise.build(isa, _one(isa), parse_fused(text), form)
+    kernel = gpu_rowwise.build(isa, _one(isa), parse_fused(text), s)
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
 
 
@@ -211,13 +198,13 @@ def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
 
 
-def lower_grid_attention(isa: Isa, atom: Atom, form: Form, tiling: Tiling | MatrixTiling) -> tuple[GridKernel, ...]:
+def lower_grid_attention(isa: Isa, atom: Atom, form: Form, s: Schedule) -> tuple[GridKernel, ...]:
     """The kernels of a device for a kind of attention, in order of execution."""
-    if isinstance(tiling, MatrixTiling):
-        kernels = [mma_attention.build(form, tiling, isa, atom)]
+    if s.program == "mma_attention":
+        kernels = [mma_attention.build(form, MatrixTiling(s), isa, atom)]
     else:
-        kernels = [simt_attention.build(form, tiling, isa, atom)]
-    kernels += [simt_attention.join(form, tiling, isa, atom)] if tiling.runs else []
+        kernels = [simt_attention.build(form, Tiling(s), isa, atom)]
+    kernels += [simt_attention.join(form, AttentionTiles(s), isa, atom)] if s.parallel.over == "keys" else []
     command = f"portmm.attention on {isa.title}"
     return tuple(replace(x, header=_header(x.name, isa, form.score, command)) for x in kernels)
 

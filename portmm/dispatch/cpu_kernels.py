@@ -14,7 +14,7 @@ from portmm.codegen.lower import atom_of, lower
 from portmm.dispatch.cpu_units import isa_of
 from portmm.ir.index import meaning, parsed, spelled
 from portmm.runtime import route_cache
-from portmm.schedule.schedule import spell
+from portmm.schedule.text import spell
 from portmm.spec.dtype import BY_NAME
 from portmm.util import locks
 from portmm.util.memo import Memory, forget_all
@@ -138,7 +138,7 @@ def _looked_up(s: Schedule, isa: Isa, kept: RouteCache) -> Code | None:
     if entry is None:
         return None
     code, workspace = entry
-    return Code(code, s.swap, meaning(parsed(workspace)), BY_NAME[atom_of(isa, s.dtype, s.lanes).acc].bytes)
+    return Code(code, s.atom.swap, meaning(parsed(workspace)), BY_NAME[atom_of(isa, s.dtype, s.atom.lanes).acc].bytes)
 
 
 def _built(s: Schedule, isa: Isa, target: Target, kept: RouteCache | None) -> Code:

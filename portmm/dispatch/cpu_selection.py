@@ -81,7 +81,7 @@ def check(p: Problem, target: Target) -> None:
 
 def schedule_cost(p: Problem, s: Schedule, target: Target, workers: int) -> Cost:
     """The predicted time of a schedule, with its terms."""
-    return cost(p, s, atom_of(isa_of(s, target), s.dtype, s.lanes), target, workers)
+    return cost(p, s, atom_of(isa_of(s, target), s.dtype, s.atom.lanes), target, workers)
 
 
 @dataclass(frozen=True, slots=True)

@@ -277,9 +277,9 @@ class Route:
     def workspace(self, m: int, n: int, batch: int) -> int:
         """Elements of 32 bits for the partial sums of k splits, which another kernel or block reduces."""
         s = self.choice.schedule
-        if s.joined:  # full tiles
-            return s.split * batch * -(-m // s.block.m) * -(-n // s.block.n) * s.block.m * s.block.n
-        return s.split * batch * m * n if s.split > 1 else 0
+        if s.parallel.fixup:  # full tiles
+            return s.parallel.split * batch * -(-m // s.block.m) * -(-n // s.block.n) * s.block.m * s.block.n
+        return s.parallel.split * batch * m * n if s.parallel.split > 1 else 0
 
 
 _routes = Memory(MOST_ROUTES)

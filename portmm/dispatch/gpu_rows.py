@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
 from portmm.dispatch.gpu import MOST, MOST_ROUTES, bind
 from portmm.errors import ScheduleError
-from portmm.kernels.gpu.rowwise import Form, kept
-from portmm.schedule.gpu_candidates import on_gpu
+from portmm.kernels.gpu.rowwise import kept
+from portmm.schedule.gpu_rows import rows_schedule
+from portmm.schedule.gpu_variants import on_gpu
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import parse
 from portmm.util.memo import Memory
@@ -20,6 +21,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.dispatch.gpu import Launch, Machine
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
     from portmm.target.device import Device
 
@@ -74,8 +76,8 @@ def launches(
         return _columns(text, fused, size, values, on)
     if 0 in (m, batch):
         return (), 0
-    form = form_of(fused, size, vector(fused, size, strides, aligned), on)
-    kernel, function = _code((text, form), on)[0]
+    schedule = schedule_of(fused, size, vector(fused, size, strides, aligned), on)
+    kernel, function = _code((text, schedule), on)[0]
     return (bind(kernel, function, values),), 0
 
 
@@ -106,21 +108,23 @@ def vector(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]], aligned
     return NEIGHBOURS
 
 
-def form_of(fused: Fused, size: Size, neighbours: int, on: Machine) -> Form:
+def schedule_of(fused: Fused, size: Size, neighbours: int, on: Machine) -> Schedule:
     """The distribution of rows over threads."""
     device = on.target.device
     assert device is not None  # noqa: S101 - machines have one
     n = max(size[1], 1)
     if not on_gpu(on.target):
         # OpenCL compilers for CPUs vectorize over neighbouring columns.
-        return Form(LANES, LANES) if fused.reductions else Form(4 * LANES, min(4 * LANES, _power(n)), 4)
+        return (
+            rows_schedule(LANES, LANES) if fused.reductions else rows_schedule(4 * LANES, min(4 * LANES, _power(n)), 4)
+        )
     threads, exchange = min(USUAL, device.block_threads), on.language == "cuda"
     if not fused.reductions:
-        return Form(threads, min(threads, _power(-(-n // neighbours))), max(neighbours, 4), neighbours)
+        return rows_schedule(threads, min(threads, _power(-(-n // neighbours))), max(neighbours, 4), neighbours)
     return _reducing(fused, n, neighbours, device, exchange=exchange)
 
 
-def _reducing(fused: Fused, n: int, neighbours: int, device: Device, *, exchange: bool) -> Form:
+def _reducing(fused: Fused, n: int, neighbours: int, device: Device, *, exchange: bool) -> Schedule:
     """The distribution over threads of rows that are reduced."""
     most = _floor(min(device.block_threads, 1024))
     vectors = -(-n // neighbours)
@@ -134,7 +138,7 @@ def _reducing(fused: Fused, n: int, neighbours: int, device: Device, *, exchange
     while not exchange and threads > 1 and threads * words > device.shared_bytes:
         threads, subgroup = threads // 2, min(subgroup, threads // 2)
         columns = _power(-(-vectors // subgroup))
-    return Form(
+    return rows_schedule(
         threads, subgroup, columns * neighbours if columns <= room else 0, neighbours,
         exchange and threads >= device.warp, device.warp,
     )  # fmt: skip

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import DatabaseError
-from portmm.schedule.schedule import Schedule, parse, spell
+from portmm.schedule.schedule import Schedule
+from portmm.schedule.text import parse, spell
 from portmm.spec.problem import Problem
 
 if TYPE_CHECKING:

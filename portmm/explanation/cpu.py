@@ -20,7 +20,7 @@ from portmm.host import detect
 from portmm.host.calibrate import measured
 from portmm.schedule import cpu_textbook
 from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE
-from portmm.schedule.schedule import ALL, footprint, registers
+from portmm.schedule.legality import footprint
 from portmm.spec.problem import Problem
 from portmm.target.target import Target, instance
 from portmm.util.text import field, size, terms, time
@@ -124,12 +124,12 @@ class Explanation(Selected):
             rule = f"a textbook blocking within {1 - cpu_textbook.WITHIN:.0%} of the least predicted time"
             yield field("", f"no search stored for this chip: {rule}")
         yield field("schedule", str(s))
-        yield field("", f"registers: {registers(s, atom)} of {self.kernel.isa.registers}")
-        for tile in s.tiles[1:]:
-            level = self.target.level(tile.level)
-            if level and ALL not in (tile.m, tile.n, tile.k):
-                taken = footprint(tile, s, self.problem, atom)
-                yield field("", f"{tile.level}: {size(taken)} of {size(level.bytes)}")
+        for name, needs in footprint(s, self.problem, atom).items():
+            level = self.target.level(name)
+            if level:
+                yield field("", f"{name}: {size(needs)} of {size(level.bytes)}")
+            elif name == "registers":
+                yield field("", f"registers: {needs} of {self.kernel.isa.registers}")
 
     def _runner_up_lines(self, cost: Cost) -> Iterator[str]:
         yield field("", f"  {terms(cost.overlapped)}; plus {terms(cost.added)}")
@@ -141,7 +141,7 @@ class Explanation(Selected):
         seen = {self.schedule.isa, *(s.isa for s, _ in self.runners_up[:SHOWN])}
         for s, cost in self.runners_up[SHOWN:]:
             isa = self.target.isa(s.isa)
-            atom = isa.atom(s.dtype, s.lanes) if isa else None
+            atom = isa.atom(s.dtype, s.atom.lanes) if isa else None
             if s.isa in seen or atom is None:
                 continue
             seen.add(s.isa)

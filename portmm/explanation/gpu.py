@@ -15,7 +15,8 @@ from portmm.codegen.lower import lower_grid
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.explanation.summary import Selected
 from portmm.ops import fused_matmul_gpu, grouped_matmul_gpu, int4_gpu, matmul_gpu
-from portmm.schedule.gpu_candidates import MOST_VECTOR, occupancy, registers, shared_bytes
+from portmm.schedule.gpu_variants import VECTOR_BYTES
+from portmm.schedule.legality import device_registers, occupancy, shared_bytes
 from portmm.spec.dtype import BY_NAME
 from portmm.util.text import field, size
 
@@ -83,7 +84,7 @@ class GridExplanation(Selected):
         yield field("schedule", str(s))
         most = f" of {device.thread_registers}" if device.thread_registers else ""
         blocks = occupancy(s, self.target)
-        yield field("", f"registers of a thread: about {registers(s)}{most}; blocks of a processor: {blocks}")
+        yield field("", f"registers of a thread: about {device_registers(s)}{most}; blocks of a processor: {blocks}")
         if shared_bytes(s):
             yield field("", f"shared memory of a block: {size(shared_bytes(s))} of {size(device.shared_bytes)}")
 
@@ -153,4 +154,4 @@ def vectors(p: Problem) -> tuple[int, int, int]:
     """Elements of a vector access to A, B and C, for contiguous and aligned operands."""
     near = {"a": {"row": p.k, "col": p.m}, "b": {"row": p.n, "col": p.k}, "c": {"row": p.n}}
     sides = zip("abc", (p.a, p.b, p.c), p.types, strict=True)
-    return tuple(math.gcd(near[x].get(at, 1), MOST_VECTOR // BY_NAME[t].bytes) for x, at, t in sides)  # type: ignore[return-value]
+    return tuple(math.gcd(near[x].get(at, 1), VECTOR_BYTES // BY_NAME[t].bytes) for x, at, t in sides)  # type: ignore[return-value]

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm.schedule.schedule import spell
+from portmm.schedule.text import spell
 from portmm.util.text import field, flop, size, terms, time
 
 if TYPE_CHECKING:

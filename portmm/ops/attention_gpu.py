@@ -19,9 +19,8 @@ from portmm.dispatch import gpu as gpu_dispatch
 from portmm.errors import TraceError
 from portmm.ops import rowwise_gpu
 from portmm.ops.attention_shapes import NAMES, STORAGE_TYPES, score_of, sizes_of
-from portmm.schedule import gpu_attention, gpu_mma_attention
-from portmm.schedule.gpu_candidates import units
-from portmm.schedule.gpu_mma_attention import MatrixTiling
+from portmm.schedule import gpu_attention_choice
+from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import C, Fused, acc
 from portmm.spec.expr import real
@@ -37,8 +36,7 @@ if TYPE_CHECKING:
     from portmm.arrays.device_array import DeviceArray
     from portmm.dispatch.gpu import Launch, Machine
     from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.schedule.gpu_attention import Tiling
-    from portmm.target.target import Target
+    from portmm.schedule.schedule import Schedule
     from portmm.trace.recorder import Source
     from portmm.trace.tracer import Traced
 
@@ -307,8 +305,9 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
     layouts["o"] = _layout(call.out or interop.empty_like(call.q, call.shape, to)[1], "out")
     q, k, v, o = (x.vector for x in layouts.values())
     loose = "".join(name for name, x in layouts.items() if x.loose)
-    request = gpu_attention.AttentionSizes(call.q.dtype, d, dv, m, items * heads, group, n, (q, k, v, o), loose)
-    tiling, runs, run = _tiled(request, on.target)
+    request = AttentionSizes(call.q.dtype, d, dv, m, items * heads, group, n, (q, k, v, o), loose)
+    schedule = gpu_attention_choice.candidates(request, on.target)[0]
+    runs, run = gpu_attention_choice.splits(schedule, request, on.target)
     rows = items * heads * m
     values = {"m": m, "heads": heads, "group": group, "few": heads // group, "items": items, "runs": runs, "run": run}
     values |= {"all_rows": rows, "mosts_at": runs * rows * dv, "sums_at": runs * rows * (dv + 1)}
@@ -317,18 +316,9 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
         values |= dict(zip(names, y.steps, strict=True))
     for i, (_, (_, *steps)) in enumerate(sources):
         values |= dict(zip((f"x{i}_{y}" for y in "bmnh"), steps, strict=True))
-    launches = tuple(gpu_dispatch.bind(*x, values) for x in _code(form, tiling, on))
-    scratch = runs * rows * (dv + 2) if tiling.runs else 0
+    launches = tuple(gpu_dispatch.bind(*x, values) for x in _code(form, schedule, on))
+    scratch = runs * rows * (dv + 2) if schedule.parallel.over == "keys" else 0
     return _Ready(on, launches, *common, scratch, tuple((x, steps[0]) for x, steps in sources), traced.numbers)
-
-
-def _tiled(request: gpu_attention.AttentionSizes, target: Target) -> tuple[Tiling | MatrixTiling, int, int]:
-    """The tiles, the number of KV splits, and the keys of each: by matrix units where they can."""
-    matrix = gpu_mma_attention.choose(request, target)
-    if matrix is not None:
-        return matrix, *gpu_mma_attention.runs_of(matrix, request, target)
-    tiling = gpu_attention.choose(request, target)
-    return tiling, *gpu_attention.runs_of(tiling, request, target)
 
 
 def _form(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: str) -> Form:
@@ -347,13 +337,11 @@ def _form(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: str) 
 _loaded = Memory(MOST_KINDS)
 
 
-def _code(form: Form, tiling: Tiling | MatrixTiling, on: Machine) -> tuple[tuple[Any, Any], ...]:
+def _code(form: Form, s: Schedule, on: Machine) -> tuple[tuple[Any, Any], ...]:
     """Kernels, with their loaded functions."""
-    key = (form, tiling, on.key)
+    key = (form, s, on.key)
     loaded: tuple[tuple[Any, Any], ...] | None = _loaded.get(key)
     if loaded is None:
-        matrix = gpu_mma_attention.unit(form.dtype, on.target) if isinstance(tiling, MatrixTiling) else None
-        isa, atom = matrix or units("f32", on.target)[0]
-        kernels = lower_grid_attention(isa, atom, form, tiling)
+        kernels = lower_grid_attention(*gpu_attention_choice.unit(s, on.target), form, s)
         loaded = _loaded.keep(key, tuple((x, on.load(x)) for x in kernels))
     return loaded

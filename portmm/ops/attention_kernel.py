@@ -22,8 +22,9 @@ from portmm.trace.bind import Bound, substituted
 from portmm.trace.recorder import described
 
 if TYPE_CHECKING:
-    from portmm.kernels.cpu.attention_geometry import Form, Geometry
+    from portmm.kernels.cpu.attention_geometry import Form
     from portmm.ops.attention_shapes import Shape
+    from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target
@@ -126,7 +127,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
         BuildError: the compiler failed.
     """
     from portmm.dispatch import cpu_routes, cpu_units
-    from portmm.kernels.cpu.attention_geometry import Geometry
+    from portmm.schedule.cpu_attention import attention_schedule
 
     _, _, with_lse, all_keys, no_starts = flags
     if len(traced.results) > 1:
@@ -138,9 +139,9 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     isa, atom, _ = unit = cpu_units.attention_unit(dtype, fused, target, last_of_class(shape.m))
     few = shape.m <= FEW // atom.k_pack
     function = function if few else _transposed(traced)
-    geometry = Geometry.of(isa, atom)
-    form = _form(_fused(function), shape, flags, isa, atom, geometry, few=few)
-    step, run = _blocks(shape, geometry, target, few=few)
+    schedule = attention_schedule(isa, atom)
+    form = _form(_fused(function), shape, flags, isa, atom, schedule, few=few)
+    step, run = _blocks(shape, schedule, target, few=few)
     macs = shape.items * shape.heads * shape.m * shape.n * (shape.d + shape.dv)
     workers = config.get_num_threads() if macs > FORK else 1
     q, k, v = shape.operands
@@ -164,7 +165,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
 
 
 def _form(  # noqa: PLR0917 - one caller
-    fused: Fused, shape: Shape, flags: tuple[bool, ...], isa: Isa, atom: Atom, geometry: Geometry, *, few: bool
+    fused: Fused, shape: Shape, flags: tuple[bool, ...], isa: Isa, atom: Atom, s: Schedule, *, few: bool
 ) -> Form:
     """The form of the kernel: `flags` as for `make_kernel`."""
     from portmm.kernels.cpu.attention_geometry import Form
@@ -173,7 +174,7 @@ def _form(  # noqa: PLR0917 - one caller
     causal, no_window, with_lse, all_keys, no_starts = flags
     dtype = numpy_arrays.name_of(shape.dtype)
     masks = bool(isa.spelling(atom, "load_mask", dtype))
-    reads = atom.k_pack == 1 and not atom.tiled and (masks or not shape.dv % geometry.pv_n)
+    reads = atom.k_pack == 1 and not atom.tiled and (masks or not shape.dv % s.parallel.cell[1])
     return Form(
         str(fused), dtype, dtype, Bounds(causal, not no_window), lengths=not all_keys, starts=not no_starts,
         lse=with_lse, packs=not few and not reads, few=few,
@@ -185,20 +186,14 @@ def _fused(score: Traced) -> Fused:
     return Fused(score.operands, ((C, score.results[0][0]),))
 
 
-def _blocks(shape: Shape, geometry: Geometry, target: Target, *, few: bool) -> tuple[int, int]:
+def _blocks(shape: Shape, s: Schedule, target: Target, *, few: bool) -> tuple[int, int]:
     """Keys of a block, and of a KV split, 0 without splits."""
-    from portmm.kernels.cpu.attention_geometry import keys_of
+    from portmm.schedule.cpu_attention import keys_of
 
     if not few:
-        return keys_of(_near(target), geometry, max(shape.d, shape.dv)), 0
+        return keys_of(s, target, max(shape.d, shape.dv)), 0
     items = shape.items * shape.heads // shape.group
     return KEYS_OF_FEW, max(SHORTEST, -(-last_of_class(shape.n) // max(1, TASKS // items)))
-
-
-def _near(target: Target) -> int:
-    """Bytes of the cache in which a block should fit."""
-    level = target.level("L2") or target.level("L1")
-    return level.bytes if level else 1 << 18
 
 
 def _strides(x: Array) -> tuple[int, ...]:

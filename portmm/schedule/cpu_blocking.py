@@ -7,12 +7,13 @@ follow from the capacities of L1, L2 and L3 (Low et al. 2016).
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.schedule import ALL, Tile
+from portmm.schedule.parts import ALL, PACKED, Epilogue, OperandPlan, Parallel, Tile
+from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.spec.problem import family
+from portmm.target.model import CPU as MODEL
 from portmm.target.summation import depth as whole_run
 
 if TYPE_CHECKING:
@@ -21,19 +22,6 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-SHALLOW, DEEP = 1.5, 3.0
-"""KC as a multiple of the depth that fits L1. A panel of B somewhat larger than L1 streams well from L2
-and saves passes over C; panels of full depth, contiguous in memory,
-stream well at any KC. Measured on Zen 5: 0.91, 0.96 and 0.98 of the peak for
-prepacked panels at 1, 1.5 and 4.5."""
-WHOLE_DEPTH = 2.0
-"""Multiple of KC up to which sums with an epilogue stay in one block of k."""
-A_SHARE = 0.4
-"""Part of L2 for the block of A."""
-B_SHARE = 0.25
-"""Part of L2 for the panels of B that are packed together; the rest passes through."""
-C_SHARE = 0.25
-"""Part of L3 for the block of C: other threads need theirs."""
 RUN_BYTES = 1024
 """Bytes of a row of B that are packed at once: long enough for a hardware prefetcher."""
 PACK_ROWS = 256
@@ -66,14 +54,32 @@ def tallest(isa: Isa, atom: Atom, nr: int) -> int:
     return min(TALLEST, (isa.registers - v - 1) // v) * atom.m
 
 
-def mr_variants_of(mr: int) -> tuple[int, ...]:
-    """MR variants for more than MR rows: an even partition has slices of about MR/2 to MR rows."""
-    return tuple(range((mr + 1) // 2, mr + 1))
+def least_of(mr: int) -> int:
+    """Least MR variant for more than MR rows: an even partition has slices of about MR/2 to MR rows."""
+    return (mr + 1) // 2
 
 
-def uniform_tiles(mr: int, nr: int, kc: int, mc: int, nc: int) -> tuple[Tile, ...]:
+def register_tile(mr: int, nr: int, least: int = 0) -> Tile:
+    """The tile of a micro-kernel, whose least variant has `least` rows."""
+    return Tile("registers", mr, nr, 1, least if least < mr else 0)
+
+
+def uniform_tiles(  # noqa: PLR0917 - a tile is two numbers
+    mr: int, nr: int, kc: int, mc: int, nc: int, least: int = 0
+) -> tuple[Tile, ...]:
     """Tiles with the same KC for every cache and one panel at a time in L2."""
-    return (Tile("registers", mr, nr, 1), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc))
+    return (register_tile(mr, nr, least), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc))
+
+
+def base_schedule(  # noqa: PLR0917 - parts of one record
+    program: str, p: Problem, isa: Isa, tiles: tuple[Tile, ...], pack_a: bool, pack_b: bool, over: str = "tiles"
+) -> Schedule:
+    """A schedule for a problem, with C by rows, of the ISA's widest atom."""
+    a, b = (PACKED,) if pack_a else (), (PACKED,) if pack_b else ()
+    return Schedule(
+        program, isa.name, p.dtype, tiles, a=OperandPlan(p.a, a, 0, p.source), b=OperandPlan(p.b, b, p.group),
+        parallel=Parallel(over), epilogue=Epilogue(p.post, p.fused), static=(p.m, p.n, p.k) if p.static else None,
+    )  # fmt: skip
 
 
 def blocking(  # noqa: PLR0917 - a tile is two numbers
@@ -90,11 +96,11 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
     room = l2 or 8 * l1
     most = room // (mr * a + nr * b)
     kc = whole_run(max(atom.deep, (int(fits * depth) if l2 else fits) // atom.deep * atom.deep), atom, most)
-    mc = max(mr, int(room // (kc * a) * A_SHARE) // mr * mr)
-    near = max(1, min(RUN_BYTES // (nr * b), int(room // (kc * b) * B_SHARE) // nr)) * nr
-    nc = max(near, int((l3 or 8 * l2) * C_SHARE) // c // mc // near * near)
+    mc = max(mr, int(room // (kc * a) * MODEL.a_share) // mr * mr)
+    near = max(1, min(RUN_BYTES // (nr * b), int(room // (kc * b) * MODEL.b_share) // nr)) * nr
+    nc = max(near, int((l3 or 8 * l2) * MODEL.c_share) // c // mc // near * near)
     return (
-        Tile("registers", mr, nr, 1),
+        register_tile(mr, nr, least_of(mr)),
         Tile("L1", mr, nr, min(fits, kc)),
         Tile("L2", mc, near, kc),
         Tile("L3", mc, nc, kc),
@@ -107,10 +113,10 @@ def whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile, 
     Sums of several blocks would be stored in scratch of the size of C, and read once more.
     """
     kc, mr = tiles[2].k, tiles[0].m
-    if not p.fused or not kc < depth <= WHOLE_DEPTH * kc:
+    if not p.fused or not kc < depth <= MODEL.whole_depth * kc:
         return tiles
     mc = max(mr, tiles[2].m * kc // depth // mr * mr)
-    return (tiles[0], replace(tiles[1], k=ALL), replace(tiles[2], m=mc, k=ALL), replace(tiles[3], m=mc, k=ALL))
+    return (tiles[0], tiles[1]._replace(k=ALL), *(x._replace(m=mc, k=ALL) for x in tiles[2:]))
 
 
 def capacity(target: Target, name: str) -> int:

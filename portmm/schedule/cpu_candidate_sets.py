@@ -16,7 +16,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.schedule.cpu_blocking import MOST_PACKED, TALLEST
-from portmm.schedule.cpu_candidates import (
+from portmm.schedule.cpu_candidates import legal_of, proposals, units
+from portmm.schedule.cpu_cost_table import Table, table
+from portmm.schedule.cpu_cost_tape import Tape
+from portmm.schedule.cpu_gemm import (
     DOT_TILES,
     FEW_BYTES,
     FEW_ROWS,
@@ -25,14 +28,9 @@ from portmm.schedule.cpu_candidates import (
     SPLIT_STEPS,
     STREAM_DEPTHS,
     THIN_ROWS,
-    legal_of,
-    proposals,
-    units,
 )
-from portmm.schedule.cpu_cost_table import Table, table
-from portmm.schedule.cpu_cost_tape import Tape
 from portmm.schedule.cpu_textbook import FEW_VECTORS, follows
-from portmm.schedule.schedule import illegal
+from portmm.schedule.legality import illegal
 from portmm.spec.dtype import BY_NAME
 from portmm.util.memo import Memory
 
@@ -216,6 +214,6 @@ def _tabulated(p: Problem, target: Target, schedules: list[Schedule]) -> Candida
     """Schedules with their table of the cost model."""
     q = p.transposed() if p.c == "col" else p
     isas = [target.isa(s.isa) for s in schedules]
-    atoms = [isa.atom(s.dtype, s.lanes) if isa else None for isa, s in zip(isas, schedules, strict=True)]
+    atoms = [isa.atom(s.dtype, s.atom.lanes) if isa else None for isa, s in zip(isas, schedules, strict=True)]
     textbook = np.array([follows(s, p, target) for s in schedules])
     return CandidateSet(tuple(schedules), table(q, schedules, [x for x in atoms if x is not None], target), textbook)

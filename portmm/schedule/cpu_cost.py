@@ -21,6 +21,8 @@ import numpy as np
 from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
 from portmm.schedule.cpu_cost_table import hertz, table
 from portmm.schedule.cpu_cost_terms import Extents, Sizes, compute, packing_b, shared, tile_setup, traffic
+from portmm.schedule.roofline import roofline
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -32,11 +34,6 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.target import Target
 
-EXPOSED = 0.05
-"""Share of a shorter overlapped term that adds to the time."""
-FORK_SECONDS = 1.0e-6
-"""Time to start a parallel region with threads that are awake."""
-TASK_SECONDS = 1.0e-7
 OPTIONAL = frozenset(("L3", "memory", "sums"))
 """Terms that only some problems and schedules have."""
 
@@ -74,7 +71,7 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) 
     Returns:
         Seconds, with terms.
     """
-    q = p.transposed() if s.swap else p
+    q = p.transposed() if s.atom.swap else p
     return costs(table(q, (s,), (atom,), target), q, (q.m,), (workers,))[0].at(0)[0]
 
 
@@ -174,10 +171,6 @@ def timed(v: Extents, work: Work, workers: int, among: tuple[Array, Array, Array
         added["sums"] = x.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(q.n / SUM_COLUMNS)))
     if workers > 1:
         phases = np.where(x.over_batch, 1.0, np.where(x.over_k, 2.0 * q.batch, q.batch)) + x.once * q.batch
-        added["threads"] = phases * FORK_SECONDS + tasks * TASK_SECONDS
-    terms = list(overlapped.values())
-    longest = total = terms[0]
-    for each in terms[1:]:
-        longest, total = np.maximum(longest, each), total + each
-    seconds = longest + EXPOSED * (total - longest) + sum(added.values())
+        added["threads"] = phases * MODEL.fork_seconds + tasks * MODEL.task_seconds
+    seconds = roofline([*overlapped.values()], [*added.values()], MODEL.exposed)
     return Costs(seconds, overlapped, added)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portmm.schedule.cpu_cost_columns import FLAGS, WHOLE, Column, Columns, Flags, columns
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -23,42 +24,14 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-DEFAULT_GHZ = 3.0
 DEFAULT_BYTES_PER_CYCLE = {"L1": 64.0, "L2": 32.0, "L3": 10.0, "memory": 5.0}
 """Bandwidth per core, where there is neither a description nor a measurement."""
-LOOP_CYCLES = 0.03
-"""Cycles to count, compare and branch: one fused micro-operation of the few that a core starts per cycle."""
-APART = 0.12
-"""Slowdown of a micro-kernel that reads a strided B in place one cache line of a row at a time;
-with more lines per row it is divided among them."""
 LINE = 64
-PASSING = 4
-"""Ways of a set of L1 that B and C pass through."""
-CROWDED, THRASHED = 1.05, 1.4
-"""Slowdown when rows of A that start in one set of L1 leave less than PASSING ways;
-and when they leave one at most and nothing is prefetched: measured at M = 7
-and 8, K = 4096 on Zen 4."""
-AHEAD_CYCLES = 0.5
-"""Cycles to prefetch one stream, each step: an address and a prefetch besides the multiply-adds."""
-CARRIED = 4.5
-"""Cycles to store a row of a tile's sums to scratch and load it for the next block of k: with K = 768 in three
-blocks products took 1.1 to 1.3 of the time of one, on Sapphire Rapids."""
-SHORT_RUNS, SHORT_AHEAD = 1.5, 1.55
-"""Extra time of reading a strided B, as a multiple of that of a panel, row by row, for runs of one cache line;
-the second applies where the next rows are prefetched meanwhile."""
-COPY_ONCE, COPY_PASSING = 3.7, 6.4
-"""Cycles to copy a vector into a panel: from long runs, and from the shorter runs of panels packed between tiles."""
-INTERLEAVE = 2.0
-"""Cycles per row of a unit to interleave a vector of units."""
-DEQUANTIZE = 4.0
-"""Cycles to convert a vector of int4 or int8 values to numbers."""
-HOME = 0.8
-"""Part of a level that is occupied by the data that fits it."""
 
 
 def hertz(target: Target) -> float:
     """Cycles per second of a core."""
-    return (target.frequency_ghz or DEFAULT_GHZ) * 1e9
+    return (target.frequency_ghz or MODEL.default_ghz) * 1e9
 
 
 def bytes_per_cycle(target: Target, name: str) -> float:
@@ -132,7 +105,9 @@ def table(q: Problem, schedules: Sequence[Schedule], atoms: Sequence[Atom], targ
     pairs = list(zip(schedules, atoms, strict=True))
     level = target.level("L1")
     ways = level.ways if level else WHOLE
-    tight = np.where((x.mr + 1 >= ways) & ~x.ahead, THRASHED, np.where(x.mr + PASSING >= ways, CROWDED, 1.0))
+    tight = np.where(
+        (x.mr + 1 >= ways) & ~x.ahead, MODEL.thrashed, np.where(x.mr + MODEL.passing >= ways, MODEL.crowded, 1.0)
+    )
     lines = np.maximum(1.0, x.visit_n * x.b / LINE)
     streams = x.ahead * (1.0 + ~x.pack_a + (x.once | ~x.pack_b))
     halvings = np.array([atom.n.bit_length() if s.program == "dot" else 0 for s, atom in pairs])
@@ -145,19 +120,19 @@ def table(q: Problem, schedules: Sequence[Schedule], atoms: Sequence[Atom], targ
         x,
         (a.bytes, b.bytes, c.bytes),
         rate=np.array([macs_per_cycle(target, target.isa(s.isa), atom, s.dtype) for s, atom in pairs]),
-        steps=LOOP_CYCLES + AHEAD_CYCLES * streams,
+        steps=MODEL.loop_cycles + MODEL.ahead_cycles * streams,
         crowded=np.where(x.rows_in_place, tight, 1.0),
-        apart=1.0 + APART / lines,
-        runs=1.0 + np.where(x.prefetches, SHORT_AHEAD, SHORT_RUNS) / lines,
+        apart=1.0 + MODEL.apart / lines,
+        runs=1.0 + np.where(x.prefetches, MODEL.short_ahead, MODEL.short_runs) / lines,
         copy_a=np.array([_copying(s, atom, "a") for s, atom in pairs]),
         copy_b=np.array([_copying(s, atom, "b") for s, atom in pairs]),
         packs=50.0 * x.pack_a + 50.0 * x.pack_b,
-        carried=(1.0 + halvings, np.where(x.tiled, CARRIED, 1.0 + halvings)),
+        carried=(1.0 + halvings, np.where(x.tiled, MODEL.carried, 1.0 + halvings)),
         cut=x.strided & ~x.prefetches & ~(x.over_k | x.over_batch),
         firsts=firsts,
         group_of=group_of.reshape(-1),
         # A core's share of L3 may be less than its L2: data stays in the first level that it fits.
-        reach=np.maximum.accumulate([target.counted(x.name) * HOME for x in target.levels] or [0.0])[
+        reach=np.maximum.accumulate([target.counted(x.name) * MODEL.home for x in target.levels] or [0.0])[
             : len(target.levels)
         ],
         some=_some(x),
@@ -174,20 +149,20 @@ def _some(x: Columns) -> frozenset[str]:
 def _copying(s: Schedule, atom: Atom, operand: str) -> float:
     """Cycles to pack a unit: a few per vector, and the shuffles of a transposed operand; 0 if it is not packed."""
     if operand == "a":
-        packed, layout, straight, interleaved = s.pack_a, s.a, "row" if atom.tiled else "col", "col"
+        packed, layout, straight, interleaved = s.a.packed, s.a.layout, "row" if atom.tiled else "col", "col"
     else:
-        straight = interleaved = "codes" if s.b == "codes" else "row"
-        packed, layout = s.pack_b, s.b
+        straight = interleaved = "codes" if s.b.layout == "codes" else "row"
+        packed, layout = s.b.packed, s.b.layout
     if not packed:
         return 0.0
     if layout == "any" or (layout != straight and atom.n == 1):
         each = 1.5
     else:
         # A transposed block of L x L elements takes L log2(L) shuffles.
-        copy = COPY_ONCE if s.once and straight == "row" else COPY_PASSING
+        copy = MODEL.copy_once if s.b.once and straight == "row" else MODEL.copy_passing
         each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
     if layout == "codes":
-        each = DEQUANTIZE * atom.k_pack / atom.n
+        each = MODEL.dequantize * atom.k_pack / atom.n
     if atom.k_pack > 1 and layout == interleaved:
-        each += INTERLEAVE * atom.k_pack / atom.n
+        each += MODEL.interleave * atom.k_pack / atom.n
     return each

@@ -15,6 +15,7 @@ import numpy as np
 
 from portmm.schedule.cpu_cost_columns import WHOLE, Flags
 from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE, LINE
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -22,32 +23,6 @@ if TYPE_CHECKING:
     from portmm.schedule.cpu_cost_table import Table
     from portmm.spec.problem import Problem
 
-LOADS_PER_CYCLE = 2.0
-"""Load ports of every out-of-order core described so far."""
-CONFLICTS = 0.31
-"""Share of the loads that delay a multiply-add: bank conflicts, loads across two cache lines, full queues."""
-FILLS, OVERFULL = 24, 1.35
-"""Outstanding cache lines of a core, and the slowdown of a stream that needs more."""
-TILE_CYCLES = 70.0
-"""Cycles to call a micro-kernel, compute its addresses and leave its loop."""
-CONFIGURE = 100.0
-"""Cycles to configure tiles for a block and to release them. Assumed."""
-CUT_RUNS = 1.4
-"""Slowdown of a stream whose rows are split among threads: each part starts with misses. Measured 1.2 to 1.7."""
-CONVERT = 1.0
-"""Cycles to convert a fragment as it is loaded: two instructions besides the load, on ports that multiply."""
-DECODE = 1.0
-"""Cycles to convert a vector of int4 or int8 values that is multiplied at once."""
-GROUP_END, GROUP_WAITS = 3.0, 2.0
-"""Cost, in multiply-adds, to convert a vector of integer sums and add it scaled, and to load
-the vector that it is added to where there is no register for that."""
-FINISH = 4.0
-"""Cycles to convert a vector of sums to elements of C."""
-BOTH_FAR = 1.3
-"""Slowdown of tiles when both operands come from L2: measured on Sapphire Rapids, 1.90 TFLOP/s for 2.50."""
-STREAMS = 16
-"""Rows that a hardware prefetcher follows at once; with more, each row of a
-strided operand starts with a miss."""
 MOST_SIMULATED = 64
 """Maximum number of tasks whose scheduling is simulated; with more, simulation would take longer than it saves."""
 
@@ -167,15 +142,15 @@ def compute(v: Extents) -> Array:
     strips = np.ceil(mr / x.strip_rows) if "strips" in t.some else mr
     macs = strips * (x.vectors / np.where(x.tiled, x.m, 1.0))
     if "decodes" in t.some:
-        macs = np.where(x.decodes, mr * x.vectors * (1 + _group_ends(v)) + DECODE * x.vectors + mr, macs)
+        macs = np.where(x.decodes, mr * x.vectors * (1 + _group_ends(v)) + MODEL.decode * x.vectors + mr, macs)
     if t.some & {"left", "right"}:
-        macs = macs + CONVERT * (mr * x.left + x.vectors * x.right) * t.rate
-    loads = (strips + x.vectors * x.deep) / LOADS_PER_CYCLE
+        macs = macs + MODEL.convert * (mr * x.left + x.vectors * x.right) * t.rate
+    loads = (strips + x.vectors * x.deep) / MODEL.loads_per_cycle
     # A chain advances one step per latency, however far it is unrolled.
-    step = np.maximum(np.maximum(macs / t.rate, loads), x.latency) + CONFLICTS * loads
+    step = np.maximum(np.maximum(macs / t.rate, loads), x.latency) + MODEL.conflicts * loads
     cycles: Array = (v.counts * (step + t.steps)).sum(axis=0) * (v.visits * np.ceil(v.k / x.covers))
     if "tiled" in t.some:
-        cycles = cycles * np.where(x.tiled & ~_b_fits(v, "L1"), BOTH_FAR, 1.0)
+        cycles = cycles * np.where(x.tiled & ~_b_fits(v, "L1"), MODEL.both_far, 1.0)
     return cycles * _crowding(v) * np.where(_short(v), t.apart, 1.0)
 
 
@@ -183,7 +158,7 @@ def _group_ends(v: Extents) -> Array:
     """Cost of scaling a group's integer sums, per multiply-add of the group."""
     x = v.t.x
     waiting = 2 * v.mr_variants * np.floor(x.vectors / x.panels) > x.registers
-    return np.where(x.spans, (GROUP_END + GROUP_WAITS * waiting) * x.k_pack / np.maximum(x.group, 1.0), 0.0)
+    return np.where(x.spans, (MODEL.group_end + MODEL.group_waits * waiting) * x.k_pack / np.maximum(x.group, 1.0), 0.0)
 
 
 def _short(v: Extents) -> Flags:
@@ -205,12 +180,12 @@ def tile_setup(v: Extents) -> Array:
     t, x, q = v.t, v.t.x, v.sizes
     # A sum over lanes halves them repeatedly, with a shuffle and an addition each time.
     each = np.where(v.passes > 1, t.carried[1], t.carried[0])
-    one = (v.counts * (TILE_CYCLES + x.latency + v.mr_variants * (x.vectors * each))).sum(axis=0)
+    one = (v.counts * (MODEL.tile_cycles + x.latency + v.mr_variants * (x.vectors * each))).sum(axis=0)
     cycles: Array = one * (v.visits * v.passes) + np.where(x.static, 0.0, 40.0)
     if "finishes" in t.some:
-        cycles = cycles + x.finishes * (FINISH * v.m * np.ceil(q.n / x.vector))
+        cycles = cycles + x.finishes * (MODEL.finish * v.m * np.ceil(q.n / x.vector))
     if "tiled" in t.some:
-        cycles = cycles + x.tiled * (CONFIGURE * v.blocks)
+        cycles = cycles + x.tiled * (MODEL.configure * v.blocks)
     return cycles
 
 
@@ -291,8 +266,10 @@ def traffic(v: Extents) -> tuple[dict[str, Array], dict[str, Array]]:
     b_bytes, a_bytes = v.k * q.n * x.b_far, a_once * x.a_far
     c_far = c_once * x.c_stored + c_again * x.c * (c_home >= nearest)
     outer = b_bytes * b_again + c_far + a_bytes * np.where(a_fits, 1.0, v.visits)
-    slow = np.where(short & (v.depth > STREAMS), t.runs, 1.0)
-    slow = slow * np.where(short & ~x.prefetches & (v.depth * x.visit_n * x.b > FILLS * LINE), OVERFULL, 1.0)
+    slow = np.where(short & (v.depth > MODEL.streams), t.runs, 1.0)
+    slow = slow * np.where(
+        short & ~x.prefetches & (v.depth * x.visit_n * x.b > MODEL.fills * LINE), MODEL.overfull, 1.0
+    )
     far = b_bytes * np.where(b_bytes > capacity.get("L3", 0), b_again, 1.0)
     c_last = c_once * x.c_stored + c_again * x.c * (c_home == len(names))
     in_memory = home == len(names)
@@ -304,7 +281,7 @@ def traffic(v: Extents) -> tuple[dict[str, Array], dict[str, Array]]:
         return {"memory": np.where(in_memory, from_memory, beyond * (outer * slow / bandwidth["memory"]))}
 
     cut = short & t.cut
-    return terms | outside(slow), outside(slow * np.where(cut, CUT_RUNS, 1.0)) if t.cut.any() else {}
+    return terms | outside(slow), outside(slow * np.where(cut, MODEL.cut_runs, 1.0)) if t.cut.any() else {}
 
 
 def _bytes(v: Extents) -> Array:

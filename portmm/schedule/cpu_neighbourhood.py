@@ -13,8 +13,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.cpu_blocking import IN_PLACE_ROWS, blocking, mr_variants_of, tallest
-from portmm.schedule.schedule import ALL, Tile, illegal
+from portmm.schedule.cpu_blocking import IN_PLACE_ROWS, blocking, least_of, register_tile, tallest
+from portmm.schedule.legality import illegal
+from portmm.schedule.parts import ALL, Tile
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -54,10 +55,11 @@ def _free_mr(s: Schedule) -> bool:
 
 def skeleton(s: Schedule) -> Schedule:
     """A schedule without the parameters that a search may vary."""
-    tiles = tuple(Tile(t.level, *(min(x, 1) for x in (t.m, t.n, t.k))) for t in s.tiles[1:])
-    mr = 1 if _free_mr(s) else s.mr
-    mr_variants = () if _free_mr(s) else s.heights
-    return replace(s, tiles=(Tile("registers", mr, s.nr, s.tiles[0].k), *tiles), heights=mr_variants, prefetch=0)
+    first, *tiles = s.tiles
+    if _free_mr(s):
+        first = first._replace(m=1, least=0)
+    blocks = [Tile(t.level, *(min(x, 1) for x in (t.m, t.n, t.k))) for t in tiles]
+    return replace(s, tiles=(first, *blocks), b=s.b.prefetched(0))
 
 
 def unsound(s: Schedule, p: Problem, target: Target, listed: Sequence[Schedule]) -> str:
@@ -73,15 +75,15 @@ def unsound(s: Schedule, p: Problem, target: Target, listed: Sequence[Schedule])
         return ""
     bones = skeleton(s)
     like = [x for x in listed if skeleton(x) == bones]
-    if s.stages or not like:
+    if s.on_device or not like:
         return "it is neither a candidate nor a variant of one"
-    if s.prefetch and not (0 < s.prefetch <= FARTHEST and any(x.prefetch for x in like)):
-        return f"its prefetch distance is {s.prefetch} rows"
+    if s.b.prefetch and not (0 < s.b.prefetch <= FARTHEST and any(x.b.prefetch for x in like)):
+        return f"its prefetch distance is {s.b.prefetch} rows"
     isa = target.isa(s.isa)
-    atom = isa.atom(s.dtype, s.lanes) if isa else None
+    atom = isa.atom(s.dtype, s.atom.lanes) if isa else None
     if isa is None or atom is None:
         return f"{target.name} has no {s.isa} for {s.dtype}"
-    q = p.transposed() if s.swap else p
+    q = p.transposed() if s.atom.swap else p
     return _uneven(s, atom) or _too_tall(s, q, isa, atom) or illegal(s, p, isa, atom, target)
 
 
@@ -112,7 +114,7 @@ def _too_tall(s: Schedule, q: Problem, isa: Isa, atom: Atom) -> str:
     if not _free_mr(s):
         return ""
     most = _tallest(s, isa, atom)
-    if s.mr % atom.m or not 0 < s.mr <= most or q.m <= s.mr or s.heights != mr_variants_of(s.mr):
+    if s.mr % atom.m or not 0 < s.mr <= most or q.m <= s.mr or s.heights[0] != least_of(s.mr):
         return f"{s.mr} rows of registers, of at most {most}, for {q.m} rows"
     return ""
 
@@ -120,7 +122,7 @@ def _too_tall(s: Schedule, q: Problem, isa: Isa, atom: Atom) -> str:
 def _tallest(s: Schedule, isa: Isa, atom: Atom) -> int:
     """Largest MR that fits the registers with a panel; each row of an A in place takes an integer register, too."""
     most = tallest(isa, atom, s.nr)
-    return min(most, IN_PLACE_ROWS) if not s.pack_a and s.a == "row" and not s.static else most
+    return min(most, IN_PLACE_ROWS) if not s.a.packed and s.a.layout == "row" and not s.static else most
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,11 +151,11 @@ class Neighbourhood:
         base = self.bases[int(values.get("base", 0))]
         parameters = {name: values.get(name, defaults[0]) for name, defaults in KNOBS.items()}
         isa = self.target.isa(base.isa)
-        atom = isa.atom(base.dtype, base.lanes) if isa else None
-        if isa is None or atom is None or base.stages or base.program == "dot":
+        atom = isa.atom(base.dtype, base.atom.lanes) if isa else None
+        if isa is None or atom is None or base.on_device or base.program == "dot":
             return base
-        ahead = [x.prefetch for x in self.listed if x.prefetch and skeleton(x) == skeleton(base)]
-        s = replace(base, prefetch=int(max(ahead, default=0) * parameters["prefetch"]))
+        ahead = [x.b.prefetch for x in self.listed if x.b.prefetch and skeleton(x) == skeleton(base)]
+        s = replace(base, b=base.b.prefetched(int(max(ahead, default=0) * parameters["prefetch"])))
         if _blocked(base):
             s = self._reblocked(s, isa, atom, parameters)
         elif base.kc:
@@ -161,7 +163,7 @@ class Neighbourhood:
         return None if unsound(s, self.problem, self.target, self.listed) else s
 
     def _reblocked(self, s: Schedule, isa: Isa, atom: Atom, parameters: Mapping[str, float]) -> Schedule:
-        q = self.problem.transposed() if s.swap else self.problem
+        q = self.problem.transposed() if s.atom.swap else self.problem
         mr = max(atom.m, _tallest(s, isa, atom) - int(parameters["lower"]) * atom.m) if _free_mr(s) else s.mr
         _, one, two, three = blocking(q, self.target, atom, mr, s.nr, parameters["depth"])
         kc, first = (two.k, one.k) if s.kc else (ALL, ALL)
@@ -170,18 +172,18 @@ class Neighbourhood:
         near = max(1, int(two.n // s.nr * parameters["near"])) * s.nr
         nc = max(near, int(three.n * parameters["columns"]) // near * near)
         tiles = (
-            Tile("registers", mr, s.nr, 1),
+            register_tile(mr, s.nr, least_of(mr) if _free_mr(s) else s.tiles[0].least),
             Tile("L1", mr, s.nr, first),
             Tile("L2", mc, near, kc),
             Tile("L3", mc, nc, kc),
         )
-        return replace(s, tiles=tiles, heights=mr_variants_of(mr) if _free_mr(s) else s.heights)
+        return replace(s, tiles=tiles)
 
 
 def _deepened(s: Schedule, atom: Atom, factor: float) -> Schedule:
     """A schedule that streams B, with more or fewer rows at a time; `factor` is relative to the default of a search."""
     kc = max(1, int(s.kc * factor / KNOBS["depth"][0]) // atom.deep) * atom.deep
-    return replace(s, tiles=(s.tiles[0], *(replace(t, k=kc) for t in s.tiles[1:])))
+    return replace(s, tiles=(s.tiles[0], *(t._replace(k=kc) for t in s.tiles[1:])))
 
 
 def neighbourhood_of(p: Problem, target: Target, listed: Sequence[Schedule]) -> Neighbourhood:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.schedule import ALL, Tile
+from portmm.schedule.cpu_blocking import least_of, register_tile
+from portmm.schedule.parts import ALL, Tile
 from portmm.spec.dtype import BY_NAME, size
 from portmm.target.summation import RUN
 
@@ -81,7 +82,7 @@ def blockings(p: Problem, target: Target, atom: Atom, mr: int, nr: int) -> tuple
         mc = max(mr, (int(part * l2) // (depth if whole else kc) - near * b) // a // mr * mr)
         k = ALL if whole else kc
         first = Tile("L1", mr, nr, ALL if whole else min(fits, kc))
-        variants.append((Tile("registers", mr, nr, 1), first, Tile("L2", mc, near, k), Tile("L3", mc, nc, k)))
+        variants.append((register_tile(mr, nr, least_of(mr)), first, Tile("L2", mc, near, k), Tile("L3", mc, nc, k)))
     return tuple(dict.fromkeys(variants))
 
 
@@ -93,9 +94,9 @@ def fits(s: Schedule, p: Problem, atom: Atom) -> bool:
         p: the problem, with C by rows.
         atom: its multiply-add.
     """
-    if s.b in ("packed", "codes") or not s.pack_b or s.once or s.over != "tiles":
+    if s.b.layout in ("packed", "codes") or not s.b.packed or s.b.once or s.parallel.over != "tiles":
         return False
-    return s.nr // atom.n in VECTORS if s.pack_a else p.n <= FEW_VECTORS * atom.n
+    return s.nr // atom.n in VECTORS if s.a.packed else p.n <= FEW_VECTORS * atom.n
 
 
 def follows(s: Schedule, p: Problem, target: Target) -> bool:
@@ -103,8 +104,8 @@ def follows(s: Schedule, p: Problem, target: Target) -> bool:
     if s.program != "gemm" or s.tiles[2].n != PANELS * s.nr:
         return False
     isa = target.isa(s.isa)
-    atom = isa.atom(s.dtype, s.lanes) if isa else None
-    q = p.transposed() if s.swap else p
+    atom = isa.atom(s.dtype, s.atom.lanes) if isa else None
+    q = p.transposed() if s.atom.swap else p
     return atom is not None and fits(s, q, atom) and s.tiles in blockings(q, target, atom, s.mr, s.nr)
 
 
@@ -130,11 +131,13 @@ def preferred(
     least, best = ranked[0]
     if p.k < SHORT * DEPTH or best.program != "gemm" or ALL in (best.mc, best.nc):
         return 0
-    if not best.pack_b and best.b == "row" and best.nr * size(best.types[1]) >= LONG_RUN:
+    if not best.b.packed and best.b.layout == "row" and best.nr * size(best.types[1]) >= LONG_RUN:
         return 0
     for i, (seconds, s) in enumerate(ranked):
         if least < WITHIN * seconds:
             break
-        if (s.isa, s.kr) == (best.isa, best.kr) and (follows(s, p, target) if textbook is None else textbook[i]):
+        if (s.isa, s.atom.kr) == (best.isa, best.atom.kr) and (
+            follows(s, p, target) if textbook is None else textbook[i]
+        ):
             return i
     return 0

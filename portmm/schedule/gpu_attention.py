@@ -1,6 +1,8 @@
 """Tiles of attention in plain threads of a device.
 
-Owns `Tiling`, and its selection. A block of threads keeps BM queries and their sums O, and iterates over blocks of BN
+Owns `Tiling`, the schedules and their selection.
+
+A block of threads keeps BM queries and their sums O, and iterates over blocks of BN
 keys, whose K and V pass through shared memory in chunks:
 
     Q[BM][d]          for all blocks of keys
@@ -26,11 +28,13 @@ a thread without enough spills. On CPUs under OpenCL, whose registers differ, re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.errors import ScheduleError
-from portmm.schedule.gpu_candidates import on_gpu
+from portmm.schedule.gpu_variants import device_of, on_gpu
+from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, THROUGH, OperandPlan, Parallel, Staging, Tile
+from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -61,46 +65,139 @@ MOST_RUNS = 128
 """Maximum number of KV splits: a second kernel combines them."""
 
 
-@dataclass(frozen=True, slots=True)
-class Tiling:
-    """Tile sizes of attention, and the layout of its operands.
+class AttentionSizes(NamedTuple):
+    """Sizes, types and layouts of one attention, which schedules are selected for.
 
     Attributes:
+        dtype: type of Q, K and V.
         d: elements of a head of Q and K.
         dv: of V.
-        queries: of a block of threads; with `runs`, queries of all heads that share keys are adjacent.
-        keys: of a step.
-        down: threads along queries.
-        across: threads along keys, and along columns of V.
-        vectors: elements of Q, K, V and of the result that are moved at once.
+        queries: of a head.
+        heads: heads of Q, of all items.
+        group: heads that share keys.
+        keys: of a head.
+        vectors: elements of Q, K, V and of the result that may be moved at once.
         loose: names of those whose rows are not dense in memory.
-        runs: keys are partitioned into KV splits, which another kernel combines.
     """
 
+    dtype: str
     d: int
     dv: int
     queries: int
+    heads: int
+    group: int
     keys: int
-    down: int
-    across: int
-    vectors: tuple[int, int, int, int] = (1, 1, 1, 1)
-    loose: str = ""
-    runs: bool = False
+    vectors: tuple[int, int, int, int]
+    loose: str
+
+
+def attention_schedule(  # noqa: PLR0917 - parts of one record
+    program: str, dtype: str, heads: tuple[int, int], tiles: tuple[Tile, ...], vectors: tuple[int, int, int, int],
+    loose: str = "", method: str = THROUGH, slots: int = 1, *, runs: bool = False, in_registers: bool = False,
+) -> Schedule:  # fmt: skip
+    """A schedule of attention.
+
+    Args:
+        program: the block program.
+        dtype: type of Q, K and V.
+        heads: elements of a head of Q and K, and of V.
+        tiles: queries by keys of a thread, a warp and a block; with `runs`, queries of all heads that share keys are
+            adjacent.
+        vectors: elements of Q, K, V and of the result that are moved at once.
+        loose: names of those whose rows are not dense in memory.
+        method: what fills shared memory with K and V.
+        slots: tiles of K and V in shared memory.
+        runs: keys are partitioned into KV splits, which another kernel combines.
+        in_registers: fragments of Q stay in registers.
+    """
+    layouts = ["any" if x in loose else "row" for x in "qkvo"]
+    first = (Staging(REGISTERS, LOAD, 1, vectors[0]),) if in_registers else ()
+    plans = [OperandPlan(x, (Staging(SHARED, method, slots, y),)) for x, y in zip(layouts, vectors, strict=True)]
+    q = OperandPlan(layouts[0], (*first, Staging(SHARED, THROUGH, 1, vectors[0])))
+    o = OperandPlan(layouts[3], (Staging(REGISTERS, LOAD, 1, vectors[3]),))
+    return Schedule(
+        program, "", dtype, tiles, a=q, b=plans[1], c=o, parallel=Parallel("keys" if runs else "tiles"),
+        static=(ALL, *heads[::-1]), v=plans[2],
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionTiles:
+    """The numbers of a schedule of attention, by their names there.
+
+    Attributes:
+        s: the schedule.
+    """
+
+    s: Schedule
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.down * self.across
+    def d(self) -> int:
+        """Elements of a head of Q and K."""
+        return self.s.block.k
+
+    @property
+    def dv(self) -> int:
+        """Elements of a head of V."""
+        return self.s.static[1] if self.s.static else 0
+
+    @property
+    def queries(self) -> int:
+        """Queries of a block; with `runs`, queries of all heads that share keys are adjacent."""
+        return self.s.block.m
+
+    @property
+    def keys(self) -> int:
+        """Keys of a step."""
+        return self.s.block.n
 
     @property
     def rows(self) -> int:
         """Queries of a thread."""
-        return self.queries // self.down
+        return self.s.mr
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.s.threads
+
+    @property
+    def vectors(self) -> tuple[int, int, int, int]:
+        """Elements of Q, K, V and of the result that are moved at once."""
+        s = self.s
+        return s.a.vector, s.b.vector, s.v.vector if s.v else 1, s.c.vector
+
+    @property
+    def loose(self) -> str:
+        """Names of operands whose rows are not dense in memory."""
+        plans = zip("qkvo", (self.s.a, self.s.b, self.s.v, self.s.c), strict=True)
+        return "".join(name for name, x in plans if x and x.layout == "any")
+
+    @property
+    def runs(self) -> bool:
+        """Whether keys are partitioned into KV splits, which another kernel combines."""
+        return self.s.parallel.over == "keys"
+
+
+class Tiling(AttentionTiles):
+    """The numbers of a schedule of attention in plain threads."""
+
+    __slots__ = ()
+
+    @property
+    def down(self) -> int:
+        """Threads along queries."""
+        return self.queries // self.rows
+
+    @property
+    def across(self) -> int:
+        """Threads along keys, and along columns of V."""
+        return self.keys // self.columns
 
     @property
     def columns(self) -> int:
         """Keys of a thread."""
-        return self.keys // self.across
+        return self.s.nr
 
     @property
     def chunks(self) -> int:
@@ -185,37 +282,26 @@ def _odd(x: int) -> int:
     return x + LANES if x // LANES % 2 == 0 else x
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionSizes:
-    """Sizes, types and layouts of one attention, which tiles are selected for.
+def schedule_of(  # noqa: PLR0917 - parts of one record
+    dtype: str, heads: tuple[int, int], block: tuple[int, int], threads: tuple[int, int],
+    vectors: tuple[int, int, int, int] = (1, 1, 1, 1), loose: str = "", *, runs: bool = False,
+) -> Schedule:  # fmt: skip
+    """A schedule for queries and keys of a block, by threads down and across."""
+    own = tuple(x // y for x, y in zip(block, threads, strict=True))
+    tiles = (
+        Tile(REGISTERS, own[0], own[1], LANES), Tile("warp", *block, LANES), Tile(SHARED, *block, heads[0]),
+        Tile("L2", block[0], ALL, ALL),
+    )  # fmt: skip
+    return attention_schedule("simt_attention", dtype, heads, tiles, vectors, loose, runs=runs)
 
-    Attributes:
-        dtype: type of Q, K and V.
-        d: elements of a head of Q and K.
-        dv: of V.
-        queries: of a head.
-        heads: heads of Q, of all items.
-        group: heads that share keys.
-        keys: of a head.
-        vectors: elements of Q, K, V and of the result that may be moved at once.
-        loose: names of those whose rows are not dense in memory.
+
+def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
+    """Legal schedules, best first, in the order that the module's docstring describes.
+
+    Raises:
+        ScheduleError: there are none.
     """
-
-    dtype: str
-    d: int
-    dv: int
-    queries: int
-    heads: int
-    group: int
-    keys: int
-    vectors: tuple[int, int, int, int]
-    loose: str
-
-
-def tilings(shape: AttentionSizes, target: Target) -> list[Tiling]:
-    """Legal tiles, best first, in the order that the module's docstring describes."""
-    device = target.device
-    assert device is not None  # noqa: S101 - callers have a device
+    device = device_of(target)
     together = shape.queries * shape.group
     runs = shape.queries <= FEW[0][0] and together <= TILES[0][0] and shape.keys >= 2 * RUN
     rows = together if runs else shape.queries
@@ -223,11 +309,13 @@ def tilings(shape: AttentionSizes, target: Target) -> list[Tiling]:
     for queries, keys, down, across in FEWEST if rows <= FEWEST[0][0] else FEW if rows <= FEW[0][0] else TILES:
         if queries >= 2 * rows and queries > FEW[0][0]:
             continue  # half of it would be empty
-        t = Tiling(shape.d, shape.dv, queries, keys, down, across, loose=shape.loose, runs=runs)
+        heads, block, threads = (shape.d, shape.dv), (queries, keys), (down, across)
+        t = Tiling(schedule_of(shape.dtype, heads, block, threads, loose=shape.loose, runs=runs))
         most = WIDEST // BY_NAME[shape.dtype].bytes
         q, k, v, o = (min(x, most) for x in shape.vectors)
         stored = t.cell if runs else min(o, t.cell)
-        t = replace(t, vectors=(math.gcd(q, t.depth), math.gcd(k, t.depth), math.gcd(v, t.v_pitch), stored))
+        moved = (math.gcd(q, t.depth), math.gcd(k, t.depth), math.gcd(v, t.v_pitch), stored)
+        t = Tiling(schedule_of(shape.dtype, heads, block, threads, moved, shape.loose, runs=runs))
         if t.threads <= device.block_threads and t.shared_bytes <= min(STATIC, device.shared_bytes):
             legal.append(t)
     if not legal:
@@ -235,35 +323,28 @@ def tilings(shape: AttentionSizes, target: Target) -> list[Tiling]:
             f"attention of heads of {shape.d} and {shape.dv} elements needs more than the "
             f"{min(STATIC, device.shared_bytes)} bytes of shared memory of {target.name}"
         )
-    return sorted(legal, key=lambda t: _lacks(t, shape, target))
+    return [t.s for t in sorted(legal, key=lambda t: _lacks(t, shape, target))]
 
 
 def _lacks(t: Tiling, shape: AttentionSizes, target: Target) -> tuple[int, int, bool]:
     """Missing registers, the negated number of busy processors, and whether there is no room for a second block."""
-    device = target.device
-    assert device is not None  # noqa: S101 - callers have a device
+    device = device_of(target)
     most = device.thread_registers if on_gpu(target) else 0
     short = max(0, t.registers(shape.dtype) - most) if most else 0
     blocks = min(device.processors, shape.heads * -(-shape.queries // t.queries))
     return short, 0 if t.runs else -blocks, 2 * t.shared_bytes > device.processor_shared_bytes > 0
 
 
-def choose(shape: AttentionSizes, target: Target) -> Tiling:
-    """The tiles to use.
-
-    Raises:
-        ScheduleError: none are legal.
-    """
-    return tilings(shape, target)[0]
-
-
-def runs_of(t: Tiling, shape: AttentionSizes, target: Target) -> tuple[int, int]:
+def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int]:
     """Number of KV splits, and the keys of each: a function of the sizes and the device alone."""
-    device = target.device
-    assert device is not None  # noqa: S101 - callers have a device
-    if not t.runs:
-        return 1, shape.keys
     blocks = shape.heads // shape.group
-    wanted = min(MOST_RUNS, max(1, -(-(BUSY // t.threads) * device.processors // blocks)), -(-shape.keys // RUN))
-    each = -(-shape.keys // (wanted * t.keys)) * t.keys
+    wanted = max(1, -(-(BUSY // s.threads) * device_of(target).processors // blocks))
+    return split_keys(s, shape, min(MOST_RUNS, wanted, -(-shape.keys // RUN)))
+
+
+def split_keys(s: Schedule, shape: AttentionSizes, wanted: int) -> tuple[int, int]:
+    """About `wanted` KV splits of whole steps, and the keys of each; one where keys are not partitioned."""
+    if s.parallel.over != "keys":
+        return 1, shape.keys
+    each = -(-shape.keys // (wanted * s.block.n)) * s.block.n
     return -(-shape.keys // each), each

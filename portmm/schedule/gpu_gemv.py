@@ -7,16 +7,20 @@ On CPUs under OpenCL `kernels.gpu.naive` streams as fast, without barriers.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.schedule import ALL, Schedule, Tile
+from portmm.schedule.gpu_variants import device_of, on_gpu, partitioned, schedule_of
+from portmm.schedule.parts import ALL, LOAD, AtomUse, Tile
+from portmm.schedule.program import Program, Waves, Work, compulsory
 from portmm.spec.dtype import BY_NAME, CODES_KR, size
-from portmm.spec.problem import family
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.program import Footprint, Vectors
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -37,17 +41,9 @@ IN_FLIGHT = 128
 """Maximum number of bytes in flight of a thread: 200 such threads have enough in flight for a processor."""
 
 
-def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int]) -> Iterator[Schedule]:
-    """Schedules for a problem, none if it has many rows.
-
-    Args:
-        p: the problem.
-        isa: the instruction set.
-        atom: its multiply-add.
-        target: a device.
-        vectors: elements of A, B and C that may be moved at once.
-    """
-    if p.m > ROWS or p.deterministic:
+def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
+    """Schedules for a problem, none if it has many rows."""
+    if p.m > ROWS or p.deterministic or atom.unit or not (on_gpu(target) or p.b == "codes"):
         return
     k_contiguous = p.b in ("col", "codes")
     whole_units = k_contiguous and p.a == "row" and min(vectors[:2]) >= atom.k_pack
@@ -104,37 +100,27 @@ def _schedule(  # noqa: PLR0917 - parts of one record
         Tile("shared", p.m, nr * across, depth * shared), Tile("L2", p.m, ALL, ALL),
     )  # fmt: skip
     chunk = min(a_vector, width * atom.k_pack, CODES_KR if p.b == "codes" else a_vector) if p.a == "row" else 1
-    return Schedule(
-        "stream", isa.name, p.dtype, tiles, (p.m,), a=p.a, b=p.b, pack_a=False, pack_b=False, kr=atom.k_pack,
-        fused=p.fused, group=group_of(p), stages=1, vectors=(chunk, b_vector if k_contiguous else nr, 1),
-        c="row" if p.c == "row" else "any",
-    )  # fmt: skip
-
-
-def group_of(p: Problem) -> int:
-    """Rows of int4 or int8 values that share a scale, 0 for all."""
-    return family(p.family).group if p.b == "codes" else 0
+    vectors = (chunk, b_vector if k_contiguous else nr, 1)
+    return schedule_of("stream", p, isa, tiles, LOAD, vectors, AtomUse(kr=atom.k_pack))
 
 
 def _split(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
     """A schedule, and its variants with slices of k where there are few blocks."""
-    device = target.device
-    assert device is not None  # noqa: S101 - checked by `gpu_candidates.candidates`
-    blocks = -(-p.n // s.block.n) * p.batch
+    processors, tiles = device_of(target).processors, -(-p.n // s.block.n) * p.batch
     yield s
     if p.acc != "f64":
-        enough = [x for x in SPLITS if blocks < device.processors < 1.5 * blocks * x]
-        yield from (replace(s, split=x) for x in enough[:2])
+        enough = [x for x in SPLITS if tiles < processors < 1.5 * tiles * x]
+        yield from (partitioned(s, split=x) for x in enough[:2])
 
 
 def along_k(s: Schedule) -> bool:
     """Whether k is contiguous in B."""
-    return s.b in ("col", "codes")
+    return s.b.layout in ("col", "codes")
 
 
 def width(s: Schedule) -> int:
     """Units of k in one vector of a thread."""
-    return s.vectors[1] // s.kr if along_k(s) else 1
+    return s.b.vector // s.atom.kr if along_k(s) else 1
 
 
 def k_threads(s: Schedule) -> int:
@@ -144,17 +130,22 @@ def k_threads(s: Schedule) -> int:
 
 def bytes_in_flight(s: Schedule) -> int:
     """Bytes of B that a thread has in flight."""
-    return int(s.nr * s.tiles[0].k * s.kr * size(s.types[1]))
+    return int(s.nr * s.tiles[0].k * s.atom.kr * size(s.types[1]))
+
+
+def footprint(s: Schedule) -> Footprint:
+    """Registers of a thread, and shared memory of a block."""
+    return {"registers": registers(s), "shared": shared_words(s) * (8 if s.dtype == "f64" else 4)}
 
 
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = s.types
-    chunk = s.vectors[0] // s.kr or 1
-    narrow = s.kr == 1 and BY_NAME[b].bytes < BY_NAME["f32"].bytes
-    parts = (s.nr if narrow else 0) * chunk + chunk + -(-chunk * s.kr * BY_NAME[a].bytes // 4)
+    chunk = s.a.vector // s.atom.kr or 1
+    narrow = s.atom.kr == 1 and BY_NAME[b].bytes < BY_NAME["f32"].bytes
+    parts = (s.nr if narrow else 0) * chunk + chunk + -(-chunk * s.atom.kr * BY_NAME[a].bytes // 4)
     addresses = 2 * (s.mr + (s.nr if along_k(s) else 1))
-    if s.b == "codes":
+    if s.b.layout == "codes":
         parts, addresses = CODES_KR * (s.nr + 1) + s.mr * (s.nr + 1), addresses + 4 * s.nr
     words = 2 if a == b == "f64" else 1
     return words * (s.mr * s.nr + parts) + -(-bytes_in_flight(s) // 4) + addresses + ADDRESSES
@@ -178,6 +169,28 @@ def shared_words(s: Schedule) -> int:
     return (outputs - 1) * far + (k_threads(s) - 1) * near + 1
 
 
-def shared_bytes(s: Schedule) -> int:
-    """Shared memory of a block."""
-    return shared_words(s) * (8 if s.dtype == "f64" else 4)
+def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
+    """Work of the busiest processor."""
+    del atom
+    v, kr, (a, b, _) = Waves.of(p, s, target, occupied), s.atom.kr, map(size, p.types)
+    units = ceil(p.k / kr / s.parallel.split)
+    # Elements narrower than sums are converted: of B once, of A by every thread that reads it.
+    of_a, of_b = s.mr * s.block.n // s.nr, s.block.n
+    # An int4 value takes three operations.
+    narrow = (a < 4) * of_a + (3 if b < 1 else b < 4) * of_b if kr == 1 else 0
+    words = (n * kr * max(4, x * e) / (4 * x) for n, x, e in ((of_a, s.a.vector, a), (of_b, s.b.vector, b)))
+    loads = ceil(units / (k_threads(s) * width(s)))
+    latencies = ceil(loads * width(s) / s.tiles[0].k)
+    run = bytes_in_flight(s) * k_threads(s) * width(s) / s.tiles[0].k / s.nr if along_k(s) else s.block.n * b
+    counts = {
+        "multiply-adds": v.rounds * (s.mr * s.block.n + narrow) * units * (1 + MODEL.issue),
+        "loads": v.rounds * units * sum(words),
+        "L2": v.blocks * units * kr * (s.block.n * b) / v.busy,
+        "memory": compulsory(p) * (1 + MODEL.short * (max(MODEL.line / run, 1) - 1)),
+        "latency": ceil(v.rounds / v.together) * latencies * MODEL.far,
+    }
+    waits = MODEL.wait + MODEL.add * (k_threads(s) ** 0.5 * 2 + ceil(s.mr * s.block.n / s.threads))
+    return Work(counts, waits)
+
+
+PROGRAM = Program("gpu.gemv", candidates, footprint, work, device=True, bounded=False, slice_steps=1)

@@ -6,15 +6,29 @@ because it loads (WM + WN) words for WM x WN products; a block has no more rows,
 
 from __future__ import annotations
 
-from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.schedule import ALL, Schedule, Tile
+from portmm.schedule.gpu_variants import (
+    LEAST_COPY,
+    VECTOR_BYTES,
+    asynchronous,
+    device_of,
+    device_tiles,
+    schedule_of,
+    staged,
+)
+from portmm.schedule.parts import THROUGH, AtomUse
+from portmm.schedule.program import Program, Waves, Work, compulsory
 from portmm.spec.dtype import BY_NAME, FP8
+from portmm.target.device import PARTS
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.program import Footprint, Vectors
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -31,17 +45,13 @@ DEPTHS = (64, 128)
 """Bytes of a row of A, or column of B, in shared memory: two or four atoms."""
 STAGES = (3, 4, 5)
 """Tiles in shared memory where copies are asynchronous."""
-LEAST_COPY = 4
-"""Minimum size of an asynchronous copy, in bytes: PTX ISA, cp.async."""
 WIDE = (2, 4)
 """Bytes of elements whose fragments are loaded transposed: PTX ISA, ldmatrix; and word by word."""
-VECTOR_BYTES = 16
 NARROW, LEAST = 2, 8
 """Largest element, in bytes, of results that are stored through shared memory, and the least that a thread then stores
 at once: with 16 bits of each of two lanes, memory would run at half of its bandwidth."""
 FEW = 32
 """Rows of a block's tile up to which operands are exchanged: atoms have half as many columns as rows."""
-GROUP = 8
 SPLITS = (1, 2, 4, 8, 16)
 ADDRESSES, PER_COPY, SWAPPED = 46, 6, 20
 """Registers of a thread for counters, for each vector that it moves, and for rows of C in two directions; the
@@ -49,20 +59,9 @@ least with which NVRTC 13 spills nothing, of all tiles. The fragments of the nex
 those of one step are counted."""
 
 
-def candidates(
-    p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, asynchronous: bool
-) -> Iterator[Schedule]:
-    """Schedules for a problem, none if fragments cannot be loaded from the layouts of its operands.
-
-    Args:
-        p: the problem.
-        isa: the instruction set.
-        atom: its matrix instruction.
-        target: a device.
-        vectors: elements of A, B and C that may be moved at once.
-        asynchronous: the device copies from global to shared memory without registers.
-    """
-    if p.a == "any" or p.b not in ("row", "col") or p.deterministic:
+def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
+    """Schedules for a problem, none if fragments cannot be loaded from the layouts of its operands."""
+    if atom.unit != "warp" or p.a == "any" or p.b not in ("row", "col") or p.deterministic:
         return
     sizes = [BY_NAME[x].bytes for x in p.types[:2]]
     for layout, along_k, size in ((p.a, "row", sizes[0]), (p.b, "col", sizes[1])):
@@ -71,7 +70,7 @@ def candidates(
     lanes = lanes_of(atom)
     stored = min(vectors[2], VECTOR_BYTES // BY_NAME[p.types[2]].bytes)
     moved = [min(v, VECTOR_BYTES // x) for v, x in zip(vectors, sizes, strict=False)]
-    copies = asynchronous and min(v * x for v, x in zip(moved, sizes, strict=True)) >= LEAST_COPY
+    copies = asynchronous(target) and min(v * x for v, x in zip(moved, sizes, strict=True)) >= LEAST_COPY
     for bm, bn, wm, wn in BLOCKS:
         for swap in (False, True):
             m, n = (atom.n, atom.m) if swap else (atom.m, atom.n)
@@ -80,26 +79,10 @@ def candidates(
             down, across = lanes[::-1] if swap else lanes
             # Hopper multiplies floats of eight bits as f16: of deeper tiles, compilers keep too many of both types.
             for depth in DEPTHS[:1] if p.types[0] in FP8 else DEPTHS:
-                tiles = (
-                    Tile("registers", wm // down, wn // across, atom.k), Tile("warp", wm, wn, atom.k),
-                    Tile("shared", bm, bn, depth // sizes[0]), Tile("L2", GROUP * bm, ALL, ALL),
-                )  # fmt: skip
-                one = Schedule(
-                    "mma", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False,
-                    swap=swap, fused=p.fused, stages=2, vectors=(moved[0], moved[1], min(stored, bn)),
-                    c="row" if p.c == "row" else "any",
-                )  # fmt: skip
-                yield from _staged(one, p, target, copies=copies)
-
-
-def _staged(s: Schedule, p: Problem, target: Target, *, copies: bool) -> Iterator[Schedule]:
-    """Variants of a schedule by stages, and by slices of k where there are few blocks."""
-    processors = target.device.processors if target.device else 1
-    tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
-    for stages in STAGES if copies else (2,):
-        for split in SPLITS:
-            if split == 1 or tiles * split <= 2 * processors:
-                yield replace(s, stages=stages, copies=copies, split=split)
+                tiles = device_tiles((wm // down, wn // across, atom.k), (wm, wn, atom.k), (bm, bn, depth // sizes[0]))
+                vectors = (moved[0], moved[1], min(stored, bn))
+                one = schedule_of("mma", p, isa, tiles, THROUGH, vectors, AtomUse(swap=swap))
+                yield from staged(one, p, target, STAGES if copies else (2,), SPLITS, copies=copies)
 
 
 def lanes_of(atom: Atom) -> tuple[int, int]:
@@ -118,17 +101,22 @@ def fragments(s: Schedule) -> int:
 
 def transfers(s: Schedule) -> int:
     """Vectors that a thread moves for one tile of both operands."""
-    sizes = ((s.block.m, s.vectors[0]), (s.block.n, s.vectors[1]))
+    sizes = ((s.block.m, s.a.vector), (s.block.n, s.b.vector))
     return sum(-(-x * s.block.k // v // s.threads) for x, v in sizes)
+
+
+def footprint(s: Schedule) -> Footprint:
+    """Registers of a thread, and shared memory of a block."""
+    return {"registers": registers(s), "shared": shared_bytes(s)}
 
 
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
-    waiting = 0 if s.copies else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
+    waiting = 0 if s.a.asynchronous else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
     # Floats of eight bits are converted to f16 where there is no unit for them; words are rounded to tf32.
     operands = fragments(s) * (3 if s.types[0] in FP8 else 2 if s.types[0] == "f32" else 1)
-    return s.mr * s.nr + operands + waiting + ADDRESSES + PER_COPY * transfers(s) + SWAPPED * s.swap
+    return s.mr * s.nr + operands + waiting + ADDRESSES + PER_COPY * transfers(s) + SWAPPED * s.atom.swap
 
 
 def shared_bytes(s: Schedule) -> int:
@@ -141,5 +129,29 @@ def shared_bytes(s: Schedule) -> int:
 def staging(s: Schedule) -> int:
     """Shared memory of results before they are stored: see `kernels.gpu.epilogue_staging`."""
     size = BY_NAME[s.types[2]].bytes
-    narrow = s.c == "row" and not s.slices and size <= NARROW and s.vectors[2] * size >= LEAST
+    narrow = s.c.layout == "row" and not s.slices and size <= NARROW and s.c.vector * size >= LEAST
     return s.block.m * (s.block.n * size + VECTOR_BYTES) if narrow else 0
+
+
+def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
+    """Work of the busiest processor."""
+    del atom
+    v, warp, warps = Waves.of(p, s, target, occupied), s.tiles[1], s.threads // device_of(target).warp
+    a, b, _ = (BY_NAME[x].bytes for x in p.types)
+    depth = v.steps * s.block.k
+    tiles = s.block.m * a + s.block.n * b
+    counts = {
+        "multiply-adds": v.rounds * s.block.m * s.block.n * depth,
+        "shared memory": v.rounds * depth * (warps * (warp.m * a + warp.n * b) + tiles),
+        "moves": v.rounds * depth * (s.block.m / s.a.vector + s.block.n / s.b.vector),
+        "L2": v.blocks * depth * tiles / v.busy,
+        "memory": compulsory(p),
+    }
+    # The waits for the last stages, and the stores of sums, overlap with multiplications of other blocks only.
+    ending = s.mr * s.nr * MODEL.ending * warps / PARTS
+    waits = ceil(v.rounds / v.together) * (MODEL.wait + v.steps * MODEL.matrix_step / v.together)
+    filled = min(1.0, v.together * warps / MODEL.matrix_warps)
+    return Work(counts, waits + v.rounds * ending / v.together, filled)
+
+
+PROGRAM = Program("gpu.mma", candidates, footprint, work, device=True, dynamic_shared=True, grouped=True, fixup=True)

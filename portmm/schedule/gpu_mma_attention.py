@@ -1,6 +1,8 @@
 """Tiles of attention for matrix units that multiply fragments of a warp: see `kernels.gpu.mma_attention`.
 
-Owns `MatrixTiling`, and its selection. A block of warps keeps BM queries and their sums O in registers, 16 or 32
+Owns `MatrixTiling`, the schedules and their selection.
+
+A block of warps keeps BM queries and their sums O in registers, 16 or 32
 rows per warp, and iterates over blocks of BN keys, whose K and V alternate in slots of shared memory, K, V, K, V:
 
     Q[BM][d]          for all blocks of keys; fragments in registers if these allow
@@ -17,15 +19,18 @@ These units are used for f16 and bf16 if the target has an atom of theirs, heads
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_candidates import PARTS, asynchronous
-from portmm.target.device import CUDA_WARP
+from portmm.schedule.gpu_attention import AttentionTiles, attention_schedule, split_keys
+from portmm.schedule.gpu_variants import LEAST_COPY, VECTOR_BYTES, asynchronous, device_of
+from portmm.schedule.parts import ALL, ASYNC, REGISTERS, SHARED, THROUGH, Tile
+from portmm.target.device import CUDA_WARP, PARTS
+from portmm.target.model import DEVICE as MODEL
 from portmm.target.primitives import multiplies
 
 if TYPE_CHECKING:
     from portmm.schedule.gpu_attention import AttentionSizes
+    from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.device import Device
     from portmm.target.isa import Isa
@@ -35,16 +40,15 @@ TYPES = ("f16", "bf16")
 WIDEST_HEAD = 256
 UNIT = 16
 """Elements of heads, rows of fragments and keys that are multiplied together."""
-SIZE, WORD, VECTOR_BYTES = 2, 4, 16
-LEAST_COPY = 4
-"""Minimum size of an asynchronous copy, in bytes: PTX ISA, cp.async. Smaller transfers keep no unit busy."""
+SIZE, WORD, ROWS_OF_LANES = 2, 4, 8
+"""Bytes of an element and of a register, and rows of the lanes of a warp."""
 MANY = (
     (128, 4, 64), (128, 4, 32), (128, 8, 64), (64, 4, 64), (64, 4, 32), (64, 2, 64), (64, 2, 32),
     (32, 2, 64), (32, 2, 32), (16, 1, 64), (16, 1, 32),
 )  # fmt: skip
 """Queries, warps, keys."""
 SLOTS = (2, 4)
-ADDRESSES, UNEVEN, THROUGH = 62, 10, 24
+ADDRESSES, UNEVEN, MOVING = 62, 10, 24
 """Registers of a thread for addresses, counters, an expression and fragments, for threads that do not move whole
 rows, and for copies through registers, besides one and a half for each word in flight; the least with which
 NVRTC 13 spills nothing."""
@@ -57,59 +61,42 @@ RUN = 256
 BUSY = 4
 """Blocks per processor that KV splits aim for."""
 MOST_RUNS = 128
-SHARED_RATE, CACHE_RATE, POWERS, PLAIN = 128, 48, 16, 6
-"""Rates of a processor in a cycle: bytes of shared memory and of L2, and powers of two (CUDA C++ Programming Guide,
-throughput of native arithmetic instructions; approximate for L2); other operations on a score."""
-HIDDEN = 2
-"""Number of warps that hide a processor's latencies: a single one waits twice as long as it computes."""
 
 
-@dataclass(frozen=True, slots=True)
-class MatrixTiling:
-    """Tile sizes of attention, and the layout of its operands.
+class MatrixTiling(AttentionTiles):
+    """The numbers of a schedule of attention for matrix units."""
 
-    Attributes:
-        d: elements of a head of Q and K.
-        dv: of V.
-        queries: of a block; with `runs`, queries of all heads that share keys are adjacent.
-        warps: of a block.
-        keys: of a step.
-        slots: tiles of K and V in shared memory.
-        q_in_registers: fragments of Q stay in registers.
-        vectors: elements of Q, K, V and of the result that are moved at once.
-        loose: "o" where rows of the result are not dense in memory.
-        runs: keys are partitioned into KV splits, which another kernel combines.
-        copies: tiles are copied asynchronously, without registers; else through them, to two slots.
-        warp: lanes of a warp.
-    """
-
-    d: int
-    dv: int
-    queries: int
-    warps: int
-    keys: int
-    slots: int = 2
-    q_in_registers: bool = True
-    vectors: tuple[int, int, int, int] = (8, 8, 8, 8)
-    loose: str = ""
-    runs: bool = False
-    copies: bool = True
-    warp: int = CUDA_WARP
+    __slots__ = ()
 
     @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.warps * self.warp
+    def warps(self) -> int:
+        """Warps of a block."""
+        return self.queries // self.s.tile("warp").m
+
+    @property
+    def warp(self) -> int:
+        """Lanes of a warp."""
+        return self.s.warp_lanes
+
+    @property
+    def slots(self) -> int:
+        """Tiles of K and V in shared memory."""
+        return self.s.stages
+
+    @property
+    def copies(self) -> bool:
+        """Whether tiles are copied asynchronously, without registers; else through them, to two slots."""
+        return self.s.b.asynchronous
+
+    @property
+    def q_in_registers(self) -> bool:
+        """Whether fragments of Q stay in registers."""
+        return self.s.a.at(REGISTERS) is not None
 
     @property
     def high(self) -> int:
         """Fragments of a warp along queries."""
         return self.queries // (self.warps * UNIT)
-
-    @property
-    def rows(self) -> int:
-        """Queries of a lane."""
-        return 2 * self.high
 
     @property
     def strips(self) -> int:
@@ -134,7 +121,7 @@ class MatrixTiling:
         moved = 0
         if not self.copies:
             words = -(-self.keys * max(self.d, self.dv) * SIZE // (WORD * self.threads))
-            moved = words + words // 2 + THROUGH
+            moved = words + words // 2 + MOVING
         uneven = any(self.threads % (x * SIZE // VECTOR_BYTES) for x in (self.d, self.dv))
         own = self.high * (4 * (self.strips + self.columns) + queries + 8)
         return own + moved + ADDRESSES + (UNEVEN if uneven else 0)
@@ -165,51 +152,64 @@ def _loads(atom: Atom) -> bool:
 
 def lacks(shape: AttentionSizes, target: Target) -> str:
     """The reason why matrix units cannot be used, or an empty string."""
+    why = _unsuited(shape, target)
+    return why or ("" if candidates(shape, target) else "no tiles fit its registers and shared memory")
+
+
+def _unsuited(shape: AttentionSizes, target: Target) -> str:
+    """The reason why matrix units cannot have an attention's types and layouts, or an empty string."""
     if unit(shape.dtype, target) is None:
         return f"{target.name} multiplies no fragments of {shape.dtype}"
     if shape.d % UNIT or shape.dv % UNIT or max(shape.d, shape.dv) > WIDEST_HEAD or 0 in (shape.d, shape.dv):
         return f"heads have {shape.d} and {shape.dv} elements: no multiples of {UNIT} up to {WIDEST_HEAD}"
     if set(shape.loose) & set("qkv") or min(shape.vectors[:3]) * SIZE < LEAST_COPY:
         return "rows of an operand are not dense, or not aligned to 4 bytes"
-    return "" if tilings(shape, target) else "no tiles fit its registers and shared memory"
+    return ""
 
 
-def tilings(shape: AttentionSizes, target: Target) -> list[MatrixTiling]:
-    """Legal tiles, fastest first by `time`."""
-    device = target.device
-    assert device is not None  # noqa: S101 - callers have a device
+def schedule_of(  # noqa: PLR0917 - parts of one record
+    dtype: str, heads: tuple[int, int], shape: tuple[int, int, int], slots: int = 2,
+    vectors: tuple[int, int, int, int] = (8, 8, 8, 8), loose: str = "", *, in_registers: bool = True,
+    runs: bool = False, copies: bool = True, warp: int = CUDA_WARP,
+) -> Schedule:  # fmt: skip
+    """A schedule for queries, warps and keys of a block."""
+    queries, warps, keys = shape
+    rows = queries // warps
+    tiles = (
+        Tile(REGISTERS, rows // ROWS_OF_LANES, keys * ROWS_OF_LANES // warp, UNIT), Tile("warp", rows, keys, UNIT),
+        Tile(SHARED, queries, keys, heads[0]), Tile("L2", queries, ALL, ALL),
+    )  # fmt: skip
+    method = ASYNC if copies else THROUGH
+    return attention_schedule(
+        "mma_attention", dtype, heads, tiles, vectors, loose, method, slots, runs=runs, in_registers=in_registers
+    )
+
+
+def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
+    """Legal schedules, fastest first by `time`; none where matrix units cannot be used."""
+    if _unsuited(shape, target):
+        return []
+    device, copies = device_of(target), asynchronous(target)
     together = shape.queries * shape.group
     runs = shape.queries <= FEW and shape.keys >= 2 * RUN
     rows = together if runs else shape.queries
     q, k, v, o = (min(x, VECTOR_BYTES // SIZE) for x in shape.vectors)
     legal = []
-    copies = asynchronous(target)
     for queries, warps, keys in MANY:
         half_empty = queries > UNIT and queries >= 2 * rows
         again = queries < min(rows, MOST_TOGETHER)  # keys are read again for the rest
         if half_empty or (runs and (again or warps * UNIT != queries or queries > MOST_TOGETHER)):
             continue
         for slots in SLOTS if copies else SLOTS[:1]:
-            t = MatrixTiling(
-                shape.d,
-                shape.dv,
-                queries,
-                warps,
-                keys,
-                slots,
-                True,
-                (q, k, v, o),
-                shape.loose,
-                runs,
-                copies,
-                device.warp,
-            )
-            for q_in_registers in (True, False):
-                one = replace(t, q_in_registers=q_in_registers)
-                if not _illegal(one, device):
-                    legal.append(one)
-                    break
-    return sorted(legal, key=lambda t: time(t, shape, target))
+            ways = (
+                schedule_of(
+                    shape.dtype, (shape.d, shape.dv), (queries, warps, keys), slots, (q, k, v, o), shape.loose,
+                    in_registers=x, runs=runs, copies=copies, warp=device.warp,
+                )
+                for x in (True, False)
+            )  # fmt: skip
+            legal += [s for s in ways if not _illegal(MatrixTiling(s), device)][:1]
+    return sorted(legal, key=lambda s: time(s, shape, target))
 
 
 def _illegal(t: MatrixTiling, device: Device) -> bool:
@@ -225,24 +225,23 @@ def occupancy(t: MatrixTiling, device: Device) -> int:
     return max(1, min(warps // t.warps, device.processor_shared_bytes // t.shared_bytes, device.threads // t.threads))
 
 
-def time(t: MatrixTiling, shape: AttentionSizes, target: Target) -> float:
+def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
     """Estimated time of attention, in cycles of a processor."""
-    device = target.device
-    pair = unit(shape.dtype, target)
-    assert device is not None and pair is not None  # noqa: S101, PT018 - checked by `lacks`
+    t, device, pair = MatrixTiling(s), device_of(target), unit(shape.dtype, target)
+    assert pair is not None  # noqa: S101 - checked by `lacks`
     rate, plain = target.rates[pair[1].name], target.rates["simt_f32"]
     elements = t.keys * (t.d + t.dv)
     products = t.queries * elements / rate
     again = 0 if t.q_in_registers else t.queries * t.d
-    shared = SIZE * (elements * (t.warps + 1) + again) / SHARED_RATE
-    cached = SIZE * elements / CACHE_RATE
+    shared = SIZE * (elements * (t.warps + 1) + again) / MODEL.shared_bytes
+    cached = SIZE * elements / MODEL.tile_bytes
     scores = t.queries * t.keys
-    softmax = scores * (PLAIN / plain + 1 / POWERS) + t.queries * t.dv / plain
+    softmax = scores * (MODEL.score_operations / plain + 1 / MODEL.powers) + t.queries * t.dv / plain
     rows = shape.queries * (shape.group if t.runs else 1)
     blocks = shape.heads // (shape.group if t.runs else 1) * -(-rows // t.queries)
     blocks *= min(MOST_RUNS, -(-shape.keys // RUN)) if t.runs else 1
     together = min(occupancy(t, device), -(-blocks // device.processors))
-    waits = 1 + HIDDEN / (together * t.warps)
+    waits = 1 + MODEL.warps_hiding / (together * t.warps)
     if t.runs:
         # Loads in flight hide the latency of memory, which takes about the keys of a tile of two blocks.
         waits = 1 + 2 * 64 / (occupancy(t, device) * (t.slots - 1) * t.keys)
@@ -250,19 +249,9 @@ def time(t: MatrixTiling, shape: AttentionSizes, target: Target) -> float:
     return steps * (max(products, shared, cached) + softmax) * waits
 
 
-def choose(shape: AttentionSizes, target: Target) -> MatrixTiling | None:
-    """The tiles to use, None where plain threads multiply."""
-    return None if lacks(shape, target) else tilings(shape, target)[0]
-
-
-def runs_of(t: MatrixTiling, shape: AttentionSizes, target: Target) -> tuple[int, int]:
+def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int]:
     """Number of KV splits, and the keys of each: a function of the sizes and the device alone."""
-    device = target.device
-    assert device is not None  # noqa: S101 - callers have a device
-    if not t.runs:
-        return 1, shape.keys
-    blocks = shape.heads // shape.group * -(-shape.queries * shape.group // t.queries)
-    busy = min(BUSY, occupancy(t, device)) * device.processors
-    wanted = min(MOST_RUNS, max(1, busy // blocks), -(-shape.keys // RUN))
-    each = -(-shape.keys // (wanted * t.keys)) * t.keys
-    return -(-shape.keys // each), each
+    device = device_of(target)
+    blocks = shape.heads // shape.group * -(-shape.queries * shape.group // s.block.m)
+    busy = min(BUSY, occupancy(MatrixTiling(s), device)) * device.processors
+    return split_keys(s, shape, min(MOST_RUNS, max(1, busy // blocks), -(-shape.keys // RUN)))

@@ -9,17 +9,30 @@ dequantizes them once.
 from __future__ import annotations
 
 from dataclasses import replace
-from math import gcd
+from math import ceil, gcd
 from typing import TYPE_CHECKING
 
 from portmm.schedule import gpu_mma
-from portmm.schedule.gpu_gemv import group_of
-from portmm.schedule.schedule import ALL, Schedule, Tile
-from portmm.spec.dtype import BY_NAME, CODES_KR, spell
+from portmm.schedule.gpu_variants import (
+    LEAST_COPY,
+    VECTOR_BYTES,
+    asynchronous,
+    device_of,
+    device_tiles,
+    schedule_of,
+    staged,
+)
+from portmm.schedule.parts import ASYNC, AtomUse
+from portmm.schedule.program import Program, Waves, Work
+from portmm.spec.dtype import BY_NAME, CODES_KR, size, spell
+from portmm.target.device import PARTS
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.program import Footprint, Vectors
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -41,16 +54,12 @@ LARGE_BLOCKS = (
 """Rows and columns of a block and of a warp where a block dequantizes words, and the depth that it dequantizes."""
 LARGE_STAGES = (3, 4, 5)
 STAGES = (2, 3, 4, 6)
-LEAST_COPY = 4
-"""Minimum size of an asynchronous copy, in bytes: PTX ISA, cp.async."""
-VECTOR_BYTES = 16
 TOGETHER = 4
 """Words that a thread loads at once."""
 LARGE = 32 * 64
 """Sums of a warp from which its lanes have registers for one word only."""
 ROUND = 4 * CODES_KR
 """Elements of k in the words of four lanes: all of one group."""
-GROUP = 8
 SPLITS = (1, 2, 4, 8)
 ADDRESSES = 44
 """Registers of a thread for counters and addresses; the least with which NVRTC 13 spills nothing."""
@@ -67,69 +76,55 @@ PER_ATOM = 8
 def serves(p: Problem, atom: Atom) -> bool:
     """Whether an atom multiplies these int4 values: by A of its own type, with all words of four lanes in one group."""
     fits = p.b == "codes" and p.types[1] == "u4" and atom.unit == "warp" and atom.a == atom.b == p.types[0]
-    return fits and (atom.m, atom.n, atom.k) == (16, 8, 16) and atom.acc == "f32" and group_of(p) % ROUND == 0
+    return fits and (atom.m, atom.n, atom.k) == (16, 8, 16) and atom.acc == "f32" and p.group % ROUND == 0
 
 
-def candidates(
-    p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, asynchronous: bool
-) -> Iterator[Schedule]:
-    """Schedules for a problem, none if the layout of A does not allow asynchronous copies.
+def in_slices(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
+    """Schedules of warps that dequantize words of their own, and split k (slice-K) for few rows.
 
-    Args:
-        p: the problem.
-        isa: the instruction set.
-        atom: its matrix instruction.
-        target: a device.
-        vectors: elements of A, B and C that may be moved at once.
-        asynchronous: the device copies from global to shared memory without registers.
+    There are none if the layout of A does not allow asynchronous copies.
     """
-    size = BY_NAME[p.types[0]].bytes
-    moved = min(vectors[0], VECTOR_BYTES // size)
-    if not (serves(p, atom) and asynchronous and p.a == "row" and moved * size >= LEAST_COPY) or p.deterministic:
+    if not _copies(p, atom, target, vectors):
         return
-    group, (down, across) = group_of(p), gpu_mma.lanes_of(atom)
+    down, across = gpu_mma.lanes_of(atom)
     for bm, bn, wm, wn, bk, shared in BLOCKS:
         part = bk // shared
         most = TOGETHER if wm * wn < LARGE else 1
-        words = next(x for x in (4, 2, 1) if x <= most and gcd(group, part) % (ROUND * x) == 0)
-        tiles = (
-            Tile("registers", wm // across, wn // down, part), Tile("warp", wm, wn, part), Tile("shared", bm, bn, bk),
-            Tile("L2", GROUP * bm, ALL, ALL),
-        )  # fmt: skip
-        one = Schedule(
-            "coded", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False, swap=True,
-            fused=p.fused, group=group, vectors=(moved, words * CODES_KR, min(2, vectors[2])), copies=True,
-            c="row" if p.c == "row" else "any",
-        )  # fmt: skip
-        yield from _staged(one, p, target, STAGES)
+        words = next(x for x in (4, 2, 1) if x <= most and gcd(p.group, part) % (ROUND * x) == 0)
+        tiles = device_tiles((wm // across, wn // down, part), (wm, wn, part), (bm, bn, bk))
+        moved = (_moved(p, vectors), words * CODES_KR, min(2, vectors[2]))
+        one = schedule_of("coded", p, isa, tiles, ASYNC, moved, AtomUse(swap=True))
+        yield from staged(one, p, target, STAGES, SPLITS, copies=True)
+
+
+def dequantized(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
+    """Schedules of blocks that dequantize words once for all of their warps."""
+    bytes_ = BY_NAME[p.types[0]].bytes
     # Rounding a weight loses no more accuracy than rounding a result to the same type.
-    rounded = BY_NAME[p.types[2]].bytes == size
-    for bm, bn, wm, wn, bk in LARGE_BLOCKS if rounded else ():
-        tiles = (
-            Tile("registers", wm // down, wn // across, atom.k), Tile("warp", wm, wn, atom.k),
-            Tile("shared", bm, bn, bk), Tile("L2", GROUP * bm, ALL, ALL),
-        )  # fmt: skip
-        one = Schedule(
-            "dequant", isa.name, p.dtype, tiles, (tiles[0].m,), a=p.a, b=p.b, pack_a=False, pack_b=False,
-            fused=p.fused, group=group, vectors=(moved, TOGETHER * CODES_KR, min(vectors[2], VECTOR_BYTES // size)),
-            copies=True, c="row" if p.c == "row" else "any",
-        )  # fmt: skip
-        yield from _staged(one, p, target, LARGE_STAGES)
+    if not _copies(p, atom, target, vectors) or BY_NAME[p.types[2]].bytes != bytes_:
+        return
+    down, across = gpu_mma.lanes_of(atom)
+    for bm, bn, wm, wn, bk in LARGE_BLOCKS:
+        tiles = device_tiles((wm // down, wn // across, atom.k), (wm, wn, atom.k), (bm, bn, bk))
+        moved = (_moved(p, vectors), TOGETHER * CODES_KR, min(vectors[2], VECTOR_BYTES // bytes_))
+        one = schedule_of("dequant", p, isa, tiles, ASYNC, moved)
+        yield from staged(one, p, target, LARGE_STAGES, SPLITS, copies=True)
 
 
-def _staged(s: Schedule, p: Problem, target: Target, stages: tuple[int, ...]) -> Iterator[Schedule]:
-    """Variants of a schedule by stages, and by slices of k where there are few blocks."""
-    processors = target.device.processors if target.device else 1
-    tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
-    for number in stages:
-        for split in SPLITS:
-            if split == 1 or tiles * split <= 2 * processors:
-                yield replace(s, stages=number, split=split)
+def _moved(p: Problem, vectors: Vectors) -> int:
+    """Elements of A that a thread moves at once."""
+    return min(vectors[0], VECTOR_BYTES // BY_NAME[p.types[0]].bytes)
+
+
+def _copies(p: Problem, atom: Atom, target: Target, vectors: Vectors) -> bool:
+    """Whether A can be copied asynchronously, for an atom that multiplies these int4 values."""
+    copied = _moved(p, vectors) * BY_NAME[p.types[0]].bytes >= LEAST_COPY
+    return serves(p, atom) and asynchronous(target) and p.a == "row" and copied and not p.deterministic
 
 
 def span(s: Schedule) -> int:
     """Number of elements of k that a warp sums before it scales."""
-    return gcd(s.group, s.tiles[1].k)
+    return gcd(s.b.group, s.tiles[1].k)
 
 
 def warps_along_k(s: Schedule) -> int:
@@ -140,7 +135,12 @@ def warps_along_k(s: Schedule) -> int:
 def plain(s: Schedule) -> Schedule:
     """The schedule of `kernels.gpu.mma` for the floats that a block dequantizes."""
     a, _, c = s.types
-    return replace(s, b="col", dtype=spell(a, a, c))
+    return replace(s, b=s.b._replace(layout="col"), dtype=spell(a, a, c))
+
+
+def footprint(s: Schedule) -> Footprint:
+    """Registers of a thread, and shared memory of a block."""
+    return {"registers": registers(s), "shared": shared_bytes(s)}
 
 
 def registers(s: Schedule) -> int:
@@ -148,7 +148,7 @@ def registers(s: Schedule) -> int:
     if s.program == "dequant":
         return gpu_mma.registers(plain(s)) + DEQUANTIZE_REGISTERS
     warp = s.tiles[1]
-    rows, columns, words = warp.m // 8, warp.n // 16, s.vectors[1] // CODES_KR
+    rows, columns, words = warp.m // 8, warp.n // 16, s.b.vector // CODES_KR
     return 8 * rows * columns + 10 * rows + 2 * columns * words + 8 + ADDRESSES
 
 
@@ -178,3 +178,37 @@ def instructions(s: Schedule) -> tuple[float, float]:
     multiplied = rows * (2 * columns + 1) / ROUND
     warps = s.threads // s.warp_lanes // warps_along_k(s)
     return warps * words, warps * (scaled + loads + multiplied)
+
+
+def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
+    """Work of the busiest processor."""
+    lanes = device_of(target).warp
+    v, warp, warps, once = Waves.of(p, s, target, occupied), s.tiles[1], s.threads // lanes, s.program == "dequant"
+    a, b, c = (size(x) for x in p.types)
+    b += 8 / (s.b.group or p.k)
+    depth, sharing = v.steps * s.block.k, 1 if once else warps_along_k(s)
+    filled = min(1.0, v.together * warps / MODEL.matrix_warps)
+    # Fragments of A are multiplied by ones, too, where they are multiplied by int4 values.
+    atoms = s.block.m * s.block.n * (1 if once else 1 + atom.n / warp.n)
+    dequantizing, others = instructions(s)
+    floats, tiles = s.block.n * (a + b) if once else 0, s.block.m * a + s.block.n * b
+    counts = {
+        "multiply-adds": v.rounds * atoms * depth,
+        "dequantising": v.rounds * depth * dequantizing * lanes / filled,
+        "instructions": v.rounds * depth * (dequantizing + others) / filled,
+        "shared memory": v.rounds * depth
+        * (warps / sharing * (warp.m * a + warp.n * (a if once else b)) + tiles + floats),
+        "moves": v.rounds * depth * (s.block.m / s.a.vector + s.block.n / 32),
+        "L2": v.blocks * depth * tiles / v.busy,
+        # Int4 values, and for each group of them a scale and an offset.
+        "memory": p.batch * (p.m * p.k * a + p.m * p.n * c) + p.k * p.n * b,
+    }  # fmt: skip
+    if not once:
+        counts["latency"] = ceil(v.rounds / v.together) * ceil(v.steps / max(1, s.stages - 1)) * MODEL.far
+    ending = s.mr * s.nr * (MODEL.ending * warps + MODEL.add_share * (sharing - 1)) / PARTS
+    waits = ceil(v.rounds / v.together) * (MODEL.wait + v.steps * MODEL.matrix_step / v.together)
+    return Work(counts, waits + v.rounds * ending / v.together, filled)
+
+
+SLICED = Program("gpu.w4a16", in_slices, footprint, work, device=True, dynamic_shared=True)
+DEQUANTIZED = Program("gpu.w4a16_dequantize", dequantized, footprint, work, device=True, dynamic_shared=True)

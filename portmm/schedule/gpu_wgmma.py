@@ -7,14 +7,30 @@ addresses and strides that are multiples of 16 bytes: for other operands there a
 from __future__ import annotations
 
 from dataclasses import replace
+from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.schedule import ALL, WARPGROUP, Schedule, Tile
+from portmm.schedule.gpu_variants import (
+    asynchronous,
+    blocks,
+    device_of,
+    device_tiles,
+    partitioned,
+    schedule_of,
+    with_stages,
+)
+from portmm.schedule.parts import TMA, AtomUse, Parallel
+from portmm.schedule.program import Program, Waves, Work, compulsory
+from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME
+from portmm.target.device import RESERVED
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
+    from portmm.schedule.program import Footprint, Vectors
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -38,10 +54,7 @@ BUFFERS = 2
 MOST_STAGES, LEAST_STAGES = 16, 3
 FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Rows of A that replace the atom's columns."""
-RESERVED = 1024
-"""Further bytes of shared memory of each block on a processor: CUDA C++ Programming Guide, "Shared Memory"."""
 MOST_COLUMNS = 256
-GROUP = 8
 SPLITS = (1, 2, 4, 8, 16)
 ADDRESSES = 64
 """Registers of a thread besides its sums; the least with which NVRTC 13 spills nothing."""
@@ -56,12 +69,12 @@ DOWN, UP = 40, 232
 
 def columns(s: Schedule) -> int:
     """Columns that one instruction multiplies."""
-    return s.tiles[1].m if s.swap else s.tiles[1].n
+    return s.tiles[1].m if s.atom.swap else s.tiles[1].n
 
 
 def strips(s: Schedule) -> int:
     """Number of instructions of a warpgroup along M."""
-    return (s.tiles[1].n if s.swap else s.tiles[1].m) // STRIP
+    return (s.tiles[1].n if s.atom.swap else s.tiles[1].m) // STRIP
 
 
 def padded_rows(rows: int, *, along_k: bool) -> int:
@@ -72,13 +85,13 @@ def padded_rows(rows: int, *, along_k: bool) -> int:
 def staged(s: Schedule) -> bool:
     """Whether C is stored through shared memory: elements of 16 bits in rows that the copy engine can address."""
     size = BY_NAME[s.types[2]].bytes
-    sent = s.c == "row" and not (s.slices or s.grouped)
-    return sent and s.vectors[2] * size == ALIGNED and size == WIDE and bool(panel(s))
+    sent = s.c.layout == "row" and not (s.slices or s.parallel.grouped)
+    return sent and s.c.vector * size == ALIGNED and size == WIDE and bool(panel(s))
 
 
 def panel(s: Schedule) -> int:
     """Columns of C that are stored at once: as many as fill a swizzled row, or a half or a quarter of it; or 0."""
-    n = STRIP if s.swap else columns(s)
+    n = STRIP if s.atom.swap else columns(s)
     return next((x for x in (64, 32, 16) if n % x == 0), 0)
 
 
@@ -104,18 +117,21 @@ def sum_registers(s: Schedule) -> int:
 
 def budgets(s: Schedule) -> tuple[int, int]:
     """Registers of a thread of the producer and of the consumer warpgroups; zeros where they stay as allocated."""
-    return (DOWN, UP) if s.groups > 1 and sum_registers(s) + ADDRESSES > ENTRY else (0, 0)
+    return (DOWN, UP) if s.parallel.warpgroups > 1 and sum_registers(s) + ADDRESSES > ENTRY else (0, 0)
 
 
 def registers(s: Schedule) -> int:
     """Registers of a thread at the start of a block."""
-    return min(sum_registers(s) + ADDRESSES, ENTRY) if s.groups > 1 else sum_registers(s) + ADDRESSES
+    return min(sum_registers(s) + ADDRESSES, ENTRY) if s.parallel.warpgroups > 1 else sum_registers(s) + ADDRESSES
 
 
 def stage_bytes(s: Schedule) -> int:
     """Shared memory of one stage."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
-    rows = padded_rows(s.block.m, along_k=s.a == "row") * a + padded_rows(s.block.n, along_k=s.b == "col") * b
+    rows = (
+        padded_rows(s.block.m, along_k=s.a.layout == "row") * a
+        + padded_rows(s.block.n, along_k=s.b.layout == "col") * b
+    )
     return rows * s.block.k
 
 
@@ -123,35 +139,28 @@ def result_bytes(s: Schedule) -> int:
     """Shared memory for C."""
     if not staged(s):
         return 0
-    rows, panels = (columns(s), 1) if s.swap else (STRIP, columns(s) // panel(s))
-    return s.groups * min(BUFFERS, strips(s) * panels) * rows * panel(s) * WIDE
+    rows, panels = (columns(s), 1) if s.atom.swap else (STRIP, columns(s) // panel(s))
+    return s.parallel.warpgroups * min(BUFFERS, strips(s) * panels) * rows * panel(s) * WIDE
 
 
 def shared_bytes(s: Schedule) -> int:
     """Shared memory of a block."""
-    barriers = 8 * (2 * s.stages + 2 * s.pingpong)
+    barriers = 8 * (2 * s.stages + 2 * s.parallel.pingpong)
     return stage_bytes(s) * s.stages + result_bytes(s) + barriers
+
+
+def footprint(s: Schedule) -> Footprint:
+    """Registers of a thread, and shared memory of a block."""
+    return {"registers": registers(s), "shared": shared_bytes(s)}
 
 
 # -- enumeration -----------------------------------------------------------------
 
 
-def candidates(
-    p: Problem, isa: Isa, atom: Atom, target: Target, vectors: tuple[int, int, int], *, asynchronous: bool
-) -> Iterator[Schedule]:
-    """Schedules for a problem, none if the copy engine cannot address its operands.
-
-    Args:
-        p: the problem.
-        isa: the instruction set.
-        atom: its matrix instruction.
-        target: a device.
-        vectors: elements of A, B and C that may be moved at once.
-        asynchronous: the device copies from global to shared memory without registers.
-    """
-    device = target.device
+def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
+    """Schedules for a problem, none if the copy engine cannot address its operands."""
     sizes = [BY_NAME[x].bytes for x in p.types]
-    if device is None or not asynchronous or p.k < atom.k or p.deterministic:
+    if atom.unit != "warpgroup" or not asynchronous(target) or p.k < atom.k or p.deterministic:
         return
     if p.a not in ("row", "col") or p.b not in ("row", "col"):
         return
@@ -168,20 +177,14 @@ def candidates(
         n = part[0] if swap else part[1]
         rows = 2 * (part[1] if swap else part[0]) // STRIP
         mr, nr = (n // 4, rows) if swap else (rows, n // 4)
-        tiles = (
-            Tile("registers", mr, nr, atom.k), Tile("warp", *part, atom.k),
-            Tile("shared", *block, LINE // sizes[0]), Tile("L2", GROUP * block[0], ALL, ALL),
-        )  # fmt: skip
-        one = Schedule(
-            "wgmma", isa.name, p.dtype, tiles, (mr,), a=p.a, b=p.b, pack_a=False, pack_b=False, swap=swap,
-            fused=p.fused, stages=LEAST_STAGES, vectors=(ALIGNED // sizes[0], ALIGNED // sizes[1], stored or 1),
-            c="row" if p.c == "row" else "any", groups=groups, pingpong=pingpong, persistent=0 if p.grouped else 1,
-            grouped=p.grouped,
-        )  # fmt: skip
+        tiles = device_tiles((mr, nr, atom.k), (*part, atom.k), (*block, LINE // sizes[0]))
+        parallel = Parallel(warpgroups=groups, pingpong=pingpong, persistent=0 if p.grouped else 1, grouped=p.grouped)
+        moved = (ALIGNED // sizes[0], ALIGNED // sizes[1], stored or 1)
+        one = schedule_of("wgmma", p, isa, tiles, TMA, moved, AtomUse(swap=swap), parallel)
         if sum_registers(one) + ADDRESSES > UP:
             continue
         if not panel(one) or not stored:
-            one = replace(one, vectors=(*one.vectors[:2], min(2, vectors[2])))
+            one = replace(one, c=one.c.moved(min(2, vectors[2])))
         yield from _staged(one, p, target)
 
 
@@ -210,26 +213,23 @@ def _shapes(p: Problem, atom: Atom) -> Iterator[tuple[tuple[int, int], tuple[int
 
 def _staged(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
     """Variants with as many stages as fit, in clusters, and with slices of k where there are few blocks."""
-    device = target.device
-    assert device is not None  # noqa: S101 - checked by `candidates`
-    tiles = -(-p.m // s.block.m) * -(-p.n // s.block.n) * p.batch
-    several = s.groups == 1 and 2 * registers(s) * s.threads <= device.registers
-    for blocks in (1, 2) if several else (1,):
+    device, x, tiles = device_of(target), s.parallel, blocks(s, p)
+    several = x.warpgroups == 1 and 2 * registers(s) * s.threads <= device.registers
+    for together in (1, 2) if several else (1,):
         for split in SPLITS:
-            if split > 1 and (tiles * split > 2 * device.processors or s.pingpong or s.grouped):
+            if split > 1 and (tiles * split > 2 * device.processors or x.pingpong or x.grouped):
                 continue
             steps = -(-p.k // s.block.k) // split
             # Sums of slices are added in the same kernel: that takes less time than a second launch.
-            one = replace(s, split=split, joined=split > 1, persistent=s.persistent if split == 1 else 0)
-            stages = min(_stages(one, target, blocks), MOST_STAGES, max(steps, LEAST_STAGES))
+            one = partitioned(s, split=split, fixup=split > 1, persistent=x.persistent if split == 1 else 0)
+            stages = min(_stages(one, target, together), MOST_STAGES, max(steps, LEAST_STAGES))
             if stages >= LEAST_STAGES:
-                yield from _paired(replace(one, stages=stages), p, tiles > device.processors // 2)
+                yield from _paired(with_stages(one, stages, TMA), p, tiles > device.processors // 2)
 
 
 def _stages(s: Schedule, target: Target, blocks: int) -> int:
     """Number of stages that fit, for a number of blocks on a processor."""
-    device = target.device
-    assert device is not None  # noqa: S101 - checked by `candidates`
+    device = device_of(target)
     whole = device.processor_shared_bytes or device.shared_bytes
     room = min(device.shared_bytes, whole // blocks - RESERVED) - BARRIERS - result_bytes(s)
     return room // stage_bytes(s)
@@ -238,6 +238,39 @@ def _stages(s: Schedule, target: Target, blocks: int) -> int:
 def _paired(s: Schedule, p: Problem, many: bool) -> Iterator[Schedule]:
     """A schedule, and the same in clusters, where halves of B are whole swizzled rows."""
     yield s
-    pairs = (s.b == "col" and s.block.n % 16 == 0) or s.block.n % (2 * WIDE_ROWS) == 0
-    if many and pairs and not (s.swap or s.grouped) and s.split == 1 and p.m > s.block.m:
-        yield replace(s, cluster=2)
+    pairs = (s.b.layout == "col" and s.block.n % 16 == 0) or s.block.n % (2 * WIDE_ROWS) == 0
+    if many and pairs and not (s.atom.swap or s.parallel.grouped) and s.parallel.split == 1 and p.m > s.block.m:
+        yield partitioned(s, cluster=2)
+
+
+# -- work --------------------------------------------------------------------------
+
+
+def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> Work:
+    """Work of the busiest processor."""
+    del atom
+    x, processors = s.parallel, device_of(target).processors
+    tiles = ceil(p.m / (s.block.m * x.cluster)) * -(-p.n // s.block.n) * p.batch * x.split * x.cluster
+    rounds, steps = ceil(tiles / min(processors // x.cluster * x.cluster, tiles)), Waves.of(p, s, target, 1).steps
+    a, b, _ = (BY_NAME[t].bytes for t in p.types)
+    sums_of_block, copied = s.block.m * s.block.n, s.block.m * a + s.block.n * b / x.cluster
+    # Each instruction reads its 64 rows and all of its columns from shared memory.
+    read = sums_of_block // columns(s) * a + sums_of_block // STRIP * b + s.block.m * a + s.block.n * b
+    counts = {
+        "multiply-adds": rounds * sums_of_block * steps * s.block.k,
+        "shared memory": rounds * steps * s.block.k * read,
+        "L2": rounds * steps * s.block.k * copied / MODEL.engine_gain,
+        "latency": rounds * steps * MODEL.engine_wait / (s.stages * min(occupied, rounds)),
+        "memory": compulsory(p),
+    }
+    if promoted(s):
+        counts["additions"] = rounds * steps * sums_of_block
+    # Stores, and the waits of a step, are hidden while other warpgroups or blocks multiply.
+    others = max(2 if x.pingpong else 1, min(occupied, rounds))
+    stored = sums(s) * x.warpgroups / (2 if x.pingpong else 1) * (MODEL.sending if staged(s) else MODEL.ending)
+    waits = (ceil(rounds / others) if others > 1 else rounds) * (stored + MODEL.meet)
+    waits += rounds * steps * MODEL.group_step / max(others, 1 if x.pingpong else x.warpgroups)
+    return Work(counts, MODEL.engine_start + waits)
+
+
+PROGRAM = Program("gpu.wgmma", candidates, footprint, work, device=True, dynamic_shared=True, grouped=True)

@@ -201,6 +201,11 @@ class Problem:
         return family(self.family).kr if self.b == "packed" else 1
 
     @property
+    def group(self) -> int:
+        """Rows of a B of int4 or int8 values that share a scale, 0 for all."""
+        return family(self.family).group if self.b == "codes" else 0
+
+    @property
     def flops(self) -> int:
         """Multiplications plus additions: 2 * batch * m * n * k."""
         return 2 * self.batch * self.m * self.n * self.k

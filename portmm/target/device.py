@@ -9,6 +9,10 @@ from dataclasses import dataclass
 
 from portmm.target.toml_schema import require
 
+PARTS = 4
+"""NVIDIA's processors since Volta have four parts with registers of their own, and a warp stays in one."""
+RESERVED = 1024
+"""Further bytes of shared memory of each block on a processor: CUDA C++ Programming Guide, "Shared Memory"."""
 LANGUAGES = ("cuda", "opencl")
 CUDA_WARP = 32
 """CUDA C++ Programming Guide: threads of a warp, on every device."""

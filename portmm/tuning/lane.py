@@ -25,7 +25,8 @@ from portmm.comparison.process import Worker, WorkerError
 from portmm.dispatch import config, cpu_kernels, cpu_routes, cpu_units, overrides
 from portmm.errors import BuildError, PortmmError, ScheduleError, TargetError
 from portmm.ops import host_matmul
-from portmm.schedule.schedule import Schedule, parse
+from portmm.schedule.schedule import Schedule
+from portmm.schedule.text import parse
 from portmm.spec.problem import Problem
 
 REASON = 300

@@ -16,7 +16,8 @@ from portmm.dispatch.cpu_selection import schedule_cost
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_neighbourhood import Neighbourhood, neighbourhood_of
 from portmm.schedule.cpu_textbook import preferred
-from portmm.schedule.schedule import Schedule, spell
+from portmm.schedule.schedule import Schedule
+from portmm.schedule.text import spell
 from portmm.spec.problem import Problem
 from portmm.target.target import Target
 from portmm.tuning.records import OK, Trial

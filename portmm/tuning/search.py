@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from portmm.dispatch.tuned_schedule import problem_text
-from portmm.schedule.schedule import parse
+from portmm.schedule.text import parse
 from portmm.spec.problem import Problem
 from portmm.tuning.journal import Journal
 from portmm.tuning.lane import Lane, LostError

@@ -28,7 +28,7 @@ from portmm.dispatch.tuning_database import record
 from portmm.errors import ScheduleError
 from portmm.host import machine_load
 from portmm.runtime import route_cache
-from portmm.schedule.schedule import parse
+from portmm.schedule.text import parse
 from portmm.spec.problem import Problem
 from portmm.target.target import Target
 from portmm.tuning.journal import Journal

@@ -6,8 +6,6 @@ these files: only a change of the emitted text does.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from places import GOLDEN
 from support import ISAS
@@ -15,7 +13,8 @@ from support import ISAS
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_grid, lower_int4_repack, lower_pack, lower_rows
 from portmm.dispatch.gpu import source as device_source
-from portmm.schedule.schedule import ALL, Schedule, Tile
+from portmm.schedule.parts import ALL, Tile
+from portmm.schedule.text import of_flat
 from portmm.spec import elementwise
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, number
 from portmm.spec.expr import apply
@@ -23,56 +22,56 @@ from portmm.spec.problem import Family
 from portmm.target.target import load_isa
 
 
-def tiles(mr, nr, kc, mc, nc):
-    return Tile("registers", mr, nr, 1), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc)
+def tiles(mr, nr, kc, mc, nc, least=0):  # noqa: PLR0917 - a tile is two numbers
+    return Tile("registers", mr, nr, 1, least), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc)
 
 
 def blocked(name):
     """Small heights keep the file short."""
     nr = 2 * load_isa(name).atom("f32").n
-    return lower(Schedule("gemm", name, "f32", tiles(2, nr, 320, 8, 4 * nr), (1, 2), ahead=True), load_isa(name))
+    s = of_flat("gemm", name, "f32", tiles(2, nr, 320, 8, 4 * nr, 1), pack_a=True, pack_b=True, ahead=True)
+    return lower(s, load_isa(name))
 
 
 def thin():
-    s = Schedule("gemm", "avx2", "f32", tiles(1, 16, ALL, ALL, ALL), (1,), 2, b="packed", pack_a=False, pack_b=False)
+    s = of_flat("gemm", "avx2", "f32", tiles(1, 16, ALL, ALL, ALL), panels=2, b="packed")
     return lower(s, load_isa("avx2"))
 
 
 def split():
     """A stream of which threads share out k, and that asks for rows ahead."""
-    s = Schedule("gemm", "avx2", "f32", tiles(1, 16, 8, ALL, ALL), (1,), pack_a=False, pack_b=False, over="k")
-    return lower(replace(s, prefetch=4), load_isa("avx2"))
+    s = of_flat("gemm", "avx2", "f32", tiles(1, 16, 8, ALL, ALL), over="k", prefetch=4)
+    return lower(s, load_isa("avx2"))
 
 
 def once():
     """All of B packed first."""
-    return lower(Schedule("gemm", "avx2", "f32", tiles(2, 16, 320, 8, 64), (2,), once=True), load_isa("avx2"))
+    s = of_flat("gemm", "avx2", "f32", tiles(2, 16, 320, 8, 64), pack_a=True, pack_b=True, once=True)
+    return lower(s, load_isa("avx2"))
 
 
 def dot():
     levels = tuple(Tile(x, ALL, 2, ALL) for x in ("L1", "L2", "L3"))
-    s = Schedule("dot", "avx2", "f32", (Tile("registers", 1, 2, 8), *levels), (1,), b="col", pack_a=False, pack_b=False)
+    s = of_flat("dot", "avx2", "f32", (Tile("registers", 1, 2, 8), *levels), b="col")
     return lower(s, load_isa("avx2"))
 
 
 def static():
-    s = Schedule(
-        "gemm", "avx512", "f32", tiles(4, 16, ALL, ALL, ALL), (4,), pack_a=False, pack_b=False, over="batch",
-        static=(4, 16, 8),
-    )  # fmt: skip
+    s = of_flat("gemm", "avx512", "f32", tiles(4, 16, ALL, ALL, ALL), over="batch", static=(4, 16, 8))
     return lower(s, load_isa("avx512"))
 
 
 def on_tiles():
     """A weight packed for VNNI."""
-    heights = tuple(range(1, 33))
-    s = Schedule("tiles", "amx_int8", "u8-s8-s32", tiles(32, 32, 64, 64, 64), heights, b="packed", pack_b=False, kr=4)
+    blocks = tiles(32, 32, 64, 64, 64, 1)
+    s = of_flat("tiles", "amx_int8", "u8-s8-s32", blocks, pack_a=True, b="packed", kr=4)
     return lower(s, load_isa("amx_int8"))
 
 
 def two_rows():
     """A tile of one pair of rows, and one with a row left over."""
-    s = Schedule("gemm", "neon_smmla", "u8-s8-f32", tiles(3, 8, 8, 9, 16), (2, 3), kr=8, post="scale+bias")
+    packed = {"pack_a": True, "pack_b": True}
+    s = of_flat("gemm", "neon_smmla", "u8-s8-f32", tiles(3, 8, 8, 9, 16, 2), kr=8, post="scale+bias", **packed)
     return lower(s, load_isa("neon_smmla"))
 
 
@@ -81,7 +80,7 @@ def fused():
     x, operands = acc(), (Operand("f32", "n"), Operand("bf16", "bmn"), Operand("s8", "bmn"))
     y = apply("max", x + load(0, "f32"), 0.0)
     text = str(Fused(operands, ((C, y + load(1, "bf16")), (2, y * number(0)))))
-    s = Schedule("gemm", "avx512", "f32", tiles(2, 32, 64, 8, 64), (1, 2), b="packed", pack_b=False, fused=text)
+    s = of_flat("gemm", "avx512", "f32", tiles(2, 32, 64, 8, 64, 1), pack_a=True, b="packed", fused=text)
     return lower(s, load_isa("avx512"))
 
 
@@ -112,16 +111,15 @@ KERNELS = {
 def on_device(word, depth, isa="simt", **more):
     """Threads of 2 x 4 sums, a block of two warps."""
     levels = Tile("registers", 2, 4, 1), Tile("warp", 8, 16, 1), Tile("shared", 8, 32, depth), Tile("L2", 64, ALL, ALL)
-    s = Schedule("simt", isa, word, levels, (2,), pack_a=False, pack_b=False, stages=2, cell=(2, 4))
-    return lower_grid(replace(s, **more), load_isa(isa))
+    return lower_grid(of_flat("simt", isa, word, levels, **{"stages": 2, "cell": (2, 4)} | more), load_isa(isa))
 
 
 def direct():
     """Two rows and two columns a thread, that read where operands lie, and a bias."""
     levels = Tile("registers", 2, 2, 1), Tile("warp", 2, 32, 1), Tile("shared", 4, 32, 1), Tile("L2", 32, ALL, ALL)
     text = str(Fused((Operand("f32", "n"),), ((C, apply("max", acc() + load(0, "f32"), 0.0)),)))
-    s = Schedule("direct", "simt", "f32", levels, (2,), b="any", pack_a=False, pack_b=False, stages=1, fused=text)
-    return lower_grid(replace(s, cell=(2, 1)), load_isa("simt"))
+    s = of_flat("direct", "simt", "f32", levels, b="any", stages=1, fused=text, cell=(2, 1))
+    return lower_grid(s, load_isa("simt"))
 
 
 DEVICES = {

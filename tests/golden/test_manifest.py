@@ -10,7 +10,7 @@ import manifest
 import pytest
 from places import HELPERS, LESSER
 
-from portmm.codegen.lower import GRID_PROGRAMS, PROGRAMS
+from portmm.schedule.programs import PROGRAMS
 
 FEW = ("mma_sm89 cuda", "neon_bf16", "chip zen4", "chip h200")
 """Families of all sorts that are quickly made."""
@@ -34,7 +34,7 @@ def test_lines_are_in_order_and_few_enough():
 
 def test_every_program_has_cases():
     words = {word for cases in manifest.read().values() for case in cases for word in case.split()}
-    assert words >= {*PROGRAMS, *GRID_PROGRAMS, "attention", "rows", "columns", "lines", "pack", "fold", "peak"}
+    assert words >= {*PROGRAMS, "attention", "rows", "columns", "lines", "pack", "fold", "peak"}
 
 
 @pytest.mark.rest("takes long for what it finds")

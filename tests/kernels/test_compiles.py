@@ -186,8 +186,8 @@ def test_loops_over_k_multiply_and_never_spill(name, monkeypatch):
     seen = {}
     for p in posed:
         for s in candidates(p, target):
-            if s.pack_b or s.b == "packed":
-                seen.setdefault((s.program, s.mr, s.nr, s.panels, s.ahead, s.pack_a, s.heights), s)
+            if s.b.packed or s.b.layout == "packed":
+                seen.setdefault((s.program, s.mr, s.nr, s.b.panels, s.c.prefetch, s.a.packed, s.heights), s)
     arch = None if isa.arch == "any" else isa.arch
     kernels = [lower(s, isa) for s in seen.values()]
     new = [x for x in kernels if not passed.unchanged(source(x), x.name, passed.compiled_by(isa.flags, arch))]

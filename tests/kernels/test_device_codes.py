@@ -15,6 +15,7 @@ from portmm.dispatch.gpu import choose
 from portmm.errors import PackError
 from portmm.ops import int4_gpu
 from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.text import varied
 from portmm.spec.problem import Family, Problem
 from portmm.target.target import load_target
 
@@ -36,8 +37,8 @@ def test_kernels(what, language):
     dtype, m, group, vector, program, split = what
     wide = next(x for x in (32, 16, 8) if group % x == 0)
     found = [s for s in candidates(posed(dtype, m, 33, 500, group), MACHINE, (vector, wide, 1)) if s.program == program]
-    s = min(found, key=lambda s: (s.split, s.mr * s.nr * s.tiles[0].k))
-    s = replace(s, split=split)
+    s = min(found, key=lambda s: (s.parallel.split, s.mr * s.nr * s.tiles[0].k))
+    s = varied(s, split=split)
     kernels = kernels_of(s)
     rng = np.random.default_rng(0)
     for i, (n, k, batch) in enumerate([(33, 8 * 13, 1), (5, 32 * 20, 2), (1, 8, 1)]):

@@ -23,7 +23,8 @@ from portmm.kernels.cpu.attention_geometry import Form
 from portmm.kernels.cpu.online_softmax import Bounds
 from portmm.ops import attention_gpu
 from portmm.schedule import gpu_attention
-from portmm.schedule.gpu_attention import AttentionSizes, Tiling, runs_of, tilings
+from portmm.schedule.gpu_attention import AttentionSizes, Tiling, candidates, schedule_of, splits
+from portmm.schedule.text import parse, spell
 from portmm.spec.epilogue import C, Fused, acc, number
 from portmm.target.target import load_isa, load_target
 from portmm.util import memo
@@ -309,19 +310,24 @@ def in_shim(form, t, x, run, unit=None):
 
 
 SMALL = [
-    (Tiling(12, 8, 8, 8, 2, 4, (4, 4, 4, 1)), F32, Bounds(causal=True), (2, 2, 1, 13, 21)),
-    (Tiling(40, 20, 4, 16, 2, 8, (8, 4, 2, 1)), F16, Bounds(), (1, 2, 2, 5, 40)),
-    (Tiling(5, 3, 4, 8, 4, 4, (1, 1, 1, 1)), BF16, Bounds(window=True), (1, 2, 1, 9, 30)),
-    (Tiling(16, 16, 8, 8, 4, 4, (4, 4, 4, 4), runs=True), F32, Bounds(causal=True, window=True), (2, 4, 2, 3, 37)),
+    (schedule_of("f32", (12, 8), (8, 8), (2, 4), (4, 4, 4, 1)), F32, Bounds(causal=True), (2, 2, 1, 13, 21)),
+    (schedule_of("f32", (40, 20), (4, 16), (2, 8), (8, 4, 2, 1)), F16, Bounds(), (1, 2, 2, 5, 40)),
+    (schedule_of("f32", (5, 3), (4, 8), (4, 4), (1, 1, 1, 1)), BF16, Bounds(window=True), (1, 2, 1, 9, 30)),
+    (
+        schedule_of("f32", (16, 16), (8, 8), (4, 4), (4, 4, 4, 4), runs=True),
+        F32,
+        Bounds(causal=True, window=True),
+        (2, 4, 2, 3, 37),
+    ),
 ]
 
 
-@pytest.mark.parametrize("case", SMALL, ids=lambda x: f"{x[0].d}-{x[1]}")
+@pytest.mark.parametrize("case", SMALL, ids=lambda x: f"{x[0].block.k}-{x[1]}")
 def test_small_tiles_in_every_order_of_threads(case):
-    t, dtype, bounds, (b, h, few, m, n) = case
-    held = {F32: "f32", F16: "f16", BF16: "bf16"}[dtype]
+    s, dtype, bounds, (b, h, few, m, n) = case
+    t, held = Tiling(s), {F32: "f32", F16: "f16", BF16: "bf16"}[dtype]
     x = operands((b, h, few, m, n, t.d, t.dv), dtype)
-    got, lse = in_shim(Form(SCALED, held, held, bounds, lse=True), t, x, 16)
+    got, lse = in_shim(Form(SCALED, held, held, bounds, lse=True), s, x, 16)
     want = exact(*x, causal=bounds.causal, window=9 if bounds.window else None)
     tolerance = TOLERANCE[np.dtype(dtype).name]
     np.testing.assert_allclose(got.astype(np.float64), want[0], rtol=tolerance, atol=tolerance)
@@ -334,6 +340,10 @@ def asked(held="f32", d=64, **more):
     return AttentionSizes(held, d, **(usual | more))
 
 
+def best(shape, target):
+    return Tiling(candidates(shape, target)[0])
+
+
 CHIPS = ("t4", "a100", "h100", "rtx_pro_6000", "mi300x", "mali_g710", "opencl_cpu", "opencl_gpu")
 
 
@@ -344,7 +354,7 @@ def test_tiles_are_legal(chip):
         for held in ("f32", "f16"):
             for more in ({}, {"queries": 1, "group": 4, "keys": 5000}, {"vectors": (1, 1, 1, 1), "loose": "qkvo"}):
                 wanted = asked(held, d, **more)
-                found = tilings(wanted, target)
+                found = [Tiling(s) for s in candidates(wanted, target)]
                 for t in found:
                     assert t.threads <= target.device.block_threads
                     assert t.shared_bytes <= min(target.device.shared_bytes, gpu_attention.STATIC)
@@ -354,22 +364,23 @@ def test_tiles_are_legal(chip):
                     assert not t.v_pitch % t.vectors[2]
                     assert not t.depth % t.vectors[1]
                     assert t.runs == (more.get("keys") == 5000)
-                runs, run = runs_of(found[0], wanted, target)
+                    assert parse(spell(t.s)) == t.s
+                runs, run = splits(found[0].s, wanted, target)
                 assert (runs - 1) * run < wanted.keys <= runs * run
 
 
 def test_tiles_are_large_where_there_is_work():
     h100 = load_target("h100")
-    assert [tilings(asked(d=d), h100)[0].queries for d in (64, 128, 256)] == [64, 32, 32]
-    assert tilings(asked(queries=64, heads=2), h100)[0].queries < 64
+    assert [best(asked(d=d), h100).queries for d in (64, 128, 256)] == [64, 32, 32]
+    assert best(asked(queries=64, heads=2), h100).queries < 64
     decoded = [asked(queries=1, group=group, heads=8 * group, keys=8192) for group in (1, 8, 32, 64)]
-    assert [tilings(x, h100)[0].queries for x in decoded] == [4, 16, 32, 64]
+    assert [best(x, h100).queries for x in decoded] == [4, 16, 32, 64]
     for x in decoded:
-        t = tilings(x, h100)[0]
+        t = best(x, h100)
         assert t.runs
-        assert runs_of(t, x, h100) == (32, 256)
+        assert splits(t.s, x, h100) == (32, 256)
     few = grid_cases.MACHINE
-    assert tilings(asked(d=16), few)[0].shared_bytes <= few.device.shared_bytes
+    assert best(asked(d=16), few).shared_bytes <= few.device.shared_bytes
 
 
 @pytest.mark.rest("NVRTC")
@@ -383,9 +394,9 @@ def test_nothing_is_spilled(held, d, architecture):
         missing(str(error))
     target = load_target({"80": "a100", "90a": "h100"}[architecture])
     for wanted in (asked(held, d), asked(held, d, queries=1, group=4, keys=8192)):
-        t = tilings(wanted, target)[0]
+        t = best(wanted, target)
         for bounds in (Bounds(causal=True), Bounds())[: 1 + (not t.runs)]:
-            for kernel in lower_grid_attention(ISA, ISA.atom("f32"), Form(SCALED, held, held, bounds, lse=True), t):
+            for kernel in lower_grid_attention(ISA, ISA.atom("f32"), Form(SCALED, held, held, bounds, lse=True), t.s):
                 made = nvrtc.compile_cuda(cuda.source(kernel), kernel.name, architecture)
                 assert made.spills == 0, (t, made.registers)
                 assert made.registers * kernel.threads * max(1, kernel.occupancy) <= target.device.registers

@@ -21,6 +21,7 @@ from portmm.ir.index import Index
 from portmm.ir.nodes import For, If
 from portmm.ir.thread_nodes import Barrier, CopyCommit, CopyWait, Vector
 from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.text import flat, varied
 
 pytestmark = pytest.mark.rest("of the shim itself")
 
@@ -69,12 +70,13 @@ def _plain(x):
     return _plain(x.args[0]) if x.op == "^" else Index(x.op, tuple(map(_plain, x.args)))
 
 
-def of_two_warps(layouts=ROWS, size=SIZE, dtype="f32", machine=MACHINE, **wanted):
+def of_two_warps(layouts=ROWS, size=SIZE, dtype="f32", machine=MACHINE, mr=0, **wanted):
     """A schedule with 64 threads: those of one warp may meet without a barrier, as the shim runs them."""
     found = candidates(posed(dtype, layouts, (4, 4, 4), size), machine, (4, 4, 4))
     return next(
         s for s in reversed(found)
-        if (s.program, s.threads, s.split) == ("simt", 64, 1) and all(getattr(s, x) == y for x, y in wanted.items())
+        if (s.program, s.threads, s.parallel.split) == ("simt", 64, 1)
+        and s.mr == (mr or s.mr) and wanted.items() <= flat(s).items()
     )  # fmt: skip
 
 
@@ -82,7 +84,7 @@ def outcome(s, change):
     """The shim's complaint about a changed kernel, or that its result is wrong, or an empty string."""
     (kernel,) = kernels_of(s)
     kernel = replace(kernel, body=changed(kernel.body, change))
-    k = grid_cases.case(posed("f32", (s.a, s.b, "row"), s.vectors, SIZE, 2), s.vectors)
+    k = grid_cases.case(posed("f32", (s.a.layout, s.b.layout, "row"), s.vectors, SIZE, 2), s.vectors)
     code = cuda_shim.compile(source(kernel, "cuda"), kernel.name)
     try:
         found = in_shim(call([kernel], s, k), [code])
@@ -95,8 +97,8 @@ def outcome(s, change):
     return ""
 
 
-TWO = of_two_warps(stages=2, mr=2)
-ONE = replace(TWO, stages=1)
+TWO = of_two_warps(mr=2, stages=2)
+ONE = varied(TWO, stages=1)
 ROOMY = replace(MACHINE, device=replace(MACHINE.device, shared_bytes=16384, processor_shared_bytes=32768))
 """Three stages of 64 threads and the totals of their runs of k are more than the tiny device's shared memory."""
 COPIES = of_two_warps(machine=ROOMY, copies=True)
@@ -133,7 +135,7 @@ def oclgrind(kernel, s, folder):
     tool = shutil.which("oclgrind-kernel")
     if not tool:
         opencl_cpu.missing("oclgrind is not installed")
-    k = grid_cases.case(posed(s.dtype, (s.a, s.b, "row"), s.vectors, (9, 11, 40)), s.vectors)
+    k = grid_cases.case(posed(s.dtype, (s.a.layout, s.b.layout, "row"), s.vectors, (9, 11, 40)), s.vectors)
     (Path(folder) / "kernel.cl").write_text(source(kernel, "opencl"))
     (Path(folder) / "kernel.sim").write_text(simulation(kernel, s, k))
     done = subprocess.run(
@@ -161,7 +163,7 @@ def simulation(kernel, s, k):
 WHOLE = {
     "two stages": TWO,
     "one stage": ONE,
-    "slices of k": replace(TWO, split=2),
+    "slices of k": varied(TWO, split=2),
     "halves along k": of_two_warps(BY_K, dtype="f16", mr=2),
     "woven bytes": of_two_warps(dtype="s8-s8-s32", mr=1),
 }

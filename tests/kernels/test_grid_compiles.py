@@ -11,10 +11,12 @@ from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import lower_grid
 from portmm.dispatch.gpu import choose, source
 from portmm.errors import NoCompilerError
-from portmm.schedule.gpu_candidates import PARTS, asynchronous, registers, shared_bytes
+from portmm.schedule.gpu_variants import asynchronous
+from portmm.schedule.legality import device_registers, shared_bytes
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, number
 from portmm.spec.expr import apply
 from portmm.spec.problem import Problem
+from portmm.target.device import PARTS
 from portmm.target.target import load_target
 
 pytestmark = pytest.mark.rest("NVRTC")
@@ -52,7 +54,7 @@ def nvrtc():
 def most_registers(s, target):
     """The registers that each thread can have with as many resident blocks as a schedule assumes."""
     device = target.device
-    warps = -(-s.resident * s.threads // (PARTS * device.warp))
+    warps = -(-s.parallel.occupancy * s.threads // (PARTS * device.warp))
     return min(device.registers // PARTS // (warps * device.warp) // 8 * 8, device.thread_registers)
 
 
@@ -61,8 +63,8 @@ def test_what_is_chosen_compiles(chip, at):
     nvrtc()
     target, (p, vectors) = load_target(chip), PROBLEMS[at]
     s = choose(p, target, vectors).schedule
-    assert s.copies <= asynchronous(target)
-    assert s.resident > 0
+    assert s.a.asynchronous <= asynchronous(target)
+    assert s.parallel.occupancy > 0
     for kernel in lower_grid(s, target.isa(s.isa)):
         made = compile_cuda(source(kernel, "cuda"), kernel.name, target.device.architecture)
         said = f"{kernel.name}: {made.registers} registers, {made.spills} bytes spilled, {made.seconds:.2f} s"
@@ -70,7 +72,9 @@ def test_what_is_chosen_compiles(chip, at):
         assert made.spills == 0, (said, s)
         assert made.seconds < COLD, (said, s)
         if kernel.occupancy:
-            assert made.registers <= most_registers(s, target), (said, registers(s), s)
+            assert made.registers <= most_registers(s, target), (said, device_registers(s), s)
             assert kernel.shared_bytes == shared_bytes(s), (said, s)
             assert made.shared <= (0 if kernel.dynamic else shared_bytes(s)), (said, s)
-    assert f"__launch_bounds__({s.threads}, {s.resident})" in source(lower_grid(s, target.isa(s.isa))[0], "cuda")
+    assert f"__launch_bounds__({s.threads}, {s.parallel.occupancy})" in source(
+        lower_grid(s, target.isa(s.isa))[0], "cuda"
+    )

@@ -10,8 +10,9 @@ from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import grid_atom, lower_grid
 from portmm.dispatch.gpu import source
 from portmm.errors import NoCompilerError, ScheduleError
-from portmm.schedule.gpu_candidates import asynchronous, candidates, units
+from portmm.schedule.gpu_candidates import candidates, units
 from portmm.schedule.gpu_cost import cost
+from portmm.schedule.gpu_variants import asynchronous
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
@@ -69,16 +70,16 @@ def test_fragments_are_multiplied_as_scheduled(chip, name):
     print(code.kinds(*MATRIX, "LDSM", "LDGSTS"))
     assert {x.split(".")[1] for x in code.kinds(*MATRIX)} == {f"{atom.m}{atom.n}{atom.k}"}
     assert code.count(word) == code.count(*MATRIX)
-    high, wide = (atom.n, atom.m) if s.swap else (atom.m, atom.n)
+    high, wide = (atom.n, atom.m) if s.atom.swap else (atom.m, atom.n)
     due = warp.m // high * (warp.n // wide) * (s.block.k // atom.k)
     assert code.innermost(word) == code.count(word) == due, s
     assert code.innermost("LDSM") > 0
     assert code.count(*LOCAL) == 0
-    assert s.copies == asynchronous(target)
+    assert s.a.asynchronous == asynchronous(target)
     copies = code.kinds("LDGSTS")
-    assert bool(copies) == s.copies
+    assert bool(copies) == s.a.asynchronous
     assert all(x.endswith(".128") for x in copies)  # 16 bytes each
-    assert code.innermost("LDGSTS") * (s.stages if s.copies else 0) == sum(copies.values()), s
+    assert code.innermost("LDGSTS") * (s.stages if s.a.asynchronous else 0) == sum(copies.values()), s
 
 
 @pytest.mark.parametrize("chip", CHIPS)
@@ -88,14 +89,14 @@ def test_threads_of_their_own_use_no_fragments(chip):
     code = disassembled(s, target)
     assert code.count(*MATRIX, *LOCAL) == 0
     assert code.innermost("FFMA") >= s.mr * s.nr
-    assert bool(code.count("LDGSTS")) == s.copies
+    assert bool(code.count("LDGSTS")) == s.a.asynchronous
 
 
 @pytest.mark.parametrize("unit", ["warp", "warpgroup", ""])
 def test_sums_are_seen_by_the_block_that_adds_them(unit):
     """Fences of the whole GPU stand before a block takes its number, and before the last one reads."""
     target, p = load_target("h200"), Problem(64, 64, 8192, "bf16" if unit else "f32", b="col")
-    s = next(s for s in candidates(p, target, (8, 8, 2)) if s.joined and grid_atom(target.isa(s.isa), s).unit == unit)
+    s = next(s for s in candidates(p, target, (8, 8, 2)) if s.parallel.fixup and grid_atom(target.isa(s.isa), s).unit == unit)
     names = disassembled(s, target).names
     print([x for x in names if x.partition(".")[0] in ("MEMBAR", "BAR", "ATOMG", "ATOM")], s)
     (ticket,) = [i for i, x in enumerate(names) if x.startswith("ATOM")]
@@ -118,7 +119,7 @@ def test_warpgroups_multiply_from_shared_memory(chip, name):
     word = UNITS["warpgroup"][atom.acc]
     assert code.count(word) == code.count(*MATRIX)
     # One instruction takes all columns of its warpgroup.
-    high, wide = (warp.n, warp.m) if s.swap else (warp.m, warp.n)
+    high, wide = (warp.n, warp.m) if s.atom.swap else (warp.m, warp.n)
     assert {x.split(".")[1] for x in code.kinds(word)} == {f"{atom.m}x{wide}x{atom.k}"}
     assert code.innermost(word) == code.count(word) == high // atom.m * (s.block.k // atom.k), s
     assert code.count("WARPGROUP") > 0

@@ -10,6 +10,7 @@ from fused_cases import epilogues
 from grid_cases import MACHINE, check_run, fused_case, kernels_of, rounded
 
 from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.text import varied
 from portmm.spec.problem import Problem
 
 ROWS, BY_K, BY_ROW, TURNED = ("row", "row", "row"), ("row", "col", "row"), ("col", "row", "row"), ("col", "col", "row")
@@ -49,10 +50,10 @@ def several(dtype, layouts, vectors, turn):
     one, other = (direct[at % len(direct)] for at in (3 * turn, 3 * turn + 1))
     if not through:
         return [one, other]
-    first, second = (replace(through[at % len(through)], split=1) for at in (5 * turn, 7 * turn + 3))
+    first, second = (varied(through[at % len(through)], split=1) for at in (5 * turn, 7 * turn + 3))
     if turn % 3 == 2:
-        first = replace(first, stages=1, copies=False)
-    return [first, one if turn % 2 else replace(second, split=2 + turn % 4)]
+        first = varied(first, stages=1, copies=False)
+    return [first, one if turn % 2 else varied(second, split=2 + turn % 4)]
 
 
 def check(s, language, layouts, dtype, what=SIZES):
@@ -69,7 +70,7 @@ def test_products(product, language):
     dtype, layouts, _ = product
     for s in several(*product, PRODUCTS.index(product)):
         if language == "opencl":
-            s = replace(s, copies=False, stages=min(s.stages, 2))  # noqa: PLW2901
+            s = varied(s, copies=False, stages=min(s.stages, 2))  # noqa: PLW2901
         check(s, language, layouts, dtype)
 
 
@@ -80,15 +81,15 @@ def test_products(product, language):
 def test_asynchronous_copies(layouts, stages, language):
     """OpenCL copies at once."""
     vectors = ((4, 4, 4), (2, 1, 2), (4, 1, 4))[stages - 2]
-    found = [s for s in candidates(posed("f32", layouts, vectors), MACHINE, vectors) if s.copies]
-    s = replace(found[(stages + len(layouts[0])) % len(found)], stages=stages, split=stages - 1, joined=False)
+    found = [s for s in candidates(posed("f32", layouts, vectors), MACHINE, vectors) if s.a.asynchronous]
+    s = varied(found[(stages + len(layouts[0])) % len(found)], stages=stages, split=stages - 1, joined=False)
     check(s, language, layouts, "f32", SIZES[:4])
 
 
 @pytest.mark.parametrize("language", ["cuda", "opencl"])
 def test_the_largest_tile_of_a_thread(language):
     found = candidates(posed("f32", ROWS, (4, 4, 4)), MACHINE, (4, 4, 4))
-    s = next(s for s in found if (s.mr, s.nr) == (8, 8) and not s.copies)
+    s = next(s for s in found if (s.mr, s.nr) == (8, 8) and not s.a.asynchronous)
     check(s, language, ROWS, "f32", SIZES[:3])
 
 
@@ -96,7 +97,7 @@ def test_the_largest_tile_of_a_thread(language):
 def test_slices_of_k_that_are_empty(split):
     """As many slices as there are tiles of k, and more."""
     found = candidates(posed("f16", BY_K, (2, 2, 4)), MACHINE, (2, 2, 4))
-    s = replace(next(s for s in found if s.program == "simt" and s.mr == 1), split=split)
+    s = varied(next(s for s in found if s.program == "simt" and s.mr == 1), split=split)
     check(s, "cuda", BY_K, "f16", [(5, 9, k, 2, "") for k in (1, 15, 33, 64)])
 
 
@@ -117,7 +118,7 @@ def test_products_end_in_expressions(ending, language):
         p = posed(dtype, layouts, vectors, fused=str(fused))
         program = "direct" if kind == "direct" else "simt"
         ways = [s for s in candidates(p, MACHINE, vectors) if s.program == program and s.mr * s.nr <= 8]
-        s = replace(
+        s = varied(
             ways[5 * at % len(ways)], split=3 if kind == "split" else 1, copies=False, stages=min(ways[0].stages, 2)
         )
         kernels = kernels_of(s)

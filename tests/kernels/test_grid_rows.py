@@ -16,10 +16,11 @@ from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen import cuda, opencl
 from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
 from portmm.dispatch.gpu import Machine
-from portmm.dispatch.gpu_rows import form_of
+from portmm.dispatch.gpu_rows import schedule_of
 from portmm.errors import NoCompilerError
 from portmm.ir.interpreter import evaluate
-from portmm.kernels.gpu.rowwise import Form
+from portmm.schedule.gpu_rows import RowTiles, rows_schedule
+from portmm.schedule.text import parse, spell
 from portmm.spec.epilogue import PRODUCT, Fused, Operand, extent, load, reduction
 from portmm.spec.expr import real
 from portmm.spec.expr_functions import sqrt
@@ -96,42 +97,43 @@ def by_shim(kernels, f, extra=None, work=1):
 
 
 SIZES = [((1, 1), 1), ((3, 35), 2), ((5, 7), 2), ((0, 5), 1), ((4, 0), 2), ((2, 64), 3)]
-FORMS = [
-    Form(16, 1), Form(16, 16), Form(64, 16, 4), Form(128, 64, 2), Form(64, 64), Form(32, 32, 2),
-]  # fmt: skip
+WAYS = [rows_schedule(*x) for x in ((16, 1), (16, 16), (64, 16, 4), (128, 64, 2), (64, 64), (32, 32, 2))]
+"""Threads of a block and of a row, and columns of a thread."""
 
 
-def wide_enough(form, fused, n):
+def wide_enough(s, fused, n):
+    form = RowTiles(s)
     return not form.cells or not fused.reductions or n <= form.width
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("form", FORMS, ids=lambda x: f"{x.threads}-{x.subgroup}-{x.cells}")
+@pytest.mark.parametrize("s", WAYS, ids=lambda x: f"{x.threads}-{RowTiles(x).subgroup}-{RowTiles(x).cells}")
 @pytest.mark.parametrize("make", ROWS)
-def test_rows_by_opencl(make, form):
+def test_rows_by_opencl(make, s):
     fused = ROWS[make]()
-    kernel = lower_grid_rows(ISA, str(fused), form)
+    kernel = lower_grid_rows(ISA, str(fused), s)
     for i, (size, batch) in enumerate(SIZES):
-        if wide_enough(form, fused, size[1]):
+        if wide_enough(s, fused, size[1]):
             f = rows_case(fused, size, batch, i, special=i % 2 > 0)
             f.check(by_opencl([kernel], f), (size, batch))
 
 
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(
-    ("make", "form"),
+    ("make", "s"),
     [
-        ("every operation", Form(64, 32, 2)), ("every type", Form(64, 16, exchange=True)),
-        ("every type", Form(64, 64, 1)), ("by rows", Form(32, 8)), ("by rows", Form(128, 64, 1, exchange=True)),
-        ("by rows", Form(64, 32, 3, exchange=True)), ("by rows", Form(64, 64, exchange=True)),
+        ("every operation", rows_schedule(64, 32, 2)), ("every type", rows_schedule(64, 16, exchange=True)),
+        ("every type", rows_schedule(64, 64, 1)), ("by rows", rows_schedule(32, 8)),
+        ("by rows", rows_schedule(128, 64, 1, exchange=True)), ("by rows", rows_schedule(64, 32, 3, exchange=True)),
+        ("by rows", rows_schedule(64, 64, exchange=True)),
     ],
     ids=str,
 )  # fmt: skip
-def test_rows_by_cuda(make, form):
+def test_rows_by_cuda(make, s):
     fused = ROWS[make]()
-    kernel = lower_grid_rows(ISA, str(fused), form)
+    kernel = lower_grid_rows(ISA, str(fused), s)
     for i, (size, batch) in enumerate(SIZES):
-        if wide_enough(form, fused, size[1]):
+        if wide_enough(s, fused, size[1]):
             f = rows_case(fused, size, batch, i, special=i % 2 > 0)
             f.check(by_shim([kernel], f), (size, batch))
 
@@ -188,10 +190,12 @@ def test_rows_compile_without_spills(chip, n):
     except NoCompilerError as error:
         missing(str(error))
     fused, on = softmax_and_norm("bf16"), Machine((chip,), "cuda", 0, load_target(chip))
-    form = form_of(fused, (64, n, 1), 4, on)
+    s = schedule_of(fused, (64, n, 1), 4, on)
+    form = RowTiles(s)
+    assert parse(spell(s)) == s
     assert form.exchange
     assert form.threads <= on.target.device.block_threads
     assert not form.cells or form.width >= n
-    kernel = lower_grid_rows(ISA, str(fused), form)
+    kernel = lower_grid_rows(ISA, str(fused), s)
     made = compile_cuda(cuda.source(kernel), kernel.name, on.target.device.architecture)
     assert made.spills == 0, (form, made.registers)

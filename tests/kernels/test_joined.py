@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from itertools import pairwise
 
 import grid_cases
@@ -17,7 +16,7 @@ from portmm.dispatch.gpu import choose
 from portmm.errors import DeviceError
 from portmm.runtime import cuda
 from portmm.schedule.gpu_candidates import candidates
-from portmm.schedule.schedule import parse, spell
+from portmm.schedule.text import parse, spell, varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 from portmm.util import memo
@@ -46,21 +45,21 @@ def chosen(case, **more):
     """Two schedules that are joined, and the same whose slices another kernel adds."""
     target, program, *_, vectors = case
     found = candidates(posed(case, (16, 64, 8192, 1), **more), target, vectors)
-    ways = [s for s in found if s.joined and s.program == program and s.mr * s.nr <= 32]
+    ways = [s for s in found if s.parallel.fixup and s.program == program and s.mr * s.nr <= 32]
     for i, s in enumerate(ways[:: max(1, len(ways) // 2)][:2]):
-        yield replace(s, split=3 + i)
+        yield varied(s, split=3 + i)
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda x: f"{x[1]}-{x[2]}-{x[3]}")
 def test_the_sums_are_those_of_two_launches(case):
     """To the bit, in whatever order blocks come; counters are left as they were."""
     for s in chosen(case):
-        kernels, apart = kernels_of(s, case[0]), kernels_of(replace(s, joined=False), case[0])
+        kernels, apart = kernels_of(s, case[0]), kernels_of(varied(s, joined=False), case[0])
         assert (len(kernels), len(apart)) == (1, 2)
         for i, size in enumerate(SIZES):
             k = grid_cases.case(posed(case, size), s.vectors, i)
             check_run(s, kernels, "cuda", k, (k.problem, s))
-            two = replace(s, joined=False)
+            two = varied(s, joined=False)
             calls = [grid_cases.call(x, how, k) for x, how in ((kernels, s), (apart, two))]
             same = [grid_cases.same_as_before(x, "cuda") for x in calls] if i == 0 else [True]
             if not all(same):
@@ -81,11 +80,11 @@ def test_they_end_in_expressions(case):
 def test_one_launch_costs_less():
     choice = choose(Problem(16, 4096, 4096, "bf16", b="col"), A100, (8, 8, 8))
     s = choice.schedule
-    assert s.joined
+    assert s.parallel.fixup
     assert parse(spell(s)) == s
-    assert choice.cost.seconds < dict(choice.runners_up)[replace(s, joined=False)].seconds
+    assert choice.cost.seconds < dict(choice.runners_up)[varied(s, joined=False)].seconds
     # OpenCL 1.2 has no order of memory between blocks.
-    assert not any(x.joined for x in candidates(Problem(64, 64, 65536), load_target("mi300x"), (4, 4, 4)))
+    assert not any(x.parallel.fixup for x in candidates(Problem(64, 64, 65536), load_target("mi300x"), (4, 4, 4)))
 
 
 @pytest.fixture

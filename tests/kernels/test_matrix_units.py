@@ -21,6 +21,7 @@ from portmm.schedule.gpu_candidates import candidates, units
 from portmm.schedule.gpu_cost import cost
 from portmm.schedule.gpu_mma_attention import unit
 from portmm.schedule.gpu_w4a16 import serves
+from portmm.schedule.text import varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
 
@@ -118,12 +119,12 @@ def test_products(product):
     found = schedules(dtype, layouts, vectors, target)
     assert {s.isa for s in found} == {name}
     for swap in (False, True):
-        own = [s for s in found if s.swap == swap and s.split == 1]
+        own = [s for s in found if s.atom.swap == swap and s.parallel.split == 1]
         s = own[PRODUCTS.index(product) % len(own)] if own else None
         if s is None:
             assert (swap, dtype[0]) == (True, "u"), "operands of one type change sides"
             continue
-        s = replace(s, split=1 + 2 * swap)
+        s = varied(s, split=1 + 2 * swap)
         kernels = kernels_of(s, target)
         for i, (*size, batch, shared) in enumerate(SIZES):
             k = grid_cases.case(posed(dtype, layouts, s.vectors, size, batch), s.vectors, i, shared)
@@ -216,7 +217,7 @@ def test_machine_code(clang, case):
              "sgpr_spill_count", "private_segment_fixed_size", "group_segment_fixed_size")}  # fmt: skip
     print(f"{s}: {facts}")
     atom, (_, warp, *_) = grid_atom(target.isa(s.isa), s), s.tiles
-    high, wide = (atom.n, atom.m) if s.swap else (atom.m, atom.n)
+    high, wide = (atom.n, atom.m) if s.atom.swap else (atom.m, atom.n)
     due = warp.m // high * (warp.n // wide) * (s.block.k // atom.k)
     assert len(re.findall(rf"^\s+{instruction}\w*\s", done.stdout, re.MULTILINE)) == due, s
     assert facts["vgpr_spill_count"] == facts["sgpr_spill_count"] == facts["private_segment_fixed_size"] == 0, facts

@@ -11,7 +11,7 @@ from grid_cases import check_run, fused_case, kernels_of, rounded
 from places import MACHINES
 
 from portmm.schedule.gpu_candidates import candidates
-from portmm.schedule.schedule import parse, spell
+from portmm.schedule.text import parse, spell, varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
 
@@ -42,7 +42,7 @@ def posed(dtype, layouts, vectors, size=(65, 33, 131), batch=1, **more):
 def schedules(dtype, layouts, vectors, target=MATRIX, most=FEW):
     """Those for tensor cores, without slices of k."""
     found = candidates(posed(dtype, layouts, vectors), target, vectors)
-    return [s for s in found if s.program == "mma" and s.split == 1 and s.mr * s.nr <= most]
+    return [s for s in found if s.program == "mma" and s.parallel.split == 1 and s.mr * s.nr <= most]
 
 
 def check(s, layouts, dtype, target=MATRIX, sizes=SIZES):
@@ -60,7 +60,7 @@ def test_products(product):
     at = PRODUCTS.index(product)
     for turn in (5 * at, 5 * at + 7, 5 * at + 16):
         s = found[turn % len(found)]
-        check(replace(s, split=1 + turn % 3), layouts, dtype)
+        check(varied(s, split=1 + turn % 3), layouts, dtype)
 
 
 @pytest.mark.parametrize("product", [PRODUCTS[i] for i in (2, 4, 7, 8)], ids=lambda x: f"{x[0]}-{x[1][1]}")
@@ -68,7 +68,7 @@ def test_turing(product):
     """No asynchronous copies, and shallower atoms."""
     dtype, layouts, _ = product
     found = schedules(*product, target=TURING)
-    assert not any(s.copies for s in found)
+    assert not any(s.a.asynchronous for s in found)
     at = PRODUCTS.index(product)
     for turn in (at, at + 5):
         check(found[turn % len(found)], layouts, dtype, TURING)
@@ -81,13 +81,13 @@ def test_the_largest_tile_of_a_warp():
 
 @pytest.mark.parametrize("stages", [3, 4, 5])
 def test_stages(stages):
-    found = [s for s in schedules("f16", BY_K, (8, 8, 8)) if s.copies and s.stages == stages]
+    found = [s for s in schedules("f16", BY_K, (8, 8, 8)) if s.a.asynchronous and s.stages == stages]
     s = found[stages % len(found)]
     check(s, BY_K, "f16", sizes=[(17, 24, k, 1, "") for k in (16, 200, 650)])
 
 
 def test_operands_change_sides():
-    found = [s for s in schedules("bf16", ROWS, (8, 8, 8)) if s.swap]
+    found = [s for s in schedules("bf16", ROWS, (8, 8, 8)) if s.atom.swap]
     assert {s.block.m for s in found} >= {8, 16}
     for s in (found[0], found[-1]):
         check(s, ROWS, "bf16", sizes=[(m, 72, 130, 2, "b") for m in (1, 8, 13)])
@@ -96,7 +96,7 @@ def test_operands_change_sides():
 def test_columns_and_depth_are_compiled_in():
     """Rows stay what a call says they are."""
     for split in (1, 3):
-        s = replace(schedules("bf16", BY_K, (8, 8, 8))[7], split=split, static=(0, 72, 200))
+        s = varied(schedules("bf16", BY_K, (8, 8, 8))[7], split=split, static=(0, 72, 200))
         kernels = kernels_of(s, MATRIX)
         assert not {"n", "k"} & {a.name for x in kernels for a in x.arguments}
         assert s == parse(spell(s))
@@ -111,9 +111,11 @@ def test_products_end_in_expressions(name, kind):
     fused = EPILOGUES[name]
     dtype, layouts, vectors = ("bf16", BY_K, (8, 8, 4))
     p = posed(dtype, layouts, vectors, fused=str(fused))
-    ways = [s for s in candidates(p, MATRIX, vectors) if s.program == "mma" and s.mr * s.nr <= 16 and s.split == 1]
-    s = next(s for s in ways if s.swap == (kind == "swap"))
-    s = replace(s, split=3 if kind == "split" else 1)
+    ways = [
+        s for s in candidates(p, MATRIX, vectors) if s.program == "mma" and s.mr * s.nr <= 16 and s.parallel.split == 1
+    ]
+    s = next(s for s in ways if s.atom.swap == (kind == "swap"))
+    s = varied(s, split=3 if kind == "split" else 1)
     kernels = kernels_of(s, MATRIX)
     for i, (*size, batch) in enumerate([(33, 19, 37, 2), (1, 1, 1, 1), (4, 8, 70, 3)]):
         f = fused_case(replace(posed(dtype, layouts, s.vectors, size, batch), fused=p.fused), fused, s.vectors, i)

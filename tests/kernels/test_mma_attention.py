@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
@@ -20,7 +21,9 @@ from portmm.errors import NoCompilerError
 from portmm.kernels.cpu.attention_geometry import Form
 from portmm.kernels.cpu.online_softmax import Bounds
 from portmm.schedule import gpu_mma_attention as matrix
+from portmm.schedule.gpu_attention_choice import candidates, splits
 from portmm.schedule.gpu_mma_attention import MatrixTiling
+from portmm.schedule.text import parse, spell
 from portmm.target.target import load_target
 from portmm.util import memo
 
@@ -166,23 +169,38 @@ def test_threads_multiply_what_fragments_cannot(cupy, why):
 
 AMPERE, TURING = "a100", "t4"
 SMALL = [
-    (MatrixTiling(32, 16, 32, 1, 32, 2), F16, Bounds(causal=True), (1, 2, 1, 45, 61)),
-    (MatrixTiling(64, 64, 32, 2, 16, 4), BF16, Bounds(), (1, 1, 1, 33, 90)),
-    (MatrixTiling(80, 48, 64, 2, 32, 4, q_in_registers=False), F16, Bounds(window=True), (1, 1, 1, 50, 70)),
-    (MatrixTiling(16, 32, 16, 1, 16, 4, runs=True), F16, Bounds(causal=True, window=True), (2, 4, 2, 3, 67)),
-    (MatrixTiling(64, 32, 32, 2, 32, copies=False), F16, Bounds(causal=True), (1, 2, 1, 45, 81)),
-    (MatrixTiling(48, 80, 32, 1, 16, copies=False, q_in_registers=False), F16, Bounds(window=True), (1, 1, 1, 33, 50)),
+    (matrix.schedule_of("f16", (32, 16), (32, 1, 32), 2), F16, Bounds(causal=True), (1, 2, 1, 45, 61)),
+    (matrix.schedule_of("f16", (64, 64), (32, 2, 16), 4), BF16, Bounds(), (1, 1, 1, 33, 90)),
+    (
+        matrix.schedule_of("f16", (80, 48), (64, 2, 32), 4, in_registers=False),
+        F16,
+        Bounds(window=True),
+        (1, 1, 1, 50, 70),
+    ),
+    (
+        matrix.schedule_of("f16", (16, 32), (16, 1, 16), 4, runs=True),
+        F16,
+        Bounds(causal=True, window=True),
+        (2, 4, 2, 3, 67),
+    ),
+    (matrix.schedule_of("f16", (64, 32), (32, 2, 32), copies=False), F16, Bounds(causal=True), (1, 2, 1, 45, 81)),
+    (
+        matrix.schedule_of("f16", (48, 80), (32, 1, 16), copies=False, in_registers=False),
+        F16,
+        Bounds(window=True),
+        (1, 1, 1, 33, 50),
+    ),
 ]
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("case", SMALL, ids=lambda x: f"{x[0].d}-{x[1]}-{'copies' if x[0].copies else 'registers'}")
+@pytest.mark.parametrize("case", SMALL, ids=lambda x: f"{x[0].block.k}-{x[1]}-{x[0].b.stagings[0].method}")
 def test_tiles_in_every_order_of_threads(case):
-    t, dtype, bounds, (b, h, few, m, n) = case
-    held = HELD[dtype]
+    s, dtype, bounds, (b, h, few, m, n) = case
+    held, t = HELD[dtype], MatrixTiling(s)
     x = operands((b, h, few, m, n, t.d, t.dv), dtype)
     form = Form(SCALED, held, held, bounds, lse=True)
-    got, lse = in_shim(form, t, x, 16, matrix.unit(held, load_target(AMPERE if t.copies else TURING)))
+    got, lse = in_shim(form, s, x, 16, matrix.unit(held, load_target(AMPERE if t.copies else TURING)))
     want = exact(*x, causal=bounds.causal, window=9 if bounds.window else None)
     tolerance = TOLERANCE[dtype.name]
     np.testing.assert_allclose(got.astype(np.float64), want[0], rtol=tolerance, atol=tolerance)
@@ -200,27 +218,35 @@ def test_tiles_are_legal(chip):
     for d, dv in [*((d, d) for d in range(16, 272, 16)), (192, 128), (16, 256)]:
         for more in ({}, FEW, {"queries": 20}, {"queries": 16, "group": 16, "keys": 5000}):
             wanted = asked("f16", d, **({"dv": dv} | more))
-            t = matrix.choose(wanted, target)
-            assert (t is None) == bool(matrix.lacks(wanted, target))
-            assert t is not None or turing
-            if t is None:
+            found = matrix.candidates(wanted, target)
+            assert (not found) == bool(matrix.lacks(wanted, target))
+            assert found or turing
+            if not found:
                 continue
-            for t in matrix.tilings(wanted, target):
+            named = candidates(wanted, target)
+            assert [replace(s, isa="") for s in named] == found
+            assert {s.isa for s in named} == {matrix.unit("f16", target)[0].name}
+            for t in map(MatrixTiling, found):
                 assert t.shared_bytes <= device.shared_bytes
                 assert t.registers <= device.thread_registers
                 assert t.queries == 16 * t.warps * t.high
                 assert t.copies != turing
+                assert parse(spell(t.s)) == t.s
             assert t.runs == (wanted.queries <= 16 and wanted.keys >= 512)
-            runs, run = matrix.runs_of(t, wanted, target)
+            runs, run = splits(t.s, wanted, target)
             assert (runs - 1) * run < wanted.keys <= runs * run
+
+
+def best(shape, target):
+    return MatrixTiling(matrix.candidates(shape, target)[0])
 
 
 def test_tiles_are_large_where_there_is_work():
     h100 = load_target("h100")
-    assert [matrix.choose(asked("f16", d), h100).queries for d in (64, 128, 256)] == [128] * 3
-    assert matrix.choose(asked("f16", queries=100, heads=8), h100).queries < 100
-    assert [matrix.choose(asked("f16", **FEW | {"group": g}), h100).queries for g in (1, 8, 32, 64)] == [16, 16, 32, 64]
-    assert matrix.runs_of(matrix.choose(asked("f16", **FEW), h100), asked("f16", **FEW), h100)[0] > 16
+    assert [best(asked("f16", d), h100).queries for d in (64, 128, 256)] == [128] * 3
+    assert best(asked("f16", queries=100, heads=8), h100).queries < 100
+    assert [best(asked("f16", **FEW | {"group": g}), h100).queries for g in (1, 8, 32, 64)] == [16, 16, 32, 64]
+    assert splits(best(asked("f16", **FEW), h100).s, asked("f16", **FEW), h100)[0] > 16
 
 
 def test_what_is_lacking_is_said():
@@ -234,7 +260,7 @@ def test_what_is_lacking_is_said():
         ("h100", asked("f16", loose="k"), "not dense"),
     ):
         assert words in matrix.lacks(wanted, load_target(chip))
-        assert matrix.choose(wanted, load_target(chip)) is None
+        assert not matrix.candidates(wanted, load_target(chip))
     assert not matrix.lacks(asked("f16", loose="o"), h100)
 
 
@@ -252,9 +278,9 @@ def test_nothing_is_spilled(architecture, d):
     held = "f16" if architecture == "75" else "bf16"
     isa, atom = matrix.unit(held, target)
     for more in ({"queries": 4096, "keys": 4096}, FEW)[: 1 if (architecture, d) == ("75", 128) else 2]:
-        t = matrix.choose(asked(held, d, **more), target)
+        t = best(asked(held, d, **more), target)
         for bounds in (Bounds(causal=True), Bounds())[: 1 + (not t.runs)]:
-            kernel = lower_grid_attention(isa, atom, Form(SCALED, held, held, bounds, lse=True), t)[0]
+            kernel = lower_grid_attention(isa, atom, Form(SCALED, held, held, bounds, lse=True), t.s)[0]
             made = nvrtc.compile_cuda(cuda.source(kernel), kernel.name, architecture)
             assert made.spills == 0, (t, made.registers)
             assert made.registers * kernel.threads <= target.device.registers

@@ -18,8 +18,10 @@ from portmm.build.nvrtc import compile_cuda
 from portmm.codegen.lower import lower_grid
 from portmm.dispatch.gpu import choose, source
 from portmm.ops import int4_gpu
-from portmm.schedule.gpu_candidates import candidates, shared_bytes
+from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_w4a16 import PROGRAMS
+from portmm.schedule.legality import shared_bytes
+from portmm.schedule.text import varied
 from portmm.spec.epilogue import C, Fused, Operand, acc, load
 from portmm.spec.expr import apply
 from portmm.spec.problem import Problem
@@ -54,7 +56,10 @@ def posed_call(kernels, s, p, seed, group):
     for name, x in (("scales", w.scales), ("offsets", w.offsets)):
         c.memory[name] = (np.ascontiguousarray(x.T).ravel(), 0)
     named = case.fields | {name: name for name in c.memory}
-    numbers = (named | ({"c_m": p.n, "c_batch": p.m * p.n} if s.split > 1 else {}), named | {"work_batch": p.m * p.n})
+    numbers = (
+        named | ({"c_m": p.n, "c_batch": p.m * p.n} if s.parallel.split > 1 else {}),
+        named | {"work_batch": p.m * p.n},
+    )
     launches = (grid_cases.bind(x, None, v) for x, v in zip(kernels, numbers, strict=False))
     return replace(c, launches=tuple(launches)), case, w
 
@@ -65,7 +70,7 @@ def test_kernels(what):
     deep = 4 * block[2] * split
     found = coded(posed(dtype, m, 33, deep, group), vector=vector, stored=stored)
     s = next(s for s in found if (s.block.m, s.block.n, s.block.k) == block)
-    s = replace(s, split=split, stages=stages, resident=0)
+    s = varied(s, split=split, stages=stages, resident=0)
     kernels = kernels_of(s, GPU)
     for i, (rows, n, k, batch) in enumerate([(m, 33, deep // 2 + 8 * 13, 1), (m + 3, 5, 32 * 5, 2), (1, 2, 8, 1)]):
         p = posed(dtype, rows, -(-n // s.vectors[2]) * s.vectors[2], k, group, batch=batch)

@@ -15,6 +15,7 @@ from portmm.build.nvrtc import compile_cuda
 from portmm.codegen.lower import lower_lines
 from portmm.dispatch.gpu import choose, source
 from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.text import varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
 
@@ -35,7 +36,7 @@ def test_floats_of_eight_bits(product):
     found = schedules(dtype, BY_K, vectors, ADA)
     at = FP8.index(product)
     s = found[(5 * at + 1) % len(found)]
-    check(replace(s, split=1 + at % 2), BY_K, dtype, ADA, SIZES)
+    check(varied(s, split=1 + at % 2), BY_K, dtype, ADA, SIZES)
 
 
 @pytest.mark.parametrize("dtype", ["e4m3", "e5m2-e4m3-e5m2"])
@@ -54,7 +55,7 @@ def test_tf32(way):
     """Each operand is rounded by at most 2**-11 of itself, half away from zero."""
     layouts, vectors = way
     found = candidates(posed("f32", layouts, vectors, tf32=True), MATRIX, vectors)
-    found = [s for s in found if s.program == "mma" and s.split == 1 and s.mr * s.nr <= FEW]
+    found = [s for s in found if s.program == "mma" and s.parallel.split == 1 and s.mr * s.nr <= FEW]
     at = TF32.index(way)
     for s in (found[(7 * at) % len(found)], found[(11 * at + 4) % len(found)]):
         kernels = kernels_of(s, MATRIX)

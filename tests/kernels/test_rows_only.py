@@ -103,7 +103,7 @@ def test_machine_code(name, word, monkeypatch):
     instruction = WORDS[word] if name == "avx10_2" else "tdpfp16ps"
     monkeypatch.setenv("CC", newest_compiler(isa))
     p = pose((64, 64, 64), ("row", "packed", "row"), target, dtype=word)[-1]
-    s = next(s for s in candidates(p, target) if not s.lanes)
+    s = next(s for s in candidates(p, target) if not s.atom.lanes)
     kernel = lower(s, isa)
     path = build(source(kernel), flags=isa.flags, name=kernel.name).path
     code = path.read_bytes()

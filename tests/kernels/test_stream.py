@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import grid_cases
 import numpy as np
 import opencl_cpu
@@ -17,7 +15,9 @@ from portmm.codegen.lower import lower_grid
 from portmm.dispatch.gpu import choose, source
 from portmm.errors import NoCompilerError
 from portmm.schedule import gpu_gemv
-from portmm.schedule.gpu_candidates import candidates, occupancy
+from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.legality import occupancy
+from portmm.schedule.text import varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
@@ -66,7 +66,7 @@ def test_products(product, language):
 @pytest.mark.parametrize("language", ["cuda", "opencl"])
 @pytest.mark.parametrize("layouts", [ALONG_N, ALONG_K])
 def test_slices_of_k_some_of_them_empty(layouts, language):
-    s = replace(streams("f16-f16-f32", layouts, (4, 4, 1), 2)[5], split=3)
+    s = varied(streams("f16-f16-f32", layouts, (4, 4, 1), 2)[5], split=3)
     kernels = kernels_of(s)
     for i, k in enumerate((4, 64, 1000)):
         case = grid_cases.case(posed("f16-f16-f32", layouts, s.vectors, (2, 37, k), 2), s.vectors, i)
@@ -85,7 +85,7 @@ ENDINGS = (
 def test_products_end_in_expressions(ending, language):
     dtype, layouts, vectors, name, split = ending
     fused = EPILOGUES[name]
-    s = replace(streams(dtype, layouts, vectors, 2, fused=str(fused))[3], split=split)
+    s = varied(streams(dtype, layouts, vectors, 2, fused=str(fused))[3], split=split)
     kernels = kernels_of(s)
     for i, (m, n, k, batch) in enumerate([(2, 19, 37, 2), (1, 1, 1, 1), (3, 8, 200, 3)]):
         p = posed(dtype, layouts, s.vectors, (m, n, k), batch, fused=str(fused))
@@ -107,7 +107,7 @@ def test_a_row_is_bound_by_memory(dtype, vectors, b):
     choice = choose(Problem(1, 4096, 4096, dtype, b=b), H200, vectors)
     s, device = choice.schedule, H200.device
     assert s.program == "stream"
-    assert s.split == 1, "a second kernel takes longer than it saves"
+    assert s.parallel.split == 1, "a second kernel takes longer than it saves"
     assert choice.cost.bound == "memory"
     # What is on its way hides 700 ns, Little's law; and all processors work.
     blocks = 4096 // s.block.n
@@ -135,7 +135,7 @@ def test_what_is_chosen_spills_nothing_in_its_loop(m, dtype, vectors, b):
 
 def test_few_columns_split_k():
     s = choose(Problem(1, 64, 65536, "bf16"), H200, (8, 8, 8)).schedule
-    assert (s.program, s.split > 1) == ("stream", True)
+    assert (s.program, s.parallel.split > 1) == ("stream", True)
 
 
 def test_many_rows_and_single_chains_do_not_stream():

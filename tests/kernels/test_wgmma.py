@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import shutil
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -27,10 +26,12 @@ from portmm.dispatch import gpu as gpu_dispatch
 from portmm.dispatch.gpu import choose, source
 from portmm.errors import DeviceError, NoCompilerError
 from portmm.runtime import tensor_map
-from portmm.schedule.gpu_candidates import candidates, illegal
-from portmm.schedule.gpu_candidates import shared_bytes as shared_of
+from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_wgmma import LINE, STRIP, budgets, panel, registers, staged
-from portmm.schedule.schedule import ALL, Schedule, Tile, parse, spell
+from portmm.schedule.legality import illegal
+from portmm.schedule.legality import shared_bytes as shared_of
+from portmm.schedule.parts import ALL, Tile
+from portmm.schedule.text import of_flat, parse, spell, varied
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
@@ -62,11 +63,9 @@ def schedule(dtype, layouts, m, n, groups=1, **more):
     given = {"stages": 3, "persistent": 4, "vectors": (16 // x, 16 // y, sent)} | more
     if given.get("split", 1) > 1:
         given["persistent"] = 0
-    s = Schedule(
-        "wgmma", "wgmma", dtype, tiles, (sums[0],), a=a, b=b, pack_a=False, pack_b=False,
-        c="row" if c == "row" else "any", groups=groups, resident=1, **given,
-    )  # fmt: skip
-    return s if sent != 8 or panel(s) else replace(s, vectors=(*s.vectors[:2], 2))
+    given |= {"c": "row" if c == "row" else "any", "groups": groups, "resident": 1}
+    s = of_flat("wgmma", "wgmma", dtype, tiles, a=a, b=b, **given)
+    return s if sent != 8 or panel(s) else varied(s, vectors=(*s.vectors[:2], 2))
 
 
 def posed(dtype, layouts, size, batch=1, **more):
@@ -80,7 +79,7 @@ def check(s, layouts, sizes, seeds=(0, 1, 2)):
     kernels = kernels_of(s, HOPPER)
     for i, (*size, batch, shared) in enumerate(sizes):
         p = posed(s.dtype, layouts, size, batch)
-        assert not illegal(s, p, HOPPER) or s.split > 1
+        assert not illegal(s, p, HOPPER.isa(s.isa), None, HOPPER) or s.parallel.split > 1
         k = grid_cases.case(p, (*s.vectors[:2], 8 if staged(s) else 2), i, shared)
         check_run(s, kernels, "cuda", k, (p, s), seeds if i == 0 else seeds[i % 3 :][:1])
 
@@ -96,19 +95,19 @@ VARIANTS = {
     "two strips": (schedule("f16", BY_K, 256, 16, 2), [(300, 40, 100, 1, "")]),
     "in turns": (schedule("bf16", BY_K, 64, 32, 2, pingpong=True), [EDGES, (64, 33, 131, 3, "b")]),
     "in turns, two strips": (schedule("bf16", BY_K, 128, 16, 2, pingpong=True), [EDGES]),
-    "a tile each": (replace(COOPERATIVE, persistent=0), [(130, 40, 70, 1, "")]),
+    "a tile each": (varied(COOPERATIVE, persistent=0), [(130, 40, 70, 1, "")]),
     "many stages": (schedule("bf16", BY_K, 64, 16, stages=7), [(100, 16, 1000, 1, ""), (1, 1, 16, 1, "")]),
     "a panel of 64": (schedule("bf16", BY_K, 64, 64), [(70, 70, 70, 2, "")]),
     "a panel of 16": (schedule("bf16", BY_K, 64, 48), [(70, 100, 70, 1, "")]),
     "no panel": (schedule("bf16", BY_K, 64, 24), [(70, 50, 70, 1, "")]),
-    "clusters": (replace(COOPERATIVE, cluster=2), [(300, 70, 200, 1, ""), (64, 33, 131, 3, "b")]),
+    "clusters": (varied(COOPERATIVE, cluster=2), [(300, 70, 200, 1, ""), (64, 33, 131, 3, "b")]),
     "clusters in turns": (schedule("bf16", BY_K, 64, 32, 2, pingpong=True, cluster=2), [(200, 70, 131, 1, "")]),
     "swapped": (SWAPPED, [(5, 130, 200, 2, "a"), (1, 64, 131, 1, "")]),
     "swapped, two strips": (schedule("bf16", BY_K, 16, 256, 2, swap=True), [(13, 300, 70, 1, "")]),
-    "slices": (replace(COOPERATIVE, persistent=0, split=3, vectors=(8, 8, 2)), [(130, 70, 461, 2, "b")]),
-    "swapped slices": (replace(SWAPPED, persistent=0, split=2, vectors=(8, 8, 1)), [(5, 70, 300, 1, "")]),
-    "joined": (replace(COOPERATIVE, persistent=0, split=3, joined=True), [(130, 70, 461, 2, "b")]),
-    "joined, swapped": (replace(SWAPPED, persistent=0, split=2, joined=True), [(5, 130, 300, 1, "")]),
+    "slices": (varied(COOPERATIVE, persistent=0, split=3, vectors=(8, 8, 2)), [(130, 70, 461, 2, "b")]),
+    "swapped slices": (varied(SWAPPED, persistent=0, split=2, vectors=(8, 8, 1)), [(5, 70, 300, 1, "")]),
+    "joined": (varied(COOPERATIVE, persistent=0, split=3, joined=True), [(130, 70, 461, 2, "b")]),
+    "joined, swapped": (varied(SWAPPED, persistent=0, split=2, joined=True), [(5, 130, 300, 1, "")]),
     "f32 of bf16": (schedule("bf16-bf16-f32", BY_K, 64, 32), [EDGES]),
     "bytes": (schedule("s8-s8-s32", BY_K, 128, 32, 2), [EDGES, (64, 33, 300, 2, "b")]),
     "bytes without a sign": (schedule("u8-s8-s32", BY_K, 64, 16), [(60, 20, 150, 1, "")]),
@@ -136,8 +135,8 @@ def test_variants(name):
 @pytest.mark.parametrize("name", LAID)
 def test_layouts(name):
     s = LAID[name]
-    a, b = s.a, s.b
-    check(s, (a, b, "col" if s.c == "any" else "row"), [(9 if s.swap else 130, 140, 100, 2, "b")])
+    a, b = s.a.layout, s.b.layout
+    check(s, (a, b, "col" if s.c.layout == "any" else "row"), [(9 if s.atom.swap else 130, 140, 100, 2, "b")])
 
 
 EPILOGUES = epilogues()
@@ -151,7 +150,7 @@ def test_products_end_in_expressions(name, way):
     fused = EPILOGUES[name]
     more = {"split": 2} if way == "slices" else {"swap": True} if "swapped" in way else {}
     s = schedule("bf16", BY_K, *((8, 64) if "swap" in more else (64, 32)), fused=str(fused), **more)
-    s = s if "sent" in way else replace(s, vectors=(8, 8, 2))
+    s = s if "sent" in way else varied(s, vectors=(8, 8, 2))
     assert staged(s) == ("sent" in way)
     kernels = kernels_of(s, HOPPER)
     vectors = (8, 8, 8)
@@ -247,10 +246,10 @@ def test_tensor_maps_are_the_drivers(monkeypatch):
 
 LARGE = schedule("bf16", BY_K, 128, 256, 2, stages=4, persistent=132)
 GATES = {
-    "cooperative": LARGE, "clusters": replace(LARGE, cluster=2),
+    "cooperative": LARGE, "clusters": varied(LARGE, cluster=2),
     "tall": schedule("f16", TURNED, 256, 128, 2, stages=4, persistent=132),
     "in turns": schedule("bf16", ROWS, 64, 256, 2, pingpong=True, stages=4, persistent=132),
-    "fused": replace(LARGE, fused=str(EPILOGUES["plain"])),
+    "fused": varied(LARGE, fused=str(EPILOGUES["plain"])),
     "swapped": schedule("bf16", BY_K, 16, 128, swap=True, stages=8, persistent=132),
     "slices": schedule("bf16", BY_K, 128, 128, 2, stages=4, split=4),
     "joined": schedule("bf16", BY_K, 128, 256, 2, stages=4, split=4, joined=True, vectors=(8, 8, 8)),
@@ -300,8 +299,8 @@ def test_machine_code(name, tmp_path):
 @pytest.mark.parametrize(
     ("size", "vectors", "wanted"),
     [
-        ((8192, 8192, 8192), (8, 8, 8), lambda s: s.program == "wgmma" and s.groups == 2),
-        ((16, 4096, 4096), (8, 8, 8), lambda s: s.swap),
+        ((8192, 8192, 8192), (8, 8, 8), lambda s: s.program == "wgmma" and s.parallel.warpgroups == 2),
+        ((16, 4096, 4096), (8, 8, 8), lambda s: s.atom.swap),
         ((4096, 4096, 4096), (4, 8, 8), lambda s: s.program == "mma"),
     ],
 )
@@ -309,6 +308,6 @@ def test_choices(size, vectors, wanted):
     s = choose(posed("bf16", BY_K, size), H200, vectors).schedule
     assert wanted(s), s
     assert parse(spell(s)) == s
-    if s.persistent:
-        assert s.persistent <= H200.device.processors * s.resident
-        assert s.persistent % s.cluster == 0
+    if s.parallel.persistent:
+        assert s.parallel.persistent <= H200.device.processors * s.parallel.occupancy
+        assert s.parallel.persistent % s.parallel.cluster == 0

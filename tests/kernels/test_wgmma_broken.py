@@ -15,6 +15,7 @@ from test_wgmma import BY_K, COOPERATIVE, HOPPER, posed, schedule
 from portmm.dispatch.gpu import source
 from portmm.ir.index import const
 from portmm.ir.thread_nodes import Do, Get
+from portmm.schedule.text import varied
 
 pytestmark = pytest.mark.rest("of the shim itself")
 
@@ -22,7 +23,7 @@ SIZE = (130, 70, 400)
 SENT = schedule("bf16", BY_K, 64, 64)
 LONG = schedule("bf16", BY_K, 64, 192)
 TURNS = schedule("bf16", BY_K, 64, 32, 2, pingpong=True)
-PAIR = replace(COOPERATIVE, cluster=2)
+PAIR = varied(COOPERATIVE, cluster=2)
 
 
 def without(name, which=0):

@@ -18,7 +18,7 @@ from portmm.ir.index import var
 from portmm.ir.interpreter import evaluate
 from portmm.kernels.cpu.blocking import run_of
 from portmm.schedule.cpu_candidates import candidates
-from portmm.schedule.schedule import ALL
+from portmm.schedule.parts import ALL
 from portmm.target.summation import RUN, STEP
 from portmm.target.target import described
 
@@ -177,13 +177,13 @@ def test_schedules_of_a_unit_give_the_same_bits(target, k):
         ((29, 70), ("col",) * 3),
     ):
         p = support.pose((*size, k), layouts, chip)[0]
-        found = [s for s in candidates(p, chip) if s.program == "gemm" and s.over != "k"]
-        kinds = {(s.lanes, s.kc == ALL, s.kc < 96, s.pack_a, s.pack_b, s.once): s for s in found}
+        found = [s for s in candidates(p, chip) if s.program == "gemm" and s.parallel.over != "k"]
+        kinds = {(s.atom.lanes, s.kc == ALL, s.kc < 96, s.a.packed, s.b.packed, s.b.once): s for s in found}
         chosen += [(p, s) for s in kinds.values()]
         # A schedule of another chip, or of a search, may have any KC.
         blocked = next((s for s in found if s.kc != ALL), None)
         for kc in (24, 100, 700) if blocked else ():
-            tiles = (blocked.tiles[0], *(replace(t, k=kc) for t in blocked.tiles[1:]))
+            tiles = (blocked.tiles[0], *(t._replace(k=kc) for t in blocked.tiles[1:]))
             chosen.append((p, replace(blocked, tiles=tiles)))
     kernels = [lower(s, chip.isas[0]) for _, s in chosen]
     texts = digest(map(source, kernels))

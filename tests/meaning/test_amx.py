@@ -29,7 +29,7 @@ from portmm.errors import ScheduleError
 from portmm.host import gauge, microbenchmarks
 from portmm.ir.nodes import Configure, Function, If, walk
 from portmm.schedule.cpu_candidates import candidates
-from portmm.schedule.schedule import parse, spell
+from portmm.schedule.text import parse, spell
 from portmm.spec.dtype import types
 from portmm.spec.problem import Problem, family
 from portmm.target.target import load_isa, load_target
@@ -91,7 +91,7 @@ def test_tiles_mean_the_product(name, word, more):
         assert found
         k = case(p, seed=i)
         for s in found[i % 2 if more else 0 :: 2 if more else 1]:
-            kinds.add((s.mr, s.nr, s.panels, s.once, s.pack_b, bool(s.kc)))
+            kinds.add((s.mr, s.nr, s.b.panels, s.b.once, s.b.packed, bool(s.kc)))
             k.check(interpret(lower(s, load_isa(name)), k, 1 + i % 3, shuffle=i), s)
     if not more:
         assert {x[:3] for x in kinds} == SHAPES
@@ -337,7 +337,7 @@ def test_compilers_have_no_complaint_and_multiply_in_the_loop(name, word, compil
     seen = {}
     for _, _, found in posed(name, word):
         for s in found:
-            seen.setdefault((s.mr, s.nr, s.panels), s)
+            seen.setdefault((s.mr, s.nr, s.b.panels), s)
     assert seen.keys() == SHAPES
     for s in seen.values():
         kernel = lower(s, isa)

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from grid_cases import MACHINE, OLDER, kernels_of, run
 
-from portmm.schedule.gpu_candidates import candidates, sums_in_shared
+from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_gemv import k_threads
+from portmm.schedule.gpu_simt import sums_in_shared
 from portmm.spec.problem import Problem
 
 LEAST = 0.5
@@ -44,7 +45,7 @@ def schedules(p, program):
         s
         for machine in (OLDER, MACHINE)
         for s in candidates(p, machine, VECTORS)
-        if s.program == program and s.split == 1
+        if s.program == program and s.parallel.split == 1
     ]
     return sorted(dict.fromkeys(found), key=lambda s: (s.block.m * s.block.n, s.threads))
 
@@ -59,9 +60,9 @@ def test_schedules_give_the_same_bits(language, k):
     x, y = rng.standard_normal((8, k), dtype=np.float32), rng.standard_normal((k, 36), dtype=np.float32)
     p = Problem(8, 36, k)
     found = [s for name in ("simt", "direct") for s in schedules(p, name)]
-    kinds = {(s.program, s.block.k, s.copies, sums_in_shared(s), s.cell): s for s in found}
+    kinds = {(s.program, s.block.k, s.a.asynchronous, sums_in_shared(s), s.parallel.cell): s for s in found}
     if language == "opencl":
-        kinds = {kind: s for kind, s in kinds.items() if not s.copies}
+        kinds = {kind: s for kind, s in kinds.items() if not s.a.asynchronous}
     assert {("simt", True), ("simt", False)} <= {(kind[0], kind[3]) for kind in kinds}
     first, *others = (multiplied(s, language, p, x, y) for s in kinds.values())
     for s, other in zip(list(kinds.values())[1:], others, strict=True):

@@ -14,7 +14,8 @@ from portmm.codegen.lower import lower
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
 from portmm.schedule.cpu_blocking import RUN_BYTES
-from portmm.schedule.cpu_candidates import ROWS_AHEAD_FROM, candidates
+from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.cpu_gemm import ROWS_AHEAD_FROM
 from portmm.spec.problem import Problem
 
 SIZES = [
@@ -76,8 +77,8 @@ def test_deep_products(size, workers):
     for p in pose(size, ("row", "row", "row"), target):
         k = case(p, seed=workers)
         for s, kernel in kernels(p, target):
-            kind = (s.once, s.over, s.prefetch > 0)
-            if any((s.once, s.over == "k", s.prefetch)) and (kind, s.nr) not in found:
+            kind = (s.b.once, s.parallel.over, s.b.prefetch > 0)
+            if any((s.b.once, s.parallel.over == "k", s.b.prefetch)) and (kind, s.nr) not in found:
                 found.add((kind, s.nr))
                 k.check(interpret(kernel, k, workers, shuffle=workers), s)
     kinds = {kind for kind, _ in found}
@@ -93,7 +94,7 @@ def test_wide_products():
     """B is packed first, in more runs of columns than one."""
     p = Problem(9, 2 * RUN_BYTES // 4 + 5, 3)
     k = case(p)
-    found = {s.nr: (s, kernel) for s, kernel in kernels(p, SEVEN) if s.once}
+    found = {s.nr: (s, kernel) for s, kernel in kernels(p, SEVEN) if s.b.once}
     assert found
     for s, kernel in found.values():
         k.check(interpret(kernel, k, 2, shuffle=1), s)

@@ -125,7 +125,7 @@ def test_codes_are_multiplied(name, word, group):
         found = candidates(p, target)
         atom = target.isas[0].atom(word)
         ways = {True} if atom.tiled else {False} if atom.takes_int4 else {True, False}
-        assert {s.pack_b for s in found} == ways or p.m > 16
+        assert {s.b.packed for s in found} == ways or p.m > 16
         for s in found[i % 2 :: 2]:
             kernel = lower(s, target.isa(s.isa))
             k.check(interpret(kernel, k, 1 + i % 2), s)

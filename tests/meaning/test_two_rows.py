@@ -28,7 +28,7 @@ from portmm.host import microbenchmarks
 from portmm.ir.interpreter import run
 from portmm.ir.nodes import FIELDS
 from portmm.schedule.cpu_candidates import candidates
-from portmm.schedule.schedule import parse, spell
+from portmm.schedule.text import parse, spell
 from portmm.spec.problem import Problem, family
 from portmm.target.target import load_isa, load_target, parse_isa
 
@@ -235,7 +235,7 @@ def test_compilers_have_no_complaint_and_multiply_in_the_loop(name, word, compil
     isa, target = load_isa(name), small(name)
     words = crossing.kernel_compiler(isa, compiler)
     for p in pose((64, 64, 64), ("row", "packed", "row"), target, dtype=word):
-        s = next(s for s in candidates(p, target) if s.program == "gemm" and s.panels == 1)
+        s = next(s for s in candidates(p, target) if s.program == "gemm" and s.b.panels == 1)
         path = tmp_path / f"{s.nr}.o"
         flags = ["-std=gnu11", "-O3", "-fPIC", "-ffp-contract=fast", *test_compiles.WARNINGS, *isa.flags]
         (tmp_path / "kernel.c").write_text(source(lower(s, isa)))

@@ -16,9 +16,10 @@ from portmm.codegen.lower import lower_attention
 from portmm.dispatch import cpu_kernels, cpu_routes, cpu_units
 from portmm.errors import NoCompilerError, TraceError
 from portmm.ir.interpreter import run
-from portmm.kernels.cpu.attention_geometry import Form, Geometry
+from portmm.kernels.cpu.attention_geometry import Form
 from portmm.kernels.cpu.online_softmax import Bounds
 from portmm.ops import attention, attention_kernel
+from portmm.schedule.cpu_attention import Geometry, attention_schedule
 from portmm.spec.epilogue import C, Fused, acc, number, parse
 from portmm.target.target import load_isa, load_target
 from portmm.trace import bind
@@ -463,7 +464,7 @@ def interpreted(target, dtype, shape, how, step, *, few=False):
     text = str(Fused((), ((C, scored),)))
     held = {"float32": "f32", "bfloat16": "bf16"}[np.dtype(dtype).name]
     isa, atom, real = unit = cpu_units.attention_unit(held, parse(text), target, m)
-    wide = Geometry.of(isa, atom).pv_n
+    wide = Geometry(attention_schedule(isa, atom)).pv_n
     bounds = Bounds(how.get("causal", False), "window" in how)
     packs = not few and (atom.k_pack > 1 or atom.m > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0))
     kernel = lower_attention(*unit, Form(text, held, held, bounds, lse=True, packs=packs, few=few))

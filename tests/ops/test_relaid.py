@@ -33,7 +33,7 @@ def tensor_cores(monkeypatch):
     every = gpu_dispatch.candidates
 
     def some(*given):
-        return [s for s in every(*given) if s.program == "mma" and s.mr * s.nr <= 16 and s.split == 1]
+        return [s for s in every(*given) if s.program == "mma" and s.mr * s.nr <= 16 and s.parallel.split == 1]
 
     monkeypatch.setattr(gpu_dispatch, "candidates", some)
 

@@ -20,7 +20,7 @@ def cupy(monkeypatch):
 
     def some(*given):
         found = every(*given)
-        return [s for s in found if s.program == "mma" and s.mr * s.nr <= 16 and s.split == 1] or found
+        return [s for s in found if s.program == "mma" and s.mr * s.nr <= 16 and s.parallel.split == 1] or found
 
     monkeypatch.setattr(gpu_dispatch, "candidates", some)
     yield install(monkeypatch)

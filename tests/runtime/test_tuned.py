@@ -28,7 +28,8 @@ from portmm.dispatch.tuned_schedule import Tuned
 from portmm.errors import DatabaseError
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_neighbourhood import KNOBS, neighbourhood_of, skeleton, unsound
-from portmm.schedule.schedule import Tile
+from portmm.schedule.parts import Tile
+from portmm.schedule.text import varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
@@ -193,7 +194,7 @@ def test_a_limited_chip_is_another(base):
 
 def test_unsound_findings_are_told_and_not_used(base):
     s = finding().schedule
-    tiles = (*s.tiles[:2], replace(s.tiles[2], m=s.mc + 1), replace(s.tiles[3], m=s.mc + 1))
+    tiles = (*s.tiles[:2], s.tiles[2]._replace(m=s.mc + 1), s.tiles[3]._replace(m=s.mc + 1))
     tuning_database.record(base, [replace(finding(), schedule=replace(s, tiles=tiles))])
     with pytest.warns(RuntimeWarning, match="whole tiles"):
         assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"
@@ -228,28 +229,28 @@ def test_spaces_hold_what_is_sound(p, chip):
 
 
 BREAKS = {
-    "rows": lambda s: replace(s, tiles=(replace(s.tiles[0], m=s.mr + 50), *s.tiles[1:])),
-    "heights": lambda s: replace(s, heights=s.heights[1:]),
+    "rows": lambda s: replace(s, tiles=(s.tiles[0]._replace(m=s.mr + 50), *s.tiles[1:])),
+    "heights": lambda s: replace(s, tiles=(s.tiles[0]._replace(least=s.heights[1]), *s.tiles[1:])),
     "isa": lambda s: replace(s, isa="amx_int8"),
     "program": lambda s: replace(s, program="dot"),
-    "packing": lambda s: replace(s, pack_b=False, pack_a=False, b="any"),
-    "huge": lambda s: replace(s, tiles=(*s.tiles[:3], replace(s.tiles[3], n=s.nr << 40))),
-    "negative": lambda s: replace(s, tiles=(*s.tiles[:3], replace(s.tiles[3], n=-s.nr))),
-    "ragged": lambda s: replace(s, tiles=(*s.tiles[:2], replace(s.tiles[2], n=s.nr + 1), s.tiles[3])),
-    "depths": lambda s: replace(s, tiles=(*s.tiles[:3], replace(s.tiles[3], k=s.kc + 8))),
+    "packing": lambda s: varied(s, pack_b=False, pack_a=False, once=False, b="any"),
+    "huge": lambda s: replace(s, tiles=(*s.tiles[:3], s.tiles[3]._replace(n=s.nr << 40))),
+    "negative": lambda s: replace(s, tiles=(*s.tiles[:3], s.tiles[3]._replace(n=-s.nr))),
+    "ragged": lambda s: replace(s, tiles=(*s.tiles[:2], s.tiles[2]._replace(n=s.nr + 1), s.tiles[3])),
+    "depths": lambda s: replace(s, tiles=(*s.tiles[:3], s.tiles[3]._replace(k=s.kc + 8))),
     # All of A and B, in blocks of a run of k: 3 MB.
     "too much": lambda s: replace(
         s, tiles=(*s.tiles[:2], *(Tile(t.level, s.mr << 12, t.n << 4, t.k) for t in s.tiles[2:]))
     ),
-    "prefetch": lambda s: replace(s, prefetch=1 << 20),
-    "fused": lambda s: replace(s, fused="relu"),
-    "panels": lambda s: replace(s, panels=9),
+    "prefetch": lambda s: varied(s, prefetch=1 << 20),
+    "fused": lambda s: varied(s, fused="relu"),
+    "panels": lambda s: varied(s, panels=9),
 }
 
 
 @pytest.mark.parametrize("how", BREAKS)
 def test_unsound(how):
-    s = next(x for x in candidates(LARGE, HERE) if x.mc and x.nc and x.pack_b)
+    s = next(x for x in candidates(LARGE, HERE) if x.mc and x.nc and x.b.packed)
     assert unsound(BREAKS[how](s), LARGE, HERE, candidates(LARGE, HERE))
 
 

@@ -67,13 +67,13 @@ def drawn(target, kind, rng):
 
 
 def test_a_new_set_is_enumerated_once(monkeypatch):
-    asked, programs = [], enumeration._programs
+    asked, gemm = [], enumeration.PROGRAMS["gemm"]
 
     def counted(p, isa, *rest):
         asked.append(isa.name)
-        return programs(p, isa, *rest)
+        return gemm.candidates(p, isa, *rest)
 
-    monkeypatch.setattr(enumeration, "_programs", counted)
+    monkeypatch.setattr(enumeration, "PROGRAMS", {"gemm": replace(gemm, candidates=counted)})
     target = load_target("zen4")
     candidate_set(Problem(7, 4096, 8192), target)
     assert asked
@@ -110,7 +110,7 @@ def test_candidates_cost_together_what_they_cost_alone(name):
         q = p.transposed() if p.c == "col" else p
         (many,) = candidate_costs(p, found, (q.m, 3 * q.m + 1), (threads,))
         for i, s in rng.sample(list(enumerate(found.schedules)), min(6, len(found.schedules))):
-            atom = atom_of(cpu_units.isa_of(s, target), s.dtype, s.lanes)
+            atom = atom_of(cpu_units.isa_of(s, target), s.dtype, s.atom.lanes)
             assert near(many.at(0)[i], cost(p, s, atom, target, threads)), s
             larger = replace(p, n=3 * p.n + 1) if p.c == "col" else replace(p, m=3 * p.m + 1)
             assert near(many.at(1)[i], cost(larger, s, atom, target, threads)), s

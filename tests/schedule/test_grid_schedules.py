@@ -15,9 +15,11 @@ from portmm.ir.index import const
 from portmm.ir.interpreter import evaluate
 from portmm.kernels.gpu.simt import Work
 from portmm.runtime.device_facts import Facts
-from portmm.schedule.gpu_candidates import asynchronous, candidates, illegal, occupancy, on_gpu, registers, shared_bytes
+from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_cost import cost
-from portmm.schedule.schedule import parse, spell
+from portmm.schedule.gpu_variants import asynchronous, on_gpu
+from portmm.schedule.legality import device_registers, illegal, occupancy, shared_bytes
+from portmm.schedule.text import parse, spell, varied
 from portmm.spec import kernel_name
 from portmm.spec.dtype import BY_NAME, accumulator
 from portmm.spec.problem import Problem
@@ -45,14 +47,14 @@ def test_candidates_are_legal_and_read_back(target):
     for p, vectors, s in every(target):
         isa, device = target.isa(s.isa), target.device
         atom = grid_atom(isa, s)
-        assert not illegal(s, p, target), s
+        assert not illegal(s, p, isa, atom, target), s
         assert s.threads <= device.block_threads
         assert shared_bytes(s) <= device.shared_bytes
         held = occupancy(s, target) * s.threads
-        assert not device.registers or registers(s) * held <= device.registers
+        assert not device.registers or device_registers(s) * held <= device.registers
         assert not device.threads or held <= device.threads
-        assert s.resident in (0, occupancy(s, target))
-        assert not s.copies or asynchronous(target)
+        assert s.parallel.occupancy in (0, occupancy(s, target))
+        assert not s.a.asynchronous or asynchronous(target)
         assert on_gpu(target) or s.program != "simt"
         assert all(x <= y for x, y in zip(s.vectors, vectors, strict=True))
         assert parse(spell(s)) == s
@@ -69,7 +71,7 @@ def shapes():
     for target in DEVICES:
         for p, _, s in every(target):
             if s.program in ("simt", "direct"):
-                kind = replace(s, split=min(s.split, 2), resident=0, copies=False, stages=1)
+                kind = varied(s, split=min(s.parallel.split, 2), resident=0, copies=False, stages=1)
                 found.setdefault((p.c, kind), (p, s, target.isa(s.isa)))
     return found.values()
 
@@ -77,14 +79,23 @@ def shapes():
 def test_each_element_of_c_is_stored_once():
     done = set()
     for p, s, isa in shapes():
-        key = (s.program, s.tiles[0], s.tiles[1].n, s.block.m, s.block.n, s.cell, s.split > 1, s.vectors[2])
+        key = (
+            s.program,
+            s.tiles[0],
+            s.tiles[1].n,
+            s.block.m,
+            s.block.n,
+            s.parallel.cell,
+            s.parallel.split > 1,
+            s.vectors[2],
+        )
         if key in done:
             continue
         done.add(key)
         m, n, batch = s.block.m + 3, s.block.n + 2 * s.vectors[2] - (s.vectors[2] == 1), 2
         kernel = lower_grid(s, isa)[0]
         values = {"m": m, "n": n, "k": 5, "batch": batch, "c_m": n, "c_n": 1, "c_batch": m * n}
-        root, dtype = ("work", accumulator(*s.types[:2])) if s.split > 1 else ("c", s.types[2])
+        root, dtype = ("work", accumulator(*s.types[:2])) if s.parallel.split > 1 else ("c", s.types[2])
         blocks, slices = (evaluate(x, values) for x in kernel.grid)
         grid = (slices, blocks, kernel.threads)
         times = counted(kernel.body, values, grid, root, slices * batch * m * n, BY_NAME[dtype].bytes)
@@ -95,7 +106,7 @@ def test_each_element_of_c_is_stored_once():
 def test_each_word_of_a_tile_is_filled_once():
     done = set()
     for _, s, isa in shapes():
-        key = (s.a, s.b, s.block, s.threads, s.kr, s.vectors[:2])
+        key = (s.a.layout, s.b.layout, s.block, s.threads, s.atom.kr, s.vectors[:2])
         if s.program != "simt" or key in done:
             continue
         done.add(key)
@@ -107,7 +118,7 @@ def test_each_word_of_a_tile_is_filled_once():
 
 
 def test_slices_are_added_by_one_thread_for_each_element():
-    s = next(s for p, _, s in every(MACHINE) if s.split > 1 and p.batch == 1)
+    s = next(s for p, _, s in every(MACHINE) if s.parallel.split > 1 and p.batch == 1)
     kernel = lower_grid(s, MACHINE.isa(s.isa))[1]
     for m, n, batch in ((3, 5, 2), (2, 300, 1), (1, 128, 3)):
         values = {"m": m, "n": n, "batch": batch, "work_batch": m * n, "c_m": n, "c_n": 1, "c_batch": m * n}
@@ -125,7 +136,7 @@ def test_a_gpu_for_cuda_that_opencl_reaches_copies_at_once():
     target = described(facts)
     found = candidates(Problem(4096, 4096, 4096), target, (4, 4, 4))
     assert target.name == "a100"
-    assert not any(s.copies or s.resident for s in found)
+    assert not any(s.a.asynchronous or s.parallel.occupancy for s in found)
 
 
 def test_opencl_has_no_units_for_fragments():

@@ -10,7 +10,9 @@ from portmm.codegen.lower import lower
 from portmm.errors import ScheduleError
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_cost import cost
-from portmm.schedule.schedule import ALL, illegal, parse, registers, spell
+from portmm.schedule.legality import footprint, illegal
+from portmm.schedule.parts import ALL
+from portmm.schedule.text import parse, spell, varied
 from portmm.spec import kernel_name
 from portmm.spec.problem import Problem
 from portmm.target.target import described, load_target, names_of
@@ -39,18 +41,18 @@ def test_candidates_are_legal_and_told_apart(target, dtype):
         assert found == candidates(p, target)
         for s in found:
             isa = target.isa(s.isa)
-            atom = isa.atom(dtype, s.lanes)
+            atom = isa.atom(dtype, s.atom.lanes)
             assert not illegal(s, p, isa, atom, target), s
-            assert registers(s, atom) <= isa.registers
+            assert footprint(s, p, atom)["registers"] <= isa.registers
             assert s.dtype == dtype
             assert s.program == "dot" or s.nr % atom.n == 0
             assert max(s.heights) <= s.mr
             assert s.mc % s.mr == 0
             assert s.nc % s.nr == 0
-            assert s.swap == (p.c == "col")
+            assert s.atom.swap == (p.c == "col")
             assert not (p.deterministic and s.program == "dot")
             if p.b == "packed":
-                assert (s.family, s.b, s.pack_b) == (p.family, "packed", False)
+                assert (s.family, s.b.layout, s.b.packed) == (p.family, "packed", False)
 
 
 @pytest.mark.thin(3)
@@ -63,7 +65,7 @@ def test_block_extents_fill_no_level_over(target):
                 if level is None or ALL in (tile.m, tile.n, tile.k):
                     continue
                 held = {"L1": (tile.m + tile.n) * tile.k, "L2": tile.m * tile.k, "L3": tile.n * tile.k}[tile.level]
-                m, n = (p.n, p.m) if s.swap else (p.m, p.n)
+                m, n = (p.n, p.m) if s.atom.swap else (p.m, p.n)
                 if tile.m <= m and tile.n <= n and tile.k <= p.k:
                     assert held * p.elements[0].bytes <= level.bytes, (p, s)
 
@@ -86,7 +88,7 @@ def test_schedules_and_names_read_back(target):
     for p in problems(target, "f32"):
         for s in candidates(p, target):
             assert parse(spell(s)) == s
-            name = s.name(target.isa(s.isa).atom(s.dtype, s.lanes))
+            name = s.name(target.isa(s.isa).atom(s.dtype, s.atom.lanes))
             assert kernel_name.parse(str(name)) == name
             assert (name.op, name.mr, name.nr, name.isa) == (s.program, s.mr, s.nr, s.isa)
 
@@ -111,7 +113,7 @@ def test_a_wrong_name_is_refused(text):
 def test_costs_are_positive_and_keep_their_terms(target):
     for p in problems(target, "f32"):
         for s in candidates(p, target):
-            atom = target.isa(s.isa).atom("f32", s.lanes)
+            atom = target.isa(s.isa).atom("f32", s.atom.lanes)
             for workers in (1, 4):
                 c = cost(p, s, atom, target, workers)
                 assert c.seconds > 0
@@ -147,13 +149,11 @@ def test_an_unknown_program_is_refused():
 
 @pytest.mark.parametrize("changes", [{"over": "k"}, {"over": "batch"}, {"pack_b": False}])
 def test_packing_once_needs_threads_that_share_tiles(changes):
-    from dataclasses import replace
-
     isa = SEVEN.isas[0]
-    s = next(s for s in candidates(Problem(40, 40, 40), SEVEN) if s.once)
+    s = next(s for s in candidates(Problem(40, 40, 40), SEVEN) if s.b.once)
     assert lower(s, isa)
-    with pytest.raises(ScheduleError, match="packs B once"):
-        lower(replace(s, **changes), isa)
+    with pytest.raises((ScheduleError, ValueError), match="packs B once"):
+        lower(varied(s, **changes), isa)
 
 
 def test_runs_of_k_are_shared_where_their_sums_add_up():
@@ -161,7 +161,7 @@ def test_runs_of_k_are_shared_where_their_sums_add_up():
     target = load_target("zen4")
 
     def shared(dtype):
-        return {s.isa for s in candidates(Problem(100, 16, 100000, dtype), target) if s.over == "k"}
+        return {s.isa for s in candidates(Problem(100, 16, 100000, dtype), target) if s.parallel.over == "k"}
 
     assert shared("u8-s8-s32") == {"avx512vnni", "avx512"}
     assert shared("s8-s8-s32") == {"avx512"}  # which multiplies s8 as it is

@@ -44,15 +44,15 @@ def test_schedules_that_experts_force_are_candidates(p):
     """On Zen 3, 6x16, KC 372, MC 240 beat the choices of the model, and 4x24, MC 504 those at 2048 cubed."""
     found = {(s.mr, s.nr): [] for s in textbook(p, ZEN3)}
     for s in textbook(p, ZEN3):
-        assert s.pack_b
-        assert not s.once
+        assert s.b.packed
+        assert not s.b.once
         assert s.tiles[2].n == 2 * s.nr
-        assert s.pack_a or p.n <= 128
+        assert s.a.packed or p.n <= 128
         found[s.mr, s.nr].append(s)
     assert set(found) == {(6, 16), (4, 24)}
     for same in found.values():
         assert {s.kc for s in same} == {DEPTH}
-        fill = {round(held(s) / ZEN3.level("L2").bytes, 1) for s in same if s.pack_a}
+        fill = {round(held(s) / ZEN3.level("L2").bytes, 1) for s in same if s.a.packed}
         assert fill == {0.5, 1.0}
         assert max(map(held, same)) <= ZEN3.level("L2").bytes
 
@@ -61,9 +61,9 @@ def test_an_operand_that_is_used_seldom_is_not_packed():
     """Few columns use a copy of A; with 32 registers, slices that can be addressed are wide."""
     for target, shapes in ((ZEN3, {(6, 16), (4, 24)}), (load_target("skylake_sp"), {(8, 32), (8, 48), (6, 64)})):
         found = textbook(Problem(3000, 100, 500), target)
-        assert {(s.mr, s.nr) for s in found if not s.pack_a} == shapes
-        assert any(s.pack_a for s in found)
-        assert all(s.pack_a for s in textbook(Problem(3000, 400, 500), target))
+        assert {(s.mr, s.nr) for s in found if not s.a.packed} == shapes
+        assert any(s.a.packed for s in found)
+        assert all(s.a.packed for s in textbook(Problem(3000, 400, 500), target))
 
 
 @pytest.mark.parametrize("chip", names_of("cpu"))
@@ -83,7 +83,7 @@ def test_an_unsearched_chip_takes_a_textbook_blocking():
 @pytest.mark.parametrize(("target", "slower", "index"), [(ZEN3, 1.24, 1), (ZEN3, 1.26, 0), (SEARCHED, 0.5, 1)])
 def test_predictions_within_a_fifth_do_not_count(target, slower, index):
     p = Problem(500, 400, 300)
-    usual = next(s for s in candidates(p, target) if s.once)
+    usual = next(s for s in candidates(p, target) if s.b.once)
     pair = [(1.0, usual), (slower, textbook(p, target)[0])]
     assert preferred(sorted(pair, key=lambda x: x[0]), p, target) == index
 
@@ -130,7 +130,7 @@ def test_another_unit_is_not_taken_for_its_blocking():
 
 def test_depth_counts_units_of_k():
     p = Problem(1024, 1024, 1024, "bf16-bf16-f32")
-    assert {s.kc * s.kr for s in textbook(p, load_target("zen5"))} == {DEPTH}
+    assert {s.kc * s.atom.kr for s in textbook(p, load_target("zen5"))} == {DEPTH}
 
 
 def test_the_tuner_starts_from_the_choice():

@@ -17,7 +17,7 @@ _RETIRED = (
 )
 RETIRED = frozenset(_RETIRED.split())
 """Private words that names had; each has a term of the field in its place."""
-STORED = frozenset(("heights", "resident"))
+STORED = frozenset(("heights",))
 """Fields of `Schedule` with the words of its spelling, which stored schedules have."""
 OPENINGS = ("What ", "Which ", "Whose ", "Who", "Somebody ", "How far ", "How much ", "How many ", "How ", "That ")
 """Of first sentences that do not name their object."""

@@ -131,14 +131,14 @@ def call(kernels, s, k):
         values |= {f"x{i}_{axis}": step for axis, step in zip(PRODUCT, x.steps, strict=True)}
     values |= {f"number_{i}": float(x) for i, x in enumerate(k.numbers)}
     first, items = values, p.m * p.n
-    if s.split > 1:
+    if s.parallel.split > 1:
         held = numpy_type(accumulator(*p.types[:2]))
         unset = np.nan if held.kind == "f" else poison(held)
         tiles = p.batch * -(-p.m // s.block.m) * -(-p.n // s.block.n)
-        each = tiles * s.block.m * s.block.n if s.joined else p.batch * items
-        memory["work"] = (np.full(s.split * each, unset, held), 0)
+        each = tiles * s.block.m * s.block.n if s.parallel.fixup else p.batch * items
+        memory["work"] = (np.full(s.parallel.split * each, unset, held), 0)
         memory["counters"] = (np.zeros(tiles, np.int32), 0)
-        first = values if s.joined else values | {"c_m": p.n, "c_batch": items}
+        first = values if s.parallel.fixup else values | {"c_m": p.n, "c_batch": items}
     names = {name: name for name in memory}
     numbers = (first | names, values | names | {"work_batch": items})
     launches = tuple(bind(x, None, v) for x, v in zip(kernels, numbers, strict=False))

@@ -24,9 +24,9 @@ import manifest_host
 from manifest_case import Case
 from places import TESTS
 
-from portmm.codegen.lower import GRID_PROGRAMS, PROGRAMS
 from portmm.ir import abi
 from portmm.runtime import cpu as cpu_runtime
+from portmm.schedule.programs import PROGRAMS
 from portmm.target.target import names_of
 from portmm.version import VERSION
 
@@ -39,7 +39,7 @@ DIGITS = 16
 SHOWN = 20
 """Cases that a comparison names."""
 AGAIN = "if that is as it should be, `python tests/support/manifest.py --write`"
-KINDS = (*PROGRAMS, *GRID_PROGRAMS, "attention", "rows", "columns", "lines", "pack", "fold", "peak")
+KINDS = (*PROGRAMS, "attention", "rows", "columns", "lines", "pack", "fold", "peak")
 
 
 def _runtime() -> Iterator[Case]:

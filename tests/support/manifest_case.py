@@ -101,6 +101,6 @@ def smallest(listed: Callable[[], list[Schedule]], words: Callable[[Schedule], s
         every = listed()
     except ScheduleError:
         return {}
-    for s in sorted(every, key=lambda s: s.mr * s.nr * s.panels * len(s.heights)):
+    for s in sorted(every, key=lambda s: s.mr * s.nr * s.b.panels * len(s.heights)):
         found.setdefault(words(s), s)
     return found

@@ -18,9 +18,10 @@ from manifest_host import forms
 
 from portmm.codegen.lower import lower_grid, lower_grid_attention, lower_grid_columns, lower_grid_rows, lower_lines
 from portmm.errors import ScheduleError
-from portmm.kernels.gpu.rowwise import Form as RowForm
-from portmm.schedule import gpu_attention, gpu_mma_attention
+from portmm.schedule import gpu_attention_choice
+from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.schedule.gpu_candidates import candidates, units
+from portmm.schedule.gpu_rows import rows_schedule
 from portmm.spec.dtype import BY_NAME, CODES_KR, types
 from portmm.spec.problem import Family, Problem
 from portmm.target.target import load_target
@@ -54,9 +55,10 @@ VECTORS = {"aligned": 16, "of 4 bytes": 4, "odd": 1}
 """Bytes that operands are aligned to."""
 GROUPS = (0, 8, 32, 128)
 ROW_FORMS = (
-    RowForm(16, 16), RowForm(64, 64, 4), RowForm(256, 32, 4, 4), RowForm(64, 16, 4), RowForm(128, 64, 1, 1, True),
-    RowForm(256, 256, 0, 4, True), RowForm(128, 128, 8, 4, True),
+    (16, 16), (64, 64, 4), (256, 32, 4, 4), (64, 16, 4), (128, 64, 1, 1, True), (256, 256, 0, 4, True),
+    (128, 128, 8, 4, True),
 )  # fmt: skip
+"""Threads of a block and of a row, columns of a thread, and of a vector, and whether threads exchange registers."""
 HEADS = ((64, 64), (128, 128), (80, 48), (7, 5))
 """Elements of a head of K, and of V."""
 ATTENDING = {"many": (512, 1), "four": (4, 1), "together": (2, 8)}
@@ -163,10 +165,11 @@ def _schedules(p: Problem, target: Target, vectors: tuple[int, int, int]) -> dic
 
 def _words(s: Schedule) -> str:
     """What sets a schedule apart for the loops that it becomes, sizes aside."""
+    x = s.parallel
     marks = {
-        "stages": s.stages > 1, "copies": s.copies, "joined": s.joined, "slices": s.slices, "swap": s.swap,
-        f"groups-{s.groups}": s.groups, "pingpong": s.pingpong, "clusters": s.cluster > 1, "persistent": s.persistent,
-        "cell": max(s.cell) > 1, "resident": s.resident,
+        "stages": s.stages > 1, "copies": s.a.asynchronous, "joined": x.fixup, "slices": s.slices,
+        "swap": s.atom.swap, f"groups-{x.warpgroups}": x.warpgroups, "pingpong": x.pingpong,
+        "clusters": x.cluster > 1, "persistent": x.persistent, "cell": max(x.cell) > 1, "resident": x.occupancy,
     }  # fmt: skip
     return " ".join([s.program, *(name for name, there in marks.items() if there)])
 
@@ -182,9 +185,10 @@ def bytes_of_all_kinds() -> Fused:
 def _rows(isa: Any, language: str) -> Iterator[Case]:
     """Expressions over rows and down columns, and copies of operands."""
     for make, form in product((every_operation, every_type, bytes_of_all_kinds, by_rows), ROW_FORMS):
-        if form.exchange <= (language == "cuda"):
-            name = f"rows {make.__name__} {form.threads}-{form.subgroup}-{form.cells}-{form.vector}"
-            yield from on_device(name, language, lower_grid_rows, isa, str(make()), form)
+        threads, subgroup, cells, vector, exchange = (*form, *(0, 1, False)[len(form) - 2 :])
+        if exchange <= (language == "cuda"):
+            name = f"rows {make.__name__} {threads}-{subgroup}-{cells}-{vector}"
+            yield from on_device(name, language, lower_grid_rows, isa, str(make()), rows_schedule(*form))
     for sliced in (False, True):
         name = f"columns{' in slices' if sliced else ''}"
         yield from on_device(name, language, lower_grid_columns, isa, str(columns()), 64, sliced=sliced)
@@ -199,13 +203,10 @@ def _attention(target: Target, language: str) -> Iterator[Case]:
         for (d, dv), how, loose, (name, form) in product(HEADS, ATTENDING, ("", "o", "v"), forms(held).items()):
             queries, group = ATTENDING[how]
             vector = 1 if d % 4 else 16 // BY_NAME[held].bytes
-            asked = gpu_attention.AttentionSizes(held, d, dv, queries, 64, group, 2048, (vector,) * 4, loose)
+            asked = AttentionSizes(held, d, dv, queries, 64, group, 2048, (vector,) * 4, loose)
             named = f"{name} heads of {d} and {dv}, {how} queries{f', {loose} loose' if loose else ''}"
             about = (d, how, loose, form.bounds, form.lse, form.starts, form.score, (held, form.to), (d, how))
             pool[named] = (about, (form, asked))
     for name, (form, asked) in covering(pool).items():
-        unit = gpu_mma_attention.unit(form.dtype, target)
-        tiling = gpu_mma_attention.choose(asked, target)
-        if tiling is None or unit is None:
-            unit, tiling = (target.isa("simt"), target.isa("simt").atom("f32")), gpu_attention.choose(asked, target)
-        yield from on_device(name, language, lower_grid_attention, *unit, form, tiling)
+        s = gpu_attention_choice.candidates(asked, target)[0]
+        yield from on_device(name, language, lower_grid_attention, *gpu_attention_choice.unit(s, target), form, s)

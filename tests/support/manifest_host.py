@@ -110,7 +110,7 @@ def _plain(isa: Isa, target: Target) -> Iterator[Case]:
         for named, (layouts, kind, size, more) in (posed if word in MAIN else few(posed, OTHERS)).items():
             p = _posed(size, layouts, target, dtype=word, **more)
             for words, s in _schedules(p, isa, target).items():
-                about = (layouts, (kind, s.pack_b), words) if word in MAIN else (word,)
+                about = (layouts, (kind, s.b.packed), words) if word in MAIN else (word,)
                 pool[f"{named} {words}"] = ((*about, (layouts, s.program)) if word == "f32" else about, s)
         yield from _lowered(pool, isa)
 
@@ -156,10 +156,11 @@ def _schedules(p: Problem | None, isa: Isa, target: Target) -> dict[str, Schedul
 def _words(s: Schedule, isa: Isa) -> str:
     """What sets a schedule apart for the loops that it becomes, sizes aside."""
     marks = {
-        "pack-a": s.pack_a, "pack-b": s.pack_b and not s.once, "pack-b-once": s.once,
-        f"over-{s.over}": s.over != "tiles", f"lanes-{s.lanes}": s.lanes, "panels": s.panels > 1,
-        "prefetch": s.prefetch, "ahead": s.ahead, "kc": s.kc, "mc": s.mc,
-        "columns": s.nr > isa.columns(isa.atom(s.dtype, s.lanes)),
+        "pack-a": s.a.packed, "pack-b": s.b.packed and not s.b.once, "pack-b-once": s.b.once,
+        f"over-{s.parallel.over}": s.parallel.over != "tiles", f"lanes-{s.atom.lanes}": s.atom.lanes,
+        "panels": s.b.panels > 1,
+        "prefetch": s.b.prefetch, "ahead": s.c.prefetch, "kc": s.kc, "mc": s.mc,
+        "columns": s.nr > isa.columns(isa.atom(s.dtype, s.atom.lanes)),
     }  # fmt: skip
     return " ".join([s.program, *(name for name, there in marks.items() if there)])
 

@@ -98,8 +98,9 @@ def coded(size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "
 
 def shape_of(s):
     """The key of a schedule by the code it becomes, sizes aside."""
-    kind = (s.program, s.a, s.b, s.pack_a, s.pack_b, s.swap, s.over, s.lanes, s.panels > 1, s.static is not None)
-    return (*kind, s.nr) if s.b == "packed" else kind
+    a, b = ((x.layout, x.packed) for x in (s.a, s.b))
+    kind = (s.program, a, b, s.atom.swap, s.parallel.over, s.atom.lanes, s.b.panels > 1, s.static is not None)
+    return (*kind, s.nr) if s.b.layout == "packed" else kind
 
 
 def selection(target, dtype, lanes):

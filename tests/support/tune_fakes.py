@@ -13,7 +13,7 @@ from pathlib import Path
 from portmm.comparison.peers import MissingError
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
-from portmm.schedule.schedule import spell
+from portmm.schedule.text import spell
 from portmm.tuning.proposals import ranked
 
 FACTORS = {"fast": 0.5, "slow": 3.0, "lucky": 0.5}

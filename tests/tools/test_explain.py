@@ -19,7 +19,7 @@ from portmm.host import calibrate, detect
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
 from portmm.schedule.cpu_textbook import WITHIN, follows
-from portmm.schedule.schedule import parse, spell
+from portmm.schedule.text import parse, spell
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target, names_of
 

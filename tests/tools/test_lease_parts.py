@@ -16,7 +16,7 @@ from bench_scripts import BENCH, jobs
 from portmm.build import nvrtc
 from portmm.dispatch import gpu as gpu_dispatch
 from portmm.dispatch import tuned_schedule, tuning_database
-from portmm.schedule.schedule import spell
+from portmm.schedule.text import spell
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 

@@ -19,7 +19,7 @@ from portmm.comparison import Case
 from portmm.dispatch import config, tuning_database
 from portmm.errors import DatabaseError, PortmmError
 from portmm.host import machine_load
-from portmm.schedule.schedule import parse
+from portmm.schedule.text import parse
 from portmm.tuning import Trial, TunedCase, Tuning, proposals
 from portmm.tuning.proposals import MISSING, ranked
 from portmm.tuning.records import spearman, view

@@ -1,0 +1,101 @@
+"""Schedules of attention on CPUs: register tiles of both products, and blocks of queries and keys."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.schedule.cpu_blocking import IN_PLACE_ROWS, capacity
+from portmm.schedule.parts import ALL, PACKED, OperandPlan, Parallel, Tile
+from portmm.schedule.schedule import Schedule
+
+if TYPE_CHECKING:
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+QUERIES = 64
+"""Approximate number of queries of a block: for each key that is read, as many multiply-adds per element."""
+MOST_KEYS = 512
+"""Maximum number of keys of a block: more make rescaling of sums cheaper, which is cheap by then."""
+UNKNOWN_L2 = 1 << 18
+"""Bytes of the near cache of a target whose caches are not described."""
+
+
+def attention_schedule(isa: Isa, atom: Atom) -> Schedule:
+    """A schedule with the fewest loads per multiply-add, of blocks of about `QUERIES`.
+
+    The first product is K . Q^T: its rows are keys, its columns queries.
+    """
+    if atom.tiled:
+        side = 2 * atom.m  # two by two tiles of sums: of keys, or columns of V, by queries, in strips of a tile
+        return _schedule(isa, (atom.n, side), (2 * atom.n, side), QUERIES)
+
+    def rows(v: int) -> int:
+        return min(IN_PLACE_ROWS, (isa.registers - v - 1) // v)
+
+    first = min((v for v in (1, 2, 3, 4) if rows(v) > 0), key=lambda v: (v + rows(v)) / (v * rows(v)))
+    first = first if isa.registers >= 32 else min(first, 2)
+    nr, pv_m = first * atom.n, rows(2)
+    step = next(x for x in range(nr, nr * pv_m + 1, nr) if x % pv_m == 0)
+    return _schedule(isa, (nr, rows(first)), (2 * atom.n, pv_m), max(1, QUERIES // step) * step)
+
+
+def _schedule(isa: Isa, scores: tuple[int, int], values: tuple[int, int], queries: int) -> Schedule:
+    """A schedule for register tiles, n by m, of both products."""
+    (nr, mr), (pv_n, pv_m) = scores, values
+    tiles = (
+        Tile("registers", mr, nr, 1), Tile("L1", mr, nr, ALL), Tile("L2", ALL, queries, ALL), Tile("L3", ALL, ALL, ALL),
+    )  # fmt: skip
+    return Schedule(
+        "attention",
+        isa.name,
+        "f32",
+        tiles,
+        b=OperandPlan("col", (PACKED,)),
+        parallel=Parallel("batch", cell=(pv_m, pv_n)),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The sizes of tiles of a schedule, by their names in kernels.
+
+    Attributes:
+        s: the schedule.
+    """
+
+    s: Schedule
+
+    @property
+    def nr(self) -> int:
+        """N of the first product's register tile: queries."""
+        return self.s.nr
+
+    @property
+    def mr(self) -> int:
+        """M of it: keys."""
+        return self.s.mr
+
+    @property
+    def pv_n(self) -> int:
+        """N of the second product's register tile: columns of V."""
+        return self.s.parallel.cell[1]
+
+    @property
+    def pv_m(self) -> int:
+        """M of it: queries."""
+        return self.s.parallel.cell[0]
+
+    @property
+    def queries(self) -> int:
+        """Queries of a block."""
+        return self.s.tile("L2").n
+
+
+def keys_of(s: Schedule, target: Target, head: int) -> int:
+    """Keys of a block: as many as fit half of L2 with their scores, K and V, in whole tiles of both products."""
+    near = capacity(target, "L2") or capacity(target, "L1") or UNKNOWN_L2
+    per_key = 4 * (s.tile("L2").n + 2 * head)
+    step = s.mr * 2
+    return max(1, min(MOST_KEYS, near // 2 // per_key) // step) * step

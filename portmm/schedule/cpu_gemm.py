@@ -1,0 +1,264 @@
+"""Candidates of the gemm and dot programs of CPUs: register tiles, blockings and packings.
+
+Block sizes are those of `cpu_blocking`. Schedules have C by rows, and the widest atom: `cpu_candidates` sets others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.schedule.cpu_blocking import (
+    IN_PLACE_ROWS,
+    RUN_BYTES,
+    base_schedule,
+    blocking,
+    capacity,
+    fits_l2,
+    least_of,
+    may_pack_once,
+    tallest,
+    uniform_tiles,
+    whole_depth,
+    widths,
+)
+from portmm.schedule.cpu_textbook import blockings, fits
+from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
+from portmm.schedule.schedule import Schedule, finishes, shifts
+from portmm.spec.dtype import BY_NAME
+from portmm.target.model import CPU as MODEL
+from portmm.target.summation import RUN
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.schedule.program import Vectors
+    from portmm.spec.problem import Problem
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+STREAM_DEPTHS = (8, 32)
+"""KC when B is streamed in place: few rows, so that each is read along its length."""
+ROWS_AHEAD_FROM = 3
+"""M from which the next rows of a streamed B are prefetched. On Zen 5 that took 1.17 and 1.30 of the time at
+M = 1 and 2, where loads alone keep up with memory, and 0.95 to 0.78 at M = 3 to 8 (N = K = 4096)."""
+REPACK_DEPTHS = (64, RUN)
+"""KC when int4 or int8 values of B are repacked for a few rows: repacked rows stay in L1, or are a run."""
+INTERLEAVED_DEPTHS = (8, 32)
+"""KC, in units, when B is interleaved for a few rows: long runs of a few rows at a time."""
+DEINT4_ROWS = 4
+"""Rows of A that are multiplied by quantized values without repacking; for more, repacking first is faster."""
+INT4_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
+"""Values of MR for units that are multiplied by a word of quantized values at once."""
+INT4_BLOCK = 256
+"""MC that keeps units of A in L2 while panels of quantized values are streamed."""
+THIN_ROWS = 16
+"""M up to which all of A stays in registers or L1 and B is streamed once."""
+DOT_TILES = ((4, 4), (2, 4), (1, 4), (1, 8), (4, 1), (1, 1))
+"""MR x NR of the dot program."""
+FEW_ROWS = 64
+"""M up to which a B in place may be better streamed than packed."""
+FEW_BYTES = 2048
+"""Bytes of an item of a batch up to which the hardware prefetcher is fast enough."""
+SPLIT_DEPTH = 16
+"""K per M or N from which threads may share k: C is then small compared with the operands."""
+SPLIT_STEPS = 16
+"""Blocks of k from which threads may share a stream along k."""
+AHEAD = OperandPlan(stagings=(PREFETCHED,))
+OVER_K = Parallel("k")
+
+
+def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
+    """Schedules of the gemm program."""
+    del vectors
+    if atom.tiled:
+        return
+    if p.b == "codes" and atom.takes_int4:
+        yield from _int4_interleaved(p, isa, atom)
+        return
+    if p.static or (p.batch > 1 and fits_l2(p, target)):
+        yield from _whole(p, isa, atom, target)
+    if not p.static:
+        yield from _thin(p, isa, atom, target.rows_ahead)
+        yield from _blocked(p, isa, atom, target)
+
+
+def dots(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
+    """Schedules of the dot program: both operands along k, and k long enough to sum over lanes."""
+    del target, vectors
+    if p.static or atom.tiled:
+        return
+    if p.deterministic or p.fused or p.a != "row" or p.b != "col" or (atom.n > 1 and not (isa.shuffles or atom.reduce)):
+        return
+    # Without masks, the remainder of k is added to C one by one, rounded each time.
+    rounds = p.types[2] != atom.acc and not atom.mask and atom.n > 1
+    # Vectors of integers have units.
+    if atom.k_pack > 1 or rounds or (atom.acc == "s32" and (atom.n > 1 or p.types[2] != atom.acc)):
+        return
+    for mr, nr in DOT_TILES:
+        if (mr <= p.m and nr <= p.n) or mr == nr == 1:
+            tiles = (Tile("registers", mr, nr, atom.n), *(Tile(x, ALL, nr, ALL) for x in ("L1", "L2", "L3")))
+            yield base_schedule("dot", p, isa, tiles, False, False)
+
+
+def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Schedules for large products: A and B packed, or either read in place."""
+    depth = -(-p.k // atom.k_pack)
+    split = not p.deterministic and p.k > SPLIT_DEPTH * max(p.m, p.n)
+    for nr in widths(isa, atom, p):
+        top = tallest(isa, atom, nr)
+        for mr in dict.fromkeys((top, top - 2, min(top, IN_PLACE_ROWS))):
+            if mr < 1 or p.m <= mr:
+                continue
+            tiles = whole_depth(
+                p, depth, blocking(p, target, atom, mr, nr, MODEL.deep if p.b == "packed" else MODEL.shallow)
+            )
+            base = replace(base_schedule("gemm", p, isa, tiles, False, False), c=AHEAD)
+            if may_pack_once(p, atom):
+                deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, MODEL.deep)))
+                yield from (s for s in _packings(deep, p, isa, atom, PACKED_ONCE) if s.b.once)
+            for s in _packings(base, p, isa, atom):
+                yield s
+                if split and depth > 2 * s.kc and _adds_up(s, p, atom):
+                    yield replace(s, parallel=OVER_K)
+            yield from _textbook(base, p, isa, atom, target)
+            if _both_in_place(p, isa, atom, nr) and mr <= IN_PLACE_ROWS and p.m <= FEW_ROWS:
+                stream = tuple([t._replace(k=min(t.k, 2 * STREAM_DEPTHS[-1])) for t in base.tiles[1:]])
+                yield replace(base, tiles=(base.tiles[0], *stream))
+
+
+def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Schedules with the same register tile and block sizes of the literature, if it has the largest MR."""
+    top = tallest(isa, atom, base.nr)
+    for tiles in blockings(p, target, atom, base.mr, base.nr):
+        for s in _packings(replace(base, tiles=tiles), p, isa, atom):
+            if s.mr == (top if s.a.packed else min(top, IN_PLACE_ROWS)) and fits(s, p, atom):
+                yield s
+
+
+def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom, pack_b: Staging = PACKED) -> Iterator[Schedule]:
+    """Variants of a schedule: both operands packed, or those that can be read in place left there."""
+    a, b = s.a.with_pack(None), s.b.with_pack(None)
+    s = replace(s, a=a.with_pack(PACKED), b=b if p.b == "packed" else b.with_pack(pack_b))
+    yield s
+    # A static kernel has the strides of A as constants, and so no rows to address.
+    few = p.a == "col" or (p.a == "row" and (s.mr <= IN_PLACE_ROWS or p.static))
+    if few and _a_in_place(p, isa, atom):
+        yield replace(s, a=a)
+        if _in_place(p, isa, atom, s.nr):
+            yield replace(s, a=a, b=b)
+
+
+def _adds_up(s: Schedule, p: Problem, atom: Atom) -> bool:
+    """Whether C is the sum over blocks of k alone, with no step at the start or the end that must happen once."""
+    return not (p.post or p.fused or finishes(s, atom) or shifts(s, atom))
+
+
+def _a_in_place(p: Problem, isa: Isa, atom: Atom) -> bool:
+    """Whether left fragments can be read from A in place: no units, and a conversion if one is needed."""
+    return p.a != "any" and atom.k_pack == 1 and bool(isa.spelling(atom, "load_a", p.types[0]))
+
+
+def _in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
+    """Whether B can be read in place: rows along n, and no read past the last column."""
+    if p.b != "row" or atom.k_pack > 1 or not isa.spelling(atom, "load_b", p.types[1]):
+        return False
+    return p.n % nr == 0 or bool(atom.mask and isa.spelling(atom, "load_mask", p.types[1]))
+
+
+def _both_in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
+    return _in_place(p, isa, atom, nr) and _a_in_place(p, isa, atom)
+
+
+def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
+    """Schedules for an M of a few rows: every row in registers, B is streamed once."""
+    if p.m > THIN_ROWS:
+        return
+    if p.b == "codes" and not p.deterministic:
+        yield from _decoded(p, isa, atom)
+    for nr in widths(isa, atom, p):
+        if p.m > tallest(isa, atom, nr):
+            continue
+        most = max(1, tallest(isa, atom, nr) // p.m) if p.b == "packed" else 1
+        if "azero" in p.post:
+            most = 1  # the sums of two panels' columns are not adjacent
+        for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
+            base = base_schedule("gemm", p, isa, uniform_tiles(p.m, nr, ALL, ALL, ALL), True, True)
+            base = replace(base, b=base.b.covering(panels))
+            if p.b == "codes":
+                depths = (replace(base, tiles=uniform_tiles(p.m, nr, kc, ALL, ALL)) for kc in REPACK_DEPTHS)
+                yield from (s for one in depths for s in _packings(one, p, isa, atom))
+            else:
+                if atom.k_pack == 1 or p.b != "row":
+                    yield from _packings(base, p, isa, atom)
+                yield from _streamed(base, p, isa, atom, rows_ahead)
+
+
+def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
+    """Schedules with B in place, streamed a few rows at a time; or, of units, interleaved a few rows at a time.
+
+    Whole columns of units are not interleaved: each row would be a miss for a few bytes.
+    """
+    nr = base.nr
+    if atom.k_pack > 1 and p.b == "row":
+        near = max(1, RUN_BYTES // (nr * BY_NAME[p.types[1]].bytes)) * nr
+        for kc in INTERLEAVED_DEPTHS:
+            tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
+            yield replace(base, tiles=(*tiles[:2], tiles[2]._replace(n=near), tiles[3]))
+    if not _in_place(p, isa, atom, nr):
+        return
+    in_place = replace(base, b=base.b.with_pack(None))
+    yield in_place
+    if not _a_in_place(p, isa, atom):
+        return
+    for kc in STREAM_DEPTHS:
+        tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
+        prefetch = rows_ahead if p.m >= ROWS_AHEAD_FROM else 0
+        s = replace(in_place, tiles=tiles, a=base.a.with_pack(None), b=in_place.b.prefetched(prefetch))
+        yield s
+        if not p.deterministic and p.k > SPLIT_STEPS * kc and _adds_up(s, p, atom):
+            yield replace(s, parallel=OVER_K)
+
+
+def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+    """Schedules for an M of a few rows, times quantized values without repacking, a few rows at a time."""
+    for nr in widths(isa, atom, p):
+        for mr in range(min(p.m, DEINT4_ROWS), 0, -1):  # illegal ones, of too many registers, are dropped later
+            base = _int4_schedule(p, isa, mr, nr)
+            yield base
+            if p.a == "row" and _a_in_place(p, isa, atom):
+                yield replace(base, a=base.a.with_pack(None))
+
+
+def _int4_interleaved(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+    """Schedules for any M, times quantized values without repacking: units of integers or of bf16.
+
+    The unused part of the last word along k has values of zero, so the integers of A there
+    are arbitrary, if they can be read: A is packed.
+    """
+    for nr in widths(isa, atom, p):
+        for mr in dict.fromkeys(min(p.m, x) for x in INT4_ROWS):
+            yield _int4_schedule(p, isa, mr, nr)
+            if p.m > INT4_BLOCK:
+                yield _int4_schedule(p, isa, mr, nr, INT4_BLOCK // mr * mr)
+
+
+def _int4_schedule(p: Problem, isa: Isa, mr: int, nr: int, mc: int = ALL) -> Schedule:
+    tiles = uniform_tiles(mr, nr, ALL, mc, ALL, 0 if p.m <= mr else least_of(mr))
+    return base_schedule("gemm", p, isa, tiles, True, False)
+
+
+def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Schedules for products that fit a private cache: no loop over blocks, one item after the other."""
+    # A batch that does not stay in L2 is prefetched an item ahead.
+    ahead = p.bytes > capacity(target, "L2") and p.bytes > FEW_BYTES * p.batch
+    for nr in widths(isa, atom, p):
+        top = tallest(isa, atom, nr)
+        for limit in dict.fromkeys((top, min(top, IN_PLACE_ROWS))):
+            slices = -(-p.m // limit)
+            # The tallest of equal slices; a kernel for any M keeps the limit itself.
+            mr = -(-p.m // slices) if p.static or slices == 1 else limit
+            least = p.m // slices if p.static or slices == 1 else least_of(mr)
+            base = base_schedule("gemm", p, isa, uniform_tiles(mr, nr, ALL, ALL, ALL, least), False, False, "batch")
+            yield from _packings(replace(base, c=AHEAD) if ahead else base, p, isa, atom)

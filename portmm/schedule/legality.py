@@ -1,0 +1,103 @@
+"""Legality of schedules: what a kernel needs of each level is at most what the target has there.
+
+Owns `illegal`, on every kind of machine alike, and the number of blocks that run on a processor of a device.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.schedule.gpu_variants import TICKET, device_of, on_gpu
+from portmm.schedule.programs import PROGRAMS
+from portmm.target.device import PARTS, RESERVED, STATIC_SHARED
+
+if TYPE_CHECKING:
+    from portmm.schedule.program import Footprint
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+NOUNS = {
+    "registers": "registers", "shared": "bytes of shared memory", "threads": "threads in a block",
+    "processor": "registers in a processor",
+}  # fmt: skip
+MOST_OCCUPANCY = 8
+"""Blocks on a processor that are counted: more hide nothing that these do not."""
+
+
+def footprint(s: Schedule, p: Problem, atom: Atom) -> Footprint:
+    """Registers or bytes of each level that a schedule needs."""
+    if not s.on_device:
+        return PROGRAMS[s.program].footprint(s, p, atom)
+    registers, shared = _of_block(s)
+    return {"threads": s.threads, "registers": registers, "processor": registers * s.threads, "shared": shared}
+
+
+def _of_block(s: Schedule) -> tuple[int, int]:
+    """Registers of a thread of a device, and shared memory of a block."""
+    own = PROGRAMS[s.program].footprint(s)
+    return own["registers"], own.get("shared", 0) + (TICKET if s.parallel.fixup else 0)
+
+
+def capacities(s: Schedule, isa: Isa, target: Target) -> Footprint:
+    """Capacities of the levels of a target; those that are absent, or 0, limit nothing."""
+    device = target.device
+    if device is None or not s.on_device:
+        return {"registers": isa.registers} | {x.name: x.bytes for x in target.levels}
+    dynamic = PROGRAMS[s.program].dynamic_shared
+    return {
+        "threads": device.block_threads,
+        "registers": device.thread_registers if on_gpu(target) else 0,
+        "processor": device.registers,
+        "shared": device.shared_bytes if dynamic else min(device.shared_bytes, STATIC_SHARED),
+    }
+
+
+def inconsistent(s: Schedule) -> str:
+    """The contradiction between parts of a schedule, for any problem, or an empty string."""
+    if s.b.once and s.parallel.over != "tiles":
+        return "packs B once for all threads, but does not have over=tiles"
+    return ""
+
+
+def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> str:
+    """The reason why a schedule cannot be used for a problem on a target, or an empty string."""
+    if inconsistent(s):
+        return inconsistent(s)
+    if not s.on_device and p.b in ("packed", "codes") and s.family != p.family:
+        return f"reads panels of {s.family}, but B is packed as {p.family}"
+    has = capacities(s, isa, target)
+    for level, needs in footprint(s, p, atom).items():
+        if needs > (has.get(level) or needs):
+            return f"needs {needs} of {has[level]} {NOUNS.get(level, f'bytes of {level}')}"
+    split = s.parallel.split
+    if split > 1 and p.k < split * PROGRAMS[s.program].slice_steps * s.block.k * s.atom.kr:
+        return "slices of k are too short"
+    return ""
+
+
+def device_registers(s: Schedule) -> int:
+    """Registers of a thread of a device."""
+    return _of_block(s)[0]
+
+
+def shared_bytes(s: Schedule) -> int:
+    """Shared memory of a block."""
+    return _of_block(s)[1]
+
+
+def occupancy(s: Schedule, target: Target) -> int:
+    """Number of blocks that run on a processor at once."""
+    device, most = device_of(target), [MOST_OCCUPANCY]
+    registers, shared = _of_block(s)
+    if device.registers:
+        each = -(-registers // 8) * 8  # registers are allocated in groups of 8
+        warps = PARTS * (device.registers // (PARTS * each * device.warp))
+        most.append(warps * device.warp // s.threads)
+    if device.threads:
+        most.append(device.threads // s.threads)
+    if shared and device.processor_shared_bytes:
+        most.append(device.processor_shared_bytes // (shared + RESERVED))
+    return max(1, min(most))

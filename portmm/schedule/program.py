@@ -1,0 +1,106 @@
+"""Block programs as records: all that selection knows of one.
+
+Owns `Program`, the work of a kernel on a device, and what its waves of blocks are. A program's page is a module that
+enumerates its candidates and counts what these need and do.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from portmm.schedule.gpu_variants import blocks, device_of
+from portmm.spec.dtype import size
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
+
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+Vectors = tuple[int, int, int]
+"""Elements of A, B and C that may be moved at once, as strides, sizes and addresses allow."""
+Footprint = dict[str, int]
+"""What a kernel needs of a level: bytes, or registers."""
+
+
+class Waves(NamedTuple):
+    """The blocks of a kernel on the processors of a device.
+
+    Attributes:
+        blocks: all of them.
+        rounds: of the busiest processor: a block starts when another ends, so that in the last wave some have fewer.
+        together: that run on it at once.
+        busy: processors with a block.
+        steps: of k, of a block.
+    """
+
+    blocks: int
+    rounds: int
+    together: int
+    busy: int
+    steps: int
+
+    @classmethod
+    def of(cls, p: Problem, s: Schedule, target: Target, occupied: int) -> Waves:
+        """The waves of a schedule of which `occupied` blocks fit a processor."""
+        processors, number = device_of(target).processors, blocks(s, p) * s.parallel.split
+        rounds = ceil(number / processors)
+        steps = ceil(ceil(p.k / (s.block.k * s.atom.kr)) / s.parallel.split)
+        return cls(number, rounds, min(occupied, rounds), min(processors, number), steps)
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """Work of the busiest processor for a kernel, in counts: a roofline divides them by rates.
+
+    Attributes:
+        counts: by the name of a term: multiply-adds, bytes, words, vectors, instructions, or cycles of latency; of
+            memory, bytes that all processors load and store.
+        waiting: cycles that nothing overlaps.
+        filled: share of the rate of its units that a processor's warps reach.
+    """
+
+    counts: dict[str, float]
+    waiting: float
+    filled: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Program:
+    """A block program.
+
+    Attributes:
+        builder: the module of `kernels/` whose `build` makes a kernel of a schedule, an ISA and an atom.
+        candidates: schedules for a problem, an ISA and its atom on a target, legal or not.
+        footprint: what a schedule needs of each level.
+        work: what a schedule does: of a device, `Work`, with the number of blocks that fit a processor; of a CPU,
+            columns of all candidates at once.
+        device: it is for devices.
+        dynamic_shared: it may have more shared memory than a kernel has statically.
+        grouped: it supports grouped matmuls, whose blocks find the group of their rows.
+        fixup: its last block of a tile can add the sums of all slices of k, on devices that order memory.
+        bounded: its compiler is told how many blocks must fit a processor.
+        slice_steps: minimum number of steps of k in a slice.
+    """
+
+    builder: str
+    candidates: Callable[[Problem, Isa, Atom, Target, Vectors], Iterator[Schedule]]
+    footprint: Callable[..., Footprint]
+    work: Callable[..., Any]
+    device: bool = False
+    dynamic_shared: bool = False
+    grouped: bool = False
+    fixup: bool = False
+    bounded: bool = True
+    slice_steps: int = 4
+
+
+def compulsory(p: Problem) -> float:
+    """Bytes of A, B and C, once each."""
+    a, b, c = (size(x) for x in p.types)
+    return p.batch * (p.m * p.k * a + p.k * p.n * b + p.m * p.n * c)

@@ -1,0 +1,74 @@
+"""The registry of block programs, and the constants of cost models."""
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import portmm.targets
+from portmm.codegen.lower import grid_atom
+from portmm.errors import TargetError
+from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.gpu_cost import cost, epilogue
+from portmm.schedule.programs import PROGRAMS
+from portmm.spec.epilogue import C as RESULT
+from portmm.spec.epilogue import Fused, Operand, acc, load
+from portmm.spec.expr import apply
+from portmm.spec.problem import Problem
+from portmm.target import model
+from portmm.target.target import load_target
+
+PLAIN = Problem(4096, 4096, 4096, "bf16-bf16-bf16", b="col")
+SUM = apply("add", apply("add", acc(), load(0, "bf16")), load(1, "bf16"))
+ADDED = replace(PLAIN, fused=str(Fused((Operand("bf16", "mn"), Operand("bf16", "mn")), ((RESULT, SUM),))))
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_programs_have_builders(name):
+    from importlib import import_module
+
+    program = PROGRAMS[name]
+    assert callable(import_module(f"portmm.kernels.{program.builder}").build)
+
+
+@pytest.mark.parametrize("chip", ["h100", "a100", "t4", "mi300x"])
+def test_a_fused_epilogue_takes_time(chip):
+    """Each schedule of a product with two added matrices takes longer than of the plain one, by more than its bytes."""
+    target = load_target(chip)
+    operations, moved = epilogue(ADDED)
+    assert (operations, moved) == (2 * 4096**2, 2 * 2 * 4096**2)
+    for s in candidates(PLAIN, target, (8, 8, 8))[::7]:
+        atom = grid_atom(target.isa(s.isa), s)
+        plain, added = (cost(p, s, atom, target) for p in (PLAIN, ADDED))
+        assert added.seconds > plain.seconds
+        more = added.overlapped["memory"] - plain.overlapped["memory"]
+        assert more == pytest.approx(moved / (target.device.memory_gbs * 1e9))
+        assert added.overlapped["epilogue"] > 0
+
+
+@pytest.mark.parametrize("name", ["cpu", "device"])
+def test_constants_say_where_they_were_measured(name):
+    """Every constant that the cost models name is a row, and every row is named."""
+    folder = Path(portmm.targets.__path__[0])
+    rows = model._constants(name)
+    named = set()
+    for path in Path(model.__file__).parents[1].joinpath("schedule").glob("*.py"):
+        text = path.read_text()
+        if f"import {name.upper()} as MODEL" in text:
+            named |= set(re.findall(r"\bMODEL\.(\w+)", text))
+    assert named == set(rows)
+    assert (folder / "model" / f"{name}.toml").read_text().count("measured = ") == len(rows)
+
+
+def test_unknown_constants_are_named():
+    with pytest.raises(AttributeError, match="no constant 'speed'"):
+        model.DEVICE.speed  # noqa: B018
+
+
+def test_constants_without_a_source_are_refused(tmp_path, monkeypatch):
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model" / "cpu.toml").write_text('[[constant]]\nname = "exposed"\nvalue = 0.1\n')
+    monkeypatch.setattr(portmm.targets, "__path__", [str(tmp_path)])
+    with pytest.raises(TargetError, match="measured"):
+        model.Model("cpu").exposed  # noqa: B018 - reading it loads the file
