@@ -18,11 +18,11 @@ from gpu_peers import NoPeers
 from gpu_run import say
 
 from portmm.codegen.lower import grid_atom
-from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch import grid_routes
 from portmm.dispatch.schedule_choice import Choice
 from portmm.dispatch.tuned_schedule import problem_text
 from portmm.errors import PortmmError
-from portmm.ops import attention_gpu
+from portmm.ops import grid_attention
 from portmm.schedule import gpu_attention, gpu_mma_attention
 from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_cost import cost
@@ -121,7 +121,7 @@ def opened(call, operands):
         PortmmError: it poses nothing that has candidates.
     """
     routes, tiles = [], []
-    route, tiled = gpu_dispatch.route, attention_gpu._tiled  # noqa: SLF001
+    route, tiled = grid_routes.route, grid_attention._tiled  # noqa: SLF001
 
     def seen(p, on, vectors):
         routes.append((p, on, vectors))
@@ -132,14 +132,14 @@ def opened(call, operands):
         return tiled(wanted, target)
 
     forget_all()
-    with replaced(gpu_dispatch, "route", seen), replaced(attention_gpu, "_tiled", seen_tiles):
+    with replaced(grid_routes, "route", seen), replaced(grid_attention, "_tiled", seen_tiles):
         call(operands)
     if tiles:
-        return Surveyed(asdict(tiles[0][0]), (attention_gpu, "_tiled"), tuple(_tilings(*tiles[0])))
+        return Surveyed(asdict(tiles[0][0]), (grid_attention, "_tiled"), tuple(_tilings(*tiles[0])))
     if not routes:
         raise PortmmError("the call poses no problem that has candidates")
     p, on, vectors = max(routes, key=lambda x: x[0].m * x[0].n * x[0].k * x[0].batch)
-    return Surveyed(p, (gpu_dispatch, "route"), tuple(_schedules(p, on, vectors)))
+    return Surveyed(p, (grid_routes, "route"), tuple(_schedules(p, on, vectors)))
 
 
 def _schedules(p, on, vectors):
@@ -149,7 +149,7 @@ def _schedules(p, on, vectors):
 
         def build(s=s, terms=terms):
             choice = Choice(p, on.target, 1, s, terms, ())
-            return gpu_dispatch.Route(choice, *gpu_dispatch._code(s, on))  # noqa: SLF001
+            return grid_routes.Route(choice, *grid_routes._code(s, on))  # noqa: SLF001
 
         kind = (s.program, s.isa, s.copies, s.swap, s.split > 1, *shared)
         yield Candidate(

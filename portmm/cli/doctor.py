@@ -246,7 +246,7 @@ def _measured() -> list[Check]:
 def _devices() -> list[Check]:
     """Requirements of arrays on devices; a missing one is only a note, since there may be no device."""
     from portmm.build import nvrtc
-    from portmm.dispatch import gpu as gpu_dispatch
+    from portmm.dispatch.machine import described
     from portmm.runtime import cuda, opencl
 
     checks = []
@@ -255,7 +255,7 @@ def _devices() -> list[Check]:
             facts = query()
             if facts.language == "cuda":
                 nvrtc.find_nvrtc()
-            checks.append(Check(name, "ok", f"{facts.name}: {gpu_dispatch.described(facts).title}"))
+            checks.append(Check(name, "ok", f"{facts.name}: {described(facts).title}"))
         except PortmmError as error:
             checks.append(Check(name, "note", str(error)))
     return checks

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.comparison.cold import UNKNOWN
 from portmm.comparison.device_arrays import parsed
-from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch.machine import described
 from portmm.errors import NoDeviceError, PortmmError
 from portmm.runtime import cuda, opencl
 from portmm.target.target import GENERIC_DEVICES
@@ -114,7 +114,7 @@ def queried(device: str) -> Facts:
         driver_facts = cuda.facts(at)
     else:
         driver_facts = opencl.facts()
-    target = gpu_dispatch.described(driver_facts)
+    target = described(driver_facts)
     extra = [f"{driver_facts.processors} processors"]
     extra += [f"up to {driver_facts.clock_ghz:.2f} GHz"] if driver_facts.clock_ghz else []
     driver = driver_facts.driver

@@ -12,18 +12,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import device_array, device_operands
-from portmm.arrays.device_array import WIDEST, DeviceArray
-from portmm.dispatch import config
-from portmm.dispatch import gpu as gpu_dispatch
-from portmm.dispatch.gpu_rows import launches
+from portmm.arrays import operand
+from portmm.arrays.grid_call import numbers
+from portmm.arrays.operand import WIDEST, Operand
+from portmm.dispatch import config, grid_routes
+from portmm.dispatch.grid_rows import launches
+from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES, Splitter
 from portmm.fusion.program_cpu import Kernel
 from portmm.fusion.program_gpu import Make, Output, Own, Run, runner
 from portmm.fusion.traced_array import Value
 from portmm.fusion.unit_expressions import Expressions, kernel_type
-from portmm.ops import matmul_gpu
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place, walk
@@ -32,7 +32,7 @@ from portmm.trace.numpy_names import rebuilt
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.dispatch.gpu import Launch
+    from portmm.dispatch.launches import Launch
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
     from portmm.trace.buffers import Walk
@@ -48,7 +48,7 @@ def program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[K
         ValueError: its arrays are on several devices.
         ScheduleError: something has no kernel.
     """
-    device_array.same_device(list(graph.device_arrays.values()))
+    operand.same_device(list(graph.device_arrays.values()))
     for x in graph.nodes:
         if x.leaf >= 0 and x.leaf not in graph.device_arrays and x.kind in ("array", "weight"):
             what = "a packed weight" if x.kind == "weight" else "an array in the host's memory"
@@ -76,7 +76,7 @@ class _Builder:
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         self.graph, self.outputs, self.split = graph, outputs, split
         self.like = next(iter(graph.device_arrays.values()))
-        self.on = device_operands.machine_of(self.like)
+        self.on = machine_of(self.like)
         self.buffers: dict[Node, Place] = {}
         self.steps: list[Make | Run | Own] = []
         self.kernels: list[Kernel] = []
@@ -123,7 +123,7 @@ class _Builder:
         """The buffer of an argument."""
         if x.leaf not in self.graph.device_arrays:
             raise ScheduleError(f"{x.name} ({x.where}) cannot be read on a device")
-        return Place(f"L{x.leaf}", 0, device_array.standin(self.graph.device_arrays[x.leaf]), "")
+        return Place(f"L{x.leaf}", 0, operand.standin(self.graph.device_arrays[x.leaf]), "")
 
     def view(self, x: Node) -> Place:
         """A view of a buffer, or a copy where strides cannot express the view."""
@@ -192,8 +192,9 @@ class _Builder:
         self, every: tuple[Launch, ...], buffers: list[tuple[str, str, int]], fusing: Expressions, workspace: int
     ) -> None:
         """Add a launch of kernels on buffers."""
-        numbers = tuple((f"number_{i}", leaf) for i, leaf in enumerate(fusing.numbers))
-        self.steps.append(Run(self.on, every, tuple(buffers), numbers, workspace))
+        leaves = tuple((f"number_{i}", leaf) for i, leaf in enumerate(fusing.numbers))
+        unmoved = tuple((launch, ()) for launch in every)
+        self.steps.append(Run(self.on, unmoved, tuple(buffers), leaves, workspace))
 
     def copy(self, source: Place, to: Place, x: Node) -> None:
         """Add a copy of elements into a contiguous buffer."""
@@ -225,8 +226,8 @@ class _Builder:
         p, values, vectors = self.problem((a, b, c), (k, n), w, text)
         for i, steps_ in enumerate(zip(w.batch[1][3:], w.rows[1][3:], columns, strict=True)):
             values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps_, strict=True)}
-        route = gpu_dispatch.route(replace(p, k=max(k, 1)), self.on, vectors)
-        every, (workspace, _) = matmul_gpu.bound(route, values, p)
+        route = grid_routes.route(replace(p, k=max(k, 1)), self.on, vectors)
+        every, (workspace, _) = route.launches(values, p)
         for moved in w.repeats:
             at = zip("abc", (a, b, c), moved, strict=False)
             buffers = [(name, y.root, y.offset + i * y.like.itemsize) for name, y, i in at]
@@ -245,18 +246,16 @@ class _Builder:
         for i, (x, (rows_, columns_, row, col)) in enumerate(zip(operands, ends, strict=True)):
             others = (apart[i], *(moved[i] for moved in w.repeats))
             at = self.gcd(x, [])
-            stand_in = DeviceArray(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
-            parts.append(device_operands.matrix(stand_in, rows_, columns_, (row, col), others))
+            stand_in = Operand(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
+            parts.append(operand.matrix(stand_in, rows_, columns_, (row, col), others))
         word = spell(*(kernel_type(x.like.dtype) for x in operands))
         p = Problem(
             m, n, k, word, items, parts[0].layout, parts[1].layout, "row",
             deterministic=config.current().deterministic, fused=text, tf32=config.rounds(word),
         )  # fmt: skip
-        values = {
-            "m": m, "n": n, "k": k, "batch": items, "a_m": parts[0].row, "a_k": parts[0].col, "a_batch": apart[0],
-            "b_k": parts[1].row, "b_n": parts[1].col, "b_batch": apart[1], "c_m": rows[2] or columns, "c_n": 1,
-            "c_batch": apart[2],
-        }  # fmt: skip
+        left, right, result = parts
+        result = replace(result, row=rows[2] or columns, col=1)
+        values = numbers((m, n, k), items, (left, right, result), apart)
         vector = parts[2].vector if parts[2].layout == "row" else 1
         return p, values, (parts[0].vector, parts[1].vector, vector)
 
@@ -314,7 +313,7 @@ def _step(x: Place, axis: int) -> int:
 
 def _placeholder(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
     """A placeholder of a new array: strides over one element of memory, which must not be read."""
-    strides = device_array.contiguous(shape, dtype.itemsize)
+    strides = operand.contiguous(shape, dtype.itemsize)
     return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
 
 

@@ -102,10 +102,10 @@ def attention(
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
         return tracer.call_(attention, (q, k, v), more)
     if libraries.on_device(q) or libraries.on_device(k) or libraries.on_device(v):
-        from portmm.ops import attention_gpu
+        from portmm.ops import grid_attention
 
-        device_options = attention_gpu.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
-        return attention_gpu.attention((q, k, v, out), device_options)
+        device_options = grid_attention.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
+        return grid_attention.attention((q, k, v, out), device_options)
     shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
     far = shape.n if window is None else min(window, shape.m + shape.n)
     if out is not None:

@@ -42,26 +42,19 @@ _state: dict[str, Any] = {}
 
 
 def device_operands(a: Any, b: Any, out: Any = None) -> Any:
-    """The operands as arrays of a device; None if they are in the host's memory."""
-    if is_int4_on_device(b):
-        return a, b, out
-    if not (libraries.on_device(a) or libraries.on_device(b)):
+    """The operands as a `grid_call.Product`; None if they are in the host's memory."""
+    if not (is_int4_on_device(b) or libraries.on_device(a) or libraries.on_device(b)):
         return None
-    from portmm.ops import matmul_gpu
+    from portmm.ops.grid_product import adopted
 
-    return matmul_gpu.adopted(a, b, out)
+    return adopted(a, b, out)
 
 
 def device_product(operands: Any, dtype: Any = None) -> Any:
     """The product of operands of `device_operands`."""
-    if is_int4_on_device(operands[1]):
-        from portmm.ops import int4_gpu
+    from portmm.ops.grid_product import multiply
 
-        a, b, out = operands
-        return int4_gpu.product(a, b, out, dtype)
-    from portmm.ops import matmul_gpu
-
-    return matmul_gpu.matmul(operands, dtype)
+    return multiply(operands, dtype)
 
 
 def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
@@ -205,7 +198,7 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
     types = numpy_arrays.types_of(a.dtype, right, None if out is None else out.dtype)
     if (a.dtype, right) != types[:2] or (out is not None and out.dtype != types[2]):
         return None  # something must be converted first
-    if out is not None and out.shape != numpy_arrays.shape_of(a, b.shape):
+    if out is not None and out.shape != numpy_arrays.shape_of(a.shape, b.shape):
         return None  # the product broadcasts to it
     try:
         plan_ = make_plan(a, b, out, bind=False)
@@ -238,7 +231,7 @@ def _product(a: Any, b: Any, out: Any) -> Any:
     register_types(types)
     if panels and types[1] != b_type:
         right, panels = unpack(b), False
-    dtype, shape = types[2], numpy_arrays.shape_of(left, right.shape)
+    dtype, shape = types[2], numpy_arrays.shape_of(left.shape, right.shape)
     vector_a, vector_b = left.ndim == 1, not panels and right.ndim == 1
     left = left[np.newaxis, :] if vector_a else left
     right = right[:, np.newaxis] if vector_b else right

@@ -1,7 +1,7 @@
 """Matrix products: `matmul` and `plan`.
 
-Owns the public functions. `host_matmul` and `matmul_gpu` multiply; `fused_matmul` is imported by the first call with an
-epilogue or a prologue.
+Owns the public functions. `host_matmul` and `grid_product` multiply; `fused_matmul` is imported by the first call with
+an epilogue or a prologue.
 """
 
 from __future__ import annotations
@@ -106,13 +106,9 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
     if is_quantized(b) and not is_int4_on_device(b):
         raise TypeError("a plan takes arrays and packed weights; an int4 weight has a memo of its calls: use matmul")
     if (there := host_matmul.device_operands(a, b, out)) is not None:
-        if is_int4_on_device(b):
-            from portmm.ops import int4_gpu
+        from portmm.ops import grid_product
 
-            return int4_gpu.plan(*there)
-        from portmm.ops import matmul_gpu
-
-        return matmul_gpu.plan(there)
+        return grid_product.plan(there)
     left = numpy_arrays.as_operand(a, "a", matrix=False)
     right = current(b) if is_packed(b) else numpy_arrays.as_operand(b, "b", matrix=False)
     for name, x in (("a", left), ("b", right), ("out", out)):

@@ -1,9 +1,7 @@
 """OpenCL devices: facts, builds of programs through the cache, launches of kernels.
 
-Owns the calls of OpenCL's drivers, through PyOpenCL, which is imported
-at the first use.
-
-A driver's binary is cached as other machine code is. PyOpenCL's own cache is not
+Owns the calls of OpenCL's drivers, through PyOpenCL, which is imported at the first use. The module is a
+`backends.Backend`. A driver's binary is cached as other machine code is. PyOpenCL's own cache is not
 used: it does not verify its entries, and it is redundant where the driver has one too.
 """
 
@@ -185,6 +183,32 @@ def default_queue(context: Any) -> Any:
     return entry[1]
 
 
+def facts_of(handle: tuple[Any, Any]) -> Facts:
+    """The facts of the device of a handle."""
+    return facts(handle[1])
+
+
+def handle_of(_device: tuple[Any, ...], queue: Any) -> tuple[Any, Any]:
+    """The context and the device of a queue."""
+    return queue.context, queue.device
+
+
+def title_of(device: tuple[Any, ...]) -> str:
+    """The name of a device in messages."""
+    return f"OpenCL device {device[-1]:#x} of context {device[1]:#x}"
+
+
+def memory_of(buffer: Any) -> tuple[int, int]:
+    """The root allocation of a buffer, and the offset in it: a sub-buffer has that of its parent."""
+    info = pyopencl().mem_info
+    if not hasattr(buffer, "get_info"):
+        return 0, int(getattr(buffer, "svm_ptr", 0))
+    root = buffer.get_info(info.ASSOCIATED_MEMOBJECT)
+    if root is None:
+        return int(buffer.int_ptr), 0
+    return int(root.int_ptr), int(buffer.get_info(info.OFFSET))
+
+
 # -- building ------------------------------------------------------------------------
 
 
@@ -295,17 +319,20 @@ def _keep(cl: Any, program: Program, device: Any, options: str) -> None:
         command, more = f"{device.name}: {options or 'no options'}", {"log": program.log}
         try:
             cache.keep(
-                program.key,
-                bytes(binary),
-                name=program.name,
-                seconds=program.seconds,
-                compiler=compiler,
-                command=command,
-                suffix=_SUFFIX,
-                more=more,
-            )
+                program.key, bytes(binary), name=program.name, seconds=program.seconds, compiler=compiler,
+                command=command, suffix=_SUFFIX, more=more,
+            )  # fmt: skip
         except OSError:
             return
+
+
+def build(text: str, name: str, _architecture: str, handle: tuple[Any, Any]) -> Function:
+    """Compile a source for a device, or find it in the cache, and load its kernel.
+
+    Raises:
+        BuildError: the compiler failed.
+    """
+    return load(compile_opencl(text, name, *handle), name)
 
 
 # -- launching -----------------------------------------------------------------------
@@ -324,12 +351,14 @@ def load(program: Program, name: str) -> Function:
         raise BuildError(f"program {program.name} has no kernel {name}: {error}; is it declared __kernel?") from error
 
 
-def launch(  # noqa: PLR0917 - the parameters of a launch
+def launch(
     function: Function,
     grid: tuple[int, ...],
     block: tuple[int, ...],
     arguments: Sequence[tuple[str, Any]],
     queue: Any,
+    _shared: int = 0,
+    *,
     wait_for: Sequence[Any] | None = None,
 ) -> Any:
     """Launch a kernel on a queue, asynchronously.
@@ -342,6 +371,7 @@ def launch(  # noqa: PLR0917 - the parameters of a launch
             pointer is a buffer, or memory of SVM, and an offset in elements, which the
             kernel takes as two parameters, the second a long; None is NULL.
         queue: PyOpenCL's.
+        _shared: bytes of shared memory, which kernels of OpenCL declare themselves.
         wait_for: events to wait for; without them, a launch on an out-of-order queue is ordered after
             all earlier commands and before all later ones.
 

@@ -14,7 +14,7 @@ from support import ISAS
 
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_grid, lower_int4_repack, lower_pack, lower_rows
-from portmm.dispatch.gpu import source as device_source
+from portmm.dispatch.machine import source as device_source
 from portmm.schedule.schedule import ALL, Schedule, Tile
 from portmm.spec import elementwise
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, number

@@ -8,7 +8,7 @@ from opencl_cpu import missing
 
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import grid_atom, lower_grid
-from portmm.dispatch.gpu import source
+from portmm.dispatch.machine import source
 from portmm.errors import NoCompilerError, ScheduleError
 from portmm.schedule.gpu_candidates import asynchronous, candidates, units
 from portmm.schedule.gpu_cost import cost

@@ -106,7 +106,7 @@ LOCKS = [
     ("portmm.ops.host_matmul", "_lock"),
     ("portmm.dispatch.cpu_kernels", "_lock"),
     ("portmm.spec.expr", "_making"),
-    ("portmm.dispatch.gpu", "_lock"),
+    ("portmm.dispatch.machine", "_lock"),
     ("portmm.runtime.cuda", "_lock"),
     ("portmm.runtime.cpu", "_lock"),
     ("portmm.runtime.opencl", "_lock"),

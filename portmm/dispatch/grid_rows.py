@@ -8,7 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
-from portmm.dispatch.gpu import MOST, MOST_ROUTES, bind
+from portmm.dispatch.grid_routes import MOST_ROUTES
+from portmm.dispatch.launches import MOST, bind
 from portmm.errors import ScheduleError
 from portmm.kernels.gpu.rowwise import Form, kept
 from portmm.schedule.gpu_candidates import on_gpu
@@ -19,7 +20,8 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.dispatch.gpu import Launch, Machine
+    from portmm.dispatch.launches import Launch
+    from portmm.dispatch.machine import Machine
     from portmm.spec.epilogue import Fused
     from portmm.target.device import Device
 
