@@ -63,9 +63,9 @@ class Builder:
         raise NotImplementedError
 
     def launch_product(
-        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int]
+        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int], *, text: str
     ) -> Problem:
-        """Add runs of a product of `size` k and n with an epilogue, and return its problem."""
+        """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
         raise NotImplementedError
 
     # Steps.
@@ -153,7 +153,7 @@ class Builder:
         w, columns = walk(x.shape[:-1], outer, 1, whole=_counts(unit)), [s[-1] for s in steps]
         fusing.bind(w, columns, 3)
         text = fusing.text() if len(unit.members) > 1 else ""
-        p = self.launch_product((a, b, c), (k, n), fusing, w, columns)
+        p = self.launch_product((a, b, c), (k, n), fusing, w, columns, text=text)
         self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p)))
 
 

@@ -218,9 +218,9 @@ class HostBuilder(Builder):
             self.writer.execute(route, [size[0], size[1], 1, size[2], *(0,) * 9], [None, None, None, table, numbers])
 
     def launch_product(
-        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int]
+        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int], *, text: str
     ) -> Problem:
-        """Add runs of a product of `size` k and n with an epilogue, and return its problem."""
+        """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
         (a, b, c), (k, n), (m, rows), (items, apart) = operands, size, w.rows, w.batch
         assert fusing.product is not None  # noqa: S101 - of a product
         left = _left(a, m, k, rows[0])
@@ -228,7 +228,7 @@ class HostBuilder(Builder):
         word = spell(numpy_arrays.name_of(a.like.dtype), storage, numpy_arrays.name_of(c.like.dtype))
         p = Problem(
             m, n, k, word, items, left.layout, layout, "row", packed_layout, config.current().deterministic,
-            fused=fusing.text(),
+            fused=text,
         )  # fmt: skip
         route = dynamic_m.route(p)
         numbers = [m, n, k, items, left.row, left.col, apart[0], b_k, b_n, apart[1], rows[2] or n, 1, apart[2]]

@@ -26,7 +26,6 @@ from portmm.fusion.program_grid import Make, Output, Own, Run, runner
 from portmm.fusion.traced_array import Value
 from portmm.fusion.unit_expressions import kernel_type
 from portmm.spec.dtype import spell
-from portmm.spec.epilogue import acc
 from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place
 from portmm.trace.numpy_names import rebuilt
@@ -113,8 +112,9 @@ class GridBuilder(Builder):
             raise ScheduleError(f"{x.name} ({x.where}) moves elements in a way that has no kernel")
         return viewed
 
-    def allocate(self, x: Node, shape: tuple[int, ...] | None = None, _: Expressions | None = None) -> Place:
-        """Allocate an array for a node."""
+    def allocate(self, x: Node, shape: tuple[int, ...] | None = None, fusing: Expressions | None = None) -> Place:
+        """Allocate an array for a node; no memory is reused."""
+        del fusing
         shape, kind, name = x.shape if shape is None else shape, kernel_type(np.dtype(x.dtype)), f"M{len(self.steps)}"
         if not kind:
             raise ScheduleError(f"kernels do not write {x.dtype}")
@@ -158,11 +158,9 @@ class GridBuilder(Builder):
         self.steps.append(Run(self.on, unmoved, tuple(buffers), leaves, workspace))
 
     def launch_product(
-        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int]
+        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int], *, text: str
     ) -> Problem:
-        """Add runs of a product of `size` k and n with an epilogue, and return its problem."""
-        # The only expression of a product alone is its sum.
-        text = fusing.text() if fusing.buffers or fusing.values != [acc()] else ""
+        """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
         p, values, vectors = self.problem(operands, size, w, text)
         for i, steps_ in enumerate(zip(w.batch[1][3:], w.rows[1][3:], columns, strict=True)):
             values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps_, strict=True)}

@@ -89,16 +89,16 @@ def _kernels(there: Any, traced: Traced, usual: np.dtype[Any], closure: dict[Any
     Raises:
         TraceError: columns would have to be reduced twice.
     """
-    split = split_column_reductions(traced, len(there.values), usual)
-    if split is None:
-        return _Kernels((there.kernel(traced, (), usual, closure),), traced.several)
-    sums, rest, order, passed = split
-    every = [there.kernel(sums, (), usual, closure)]
     try:
+        split = split_column_reductions(traced, len(there.values), usual)
+        if split is None:
+            return _Kernels((there.kernel(traced, (), usual, closure),), traced.several)
+        sums, rest, order, passed = split
+        every = [there.kernel(sums, (), usual, closure)]
         if rest.results:
             every.append(there.kernel(rest, (epilogue.Operand("f32", "bn"),) * passed, usual, closure))
     except ScheduleError as error:
-        if not any(x.op == "fold" for x in ordered(tuple(x for x, _ in rest.results))):
+        if not any(x.op == "fold" for x in ordered(tuple(x for x, _ in traced.results))):
             raise
         raise TraceError("results of column reductions cannot be reduced down columns again: take two steps") from error
     return _Kernels(tuple(every), traced.several, order, passed)
