@@ -52,6 +52,11 @@ def on_device(x: Any) -> bool:
     return hasattr(cls, "__cuda_array_interface__") or (hasattr(cls, "__dlpack_device__") and exports_cuda(x))
 
 
+def in_host_memory(*values: Any) -> bool:
+    """Whether some of the values are tensors of PyTorch in the host's memory."""
+    return any(type(x) is not np.ndarray and library_of(x) == "torch" and not x.is_cuda for x in values)
+
+
 def exports_cuda(x: Any) -> bool:
     """Whether an object exports memory of a CUDA device by DLPack."""
     where = getattr(x, "__dlpack_device__", None)

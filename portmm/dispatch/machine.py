@@ -67,7 +67,7 @@ class Machine:
 
     @property
     def backend(self) -> Backend:
-        """What compiles and launches its kernels."""
+        """The module that compiles and launches its kernels."""
         return backend(self.language)
 
     def load(self, kernel: GridKernel) -> Any:

@@ -106,6 +106,11 @@ def attention(
 
         device_options = grid_attention.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
         return grid_attention.attention((q, k, v, out), device_options)
+    if libraries.in_host_memory(q, k, v, lengths, offset, out):
+        from portmm.arrays.torch_tensors import through
+
+        more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
+        return through(attention, q, k, v, lengths=lengths, offset=offset, return_lse=return_lse, **more)
     shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
     far = shape.n if window is None else min(window, shape.m + shape.n)
     if out is not None:

@@ -57,16 +57,17 @@ def adopted(a: Any, b: Any, out: Any = None, ends: Any = None) -> Product | None
         ValueError: they are on several devices, or their shapes do not match.
     """
     weight = b if weight_kind(b) is WeightKind.DEVICE_INT4 else None
-    given = {"a": a, "b": b if weight is None else weight.codes, "ends": ends, "out": out}
-    found = {name: x if isinstance(x, Operand) else adopt(x) for name, x in given.items() if x is not None}
-    if not any(found.values()):
+    arguments = {"a": a, "b": b if weight is None else weight.codes, "ends": ends, "out": out}
+    operands = {name: x if isinstance(x, Operand) else adopt(x) for name, x in arguments.items() if x is not None}
+    if not any(operands.values()):
         return None
-    for name, x in found.items():
+    for name, x in operands.items():
         if x is None:
-            kind = type(given[name]).__name__
+            kind = type(arguments[name]).__name__
             raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
-    operand.same_device(list(found.values()))  # type: ignore[arg-type]
-    product = Product(found["a"], found["b"], found.get("out"), weight, found.get("ends"))  # type: ignore[arg-type]
+    there: dict[str, Operand] = operands  # type: ignore[assignment]
+    operand.same_device(list(there.values()))
+    product = Product(there["a"], there["b"], there.get("out"), weight, there.get("ends"))
     return product if ends is None else grouped(product)
 
 

@@ -77,6 +77,10 @@ def grouped_matmul(
         product = grid_product.adopted(a, b, out, ends)
         assert product is not None  # noqa: S101 - one of them is on a device
         return grid_product.multiply(product, dtype, epilogue)
+    if libraries.in_host_memory(a, ends, out, *(b if isinstance(b, (list, tuple)) else (b,))):
+        from portmm.arrays.torch_tensors import through
+
+        return through(grouped_matmul, a, b, ends, out, dtype=dtype, epilogue=epilogue)
     groups = _groups(a, b, ends)
     if epilogue is not None:
         requested = None if dtype is None else np.dtype(dtype)

@@ -50,11 +50,22 @@ def device_operands(a: Any, b: Any, out: Any = None) -> Any:
     return adopted(a, b, out)
 
 
-def device_product(operands: Any, dtype: Any = None) -> Any:
-    """The product of operands of `device_operands`."""
-    from portmm.ops.grid_product import multiply
+def _elsewhere(multiply: Callable[..., Any], a: Any, b: Any, out: Any, *dtype: Any) -> tuple[Any, ...]:
+    """A tuple of the product of operands that are traced, on a device, or tensors; empty if all are NumPy's.
 
-    return multiply(operands, dtype)
+    Tensors in the host's memory are multiplied by `multiply`, as arrays.
+    """
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
+        return (tracer.matmul_(a, b, out, np.dtype(*dtype) if dtype else None, {}),)
+    if (there := device_operands(a, b, out)) is not None:
+        from portmm.ops import grid_product
+
+        return (grid_product.multiply(there, *dtype),)
+    if libraries.in_host_memory(a, b, out):
+        from portmm.arrays.torch_tensors import through
+
+        return (through(multiply, a, b, out, *dtype),)
+    return ()
 
 
 def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
@@ -65,10 +76,8 @@ def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
 def typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
     """A product with a requested result type."""
     out = numpy_arrays.single(out)
-    if (there := device_operands(a, b, out)) is not None:
-        return device_product(there, dtype)
-    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
-        return tracer.matmul_(a, b, out, np.dtype(dtype), {})
+    if there := _elsewhere(typed, a, b, out, dtype):
+        return there[0]
     from portmm.ops import result_dtype
 
     return result_dtype.product(a, b, out, np.dtype(dtype), fast)
@@ -77,8 +86,8 @@ def typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
 def _start(a: Any, b: Any, out: Any) -> Any:
     """The first call of a process: build the runtime, then multiply. A device needs no runtime."""
     out = numpy_arrays.single(out)
-    if (there := device_operands(a, b, out)) is not None:
-        return device_product(there)
+    if there := _elsewhere(_start, a, b, out):
+        return there[0]
     begin(a, b, out)
     return fast(a, b, out)
 
@@ -161,10 +170,8 @@ def _without_compiler(a: Any, b: Any, out: Any) -> Any:
         if fast is not _without_compiler:
             return fast(a, b, out)
     out = numpy_arrays.single(out)
-    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
-        return tracer.matmul_(a, b, out, None, {})
-    if (there := device_operands(a, b, out)) is not None:
-        return device_product(there)
+    if there := _elsewhere(_without_compiler, a, b, out):
+        return there[0]
     from portmm.ops.result_dtype import numbers
 
     left = numpy_arrays.as_operand(a, "a")
@@ -213,10 +220,8 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
 def _general(a: Any, b: Any, out: Any) -> Any:
     """The general path: any product that NumPy accepts."""
     out = numpy_arrays.single(out)
-    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
-        return tracer.matmul_(a, b, out, None, {})
-    if (there := device_operands(a, b, out)) is not None:
-        return device_product(there)
+    if there := _elsewhere(_state["runtime"].matmul, a, b, out):
+        return there[0]
     result = _by_quantized(a, b, out) if is_quantized(b) else _product(a, b, out)
     return in_class_of(result, a, b) if out is None else result
 

@@ -41,7 +41,7 @@ Moves = tuple[tuple[str, int, int], ...]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Captures:
-    """What kernels read of a function's closure.
+    """Arrays and numbers that kernels read of a function's closure.
 
     Attributes:
         sources: parameter of kernels, captured array, and the offset of its first element in bytes.
@@ -151,7 +151,7 @@ class KernelCall:
         return results
 
     def returned(self, results: list[Operand]) -> Any:
-        """What the call returns: the arrays of the results, or the only one."""
+        """The values that the call returns: the arrays of the results, or the only one."""
         return tuple([x.source for x in results]) if self.several else results[0].source
 
 
@@ -180,7 +180,7 @@ def _advanced(there: Any, elements: int, size: int) -> Any:
 
 
 def via_temporary(out: Operand, like: Operand, dtype: str, run: Callable[[Operand], Any]) -> Any:
-    """What `run` returns for a new array of a type in the place of `out`, to which that is copied."""
+    """The result of `run` for a new array of a type, which is copied to `out` and replaced by it."""
     temporary = empty_like(replace(out, queue=like.queue), out.shape, dtype)
     result = run(temporary)
     copy(temporary, out)

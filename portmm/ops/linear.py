@@ -84,14 +84,17 @@ def linear(
             does not fit 16 bits.
         ScheduleError: `w` was packed for other activations.
     """
+    scaling_options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
+    scaling_options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
     if (tracer := numpy_arrays.tracing_operand(x, w, bias, x_scale, w_scale)) is not None:
-        more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
-        more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
+        more = {**scaling_options, "dtype": dtype, "out": out, "epilogue": epilogue}
         return tracer.call_(linear, (x, w, bias), more)
     if libraries.on_device(x) or libraries.on_device(w):
-        scaling_options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
-        scaling_options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
         return _on_device(x, w, bias, scaling_options, dtype, out, epilogue)
+    if libraries.in_host_memory(x, w, bias, out):
+        from portmm.arrays.torch_tensors import through
+
+        return through(linear, x, w, bias, dtype=dtype, out=out, epilogue=epilogue, **scaling_options)
     left = numpy_arrays.as_operand(x, "x", matrix=False)
     if isinstance(w, PackedInt4):
         weight = w
