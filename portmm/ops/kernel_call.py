@@ -18,7 +18,8 @@ from portmm.dispatch.machine import machine_of
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Fused, load
 from portmm.spec.epilogue import Operand as Element
-from portmm.spec.expr import real, rounded
+from portmm.spec.expr import real
+from portmm.spec.expr_functions import rounded
 from portmm.trace.bind import located
 from portmm.trace.buffers import walk
 from portmm.trace.closures import resolve
