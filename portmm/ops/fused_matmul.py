@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays
-from portmm.arrays.libraries import in_host_memory
+from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.ops import call_fastpath, host_matmul
@@ -46,12 +45,13 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
     prologue_b: Callable[..., Any] | None,
 ) -> Any:
     """The product with prologues and an epilogue: see `matmul.matmul`."""
-    if (there := host_matmul.device_operands(a, b, out)) is not None:
-        return _on_device(there, dtype, epilogue, prologue_a, prologue_b)
-    if in_host_memory(a, b, out):
-        from portmm.arrays.torch_tensors import through
+    if not libraries.on_host(a, b, out):
+        if (there := host_matmul.device_operands(a, b, out)) is not None:
+            return _on_device(there, dtype, epilogue, prologue_a, prologue_b)
+        if libraries.in_host_memory(a, b, out):
+            from portmm.arrays.torch_tensors import through
 
-        return through(matmul, a, b, out, dtype, epilogue, prologue_a, prologue_b)
+            return through(matmul, a, b, out, dtype, epilogue, prologue_a, prologue_b)
     left = numpy_arrays.as_operand(a, "a")
     right = operand_b(b)
     if prologue_a is not None:

@@ -71,16 +71,18 @@ def grouped_matmul(
         ScheduleError: the epilogue reduces.
         TraceError: the epilogue cannot be traced.
     """
-    if any(map(libraries.on_device, (a, b, ends))):
-        from portmm.ops import grid_product
+    every = (a, ends, out, *(b if isinstance(b, (list, tuple)) else (b,)))
+    if not libraries.on_host(*every):
+        if any(map(libraries.on_device, (a, b, ends))):
+            from portmm.ops import grid_product
 
-        product = grid_product.adopted(a, b, out, ends)
-        assert product is not None  # noqa: S101 - one of them is on a device
-        return grid_product.multiply(product, dtype, epilogue)
-    if libraries.in_host_memory(a, ends, out, *(b if isinstance(b, (list, tuple)) else (b,))):
-        from portmm.arrays.torch_tensors import through
+            product = grid_product.adopted(a, b, out, ends)
+            assert product is not None  # noqa: S101 - one of them is on a device
+            return grid_product.multiply(product, dtype, epilogue)
+        if libraries.in_host_memory(*every):
+            from portmm.arrays.torch_tensors import through
 
-        return through(grouped_matmul, a, b, ends, out, dtype=dtype, epilogue=epilogue)
+            return through(grouped_matmul, a, b, ends, out, dtype=dtype, epilogue=epilogue)
     groups = _groups(a, b, ends)
     if epilogue is not None:
         requested = None if dtype is None else np.dtype(dtype)

@@ -57,6 +57,8 @@ def _elsewhere(multiply: Callable[..., Any], a: Any, b: Any, out: Any, *dtype: A
     """
     if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
         return (tracer.matmul_(a, b, out, np.dtype(*dtype) if dtype else None, {}),)
+    if libraries.on_host(a, b, out):
+        return ()
     if (there := device_operands(a, b, out)) is not None:
         from portmm.ops import grid_product
 

@@ -84,17 +84,12 @@ def linear(
             does not fit 16 bits.
         ScheduleError: `w` was packed for other activations.
     """
-    scaling_options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
-    scaling_options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
-    if (tracer := numpy_arrays.tracing_operand(x, w, bias, x_scale, w_scale)) is not None:
-        more = {**scaling_options, "dtype": dtype, "out": out, "epilogue": epilogue}
-        return tracer.call_(linear, (x, w, bias), more)
-    if libraries.on_device(x) or libraries.on_device(w):
-        return _on_device(x, w, bias, scaling_options, dtype, out, epilogue)
-    if libraries.in_host_memory(x, w, bias, out):
-        from portmm.arrays.torch_tensors import through
-
-        return through(linear, x, w, bias, dtype=dtype, out=out, epilogue=epilogue, **scaling_options)
+    tracer = numpy_arrays.tracing_operand(x, w, bias, x_scale, w_scale)
+    if tracer is not None or not libraries.on_host(x, w, bias, out):
+        more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
+        more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
+        if there := _elsewhere(tracer, (x, w, bias), more):
+            return there[0]
     left = numpy_arrays.as_operand(x, "x", matrix=False)
     if isinstance(w, PackedInt4):
         weight = w
@@ -127,6 +122,19 @@ def linear(
         if to is not result:
             result[...] = to
     return result if out is not None or dtype is None else result.astype(dtype, copy=False)
+
+
+def _elsewhere(tracer: Any, operands: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """A tuple of the result of operands that are traced, on a device, or tensors; empty for others."""
+    if tracer is not None:
+        return (tracer.call_(linear, operands, options),)
+    if libraries.on_device(operands[0]) or libraries.on_device(operands[1]):
+        return (_on_device(*operands, **options),)
+    if libraries.in_host_memory(*operands, options["out"]):
+        from portmm.arrays.torch_tensors import through
+
+        return (through(linear, *operands, **options),)
+    return ()
 
 
 def _with_epilogue(  # noqa: PLR0917 - one caller
@@ -236,8 +244,8 @@ def _by_numpy(left: Array, weight: Any, source: str, vectors: tuple[Array | None
 # -- on a device -----------------------------------------------------------------------
 
 
-def _on_device(  # noqa: PLR0917 - operands, then the options
-    x: Any, w: Any, bias: Any, options: dict[str, Any], dtype: Any, out: Any, epilogue: Callable[..., Any] | None
+def _on_device(
+    x: Any, w: Any, bias: Any, *, dtype: Any, out: Any, epilogue: Callable[..., Any] | None, **options: Any
 ) -> Any:
     """The same for arrays on one device: scales and a bias are an epilogue of an integer product.
 
