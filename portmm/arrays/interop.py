@@ -13,7 +13,7 @@ import numpy as np
 
 from portmm.arrays import cupy_arrays, pyopencl_arrays, torch_tensors
 from portmm.arrays.libraries import library_of
-from portmm.arrays.operand import Operand, title_of
+from portmm.arrays.operand import Operand, same_device, title_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,6 +37,24 @@ def adopt(x: Any) -> Operand | None:
     if interface is not None:
         return cupy_arrays.from_interface(x, interface)
     return cupy_arrays.from_dlpack(x)
+
+
+def adopt_all(arrays: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Operand]:
+    """The descriptions of arrays on one device, by name; `optional` ones may be None, and are left out then.
+
+    Raises:
+        TypeError: one is in the host's memory, or of an unsupported type.
+        ValueError: they are on several devices.
+    """
+    operands = {}
+    for name, x in (arrays | {n: x for n, x in (optional or {}).items() if x is not None}).items():
+        operand = x if isinstance(x, Operand) else adopt(x)
+        if operand is None:
+            kind = type(x).__name__
+            raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
+        operands[name] = operand
+    same_device(list(operands.values()))
+    return operands
 
 
 def lay(x: Any) -> tuple[Any, ...]:

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import interop, operand
+from portmm.arrays import operand
+from portmm.arrays.interop import adopt_all
 from portmm.codegen.lower import lower_grid_attention
 from portmm.dispatch.launches import bind
 from portmm.dispatch.machine import machine_of
@@ -129,15 +130,16 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
 
 def _adopted(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[_Call, dict[str, int]]:
     """The arrays of a call, and its numbers."""
-    q, k, v = (_there(x, name) for x, name in zip(operands, "qkv", strict=False))
-    out = None if operands[3] is None else _there(operands[3], "out")
-    for name, x in (("q", q), ("k", k), ("v", v)):
+    there = adopt_all(dict(zip("qkv", operands, strict=False)), {"out": operands[3]})
+    for name in "qkv":
+        x = there[name]
         if x.dtype not in STORAGE_TYPES:
             raise TypeError(
                 f"{name} has elements of {_long_type(x)}; attention takes {', '.join(map(_long, STORAGE_TYPES))}"
             )
         if len(x.shape) < 3:
             raise ValueError(f"{name} has shape {x.shape}; pass (..., heads, rows, columns)")
+    q, k, v, out = there["q"], there["k"], there["v"], there.get("out")
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(f"q, k and v are of {_long_type(q)}, {_long_type(k)} and {_long_type(v)}; these must be equal")
     sizes = sizes_of(q.shape, k.shape, v.shape)
@@ -155,19 +157,6 @@ def _adopted(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[_Ca
             )
     window = m + n if options.window is None else min(options.window, m + n)
     return call, {"n": min(seen, n), "offset": offset, "window": window}
-
-
-def _there(x: Any, name: str) -> Operand:
-    """An array on a device.
-
-    Raises:
-        TypeError: it is in the host's memory.
-    """
-    array = interop.adopt(x)
-    if array is None:
-        kind = type(x).__name__
-        raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
-    return array
 
 
 def _long(name: str) -> str:
@@ -193,7 +182,7 @@ def _by_item(
         if not limits[0] <= x <= limits[1]:
             raise ValueError(f"{name} is {x}; there are {limits[1]} keys: pass {limits[0]} to {limits[1]}")
         return int(x), None
-    array = _there(x, name)
+    array = adopt_all({name: x})[name]
     if array.dtype != "s32":
         raise TypeError(f"{name} has elements of {_long_type(array)}; pass int32, or one integer")
     size = BY_NAME[array.dtype].bytes

@@ -16,7 +16,8 @@ import numpy as np
 
 from portmm.arrays import operand, relayout
 from portmm.arrays.grid_call import GridCall, Product, grid_call
-from portmm.arrays.interop import adopt
+from portmm.arrays.interop import adopt_all
+from portmm.arrays.libraries import on_device
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.arrays.operand import Operand, dense_like, named, overlap
 from portmm.dispatch import config, grid_routes
@@ -50,23 +51,16 @@ _ready = Memory(MOST_KINDS)
 
 
 def adopted(a: Any, b: Any, out: Any = None, ends: Any = None) -> Product | None:
-    """The operands of a product on a device; None if all are in the host's memory.
+    """The operands of a product on a device; None if A and B are in the host's memory.
 
     Raises:
         TypeError: only some of them are, or a type is not supported.
         ValueError: they are on several devices, or their shapes do not match.
     """
     weight = b if weight_kind(b) is WeightKind.DEVICE_INT4 else None
-    arguments = {"a": a, "b": b if weight is None else weight.codes, "ends": ends, "out": out}
-    operands = {name: x if isinstance(x, Operand) else adopt(x) for name, x in arguments.items() if x is not None}
-    if not any(operands.values()):
+    if weight is None and not any(isinstance(x, Operand) or on_device(x) for x in (a, b, ends)):
         return None
-    for name, x in operands.items():
-        if x is None:
-            kind = type(arguments[name]).__name__
-            raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
-    there: dict[str, Operand] = operands  # type: ignore[assignment]
-    operand.same_device(list(there.values()))
+    there = adopt_all({"a": a, "b": b if weight is None else weight.codes}, {"ends": ends, "out": out})
     product = Product(there["a"], there["b"], there.get("out"), weight, there.get("ends"))
     return product if ends is None else grouped(product)
 

@@ -132,17 +132,20 @@ class KernelCall:
             read: the arrays of these, if they are known.
             values: further numbers of kernels.
         """
-        closure = closure or {}
-        results = [empty_like(like, shape, dtype) for _, shape, dtype in self.results]
-        if out is not None and not self.converts:
-            results[0] = out
+        direct = out is not None and not self.converts
+        results = [empty_like(like, shape, dtype) for _, shape, dtype in self.results[direct:]]
+        if out is not None and direct:
+            results.insert(0, out)
         if self.launches:
-            read = self.captures.arrays(closure, like) if read is None else read
             values |= {name: address(x) for name, x in operands.items()}
             if self.swapped:
-                values |= {"a": values["b"], "b": values["a"]}
-            values |= {name: address(x) for (name, *_), x in zip(self.results, results, strict=True)}
-            values |= self.captures.values(read, closure)
+                values["a"], values["b"] = values["b"], values["a"]
+            for (name, *_), x in zip(self.results, results, strict=True):
+                values[name] = address(x)
+            if self.captures.sources or self.captures.numbers:
+                closure = closure or {}
+                read = self.captures.arrays(closure, like) if read is None else read
+                values |= self.captures.values(read, closure)
             copies = relayout.run(self.copies, self.on, values, like)
             start(self.on, self.launches, values, like, self.workspace)
             del copies  # their library frees them when the queue is done with them

@@ -259,12 +259,8 @@ def _on_device(
     from portmm.ops.rowwise import over_rows
     from portmm.spec.elementwise import quantize_rows
 
-    left, weight = interop.adopt(x), interop.adopt(w)
-    if left is None or weight is None:
-        name, kind = ("x", x) if left is None else ("w", w)
-        raise TypeError(
-            f"{name} is a {type(kind).__name__} in the host's memory, the other is on a device: copy it there"
-        )
+    there = interop.adopt_all({"x": x, "w": w})
+    left, weight = there["x"], there["w"]
     for name in ("x_zero", "w_zero"):
         if not isinstance(options[name], (int, np.integer)) or options[name] != 0:
             raise TypeError(
