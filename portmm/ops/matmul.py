@@ -38,6 +38,7 @@ def matmul(
     float result is rounded once, to nearest even, and to infinity on overflow.
     Units that multiply bfloat16 (AVX512-BF16, AMX, BFDOT, BFMMLA) flush subnormals to zero.
 
+    Tensors of PyTorch in the host's memory are operands like NumPy's arrays, and give tensors.
     Arrays of CuPy, PyTorch and PyOpenCL on a device are multiplied there, in place,
     on the stream or queue of `a`, asynchronously; the result is an array of the same library. There,
     float8_e4m3fn and float8_e5m2 are multiplied, too: two of them give bfloat16 unless `dtype` is set.
