@@ -21,7 +21,6 @@ from portmm.kernels.gpu.transpose import ALIGNED, lines
 from portmm.schedule.gpu_candidates import units
 from portmm.schedule.gpu_cost import copying
 from portmm.spec.dtype import BY_NAME
-from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from portmm.arrays.operand import Operand
@@ -35,8 +34,6 @@ SIDES = "ab"
 _ALONG_K = {"a": "row", "b": "col"}
 _KINDS = {1: "u8", 2: "f16", 4: "s32"}
 """Bytes of an element -> a type of that size: the copy does not interpret bits."""
-MOST_KERNELS = 64
-_loaded = Memory(MOST_KERNELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,8 +143,8 @@ def _copy(p: Problem, side: str, values: dict[str, Any], on: Machine) -> Copy:
     dtype, layout = p.types[0 if of_a else 1], p.a if of_a else p.b
     size, rows = BY_NAME[dtype].bytes, p.m if of_a else p.n
     along = "k" if layout in ("any", _ALONG_K[side]) else "row"
-    key = (_KINDS[size], along, on.key)
-    kernel, function = _loaded.get(key) or _loaded.keep(key, _load(*key[:2], on))
+    key = (_KINDS[size], along)
+    ((kernel, function),) = on.loaded(key, lambda: (lower_lines(on.target.isas[-1], *key),))
     row_stride, apart = lines(p.k, size), values[f"{side}_batch"]
     items = p.batch if apart else 1
     numbers = {
@@ -155,11 +152,6 @@ def _copy(p: Problem, side: str, values: dict[str, Any], on: Machine) -> Copy:
         "x_k": values[f"{side}_k"], "x_batch": apart, "to_m": row_stride, "to_batch": rows * row_stride,
     }  # fmt: skip
     return Copy(side, items * rows * row_stride, dtype, bind(kernel, function, numbers), kernel.name)
-
-
-def _load(kind: str, along: str, on: Machine) -> tuple[Any, Any]:
-    kernel = lower_lines(on.target.isas[-1], kind, along)
-    return kernel, on.load(kernel)
 
 
 def run(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: Operand) -> list[Any]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.libraries import in_host_memory
+from portmm.arrays.libraries import library_of
 from portmm.arrays.numpy_arrays import name_of, numpy_of
 from portmm.arrays.operand import Operand, type_name
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, EXTENSION_TYPES
@@ -81,11 +81,12 @@ def through(function: Callable[..., Any], *operands: Any, **options: Any) -> Any
     def read(x: Any) -> Any:
         if isinstance(x, (list, tuple)):
             return type(x)([read(y) for y in x])
-        if in_host_memory(x):
+        library = library_of(x)
+        if library == "torch" and not x.is_cuda:
             view = as_numpy(x)
             tensors[id(view)] = x, view
             return view
-        return numpy_of(BY_NUMPY[str(x)[6:]].name) if str(type(x)) == "<class 'torch.dtype'>" else x
+        return numpy_of(BY_NUMPY[str(x)[6:]].name) if not library and str(x).startswith("torch.") else x
 
     def written(x: Any) -> Any:
         if isinstance(x, tuple):

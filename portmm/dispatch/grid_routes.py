@@ -97,7 +97,6 @@ class Route:
 
 
 _routes = Memory(MOST_ROUTES)
-_loaded = Memory(MOST_ROUTES)
 
 
 def route(p: Problem, on: Machine, vectors: Vectors) -> Route:
@@ -131,9 +130,6 @@ def routes(requested: Sequence[tuple[Problem, Vectors]], on: Machine, compilers:
 
 
 def _code(s: Schedule, on: Machine) -> tuple[tuple[GridKernel, ...], tuple[Any, ...]]:
-    """The compiled kernels of a schedule, which serve other sizes too."""
-    compiled: tuple[tuple[GridKernel, ...], tuple[Any, ...]] | None = _loaded.get((s, on.key))
-    if compiled is None:
-        kernels = lower_grid(s, _isa(s, on.target))
-        compiled = _loaded.keep((s, on.key), (kernels, tuple(on.load(x) for x in kernels)))
-    return compiled
+    """The kernels of a schedule and their compiled functions, which serve other sizes too."""
+    loaded = on.loaded(s, lambda: lower_grid(s, _isa(s, on.target)))
+    return tuple([kernel for kernel, _ in loaded]), tuple([function for _, function in loaded])

@@ -14,8 +14,11 @@ from portmm.runtime.backends import backend
 from portmm.target.reported_device import device_target
 from portmm.target.target import GENERIC_DEVICES
 from portmm.util import locks
+from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
     from portmm.ir.grid_kernel import GridKernel
     from portmm.runtime.backends import Backend
     from portmm.runtime.device_facts import Facts
@@ -81,7 +84,22 @@ class Machine:
         assert device is not None  # noqa: S101 - devices have one
         return self.backend.build(source(kernel, self.language), kernel.name, device.architecture, self.handle)
 
+    def loaded(self, key: Any, lower: Callable[[], Sequence[GridKernel]]) -> tuple[tuple[GridKernel, Any], ...]:
+        """Kernels and their compiled functions, lowered and compiled once for a key.
 
+        Raises:
+            NoCompilerError: there is no compiler.
+            BuildError: the compiler failed.
+        """
+        kernels: tuple[tuple[GridKernel, Any], ...] | None = _loaded.get((key, self.key))
+        if kernels is None:
+            kernels = _loaded.keep((key, self.key), tuple([(x, self.load(x)) for x in lower()]))
+        return kernels
+
+
+MOST_KERNELS = 4096
+"""Keys of compiled kernels kept before all are dropped: an endless series of schedules must not fill memory."""
+_loaded = Memory(MOST_KERNELS)
 _machines: dict[tuple[Any, ...], Machine] = {}
 _lock = locks.lock()
 

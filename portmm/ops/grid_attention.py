@@ -29,7 +29,6 @@ from portmm.spec.epilogue import C, Fused, acc
 from portmm.spec.expr import real
 from portmm.trace.bind import UserFunction
 from portmm.trace.tracer import Indices
-from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -41,8 +40,6 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
     from portmm.trace.tracer import Traced
 
-MOST_KINDS = 1024
-"""Kinds of kernels remembered before the memo is emptied."""
 _VALUES = (acc(), Indices(NAMES))
 
 
@@ -286,16 +283,8 @@ def _form(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: str) 
     return Form(score, call.q.dtype, to, Bounds(causal, windowed), **arrays, lse=lse)
 
 
-_loaded = Memory(MOST_KINDS)
-
-
 def _code(form: Form, tiling: Tiling | MatrixTiling, on: Machine) -> tuple[tuple[Any, Any], ...]:
     """Kernels, with their loaded functions."""
-    key = (form, tiling, on.key)
-    loaded: tuple[tuple[Any, Any], ...] | None = _loaded.get(key)
-    if loaded is None:
-        matrix = gpu_mma_attention.unit(form.dtype, on.target) if isinstance(tiling, MatrixTiling) else None
-        isa, atom = matrix or units("f32", on.target)[0]
-        kernels = lower_grid_attention(isa, atom, form, tiling)
-        loaded = _loaded.keep(key, tuple((x, on.load(x)) for x in kernels))
-    return loaded
+    matrix = gpu_mma_attention.unit(form.dtype, on.target) if isinstance(tiling, MatrixTiling) else None
+    isa, atom = matrix or units("f32", on.target)[0]
+    return on.loaded((form, tiling), lambda: lower_grid_attention(isa, atom, form, tiling))

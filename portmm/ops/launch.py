@@ -18,17 +18,12 @@ from portmm.host.detect import missing
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ops import host_matmul
 from portmm.spec.dtype import BY_NAME, base
-from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.arrays.operand import Operand
     from portmm.ir.nodes import Kernel
-
-MOST_KERNELS = 256
-"""Kernels of devices remembered before the memo is emptied."""
-_loaded = Memory(MOST_KERNELS)
 
 
 def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
@@ -139,6 +134,6 @@ def _on_device(kernel: GridKernel, *arrays: Any) -> None:
         if pointer and operands[x.name].dtype != x.dtype:
             raise TypeError(f"{x.name} is of {operands[x.name].dtype}; this kernel takes {x.dtype}")
     on = machine_of(operands["a"])
-    function = _loaded.get((kernel, on.key)) or _loaded.keep((kernel, on.key), on.load(kernel))
+    ((_, function),) = on.loaded(kernel, lambda: (kernel,))
     addresses = {name: operand.address(x) for name, x in operands.items()}
     bind(kernel, function, values).run(on, addresses, operands["a"].queue)
