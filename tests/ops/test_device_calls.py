@@ -300,6 +300,9 @@ def test_what_does_not_fit_is_said(on):
     bias = np.ones(3, np.float32)
     with pytest.raises(TypeError, match="host's memory"):
         pm.matmul(a, on.array(values((5, 3), np.float32)), epilogue=lambda acc, i: acc + bias[i.n])
+    wide = on.array(np.ones(3))
+    with pytest.raises(TypeError, match="captures an array of float64, which kernels cannot read"):
+        pm.matmul(a, on.array(values((5, 3), np.float32)), epilogue=lambda acc, i: acc + wide[i.n])
     with pytest.raises((TraceError, ScheduleError)):
         pm.matmul(a, on.array(values((5, 3), np.float32)), epilogue=lambda acc: acc if acc > 0 else -acc)
 
