@@ -20,7 +20,6 @@ from portmm.ops.attention_kernel import AttentionKernel, make_kernel
 from portmm.ops.attention_shapes import (
     NAMES,
     Shape,
-    array,
     by_numpy,
     count,
     lengths_of,
@@ -112,7 +111,7 @@ def attention(
             from portmm.arrays.torch_tensors import through
 
             return through(attention, q, k, v, **more)
-    shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
+    shape = shape_of(q, k, v)
     far = shape.n if window is None else min(window, shape.m + shape.n)
     if out is not None:
         numpy_arrays.check_out(out, shape.result, shape.dtype)

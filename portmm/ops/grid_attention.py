@@ -19,7 +19,7 @@ from portmm.codegen.lower import lower_grid_attention
 from portmm.dispatch.launches import bind
 from portmm.dispatch.machine import machine_of
 from portmm.errors import TraceError
-from portmm.ops.attention_shapes import NAMES, STORAGE_TYPES, score_of, sizes_of
+from portmm.ops.attention_shapes import NAMES, SUPPORTED, score_of, sizes_of
 from portmm.ops.kernel_call import Captures, KernelCall, via_temporary
 from portmm.schedule import gpu_attention, gpu_mma_attention
 from portmm.schedule.gpu_candidates import units
@@ -128,18 +128,8 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
 def _adopted(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[_Call, dict[str, int]]:
     """The arrays of a call, and its numbers."""
     there = adopt_all(dict(zip("qkv", operands, strict=False)), {"out": operands[3]})
-    for name in "qkv":
-        x = there[name]
-        if x.dtype not in STORAGE_TYPES:
-            raise TypeError(
-                f"{name} has elements of {_long_type(x)}; attention takes {', '.join(map(_long, STORAGE_TYPES))}"
-            )
-        if len(x.shape) < 3:
-            raise ValueError(f"{name} has shape {x.shape}; pass (..., heads, rows, columns)")
     q, k, v, out = there["q"], there["k"], there["v"], there.get("out")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v are of {_long_type(q)}, {_long_type(k)} and {_long_type(v)}; these must be equal")
-    sizes = sizes_of(q.shape, k.shape, v.shape)
+    sizes = sizes_of(*[(_long_type(x), x.shape) for x in (q, k, v)])
     _, _, _, m, n, *_ = sizes
     lead = q.shape[:-3]
     seen, lengths = _by_item(options.lengths, "lengths", lead, (0, n), n)
@@ -148,20 +138,14 @@ def _adopted(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[_Ca
     operand.same_device([x for x in (q, k, v, out, lengths, starts) if x is not None])
     if out is not None:
         operand.check_out(out, call.shape)
-        if out.dtype not in STORAGE_TYPES:
-            raise TypeError(
-                f"out has elements of {_long_type(out)}; attention writes {', '.join(map(_long, STORAGE_TYPES))}"
-            )
+        if _long_type(out) not in SUPPORTED:
+            raise TypeError(f"out has elements of {_long_type(out)}; attention writes {', '.join(SUPPORTED)}")
     window = m + n if options.window is None else min(options.window, m + n)
     return call, {"n": min(seen, n), "offset": offset, "window": window}
 
 
-def _long(name: str) -> str:
-    return BY_NAME[name].numpy
-
-
 def _long_type(x: Operand) -> str:
-    return _long(x.dtype)
+    return BY_NAME[x.dtype].numpy
 
 
 def _by_item(
