@@ -161,6 +161,12 @@ def _rank(x: Product) -> int:
     return 2 if x.ends is None and len(x.a.shape) == len(x.b.shape) == 2 else 3
 
 
+def _size(x: Product) -> tuple[int, int, int]:
+    """Rows, columns and items, as an epilogue's operands see them."""
+    _, batch, (m, n, _) = x.shapes
+    return m, n, math.prod(batch) if x.ends is None else x.b.shape[0]
+
+
 def _split(x: Product, requested: str, epilogue: Callable[..., Any]) -> Any:
     """The product first, then the epilogue over its rows."""
     acc_type = accumulator(x.a.dtype, x.b.dtype)
@@ -251,7 +257,7 @@ def prepared(x: Product, requested: str, traced: Traced | None = None, *, static
     results, captures = [("c", shape, first)], Captures()
     values: dict[str, Any] = {}
     if step is not None and traced is not None:
-        size = (m, n, math.prod(batch) if x.ends is None else x.b.shape[0])
+        size = _size(x)
         captures = Captures.of(traced, size)
         count = len(traced.sources)
         for i, (axes, t) in enumerate(zip(step.axes[1:], step.types[1:], strict=True), count):
@@ -313,6 +319,7 @@ def question(x: Product, epilogue: Callable[..., Any] | None = None) -> tuple[Gr
         _check_groups(x.a.shape, x.b.shape, *x.b.shape[:1])
     if epilogue is not None:
         traced, _ = trace(epilogue, VALUES, by_value=False, rank=_rank(x))
+        Captures.of(traced, _size(x))  # raises if it captures what kernels cannot read
         try:
             step = _step(x, "", traced)
             call = grid_call(x, named(step.types[0]), step.text)

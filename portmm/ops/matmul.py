@@ -6,11 +6,12 @@ an epilogue or a prologue.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays
+from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError
 from portmm.ops import host_matmul
@@ -110,6 +111,10 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         from portmm.ops import grid_product
 
         return grid_product.plan(there)
+    if libraries.in_host_memory(a, b, out):
+        from portmm.arrays.torch_tensors import through
+
+        return partial(through, through(plan, a, b, out))
     left = numpy_arrays.as_operand(a, "a", matrix=False)
     right = current(b) if is_packed(b) else numpy_arrays.as_operand(b, "b", matrix=False)
     for name, x in (("a", left), ("b", right), ("out", out)):

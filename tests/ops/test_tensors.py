@@ -146,6 +146,18 @@ def test_tensors_with_gradients_are_refused_unless_none_are_computed(torch):
     np.testing.assert_array_equal(read(torch, pm.matmul(tensor(torch, a), packed)), pm.matmul(a, pm.pack(b)))
 
 
+def test_plans_take_tensors(torch):
+    for dtype in (np.float32, BF16):
+        a, b = values((5, 6), dtype), values((6, 7), dtype, 1)
+        x, y, to = tensor(torch, a), tensor(torch, b), tensor(torch, np.zeros((5, 7), dtype))
+        plan = pm.plan(x, y)
+        np.testing.assert_array_equal(read(torch, plan(x, y)), pm.matmul(a, b))
+        assert plan(x, y, out=to) is to
+        np.testing.assert_array_equal(read(torch, to), pm.matmul(a, b))
+        with pytest.raises(ValueError, match="shape"):
+            plan(x, x)
+
+
 def test_functions_of_several_operands(torch):
     a, b, bias = values((5, 6)), values((6, 7), seed=1), values((7,), seed=2)
     x, y = tensor(torch, a), tensor(torch, b)
