@@ -32,13 +32,13 @@ import gpu_schedules
 import gpu_tools
 import numpy as np
 
-from portmm.arrays import device_operands
 from portmm.build import cache_contents
 from portmm.build.nvrtc import find_nvrtc
 from portmm.comparison.cublaslt import LIMIT
 from portmm.comparison.limit import nvidia_smi
+from portmm.dispatch import machine
 from portmm.errors import NoCompilerError
-from portmm.ops import matmul_gpu
+from portmm.ops import grid_product
 from portmm.spec.dtype import BY_NAME
 from portmm.version import VERSION
 
@@ -67,7 +67,7 @@ def clocks():
 def machine_of(on):
     """The device of arrays, as portmm sees it."""
     probe = on.random((8, 8), "f32", 0)
-    return device_operands.machine_of(matmul_gpu.adopted(probe, probe)[0])
+    return machine.machine_of(grid_product.adopted(probe, probe).a)
 
 
 def facts(on, peers, machine):

@@ -26,12 +26,12 @@ import numpy as np
 from gpu_peers import NoPeers
 from gpu_run import END, closed, ended, say, started
 
-from portmm.arrays import device_array
+from portmm.arrays import operand
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.build import nvrtc
 from portmm.build.nvrtc import Cubin
 from portmm.errors import PortmmError
-from portmm.ops import int4_gpu
+from portmm.ops import int4_words
 from portmm.runtime import cuda, tensor_map
 from portmm.runtime.device_facts import Facts
 from portmm.spec.dtype import CODES_KR
@@ -49,7 +49,7 @@ class ndarray:  # noqa: N801 - CuPy's name
 
     def __init__(self, shape, dtype, at, strides=None):
         self.dtype, self.shape = np.dtype(dtype), tuple(shape)
-        self.strides = strides or device_array.contiguous(self.shape, self.dtype.itemsize)
+        self.strides = strides or operand.contiguous(self.shape, self.dtype.itemsize)
         self.data, self.device = SimpleNamespace(ptr=at), SimpleNamespace(id=0)
 
     @property
@@ -134,7 +134,7 @@ def installed(facts, on):
     tensor_map.tensor_map = lambda *_: np.zeros(1, "V128")
     # The values of a weight do not matter, and quantising and packing a large one takes seconds.
     gpu_families._quantized = _quantized  # noqa: SLF001
-    int4_gpu._words = _words  # noqa: SLF001
+    int4_words._words = _words  # noqa: SLF001
 
 
 H100 = {
@@ -176,7 +176,7 @@ def _quantized(n, k):
 def _words(codes):
     """As `device_codes` has them, empty."""
     k, n = codes.shape
-    return np.empty((n, max(1, -(-k // (CODES_KR * int4_gpu.TOGETHER))) * int4_gpu.TOGETHER), np.int32)
+    return np.empty((n, max(1, -(-k // (CODES_KR * int4_words.TOGETHER))) * int4_words.TOGETHER), np.int32)
 
 
 def device_facts():

@@ -15,9 +15,10 @@ import numpy as np
 from gpu_arrays import drawn
 
 import portmm as pm
-from portmm.arrays import device_operands, interop, numpy_arrays
-from portmm.dispatch import gpu as gpu_dispatch
-from portmm.ops import matmul_gpu
+from portmm.arrays import interop, numpy_arrays
+from portmm.dispatch import grid_routes
+from portmm.dispatch.machine import machine_of
+from portmm.ops import grid_product
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -130,9 +131,9 @@ def name_of(x):
 
 def chosen(a, b):
     """The function that multiplies two arrays, and its predicted seconds."""
-    left, right, _ = matmul_gpu.adopted(a, b)
-    call = matmul_gpu.question((left, right, None))
-    choice = gpu_dispatch.route(call.problem, device_operands.machine_of(left), call.vectors).choice
+    product = grid_product.adopted(a, b)
+    call, _ = grid_product.question(product)
+    choice = grid_routes.route(call.problem, machine_of(product.a), call.vectors).choice
     return {"schedule": str(choice.schedule), "predicted": choice.cost.seconds}
 
 

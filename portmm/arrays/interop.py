@@ -11,15 +11,15 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import cuda_arrays, opencl_arrays
-from portmm.arrays.device_array import DeviceArray, device_name
+from portmm.arrays import cupy_arrays, pyopencl_arrays, torch_tensors
 from portmm.arrays.libraries import library_of
+from portmm.arrays.operand import Operand, same_device, title_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 
-def adopt(x: Any) -> DeviceArray | None:
+def adopt(x: Any) -> Operand | None:
     """The description of an array on a device; None for anything else.
 
     Raises:
@@ -35,8 +35,26 @@ def adopt(x: Any) -> DeviceArray | None:
         return _READERS[library](x)
     interface = getattr(x, "__cuda_array_interface__", None)
     if interface is not None:
-        return cuda_arrays.from_interface(x, interface)
-    return cuda_arrays.from_dlpack(x)
+        return cupy_arrays.from_interface(x, interface)
+    return cupy_arrays.from_dlpack(x)
+
+
+def adopt_all(arrays: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Operand]:
+    """The descriptions of arrays on one device, by name; `optional` ones may be None, and are left out then.
+
+    Raises:
+        TypeError: one is in the host's memory, or of an unsupported type.
+        ValueError: they are on several devices.
+    """
+    operands = {}
+    for name, x in (arrays | {n: x for n, x in (optional or {}).items() if x is not None}).items():
+        operand = x if isinstance(x, Operand) else adopt(x)
+        if operand is None:
+            kind = type(x).__name__
+            raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
+        operands[name] = operand
+    same_device(list(operands.values()))
+    return operands
 
 
 def lay(x: Any) -> tuple[Any, ...]:
@@ -46,19 +64,19 @@ def lay(x: Any) -> tuple[Any, ...]:
     return array.kind
 
 
-_READERS: dict[str, Callable[[Any], DeviceArray | None]] = {
-    "cupy": cuda_arrays.from_cupy,
-    "torch": cuda_arrays.from_torch,
-    "pyopencl": opencl_arrays.from_pyopencl,
+_READERS: dict[str, Callable[[Any], Operand | None]] = {
+    "cupy": cupy_arrays.from_cupy,
+    "torch": torch_tensors.from_torch,
+    "pyopencl": pyopencl_arrays.from_pyopencl,
     "packed": lambda x: adopt(x.array),
 }
-_MAKERS: dict[str, Callable[[DeviceArray, tuple[int, ...], str], Any]] = {
-    "torch": cuda_arrays.torch_empty,
-    "pyopencl": opencl_arrays.pyopencl_empty,
+_MAKERS: dict[str, Callable[[Operand, tuple[int, ...], str], Any]] = {
+    "torch": torch_tensors.torch_empty,
+    "pyopencl": pyopencl_arrays.pyopencl_empty,
 }
 
 
-def empty_like(x: DeviceArray, shape: tuple[int, ...], dtype: str) -> tuple[Any, DeviceArray]:
+def empty_like(x: Operand, shape: tuple[int, ...], dtype: str) -> Operand:
     """A new array of the same library, on the same device and queue, C-contiguous and uninitialised.
 
     Arrays of libraries that are known only by an interface get one of CuPy's.
@@ -69,13 +87,13 @@ def empty_like(x: DeviceArray, shape: tuple[int, ...], dtype: str) -> tuple[Any,
         dtype: portmm's name of its elements' type.
 
     Returns:
-        The array, and its description.
+        The description of the array, which is its `source`.
 
     Raises:
         TypeError: the library has no such element type.
     """
-    array = _MAKERS.get(library_of(x.source), cuda_arrays.cupy_empty)(x, shape, dtype)
+    array = _MAKERS.get(library_of(x.source), cupy_arrays.cupy_empty)(x, shape, dtype)
     described = _READERS[library_of(array)](array)
     if described is None:
-        raise TypeError(f"{type(array).__name__} was allocated in the host's memory, not on {device_name(x.device)}")
-    return array, described if described.queue == x.queue else replace(described, queue=x.queue)
+        raise TypeError(f"{type(array).__name__} was allocated in the host's memory, not on {title_of(x.device)}")
+    return described if described.queue == x.queue else replace(described, queue=x.queue)

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from portmm.weights.kinds import WeightKind
+from portmm.weights.kinds import ON_HOST, WeightKind
 
 _LIBRARY_TYPES = {"cupy": ("cupy", "ndarray"), "torch": ("torch", "Tensor"), "pyopencl": ("pyopencl.array", "Array")}
 # DLPack's device types: CUDA, and CUDA's managed memory.
@@ -28,15 +28,26 @@ def library_of(x: object) -> str:
 
 @lru_cache(maxsize=256)
 def _library_of(cls: type) -> str:
-    if issubclass(cls, (np.ndarray, np.generic, int, float, complex, str, bytes, list, tuple, dict)):
+    kind = getattr(cls, "weight_kind", None)
+    plain = (np.ndarray, np.generic, int, float, complex, str, bytes, list, tuple, dict, type(None))
+    if issubclass(cls, plain) or kind in ON_HOST:
         return "host"
-    if getattr(cls, "weight_kind", None) is WeightKind.DEVICE_PANELS:
+    if kind is WeightKind.DEVICE_PANELS:
         return "packed"
     for library, (module, name) in _LIBRARY_TYPES.items():
         array = getattr(sys.modules.get(module), name, None)  # an array of a library that is not loaded cannot be here
         if isinstance(array, type) and issubclass(cls, array):
             return library
     return ""
+
+
+def on_host(*values: Any) -> bool:
+    """Whether all values are NumPy's, or in the host's memory by their classes; the only question of most calls."""
+    for x in values:  # a generator takes twice as long
+        if type(x) is np.ndarray or x is None or library_of(x) == "host":
+            continue
+        return False
+    return True
 
 
 def on_device(x: Any) -> bool:
@@ -50,6 +61,11 @@ def on_device(x: Any) -> bool:
         return bool(x.is_cuda) if library == "torch" else True
     cls: Any = type(x)
     return hasattr(cls, "__cuda_array_interface__") or (hasattr(cls, "__dlpack_device__") and exports_cuda(x))
+
+
+def in_host_memory(*values: Any) -> bool:
+    """Whether some of the values are tensors of PyTorch in the host's memory."""
+    return any(type(x) is not np.ndarray and library_of(x) == "torch" and not x.is_cuda for x in values)
 
 
 def exports_cuda(x: Any) -> bool:

@@ -160,41 +160,37 @@ def canonical(array: Array, dtype: np.dtype[Any]) -> Operand:
     return Operand(array, "any", row, col)
 
 
-def result_shape(
-    a: Array, b_shape: tuple[int, ...], user_shapes: tuple[Any, Any] | None = None
-) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Batch shape and (m, n) of a product of operands with at least two dimensions.
-
-    Args:
-        a: the left operand.
-        b_shape: shape of the right one.
-        user_shapes: the shapes for messages, where the user passed vectors or other arrays.
+def product_shape(
+    a: tuple[int, ...], b: tuple[int, ...]
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, int, int]]:
+    """The shape of a product, that of its batch, and m, n and k; vectors are a row or a column that the result lacks.
 
     Raises:
         ValueError: an operand is a scalar, inner dimensions differ, or batch shapes do not broadcast.
     """
-    if a.ndim < 2 or len(b_shape) < 2:
+    if not a or not b:
         raise ValueError("an operand is a scalar; matmul needs at least one dimension, use * to scale")
-    left, right = user_shapes or (a.shape, b_shape)
-    if a.shape[-1] != b_shape[-2]:
-        raise ValueError(
-            f"cannot multiply {left} by {right}: "
-            f"a has {a.shape[-1]} columns and b has {b_shape[-2]} rows; these must be equal"
-        )
-    try:
-        batch = np.broadcast_shapes(a.shape[:-2], b_shape[:-2])
-    except ValueError as error:
-        raise ValueError(
-            f"cannot multiply {left} by {right}: batch dimensions {a.shape[:-2]} and {b_shape[:-2]} do not broadcast"
-        ) from error
-    return batch, (a.shape[-2], b_shape[-1])
+    (*lead, m, k), (*other, rows, n) = a if len(a) > 1 else (1, *a), b if len(b) > 1 else (*b, 1)
+    if k != rows:
+        raise ValueError(f"cannot multiply {a} by {b}: a has {k} columns, b has {rows} rows; these must be equal")
+    batch = tuple(lead or other)
+    if lead and other and lead != other:
+        try:
+            batch = np.broadcast_shapes(tuple(lead), tuple(other))
+        except ValueError as error:
+            raise ValueError(
+                f"cannot multiply {a} by {b}: batch dimensions {tuple(lead)} and {tuple(other)} do not broadcast"
+            ) from error
+    return (*batch, *(() if len(a) == 1 else (m,)), *(() if len(b) == 1 else (n,))), batch, (m, n, k)
 
 
-def shape_of(left: Array, right: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape of a product; vectors are a row or a column that the result lacks."""
-    rows = left[np.newaxis, :] if left.ndim == 1 else left
-    batch, (m, n) = result_shape(rows, (*right, 1) if len(right) == 1 else right, (left.shape, tuple(right)))
-    return (*batch, *(() if left.ndim == 1 else (m,)), *(() if len(right) == 1 else (n,)))
+def shape_of(a: tuple[int, ...], b: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of a product.
+
+    Raises:
+        ValueError: as for `product_shape`.
+    """
+    return product_shape(a, b)[0]
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -36,13 +36,12 @@ def problem_of_call(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", stat
     if hasattr(b, "family") and not is_packed:
         b = tuple(b.shape)  # matmul unpacks a weight of another type
     left, right = _example(a, "a", types[0]), b if is_packed else _example(b, "b", types[1])
-    user_shapes = (left.shape, tuple(right.shape))
+    _, batch, (m, n, k) = numpy_arrays.product_shape(left.shape, tuple(right.shape))
     left = left[np.newaxis, :] if left.ndim == 1 else left
     right = right[:, np.newaxis] if not is_packed and right.ndim == 1 else right
-    batch, (m, n) = numpy_arrays.result_shape(left, right.shape, user_shapes)
     shape = (*batch, m, n)
     if 0 in shape or 0 in left.shape:
-        return Problem(m, n, left.shape[-1], numpy_arrays.word(types), int(np.prod(batch)))
+        return Problem(m, n, k, numpy_arrays.word(types), int(np.prod(batch)))
     return call.reduce_call(left, right, _result(out, shape, types[2], is_packed), types, static=static).problem
 
 

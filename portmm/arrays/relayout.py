@@ -11,19 +11,22 @@ from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import device_array, interop
+from portmm.arrays.interop import empty_like
+from portmm.arrays.operand import address
 from portmm.codegen.lower import lower_lines
-from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch import grid_routes
+from portmm.dispatch.launches import bind
 from portmm.errors import ScheduleError
 from portmm.kernels.gpu.transpose import ALIGNED, lines
 from portmm.schedule.gpu_candidates import units
 from portmm.schedule.gpu_cost import copying
 from portmm.spec.dtype import BY_NAME
-from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from portmm.arrays.device_array import DeviceArray
-    from portmm.dispatch.gpu import Launch, Machine, Vectors
+    from portmm.arrays.operand import Operand
+    from portmm.dispatch.grid_routes import Vectors
+    from portmm.dispatch.launches import Launch
+    from portmm.dispatch.machine import Machine
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
 
@@ -31,8 +34,6 @@ SIDES = "ab"
 _ALONG_K = {"a": "row", "b": "col"}
 _KINDS = {1: "u8", 2: "f16", 4: "s32"}
 """Bytes of an element -> a type of that size: the copy does not interpret bits."""
-MOST_KERNELS = 64
-_loaded = Memory(MOST_KERNELS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +73,14 @@ def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tupl
     candidates = [x for x in SIDES if _hinders(p, vectors, x)]
     if not candidates or p.deterministic or p.grouped or p.b == "codes":
         return "", 0.0
-    best_sides, copy_seconds, best_seconds = "", 0.0, gpu_dispatch.choose(p, target, vectors).cost.seconds
+    best_sides, copy_seconds, best_seconds = "", 0.0, grid_routes.choose(p, target, vectors).cost.seconds
     for count in range(1, len(candidates) + 1):
         for sides in combinations(candidates, count):
             spent = sum(copying(_bytes(p, x, x in once), target) for x in sides)
             if spent >= best_seconds:
                 continue
             try:
-                rest = gpu_dispatch.choose(after_copies(p, sides), target, vectors_after_copies(p, vectors, sides))
+                rest = grid_routes.choose(after_copies(p, sides), target, vectors_after_copies(p, vectors, sides))
             except ScheduleError:
                 continue
             if rest.schedule.program in ("simt", "direct", "stream"):
@@ -142,31 +143,25 @@ def _copy(p: Problem, side: str, values: dict[str, Any], on: Machine) -> Copy:
     dtype, layout = p.types[0 if of_a else 1], p.a if of_a else p.b
     size, rows = BY_NAME[dtype].bytes, p.m if of_a else p.n
     along = "k" if layout in ("any", _ALONG_K[side]) else "row"
-    key = (_KINDS[size], along, on.key)
-    kernel, function = _loaded.get(key) or _loaded.keep(key, _load(*key[:2], on))
+    key = (_KINDS[size], along)
+    ((kernel, function),) = on.loaded(key, lambda: (lower_lines(on.target.isas[-1], *key),))
     row_stride, apart = lines(p.k, size), values[f"{side}_batch"]
     items = p.batch if apart else 1
     numbers = {
         "m": rows, "k": p.k, "line": row_stride, "batch": items, "x_m": values[f"{side}_{'m' if of_a else 'n'}"],
         "x_k": values[f"{side}_k"], "x_batch": apart, "to_m": row_stride, "to_batch": rows * row_stride,
     }  # fmt: skip
-    return Copy(side, items * rows * row_stride, dtype, gpu_dispatch.bind(kernel, function, numbers), kernel.name)
+    return Copy(side, items * rows * row_stride, dtype, bind(kernel, function, numbers), kernel.name)
 
 
-def _load(kind: str, along: str, on: Machine) -> tuple[Any, Any]:
-    kernel = lower_lines(on.target.isas[-1], kind, along)
-    return kernel, on.load(kernel)
-
-
-def run(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: DeviceArray) -> list[Any]:
+def run(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: Operand) -> list[Any]:
     """Launch the copies, replace the operands' addresses by theirs, and return the arrays that own their memory."""
     arrays = []
     for x in copies:
-        array, described = interop.empty_like(like, (x.elements,), x.dtype)
-        address = device_array.argument(described)[1]
-        x.launch.run(on, {"x": pointers[x.side], "to": address}, like.queue)
-        pointers[x.side] = address
-        arrays.append(array)
+        copied = empty_like(like, (x.elements,), x.dtype)
+        x.launch.run(on, {"x": pointers[x.side], "to": address(copied)}, like.queue)
+        pointers[x.side] = address(copied)
+        arrays.append(copied)
     return arrays
 
 

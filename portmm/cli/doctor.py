@@ -224,7 +224,7 @@ def _measured() -> Iterator[Check]:
 def _devices() -> Iterator[Check]:
     """Requirements of arrays on devices; a missing one is only a note, since there may be no device."""
     from portmm.build import nvrtc
-    from portmm.dispatch import gpu as gpu_dispatch
+    from portmm.dispatch.machine import described
     from portmm.runtime import cuda, opencl
 
     for name, query in (("CUDA", cuda.facts), ("OpenCL", opencl.facts)):
@@ -232,7 +232,7 @@ def _devices() -> Iterator[Check]:
             facts = query()
             if facts.language == "cuda":
                 nvrtc.find_nvrtc()
-            yield Check(name, "ok", f"{facts.name}: {gpu_dispatch.described(facts).title}")
+            yield Check(name, "ok", f"{facts.name}: {described(facts).title}")
         except PortmmError as error:
             yield Check(name, "note", str(error))
 

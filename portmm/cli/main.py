@@ -262,8 +262,8 @@ def emit(
 def _scheduled(text: str, language: str) -> str:
     from portmm.codegen.c_kernel import source
     from portmm.codegen.lower import lower_grid
-    from portmm.dispatch import gpu as gpu_dispatch
     from portmm.dispatch.cpu_kernels import kernel_of
+    from portmm.dispatch.machine import source as source_of_device
     from portmm.schedule.text import parse
     from portmm.target.target import load_isa
 
@@ -273,7 +273,7 @@ def _scheduled(text: str, language: str) -> str:
         raise typer.BadParameter(str(error)) from error
     isa = load_isa(schedule.isa)
     if schedule.stages:
-        return "\n".join(gpu_dispatch.source(x, language or "cuda") for x in lower_grid(schedule, isa))
+        return "\n".join(source_of_device(x, language or "cuda") for x in lower_grid(schedule, isa))
     return source(kernel_of(schedule, isa))
 
 

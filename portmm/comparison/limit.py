@@ -26,7 +26,7 @@ from portmm.comparison.measure import UNKNOWN, seconds_per_call
 from portmm.comparison.peers import Contender, MissingError, Setup
 from portmm.comparison.process import Worker, WorkerError
 from portmm.comparison.worker import TRIAL, error_of
-from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch.machine import described
 from portmm.errors import NoDeviceError, PortmmError, ScheduleError
 from portmm.host import calibrate, gauge
 from portmm.host.detect import host, resolve
@@ -271,7 +271,7 @@ def queried(device: str) -> Facts:
         driver_facts = cuda.facts(at)
     else:
         driver_facts = opencl.facts()
-    target = gpu_dispatch.described(driver_facts)
+    target = described(driver_facts)
     extra = [f"{driver_facts.processors} processors"]
     extra += [f"up to {driver_facts.clock_ghz:.2f} GHz"] if driver_facts.clock_ghz else []
     driver = driver_facts.driver

@@ -10,11 +10,12 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import device_operands, relayout
+from portmm.arrays import relayout
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch.grid_routes import choose
+from portmm.dispatch.machine import machine_of, source
 from portmm.explanation.summary import Selected
-from portmm.ops import fused_matmul_gpu, grouped_matmul_gpu, int4_gpu, matmul_gpu
+from portmm.ops.grid_product import adopted, question
 from portmm.schedule.gpu_variants import VECTOR_BYTES
 from portmm.schedule.legality import device_registers, occupancy, shared_bytes
 from portmm.spec.dtype import BY_NAME
@@ -23,7 +24,6 @@ from portmm.util.text import field, size
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.arrays.device_array import DeviceArray
     from portmm.ir.grid_kernel import GridKernel
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -47,7 +47,7 @@ class GridExplanation(Selected):
     @property
     def source(self) -> str:
         """The source of the kernels, one after the other."""
-        return "\n".join(gpu_dispatch.source(x, self.language) for x in self.kernels)
+        return "\n".join(source(x, self.language) for x in self.kernels)
 
     @property
     def artifact(self) -> Any:
@@ -65,7 +65,7 @@ class GridExplanation(Selected):
         if self.language != "cuda" or device is None or not device.architecture:
             raise ScheduleError(f"{self.language} for {self.target.name} is compiled by the driver of the device")
         kernel = self.kernels[0]
-        return compile_cuda(gpu_dispatch.source(kernel, "cuda"), kernel.name, device.architecture)
+        return compile_cuda(source(kernel, "cuda"), kernel.name, device.architecture)
 
     def _data(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"language": self.language}, {"kernels": [x.name for x in self.kernels]}
@@ -101,31 +101,15 @@ def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False)
         TypeError: one of them is in the host's memory.
         ValueError: the product is empty.
     """
-    notes: tuple[str, ...] = ()
-    call: grouped_matmul_gpu.GroupedProblem | matmul_gpu.DeviceProblem
-    if isinstance(b, int4_gpu.DeviceInt4):
-        call, notes = int4_gpu.question(a, b, out, epilogue)
-        return _answered(call, b.words, notes)
-    operands = matmul_gpu.adopted(a, b, out)
-    assert operands is not None  # noqa: S101 - checked by `explain`
-    if grouped:
-        call = grouped_matmul_gpu.question(*operands, epilogue)
-    elif epilogue is None:
-        call = matmul_gpu.question(operands)
-    else:
-        call, notes = fused_matmul_gpu.question(operands, epilogue)
-    return _answered(call, operands[0], notes)
-
-
-def _answered(
-    call: grouped_matmul_gpu.GroupedProblem | matmul_gpu.DeviceProblem, a: DeviceArray, notes: tuple[str, ...]
-) -> GridExplanation:
-    if not call.problem.flops:
-        raise ValueError(f"{call.problem} has nothing to multiply, so no kernel is needed")
-    on = device_operands.machine_of(a)
+    x = adopted(a, b, out)
+    assert x is not None  # noqa: S101 - checked by `explain`
+    call, notes = question(replace(x, ends=x.a) if grouped else x, epilogue)
     p, vectors = call.problem, call.vectors
-    if isinstance(call, matmul_gpu.DeviceProblem) and p.b != "codes" and call.walk.outer is None:
-        once = "".join(x for x, step in zip("ab", call.walk.strides, strict=False) if not step)
+    if not p.flops:
+        raise ValueError(f"{p} has nothing to multiply, so no kernel is needed")
+    on = machine_of(x.a)
+    if call.outer is None:
+        once = "".join(side for side in "ab" if not call.values[f"{side}_batch"])
         sides, seconds = relayout.faster(p, on.target, vectors, once)
         notes += relayout.copy_notes(p, sides, seconds)
         p, vectors = relayout.after_copies(p, sides), relayout.vectors_after_copies(p, vectors, sides)
@@ -144,7 +128,7 @@ def explained(
     assert target.device is not None  # noqa: S101 - checked by `explain`
     language = language or target.device.language
     target = replace(target, device=replace(target.device, language=language))
-    choice = gpu_dispatch.choose(p, target, moved or vectors(p))
+    choice = choose(p, target, moved or vectors(p))
     isa = target.isa(choice.schedule.isa)
     assert isa is not None  # noqa: S101 - candidates are the target's
     return GridExplanation(choice, lower_grid(choice.schedule, isa), language, notes)

@@ -25,7 +25,7 @@ from portmm.fusion.graph import ByValueError, Graph, Node
 from portmm.fusion.horizontal_fusion import join_products
 from portmm.fusion.match_attention import match_attention
 from portmm.fusion.partition import Splitter
-from portmm.fusion.plan_cpu import Builder
+from portmm.fusion.plan_cpu import HostBuilder
 from portmm.fusion.program_cpu import ChangedError, Kernel
 from portmm.fusion.traced_array import Recorded, Value
 from portmm.ops import host_matmul
@@ -286,9 +286,9 @@ def _with_numbers(key: Any, leaves: list[Any]) -> Any:
 def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
     """The function that runs a graph, its kernels, reasons for operations that are not fused, its text, and notes."""
     if graph.device_arrays:
-        from portmm.fusion import plan_gpu
+        from portmm.fusion import plan_grid
 
-        return plan_gpu.program(graph, outputs, result)
+        return plan_grid.program(graph, outputs, result)
     host_matmul.begin()
     if any(0 in x.shape or (x.kind == "matmul" and 0 in x.inputs[0].shape) for x in graph.nodes):
         return _evaluated(graph, result, "an array is empty: NumPy computes the function")
@@ -302,7 +302,7 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
             unjoined = reasons
             split = Splitter(graph, outputs, plain, numpy).split()
         try:
-            builder = Builder(graph, outputs, split)
+            builder = HostBuilder(graph, outputs, split)
             failed = _built(builder, split, plain, numpy)
             if failed:
                 continue
@@ -318,7 +318,7 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
     return _evaluated(graph, result, "no way to split it was found")
 
 
-def _built(builder: Builder, split: Split, plain: dict[Node, str], numpy: dict[Node, str]) -> bool:
+def _built(builder: HostBuilder, split: Split, plain: dict[Node, str], numpy: dict[Node, str]) -> bool:
     """Build the kernels of all units; True if a unit has no kernel and the graph must be split further."""
     for i, unit in enumerate(split.units):
         builder.now = i
@@ -337,7 +337,7 @@ def _built(builder: Builder, split: Split, plain: dict[Node, str], numpy: dict[N
     return False
 
 
-def _result(builder: Builder, x: Any) -> str:
+def _result(builder: HostBuilder, x: Any) -> str:
     """The expression of the result in a program's text."""
     if isinstance(x, Value):
         return builder.text(x.node)

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import device_array, interop, libraries, numpy_arrays
+from portmm.arrays import interop, libraries, numpy_arrays, operand
 from portmm.errors import TraceError
 from portmm.ops.matmul import matmul
 from portmm.spec.dtype import accumulator
@@ -158,7 +158,7 @@ class Graph:
     cacheable: bool = True
     values: dict[Node, Any] = field(default_factory=dict)
     fixed: dict[Node, Any] = field(default_factory=dict)
-    device_arrays: dict[int, device_array.DeviceArray] = field(default_factory=dict)
+    device_arrays: dict[int, operand.Operand] = field(default_factory=dict)
 
     def add(  # noqa: PLR0917 - the fields of a node
         self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any
@@ -275,7 +275,8 @@ class Graph:
             raise refuse("a packed weight must be the right operand of @")
         if len(a.shape) == 1 or len(b.shape) == 1:
             return self._vectors(name, a, b, dtype)
-        batch, (m, n) = numpy_arrays.result_shape(np.broadcast_to(np.zeros((), np.int8), a.shape), b.shape, shapes)
+        numpy_arrays.product_shape(*shapes or (a.shape, b.shape))  # whose error names the caller's shapes
+        _, batch, (m, n, _) = numpy_arrays.product_shape(a.shape, b.shape)
         shape = (*batch, m, n)
         result, why = self._product(a, b, dtype, by_numpy=name == "@")
         if why:

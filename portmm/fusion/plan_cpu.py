@@ -1,6 +1,6 @@
 """Plan of a fused function on the CPU: kernels of units, and buffers between them.
 
-Owns `Builder`, which selects a kernel for each unit of a split graph, and plans the memory of
+Owns `HostBuilder`, which selects a kernel for each unit of a split graph, and plans the memory of
 the arrays between them.
 """
 
@@ -14,41 +14,36 @@ from portmm.arrays import numpy_arrays
 from portmm.arrays.call import reduce_call
 from portmm.dispatch import config
 from portmm.errors import ScheduleError
-from portmm.fusion.partition import LEAVES
+from portmm.fusion.plan import Builder
 from portmm.fusion.program_cpu import ARENA, ChangedError, Kernel, Writer
-from portmm.fusion.unit_expressions import Expressions, kernel_type
+from portmm.fusion.unit_expressions import kernel_type
 from portmm.ops import dynamic_m
 from portmm.ops.rowwise import BYTES_PER_SECOND, FORK
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
-from portmm.trace.buffers import Place, looked, walk
+from portmm.trace.buffers import Place, looked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
+    from portmm.fusion.plan import Operands
+    from portmm.fusion.unit_expressions import Expressions
+    from portmm.trace.buffers import Walk
 
 FOREVER = 1 << 30
 OWN = ("attention", "linear")
 """Functions of portmm that are a step by themselves."""
 
 
-class Builder:
-    """A builder of a program.
-
-    Args:
-        graph: the graph of a function.
-        outputs: its results.
-        split: its partition into units.
-    """
+class HostBuilder(Builder):
+    """A builder of a program of kernels on the processor, between which NumPy may compute: see `Builder`."""
 
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
-        self.graph, self.outputs, self.split = graph, outputs, split
-        self.buffers: dict[Node, Place] = {}
+        super().__init__(graph, outputs, split)
         self.writer = Writer()
-        self.kernels: list[Kernel] = []
         self.now = 0
         self.views: dict[Node, list[Node]] = {}
         for x in graph.nodes:
@@ -76,12 +71,6 @@ class Builder:
         return last
 
     # Buffers.
-
-    def buffer_of(self, x: Node) -> Place:
-        """The buffer of a node."""
-        if x not in self.buffers:
-            self.buffers[x] = self.leaf(x) if x.kind in LEAVES else self.view(x)
-        return self.buffers[x]
 
     def leaf(self, x: Node) -> Place:
         """The buffer of an argument, copied if kernels cannot address its elements."""
@@ -157,22 +146,20 @@ class Builder:
 
     # Steps.
 
-    def step(self, unit: Unit) -> None:
-        """Add the kernel or the call of a unit.
+    def product(self, unit: Unit) -> None:
+        """Add a product, with its epilogue if it has one.
 
         Raises:
-            ScheduleError: there is no such kernel.
+            ScheduleError: no kernel computes it with its epilogue.
         """
-        if unit.kind == "rows":
-            self.rows(unit)
-        elif unit.kind == "call":
-            self.call(unit)
-        elif len(unit.members) > 1:
-            self.fused_product(unit)
-        elif unit.members[0].inputs[1].dtype is None:
-            self.call(unit)  # an int4 weight caches its routes itself
-        else:
-            self.product(unit)
+        x = unit.members[0]
+        weight = self.weight(x.inputs[1])
+        if len(unit.members) == 1:
+            # An int4 weight caches its routes itself.
+            return self.call(unit) if x.inputs[1].dtype is None else self.plain_product(x)
+        if weight is not None and (len(weight.shape) > 2 or not hasattr(weight, "owner")):
+            raise ScheduleError("a product with such a weight takes no epilogue")
+        return super().product(unit)
 
     def text(self, x: Node) -> str:
         """An array, a weight or a number in the program's text."""
@@ -203,9 +190,8 @@ class Builder:
         self.writer.name("held", weight)  # the program stores its address, so it keeps it alive
         return Place(str(runtime().address(weight.owner)), 0, weight.owner, f"L{x.leaf}")
 
-    def product(self, unit: Unit) -> None:
+    def plain_product(self, x: Node) -> None:
         """Add a product without epilogue."""
-        (x,) = unit.members
         a, b = self.buffer_of(x.inputs[0]), self.right(x.inputs[1])
         right = b.like if self.weight(x.inputs[1]) is None else self.weight(x.inputs[1])
         to = self.allocate(x)
@@ -218,39 +204,11 @@ class Builder:
         notes = (x.note,) if x.note else ()
         self.kernels.append(Kernel("product", x.name, (x.where,), detail=str(call.problem), notes=notes))
 
-    def expressions(self, unit: Unit, product: Node | None = None) -> Expressions:
-        """The expressions of a unit."""
-
-        def inside(x: Node) -> bool:
-            return self.split.of.get(x) is unit or x in self.split.inline
-
-        return Expressions(unit.shape, inside, self.buffer_of, product)
-
-    def store(self, stored: list[Node], fusing: Expressions) -> None:
-        """Allocate buffers for the results of a unit."""
-        values = [fusing.of(x) for x in stored]
-        for x, value in zip(stored, values, strict=True):
-            to = self.allocate(x, fusing=fusing)
-            self.buffers[x] = to
-            fusing.write(value, to)
-
-    def rows(self, unit: Unit) -> None:
-        """Add a kernel over rows."""
-        fusing = self.expressions(unit)
-        self.store(unit.stored, fusing)
-        self.run_rows(fusing, whole=_counts(unit))
-        shape = " x ".join(map(str, unit.shape))
-        self.kernels.append(Kernel("rows", unit.members[0].name, _lines(unit), _names(unit), fusing.text(), shape))
-
-    def run_rows(self, fusing: Expressions, *, whole: bool) -> None:
-        """Add runs of a kernel over rows for the expressions."""
+    def launch_rows(self, fusing: Expressions, w: Walk, columns: list[int], size: tuple[int, int, int]) -> None:
+        """Add runs of a kernel over rows for expressions, of `size` rows, columns and items."""
         from portmm.dispatch import cpu_routes
 
-        shape, buffers = fusing.shape, fusing.buffers
-        steps = [p.strides(shape) for p in buffers]
-        w, columns = walk(shape[:-1], [s[:-1] for s in steps], whole=whole), [s[-1] for s in steps]
-        fusing.bind(w, columns)
-        size = (w.rows[0], shape[-1], w.batch[0])
+        buffers = fusing.buffers
         bytes_ = size[0] * size[1] * size[2] * 4 * len(buffers)
         workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
         route = cpu_routes.rows_route(fusing.text(), size, config.target(), workers)
@@ -259,52 +217,31 @@ class Builder:
             table, numbers = self.writer.operands(buffers, strides, moved), self.writer.pass_numbers(fusing.numbers)
             self.writer.execute(route, [size[0], size[1], 1, size[2], *(0,) * 9], [None, None, None, table, numbers])
 
-    def copy(self, source: Place, to: Place, x: Node) -> None:
-        """Add a copy of elements into a contiguous buffer."""
-        fusing = Expressions(source.like.shape, lambda _: False, self.buffer_of)
-        fusing.write(fusing.load(source), to)
-        self.run_rows(fusing, whole=False)
-        self.kernels.append(Kernel("copy", x.name, (x.where,), detail=" x ".join(map(str, x.shape))))
-
-    def fused_product(self, unit: Unit) -> None:
-        """Add a product with its epilogue."""
-        x = unit.members[0]
-        fusing = self.expressions(unit, x)
-        stored = sorted(unit.stored, key=lambda y: y.dtype.kind in "iub")
-        if stored[0].dtype.kind in "iub":
-            raise ScheduleError("its results are integers or masks, which kernels write only together with floats")
-        weight = self.weight(x.inputs[1])
-        if weight is not None and (len(weight.shape) > 2 or not hasattr(weight, "owner")):
-            raise ScheduleError("a product with such a weight takes no epilogue")
-        a, b = self.buffer_of(x.inputs[0]), self.right(x.inputs[1])
-        self.store(stored, fusing)
-        c, k, n = fusing.written[0], x.inputs[0].shape[-1], x.shape[-1]
-        batch = x.shape[:-2]
-        b_steps = (*(b.strides((*batch, k, n))[:-2] if weight is None else (0,) * len(batch)), 0)
-        steps = [p.strides(x.shape) for p in fusing.buffers]
-        outer = [a.strides((*x.shape[:-1], k))[:-1], b_steps, c.strides(x.shape)[:-1], *(s[:-1] for s in steps)]
-        w, columns = walk(x.shape[:-1], outer, 1, whole=_counts(unit)), [s[-1] for s in steps]
-        fusing.bind(w, columns, 3)
-        (m, rows), (items, apart) = w.rows, w.batch
+    def launch_product(
+        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int], *, text: str
+    ) -> Problem:
+        """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
+        (a, b, c), (k, n), (m, rows), (items, apart) = operands, size, w.rows, w.batch
+        assert fusing.product is not None  # noqa: S101 - of a product
         left = _left(a, m, k, rows[0])
-        layout, packed_layout, storage, b_k, b_n = _right(b, weight, k, n)
+        layout, packed_layout, storage, b_k, b_n = _right(b, self.weight(fusing.product.inputs[1]), k, n)
         word = spell(numpy_arrays.name_of(a.like.dtype), storage, numpy_arrays.name_of(c.like.dtype))
         p = Problem(
             m, n, k, word, items, left.layout, layout, "row", packed_layout, config.current().deterministic,
-            fused=fusing.text(),
+            fused=text,
         )  # fmt: skip
         route = dynamic_m.route(p)
         numbers = [m, n, k, items, left.row, left.col, apart[0], b_k, b_n, apart[1], rows[2] or n, 1, apart[2]]
         strides = list(zip(apart[3:], rows[3:], columns, strict=True))
         for moved in w.repeats:
-            at = zip((a, b, c), moved, strict=False)
+            at = zip(operands, moved, strict=False)
             addresses: list[Any] = [(y.root, y.offset + i * y.like.itemsize) for y, i in at]
             addresses += [
                 self.writer.operands(fusing.buffers, strides, moved[3:]),
                 self.writer.pass_numbers(fusing.numbers),
             ]
             self.writer.execute(route, numbers, addresses)
-        self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), fusing.text(), str(p)))
+        return p
 
 
 def _left(a: Place, m: int, k: int, row: int) -> numpy_arrays.Operand:
@@ -324,19 +261,6 @@ def _right(b: Place, weight: Any, k: int, n: int) -> tuple[str, str, str, int, i
         return layout.layout, "", storage, layout.row, layout.col
     packed = type(weight).__name__ == "Packed"
     return "packed" if packed else "codes", weight.family, weight.element if packed else "u4", weight.b_k, weight.b_n
-
-
-def _counts(unit: Unit) -> bool:
-    """Test whether an expression of a unit depends on row and column indices."""
-    return any(x.of("index") for x in unit.members)
-
-
-def _lines(unit: Unit) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(x.where for x in unit.members))
-
-
-def _names(unit: Unit) -> tuple[str, ...]:
-    return tuple(x.name for x in unit.members[1:])
 
 
 def _checked(x: Node, items: list[Node]) -> Callable[..., tuple[Any, ...]]:

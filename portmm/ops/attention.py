@@ -20,7 +20,6 @@ from portmm.ops.attention_kernel import AttentionKernel, make_kernel
 from portmm.ops.attention_shapes import (
     NAMES,
     Shape,
-    array,
     by_numpy,
     count,
     lengths_of,
@@ -97,16 +96,22 @@ def attention(
         if known is not None:
             return known(q, k, v)
     refuse_others(score=score, mask=mask)
-    if (tracer := numpy_arrays.tracing_operand(q, k, v, lengths, offset)) is not None:
+    tracer = numpy_arrays.tracing_operand(q, k, v, lengths, offset)
+    if tracer is not None or not libraries.on_host(q, k, v, lengths, offset, out):
         more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
-        return tracer.call_(attention, (q, k, v), more)
-    if libraries.on_device(q) or libraries.on_device(k) or libraries.on_device(v):
-        from portmm.ops import attention_gpu
+        if tracer is not None:
+            return tracer.call_(attention, (q, k, v), more)
+        if any(map(libraries.on_device, (q, k, v))):
+            from portmm.ops import grid_attention
 
-        device_options = attention_gpu.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
-        return attention_gpu.attention((q, k, v, out), device_options)
-    shape = shape_of(*(array(x, name) for x, name in ((q, "q"), (k, "k"), (v, "v"))))
+            there = grid_attention.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
+            return grid_attention.attention((q, k, v, out), there)
+        if libraries.in_host_memory(q, k, v, lengths, offset, out):
+            from portmm.arrays.torch_tensors import through
+
+            return through(attention, q, k, v, **more)
+    shape = shape_of(q, k, v)
     far = shape.n if window is None else min(window, shape.m + shape.n)
     if out is not None:
         numpy_arrays.check_out(out, shape.result, shape.dtype)

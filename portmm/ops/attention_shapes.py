@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,8 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 Sizes = tuple[int, ...]
-STORAGE_TYPES = ("f32", "bf16", "f16")
-"""Storage types of operands."""
+SUPPORTED = tuple(BY_NAME[x].numpy for x in ("f32", "bf16", "f16"))
+"""Types of operands, by NumPy's names."""
 NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
 """Names of the axes in score and mask: kernels have queries along rows and keys along columns, or transposed."""
 
@@ -50,45 +51,47 @@ class Shape:
         return (*self.lead, self.heads, self.m, self.dv)
 
 
-def array(x: Any, name: str) -> Array:
-    """An operand of a type that kernels read.
+def shape_of(*operands: Any) -> Shape:
+    """The shape of attention of q, k and v, checked.
 
     Raises:
-        TypeError: it is of another type.
-        ValueError: it has no heads.
-    """
-    refuse_class(x, name, matrix=False)
-    operand = np.asarray(x)
-    if numpy_arrays.name_of(operand.dtype) not in STORAGE_TYPES:
-        supported = ", ".join(BY_NAME[y].numpy for y in STORAGE_TYPES)
-        raise TypeError(f"{name} has dtype {operand.dtype}; attention takes {supported}: convert it with astype")
-    if operand.ndim < 3:
-        raise ValueError(f"{name} has shape {operand.shape}; pass (..., heads, rows, columns)")
-    return operand
-
-
-def shape_of(q: Array, k: Array, v: Array) -> Shape:
-    """The shape of attention, checked.
-
-    Raises:
-        TypeError: types differ.
+        TypeError: types differ, or are not supported.
         ValueError: shapes do not match.
     """
-    dtype = q.dtype.newbyteorder("=")
-    if not dtype == k.dtype.newbyteorder("=") == v.dtype.newbyteorder("="):
-        raise TypeError(f"q, k and v have dtypes {q.dtype}, {k.dtype} and {v.dtype}; these must be equal")
-    sizes = sizes_of(q.shape, k.shape, v.shape)
-    lead = q.shape[:-3]
-    operands = tuple(x if len(lead) == 1 else x.reshape(sizes[0], *x.shape[-3:]) for x in (q, k, v))
-    return Shape(lead, *sizes, dtype, tuple(_readable(x, dtype) for x in operands))
+    for name, x in zip("qkv", operands, strict=True):
+        refuse_class(x, name, matrix=False)
+    arrays = [np.asarray(x) for x in operands]
+    sizes = sizes_of(*[(_name_of(x.dtype), x.shape) for x in arrays])
+    lead, dtype = arrays[0].shape[:-3], arrays[0].dtype.newbyteorder("=")
+    if len(lead) != 1:
+        arrays = [x.reshape(sizes[0], *x.shape[-3:]) for x in arrays]
+    return Shape(lead, *sizes, dtype, tuple([_readable(x, dtype) for x in arrays]))
 
 
-def sizes_of(q: Sizes, k: Sizes, v: Sizes) -> tuple[int, int, int, int, int, int, int]:
-    """Items, heads, heads per KV head, queries, keys, and elements of heads of K and of V, from three shapes.
+@lru_cache(maxsize=64)
+def _name_of(dtype: np.dtype[Any]) -> str:
+    """NumPy's name of a type, remembered as it is slow."""
+    return dtype.name
+
+
+def sizes_of(*operands: tuple[str, Sizes]) -> tuple[int, int, int, int, int, int, int]:
+    """Items, heads, heads per KV head, queries, keys, and elements of heads of K and of V.
+
+    Args:
+        operands: NumPy's name of the type, and the shape, of q, k and v.
 
     Raises:
-        ValueError: they do not match.
+        TypeError: types differ, or are not supported.
+        ValueError: shapes do not match.
     """
+    for name, (dtype, shape) in zip("qkv", operands, strict=True):
+        if dtype not in SUPPORTED:
+            raise TypeError(f"{name} has elements of {dtype}; attention takes {', '.join(SUPPORTED)}: convert them")
+        if len(shape) < 3:
+            raise ValueError(f"{name} has shape {shape}; pass (..., heads, rows, columns)")
+    (q_type, q), (k_type, k), (v_type, v) = operands
+    if not q_type == k_type == v_type:
+        raise TypeError(f"q, k and v have dtypes {q_type}, {k_type} and {v_type}; these must be equal")
     if not q[:-3] == k[:-3] == v[:-3] or k[-3:-1] != v[-3:-1]:
         raise ValueError(
             f"q {q}, k {k} and v {v} do not fit: all have the same items, and k and v the same heads and keys"

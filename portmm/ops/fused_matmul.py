@@ -15,8 +15,8 @@ from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.ops import call_fastpath, host_matmul
-from portmm.ops.fused_matmul_kernel import NAMES, VALUES, FusedKernel, FusedProduct, operand_b
-from portmm.ops.prepack import is_int4_on_device
+from portmm.ops.epilogues import NAMES, NOT_F64, VALUES
+from portmm.ops.fused_matmul_kernel import FusedKernel, FusedProduct, operand_b
 from portmm.ops.rowwise import over_rows
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class, row_class
@@ -27,9 +27,12 @@ from portmm.util.array_subclasses import in_class_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.arrays.grid_call import Product
     from portmm.trace.bind import Bound
 
 Array = np.ndarray[Any, Any]
+_OF_A, _OF_B = {"m": "m", "k": "n", "b": "b"}, {"k": "m", "n": "n", "b": "b"}
+"""Axes of a prologue's indices -> axes of rows."""
 
 
 def matmul(  # noqa: PLR0917 - the operands, then the functions
@@ -42,16 +45,21 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
     prologue_b: Callable[..., Any] | None,
 ) -> Any:
     """The product with prologues and an epilogue: see `matmul.matmul`."""
-    if libraries.on_device(a) or libraries.on_device(b):
-        return _on_device((a, b, out), dtype, epilogue, prologue_a, prologue_b)
+    if not libraries.on_host(a, b, out):
+        if (there := host_matmul.device_operands(a, b, out)) is not None:
+            return _on_device(there, dtype, epilogue, prologue_a, prologue_b)
+        if libraries.in_host_memory(a, b, out):
+            from portmm.arrays.torch_tensors import through
+
+            return through(matmul, a, b, out, dtype, epilogue, prologue_a, prologue_b)
     left = numpy_arrays.as_operand(a, "a")
     right = operand_b(b)
     if prologue_a is not None:
-        left = _before(prologue_a, _rows(left, "a"), {"m": "m", "k": "n", "b": "b"})
+        left = _before(prologue_a, left, "a", _OF_A)
     if prologue_b is not None:
         if not isinstance(right, np.ndarray):
             raise TypeError("b is packed; apply prologue_b to the original weight, or pack its result")
-        right = _before(prologue_b, _rows(right, "b"), {"k": "m", "n": "n", "b": "b"})
+        right = _before(prologue_b, right, "b", _OF_B)
     if epilogue is None:
         result = host_matmul.product(left, right, out, dtype=dtype)
         return in_class_of(result, a, b) if out is None else result
@@ -63,39 +71,36 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
     return in_class_of(result, a, b)
 
 
-def _on_device(operands: tuple[Any, Any, Any], dtype: Any, epilogue: Any, prologue_a: Any, prologue_b: Any) -> Any:
-    """The same for arrays on a device."""
-    from portmm.ops import fused_matmul_gpu, matmul_gpu
+def _on_device(x: Product, dtype: Any, epilogue: Any, prologue_a: Any, prologue_b: Any) -> Any:
+    """The same for operands on a device."""
+    from portmm.ops import grid_product
 
-    if is_int4_on_device(operands[1]):
-        from portmm.ops import int4_gpu
-
-        return int4_gpu.fused_matmul(operands, dtype, epilogue, prologue_a, prologue_b)
-    adopted = matmul_gpu.adopted(*operands)
-    assert adopted is not None  # noqa: S101 - one of them is on a device
-    left, right, out = adopted
-    right = replace(right, queue=left.queue)  # one queue for all, that of A
+    x = replace(x, b=replace(x.b, queue=x.a.queue))  # one queue for all, that of A
     if prologue_a is not None:
-        left = fused_matmul_gpu.before(prologue_a, left, "a", {"m": "m", "k": "n", "b": "b"})
+        x = replace(x, a=_before(prologue_a, x.a, "a", _OF_A))
     if prologue_b is not None:
-        right = fused_matmul_gpu.before(prologue_b, right, "b", {"k": "m", "n": "n", "b": "b"})
-    if epilogue is None:
-        return matmul_gpu.matmul((left, right, out), dtype)
-    return fused_matmul_gpu.matmul((left, right, out), dtype, epilogue)
+        if x.weight is not None:
+            raise TypeError("b is an int4 weight; quantize the result of prologue_b")
+        x = replace(x, b=_before(prologue_b, x.b, "b", _OF_B))
+    return grid_product.multiply(x, dtype, epilogue)
 
 
-def _before(function: Callable[..., Any], x: Array, names: dict[str, str]) -> Array:
-    """An operand after its prologue."""
+def _before(function: Callable[..., Any], x: Any, name: str, names: dict[str, str]) -> Any:
+    """An operand after its prologue.
+
+    Raises:
+        ValueError: it is no matrix.
+        TraceError: the prologue returns a tuple.
+    """
+    if len(x.shape) < 2:
+        raise ValueError(f"{name} has shape {x.shape}; a prologue takes matrices")
     results, several = over_rows(function, (x,), names)
     if several:
         raise TraceError(f"a prologue returns one value, not a tuple of {len(results)}")
-    return np.ascontiguousarray(np.broadcast_to(results[0], x.shape))
-
-
-def _rows(x: Array, name: str) -> Array:
-    if x.ndim < 2:
-        raise ValueError(f"{name} has shape {x.shape}; a prologue takes matrices")
-    return x
+    if isinstance(x, np.ndarray):
+        return np.ascontiguousarray(np.broadcast_to(results[0], x.shape))
+    strides = [s if n > 1 else 0 for n, s in zip(results[0].shape, results[0].strides, strict=True)]
+    return replace(results[0], shape=x.shape, strides=tuple(strides))
 
 
 def _kernel(
@@ -171,7 +176,7 @@ def _split(call: FusedProduct, epilogue: Callable[..., Any], out: Any) -> Any:
     """The product first, then the epilogue over its rows."""
     sums = call.sums()
     if sums == "f64":
-        raise TypeError("expressions are in float32; convert float64 operands, or multiply without an epilogue")
+        raise TypeError(NOT_F64)
     product = host_matmul.product(call.left, call.right, dtype=np.int32 if sums == "s32" else np.float32)
     product = product.astype(np.float32, copy=False)  # as in one kernel
     results, several = over_rows(epilogue, (product,), NAMES, dtype=call.types()[2], first=call.first)

@@ -16,14 +16,14 @@ from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import ScheduleError
 from portmm.ops import host_matmul, routes
+from portmm.ops.epilogues import VALUES, fusible
 from portmm.ops.prepack import current, is_packed
 from portmm.ops.rowwise import BYTES_PER_SECOND
 from portmm.spec.dtype import BY_NAME, accumulator, spell
-from portmm.spec.epilogue import acc
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import row_class
-from portmm.trace.bind import Bound, bind_operands, dense, native, typed
-from portmm.trace.tracer import Indices, trace
+from portmm.trace.bind import Bound, dense, native, typed
+from portmm.trace.tracer import trace
 from portmm.weights.kinds import WeightKind, weight_kind
 
 if TYPE_CHECKING:
@@ -33,9 +33,6 @@ if TYPE_CHECKING:
     from portmm.trace.tracer import Traced
 
 Array = np.ndarray[Any, Any]
-NAMES = {"m": "m", "n": "n", "b": "b"}
-VALUES = (acc(), Indices(NAMES))
-"""The placeholder arguments of an epilogue."""
 CALL = 20e-6
 """Seconds of an additional kernel call."""
 
@@ -84,8 +81,8 @@ class FusedProduct:
         self.left, self.right, self.wanted, self.first = left, right, wanted, first
         self.array = isinstance(right, np.ndarray)
         self.int4 = not self.array and not is_packed(right)
-        self.batch, (self.m, self.n) = numpy_arrays.result_shape(left, right.shape)
-        self.k, self.items = left.shape[-1], math.prod(self.batch)
+        _, self.batch, (self.m, self.n, self.k) = numpy_arrays.product_shape(left.shape, right.shape)
+        self.items = math.prod(self.batch)
 
     def types(self) -> numpy_arrays.DTypes:
         """The types of the operands, and the default one of a result."""
@@ -158,16 +155,9 @@ class FusedProduct:
             ScheduleError: it cannot be.
         """
         sums = self.sums()
-        if sums == "f64" or (self.int4 and sums == "s32"):
+        if self.int4 and sums == "s32":
             raise ScheduleError(f"expressions are in float32, not in {sums}")
-        step = bind_operands(traced, (), self.types()[2], ends=True)
-        if not step.wide:
-            raise ScheduleError("its first result is constant along a row")
-        if step.fused.reductions or step.fused.column_reductions:
-            raise ScheduleError("a reduction needs whole rows, or columns, of sums")
-        if sums == "s32" and step.types[0] == np.int32:
-            raise ScheduleError("scaled sums of integers are not written as s32")
-        return step
+        return fusible(traced, sums, lambda: self.types()[2])
 
     def size(self, step: Step) -> tuple[int, int, int]:
         """Rows, columns, items; where B is shared and rows are alike, all items are rows of one."""

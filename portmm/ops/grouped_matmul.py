@@ -16,14 +16,14 @@ from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError
 from portmm.ops import host_matmul, routes
+from portmm.ops.epilogues import VALUES
 from portmm.ops.prepack import current, is_packed, items
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import acc, number
+from portmm.spec.epilogue import number
 from portmm.spec.expr import Expr, apply
 from portmm.trace.bind import Bound, UserFunction, dense, substituted, typed
 from portmm.trace.closures import resolve
-from portmm.trace.tracer import Indices
 from portmm.util.array_subclasses import refuse_class
 from portmm.util.memo import Memory
 
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 MOST_ROUTES = 4096
 """Sizes of groups remembered before the memo is emptied."""
-_VALUES = (acc(), Indices({"m": "m", "n": "n", "b": "b"}))
 _routes = Memory(MOST_ROUTES)
 
 
@@ -72,10 +71,18 @@ def grouped_matmul(
         ScheduleError: the epilogue reduces.
         TraceError: the epilogue cannot be traced.
     """
-    if any(map(libraries.on_device, (a, b, ends))):
-        from portmm.ops import grouped_matmul_gpu
+    every = (a, ends, out, *(b if isinstance(b, (list, tuple)) else (b,)))
+    if not libraries.on_host(*every):
+        if any(map(libraries.on_device, (a, b, ends))):
+            from portmm.ops import grid_product
 
-        return grouped_matmul_gpu.matmul(grouped_matmul_gpu.adopted(a, b, ends, out), dtype, epilogue)
+            product = grid_product.adopted(a, b, out, ends)
+            assert product is not None  # noqa: S101 - one of them is on a device
+            return grid_product.multiply(product, dtype, epilogue)
+        if libraries.in_host_memory(*every):
+            from portmm.arrays.torch_tensors import through
+
+            return through(grouped_matmul, a, b, ends, out, dtype=dtype, epilogue=epilogue)
     groups = _groups(a, b, ends)
     if epilogue is not None:
         requested = None if dtype is None else np.dtype(dtype)
@@ -224,7 +231,7 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
     user_function = UserFunction.of(epilogue)
     b_kind = x.b[0].dtype if call.array else x.b[0].family
     key = ("groups", x.a.shape, x.a.dtype, len(x.b), n, b_kind, dtype, first)
-    ready: _Ready = user_function.ready(key, lambda traced: _ready(traced, call, len(x.b), first), _VALUES, 3)
+    ready: _Ready = user_function.ready(key, lambda traced: _ready(traced, call, len(x.b), first), VALUES, 3)
     results = [
         np.empty((m, n if "n" in axes else 1), t) for axes, t in zip(ready.step.axes, ready.step.types, strict=True)
     ]

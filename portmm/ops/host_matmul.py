@@ -42,26 +42,32 @@ _state: dict[str, Any] = {}
 
 
 def device_operands(a: Any, b: Any, out: Any = None) -> Any:
-    """The operands as arrays of a device; None if they are in the host's memory."""
-    if is_int4_on_device(b):
-        return a, b, out
-    if not (libraries.on_device(a) or libraries.on_device(b)):
+    """The operands as a `grid_call.Product`; None if they are in the host's memory."""
+    if not (is_int4_on_device(b) or libraries.on_device(a) or libraries.on_device(b)):
         return None
-    from portmm.ops import matmul_gpu
+    from portmm.ops.grid_product import adopted
 
-    return matmul_gpu.adopted(a, b, out)
+    return adopted(a, b, out)
 
 
-def device_product(operands: Any, dtype: Any = None) -> Any:
-    """The product of operands of `device_operands`."""
-    if is_int4_on_device(operands[1]):
-        from portmm.ops import int4_gpu
+def _elsewhere(multiply: Callable[..., Any], a: Any, b: Any, out: Any, *dtype: Any) -> tuple[Any, ...]:
+    """A tuple of the product of operands that are traced, on a device, or tensors; empty if all are NumPy's.
 
-        a, b, out = operands
-        return int4_gpu.product(a, b, out, dtype)
-    from portmm.ops import matmul_gpu
+    Tensors in the host's memory are multiplied by `multiply`, as arrays.
+    """
+    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
+        return (tracer.matmul_(a, b, out, np.dtype(*dtype) if dtype else None, {}),)
+    if libraries.on_host(a, b, out):
+        return ()
+    if (there := device_operands(a, b, out)) is not None:
+        from portmm.ops import grid_product
 
-    return matmul_gpu.matmul(operands, dtype)
+        return (grid_product.multiply(there, *dtype),)
+    if libraries.in_host_memory(a, b, out):
+        from portmm.arrays.torch_tensors import through
+
+        return (through(multiply, a, b, out, *dtype),)
+    return ()
 
 
 def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
@@ -72,10 +78,8 @@ def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
 def typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
     """A product with a requested result type."""
     out = numpy_arrays.single(out)
-    if (there := device_operands(a, b, out)) is not None:
-        return device_product(there, dtype)
-    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
-        return tracer.matmul_(a, b, out, np.dtype(dtype), {})
+    if there := _elsewhere(typed, a, b, out, dtype):
+        return there[0]
     from portmm.ops import result_dtype
 
     return result_dtype.product(a, b, out, np.dtype(dtype), fast)
@@ -84,8 +88,8 @@ def typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
 def _start(a: Any, b: Any, out: Any) -> Any:
     """The first call of a process: build the runtime, then multiply. A device needs no runtime."""
     out = numpy_arrays.single(out)
-    if (there := device_operands(a, b, out)) is not None:
-        return device_product(there)
+    if there := _elsewhere(_start, a, b, out):
+        return there[0]
     begin(a, b, out)
     return fast(a, b, out)
 
@@ -168,10 +172,8 @@ def _without_compiler(a: Any, b: Any, out: Any) -> Any:
         if fast is not _without_compiler:
             return fast(a, b, out)
     out = numpy_arrays.single(out)
-    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
-        return tracer.matmul_(a, b, out, None, {})
-    if (there := device_operands(a, b, out)) is not None:
-        return device_product(there)
+    if there := _elsewhere(_without_compiler, a, b, out):
+        return there[0]
     from portmm.ops.result_dtype import numbers
 
     left = numpy_arrays.as_operand(a, "a")
@@ -205,7 +207,7 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
     types = numpy_arrays.types_of(a.dtype, right, None if out is None else out.dtype)
     if (a.dtype, right) != types[:2] or (out is not None and out.dtype != types[2]):
         return None  # something must be converted first
-    if out is not None and out.shape != numpy_arrays.shape_of(a, b.shape):
+    if out is not None and out.shape != numpy_arrays.shape_of(a.shape, b.shape):
         return None  # the product broadcasts to it
     try:
         plan_ = make_plan(a, b, out, bind=False)
@@ -220,10 +222,8 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
 def _general(a: Any, b: Any, out: Any) -> Any:
     """The general path: any product that NumPy accepts."""
     out = numpy_arrays.single(out)
-    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
-        return tracer.matmul_(a, b, out, None, {})
-    if (there := device_operands(a, b, out)) is not None:
-        return device_product(there)
+    if there := _elsewhere(_state["runtime"].matmul, a, b, out):
+        return there[0]
     result = _by_quantized(a, b, out) if is_quantized(b) else _product(a, b, out)
     return in_class_of(result, a, b) if out is None else result
 
@@ -238,7 +238,7 @@ def _product(a: Any, b: Any, out: Any) -> Any:
     register_types(types)
     if panels and types[1] != b_type:
         right, panels = unpack(b), False
-    dtype, shape = types[2], numpy_arrays.shape_of(left, right.shape)
+    dtype, shape = types[2], numpy_arrays.shape_of(left.shape, right.shape)
     vector_a, vector_b = left.ndim == 1, not panels and right.ndim == 1
     left = left[np.newaxis, :] if vector_a else left
     right = right[:, np.newaxis] if vector_b else right

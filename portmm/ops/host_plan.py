@@ -48,7 +48,7 @@ def reduced(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) 
     left, right, shape = (
         a[np.newaxis, :] if vector_a else a,
         b[:, np.newaxis] if vector_b else b,
-        numpy_arrays.shape_of(a, b.shape),
+        numpy_arrays.shape_of(a.shape, b.shape),
     )
     result = np.empty(shape, dtype) if out is None else numpy_arrays.check_out(out, shape, dtype)
     if 0 in shape or 0 in left.shape or any(n > 1 and s == 0 for n, s in zip(shape, result.strides, strict=True)):
@@ -98,9 +98,9 @@ def numpy_plan(a: np.ndarray[Any, Any], b: Any, out: Any) -> Any:
     types = numpy_arrays.types_of(a.dtype, right.dtype, None if out is None else out.dtype)
     register_types(types)
     result = (
-        np.empty(numpy_arrays.shape_of(a, right.shape), types[2])
+        np.empty(numpy_arrays.shape_of(a.shape, right.shape), types[2])
         if out is None
-        else numpy_arrays.check_out(out, numpy_arrays.shape_of(a, b.shape), types[2])
+        else numpy_arrays.check_out(out, numpy_arrays.shape_of(a.shape, b.shape), types[2])
     )
     forms = ((a.shape, a.strides), fixed(b) if is_packed(b) else (b.shape, b.strides), (result.shape, result.strides))
     return PlainPlan(

@@ -119,6 +119,22 @@ def _words(layout: Family, k: int, n: int) -> int:
     return -(-n // layout.nr) * layout.panel(k) if k else 0
 
 
+def group_of(q: Quantized) -> int:
+    """The rows of a quantized weight that share a scale, as kernels count them: 0 for all.
+
+    Raises:
+        PackError: it has another number of bits, or its groups are not multiples of 8 rows.
+    """
+    if q.bits != CODE_BITS:
+        raise PackError(
+            f"the weight has {q.bits} bits; kernels read {CODE_BITS}: dequantize it, or quantize it to {CODE_BITS} bits"
+        )
+    group = 0 if q.group >= q.shape[0] else q.group
+    if group % CODES_KR:
+        raise PackError(f"the weight has groups of {q.group} rows; kernels read multiples of {CODES_KR}: dequantize it")
+    return group
+
+
 def pack_int4(q: Quantized) -> PackedInt4:
     """A quantized int4 weight prepacked for the kernels of the current target.
 
@@ -128,14 +144,7 @@ def pack_int4(q: Quantized) -> PackedInt4:
     from portmm.dispatch.cpu_units import family_of_codes
 
     k, n = q.shape
-    if q.bits != CODE_BITS:
-        raise PackError(
-            f"the weight has {q.bits} bits; kernels read {CODE_BITS}: dequantize it, or quantize it to {CODE_BITS} bits"
-        )
-    group = 0 if q.group >= k else q.group
-    if group % CODES_KR:
-        raise PackError(f"the weight has groups of {q.group} rows; kernels read multiples of {CODES_KR}: dequantize it")
-    layout = family_of_codes(config.target(), group)
+    layout = family_of_codes(config.target(), group_of(q))
     owner = numpy_arrays.aligned_empty(_words(layout, k, n), np.int32)
     if q.codes.size:
         try:

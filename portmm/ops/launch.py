@@ -20,6 +20,9 @@ from portmm.ops import host_matmul
 from portmm.spec.dtype import BY_NAME, base
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.arrays.operand import Operand
     from portmm.ir.nodes import Kernel
 
 
@@ -47,9 +50,8 @@ def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
         BuildError: the compiler failed.
     """
     if isinstance(kernel, GridKernel):
-        from portmm.ops import launch_gpu
-
-        return launch_gpu.launch(kernel, a, b, c)
+        _on_device(kernel, a, b, c)
+        return c
     from portmm.dispatch import cpu_kernels, cpu_routes
     from portmm.runtime.cpu import runtime
 
@@ -57,22 +59,35 @@ def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
         raise TargetError(f"{kernel.name} is for {kernel.isa.title}; this machine lacks {', '.join(lacking)}")
     for name, x in (("a", a), ("b", b), ("c", c)):
         _check(name, x, kernel)
-    (*lead, m, k), n = a.shape, b.shape[-1]
-    if b.shape != (*lead, k, n) or c.shape != (*lead, m, n) or len(lead) > 1:
-        raise ValueError(f"a {a.shape}, b {b.shape} and c {c.shape} do not fit: pass (m, k), (k, n) and (m, n)")
     if not c.flags.writeable:
         raise ValueError("c is read-only; pass a writeable array")
+    fields = _fields(*[(x.shape, [s // x.itemsize for s in x.strides]) for x in (a, b, c)])
     host_matmul.begin()
-    fields = {"m": m, "n": n, "k": k, "batch": lead[0] if lead else 1, "workers": config.get_num_threads()}
     numbers: list[Any] = [fields[x] for x in ("m", "n", "k", "batch")]
     for names, x in (("a_m a_k a_batch", a), ("b_k b_n b_batch", b), ("c_m c_n c_batch", c)):
-        steps = [s // x.itemsize for s in x.strides]
-        strides = [*steps[-2:], steps[0] if lead else 0]
-        fields |= dict(zip(names.split(), strides, strict=True))
-        numbers += [x, *strides]
+        numbers += [x, *(fields[name] for name in names.split())]
+    fields["workers"] = config.get_num_threads()
     word = "-".join(base(kernel.type_of(x)) for x in "abc")
     runtime().execute(cpu_routes.route_of(kernel, cpu_kernels.loaded(kernel), fields, word), *numbers)
     return c
+
+
+def _fields(*operands: tuple[tuple[int, ...], Sequence[int]]) -> dict[str, int]:
+    """The sizes and strides of a product, by name, from the shapes and strides of A, B and C.
+
+    Raises:
+        ValueError: shapes do not match.
+    """
+    a, b, c = (shape for shape, _ in operands)
+    if min(map(len, (a, b, c))) < 2:
+        raise ValueError(f"a {a}, b {b} and c {c} are not all matrices")
+    (*lead, m, k), n = a, b[-1]
+    if b != (*lead, k, n) or c != (*lead, m, n) or len(lead) > 1:
+        raise ValueError(f"a {a}, b {b} and c {c} do not fit: pass (m, k), (k, n) and (m, n)")
+    fields = {"m": m, "n": n, "k": k, "batch": lead[0] if lead else 1}
+    for names, (_, strides) in zip(("a_batch a_m a_k", "b_batch b_k b_n", "c_batch c_m c_n"), operands, strict=True):
+        fields |= dict(zip(names.split(), (0, *strides)[-3:], strict=True))
+    return fields
 
 
 def _check(name: str, x: Any, kernel: Kernel) -> None:
@@ -85,3 +100,40 @@ def _check(name: str, x: Any, kernel: Kernel) -> None:
         raise TypeError(f"{name} is {actual}; this kernel takes matrices of {BY_NAME[wanted].numpy}")
     if not numpy_arrays.addressable(x, x.dtype.newbyteorder("=")):
         raise ValueError(f"{name} is not aligned to its elements, or of another byte order; copy it first")
+
+
+def _on_device(kernel: GridKernel, *arrays: Any) -> None:
+    """Launch a kernel of a device on the stream or queue of `a`, asynchronously.
+
+    The kernel's parameters are named a, b and c, m, n, k and batch, and strides are: a_m, a_k, a_batch, b_k,
+    b_n, b_batch, c_m, c_n, c_batch; it has those that it needs, in any order.
+
+    Raises:
+        TypeError: an array is of another type than the kernel's, or in the host's memory, or the kernel has
+            other parameters.
+        ValueError: shapes do not match, or `c` cannot be written.
+    """
+    from portmm.arrays import interop, operand
+    from portmm.dispatch.launches import bind
+    from portmm.dispatch.machine import machine_of
+
+    operands: dict[str, Operand] = {}
+    for name, array in zip("abc", arrays, strict=True):
+        there = interop.adopt(array)
+        if there is None:
+            kind = type(array).__name__
+            raise TypeError(f"{name} is a {kind}; {kernel.name} is for arrays on a device: copy it there first")
+        operands[name] = there
+    operand.same_device(list(operands.values()))
+    values = _fields(*[(x.shape, operand.elements(x)) for x in operands.values()])
+    operand.check_out(operands["c"], operands["c"].shape)
+    for x in kernel.arguments:
+        pointer = x.kind == "pointer"
+        if x.name not in (operands if pointer else values):
+            raise TypeError(f"{kernel.name} has a parameter {x.name!r}; there are a, b, c, {', '.join(values)}")
+        if pointer and operands[x.name].dtype != x.dtype:
+            raise TypeError(f"{x.name} is of {operands[x.name].dtype}; this kernel takes {x.dtype}")
+    on = machine_of(operands["a"])
+    ((_, function),) = on.loaded(kernel, lambda: (kernel,))
+    addresses = {name: operand.address(x) for name, x in operands.items()}
+    bind(kernel, function, values).run(on, addresses, operands["a"].queue)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
+SCALED_TWICE = "out_scale is passed with an epilogue; let that scale and cast the result"
 
 
 def linear(
@@ -85,16 +86,12 @@ def linear(
             does not fit 16 bits.
         ScheduleError: `w` was packed for other activations.
     """
-    if (tracer := numpy_arrays.tracing_operand(x, w, bias, x_scale, w_scale)) is not None:
+    tracer = numpy_arrays.tracing_operand(x, w, bias, x_scale, w_scale)
+    if tracer is not None or not libraries.on_host(x, w, bias, out):
         more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
         more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
-        return tracer.call_(linear, (x, w, bias), more)
-    if libraries.on_device(x) or libraries.on_device(w):
-        from portmm.ops.linear_gpu import linear as linear_on_device
-
-        scaling_options = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero}
-        scaling_options |= {"out_scale": out_scale, "out_zero": out_zero, "dynamic": dynamic}
-        return linear_on_device(x, w, bias, scaling_options, dtype, out, epilogue)
+        if there := _elsewhere(tracer, (x, w, bias), more):
+            return there[0]
     left = numpy_arrays.as_operand(x, "x", matrix=False)
     if isinstance(w, PackedInt4):
         weight = w
@@ -134,6 +131,19 @@ def linear(
     return result if out is not None or dtype is None else result.astype(dtype, copy=False)
 
 
+def _elsewhere(tracer: Any, operands: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[Any, ...]:
+    """A tuple of the result of operands that are traced, on a device, or tensors; empty for others."""
+    if tracer is not None:
+        return (tracer.call_(linear, operands, options),)
+    if libraries.on_device(operands[0]) or libraries.on_device(operands[1]):
+        return (_on_device(*operands, **options),)
+    if libraries.in_host_memory(*operands, options["out"]):
+        from portmm.arrays.torch_tensors import through
+
+        return (through(linear, *operands, **options),)
+    return ()
+
+
 def _with_epilogue(  # noqa: PLR0917 - one caller
     key: tuple[Any, ...],
     left: Array,
@@ -145,13 +155,13 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     scaling: tuple[Any, ...],
 ) -> Any:
     """The product with an epilogue: in one kernel, or with a second one over its rows."""
+    from portmm.ops.epilogues import NAMES, VALUES
     from portmm.ops.fused_matmul import fit
-    from portmm.ops.fused_matmul_kernel import NAMES, VALUES
     from portmm.ops.rowwise import over_rows
     from portmm.trace.bind import UserFunction
 
     if options.requantize:
-        raise ValueError("out_scale is passed with an epilogue; let that scale and cast the result")
+        raise ValueError(SCALED_TWICE)
     user_function = UserFunction.of(epilogue)
     rank, m = 2 if left.ndim == 2 else 3, prod(left.shape[:-1])
 
@@ -259,3 +269,91 @@ def _by_numpy(left: Array, weight: Any, source: str, vectors: tuple[Array | None
     else:
         sums = left.astype(np.float32) @ unpack(weight).astype(np.float32)
     return numpy_fallback.scaled(sums, (a_scale, b_scale, *rest), columns, dtype)
+
+
+# -- on a device -----------------------------------------------------------------------
+
+
+def _on_device(
+    x: Any, w: Any, bias: Any, *, dtype: Any, out: Any, epilogue: Callable[..., Any] | None, **options: Any
+) -> Any:
+    """The same for arrays on one device: scales and a bias are an epilogue of an integer product.
+
+    Raises:
+        TypeError: an operand is in the host's memory or of another type, or there are zero points.
+        ValueError: shapes do not match, or `out_scale` is passed with an epilogue.
+    """
+    from portmm.arrays import interop
+    from portmm.ops.epilogues import NAMES
+    from portmm.ops.matmul import matmul
+    from portmm.ops.rowwise import over_rows
+    from portmm.spec.elementwise import quantize_rows
+
+    there = interop.adopt_all({"x": x, "w": w})
+    left, weight = there["x"], there["w"]
+    for name in ("x_zero", "w_zero"):
+        if not isinstance(options[name], (int, np.integer)) or options[name] != 0:
+            raise TypeError(
+                f"{name} is set: on a device values have no zero points; add their contribution, "
+                "- x_zero * x_scale * w_scale * (sums of w's columns), to the bias"
+            )
+    if options["dynamic"] and not left.shape[-1]:
+        # Empty rows have no largest element.
+        left, options = interop.empty_like(left, left.shape, "s8"), options | {"x_scale": 1.0, "dynamic": False}
+    elif options["dynamic"]:
+        # Scales of small rows would underflow in float16.
+        (left, scales), _ = over_rows(lambda v, _i: quantize_rows(v), (left,), NAMES, dtype=np.float32)
+        options = options | {"x_scale": scales.source}
+    if left.dtype not in ("s8", "u8") or weight.dtype != "s8":
+        raise TypeError(
+            f"x has elements of {left.dtype} and w of {weight.dtype}; on a device linear takes int8 or uint8 by int8, "
+            "and floats that are dynamic: multiply others with matmul"
+        )
+    requantize = options["out_scale"] is not None
+    if epilogue is not None and requantize:
+        raise ValueError(SCALED_TWICE)
+    if requantize and dtype is None:
+        dtype = np.int8 if left.dtype == "s8" else np.uint8
+    step = _epilogue(bias, options, dtype, epilogue)
+    return matmul(left.source, w, out, dtype=None if requantize else dtype, epilogue=step)
+
+
+def _epilogue(
+    bias: Any, options: dict[str, Any], dtype: Any, epilogue: Callable[..., Any] | None
+) -> Callable[..., Any]:
+    """The function of a sum and its indices: scales, bias, zero point and the user's epilogue."""
+    from portmm.spec.elementwise import cast, maximum, minimum
+    from portmm.trace.closures import traced_through
+
+    rows: Any
+    columns: Any
+    rows, columns = (x if libraries.on_device(x) else float(x) for x in (options["x_scale"], options["w_scale"]))
+    by_row, by_column, requantize = (
+        libraries.on_device(rows),
+        libraries.on_device(columns),
+        options["out_scale"] is not None,
+    )
+    last, zero = float(options["out_scale"] or 1.0), float(options["out_zero"])
+    early = requantize and last >= 1
+    kept_axis = bool(options["dynamic"])  # scales of dynamic rows keep their axis
+    several = by_row and len(rows.shape) - kept_axis > 1
+
+    @traced_through
+    def apply(acc: Any, i: Any) -> Any:
+        row, column = rows, columns[i.n] if by_column else columns
+        if by_row:
+            at = (i.b, i.m) if several else (i.m,)
+            row = rows[*at, 0] if kept_axis else rows[at]
+        # What makes an integer smaller comes first, so that no step leaves float32 unless the result does.
+        value = acc * minimum(row, 1.0)
+        value = value / last if early else value
+        value = value * column * maximum(row, 1.0)
+        if bias is not None:
+            value = value + (bias[i.n] / last if early else bias[i.n])
+        if epilogue is not None:
+            return epilogue(value, i)
+        if not requantize:
+            return value
+        return cast((value if early else value / last) + zero, dtype)
+
+    return apply

@@ -1,16 +1,17 @@
 """Matrix products: `matmul` and `plan`.
 
-Owns the public functions. `host_matmul` and `matmul_gpu` multiply; `fused_matmul` is imported by the first call with an
-epilogue or a prologue.
+Owns the public functions. `host_matmul` and `grid_product` multiply; `fused_matmul` is imported by the first call with
+an epilogue or a prologue.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays
+from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError
 from portmm.ops import host_matmul
@@ -38,6 +39,7 @@ def matmul(
     float result is rounded once, to nearest even, and to infinity on overflow.
     Units that multiply bfloat16 (AVX512-BF16, AMX, BFDOT, BFMMLA) flush subnormals to zero.
 
+    Tensors of PyTorch in the host's memory are operands like NumPy's arrays, and give tensors.
     Arrays of CuPy, PyTorch and PyOpenCL on a device are multiplied there, in place,
     on the stream or queue of `a`, asynchronously; the result is an array of the same library. There,
     float8_e4m3fn and float8_e5m2 are multiplied, too: two of them give bfloat16 unless `dtype` is set.
@@ -106,13 +108,13 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
     if is_quantized(b) and not is_int4_on_device(b):
         raise TypeError("a plan takes arrays and packed weights; an int4 weight has a memo of its calls: use matmul")
     if (there := host_matmul.device_operands(a, b, out)) is not None:
-        if is_int4_on_device(b):
-            from portmm.ops import int4_gpu
+        from portmm.ops import grid_product
 
-            return int4_gpu.plan(*there)
-        from portmm.ops import matmul_gpu
+        return grid_product.plan(there)
+    if libraries.in_host_memory(a, b, out):
+        from portmm.arrays.torch_tensors import through
 
-        return matmul_gpu.plan(there)
+        return partial(through, through(plan, a, b, out))
     left = numpy_arrays.as_operand(a, "a", matrix=False)
     right = current(b) if is_packed(b) else numpy_arrays.as_operand(b, "b", matrix=False)
     for name, x in (("a", left), ("b", right), ("out", out)):

@@ -8,16 +8,18 @@ see kernels/cpu/packing.py.
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from functools import cache
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from portmm.arrays import numpy_arrays, numpy_fallback
-from portmm.arrays.libraries import on_device
+from portmm.arrays.libraries import in_host_memory, on_device
 from portmm.dispatch import config
 from portmm.errors import BuildError, PackError
 from portmm.runtime.cpu import runtime, types
+from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Family
 from portmm.spec.problem import family as family_of
 from portmm.weights.kinds import INTEGERS, WeightKind, weight_kind
@@ -147,9 +149,9 @@ def _register(runtime: Any, dtype: np.dtype[Any]) -> None:
 def _packed_int4(b: Any, like: Any) -> Any:
     """An int4 weight, packed in the host's memory or copied to a device."""
     if like is not None:
-        from portmm.ops import int4_gpu
+        from portmm.ops.int4_words import to_device
 
-        return int4_gpu.to_device(b, like)
+        return to_device(b, like)
     from portmm.ops.int4_panels import pack_int4
 
     return pack_int4(b)
@@ -181,9 +183,11 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
     if like is not None:
         raise TypeError("pack copies only a Quantized weight to a device; copy an array there, and pack that")
     if on_device(b):
-        from portmm.ops import prepack_gpu
+        return _pack_there(b)
+    if in_host_memory(b):
+        from portmm.arrays.torch_tensors import as_numpy
 
-        return prepack_gpu.pack(b)
+        b = as_numpy(b)
     array = numpy_arrays.as_operand(b, "b")
     if array.ndim < 2:
         raise ValueError(f"b has shape {array.shape}; a weight has at least two dimensions")
@@ -276,3 +280,76 @@ def unpack(p: Any) -> np.ndarray[Any, Any]:
         return np.empty(p.shape, p.owner.dtype)
     layout = family_of(p.family).layout(k, n, math.prod(batch))
     return np.ascontiguousarray(layout.gather(p.owner)).reshape(p.shape)
+
+
+# -- on a device -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedThere:
+    """A dense copy of a weight, usable as any `b`.
+
+    Attributes:
+        array: of the library that the weight came from, dense.
+        shape: of the weight.
+        element: portmm's name of its elements' type.
+    """
+
+    weight_kind: ClassVar[WeightKind] = WeightKind.DEVICE_PANELS
+    array: Any
+    shape: tuple[int, ...]
+    element: str
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        """NumPy's type of the weight's elements.
+
+        Raises:
+            TypeError: NumPy lacks the type, and there is no ml_dtypes.
+        """
+        return numpy_arrays.numpy_of(self.element)
+
+    @property
+    def size(self) -> int:
+        """Elements of the weight."""
+        return math.prod(self.shape)
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the weight."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the weight."""
+        return self.size * BY_NAME[self.element].bytes
+
+    def __repr__(self) -> str:
+        return f"<portmm.PackedThere {self.shape} {self.element}>"
+
+
+def _pack_there(weight: Any) -> PackedThere:
+    """A weight on a device, for products on it: a dense copy.
+
+    Kernels arrange tiles in shared memory, whatever the strides, and need vector accesses of 16 bytes.
+
+    Raises:
+        ValueError: it has fewer than two dimensions.
+    """
+    from portmm.arrays import interop, operand
+    from portmm.ops.kernel_call import contiguous
+
+    b = interop.adopt(weight)
+    assert b is not None  # noqa: S101 - `libraries.on_device` is true
+    if len(b.shape) < 2:
+        raise ValueError(f"b has shape {b.shape}; a weight has at least two dimensions")
+    # A weight that is contiguous along k stays so: kernels support that.
+    by_columns = b.size and b.strides[-2] == BY_NAME[b.dtype].bytes < b.strides[-1]
+    dense = contiguous(operand.transposed(b) if by_columns else b).source
+    return PackedThere(_swapped(dense) if by_columns else dense, b.shape, b.dtype)
+
+
+def _swapped(x: Any) -> Any:
+    """The array with its last two dimensions exchanged."""
+    axes = (*range(x.ndim - 2), x.ndim - 1, x.ndim - 2)
+    return x.permute(axes) if hasattr(x, "permute") else x.transpose(axes)

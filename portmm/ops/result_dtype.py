@@ -41,7 +41,7 @@ def product(a: Any, b: Any, out: Any, dtype: np.dtype[Any], multiply: Callable[[
     left = numpy_arrays.as_operand(a, "a")
     quantized = is_quantized(b)
     right = b if quantized or hasattr(b, "family") else numpy_arrays.as_operand(b, "b")
-    shape = numpy_arrays.shape_of(left, right.shape)
+    shape = numpy_arrays.shape_of(left.shape, right.shape)
     b_type = np.dtype(np.float32) if quantized else right.dtype if isinstance(right, np.ndarray) else right.owner.dtype
     longest, converted = _summed_in(left.dtype, b_type, dtype)
     converted = converted if left.shape[-1] > longest else None

@@ -1,44 +1,37 @@
 """Row-wise functions: element-wise, with reductions along rows or down columns, without a product.
 
-Owns `over_rows`. A reduction down columns is a kernel that runs first: its result is an operand of the kernel over
-rows.
+Owns `over_rows`, for arrays in the host's memory and for operands on a device, and `HostRows`, the kernels of the
+former.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
-from portmm.errors import BuildError, ScheduleError, TraceError
-from portmm.ops import host_matmul
+from portmm.errors import BuildError
+from portmm.ops import host_matmul, row_kernels
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import Operand, argument
-from portmm.spec.expr import ordered
-from portmm.trace.bind import Bound, UserFunction, bind_operands, dense, native, typed
-from portmm.trace.column_reductions import split_column_reductions
+from portmm.trace.bind import Bound, bind_operands, dense, native
 from portmm.trace.recorder import described, element
-from portmm.trace.tracer import Indices, Traced, arity
+from portmm.trace.tracer import Traced, arity
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from portmm.spec import epilogue
+
 
 Array = np.ndarray[Any, Any]
 BYTES_PER_SECOND = 8e9
 """Least bandwidth of a core: rows that one core processes in less than FORK seconds use one thread."""
 FORK = 20e-6
-
-
-@lru_cache(maxsize=64)
-def _leaves(types: tuple[str, ...], names: tuple[tuple[str, str], ...]) -> tuple[Any, ...]:
-    """The placeholder arguments of a function of arrays of these types, and the indices."""
-    return (*(argument(i, x) for i, x in enumerate(types)), Indices(dict(names)))
 
 
 class _Numbers:
@@ -75,141 +68,129 @@ def by_numpy(
     return tuple(results), isinstance(result, tuple)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rows:
-    """The kernel of one kind of call.
-
-    Attributes:
-        route: the kernel.
-        bound: its operands.
-        size: rows, columns, items of a batch.
-        results: shapes and types.
-        several: the function returns a tuple.
-        order: of a kernel that reduces columns, the indices of the function's results: see `split_column_reductions`.
-        passed: the number of its results that are operands of the next kernel.
-    """
-
-    route: Any
-    bound: Bound
-    size: tuple[int, int, int]
-    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-    several: bool
-    order: tuple[int, ...] | None = None
-    passed: int = 0
-
-    def run(self, closure: dict[Any, Any], values: list[Array], out: Any) -> list[Array]:
-        """Run the kernel; the first result is `out` if there is one."""
-        results = [np.empty(s, t) for s, t in self.results]
-        if out is not None:
-            results[0] = out
-        operands, numbers, alive = self.bound.fill(closure, values, results)
-        m, n, batch = self.size
-        if m and batch:
-            runtime().execute(
-                self.route, m, n, 1, batch, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, *_NOTHING, operands, numbers
-            )
-        del alive
-        return results
-
-
-_NOTHING = (None,) * 7
-
-
 def over_rows(
     function: Callable[..., Any],
-    arrays: tuple[Array, ...],
+    arrays: tuple[Any, ...],
     names: dict[str, str],
     out: Any = None,
     dtype: Any = None,
     *,
     first: Any = None,
-) -> tuple[tuple[Array, ...], bool]:
+) -> tuple[tuple[Any, ...], bool]:
     """The results of a function over arrays of one shape, element-wise, with reductions along the last axis.
 
     Args:
         function: takes a value for each array, and the indices.
-        arrays: arrays of one shape, (..., m, n).
+        arrays: arrays of one shape, (..., m, n): NumPy's, or operands on one device.
         names: names of indices -> axes.
-        out: the array of a single result, dense and of its type.
+        out: the array of a single result; in the host's memory dense and of its type.
         dtype: type of results without a `cast`, by default that of the first array.
         first: of the first of them, if different.
 
     Returns:
-        The results, and whether the function returned a tuple.
+        The results, dense, and whether the function returned a tuple.
+
+    Raises:
+        TypeError: an array, or one that the function captures, is not where the others are, or of an unsupported type.
+        TraceError: the function cannot be traced.
+        ScheduleError: no kernel computes it.
     """
-    *lead, m, n = arrays[0].shape
-    size = (m, n, math.prod(lead))
-    values = [native(x.reshape(size[2], m, n)) for x in arrays]
-    usual = np.dtype(dtype) if dtype is not None else arrays[0].dtype.newbyteorder("=")
-    user_function = UserFunction.of(function)
-    key = ("rows", tuple([(x.shape, x.strides, x.dtype) for x in values]), len(lead), usual, first, tuple(names))
+    if not isinstance(arrays[0], np.ndarray):
+        from portmm.ops.grid_rows import GridRows
 
-    views = tuple([described(x, ("b", "m", "n")) for x in values])
-    strides = [tuple([s // x.itemsize for s in x.strides]) for x in values]
-
-    def make(traced: Traced) -> tuple[_Rows, ...]:
-        host_matmul.begin()
-        runtime()  # raises before a kernel is lowered in vain
-        traced = typed(traced, first)
-        return _checked(traced, build)
-
-    def build(traced: Traced) -> tuple[_Rows, ...]:
-        split = split_column_reductions(traced, len(values), usual)
-        if split is None:
-            return (_rows(traced, size, views, strides, usual, lead),)
-        sums, rest, order, passed = split
-        kernel = replace(_rows(sums, size, views, strides, usual, lead), order=order, passed=passed)
-        if not rest.results:
-            return (kernel,)
-        column_operands, column_strides = (Operand("f32", "bn"),) * passed, [dense("bn", size)] * passed
-        return kernel, _rows(rest, size, (*views, *column_operands), [*strides, *column_strides], usual, lead)
-
-    leaves = _leaves(tuple([element(x.dtype)[0] for x in values]), tuple(names.items()))
+        return row_kernels.over(GridRows(arrays), function, names, out, dtype, first=first)
+    there = HostRows(arrays)
     try:
-        ready: tuple[_Rows, ...] = user_function.ready(key, make, leaves, 3 if lead else 2)
+        return row_kernels.over(there, function, names, out, dtype, first=first)
     except BuildError as error:
         fall_back(error)
-        return by_numpy(function, arrays, names, usual)
-    head = ready[0]
-    if head.order is None:
-        return tuple(head.run(user_function.closure, values, out)), head.several
-    if not m:  # a kernel without rows writes nothing
-        return by_numpy(function, arrays, names, usual)
-    sums = head.run(user_function.closure, values, None)
-    rest = ready[1].run(user_function.closure, values + sums[: head.passed], None) if len(ready) > 1 else []
-    results = [sums[i] if i >= 0 else rest[-1 - i] for i in head.order]
-    if out is not None:
-        np.copyto(out, results[0])
-        results[0] = out
-    return tuple(results), head.several
+    except _NoRowsError:
+        pass
+    return by_numpy(function, arrays, names, there.usual(dtype))
 
 
-def _checked(traced: Traced, make: Callable[[Traced], tuple[_Rows, ...]]) -> tuple[_Rows, ...]:
-    """The kernels of a function; an error that explains it where columns would be reduced twice."""
-    try:
-        return make(traced)
-    except ScheduleError as error:
-        if not any(x.op == "fold" for x in ordered(tuple(x for x, _ in traced.results))):
-            raise
-        raise TraceError("results of column reductions cannot be reduced down columns again: take two steps") from error
+class _NoRowsError(Exception):
+    """Raised where columns without rows are reduced: a kernel without rows writes nothing."""
 
 
-def _rows(  # noqa: PLR0917 - three describe operands
-    traced: Traced,
-    size: tuple[int, int, int],
-    views: tuple[Operand, ...],
-    strides: list[tuple[int, ...]],
-    usual: np.dtype[Any],
-    lead: list[int],
-) -> _Rows:
-    """The kernel of a function over rows, or of sums down columns."""
-    from portmm.dispatch import cpu_routes
+@dataclass(frozen=True, slots=True)
+class _HostKernel:
+    """A kernel over rows on the processor.
 
-    m, n, _ = size
-    step = bind_operands(traced, views, usual, ends=False)
-    bytes_ = math.prod(size) * 4 * len(step.fused.operands)
-    workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
-    route = cpu_routes.rows_route(step.text, size, config.target(), workers)
-    bound = Bound(traced, size, strides, [dense(x, size) for x in step.axes])
-    shapes = [(*lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
-    return _Rows(route, bound, size, tuple(zip(shapes, step.types, strict=True)), traced.several)
+    Attributes:
+        route: the kernel.
+        bound: its operands.
+        results: shapes and types.
+        columns: it reduces columns.
+    """
+
+    route: Any
+    bound: Bound
+    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
+    columns: bool
+
+
+class HostRows:
+    """Arrays of one shape in the host's memory, and the kernels over their rows.
+
+    Attributes:
+        values: the arrays as (batch, m, n).
+        kinds: the properties of them that kernels depend on.
+        types: of their elements in expressions.
+    """
+
+    def __init__(self, arrays: tuple[Array, ...]) -> None:
+        *self.lead, m, n = arrays[0].shape
+        self.dtype, self.size = arrays[0].dtype, (m, n, math.prod(self.lead))
+        self.values = [native(x.reshape(self.size[2], m, n)) for x in arrays]
+        self.kinds = tuple([(x.shape, x.strides, x.dtype) for x in self.values])
+        self.types = tuple([element(x.dtype)[0] for x in self.values])
+
+    def usual(self, dtype: Any) -> np.dtype[Any]:
+        """The type of results without a `cast`."""
+        wanted: np.dtype[Any] = self.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
+        return wanted
+
+    def begin(self) -> None:
+        """Load what kernels need, before one is lowered in vain."""
+        host_matmul.begin()
+        runtime()
+
+    def kernel(
+        self, traced: Traced, columns: tuple[epilogue.Operand, ...], usual: np.dtype[Any], _: dict[Any, Any]
+    ) -> _HostKernel:
+        """The kernel of a function, or of its sums down columns; `columns` are results of these, read again."""
+        from portmm.dispatch import cpu_routes
+
+        size, (m, n, _batch) = self.size, self.size
+        views = tuple([described(x, ("b", "m", "n")) for x in self.values])
+        strides = [tuple([s // x.itemsize for s in x.strides]) for x in self.values]
+        strides += [dense("bn", size)] * len(columns)
+        step = bind_operands(traced, (*views, *columns), usual, ends=False)
+        bytes_ = math.prod(size) * 4 * len(step.fused.operands)
+        workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
+        route = cpu_routes.rows_route(step.text, size, config.target(), workers)
+        bound = Bound(traced, size, strides, [dense(x, size) for x in step.axes])
+        shapes = [(*self.lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
+        results = tuple(zip(shapes, step.types, strict=True))
+        return _HostKernel(route, bound, results, bool(step.fused.column_reductions))
+
+    def run(
+        self, kernel: _HostKernel, closure: dict[Any, Any], values: list[Array], out: Any
+    ) -> tuple[list[Array], bool]:
+        """Run a kernel: the results, and whether the first was written to `out`."""
+        results = [np.empty(s, t) for s, t in kernel.results]
+        if out is not None:
+            results[0] = out
+        operands, numbers, alive = kernel.bound.fill(closure, values, results)
+        m, n, batch = self.size
+        if not m and kernel.columns:
+            raise _NoRowsError
+        if m and batch:
+            runtime().execute(kernel.route, m, n, 1, batch, *(0,) * 12, *(None,) * 7, operands, numbers)
+        del alive
+        return results, out is not None
+
+    def put(self, result: Array, out: Array) -> None:
+        """Copy a result to an array of the user."""
+        np.copyto(out, result)

@@ -8,18 +8,19 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from operator import index
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import device_array, interop
-from portmm.arrays.device_array import DeviceArray
+from portmm.arrays import interop
+from portmm.arrays.grid_call import GridCall, Product, grid_call
+from portmm.arrays.operand import Operand, dense_like, named, transposed
 from portmm.dispatch import config
-from portmm.spec.dtype import BY_NAME, BY_NUMPY, natural, spell, types
+from portmm.dispatch.machine import machine_of
+from portmm.spec.dtype import BY_NUMPY, natural, spell, types
 
 if TYPE_CHECKING:
-    from portmm.dispatch.gpu import Machine, Vectors
-    from portmm.spec.problem import Problem
+    from portmm.dispatch.machine import Machine
 
 MOST_COMPILERS = 16
 """Threads that compile for a device at once: each takes a core, and some 100 MB."""
@@ -109,8 +110,6 @@ def _word(dtype: Any) -> str:
     """
     text = str(dtype).removeprefix("torch.")
     if not isinstance(dtype, str) and text not in BY_NUMPY:
-        from portmm.ops.matmul_gpu import named
-
         text = named(dtype)
     text = BY_NUMPY[text].name if text in BY_NUMPY else text
     try:
@@ -157,65 +156,50 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
 def _on_device(shapes: list[tuple[int, int, int, int]], word: str, b: str, device: Any) -> tuple[dict[Any, str], str]:
     """Names of the kernels that a device has loaded, by schedule, and the device's name."""
     from portmm.arrays import relayout
-    from portmm.dispatch import gpu as gpu_dispatch
+    from portmm.dispatch import grid_routes
 
     like, on = _machine(device)
     problems = []
     names: dict[Any, str] = {}
     for shape in shapes:
-        p, vectors, numbers = _dense_problem(shape, word, b, like)
-        p, vectors, _, copies = relayout.arranged(p, vectors, numbers, on)
+        call = _dense_call(shape, word, b, like)
+        p, vectors, _, copies = relayout.arranged(call.problem, call.vectors, call.values, on)
         names |= {x.name: x.name for x in copies}
         problems.append((p, vectors))
-    for route in gpu_dispatch.routes(problems, on, min(MOST_COMPILERS, os.cpu_count() or 1)):
+    for route in grid_routes.routes(problems, on, min(MOST_COMPILERS, os.cpu_count() or 1)):
         names |= {(route.choice.schedule, i): x.name for i, x in enumerate(route.kernels)}
     where = f"cuda:{on.handle}" if on.language == "cuda" else on.target.name
     return names, where
 
 
-def _machine(device: Any) -> tuple[DeviceArray, Machine]:
+def _machine(device: Any) -> tuple[Operand, Machine]:
     """A device, and an array as an example of those on it.
 
     Raises:
         ValueError: the name is unknown.
         NoDeviceError: it is not there.
     """
-    from portmm.arrays import device_operands
-    from portmm.dispatch import gpu as gpu_dispatch
-
     if not isinstance(device, str):
         array = interop.adopt(device)
         if array is None:
             raise ValueError(f"device is a {type(device).__name__}; pass cuda, cuda:1, or an array on a device")
-        return array, device_operands.machine_of(array)
+        return array, machine_of(array)
     kind, _, number = device.partition(":")
     if kind != "cuda" or not (number.isdigit() or device == "cuda"):
         raise ValueError(f"device {device!r} is unknown; pass cuda, cuda:1, or an array on the device")
     from portmm.runtime import cuda
 
     at = cuda.current(int(number) if number else None)
-    like = DeviceArray(None, "cuda", ("cuda", at), 0, (), (), "f32", None, readonly=False)
-    return like, gpu_dispatch.machine(("cuda", at), at)
+    like = Operand(None, "cuda", ("cuda", at), 0, (), (), "f32", None, readonly=False)
+    return like, machine_of(like)
 
 
-def _dense_problem(
-    shape: tuple[int, int, int, int], word: str, b: str, like: DeviceArray
-) -> tuple[Problem, Vectors, dict[str, Any]]:
-    """The problem, vector widths and numbers of a call with dense operands."""
-    from portmm.ops import matmul_gpu
-
+def _dense_call(shape: tuple[int, int, int, int], word: str, b: str, like: Operand) -> GridCall:
+    """A call with dense operands, reduced to a problem."""
     batch, m, n, k = shape
     lead = (batch,) if batch > 1 else ()
     a, right, c = types(word)
-    operands = [_dense(like, (*lead, m, k), a), _dense(like, (*lead, k, n), right), _dense(like, (*lead, m, n), c)]
-    if b == "col":
-        operands[1] = device_array.transposed(_dense(like, (*lead, n, k), right))
-    call = matmul_gpu.device_problem((operands[0], operands[1], operands[2]), lead, (m, n, k))
-    return call.problem, call.vectors, call.values()
-
-
-def _dense(like: DeviceArray, shape: tuple[int, ...], dtype: str) -> DeviceArray:
-    """A C-contiguous array, aligned like a new one."""
-    strides = device_array.contiguous(shape, BY_NAME[dtype].bytes)
-    pointer = 0 if like.language == "cuda" else (None, 0)
-    return replace(like, source=None, pointer=pointer, shape=shape, strides=strides, dtype=dtype, readonly=False)
+    left, to = dense_like(like, (*lead, m, k), a), dense_like(like, (*lead, m, n), c)
+    if b == "row":
+        return grid_call(Product(left, dense_like(like, (*lead, k, n), right), to), c)
+    return grid_call(Product(left, transposed(dense_like(like, (*lead, n, k), right)), to), c)

@@ -1,7 +1,7 @@
 """CUDA devices: facts, loading of cubins, launches of kernels.
 
 Owns the calls of CUDA's driver, through CuPy, which is imported at the
-first use.
+first use. The module is a `backends.Backend`.
 """
 
 from __future__ import annotations
@@ -174,6 +174,31 @@ def _clock(runtime: Any, properties: dict[str, Any], name: str, device: int) -> 
         return int(runtime.deviceGetAttribute(_CLOCKS[name], device))
     except RuntimeError:
         return 0
+
+
+facts_of = facts
+
+
+def handle_of(device: tuple[Any, ...], _queue: Any) -> int:
+    """The number of a device."""
+    return int(device[1])
+
+
+def title_of(device: tuple[Any, ...]) -> str:
+    """The name of a device in messages."""
+    return f"cuda:{device[1]}"
+
+
+def build(text: str, name: str, architecture: str, device: int) -> Function:
+    """Compile a source for a device, or find it in the cache, and load its kernel.
+
+    Raises:
+        NoCompilerError: there is no NVRTC.
+        BuildError: the compiler failed.
+    """
+    from portmm.build.nvrtc import compile_cuda
+
+    return load(compile_cuda(text, name, architecture), name, device)
 
 
 def load(cubin: Cubin, name: str, device: int | None = None) -> Function:

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.device_array import standin
 from portmm.arrays.interop import adopt
+from portmm.arrays.operand import standin
 from portmm.errors import TraceError, refusals
 from portmm.spec.epilogue import AXES, Operand, load, number
 from portmm.spec.expr import Expr, apply

@@ -13,7 +13,7 @@ from test_device_calls import OpenCl
 
 import portmm as pm
 from portmm.errors import ScheduleError, TraceError
-from portmm.fusion import plan_gpu
+from portmm.fusion import plan_grid
 from portmm.util import memo
 
 BF16 = ml_dtypes.bfloat16
@@ -159,7 +159,7 @@ def test_no_elements(on):
 def test_a_kind_of_call_is_made_once(on, monkeypatch):
     fused = pm.fuse(softmax)
     fused(on.array(numbers(4, 9)))
-    monkeypatch.setattr(plan_gpu, "program", None)
+    monkeypatch.setattr(plan_grid, "program", None)
     close(fused(on.array(numbers(4, 9, seed=1))), softmax(numbers(4, 9, seed=1)))
 
 

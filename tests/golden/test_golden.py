@@ -12,7 +12,7 @@ from support import ISAS
 
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_grid, lower_int4_repack, lower_pack, lower_rows
-from portmm.dispatch.gpu import source as device_source
+from portmm.dispatch.machine import source as device_source
 from portmm.schedule.parts import ALL, Tile
 from portmm.schedule.text import of_flat
 from portmm.spec import elementwise

@@ -11,9 +11,9 @@ import pytest
 from grid_cases import MACHINE, compiled, kernels_of
 
 import portmm as pm
-from portmm.dispatch.gpu import choose
+from portmm.dispatch.grid_routes import choose
 from portmm.errors import PackError
-from portmm.ops import int4_gpu
+from portmm.ops import int4_words
 from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.text import varied
 from portmm.spec.problem import Family, Problem
@@ -47,7 +47,7 @@ def test_kernels(what, language):
         # The operands of an ordinary product, of which the weight is replaced.
         plain = Problem(p.m, n, k, dtype.replace("u4", "f32"), batch, b="col")
         case = grid_cases.case(plain, s.vectors, i)
-        words = int4_gpu._words(w.codes)
+        words = int4_words._words(w.codes)
         case = replace(
             case, b=words.ravel(), b_offset=0, fields=case.fields | {"words": words.shape[1], "groups": w.groups}
         )
@@ -88,7 +88,7 @@ def test_calls(dtype, group):
     weight = pm.quantize(rng.standard_normal((200, 50)).astype(np.float32), group=group)
     dense = pm.dequantize(weight, np.float64)
     like = array.zeros(queue, 1, np.float32)
-    there = int4_gpu.to_device(weight, like)
+    there = int4_words.to_device(weight, like)
     assert there.nbytes < 4 * 200 * 50 / 2
     for shape in ((1, 200), (200,), (5, 200), (40, 200), (2, 3, 200), (0, 200)):
         a = rng.standard_normal(shape).astype(dtype)
@@ -112,12 +112,12 @@ def test_what_cannot_be():
     like = array.zeros(queue, (2, 64), np.float32)
     w = np.ones((64, 8), np.float32)
     with pytest.raises(PackError, match="8 bits"):
-        int4_gpu.to_device(pm.quantize(w, bits=8), like)
+        int4_words.to_device(pm.quantize(w, bits=8), like)
     with pytest.raises(PackError, match="groups of 12"):
-        int4_gpu.to_device(pm.quantize(w, group=12), like)
+        int4_words.to_device(pm.quantize(w, group=12), like)
     with pytest.raises(TypeError, match="host's memory"):
-        int4_gpu.to_device(pm.quantize(w), w)
-    there = int4_gpu.to_device(pm.quantize(w), like)
+        int4_words.to_device(pm.quantize(w), w)
+    there = int4_words.to_device(pm.quantize(w), like)
     with pytest.raises(TypeError, match="host's memory"):
         pm.matmul(w.T, there)
     with pytest.raises(TypeError, match="s32"):

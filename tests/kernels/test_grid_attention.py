@@ -21,7 +21,7 @@ from portmm.errors import NoCompilerError, ScheduleError, TraceError
 from portmm.ir.interpreter import evaluate
 from portmm.kernels.cpu.attention_geometry import Form
 from portmm.kernels.cpu.online_softmax import Bounds
-from portmm.ops import attention_gpu
+from portmm.ops import grid_attention
 from portmm.schedule import gpu_attention
 from portmm.schedule.gpu_attention import AttentionSizes, Tiling, candidates, schedule_of, splits
 from portmm.schedule.text import parse, spell
@@ -213,7 +213,7 @@ def test_items_of_other_ranks(cl):
 def test_items_that_are_broadcast_do_not_lie_evenly():
     laid = SimpleNamespace(shape=(2, 3, 2, 9, 8), strides=(0, 576, 288, 32, 4), dtype="f32", at=0)
     with pytest.raises(ValueError, match="the items of k are not evenly strided"):
-        attention_gpu._layout(laid, "k")
+        grid_attention._layout(laid, "k")
 
 
 @pytest.mark.parametrize("m", [2, 20])

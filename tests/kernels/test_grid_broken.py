@@ -16,7 +16,7 @@ from cuda_shim import ShimError
 from grid_cases import MACHINE, call, in_shim, kernels_of
 from test_grid_kernels import BY_K, ROWS, posed
 
-from portmm.dispatch.gpu import source
+from portmm.dispatch.machine import source
 from portmm.ir.index import Index
 from portmm.ir.nodes import For, If
 from portmm.ir.thread_nodes import Barrier, CopyCommit, CopyWait, Vector

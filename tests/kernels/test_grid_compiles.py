@@ -9,7 +9,8 @@ import pytest
 
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.gpu import choose, source
+from portmm.dispatch.grid_routes import choose
+from portmm.dispatch.machine import source
 from portmm.errors import NoCompilerError
 from portmm.schedule.gpu_variants import asynchronous
 from portmm.schedule.legality import device_registers, shared_bytes

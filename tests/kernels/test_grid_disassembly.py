@@ -8,7 +8,7 @@ from opencl_cpu import missing
 
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import grid_atom, lower_grid
-from portmm.dispatch.gpu import source
+from portmm.dispatch.machine import source
 from portmm.errors import NoCompilerError, ScheduleError
 from portmm.schedule.gpu_candidates import candidates, units
 from portmm.schedule.gpu_cost import cost
@@ -96,7 +96,8 @@ def test_threads_of_their_own_use_no_fragments(chip):
 def test_sums_are_seen_by_the_block_that_adds_them(unit):
     """Fences of the whole GPU stand before a block takes its number, and before the last one reads."""
     target, p = load_target("h200"), Problem(64, 64, 8192, "bf16" if unit else "f32", b="col")
-    s = next(s for s in candidates(p, target, (8, 8, 2)) if s.parallel.fixup and grid_atom(target.isa(s.isa), s).unit == unit)
+    found = [s for s in candidates(p, target, (8, 8, 2)) if s.parallel.fixup]
+    s = next(s for s in found if grid_atom(target.isa(s.isa), s).unit == unit)
     names = disassembled(s, target).names
     print([x for x in names if x.partition(".")[0] in ("MEMBAR", "BAR", "ATOMG", "ATOM")], s)
     (ticket,) = [i for i, x in enumerate(names) if x.startswith("ATOM")]

@@ -15,8 +15,8 @@ import portmm as pm
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen import cuda, opencl
 from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
-from portmm.dispatch.gpu import Machine
-from portmm.dispatch.gpu_rows import schedule_of
+from portmm.dispatch.grid_rows import schedule_of
+from portmm.dispatch.machine import Machine
 from portmm.errors import NoCompilerError
 from portmm.ir.interpreter import evaluate
 from portmm.schedule.gpu_rows import RowTiles, rows_schedule

@@ -12,7 +12,7 @@ from fused_cases import epilogues
 from grid_cases import MACHINE, check_run, fused_case, kernels_of, run
 
 import portmm as pm
-from portmm.dispatch.gpu import choose
+from portmm.dispatch.grid_routes import choose
 from portmm.errors import DeviceError
 from portmm.runtime import cuda
 from portmm.schedule.gpu_candidates import candidates

@@ -13,7 +13,7 @@ from grid_cases import call, in_shim, kernels_of
 from test_grid_broken import _plain, changed, impatient, without
 from test_mma import BY_K, MATRIX, ROWS, TURING, posed, schedules
 
-from portmm.dispatch.gpu import source
+from portmm.dispatch.machine import source
 from portmm.ir.nodes import Mac
 from portmm.ir.thread_nodes import Barrier, CopyCommit, CopyWait, Do
 

@@ -16,8 +16,9 @@ from test_grid_compiles import most_registers, nvrtc
 import portmm as pm
 from portmm.build.nvrtc import compile_cuda
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.gpu import choose, source
-from portmm.ops import int4_gpu
+from portmm.dispatch.grid_routes import choose
+from portmm.dispatch.machine import source
+from portmm.ops import int4_words
 from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.gpu_w4a16 import PROGRAMS
 from portmm.schedule.legality import shared_bytes
@@ -49,7 +50,7 @@ def posed_call(kernels, s, p, seed, group):
     # The operands of an ordinary product, of which the weight is replaced.
     plain = Problem(p.m, p.n, p.k, p.dtype.replace("u4", "f32"), p.batch, b="col")
     case = grid_cases.case(plain, s.vectors, seed)
-    words = int4_gpu._words(w.codes)
+    words = int4_words._words(w.codes)
     fields = case.fields | {"words": words.shape[1], "groups": w.groups}
     case = replace(case, b=words.ravel(), b_offset=0, fields=fields)
     c = grid_cases.call(kernels, s, case)

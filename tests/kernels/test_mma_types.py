@@ -13,7 +13,8 @@ from test_mma import BY_K, BY_ROW, FEW, MATRIX, ROWS, TURNED, check, posed, sche
 
 from portmm.build.nvrtc import compile_cuda
 from portmm.codegen.lower import lower_lines
-from portmm.dispatch.gpu import choose, source
+from portmm.dispatch.grid_routes import choose
+from portmm.dispatch.machine import source
 from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.text import varied
 from portmm.spec.problem import Problem

@@ -12,7 +12,8 @@ from grid_cases import MACHINE, check_run, fused_case, kernels_of, rounded
 import portmm as pm
 from portmm.build import nvrtc
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.gpu import choose, source
+from portmm.dispatch.grid_routes import choose
+from portmm.dispatch.machine import source
 from portmm.errors import NoCompilerError
 from portmm.schedule import gpu_gemv
 from portmm.schedule.gpu_candidates import candidates

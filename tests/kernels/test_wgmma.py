@@ -19,11 +19,12 @@ from grid_cases import check_run, fused_case, kernels_of
 from places import MACHINES
 
 import portmm as pm
-from portmm.arrays import device_operands
+from portmm.arrays import operand
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch import gpu as gpu_dispatch
-from portmm.dispatch.gpu import choose, source
+from portmm.dispatch import grid_routes
+from portmm.dispatch.grid_routes import choose
+from portmm.dispatch.machine import source
 from portmm.errors import DeviceError, NoCompilerError
 from portmm.runtime import tensor_map
 from portmm.schedule.gpu_candidates import candidates
@@ -169,7 +170,7 @@ def test_calls_reach_them(m, k, dtype, monkeypatch):
     on = install(monkeypatch)
     rng = np.random.default_rng(m)
     a, b = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((192, k)).astype(dtype)
-    monkeypatch.setattr(gpu_dispatch, "candidates", lambda *x: [s for s in candidates(*x) if s.program == "wgmma"])
+    monkeypatch.setattr(grid_routes, "candidates", lambda *x: [s for s in candidates(*x) if s.program == "wgmma"])
     found = pm.matmul(on.array(a), on.array(b).T).get()
     wanted = a.astype(np.float64) @ b.T.astype(np.float64)
     np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=2.0**-7, atol=1e-4 * k)
@@ -201,8 +202,8 @@ def test_lines_that_overlap_are_not_whole_vectors():
     for y in (np.broadcast_to(x[:1], (64, 64)), x[::-1]):
         given = SimpleNamespace(dtype="bf16", at=0)
         steps = tuple(s // 2 for s in y.strides)
-        assert device_operands.matrix(given, 64, 64, steps).vector < 8
-    assert device_operands.matrix(SimpleNamespace(dtype="bf16", at=0), 64, 64, (64, 1)).vector == 8
+        assert operand.matrix(given, 64, 64, steps).vector < 8
+    assert operand.matrix(SimpleNamespace(dtype="bf16", at=0), 64, 64, (64, 1)).vector == 8
 
 
 class FakeDriver:

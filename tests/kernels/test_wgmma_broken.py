@@ -12,7 +12,7 @@ from grid_cases import call, in_shim, kernels_of
 from test_grid_broken import changed
 from test_wgmma import BY_K, COOPERATIVE, HOPPER, posed, schedule
 
-from portmm.dispatch.gpu import source
+from portmm.dispatch.machine import source
 from portmm.ir.index import const
 from portmm.ir.thread_nodes import Do, Get
 from portmm.schedule.text import varied

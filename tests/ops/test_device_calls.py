@@ -9,8 +9,10 @@ from emulated_cuda import install
 from opencl_cpu import OpenCl
 
 import portmm as pm
-from portmm.arrays import device_operands, interop
-from portmm.dispatch import gpu as gpu_dispatch
+from portmm.arrays import interop, operand
+from portmm.dispatch import grid_routes
+from portmm.dispatch.launches import bind
+from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError, TraceError
 from portmm.spec.problem import Problem
 from portmm.util import memo
@@ -298,6 +300,9 @@ def test_what_does_not_fit_is_said(on):
     bias = np.ones(3, np.float32)
     with pytest.raises(TypeError, match="host's memory"):
         pm.matmul(a, on.array(values((5, 3), np.float32)), epilogue=lambda acc, i: acc + bias[i.n])
+    wide = on.array(np.ones(3))
+    with pytest.raises(TypeError, match="captures an array of float64, which kernels cannot read"):
+        pm.matmul(a, on.array(values((5, 3), np.float32)), epilogue=lambda acc, i: acc + wide[i.n])
     with pytest.raises((TraceError, ScheduleError)):
         pm.matmul(a, on.array(values((5, 3), np.float32)), epilogue=lambda acc: acc if acc > 0 else -acc)
 
@@ -411,10 +416,10 @@ def test_numbers_that_are_looked_at_beside_arrays(on):
 
 def test_more_than_kernels_count_is_said(on):
     one = np.ones((1, 4), np.float32)
-    kernel = device_operands.machine_of(interop.adopt(on.array(one)))
-    found = gpu_dispatch.route(Problem(64, 64, 64, "f32"), kernel, (1, 1, 1))
+    kernel = machine_of(interop.adopt(on.array(one)))
+    found = grid_routes.route(Problem(64, 64, 64, "f32"), kernel, (1, 1, 1))
     with pytest.raises(ScheduleError, match="m is 2147483647: kernels count in 32 bits"):
-        gpu_dispatch.bind(found.kernels[0], found.functions[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
+        bind(found.kernels[0], found.functions[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
 
 
 def test_parts_of_one_buffer_overlap():
@@ -427,7 +432,7 @@ def test_parts_of_one_buffer_overlap():
     part = left.base_data[0 : a.nbytes]
     out = on.module.Array(on.queue, a.shape, a.dtype, data=part)
     assert isinstance(part, cl.MemoryObjectHolder)
-    assert device_operands.overlap(interop.adopt(out), (interop.adopt(left),))
+    assert operand.overlap(interop.adopt(out), (interop.adopt(left),))
     close(pm.matmul(left, right, out), product(a, b), 64, np.float32)
     memo.forget_all()
 

@@ -12,9 +12,9 @@ import pytest
 from cuda_fakes import FakeCupy, FakeTorch, Tensor, install, ndarray
 from opencl_cpu import opencl_device
 
-from portmm.arrays import device_array
-from portmm.arrays.device_array import argument, same_device
+from portmm.arrays import operand
 from portmm.arrays.interop import adopt, empty_like
+from portmm.arrays.operand import argument, same_device
 from portmm.errors import NoDeviceError
 from portmm.runtime import opencl
 
@@ -130,7 +130,8 @@ def test_shapes_of_any_kind(cupy):
 def test_a_new_array_of_cupy(cupy):
     cupy.streams[1] = 9
     like = adopt(ndarray((3, 4), "f4", device=1))
-    made, found = empty_like(like, (2, 5), "bf16")
+    found = empty_like(like, (2, 5), "bf16")
+    made = found.source
     assert found == adopt(made)
     assert (found.shape, found.strides, found.dtype, found.device) == ((2, 5), (10, 2), "bf16", ("cuda", 1))
     assert found.queue == 9
@@ -198,7 +199,8 @@ def test_a_new_array_for_an_interface_is_cupys(cupy):
     """Its memory is taken for the stream that will write it."""
     cupy.addresses[4096] = 1
     like = adopt(Interface(stream=33))
-    made, found = empty_like(like, (2,), "f32")
+    found = empty_like(like, (2,), "f32")
+    made = found.source
     assert type(made) is ndarray
     assert found.device == ("cuda", 1)
     assert cupy.log == [("empty", 1, 33)]
@@ -240,7 +242,8 @@ def test_tensors_that_are_refused(torch):
 
 
 def test_a_new_tensor(torch):
-    made, found = empty_like(adopt(Tensor((3, 4), torch.float32, device=1)), (2, 5), "bf16")
+    found = empty_like(adopt(Tensor((3, 4), torch.float32, device=1)), (2, 5), "bf16")
+    made = found.source
     assert type(made) is Tensor
     assert made.dtype is torch.bfloat16
     assert (found.shape, found.strides, found.dtype) == ((2, 5), (10, 2), "bf16")
@@ -306,7 +309,8 @@ def test_svm(cl, queue):
     found = adopt(x[2:])
     assert found.pointer == (x.base_data, 8)
     assert not found.readonly
-    made, _ = empty_like(found, (4,), "f32")
+    new = empty_like(found, (4,), "f32")
+    made = new.source
     assert isinstance(made.base_data, cl.SVMPointer)
     queue.finish()
 
@@ -319,7 +323,8 @@ def test_a_new_array_of_pyopencl(cl, queue):
         return cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, size)
 
     like = adopt(cl.array.empty(queue, (3, 4), np.float32, allocator=allocator)[1:])
-    made, found = empty_like(like, (2, 5), "bf16")
+    found = empty_like(like, (2, 5), "bf16")
+    made = found.source
     assert isinstance(made, cl.array.Array)
     assert (found.shape, found.strides, found.dtype, found.pointer) == ((2, 5), (10, 2), "bf16", (made.base_data, 0))
     assert (made.queue, found.device) == (queue, like.device)
@@ -337,7 +342,8 @@ __kernel void copy(__global const float *a, long ao, __global float *b, long bo,
     kernel = opencl.load(opencl.compile_opencl(source, "copy", queue.context), "copy")
     host = np.arange(60, dtype=np.float32).reshape(6, 10)
     x = adopt(cl.array.to_device(queue, host)[::-2, 1::3])
-    made, out = empty_like(x, x.shape, x.dtype)
+    out = empty_like(x, x.shape, x.dtype)
+    made = out.source
     row, col = (s // 4 for s in x.strides)
     opencl.launch(kernel, x.shape, (1, 1), [argument(x), argument(out), ("long", row), ("long", col)], out.queue)
     assert np.array_equal(made.get(), host[::-2, 1::3])
@@ -373,9 +379,9 @@ def test_elements_that_are_not_aligned(cl, queue, cupy):
 @pytest.mark.parametrize(("shape", "size"), [((3, 4, 5), 4), ((0, 4), 2), ((), 8), ((7,), 1)])
 def test_strides_in_order(shape, size):
     if 0 in shape:
-        assert device_array.contiguous(shape, size) == (8, 2)
+        assert operand.contiguous(shape, size) == (8, 2)
     else:
-        assert device_array.contiguous(shape, size) == np.empty(shape, f"V{size}").strides
+        assert operand.contiguous(shape, size) == np.empty(shape, f"V{size}").strides
 
 
 @pytest.mark.device
@@ -390,7 +396,8 @@ def test_on_a_real_device():
     assert (found.pointer, found.strides, found.device) == (x.data.ptr, (-24, 4), ("cuda", 0))
     with cupy.cuda.Stream(non_blocking=True) as stream:
         assert adopt(x).queue == stream.ptr
-    made, out = empty_like(found, (2, 3), "bf16")
+    out = empty_like(found, (2, 3), "bf16")
+    made = out.source
     assert made.dtype == ml_dtypes.bfloat16
     assert adopt(SimpleNamespace(__cuda_array_interface__=x.__cuda_array_interface__)).device == found.device
     assert same_device([found, out]) == ("cuda", 0)

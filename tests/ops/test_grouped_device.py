@@ -13,7 +13,8 @@ from opencl_cpu import OpenCl
 
 import portmm as pm
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.gpu import bind, source
+from portmm.dispatch.launches import bind
+from portmm.dispatch.machine import source
 from portmm.errors import ScheduleError
 from portmm.schedule.gpu_candidates import candidates
 from portmm.schedule.text import parse, spell

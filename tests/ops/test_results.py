@@ -57,6 +57,15 @@ def test_a_result_given_has_a_type_for_itself_only():
     assert [y.dtype.name for y in both] == ["float16", "float32"]
 
 
+def test_batches_of_other_shapes_and_as_many_items_have_their_own_results():
+    x = array(2, 3, 4, 5)
+    w = array(5, 6)
+    for shape in ((2, 3, 4, 5), (3, 2, 4, 5), (6, 4, 5)):
+        found = pm.matmul(x.reshape(shape), w, epilogue=pm.softmax)
+        assert found.shape == (*shape[:-1], 6)
+        np.testing.assert_allclose(found.sum(-1), 1, rtol=1e-5)
+
+
 @pytest.mark.parametrize("shape", [(64, 64, 4096), (300, 200, 500)])
 def test_what_is_the_same_along_a_row_has_one_column(shape):
     m, n, k = shape

@@ -10,10 +10,8 @@ from test_device_calls import OpenCl
 
 import portmm as pm
 from portmm.arrays.interop import adopt
-from portmm.dispatch import gpu_rows
 from portmm.errors import TraceError
-from portmm.ops import rowwise
-from portmm.ops.rowwise_gpu import over_rows
+from portmm.ops import grid_rows, rowwise
 from portmm.util import memo
 
 NAMES = {"b": "b", "m": "m", "n": "n"}
@@ -34,10 +32,16 @@ def numbers(shape, dtype=np.float32, seed=0):
     return (x * 20 if np.dtype(dtype).kind in "iu" else x).astype(dtype)
 
 
-def same(function, given, host, dtype=""):
+def over_rows(*given, **options):
+    """Results on a device, as arrays of their library and as operands."""
+    found, several = rowwise.over_rows(*given, **options)
+    return tuple((x.source, x) for x in found), several
+
+
+def same(function, given, host, dtype=None):
     """Results are as those of the same function of arrays in the host's memory."""
     found, several = over_rows(function, tuple(adopt(x) for x in given), NAMES, dtype=dtype)
-    want, as_many = rowwise.over_rows(host, tuple(x.get() for x in given), NAMES, dtype=np.float32 if dtype else None)
+    want, as_many = rowwise.over_rows(host, tuple(x.get() for x in given), NAMES, dtype=dtype)
     assert several == as_many
     for (x, _), y in zip(found, want, strict=True):
         got = x.get()
@@ -76,7 +80,7 @@ def test_elements_of_any_type(on, dtype, n):
     def function(x):
         return pm.cast(x * 0.5 + pm.max(x * 1.0), np.float32), x > 1, pm.cast(x * 1.0, dtype), pm.sum(x * 1.0)
 
-    same(function, (x,), function, dtype="f32" if np.dtype(dtype).kind in "iu" else "")
+    same(function, (x,), function, dtype=np.float32 if np.dtype(dtype).kind in "iu" else None)
 
 
 def test_what_a_function_captures(on):
@@ -142,7 +146,7 @@ def test_columns(on, shape):
         scaled = x * 0.5
         return scaled - pm.mean(scaled, axis=-2), pm.max(x, axis=-2) * 2, pm.sum(x - pm.max(x, axis=-2)), x + 1
 
-    found = same(function, (x,), function, dtype="f32") if shape[0] < 100 else None
+    found = same(function, (x,), function, dtype=np.float32) if shape[0] < 100 else None
     if found is None:  # sums of many differ by their order
         (mean, _), *_ = over_rows(lambda x: pm.mean(x, axis=-2), (adopt(x),), NAMES)[0]
         np.testing.assert_allclose(mean.get(), x.get().mean(0, keepdims=True), rtol=1e-4, atol=1e-5)
@@ -159,7 +163,7 @@ def test_a_result_goes_where_it_should(on):
     host = numbers((6, 20))
     x, out, narrow = on.array(host), on.array(host * 0), on.array(np.zeros((6, 20), np.float16))
     (want,), _ = rowwise.over_rows(softmax, (host,), NAMES)
-    for to, first in ((out, ""), (narrow, "f16"), (x, "")):
+    for to, first in ((out, None), (narrow, np.float16), (x, None)):
         (found, _), *_ = over_rows(softmax, (adopt(x),), NAMES, adopt(to), first=first)[0]
         assert found is to
         np.testing.assert_allclose(to.get().astype(np.float32), want, rtol=2e-3 if first else 3e-6, atol=1e-6)
@@ -170,7 +174,7 @@ def test_a_result_goes_where_it_should(on):
 def test_a_kind_of_call_is_made_once(on, monkeypatch):
     x, y = on.array(numbers((6, 20))), on.array(numbers((6, 20), seed=1))
     over_rows(softmax, (adopt(x),), NAMES)
-    monkeypatch.setattr(gpu_rows, "launches", None)
+    monkeypatch.setattr(grid_rows, "launches", None)
     (found, _), *_ = over_rows(softmax, (adopt(y),), NAMES)[0]
     (want,), _ = rowwise.over_rows(softmax, (y.get(),), NAMES)
     np.testing.assert_allclose(found.get(), want, rtol=3e-6)

@@ -7,7 +7,7 @@ import pytest
 from emulated_cuda import install
 
 import portmm as pm
-from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch import machine
 from portmm.util import memo
 
 
@@ -28,7 +28,7 @@ def test_calls_compile_nothing_more_on_a_device(cupy, monkeypatch):
     def refuse(*_):
         raise AssertionError("a kernel is loaded in a call")
 
-    monkeypatch.setattr(gpu_dispatch.Machine, "load", refuse)
+    monkeypatch.setattr(machine.Machine, "load", refuse)
     rng = np.random.default_rng(0)
     for shape in (((9, 24), (24, 40)), ((8, 24), (24, 40)), ((3, 9, 32), (3, 32, 16))):
         a, b = (rng.standard_normal(x).astype(np.float32) for x in shape)
@@ -38,7 +38,7 @@ def test_calls_compile_nothing_more_on_a_device(cupy, monkeypatch):
 @pytest.mark.usefixtures("cupy")
 def test_large_products_share_kernels(monkeypatch):
     """M is no part of a kernel; operands that are copied first are part of what is made ready."""
-    monkeypatch.setattr(gpu_dispatch.Machine, "load", lambda *_: None)
+    monkeypatch.setattr(machine.Machine, "load", lambda *_: None)
     shapes = [(m, 4096, 4096) for m in (2048, 4096, 4095, 8192)]
     found = pm.warmup(shapes, "s8", device="cuda")
     assert len(found.kernels) < 2 * len(shapes)

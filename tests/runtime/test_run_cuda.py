@@ -12,7 +12,7 @@ import pytest
 from cuda_fakes import FakeCupy, install
 
 from portmm.build.nvrtc import Cubin, compile_cuda
-from portmm.dispatch.gpu import described
+from portmm.dispatch.machine import described
 from portmm.errors import BuildError, DeviceError, NoDeviceError
 from portmm.runtime import cuda
 

@@ -13,7 +13,7 @@ from opencl_cpu import opencl_device
 
 from portmm.build import cache, cache_contents
 from portmm.errors import BuildError, DeviceError, NoDeviceError
-from portmm.runtime import opencl
+from portmm.runtime import opencl, opencl_programs
 
 SOURCE = """
 __kernel void scale(__global const float *a, long ao, __global float *b, long bo, int n, float s)
@@ -224,8 +224,8 @@ def test_a_source_that_does_not_compile(device):
 
 @pytest.mark.usefixtures("empty_cache")
 def test_a_source_that_does_not_compile_is_not_tried_again(device, monkeypatch):
-    tried, build = [], opencl._built
-    monkeypatch.setattr(opencl, "_built", lambda *given: (tried.append(given), build(*given))[1])
+    tried, build = [], opencl_programs._built
+    monkeypatch.setattr(opencl_programs, "_built", lambda *given: (tried.append(given), build(*given))[1])
     source = "__kernel void f(int a) { a = nowhere_else; }"
     for _ in range(3):
         with pytest.raises(BuildError, match="undeclared identifier 'nowhere_else'"):

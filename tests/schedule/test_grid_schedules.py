@@ -9,7 +9,7 @@ from grid_cases import MACHINE, OLDER
 from grid_cover import counted
 
 from portmm.codegen.lower import grid_atom, lower_grid
-from portmm.dispatch.gpu import described
+from portmm.dispatch.machine import described
 from portmm.explanation.gpu import explained
 from portmm.ir.index import const
 from portmm.ir.interpreter import evaluate

@@ -650,8 +650,8 @@ def test_metadata_that_lack_an_entry_are_refused(file):
 
 
 def test_attributes_of_the_matrix_are_written_once():
-    from portmm.ops.int4_gpu import DeviceInt4
     from portmm.ops.int4_panels import PackedInt4
+    from portmm.ops.int4_words import DeviceInt4
     from portmm.weights.quantized import QuantizedMatrix
 
     for kind in (Quantized, PackedInt4, DeviceInt4):

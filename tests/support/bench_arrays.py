@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
-from portmm.arrays import device_array, interop
+from portmm.arrays import interop, operand
 from portmm.arrays.numpy_arrays import numpy_of
 
 
@@ -109,11 +109,9 @@ def tensors_there(monkeypatch):
 
     def adopted(x):
         size = x.element_size()
-        name = device_array.type_name(str(x.dtype).removeprefix("torch."), "a tensor")
+        name = operand.type_name(str(x.dtype).removeprefix("torch."), "a tensor")
         strides = tuple(s * size for s in x.stride())
-        return device_array.DeviceArray(
-            x, "cuda", ("cuda", 0), x.data_ptr(), tuple(x.shape), strides, name, 100, readonly=False
-        )
+        return operand.Operand(x, "cuda", ("cuda", 0), x.data_ptr(), tuple(x.shape), strides, name, 100, readonly=False)
 
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda _x: True), raising=False)
     monkeypatch.setitem(interop._READERS, "torch", adopted)

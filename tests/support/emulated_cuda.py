@@ -12,7 +12,7 @@ from cuda_fakes import FakeCupy
 
 from portmm.build import nvrtc
 from portmm.build.nvrtc import Cubin
-from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch import machine
 from portmm.spec.dtype import BY_NAME
 
 
@@ -147,5 +147,5 @@ def install(monkeypatch):
         getattr(known, "cache_clear", lambda: None)()
     for known in ("_functions", "_banks"):
         monkeypatch.setattr(cuda, known, {})
-    monkeypatch.setattr(gpu_dispatch, "_machines", {})
+    monkeypatch.setattr(machine, "_machines", {})
     return put(monkeypatch, EmulatedCupy())

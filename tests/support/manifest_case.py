@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
 from portmm.codegen import c_kernel
-from portmm.dispatch.gpu import source as device_source
+from portmm.dispatch.machine import source as device_source
 from portmm.errors import ScheduleError
 from portmm.spec.dtype import BY_NAME, accumulator, spell, types
 

@@ -13,8 +13,7 @@ from fused_cases import epilogues
 from manifest_case import Case, few, on_device, on_host
 
 from portmm.codegen.lower import lower, lower_grid
-from portmm.dispatch import cpu_selection, cpu_units
-from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch import cpu_selection, cpu_units, grid_routes
 from portmm.spec.dtype import BY_NAME, CODES_KR, types
 from portmm.spec.problem import Family, Problem
 from portmm.target.target import load_target
@@ -86,5 +85,5 @@ def _on_device(p: Problem, target: Target) -> tuple[GridKernel, ...]:
     first, second, last = (16 // BY_NAME[x].bytes for x in p.types)
     if p.types[1] == "u4":
         p, second = replace(p, b="codes", family=str(Family("u4", 1, CODES_KR, group=GROUP))), GROUP
-    s = gpu_dispatch.choose(p, target, (first, second, last), tuned=False).schedule
+    s = grid_routes.choose(p, target, (first, second, last), tuned=False).schedule
     return lower_grid(s, target.isa(s.isa))

@@ -9,16 +9,16 @@ import sys
 from importlib import import_module
 from typing import Any
 
-from portmm.arrays.device_array import DeviceArray, type_of
 from portmm.arrays.numpy_arrays import numpy_of
+from portmm.arrays.operand import Operand, type_of
 
 
-def from_pyopencl(x: Any) -> DeviceArray:
+def from_pyopencl(x: Any) -> Operand:
     """The description of an array of PyOpenCL's."""
     from portmm.runtime.opencl import default_queue
 
     queue = x.queue if x.queue is not None else default_queue(x.context)
-    return DeviceArray(
+    return Operand(
         source=x,
         language="opencl",
         device=("opencl", queue.context.int_ptr, queue.device.int_ptr),
@@ -36,18 +36,7 @@ def _read_only(memory: Any) -> bool:
     return isinstance(memory, cl.MemoryObjectHolder) and bool(memory.flags & cl.mem_flags.READ_ONLY)
 
 
-def memory(buffer: Any) -> tuple[int, int]:
-    """The root allocation of an OpenCL buffer, and the offset in it: a sub-buffer has that of its parent."""
-    info = sys.modules["pyopencl"].mem_info
-    if not hasattr(buffer, "get_info"):
-        return 0, int(getattr(buffer, "svm_ptr", 0))
-    root = buffer.get_info(info.ASSOCIATED_MEMOBJECT)
-    if root is None:
-        return int(buffer.int_ptr), 0
-    return int(root.int_ptr), int(buffer.get_info(info.OFFSET))
-
-
-def pyopencl_empty(x: DeviceArray, shape: tuple[int, ...], dtype: str) -> Any:
+def pyopencl_empty(x: Operand, shape: tuple[int, ...], dtype: str) -> Any:
     """A new array on the queue of an array, of its allocator."""
     array = import_module("pyopencl.array")
     return array.Array(x.queue, shape, numpy_of(dtype), allocator=x.source.allocator)

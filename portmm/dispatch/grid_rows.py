@@ -8,19 +8,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
-from portmm.dispatch.gpu import MOST, MOST_ROUTES, bind
+from portmm.dispatch.launches import MOST, bind
 from portmm.errors import ScheduleError
 from portmm.kernels.gpu.rowwise import kept
 from portmm.schedule.gpu_rows import rows_schedule
 from portmm.schedule.gpu_variants import on_gpu
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import parse
-from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.dispatch.gpu import Launch, Machine
+    from portmm.dispatch.launches import Launch
+    from portmm.dispatch.machine import Machine
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
     from portmm.target.device import Device
@@ -42,8 +42,6 @@ WAVES = 4
 """Blocks per multiprocessor up to which columns are cut into slices."""
 MOST_SLICES = 65535
 """CUDA C++ Programming Guide: blocks along the second axis of a grid."""
-
-_loaded = Memory(MOST_ROUTES)
 
 
 def launches(
@@ -174,10 +172,10 @@ def _columns(
 
 def _code(key: tuple[Any, ...], on: Machine) -> tuple[tuple[Any, Any], ...]:
     """Kernels and their compiled functions: of expressions and a form, or of expressions and columns."""
-    compiled: tuple[tuple[Any, Any], ...] | None = _loaded.get((key, on.key))
-    if compiled is None:
-        isa = next(x for x in on.target.isas if x.vector("f32", 1))
-        text, form, *rest = key
-        kernels = lower_grid_columns(isa, text, form, sliced=rest[0]) if rest else (lower_grid_rows(isa, text, form),)
-        compiled = _loaded.keep((key, on.key), tuple((x, on.load(x)) for x in kernels))
-    return compiled
+    isa = next(x for x in on.target.isas if x.vector("f32", 1))
+    text, form, *rest = key
+
+    def lower() -> tuple[Any, ...]:
+        return lower_grid_columns(isa, text, form, sliced=rest[0]) if rest else (lower_grid_rows(isa, text, form),)
+
+    return on.loaded(key, lower)

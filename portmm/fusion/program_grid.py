@@ -13,18 +13,19 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import device_array, device_operands, interop
-from portmm.arrays.device_array import DeviceArray
-from portmm.ops.rowwise_gpu import start
-from portmm.spec.dtype import BY_NAME
+from portmm.arrays import interop
+from portmm.arrays.operand import Operand, address
+from portmm.ops.kernel_call import start
 from portmm.trace.numpy_names import rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.dispatch.gpu import Launch, Machine
+    from portmm.dispatch.launches import Launch
+    from portmm.dispatch.machine import Machine
+    from portmm.ops.kernel_call import Moves
 
-State = dict[str, DeviceArray]
+State = dict[str, Operand]
 """Arrays of a call, by name."""
 
 
@@ -42,9 +43,9 @@ class Make:
     shape: tuple[int, ...]
     dtype: str
 
-    def run(self, state: State, like: DeviceArray, _: list[Any]) -> None:
+    def run(self, state: State, like: Operand, _: list[Any]) -> None:
         """Allocate it."""
-        state[self.name] = interop.empty_like(like, self.shape, self.dtype)[1]
+        state[self.name] = interop.empty_like(like, self.shape, self.dtype)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -53,27 +54,23 @@ class Run:
 
     Attributes:
         on: the device.
-        every: the kernels.
+        launches: the kernels.
         buffers: parameter -> array, and bytes from its first element.
         numbers: parameter -> leaf.
         workspace: elements of 32 bits shared by the kernels.
     """
 
     on: Machine
-    every: tuple[Launch, ...]
+    launches: tuple[tuple[Launch, Moves], ...]
     buffers: tuple[tuple[str, str, int], ...]
     numbers: tuple[tuple[str, int], ...]
     workspace: int = 0
 
-    def run(self, state: State, like: DeviceArray, leaves: list[Any]) -> None:
+    def run(self, state: State, like: Operand, leaves: list[Any]) -> None:
         """Launch them."""
-        values: dict[str, Any] = {}
-        for name, root, at in self.buffers:
-            x = state[root]
-            argument = device_array.argument(x)[1]
-            values[name] = device_operands.shifted(argument, at // BY_NAME[x.dtype].bytes, x) if at else argument
+        values = {name: address(state[root], at) for name, root, at in self.buffers}
         values |= {name: float(leaves[i]) for name, i in self.numbers}
-        start(self.every, self.on, values, self.workspace, like)
+        start(self.on, self.launches, values, like, (self.workspace, "f32"))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -90,7 +87,7 @@ class Own:
     function: Callable[..., Any]
     arguments: tuple[str, ...]
 
-    def run(self, state: State, _: DeviceArray, __: list[Any]) -> None:
+    def run(self, state: State, _: Operand, __: list[Any]) -> None:
         """Call it."""
         result = interop.adopt(self.function(*(state[x].source for x in self.arguments)))
         assert result is not None  # noqa: S101 - of arrays on a device

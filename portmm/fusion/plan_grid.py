@@ -12,29 +12,32 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import device_array, device_operands
-from portmm.arrays.device_array import WIDEST, DeviceArray
-from portmm.dispatch import config
-from portmm.dispatch import gpu as gpu_dispatch
-from portmm.dispatch.gpu_rows import launches
+from portmm.arrays import operand
+from portmm.arrays.grid_call import numbers
+from portmm.arrays.operand import WIDEST, Operand
+from portmm.dispatch import config, grid_routes
+from portmm.dispatch.grid_rows import launches
+from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES, Splitter
+from portmm.fusion.plan import Builder, stand_in
 from portmm.fusion.program_cpu import Kernel
-from portmm.fusion.program_gpu import Make, Output, Own, Run, runner
+from portmm.fusion.program_grid import Make, Output, Own, Run, runner
 from portmm.fusion.traced_array import Value
-from portmm.fusion.unit_expressions import Expressions, kernel_type
-from portmm.ops import matmul_gpu
+from portmm.fusion.unit_expressions import kernel_type
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
-from portmm.trace.buffers import Place, walk
+from portmm.trace.buffers import Place
 from portmm.trace.numpy_names import rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.dispatch.gpu import Launch
+    from portmm.dispatch.launches import Launch
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
+    from portmm.fusion.plan import Operands
+    from portmm.fusion.unit_expressions import Expressions
     from portmm.trace.buffers import Walk
 
 MOST_TRIES = 64
@@ -48,7 +51,7 @@ def program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[K
         ValueError: its arrays are on several devices.
         ScheduleError: something has no kernel.
     """
-    device_array.same_device(list(graph.device_arrays.values()))
+    operand.same_device(list(graph.device_arrays.values()))
     for x in graph.nodes:
         if x.leaf >= 0 and x.leaf not in graph.device_arrays and x.kind in ("array", "weight"):
             what = "a packed weight" if x.kind == "weight" else "an array in the host's memory"
@@ -56,7 +59,7 @@ def program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[K
     plain: dict[Node, str] = {}
     for _ in range(MOST_TRIES):
         split = Splitter(graph, outputs, plain, {}).split()
-        builder = _Builder(graph, outputs, split)
+        builder = GridBuilder(graph, outputs, split)
         if (failed := builder.built()) is None:
             apart = [*split.apart]
             return builder.runner(result), builder.kernels, apart, "", []
@@ -64,22 +67,14 @@ def program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[K
     raise ScheduleError("no way to split the function into kernels was found")
 
 
-class _Builder:
-    """A builder of the launches of units.
-
-    Args:
-        graph: the graph of a function.
-        outputs: its results.
-        split: its partition into units.
-    """
+class GridBuilder(Builder):
+    """A builder of the launches of units: see `Builder`."""
 
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
-        self.graph, self.outputs, self.split = graph, outputs, split
+        super().__init__(graph, outputs, split)
         self.like = next(iter(graph.device_arrays.values()))
-        self.on = device_operands.machine_of(self.like)
-        self.buffers: dict[Node, Place] = {}
+        self.on = machine_of(self.like)
         self.steps: list[Make | Run | Own] = []
-        self.kernels: list[Kernel] = []
         self.aligned = {f"L{i}": math.gcd(x.at, WIDEST) for i, x in graph.device_arrays.items()}
 
     def built(self) -> tuple[Node, str] | None:
@@ -97,54 +92,40 @@ class _Builder:
                 raise
         return None
 
-    def step(self, unit: Unit) -> None:
-        """Add the launches of a unit."""
-        if unit.kind == "rows":
-            fusing = self.expressions(unit)
-            self.store(unit.stored, fusing)
-            if 0 not in unit.shape[:-1]:
-                self.run_rows(fusing, whole=_counts(unit))
-                detail, first = " x ".join(map(str, unit.shape)), unit.members[0].name
-                self.kernels.append(Kernel("rows", first, _lines(unit), _names(unit), fusing.text(), detail))
-        elif unit.kind == "product":
-            self.product(unit)
-        else:
-            self.call(unit)
-
     # Buffers.
-
-    def buffer_of(self, x: Node) -> Place:
-        """The buffer of a node."""
-        if x not in self.buffers:
-            self.buffers[x] = self.leaf(x) if x.kind in LEAVES else self.view(x)
-        return self.buffers[x]
 
     def leaf(self, x: Node) -> Place:
         """The buffer of an argument."""
         if x.leaf not in self.graph.device_arrays:
             raise ScheduleError(f"{x.name} ({x.where}) cannot be read on a device")
-        return Place(f"L{x.leaf}", 0, device_array.standin(self.graph.device_arrays[x.leaf]), "")
+        return Place(f"L{x.leaf}", 0, operand.standin(self.graph.device_arrays[x.leaf]), "")
 
     def view(self, x: Node) -> Place:
         """A view of a buffer, or a copy where strides cannot express the view."""
         base = self.buffer_of(x.inputs[0])
         viewed = _viewed(base, x.plain)
         if viewed is None:
-            to = self.allocate(base.like.shape, base.like.dtype)
+            to = self.allocate(x, base.like.shape)
             self.copy(base, to, x)
             viewed = _viewed(to, x.plain)
         if viewed is None:
             raise ScheduleError(f"{x.name} ({x.where}) moves elements in a way that has no kernel")
         return viewed
 
-    def allocate(self, shape: tuple[int, ...], dtype: Any) -> Place:
-        """Allocate an array."""
-        kind, name = kernel_type(np.dtype(dtype)), f"M{len(self.steps)}"
+    def allocate(self, x: Node, shape: tuple[int, ...] | None = None, fusing: Expressions | None = None) -> Place:
+        """Allocate an array for a node; no memory is reused."""
+        del fusing
+        shape, kind, name = x.shape if shape is None else shape, kernel_type(np.dtype(x.dtype)), f"M{len(self.steps)}"
         if not kind:
-            raise ScheduleError(f"kernels do not write {dtype}")
+            raise ScheduleError(f"kernels do not write {x.dtype}")
         self.steps.append(Make(name, shape, kind))
+        return self.place(name, shape, x.dtype)
+
+    def place(self, name: str, shape: tuple[int, ...], dtype: Any) -> Place:
+        """A new array."""
         self.aligned[name] = WIDEST
-        return Place(name, 0, _placeholder(shape, np.dtype(dtype)), "")
+        strides = operand.contiguous(shape, np.dtype(dtype).itemsize)
+        return Place(name, 0, stand_in(shape, np.dtype(dtype), strides), "")
 
     def gcd(self, x: Place, moved: list[int]) -> int:
         """The alignment in bytes of a buffer at all offsets from which kernels run."""
@@ -152,30 +133,10 @@ class _Builder:
 
     # Kernels.
 
-    def expressions(self, unit: Unit, product: Node | None = None) -> Expressions:
-        """The expressions of a unit."""
-
-        def inside(x: Node) -> bool:
-            return self.split.of.get(x) is unit or x in self.split.inline
-
-        return Expressions(unit.shape, inside, self.buffer_of, product)
-
-    def store(self, stored: list[Node], fusing: Expressions) -> None:
-        """Allocate buffers for the results of a unit."""
-        values = [fusing.of(x) for x in stored]
-        for x, value in zip(stored, values, strict=True):
-            self.buffers[x] = self.allocate(x.shape, x.dtype)
-            fusing.write(value, self.buffers[x])
-
-    def run_rows(self, fusing: Expressions, *, whole: bool) -> None:
-        """Add launches over rows for the expressions."""
-        shape, buffers = fusing.shape, fusing.buffers
-        steps = [p.strides(shape) for p in buffers]
-        w, columns = walk(shape[:-1], [s[:-1] for s in steps], whole=whole), [s[-1] for s in steps]
-        fusing.bind(w, columns)
+    def launch_rows(self, fusing: Expressions, w: Walk, columns: list[int], size: tuple[int, int, int]) -> None:
+        """Add runs of kernels over rows for expressions, of `size` rows, columns and items."""
         strides = list(zip(w.batch[1], w.rows[1], columns, strict=True))
-        aligned = [self.gcd(p, [moved[i] for moved in w.repeats]) for i, p in enumerate(buffers)]
-        size = (w.rows[0], shape[-1], w.batch[0])
+        aligned = [self.gcd(p, [moved[i] for moved in w.repeats]) for i, p in enumerate(fusing.buffers)]
         every, workspace = launches(fusing.text(), size, strides, aligned, self.on)
         for moved in w.repeats:
             self.launch(every, self.operands(fusing, moved), fusing, workspace)
@@ -192,46 +153,24 @@ class _Builder:
         self, every: tuple[Launch, ...], buffers: list[tuple[str, str, int]], fusing: Expressions, workspace: int
     ) -> None:
         """Add a launch of kernels on buffers."""
-        numbers = tuple((f"number_{i}", leaf) for i, leaf in enumerate(fusing.numbers))
-        self.steps.append(Run(self.on, every, tuple(buffers), numbers, workspace))
+        leaves = tuple((f"number_{i}", leaf) for i, leaf in enumerate(fusing.numbers))
+        unmoved = tuple((launch, ()) for launch in every)
+        self.steps.append(Run(self.on, unmoved, tuple(buffers), leaves, workspace))
 
-    def copy(self, source: Place, to: Place, x: Node) -> None:
-        """Add a copy of elements into a contiguous buffer."""
-        shape = source.like.shape or (1,)
-        fusing = Expressions(shape, lambda _: False, self.buffer_of)
-        fusing.write(fusing.load(source), to)
-        if 0 not in shape:
-            self.run_rows(fusing, whole=False)
-        self.kernels.append(Kernel("copy", x.name, (x.where,), detail=" x ".join(map(str, shape))))
-
-    def product(self, unit: Unit) -> None:
-        """Add a product with its epilogue."""
-        x = unit.members[0]
-        fusing = self.expressions(unit, x)
-        stored = sorted(unit.stored, key=lambda y: y.dtype.kind in "iub")
-        if stored[0].dtype.kind in "iub":
-            raise ScheduleError("its results are integers or masks, which kernels write only together with floats")
-        a, b = (self.buffer_of(y) for y in x.inputs)
-        self.store(stored, fusing)
-        c, k, n = fusing.written[0], x.inputs[0].shape[-1], x.shape[-1]
-        if 0 in x.shape:
-            return
-        steps = [p.strides(x.shape) for p in fusing.buffers]
-        b_steps = (*b.strides((*x.shape[:-2], k, n))[:-2], 0)
-        outer = [a.strides((*x.shape[:-1], k))[:-1], b_steps, c.strides(x.shape)[:-1], *(s[:-1] for s in steps)]
-        w, columns = walk(x.shape[:-1], outer, 1, whole=_counts(unit)), [s[-1] for s in steps]
-        fusing.bind(w, columns, 3)
-        text = fusing.text() if len(unit.members) > 1 else ""
-        p, values, vectors = self.problem((a, b, c), (k, n), w, text)
+    def launch_product(
+        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int], *, text: str
+    ) -> Problem:
+        """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
+        p, values, vectors = self.problem(operands, size, w, text)
         for i, steps_ in enumerate(zip(w.batch[1][3:], w.rows[1][3:], columns, strict=True)):
             values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps_, strict=True)}
-        route = gpu_dispatch.route(replace(p, k=max(k, 1)), self.on, vectors)
-        every, (workspace, _) = matmul_gpu.bound(route, values, p)
+        route = grid_routes.route(replace(p, k=max(p.k, 1)), self.on, vectors)
+        every, (workspace, _) = route.launches(values, p)
         for moved in w.repeats:
-            at = zip("abc", (a, b, c), moved, strict=False)
+            at = zip("abc", operands, moved, strict=False)
             buffers = [(name, y.root, y.offset + i * y.like.itemsize) for name, y, i in at]
             self.launch(every, [*buffers, *self.operands(fusing, moved[3:])], fusing, workspace)
-        self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p)))
+        return p
 
     def problem(
         self, operands: tuple[Place, Place, Place], size: tuple[int, int], w: Walk, text: str
@@ -245,18 +184,16 @@ class _Builder:
         for i, (x, (rows_, columns_, row, col)) in enumerate(zip(operands, ends, strict=True)):
             others = (apart[i], *(moved[i] for moved in w.repeats))
             at = self.gcd(x, [])
-            stand_in = DeviceArray(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
-            parts.append(device_operands.matrix(stand_in, rows_, columns_, (row, col), others))
+            stand_in = Operand(None, "cuda", (), at, (), (), kernel_type(x.like.dtype), None, readonly=False)
+            parts.append(operand.matrix(stand_in, rows_, columns_, (row, col), others))
         word = spell(*(kernel_type(x.like.dtype) for x in operands))
         p = Problem(
             m, n, k, word, items, parts[0].layout, parts[1].layout, "row",
             deterministic=config.current().deterministic, fused=text, tf32=config.rounds(word),
         )  # fmt: skip
-        values = {
-            "m": m, "n": n, "k": k, "batch": items, "a_m": parts[0].row, "a_k": parts[0].col, "a_batch": apart[0],
-            "b_k": parts[1].row, "b_n": parts[1].col, "b_batch": apart[1], "c_m": rows[2] or columns, "c_n": 1,
-            "c_batch": apart[2],
-        }  # fmt: skip
+        left, right, result = parts
+        result = replace(result, row=rows[2] or columns, col=1)
+        values = numbers((m, n, k), items, (left, right, result), apart)
         vector = parts[2].vector if parts[2].layout == "row" else 1
         return p, values, (parts[0].vector, parts[1].vector, vector)
 
@@ -272,8 +209,7 @@ class _Builder:
         arguments = tuple(self.contiguous(y) for y in x.inputs)
         name = f"M{len(self.steps)}"
         self.steps.append(Own(name, x.plain, arguments))
-        self.aligned[name] = WIDEST
-        self.buffers[x] = Place(name, 0, _placeholder(x.shape, np.dtype(x.dtype)), "")
+        self.buffers[x] = self.place(name, x.shape, x.dtype)
         self.kernels.append(Kernel("product", x.name, (x.where,)))
 
     def contiguous(self, x: Node) -> str:
@@ -283,7 +219,7 @@ class _Builder:
             return buffer.root
         if not buffer.offset and buffer.like.flags.c_contiguous and self.shape_of(buffer.root) == x.shape:
             return buffer.root
-        to = self.allocate(x.shape, x.dtype)
+        to = self.allocate(x)
         self.copy(buffer, to, x)
         return to.root
 
@@ -312,12 +248,6 @@ def _step(x: Place, axis: int) -> int:
     return int(x.like.strides[axis]) // x.like.itemsize if x.like.shape[axis] > 1 else 1 if axis == -1 else 0
 
 
-def _placeholder(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """A placeholder of a new array: strides over one element of memory, which must not be read."""
-    strides = device_array.contiguous(shape, dtype.itemsize)
-    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
-
-
 def _viewed(buffer: Place, function: Any) -> Place | None:
     """A view of a buffer; None if it needs a copy.
 
@@ -330,24 +260,8 @@ def _viewed(buffer: Place, function: Any) -> Place | None:
     shadow = np.ndarray(like.shape, like.dtype, memory, -low, like.strides)
     viewed = function(shadow)
     if not viewed.size:
-        return Place(buffer.root, buffer.offset, _placeholder(viewed.shape, like.dtype), "")
+        return Place(buffer.root, buffer.offset, np.empty(viewed.shape, like.dtype), "")
     if not np.may_share_memory(viewed, memory):
         return None
     moved = viewed.__array_interface__["data"][0] - shadow.__array_interface__["data"][0]
-    placeholder = np.lib.stride_tricks.as_strided(
-        np.empty(1, like.dtype), viewed.shape, viewed.strides, writeable=False
-    )
-    return Place(buffer.root, buffer.offset + moved, placeholder, "")
-
-
-def _counts(unit: Unit) -> bool:
-    """Test whether an expression of a unit depends on row and column indices."""
-    return any(x.of("index") for x in unit.members)
-
-
-def _lines(unit: Unit) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(x.where for x in unit.members))
-
-
-def _names(unit: Unit) -> tuple[str, ...]:
-    return tuple(x.name for x in unit.members[1:])
+    return Place(buffer.root, buffer.offset + moved, stand_in(viewed.shape, like.dtype, viewed.strides), "")

@@ -7,41 +7,37 @@ queries, without synchronisation; the kernels of a kind of call are remembered.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import device_array, device_operands, interop
+from portmm.arrays import operand
+from portmm.arrays.interop import adopt_all
 from portmm.codegen.lower import lower_grid_attention
-from portmm.dispatch import gpu as gpu_dispatch
+from portmm.dispatch.launches import bind
+from portmm.dispatch.machine import machine_of
 from portmm.errors import TraceError
-from portmm.ops import rowwise_gpu
 from portmm.ops.attention_shapes import NAMES, STORAGE_TYPES, score_of, sizes_of
+from portmm.ops.kernel_call import Captures, KernelCall, via_temporary
 from portmm.schedule import gpu_attention_choice
 from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import C, Fused, acc
 from portmm.spec.expr import real
-from portmm.trace.bind import UserFunction, located
-from portmm.trace.closures import resolve
-from portmm.trace.recorder import readable_in_place
+from portmm.trace.bind import UserFunction
 from portmm.trace.tracer import Indices
-from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.device_array import DeviceArray
-    from portmm.dispatch.gpu import Launch, Machine
+    from portmm.arrays.operand import Operand
+    from portmm.dispatch.machine import Machine
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.schedule import Schedule
-    from portmm.trace.recorder import Source
     from portmm.trace.tracer import Traced
 
-MOST_KINDS = 1024
-"""Kinds of kernels remembered before the memo is emptied."""
 _VALUES = (acc(), Indices(NAMES))
 
 
@@ -73,18 +69,24 @@ class _Call:
         sizes: see `attention_shapes.sizes_of`.
     """
 
-    q: DeviceArray
-    k: DeviceArray
-    v: DeviceArray
-    out: DeviceArray | None
-    lengths: DeviceArray | None
-    starts: DeviceArray | None
+    q: Operand
+    k: Operand
+    v: Operand
+    out: Operand | None
+    lengths: Operand | None
+    starts: Operand | None
     sizes: tuple[int, int, int, int, int, int, int]
 
     @property
     def lead(self) -> tuple[int, ...]:
         """The shape of the items."""
         return self.q.shape[:-3]
+
+    @property
+    def parts(self) -> dict[str, Operand]:
+        """The operands by the names of kernels' parameters."""
+        parts = {"q": self.q, "k": self.k, "v": self.v, "lengths": self.lengths, "starts": self.starts}
+        return {name: x for name, x in parts.items() if x is not None}
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -108,15 +110,14 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     flags = (options.causal, options.window is not None, options.lse)
     arrays = (call.q, call.k, call.v, call.out, call.lengths, call.starts)
     key = ("attention on device", *(None if x is None else x.kind for x in arrays), flags)
-    ready: _Ready = user_function.ready(key, lambda traced: _prepare(call, flags, traced), _VALUES, 4)
-    read = ready.captured(user_function.closure, call.q)
+    ready: KernelCall = user_function.ready(key, lambda traced: _prepare(call, flags, traced), _VALUES, 4)
+    read = ready.captures.arrays(user_function.closure, call.q)
     others = (*(x for x in arrays if x is not None and x is not call.out), *read)
-    if call.out is not None and device_operands.overlap(call.out, others):
-        result_array, described = interop.empty_like(replace(call.out, queue=call.q.queue), call.shape, call.out.dtype)
-        result = attention((*operands[:3], result_array), options)
-        copied = rowwise_gpu.copied(call.out, described)
-        return (copied, result[1]) if options.lse else copied
-    return ready.run(call, numbers, read, user_function.closure)
+    if call.out is not None and operand.overlap(call.out, others):
+        return via_temporary(
+            call.out, call.q, call.out.dtype, lambda to: attention((*operands[:3], to.source), options)
+        )
+    return ready.returned(ready.run(call.parts, call.q, call.out, user_function.closure, read, **numbers))
 
 
 # -- operands --------------------------------------------------------------------------------
@@ -124,58 +125,30 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
 
 def _adopted(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[_Call, dict[str, int]]:
     """The arrays of a call, and its numbers."""
-    q, k, v = (_there(x, name) for x, name in zip(operands, "qkv", strict=False))
-    out = None if operands[3] is None else _there(operands[3], "out")
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.dtype not in STORAGE_TYPES:
-            raise TypeError(
-                f"{name} has elements of {_long_type(x)}; attention takes {', '.join(map(_long, STORAGE_TYPES))}"
-            )
-        if len(x.shape) < 3:
-            raise ValueError(f"{name} has shape {x.shape}; pass (..., heads, rows, columns)")
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(f"q, k and v are of {_long_type(q)}, {_long_type(k)} and {_long_type(v)}; these must be equal")
-    sizes = sizes_of(q.shape, k.shape, v.shape)
+    there = adopt_all(dict(zip("qkv", operands, strict=False)), {"out": operands[3]})
+    q, k, v, out = there["q"], there["k"], there["v"], there.get("out")
+    sizes = sizes_of(*[(_long_type(x), x.shape) for x in (q, k, v)])
     _, _, _, m, n, *_ = sizes
     lead = q.shape[:-3]
     seen, lengths = _by_item(options.lengths, "lengths", lead, (0, n), n)
     offset, starts = _by_item(options.offset, "offset", lead, (-m, n), n - m)
     call = _Call(q, k, v, out, lengths, starts, sizes)
-    device_array.same_device([x for x in (q, k, v, out, lengths, starts) if x is not None])
+    operand.same_device([x for x in (q, k, v, out, lengths, starts) if x is not None])
     if out is not None:
-        device_operands.check_out(out, call.shape)
-        if out.dtype not in STORAGE_TYPES:
-            raise TypeError(
-                f"out has elements of {_long_type(out)}; attention writes {', '.join(map(_long, STORAGE_TYPES))}"
-            )
+        operand.check_out(out, call.shape)
+        if _long_type(out) not in STORAGE_TYPES:
+            raise TypeError(f"out has elements of {_long_type(out)}; attention writes {', '.join(STORAGE_TYPES)}")
     window = m + n if options.window is None else min(options.window, m + n)
     return call, {"n": min(seen, n), "offset": offset, "window": window}
 
 
-def _there(x: Any, name: str) -> DeviceArray:
-    """An array on a device.
-
-    Raises:
-        TypeError: it is in the host's memory.
-    """
-    array = interop.adopt(x)
-    if array is None:
-        kind = type(x).__name__
-        raise TypeError(f"{name} is a {kind} in the host's memory, others are on a device: copy it there first")
-    return array
-
-
-def _long(name: str) -> str:
-    return BY_NAME[name].numpy
-
-
-def _long_type(x: DeviceArray) -> str:
-    return _long(x.dtype)
+def _long_type(x: Operand) -> str:
+    return BY_NAME[x.dtype].numpy
 
 
 def _by_item(
     x: Any, name: str, lead: tuple[int, ...], limits: tuple[int, int], usual: int
-) -> tuple[int, DeviceArray | None]:
+) -> tuple[int, Operand | None]:
     """One integer for all items, or an array on the device of one for each.
 
     Raises:
@@ -188,11 +161,11 @@ def _by_item(
         if not limits[0] <= x <= limits[1]:
             raise ValueError(f"{name} is {x}; there are {limits[1]} keys: pass {limits[0]} to {limits[1]}")
         return int(x), None
-    array = _there(x, name)
+    array = adopt_all({name: x})[name]
     if array.dtype != "s32":
         raise TypeError(f"{name} has elements of {_long_type(array)}; pass int32, or one integer")
     size = BY_NAME[array.dtype].bytes
-    if array.shape != lead or (array.size > 1 and array.strides != device_array.contiguous(lead, size)):
+    if array.shape != lead or (array.size > 1 and array.strides != operand.contiguous(lead, size)):
         raise ValueError(f"{name} has shape {array.shape} and strides {array.strides}; pass {lead}, C-contiguous")
     return usual, array
 
@@ -215,72 +188,27 @@ class _Layout:
         return self.steps[3] != 1
 
 
-def _layout(x: DeviceArray, name: str) -> _Layout:
+def _layout(x: Operand, name: str) -> _Layout:
     """The layout of an operand.
 
     Raises:
         ValueError: its items are not evenly strided.
     """
-    own = device_operands.elements(x)
+    own = operand.elements(x)
     dims = [(count, step) for count, step in zip(x.shape[:-3], own[:-3], strict=True) if count != 1]
     if any(step != count * inner for (_, step), (count, inner) in pairwise(dims)):
         raise ValueError(f"the items of {name} are not evenly strided: shape {x.shape}, strides {x.strides}; copy it")
     item = dims[-1][1] if dims else 0
     head, row, column = own[-3:]
     column = column if x.shape[-1] > 1 else 1
-    vector = math.gcd(item, head, row, x.shape[-1], x.at // BY_NAME[x.dtype].bytes, device_array.WIDEST)
+    vector = math.gcd(item, head, row, x.shape[-1], x.at // BY_NAME[x.dtype].bytes, operand.WIDEST)
     return _Layout((item, head, row, column), vector if column == 1 else 1)
 
 
 # -- a kind of call --------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class _Ready:
-    """The kernels of one kind of call.
-
-    Attributes:
-        on: the device.
-        launches: kernels.
-        to: type of the result.
-        lse: logarithms are returned.
-        scratch: elements of f32 for the partial results of KV splits.
-        sources: captured arrays, and offsets of their first elements, in bytes.
-        numbers: keys of the numbers of a call.
-    """
-
-    on: Machine
-    launches: tuple[Launch, ...]
-    to: str
-    lse: bool
-    scratch: int
-    sources: tuple[tuple[Source, int], ...]
-    numbers: tuple[tuple[Any, ...], ...]
-
-    def captured(self, closure: dict[Any, Any], like: DeviceArray) -> list[DeviceArray]:
-        """The arrays that functions capture, on the device of the operands."""
-        return [rowwise_gpu.captured(x, closure, like) for x, _ in self.sources]
-
-    def run(self, call: _Call, numbers: dict[str, int], read: list[DeviceArray], closure: dict[Any, Any]) -> Any:
-        """Launch the kernels and return the results."""
-        q, out = call.q, call.out
-        result, described = (out.source, out) if out is not None else interop.empty_like(q, call.shape, self.to)
-        values: dict[str, Any] = {**numbers, "o": device_array.argument(described)[1]}
-        values |= {x: device_array.argument(y)[1] for x, y in zip("qkv", (q, call.k, call.v), strict=True)}
-        for name, x in (("lengths", call.lengths), ("starts", call.starts)):
-            if x is not None:
-                values[name] = device_array.argument(x)[1]
-        values |= rowwise_gpu.addresses(read, [at for _, at in self.sources])
-        values |= {f"number_{i}": float(resolve(key, closure)) for i, key in enumerate(self.numbers)}
-        lse = None
-        if self.lse:
-            lse, there = interop.empty_like(q, call.shape[:-1], "f32")
-            values["lse"] = device_array.argument(there)[1]
-        rowwise_gpu.start(self.launches, self.on, values, self.scratch, q)
-        return (result, lse) if self.lse else result
-
-
-def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Ready:
+def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> KernelCall:
     """The kernels of a kind of call.
 
     Raises:
@@ -288,21 +216,16 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
         TraceError: a score is a tuple.
         ScheduleError: the device has too little shared memory.
     """
-    for x in traced.sources:
-        if not x.device:
-            raise TypeError("a function captures an array in the host's memory; copy it to the device of the operands")
-        if not readable_in_place(x.array):
-            raise TypeError(f"a function captures an array of {x.array.dtype}, which kernels cannot read; convert it")
     to = call.q.dtype if call.out is None else call.out.dtype
     items, heads, group, m, n, d, dv = call.sizes
-    on = device_operands.machine_of(call.q)
+    on = machine_of(call.q)
+    captures = Captures.of(traced, (m, n, items, heads), "a function")
     form = _form(call, flags, traced, to)
-    sources = [(x, located(x.array, x, (m, n, items, heads))) for x in traced.sources]
-    common = (to, flags[2])
+    results = (("o", call.shape, to), *((("lse", call.shape[:-1], "f32"),) if flags[2] else ()))
     if 0 in (items, heads, m, dv):
-        return _Ready(on, (), *common, 0, (), ())
+        return KernelCall(on, results, (), several=flags[2])
     layouts = {x: _layout(y, x) for x, y in zip("qkv", (call.q, call.k, call.v), strict=True)}
-    layouts["o"] = _layout(call.out or interop.empty_like(call.q, call.shape, to)[1], "out")
+    layouts["o"] = _layout(call.out or operand.dense_like(call.q, call.shape, to), "out")
     q, k, v, o = (x.vector for x in layouts.values())
     loose = "".join(name for name, x in layouts.items() if x.loose)
     request = AttentionSizes(call.q.dtype, d, dv, m, items * heads, group, n, (q, k, v, o), loose)
@@ -314,11 +237,11 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> _Re
     for name, y in layouts.items():
         names = (f"{name}_{axis}" for axis in ("b", "h", "n" if name in "kv" else "m", "d"))
         values |= dict(zip(names, y.steps, strict=True))
-    for i, (_, (_, *steps)) in enumerate(sources):
+    for i, steps in enumerate(captures.strides):
         values |= dict(zip((f"x{i}_{y}" for y in "bmnh"), steps, strict=True))
-    launches = tuple(gpu_dispatch.bind(*x, values) for x in _code(form, schedule, on))
+    launches = tuple((bind(*x, values), ()) for x in _code(form, schedule, on))
     scratch = runs * rows * (dv + 2) if schedule.parallel.over == "keys" else 0
-    return _Ready(on, launches, *common, scratch, tuple((x, steps[0]) for x, steps in sources), traced.numbers)
+    return KernelCall(on, results, launches, (scratch, "f32"), flags[2], captures)
 
 
 def _form(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: str) -> Form:
@@ -334,14 +257,6 @@ def _form(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: str) 
     return Form(score, call.q.dtype, to, Bounds(causal, windowed), **arrays, lse=lse)
 
 
-_loaded = Memory(MOST_KINDS)
-
-
 def _code(form: Form, s: Schedule, on: Machine) -> tuple[tuple[Any, Any], ...]:
     """Kernels, with their loaded functions."""
-    key = (form, s, on.key)
-    loaded: tuple[tuple[Any, Any], ...] | None = _loaded.get(key)
-    if loaded is None:
-        kernels = lower_grid_attention(*gpu_attention_choice.unit(s, on.target), form, s)
-        loaded = _loaded.keep(key, tuple((x, on.load(x)) for x in kernels))
-    return loaded
+    return on.loaded((form, s), lambda: lower_grid_attention(*gpu_attention_choice.unit(s, on.target), form, s))

@@ -1,4 +1,4 @@
-"""Arrays on CUDA devices: CuPy's, PyTorch's, and objects with `__cuda_array_interface__` or `__dlpack__`.
+"""Arrays on CUDA devices: CuPy's, and objects with `__cuda_array_interface__` or `__dlpack__`.
 
 Owns the reading of their addresses, strides, types and streams, and the allocation of new ones.
 """
@@ -13,17 +13,17 @@ from typing import Any
 
 import numpy as np
 
-from portmm.arrays.device_array import DeviceArray, contiguous, type_name, type_of
 from portmm.arrays.libraries import exports_cuda
 from portmm.arrays.numpy_arrays import numpy_of
+from portmm.arrays.operand import Operand, contiguous, type_name, type_of
 from portmm.errors import NoDeviceError
 from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES
 
 
-def from_cupy(x: Any) -> DeviceArray:
+def from_cupy(x: Any) -> Operand:
     """The description of an array of CuPy's."""
     number = int(x.device.id)
-    return DeviceArray(
+    return Operand(
         source=x,
         language="cuda",
         device=("cuda", number),
@@ -36,38 +36,7 @@ def from_cupy(x: Any) -> DeviceArray:
     )
 
 
-def from_torch(x: Any) -> DeviceArray | None:
-    """The description of a tensor of PyTorch's; None if it is in the host's memory.
-
-    Raises:
-        TypeError: it requires gradients, or its layout or element type is unknown to portmm.
-    """
-    if not x.is_cuda:
-        return None
-    torch = sys.modules["torch"]
-    if getattr(x, "requires_grad", False) and torch.is_grad_enabled():
-        raise TypeError(
-            "a tensor requires gradients, which portmm does not compute; detach() it, or use torch.no_grad()"
-        )
-    if x.layout is not torch.strided:
-        raise TypeError(f"a tensor has layout {x.layout}; portmm takes strided ones: use to_dense()")
-    if x.is_neg():
-        raise TypeError("a tensor is a view that changes signs when it is read; use resolve_neg()")
-    size = x.element_size()
-    return DeviceArray(
-        source=x,
-        language="cuda",
-        device=("cuda", int(x.device.index)),
-        pointer=int(x.data_ptr()),
-        shape=tuple(x.shape),
-        strides=tuple(s * size for s in x.stride()),
-        dtype=type_name(str(x.dtype).removeprefix("torch."), "a tensor"),
-        queue=int(torch.cuda.current_stream(x.device).cuda_stream),
-        readonly=False,
-    )
-
-
-def from_interface(x: Any, interface: dict[str, Any]) -> DeviceArray:
+def from_interface(x: Any, interface: dict[str, Any]) -> Operand:
     """The description of an object with the CUDA array interface, versions 0 to 3.
 
     Raises:
@@ -84,7 +53,7 @@ def from_interface(x: Any, interface: dict[str, Any]) -> DeviceArray:
     address, readonly = interface["data"]
     number = _device_of(cupy, address)
     stream = interface.get("stream")
-    return DeviceArray(
+    return Operand(
         source=x,
         language="cuda",
         device=("cuda", number),
@@ -97,7 +66,7 @@ def from_interface(x: Any, interface: dict[str, Any]) -> DeviceArray:
     )
 
 
-def from_dlpack(x: Any) -> DeviceArray | None:
+def from_dlpack(x: Any) -> Operand | None:
     """The description of an object that exports memory of a CUDA device by DLPack; None for any other.
 
     Raises:
@@ -125,13 +94,7 @@ def _device_of(cupy: Any, address: int | None) -> int:
     return int(runtime.pointerGetAttributes(address).device if address else runtime.getDevice())
 
 
-def torch_empty(x: DeviceArray, shape: tuple[int, ...], dtype: str) -> Any:
-    """A new tensor on the device of an array."""
-    torch = sys.modules["torch"]
-    return torch.empty(shape, dtype=getattr(torch, BY_NAME[dtype].numpy), device=x.source.device)
-
-
-def cupy_empty(x: DeviceArray, shape: tuple[int, ...], dtype: str) -> Any:
+def cupy_empty(x: Operand, shape: tuple[int, ...], dtype: str) -> Any:
     """A new array of CuPy's on the device of an array, in its stream.
 
     Raises:

@@ -1,0 +1,175 @@
+"""Reduction of a product of operands on a device to a problem and the numbers of its kernels.
+
+Owns `Product`, the operands of a call, and `GridCall`, what kernels over a grid need to know of them but addresses: the
+counterpart of `call`, whose kernels run on the processor.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from portmm.arrays import numpy_arrays
+from portmm.arrays.operand import dense_like, elements, matrix, over
+from portmm.dispatch import config
+from portmm.dispatch.launches import MOST
+from portmm.schedule.gpu_gemv import ROWS
+from portmm.spec.dtype import accumulator, spell
+from portmm.spec.problem import Problem
+
+if TYPE_CHECKING:
+    from portmm.arrays.operand import Matrix, Operand
+
+Shape = tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Product:
+    """The operands of a product.
+
+    Attributes:
+        a: the left one.
+        b: the right one.
+        out: the array of the result, or None.
+        weight: B, if that is a quantized weight in several arrays; `b` then describes its values.
+        ends: the ends of groups of rows of A, each of which has a matrix of its own, or None.
+    """
+
+    a: Operand
+    b: Operand
+    out: Operand | None = None
+    weight: Any = None
+    ends: Operand | None = None
+
+    @property
+    def kind(self) -> tuple[Any, ...]:
+        """The properties that kernels depend on."""
+        family = "" if self.weight is None else self.weight.family
+        return (self.a.kind, self.b.kind, None if self.out is None else self.out.kind, family, self.ends is not None)
+
+    @property
+    def parts(self) -> dict[str, Operand]:
+        """The operands by the names of kernels' parameters."""
+        parts = {"a": self.a, **({"b": self.b} if self.weight is None else self.weight.parts)}
+        return parts if self.ends is None else parts | {"ends": self.ends}
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape, tuple[int, int, int]]:
+        """The shape of the result, that of a batch, and m, n and k.
+
+        Raises:
+            ValueError: the operands do not match.
+        """
+        if self.ends is None:
+            return numpy_arrays.product_shape(self.a.shape, self.b.shape)
+        (m, k), n = self.a.shape, self.b.shape[2]
+        return (m, n), (), (m, n, k)
+
+
+@dataclass(frozen=True, slots=True)
+class GridCall:
+    """A product reduced to a problem.
+
+    Attributes:
+        problem: of one item, one evenly strided batch of them, or groups of equal sizes.
+        values: the numbers of a kernel, by name.
+        vectors: elements of the widest vector accesses to A, B and C.
+        outer: offsets of A, B and C at which the batch is repeated, in elements, or None for once.
+        transposed: A is the user's B^T, and so on.
+    """
+
+    problem: Problem
+    values: dict[str, int]
+    vectors: tuple[int, int, int]
+    outer: Any = None
+    transposed: bool = False
+
+
+def grid_call(x: Product, dtype: str, fused: str = "") -> GridCall:
+    """The problem of a product whose first result is of a type, with expressions of the sums if there are any."""
+    direct = x.out is not None and x.out.dtype == dtype
+    to = x.out if x.out is not None and direct else dense_like(x.a, x.shapes[0], dtype)
+    call = _of_groups(x, to, fused) if x.ends is not None else _of_batch(x, to, fused)
+    if x.weight is None:
+        return call
+    p = replace(call.problem, b="codes", family=x.weight.family)
+    vectors = call.vectors[0], x.weight.vector, call.vectors[2]
+    return replace(call, problem=p, vectors=vectors, values=call.values | x.weight.numbers)
+
+
+def numbers(
+    size: tuple[int, int, int], batch: int, parts: tuple[Matrix, Matrix, Matrix], steps: tuple[int, ...]
+) -> dict[str, int]:
+    """The numbers of a kernel, by name: sizes, and strides between rows, columns and items of a batch."""
+    m, n, k = size
+    (a, b, c), (a_batch, b_batch, c_batch, *_) = parts, steps
+    return {
+        "m": m, "n": n, "k": k, "batch": batch, "a_m": a.row, "a_k": a.col, "a_batch": a_batch,
+        "b_k": b.row, "b_n": b.col, "b_batch": b_batch, "c_m": c.row, "c_n": c.col, "c_batch": c_batch,
+    }  # fmt: skip
+
+
+def _settings(a: str, b: str, c: str, fused: str) -> dict[str, Any]:
+    """The fields of a problem that follow from types and settings."""
+    word = spell(a, b, c)
+    post = "scale" if fused and accumulator(a, b) == "s32" else ""
+    return {"dtype": word, "deterministic": config.current().deterministic, "post": post, "fused": fused}
+
+
+def _of_batch(x: Product, to: Operand, fused: str) -> GridCall:
+    a, b, (_, batch, (m, n, k)) = x.a, x.b, x.shapes
+    used = (min(2, len(a.shape)), min(2, len(b.shape)), (len(a.shape) > 1) + (len(b.shape) > 1))
+    steps = [over(y, batch, count) for y, count in zip((a, b, to), used, strict=True)]
+    a_m, a_k = (0, *elements(a))[-2:] if used[0] == 1 else elements(a)[-2:]
+    b_k, b_n = (*elements(b)[-1:], 0) if used[1] == 1 else elements(b)[-2:]
+    ends = list(elements(to)[len(batch) :])
+    c_m = ends.pop(0) if used[0] == 2 else 0
+    c_n = ends.pop(0) if used[1] == 2 else 0
+    if not fused and not any(steps[1]):
+        # One B for the whole batch: evenly strided items are more rows of one product. Expressions depend on rows.
+        rows = numpy_arrays.collapse((*batch, m), tuple((*s, y) for s, y in zip(steps, (a_m, 0, c_m), strict=True)))
+        if rows.outer is None and rows.count == math.prod(batch) * m <= MOST:
+            m, (a_m, _, c_m) = rows.count, rows.strides
+            batch, steps = (), [(), (), ()]
+    transposed = not fused and _transposes(m, n, a.dtype, b.dtype)
+    if transposed:
+        a, b, m, n, steps = b, a, n, m, [steps[1], steps[0], steps[2]]
+        (a_m, a_k), (b_k, b_n), (c_m, c_n) = (b_n, b_k), (a_k, a_m), (c_n, c_m)
+    walk = numpy_arrays.collapse(batch, tuple(steps))
+    parts = (
+        matrix(a, m, k, (a_m, a_k), steps[0]), matrix(b, k, n, (b_k, b_n), steps[1]),
+        matrix(to, m, n, (c_m, c_n), steps[2]),
+    )  # fmt: skip
+    # Column-major or any strides: kernels support both.
+    c = "row" if parts[2].layout == "row" else "col"
+    settings = _settings(a.dtype, b.dtype, to.dtype, fused)
+    tf32 = config.rounds(settings["dtype"])
+    p = Problem(m, n, k, batch=walk.count, a=parts[0].layout, b=parts[1].layout, c=c, tf32=tf32, **settings)
+    vectors = parts[0].vector, parts[1].vector, parts[2].vector if c == "row" else 1
+    values = numbers((m, n, k), walk.count, parts, walk.strides)
+    return GridCall(p, values, vectors, walk.outer, transposed)
+
+
+def _transposes(m: int, n: int, a: str, b: str) -> bool:
+    """Whether C^T = B^T . A^T is faster: with few columns, as the gemv kernels are for few rows."""
+    try:
+        accumulator(b, a)
+    except ValueError:
+        return False
+    return n <= ROWS < m
+
+
+def _of_groups(x: Product, to: Operand, fused: str) -> GridCall:
+    (_, _, (m, n, k)), groups = x.shapes, x.b.shape[0]
+    (a_m, a_k), (b_batch, b_k, b_n), (c_m, c_n) = map(elements, (x.a, x.b, to))
+    a, b, c = matrix(x.a, m, k, (a_m, a_k)), matrix(x.b, k, n, (b_k, b_n), (b_batch,)), matrix(to, m, n, (c_m, c_n))
+    by_rows = c.layout == "row"
+    # A group may begin at any row.
+    vectors = (1 if a.layout == "col" else a.vector, b.vector, c.vector if by_rows else 1)
+    each = 1 << max(-(-m // groups) - 1, 0).bit_length()
+    p = Problem(
+        each, n, max(k, 1), batch=groups, a=a.layout, b=b.layout, c="row" if by_rows else "col", grouped=True,
+        **_settings(x.a.dtype, x.b.dtype, to.dtype, fused),
+    )  # fmt: skip
+    return GridCall(p, numbers((m, n, k), groups, (a, b, c), (0, b_batch, 0)), vectors)

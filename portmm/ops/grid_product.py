@@ -1,0 +1,336 @@
+"""Products of arrays on a device, of every kind: plain, with an epilogue, of quantized weights, of groups of rows.
+
+Owns the call: operands are read in place, whatever their strides, on the stream or queue of A, asynchronously. The
+kernels of a kind of call are remembered (`kernel_call`), so that a further one fills in addresses and launches. The
+epilogue is part of the product's kernel, unless a reduction needs whole rows of the product; then it is a kernel over
+the rows of the result.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays import operand, relayout
+from portmm.arrays.grid_call import GridCall, Product, grid_call
+from portmm.arrays.interop import adopt_all
+from portmm.arrays.libraries import on_device
+from portmm.arrays.numpy_arrays import numpy_of
+from portmm.arrays.operand import Operand, dense_like, named, overlap
+from portmm.dispatch import config, grid_routes
+from portmm.dispatch.launches import MOST
+from portmm.dispatch.machine import machine_of
+from portmm.errors import ScheduleError
+from portmm.ops import row_kernels
+from portmm.ops.epilogues import NAMES, NOT_F64, VALUES, fusible
+from portmm.ops.grid_rows import GridRows
+from portmm.ops.kernel_call import Captures, KernelCall, contiguous, via_temporary
+from portmm.spec.dtype import BY_NAME, accumulator
+from portmm.trace.bind import UserFunction, dense, typed
+from portmm.trace.tracer import trace
+from portmm.util.memo import Memory
+from portmm.weights.kinds import WeightKind, weight_kind
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.trace.bind import Step
+    from portmm.trace.tracer import Traced
+
+MOST_KINDS = 1024
+"""Kinds of calls remembered before the memo is emptied."""
+TALLEST = 256
+"""Rows of the largest tile: the last tile of a group is partial."""
+_ready = Memory(MOST_KINDS)
+
+
+# -- operands --------------------------------------------------------------------------
+
+
+def adopted(a: Any, b: Any, out: Any = None, ends: Any = None) -> Product | None:
+    """The operands of a product on a device; None if A and B are in the host's memory.
+
+    Raises:
+        TypeError: only some of them are, or a type is not supported.
+        ValueError: they are on several devices, or their shapes do not match.
+    """
+    weight = b if weight_kind(b) is WeightKind.DEVICE_INT4 else None
+    if weight is None and not any(isinstance(x, Operand) or on_device(x) for x in (a, b, ends)):
+        return None
+    there = adopt_all({"a": a, "b": b if weight is None else weight.codes}, {"ends": ends, "out": out})
+    product = Product(there["a"], there["b"], there.get("out"), weight, there.get("ends"))
+    return product if ends is None else grouped(product)
+
+
+def grouped(x: Product) -> Product:
+    """The operands of groups, checked.
+
+    Raises:
+        TypeError: the ends of groups are not of s32.
+        ValueError: shapes do not match.
+        ScheduleError: there are too many rows.
+    """
+    a, b, ends = x.a.shape, x.b.shape, x.ends
+    assert ends is not None  # noqa: S101 - of groups
+    if ends.dtype != "s32":
+        raise TypeError(f"ends has elements of {ends.dtype}; they are int32: convert them")
+    if len(ends.shape) != 1 or (ends.shape[0] > 1 and operand.elements(ends)[0] != 1):
+        raise ValueError(f"ends has shape {ends.shape}, strides {ends.strides}; pass one dense row of integers")
+    _check_groups(a, b, ends.shape[0])
+    if a[0] + b[0] * TALLEST > MOST:
+        raise ScheduleError(f"{a[0]} rows in {b[0]} groups: kernels count in 32 bits; split a")
+    return x
+
+
+def _check_groups(a: tuple[int, ...], b: tuple[int, ...], ends: int) -> None:
+    """Check the shapes of rows and matrices.
+
+    Raises:
+        ValueError: they do not match.
+    """
+    if len(a) != 2 or len(b) != 3:
+        raise ValueError(f"a has shape {a} and b {b}; groups take (rows, k) and (groups, k, n)")
+    if a[1] != b[1]:
+        raise ValueError(f"cannot multiply {a} by {b}: a has {a[1]} columns, b has {b[1]} rows")
+    if ends != b[0] or not ends:
+        raise ValueError(f"ends has {ends} elements, b has {b[0]} matrices; there is one for each group, at least one")
+
+
+# -- calls -----------------------------------------------------------------------------
+
+
+def multiply(x: Product, dtype: Any = None, epilogue: Callable[..., Any] | None = None) -> Any:
+    """The product of arrays on a device: see `matmul.matmul`, and `grouped_matmul.grouped_matmul`.
+
+    Raises:
+        TypeError: the types have no product, or an operand that the function captures is not on this device.
+        ValueError: shapes do not match.
+        ScheduleError: no kernel computes it.
+    """
+    requested = named(dtype) if dtype is not None else ""
+    if epilogue is not None:
+        return _fused(x, requested, epilogue)
+    return _plain(x, requested).source
+
+
+def _plain(x: Product, requested: str) -> Operand:
+    """The product without an epilogue."""
+    out = x.out
+    if out is not None and (requested not in ("", out.dtype) or overlap(out, tuple(x.parts.values()))):
+        operand.check_out(out, x.shapes[0])
+        operand.check_type(out, requested or out.dtype)
+        via_temporary(out, x.a, requested or out.dtype, lambda to: _plain(replace(x, out=to), "").source)
+        return out
+    key = (x.kind, requested if out is None else "", config.current())
+    ready: KernelCall | None = _ready.get(key)
+    if ready is None:
+        ready = _ready.keep(key, prepared(x, requested))
+    return ready.run(x.parts, x.a, out)[0]
+
+
+def _fused(x: Product, requested: str, epilogue: Callable[..., Any]) -> Any:
+    """The product with an epilogue, in one kernel or in two."""
+    a, out = x.a, x.out
+    if min(len(a.shape), len(x.b.shape)) < 2:
+        raise ValueError(f"an epilogue takes matrices; got {a.shape} by {x.b.shape}: add a dimension of 1")
+    user_function = UserFunction.of(epilogue)
+
+    def make(traced: Traced) -> KernelCall | ScheduleError:
+        try:
+            return prepared(x, requested, traced)
+        except ScheduleError as error:
+            if x.ends is not None:
+                raise
+            return ScheduleError(str(error))  # for the memo without its traceback, whose frames reference operands
+
+    ready: KernelCall | ScheduleError = user_function.ready(("device", x.kind, requested), make, VALUES, _rank(x))
+    if isinstance(ready, ScheduleError):
+        return _split(x, requested, epilogue)
+    read = ready.captures.arrays(user_function.closure, a)
+    if out is not None and not ready.converts and overlap(out, (*x.parts.values(), *read)):
+        # Kernels are specialised for the layout of a result: a temporary has another.
+        return via_temporary(out, a, out.dtype, lambda to: _fused(replace(x, out=to), requested, epilogue))
+    return ready.returned(ready.run(x.parts, a, out, user_function.closure, read))
+
+
+def _rank(x: Product) -> int:
+    """The number of indices of an epilogue's elements."""
+    return 2 if x.ends is None and len(x.a.shape) == len(x.b.shape) == 2 else 3
+
+
+def _size(x: Product) -> tuple[int, int, int]:
+    """Rows, columns and items, as an epilogue's operands see them."""
+    _, batch, (m, n, _) = x.shapes
+    return m, n, math.prod(batch) if x.ends is None else x.b.shape[0]
+
+
+def _split(x: Product, requested: str, epilogue: Callable[..., Any]) -> Any:
+    """The product first, then the epilogue over its rows."""
+    acc_type = accumulator(x.a.dtype, x.b.dtype)
+    if acc_type == "f64":
+        raise TypeError(NOT_F64)
+    product = _plain(replace(x, out=None), acc_type)
+    if acc_type != "f32":
+        product = contiguous(product, "f32")  # as in one kernel
+    first = None if x.out is None or x.out.dtype == "f64" else numpy_of(x.out.dtype)
+    usual = numpy_of(requested or _usual(x))
+    results, several = row_kernels.over(GridRows((product,)), epilogue, NAMES, x.out, usual, first=first)
+    return tuple(y.source for y in results) if several else results[0].source
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Plan:
+    """A product resolved for arrays of one kind.
+
+    Attributes:
+        like: the operands that it was made for, without their memory.
+        weight: the weight that is part of it, or None.
+        ready: the kernels.
+    """
+
+    like: Product
+    weight: Any
+    ready: KernelCall
+
+    def __call__(self, a: Any, b: Any = None, out: Any = None) -> Any:
+        """The product.
+
+        Raises:
+            TypeError: an operand is not on a device.
+            ValueError: an operand is not like that of the plan, or `out` overlaps one.
+        """
+        if self.weight is not None:
+            b, out = self.weight, out if b is None else b
+        x = adopted(a, b, out)
+        if x is None:
+            raise TypeError("this plan is for arrays on a device, and these are in the host's memory")
+        for name in ("a", "b", "out"):
+            own, planned = getattr(x, name), getattr(self.like, name)
+            if own is not None and planned is not None and own.kind != planned.kind:
+                raise ValueError(f"{name} is {_described(own)}, the plan takes {_described(planned)}")
+        _, shape, dtype = self.ready.results[0]
+        new = dense_like(x.a, shape, dtype)
+        if x.out is not None:
+            operand.check_out(x.out, shape)
+            b_name, b_parts = ("b", (x.b,)) if self.weight is None else ("the weight", (*self.weight.parts.values(),))
+            operand.check_apart(x.out, {"a": (x.a,), b_name: b_parts})
+            if self.like.out is None and x.out.kind != new.kind:
+                raise ValueError("the plan was made for an out that is C-contiguous; pass an out when making the plan")
+        elif self.like.out is not None and not operand.is_dense(self.like.out):
+            raise ValueError("the plan was made for an out of other strides than a new array's; pass one like it")
+        return self.ready.run(x.parts, x.a, x.out)[0].source
+
+
+def _described(x: Operand) -> str:
+    """A kind of array, as text for messages."""
+    shape, strides, dtype, device, aligned, _ = x.kind
+    return f"{dtype} of shape {shape}, strides {strides}, aligned to {aligned} bytes, on {device[0]}"
+
+
+def plan(x: Product) -> Plan:
+    """A callable for arrays of these kinds: see `matmul.plan`."""
+    kinds = [None if y is None else replace(y, source=None) for y in (x.a, x.b, x.out)]
+    return Plan(Product(*kinds), x.weight, prepared(x, "", static=x.weight is None))  # type: ignore[arg-type]
+
+
+# -- kernels ---------------------------------------------------------------------------
+
+
+def prepared(x: Product, requested: str, traced: Traced | None = None, *, static: bool = False) -> KernelCall:
+    """The kernels of a kind of call, with a traced epilogue if there is one; `static`: specialised for its n and k.
+
+    Raises:
+        TypeError: the types have no product, or a captured array is in the host's memory.
+        ValueError: shapes do not match.
+        ScheduleError: no kernel computes it.
+    """
+    shape, batch, (m, n, _) = x.shapes
+    on, out = machine_of(x.a), x.out
+    step = None if traced is None else _step(x, requested, traced)
+    first = _first_type(x, requested, step)
+    if out is not None:
+        operand.check_out(out, shape)
+        operand.check_type(out, first)
+    results, captures = [("c", shape, first)], Captures()
+    values: dict[str, Any] = {}
+    if step is not None and traced is not None:
+        size = _size(x)
+        captures = Captures.of(traced, size)
+        count = len(traced.sources)
+        for i, (axes, t) in enumerate(zip(step.axes[1:], step.types[1:], strict=True), count):
+            results.append((f"x{i}_all", (*batch, m, n if "n" in axes else 1), named(t)))
+        written = [dense(axes, size) for axes in step.axes[1:]]
+        written = written if x.ends is None else [(0, *steps[1:]) for steps in written]  # rows of all groups
+        for i, steps in enumerate((*captures.strides, *written)):
+            values |= dict(zip((f"x{i}_b", f"x{i}_m", f"x{i}_n"), steps, strict=False))
+    converts = out is not None and out.dtype != first
+    several = traced is not None and traced.several
+    if 0 in shape:
+        return KernelCall(on, tuple(results), (), several=several, converts=converts)
+    call = grid_call(x, first, "" if step is None else step.text)
+    if step is not None and call.outer is not None:
+        raise ScheduleError("an epilogue takes an evenly strided batch; copy the operands first")
+    p, vectors, values = call.problem, call.vectors, call.values | values
+    copies: tuple[relayout.Copy, ...] = ()
+    if call.outer is None:
+        p, vectors, values, copies = relayout.arranged(p, vectors, values, on)
+    # An empty sum is zero: kernels of any k write zeros.
+    at_least_one_k = replace(p, k=max(p.k, 1), static=static and p.k > 0 and on.language == "cuda")
+    launches, workspace = grid_routes.route(at_least_one_k, on, vectors).launches(values, p)
+    sides = (x.b, x.a) if call.transposed else (x.a, x.b)
+    sizes = [*(BY_NAME[y.dtype].bytes for y in sides), BY_NAME[first].bytes]
+    repeats = np.zeros((1, 3), np.int64) if call.outer is None else call.outer
+    moved = [[(s, int(i), size) for s, i, size in zip("abc", at, sizes, strict=True) if i] for at in repeats]
+    every = tuple((launch, tuple(moves)) for moves in moved for launch in launches)
+    return KernelCall(on, tuple(results), every, workspace, several, captures, converts, copies, call.transposed)
+
+
+def _usual(x: Product) -> str:
+    """The type of a result with an epilogue, by default."""
+    acc_type = accumulator(x.a.dtype, x.b.dtype)
+    return "f32" if acc_type == "s32" else operand.result_type(x.a.dtype, x.b.dtype)
+
+
+def _step(x: Product, requested: str, traced: Traced) -> Step:
+    """The epilogue as expressions, if it can be fused.
+
+    Raises:
+        ScheduleError: it cannot be.
+    """
+    traced = typed(traced, None if x.out is None else numpy_of(x.out.dtype))
+    acc_type = accumulator(x.a.dtype, x.b.dtype)
+    return fusible(traced, acc_type, lambda: numpy_of(requested or _usual(x)))
+
+
+def _first_type(x: Product, requested: str, step: Step | None) -> str:
+    """The type in which kernels write the first result."""
+    if step is not None:
+        return named(step.types[0])
+    return operand.result_type(x.a.dtype, x.b.dtype, requested if x.out is None else x.out.dtype)
+
+
+def question(x: Product, epilogue: Callable[..., Any] | None = None) -> tuple[GridCall, tuple[str, ...]]:
+    """The problem of a call, and notes for `explain`."""
+    plain = None
+    if x.ends is not None:
+        _check_groups(x.a.shape, x.b.shape, *x.b.shape[:1])
+    if epilogue is not None:
+        traced, _ = trace(epilogue, VALUES, by_value=False, rank=_rank(x))
+        Captures.of(traced, _size(x))  # raises if it captures what kernels cannot read
+        try:
+            step = _step(x, "", traced)
+            call = grid_call(x, named(step.types[0]), step.text)
+        except ScheduleError as error:
+            plain = error
+            if x.ends is not None:
+                raise
+        else:
+            if call.outer is None:
+                return call, ("the epilogue is part of the kernel",) if x.ends is None else ()
+            plain = ScheduleError("an epilogue takes an evenly strided batch; copy the operands first")
+    call = grid_call(x, _first_type(x, "", None))
+    note = f"the epilogue is a separate kernel, over the rows of the product: {plain}"
+    return call, () if plain is None else (note,)
