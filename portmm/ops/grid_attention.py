@@ -19,7 +19,7 @@ from portmm.codegen.lower import lower_grid_attention
 from portmm.dispatch.launches import bind
 from portmm.dispatch.machine import machine_of
 from portmm.errors import TraceError
-from portmm.ops.attention_shapes import NAMES, STORAGE_TYPES, score_of, sizes_of
+from portmm.ops.attention_shapes import NAMES, SUPPORTED, score_of, sizes_of
 from portmm.ops.kernel_call import Captures, KernelCall, via_temporary
 from portmm.schedule import gpu_attention_choice
 from portmm.schedule.gpu_attention import AttentionSizes
@@ -136,8 +136,8 @@ def _adopted(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[_Ca
     operand.same_device([x for x in (q, k, v, out, lengths, starts) if x is not None])
     if out is not None:
         operand.check_out(out, call.shape)
-        if _long_type(out) not in STORAGE_TYPES:
-            raise TypeError(f"out has elements of {_long_type(out)}; attention writes {', '.join(STORAGE_TYPES)}")
+        if _long_type(out) not in SUPPORTED:
+            raise TypeError(f"out has elements of {_long_type(out)}; attention writes {', '.join(SUPPORTED)}")
     window = m + n if options.window is None else min(options.window, m + n)
     return call, {"n": min(seen, n), "offset": offset, "window": window}
 
