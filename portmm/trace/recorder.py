@@ -114,7 +114,7 @@ class Recorder:
 
 
 def run(function: Callable[[], Any]) -> Any:
-    """What a function returns while it is traced.
+    """The result of a function that is traced.
 
     Raises:
         TraceError: an operation could not be traced, though the function may have caught the error.
