@@ -130,7 +130,7 @@ class Tracer(Recorder):
         self.keys.setdefault(id(value), []).append((key, self.names))
         return self.proxies[id(value)]
 
-    def path_of(self, closure: dict[tuple[Any, ...], Any]) -> bool:
+    def covered_by(self, closure: dict[tuple[Any, ...], Any]) -> bool:
         """Whether a closure has all that is read: a function in two places is collected in one of them."""
         try:
             for key in (*self.numbers, *(x.key for x in self.sources)):
@@ -279,7 +279,7 @@ def trace(
     except TraceError as error:
         raise _located(error, function) from error.__cause__
     lasting = tracer.lasting and isinstance(function, types.FunctionType)
-    lasting = lasting and (closure is None or tracer.path_of(closure))
+    lasting = lasting and (closure is None or tracer.covered_by(closure))
     # A later call looks numbers up by their keys, but for those of objects.
     several = isinstance(result, tuple)
     values_ = tuple((key, x) for key, x in tracer.values.items() if not lasting or key[0] == "object")
