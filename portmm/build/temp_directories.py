@@ -15,7 +15,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portmm.build.trusted_files import chain_fault
+from portmm.build import trusted_files
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -53,7 +53,7 @@ def create(prefix: str, parent: Path | None = None) -> tuple[Path, int | None]:
     import tempfile
 
     folder = Path(tempfile.gettempdir()) if parent is None else parent
-    reason = chain_fault(folder)
+    reason = trusted_files.chain_fault(folder)
     if reason:
         raise PermissionError(f"{reason}; set TMPDIR to another directory")
     sweep(folder)
