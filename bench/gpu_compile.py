@@ -127,7 +127,7 @@ def installed(facts, on):
     )
     sys.modules["cupy"] = module
     known = Facts(**{**facts, "extensions": tuple(facts.get("extensions", ()))})
-    cuda.facts = lambda _device=None: known
+    cuda.facts = cuda.facts_of = lambda _device=None: known
     cuda.load = lambda cubin, name, device=None: cuda.Function(None, name, device or 0, cubin)
     cuda.launch = lambda *_, **__: None
     cuda.counters = lambda *_: BEYOND

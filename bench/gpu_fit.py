@@ -5,7 +5,7 @@
     python gpu_fit.py results/h100-lease-*.json --toml ../targets/tuned/h100.toml    # what was faster than the choice
 
 Each file is what `lease.py` or `gpu.py --schedules --save` wrote. A row of a survey has its problem, its schedule as
-`portmm.schedule.schedule.parse` reads it, the terms of its prediction, and seconds. A fit finds for each term the
+`portmm.schedule.text.parse` reads it, the terms of its prediction, and seconds. A fit finds for each term the
 factor by which predictions come nearest; a person decides which constant of `targets/model/device.toml` it stands for.
 """
 

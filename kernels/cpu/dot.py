@@ -109,7 +109,7 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
         keep: tuple[Stmt, ...] = (If(const(0).lt(p_run), tuple(s for x in accumulators for s in add[x])), *store, *zero)
         once = For("p", p_run, minimum(end, p_run + run), const(lanes), step("load_b", ""), unroll)
         runs = For("p_run", const(0), end, const(run), (once, If((p_run + run).lt(end), keep)))
-        loop += [Scratch("kept", len(accumulators) * lanes, atom.acc), runs]
+        loop += [Scratch("kept", len(accumulators) * lanes, atom.acc, guarded=True), runs]
         added = (If(const(run).lt(end), tuple(s for x in accumulators for s in add[x])),)
     at = {(i, j): Ptr("c", const(i) * var("c_m") + j) for i, j in accumulators}
     tail: tuple[Stmt, ...] = ()

@@ -179,6 +179,8 @@ class Printer:
 
     def do_scratch(self, s: Scratch, depth: int) -> None:
         self.put(depth, f"{BY_NAME[s.dtype].c} {s.name}[{s.elements}] __attribute__((aligned(64)));")
+        if s.guarded:
+            self.put(depth, f'__asm__("" : "=m"({s.name}));')
 
     def do_for(self, s: For, depth: int) -> None:
         if s.unroll > 1:

@@ -153,7 +153,9 @@ class Scope:
             return x
         if isinstance(x, (list, dict)):
             self.check(access, container, key, LENGTH, (x, len(x)))
-        elif not isinstance(x, types.MethodType):
+        elif isinstance(x, types.MethodType):  # another object each time; equal ones have the same owner and function
+            self.check(access, container, key, EQUAL, x)
+        else:
             self.check(access, container, key, WEIGHT if is_weight(x) else SAME, x)
         self.kept.append(x)
         if is_weight(x):
@@ -239,8 +241,13 @@ class Scope:
 
     def attribute(self, owner: Any, key: str, name: str) -> Any:
         """The traced replacement of an attribute."""
-        value = getattr(owner, key)
+        try:
+            value = getattr(owner, key)
+        except AttributeError:  # a later call may find it
+            self.unseen()
+            raise
         if isinstance(value, types.MethodType) and value.__self__ is owner:
+            self.check(ATTRIBUTE, owner, key, EQUAL, value)
             return self.method(value)
         return self.wrapped(value, ATTRIBUTE, owner, key, f"{name}.{key}")
 

@@ -82,11 +82,16 @@ class LetPtr:
 
 @dataclass(frozen=True, slots=True)
 class Scratch:
-    """A small array on the stack, 64-byte aligned, not initialised."""
+    """A small array on the stack, 64-byte aligned, not initialised.
+
+    With `guarded` each read follows a write, but by conditions that compilers do not relate to each other: they are
+    told that the array is written, which takes no instruction.
+    """
 
     name: str
     elements: int
     dtype: str
+    guarded: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -79,6 +79,8 @@ def largest_weight(w: PackedInt4) -> float:
     most: float | None = w._calls.get("largest")  # noqa: SLF001 - its own
     if most is None:
         layout, (k, n) = family(w.family), w.shape
+        if not n:
+            return 0.0
         group = layout.group or max(k, 1)
         first = np.arange(-(-k // group)) * ((-(-group // CODES_KR) + 2) * layout.nr)
         panels = w.owner.reshape(-(-n // layout.nr), -1)

@@ -6,7 +6,7 @@ reads (kernels/cpu/epilogue.py), the run of the kernel, and NumPy in its place.
 
 from __future__ import annotations
 
-from math import prod
+from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,7 +14,7 @@ import numpy as np
 from portmm.arrays import libraries, numpy_arrays, numpy_fallback
 from portmm.ops.int4_panels import PackedInt4, largest_weight, pack_int4, unpack_int4
 from portmm.ops.linear_kernel import LinearKernel, LinearOptions, fused_kernel, kernel_of, layout_of
-from portmm.ops.linear_vectors import SAFE, is_default, last_step, scaled_in_float64, vectors_of
+from portmm.ops.linear_vectors import SAFE, is_default, last_step, scaled_in_float64, vectors_of, zero_point
 from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class
@@ -318,6 +318,16 @@ def _on_device(
     return matmul(left.source, w, out, dtype=None if requantize else dtype, epilogue=step)
 
 
+def _scalar(name: str, value: Any) -> Any:
+    """A scale that is a number, checked; one for each row or column stays on the device."""
+    if libraries.on_device(value):
+        return value
+    number = float(value)
+    if not 0 <= number < inf:
+        raise ValueError(f"{name} must be finite and not negative; it is {number}")
+    return number
+
+
 def _epilogue(
     bias: Any, options: dict[str, Any], dtype: Any, epilogue: Callable[..., Any] | None
 ) -> Callable[..., Any]:
@@ -327,13 +337,16 @@ def _epilogue(
 
     rows: Any
     columns: Any
-    rows, columns = (x if libraries.on_device(x) else float(x) for x in (options["x_scale"], options["w_scale"]))
+    rows, columns = (_scalar(name, options[name]) for name in ("x_scale", "w_scale"))
     by_row, by_column, requantize = (
         libraries.on_device(rows),
         libraries.on_device(columns),
         options["out_scale"] is not None,
     )
-    last, zero = float(options["out_scale"] or 1.0), float(options["out_zero"])
+    last = _scalar("out_scale", options["out_scale"]) if requantize else 1.0
+    if not last:
+        raise ValueError("out_scale is 0; it must be positive")
+    zero = float(zero_point(options["out_zero"]))
     early = requantize and last >= 1
     kept_axis = bool(options["dynamic"])  # scales of dynamic rows keep their axis
     several = by_row and len(rows.shape) - kept_axis > 1

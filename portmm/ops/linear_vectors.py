@@ -72,7 +72,7 @@ def _zeros(name: str, value: Any, count: int, pad: int = 1) -> Array:
     return _spread(name, values, count, np.int32, pad)
 
 
-def _out_zero(value: Any) -> int:
+def zero_point(value: Any) -> int:
     """The zero point of an integer result."""
     zero = index(value)
     if not -(1 << 15) <= zero < 1 << 15:
@@ -114,7 +114,7 @@ def vectors_of(  # noqa: PLR0917 - operands, then options
         # Dynamic rows have scales from the quantization.
         with np.errstate(over="ignore"):
             a_scale, b_scale = (a_scale, b_scale / step) if source else (a_scale / step, b_scale)
-            shift = (shift.astype(np.float64) / step + _out_zero(out_zero)).astype(np.float32)  # type: ignore[union-attr]
+            shift = (shift.astype(np.float64) / step + zero_point(out_zero)).astype(np.float32)  # type: ignore[union-attr]
         divided = runtime_types().largest_scale(b_scale if source else a_scale)
         most = divided if source else most
         fits = divided >= 0 and bool(np.isfinite(shift).all())
@@ -156,7 +156,7 @@ def scaled_in_float64(
         if bias is not None:
             values += _spread("bias", bias, n, np.float32)
         if out_scale is not None:
-            values = values / np.float64(_step(out_scale)) + _out_zero(out_zero)
+            values = values / np.float64(_step(out_scale)) + zero_point(out_zero)
         return _rounded(values, dtype)
 
 

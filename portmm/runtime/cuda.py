@@ -184,6 +184,13 @@ def handle_of(device: tuple[Any, ...], _queue: Any) -> int:
     return int(device[1])
 
 
+def tensor_map(*fields: Any) -> Any:
+    """A tensor map as an argument of a kernel: see `tensor_map.tensor_map`."""
+    from portmm.runtime import tensor_map as maps
+
+    return maps.tensor_map(*fields)
+
+
 def title_of(device: tuple[Any, ...]) -> str:
     """The name of a device in messages."""
     return f"cuda:{device[1]}"

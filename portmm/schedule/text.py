@@ -129,7 +129,7 @@ def parse(text: str) -> Schedule:
         levels = DEVICE_LEVELS if "stages" in named else LEVELS
         tile, *others = (Tile(level, *size) for level, size in zip(levels, sizes, strict=True))
         return of_flat(program, isa, dtype, (_with_variants(tile, least, most), *others), **fields)
-    except (KeyError, TypeError, ValueError) as error:
+    except (IndexError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{text!r} is not a schedule; an emitted kernel's header has one ({error})") from error
 
 

@@ -296,7 +296,7 @@ COMPUTED = "computed"
 def numbers_of(key: tuple[Any, ...]) -> set[tuple[Any, ...]]:
     """The keys of the captured numbers that a number is, or is computed from."""
     if key and key[0] == COMPUTED:
-        return {base for is_key, x in key[2] if is_key for base in numbers_of(x)}
+        return {base for is_key, x, *_ in key[2] if is_key for base in numbers_of(x)}
     return {key}
 
 
@@ -307,7 +307,7 @@ def resolve(key: tuple[Any, ...], captured: dict[tuple[Any, ...], Any]) -> Any:
         KeyError: the key is not among those that were collected.
     """
     if key and key[0] == COMPUTED:
-        return key[1](*(resolve(x, captured) if is_key else x for is_key, x in key[2]))
+        return key[1](*(resolve(x, captured) if is_key else x for is_key, x, *_ in key[2]))
     more = 0
     while key[: len(key) - more] not in captured:
         if more > len(key):

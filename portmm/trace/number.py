@@ -85,7 +85,8 @@ def _result(function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
     if not all(issubclass(kind, (int, float, np.number)) for kind in kinds):
         return function(*(x.expr if type(x) is Number else x for x in operands))
     recorder = next(x.recorder for x in operands if type(x) is Number)
-    of = tuple((True, x.key) if type(x) is Number else (False, x) for x in operands)
+    # As text, too: 0.0 and -0.0 are equal.
+    of = tuple((True, x.key) if type(x) is Number else (False, x, repr(x)) for x in operands)
     return Number(recorder, (COMPUTED, function, of), type(function(*(kind(1) for kind in kinds))))
 
 

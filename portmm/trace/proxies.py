@@ -195,13 +195,19 @@ class Namespace:
         return (scope.of_object(y, name) for y in x)
 
     def __len__(self) -> int:
-        return len(self._portmm_captured[1])
+        scope, x, _, _ = self._portmm_captured
+        if not isinstance(x, EnumType):
+            scope.unseen()
+        return len(x)
 
     def __bool__(self) -> bool:
         return True
 
     def __contains__(self, other: Any) -> bool:
-        return unwrapped(other) in self._portmm_captured[1]
+        scope, x, _, _ = self._portmm_captured
+        if not isinstance(x, EnumType):
+            scope.unseen()
+        return unwrapped(other) in x
 
     def __instancecheck__(self, other: Any) -> bool:
         return isinstance(other, self._portmm_captured[1])

@@ -143,7 +143,11 @@ class Tracer(Recorder):
 
     def attribute(self, owner: Any, key: str, name: str) -> Any:  # noqa: ARG002 - of the protocol
         """The traced replacement of an attribute."""
-        value = getattr(owner, key)
+        try:
+            value = getattr(owner, key)
+        except AttributeError:  # a later call may find it
+            self.lasting = False
+            raise
         if id(owner) not in self.keys:
             if isinstance(value, types.MethodType) and value.__self__ is owner:
                 return self.bound(value.__func__, self.of_object(owner))

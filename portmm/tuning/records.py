@@ -38,7 +38,7 @@ class Trial:
     """Measurement of one candidate.
 
     Attributes:
-        schedule: as `schedule.spell` writes it.
+        schedule: as `schedule.text.spell` writes it.
         workers: threads that share the work.
         state: one of `STATES`.
         predicted: seconds of a call, by the cost model.

@@ -240,3 +240,34 @@ def test_numbers_that_are_computed_from_captured_ones_compile_nothing_again():
             want = np.asarray(PRODUCT * (1 - s) + (s * t + 1) * BIAS, np.float32)
             np.testing.assert_allclose(pm.matmul(X, W, epilogue=blended(s, t)), want, rtol=1e-5)
     assert len(seen) <= 2
+
+
+class Owner:
+    def __init__(self, scale):
+        self.scale = scale
+
+    def forward(self, x):
+        return x * self.scale
+
+
+def test_a_bound_method_of_another_object_is_seen():
+    owners, held = [Owner(2.0), Owner(3.0)], {}
+    fused = pm.fuse(lambda x: held["step"](x) + held["object"].act(x))
+    held["object"] = Owner(1.0)
+    for owner in (*owners, *owners):
+        held["step"], held["object"].act = owner.forward, owner.forward
+        np.testing.assert_allclose(fused(PRODUCT), 2 * owner.scale * PRODUCT, rtol=1e-5)
+
+
+@pytest.mark.parametrize("where", [Owner(1.0), type("Space", (), {}), types.ModuleType("space")])
+def test_an_attribute_that_comes_later_is_seen(where):
+    def function(x):
+        return x * getattr(where, "late", 2.0) if not hasattr(where, "later") else x * where.later
+
+    fused = pm.fuse(function)
+    for name, value in (("", 0), ("late", 5.0), ("later", 7.0)):
+        if name:
+            setattr(where, name, value)
+        want = np.asarray(function(PRODUCT))
+        np.testing.assert_allclose(fused(PRODUCT), want, rtol=1e-5)
+        np.testing.assert_allclose(pm.matmul(X, W, epilogue=function), want, rtol=1e-4)

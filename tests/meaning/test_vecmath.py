@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from portmm.spec import expr, vector_math
-from portmm.spec.expr_ops import OPS
+from portmm.spec.expr_ops import NUMPY, OPS
 
 INF = math.inf
 TINY = 2.0**-149
@@ -86,7 +86,7 @@ def value(root, x, world):
             if e.op == "load":
                 values[id(e)] = x
             elif e.op == "const":
-                values[id(e)] = expr._NUMPY[e.dtype](e.args[0])
+                values[id(e)] = NUMPY[e.dtype](e.args[0])
             elif world == "addend" and e.op == "fma" and e.args[2].op == "mul":
                 values[id(e)] = fused(*(values[id(y)] for y in e.args[2].args), args[0] * args[1])
             elif e.op == "fma":

@@ -170,3 +170,8 @@ def test_on_a_device(monkeypatch):
         exact = (want + bias) / np.float64(np.float32(step))
         assert (np.abs(got - np.clip(np.rint(exact), -128, 127)) <= (np.abs(exact % 1 - 0.5) < 1e-4)).all()
     memo.forget_all()
+
+
+def test_an_int4_weight_without_columns():
+    weight = pm.pack(pm.quantize(np.zeros((32, 0), np.float32), bits=4, group=32))
+    assert pm.linear(np.ones((3, 32), np.int8), weight, x_scale=0.5).shape == (3, 0)

@@ -62,6 +62,9 @@ def test_linear(cupy):
     got = pm.linear(x, y, plus, x_scale=sa, w_scale=sb)
     want = pm.linear(a, w, bias, x_scale=rows, w_scale=columns)
     np.testing.assert_allclose(got.get(), want, rtol=1e-5, atol=1e-3)
+    for wrong in ({"out_scale": 0.0}, {"out_scale": -1.0}, {"x_scale": float("inf")}, {"w_scale": -0.5}):
+        with pytest.raises(ValueError, match=next(iter(wrong))):
+            pm.linear(x, y, **({"x_scale": 0.01, "w_scale": 1.0} | wrong))
     got = pm.linear(x, y, x_scale=0.01, w_scale=sb, out_scale=2.0, out_zero=3)
     want = pm.linear(a, w, x_scale=0.01, w_scale=columns, out_scale=2.0, out_zero=3)
     assert got.dtype == want.dtype

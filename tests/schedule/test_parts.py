@@ -69,3 +69,9 @@ def test_stored_text_is_read_back(text):
 def test_damaged_text_is_refused(old, new, why):
     with pytest.raises(ValueError, match=f"is not a schedule.*{why}"):
         parse(CPU.replace(old, new))
+
+
+@pytest.mark.parametrize("vectors", ["", "8x8"])
+def test_text_with_vectors_left_out_is_refused(vectors):
+    with pytest.raises(ValueError, match="is not a schedule"):
+        parse(GPU.replace("vectors=8x8x2", f"vectors={vectors}"))
