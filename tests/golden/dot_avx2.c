@@ -61,6 +61,7 @@ static __attribute__((noinline)) void dot_1x2(long k, const float *a, long a_m, 
   c0_0 = (v8f){0};
   c0_1 = (v8f){0};
   float kept[16] __attribute__((aligned(64)));
+  __asm__("" : "=m"(kept));
   for (long p_run = 0; p_run < k - k % 8; p_run += 2560) {
     #pragma GCC unroll 2
     for (long p = p_run; p < min_(k - k % 8, p_run + 2560); p += 8) {
@@ -122,6 +123,7 @@ static __attribute__((noinline)) void dot_1x1(long k, const float *a, long a_m, 
   v8i m0;
   c0_0 = (v8f){0};
   float kept[8] __attribute__((aligned(64)));
+  __asm__("" : "=m"(kept));
   for (long p_run = 0; p_run < k - k % 8; p_run += 2560) {
     #pragma GCC unroll 2
     for (long p = p_run; p < min_(k - k % 8, p_run + 2560); p += 8) {
