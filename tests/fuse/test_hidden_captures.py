@@ -183,6 +183,7 @@ def settings(monkeypatch):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("way", ["epilogue", "fuse"])
 def test_a_later_call_sees_what_has_changed(name, way, settings):
     function, changes = CASES[name]

@@ -202,6 +202,7 @@ CASES = {
 }
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("name", CASES)
 def test_a_traced_function_takes_the_branch_that_it_takes_untraced(name):
     function = CASES[name]
@@ -256,6 +257,7 @@ CHANGING = {
 }  # fmt: skip
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("name", CHANGING)
 def test_a_later_call_sees_what_has_changed(name, monkeypatch):
     function, values = CHANGING[name]
