@@ -1,4 +1,4 @@
-"""What replies to requests in the process of one contender of bench/fusion.py: see `portmm.comparison.worker`.
+"""Replies to requests, in the process of one contender of bench/fusion.py: see `portmm.comparison.worker`.
 
 An adapter returns a `Library` whose `prepare` takes a case and
 its operands, and gives name of a method -> a function that makes ready, untimed, and

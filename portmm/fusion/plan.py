@@ -40,7 +40,7 @@ class Builder:
         self.buffers: dict[Node, Place] = {}
         self.kernels: list[Kernel] = []
 
-    # What follows is of one kind of memory and kernels.
+    # Methods for one kind of memory and kernels.
 
     def leaf(self, x: Node) -> Place:
         """The buffer of an argument."""

@@ -219,7 +219,7 @@ class Value(Recorded, ArrayMethods):
         same = all(x is None or x is Ellipsis or x == slice(None) for x in indices)
         return self.view_("reshape" if same else "[]", lambda x: x[key])
 
-    # What the methods of arrays are made of.
+    # Operations that the methods of arrays use.
 
     def product_(self, a: Any, b: Any) -> Any:
         """The product of two arrays, as `@`."""

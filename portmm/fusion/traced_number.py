@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.fusion.graph import ByValueError
 from portmm.fusion.traced_array import Recorded
+from portmm.trace.number import refuse_values
 
 if TYPE_CHECKING:
     from portmm.fusion.graph import Graph
@@ -39,18 +40,7 @@ _SOUGHT = frozenset(("broadcast_", "along_", "family"))
 """Attributes that portmm's functions look for on other values."""
 
 
-def _needing(name: str) -> Any:
-    def method(*_: Any, **__: Any) -> Any:
-        raise ByValueError(f"{name} of a number depends on its value")
-
-    return method
-
-
-for _name in (
-    "array", "bool", "float", "int", "index", "complex", "hash", "repr", "str", "format", "round", "trunc", "floor",
-    "ceil", "len", "iter", "contains", "getitem", "divmod", "rdivmod",
-):  # fmt: skip
-    setattr(TracedNumber, f"__{_name}__", _needing(_name))
+refuse_values(TracedNumber, ByValueError)
 
 
 def traced_number(graph: Graph, x: float, name: str) -> TracedNumber:

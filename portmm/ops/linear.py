@@ -197,7 +197,7 @@ def _unit(left: Array, weight: Any, options: LinearOptions) -> float:
 
 
 def _scaled_apart(left: Array, weight: Any, kernel: LinearKernel, bias: Any, scaling: tuple[Any, ...]) -> Array:
-    """The product with scales whose product with a sum may leave float32: that of 1, scaled in float64."""
+    """The product without scales, then scaled in float64, where float32 would overflow."""
     _, x_zero, _, w_zero, *_ = scaling
     rows = None
     if kernel.source:
@@ -357,7 +357,7 @@ def _epilogue(
         if by_row:
             at = (i.b, i.m) if several else (i.m,)
             row = rows[*at, 0] if kept_axis else rows[at]
-        # What makes an integer smaller comes first, so that no step leaves float32 unless the result does.
+        # Factors below 1 first: no intermediate value overflows float32 unless the result does.
         value = acc * minimum(row, 1.0)
         value = value / last if early else value
         value = value * column * maximum(row, 1.0)

@@ -78,8 +78,8 @@ static void clear_result(const portmm_args *p, long element) {
         memset((char *)p->c + (b * p->c_batch + i * p->c_m + j * p->c_n) * element, 0, (size_t)element);
 }
 
-/* Run the kernel once for each of `count` triples of element offsets (a, b, c), in the caller's argument block, which keeps its addresses;
- * -1 when there is no memory for the workspace. A sum over nothing is zero. */
+/* Run the kernel once for each of `count` triples of element offsets (a, b, c). It uses the caller's argument block,
+ * and restores its addresses; -1 when there is no memory for the workspace. A sum over nothing is zero. */
 static int run_launch(const launch *r, portmm_args *p, const long *offsets, long count) {
   const char *const a = p->a, *const b = p->b;
   char *const c = p->c;

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Vectors = tuple[int, int, int]
 """Elements of A, B and C that may be moved at once, as strides, sizes and addresses allow."""
 Footprint = dict[str, int]
-"""What a kernel needs of a level: bytes, or registers."""
+"""The demand of a kernel on a memory level: bytes, or registers."""
 
 
 class Waves(NamedTuple):

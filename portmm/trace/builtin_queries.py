@@ -28,9 +28,9 @@ class _Type:
     def __call__(self, x: Any, *more: Any, **options: Any) -> Any:
         if more or options:
             return type(x, *(unwrapped(y) for y in more), **options)
-        kind = x.__class__ if hasattr(type(x), "placeholder_") else type(x)
-        kind = type(unwrapped(x)) if unwrapped(x) is not x else kind
-        return self.scope.of_object(kind)
+        inner = unwrapped(x)
+        stands_in = inner is x and hasattr(type(x), "placeholder_")  # for an array or a number, whose class it names
+        return self.scope.of_object(x.__class__ if stands_in else type(inner))
 
     def __getattr__(self, name: str) -> Any:
         return getattr(type, name)

@@ -111,15 +111,21 @@ for _name in ("lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Number, f"__{_name}__", _comparison(getattr(operator, _name)))
 
 
-def _needing(name: str) -> Any:
-    def method(*_: Any, **__: Any) -> Any:
-        raise TraceError(f"{name} of a captured number depends on its value")
+def refuse_values(kind: type, error: type[TraceError], names: tuple[str, ...] = ()) -> None:
+    """Give a class of numbers the special methods that need a value, and others by name: they raise an error."""
 
-    return method
+    def needing(name: str) -> Any:
+        def method(*_: Any, **__: Any) -> Any:
+            raise error(f"{name} of a number depends on its value")
+
+        return method
+
+    for name in (*_OF_VALUES, *names):
+        setattr(kind, f"__{name}__", needing(name))
 
 
-for _name in (
+_OF_VALUES = (
     "bool", "float", "int", "index", "complex", "hash", "repr", "str", "format", "round", "trunc", "floor", "ceil",
-    "len", "iter", "contains", "getitem", "array", "mod", "rmod", "floordiv", "rfloordiv", "divmod", "rdivmod",
-):  # fmt: skip
-    setattr(Number, f"__{_name}__", _needing(_name))
+    "len", "iter", "contains", "getitem", "array", "divmod", "rdivmod",
+)  # fmt: skip
+refuse_values(Number, TraceError, ("mod", "rmod", "floordiv", "rfloordiv"))

@@ -182,32 +182,29 @@ class Namespace:
         scope, x, _, _ = self._portmm_captured
         return scope.called(x, args, options)
 
-    def __getitem__(self, key: Any) -> Any:
-        scope, x, name, _ = self._portmm_captured
-        if not isinstance(x, EnumType):
-            scope.unseen()
-        return scope.of_object(x[key], name)
-
-    def __iter__(self) -> Any:
-        scope, x, name, _ = self._portmm_captured
-        if not isinstance(x, EnumType):
-            scope.unseen()
-        return (scope.of_object(y, name) for y in x)
-
-    def __len__(self) -> int:
+    def _members(self) -> Any:
+        """The class, whose members are looked at: only those of an enumeration last."""
         scope, x, _, _ = self._portmm_captured
         if not isinstance(x, EnumType):
             scope.unseen()
-        return len(x)
+        return x
+
+    def __getitem__(self, key: Any) -> Any:
+        scope, _, name, _ = self._portmm_captured
+        return scope.of_object(self._members()[key], name)
+
+    def __iter__(self) -> Any:
+        scope, _, name, _ = self._portmm_captured
+        return (scope.of_object(y, name) for y in self._members())
+
+    def __len__(self) -> int:
+        return len(self._members())
 
     def __bool__(self) -> bool:
         return True
 
     def __contains__(self, other: Any) -> bool:
-        scope, x, _, _ = self._portmm_captured
-        if not isinstance(x, EnumType):
-            scope.unseen()
-        return unwrapped(other) in x
+        return unwrapped(other) in self._members()
 
     def __instancecheck__(self, other: Any) -> bool:
         return isinstance(other, self._portmm_captured[1])
@@ -233,7 +230,7 @@ class Namespace:
 
 def unwrapped(x: Any) -> Any:
     """The object, class or module of a proxy; other values as they are."""
-    if isinstance(type(x), type) and issubclass(type(x), Proxy):
+    if issubclass(type(x), Proxy):
         return _captured(x)[1]
     return x._portmm_captured[1] if type(x) is Namespace else x  # noqa: SLF001 - of this module
 

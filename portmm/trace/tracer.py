@@ -22,7 +22,7 @@ import numpy as np
 from portmm.arrays.libraries import on_device
 from portmm.errors import TraceError
 from portmm.spec.elementwise import Typed
-from portmm.spec.epilogue import Operand, index
+from portmm.spec.epilogue import index
 from portmm.spec.expr import Expr, real
 from portmm.trace.builtin_queries import replaced_builtins
 from portmm.trace.closures import (

@@ -86,7 +86,7 @@ BYTES = {
     # VEX (c4), map 2, F2, opcode 5c.
     "tdpfp16ps": rb"\xc4[\x02-\xe2][\x03-\x7b]\x5c[\xc0-\xff]",
 }
-"""What an instruction looks like, by Intel's manuals: disassemblers at hand do not know all of them."""
+"""Encodings of instructions, by Intel's manuals: disassemblers at hand do not know all of them."""
 
 
 def newest_compiler(isa):
