@@ -61,12 +61,15 @@ class CandidateSet:
         schedules: in the order of `candidates`.
         table: the same, as columns.
         textbook: flags of the schedules that a textbook gives.
+        some_textbook, all_textbook: whether any is set, and whether all are.
         tapes: tapes of the table that have been requested.
     """
 
     schedules: tuple[Schedule, ...]
     table: Table
     textbook: Flags
+    some_textbook: bool
+    all_textbook: bool
     tapes: dict[tuple[int, bool], Tape | None] = field(default_factory=dict, compare=False)
 
     def tape(self, rows: int, *, several: bool) -> Tape | None:
@@ -215,5 +218,6 @@ def _tabulated(p: Problem, target: Target, schedules: list[Schedule]) -> Candida
     q = p.transposed() if p.c == "col" else p
     isas = [target.isa(s.isa) for s in schedules]
     atoms = [isa.atom(s.dtype, s.atom.lanes) if isa else None for isa, s in zip(isas, schedules, strict=True)]
-    textbook = np.array([follows(s, p, target) for s in schedules])
-    return CandidateSet(tuple(schedules), table(q, schedules, [x for x in atoms if x is not None], target), textbook)
+    flags = [follows(s, p, target) for s in schedules]
+    costs = table(q, schedules, [x for x in atoms if x is not None], target)
+    return CandidateSet(tuple(schedules), costs, np.array(flags), any(flags), all(flags))
