@@ -134,6 +134,12 @@ def select_for_class(p: Problem, target: Target, threads: int) -> ClassSelection
     return ClassSelection(listed, (p.m, p.m), *best)
 
 
+def predicted(p: Problem, listed: CandidateSet, workers: int) -> list[float]:
+    """Predicted seconds of the candidates for a problem."""
+    seconds: list[float] = _seconds(p, listed, (p.n if p.c == "col" else p.m,), (workers,))[0].tolist()
+    return seconds
+
+
 def _fastest(
     p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...], target: Target
 ) -> tuple[int, int, str] | None:

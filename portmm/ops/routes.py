@@ -48,6 +48,18 @@ def routed(p: Problem) -> tuple[Any, bool]:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    kernel, shared = routed_for_call(p, background=False)
+    return kernel, bool(shared)
+
+
+def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool | None]:
+    """As `routed`; with `background`, None if the kernel is for this call only, while that of `p` is being built.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
     name, limit = target_name(), config.limit()
     least, most = rows(p)
     but_rows = p.but_rows
@@ -68,7 +80,10 @@ def routed(p: Problem) -> tuple[Any, bool]:
     from portmm.dispatch import cpu_routes
 
     target = config.target()
-    kernel, served = cpu_routes.routed(p, target, limit or config.get_num_threads(), kept)
+    threads = limit or config.get_num_threads()
+    kernel, served = cpu_routes.routed(p, target, threads, kept, background=background)
+    if served is None:
+        return kernel, None
     shared = served == (least, most)
     if kept is not None:
         route_cache.keep(kept, of_class if shared or least == most else of_m, kernel, target)
