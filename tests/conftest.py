@@ -19,7 +19,7 @@ from portmm.arrays import numpy_fallback
 from portmm.build import cache, compiler, failed_builds
 from portmm.build.compiler import find_compiler
 from portmm.dispatch import config as settings
-from portmm.dispatch import cpu_kernels
+from portmm.dispatch import cpu_background, cpu_kernels
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 
@@ -102,6 +102,14 @@ def _anew():
     settings.set_num_threads(0)
     yield
     settings.set_num_threads(0)
+
+
+@pytest.fixture(autouse=True)
+def _built(monkeypatch):
+    """What a test began to build ends under the settings of that test."""
+    del monkeypatch  # undone after this
+    yield
+    cpu_background.wait()
 
 
 @pytest.fixture

@@ -348,15 +348,44 @@ def append_note(name: str, lines: str) -> None:
     Lines of several processes do not mix. Each write begins with a newline, so that a line which a full disk cut
     short does not spoil the next.
     """
-    shared = usable_dir()
-    if shared is None:
+    path, data = f"{cache_dir()}/{name}.note", f"\n{lines}".encode("utf-8", "replace")
+    with suppress(OSError):
+        if path in _appended:
+            fd, identity = _appended[path]
+            info = os.fstat(fd)
+            if (info.st_dev, info.st_ino) == identity and info.st_nlink and private(info):
+                os.write(fd, data)
+                return
+    _append_first(path, data)
+
+
+_MOST_APPENDED = 8
+_appended: dict[str, tuple[int, tuple[int, int]]] = {}
+"""Notes that are open, by path: file descriptor, device and inode. Opening one takes longer than writing a line."""
+
+
+def _append_first(path: str, data: bytes) -> None:
+    """Open a note, append to it, and leave it open for the next line."""
+    if usable_dir() is None:
         return
     flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with suppress(OSError):
-        fd = os.open(f"{shared}/{name}.note", flags, 0o600)
-        try:
-            info = os.fstat(fd)
-            if S_ISREG(info.st_mode) and private(info):
-                os.write(fd, f"\n{lines}".encode("utf-8", "replace"))
-        finally:
+        fd = os.open(path, flags, 0o600)
+        info = os.fstat(fd)
+        _close_note(path)
+        for other in list(_appended)[: 1 - _MOST_APPENDED]:
+            _close_note(other)
+        _appended[path] = fd, (info.st_dev, info.st_ino)
+        if S_ISREG(info.st_mode) and private(info):
+            os.write(fd, data)
+        else:
+            _close_note(path)
+
+
+def _close_note(path: str) -> None:
+    """Close a note, unless the process has closed it, and the descriptor is another file's."""
+    fd, identity = _appended.pop(path, (-1, (0, 0)))
+    with suppress(OSError):
+        info = os.fstat(fd)
+        if (info.st_dev, info.st_ino) == identity:
             os.close(fd)

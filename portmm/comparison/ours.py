@@ -16,6 +16,7 @@ from portmm.comparison import fused
 from portmm.comparison.case import Case
 from portmm.comparison.data import ZERO, Arrays
 from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError, repeat, returning
+from portmm.dispatch import cpu_background
 from portmm.trace.closures import traced_through
 
 
@@ -34,6 +35,8 @@ def open_portmm(setup: Setup) -> Library:
             options = _scales(case, data)
             call = returning(lambda: pm.linear(a, b, **options), lambda result: np.copyto(c, result))
             return {"linear, dynamic" if case.dynamic else "linear": call}
+        pm.matmul(a, b, out=c)
+        cpu_background.wait()  # measure the selected kernel, and not the one that serves while a compiler runs
         methods: dict[str, Run] = {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
         if case.block:
             methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))

@@ -119,15 +119,32 @@ def _fields(p: Problem, rows: int, workers: int, *, swap: bool) -> dict[str, int
     return {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers}
 
 
-def code_of(s: Schedule, target: Target, kept: RouteCache | None = None) -> Code:
-    """The code of a schedule: from this process, from the route cache, or built now."""
+def code_of(
+    s: Schedule, target: Target, kept: RouteCache | None = None, before_build: Callable[[], None] | None = None
+) -> Code:
+    """The code of a schedule: from this process, from the route cache, or built now.
+
+    Args:
+        s: the schedule.
+        target: the machine.
+        kept: the route cache.
+        before_build: called where code must be built; what it raises ends the call.
+    """
     isa = isa_of(s, target)
     key = s, isa
     code: Code | None = _codes.get(key)
     if code is None:
-        code = (_looked_up(s, isa, kept) if kept is not None else None) or _built(s, isa, target, kept)
+        code = _looked_up(s, isa, kept) if kept is not None else None
+        if code is None and before_build is not None:
+            before_build()
+        code = code or _built(s, isa, target, kept)
         _codes.keep(key, code)
     return code
+
+
+def is_loaded(s: Schedule, target: Target) -> bool:
+    """Whether the code of a schedule is in this process."""
+    return (s, isa_of(s, target)) in _codes
 
 
 def _looked_up(s: Schedule, isa: Isa, kept: RouteCache) -> Code | None:

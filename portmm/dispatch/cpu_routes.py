@@ -8,11 +8,12 @@ nor the route cache knows.
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.lower import lower_attention, lower_int4_repack, lower_pack, lower_rows
-from portmm.dispatch.cpu_kernels import Code, code_of, loaded_program
-from portmm.dispatch.cpu_selection import check, choose, select_for_class
+from portmm.dispatch import cpu_background
+from portmm.dispatch.cpu_kernels import Code, code_of, is_loaded, loaded_program
+from portmm.dispatch.cpu_selection import ClassSelection, check, choose, predicted, select_for_class
 from portmm.dispatch.cpu_units import int4_unit, unit_for
 from portmm.dispatch.overrides import active, schedule_for
 from portmm.errors import BuildError, DatabaseError
@@ -51,7 +52,9 @@ def route_for(p: Problem, target: Target, threads: int) -> Any:
     return routed(p, target, threads)[0]
 
 
-def routed(p: Problem, target: Target, threads: int, kept: RouteCache | None = None) -> tuple[Any, tuple[int, int]]:
+def routed(
+    p: Problem, target: Target, threads: int, kept: RouteCache | None = None, *, background: bool = False
+) -> tuple[Any, tuple[int, int] | None]:
     """A route for a problem, and the least and the largest M that it serves.
 
     Args:
@@ -59,6 +62,8 @@ def routed(p: Problem, target: Target, threads: int, kept: RouteCache | None = N
         target: the machine.
         threads: the most threads to use.
         kept: the route cache of this target, which finds code built for it.
+        background: while the kernel is being built, the route may be another one with the same results, for this call
+            only, and None in place of a range.
 
     Raises:
         ScheduleError: no schedule is legal.
@@ -66,11 +71,49 @@ def routed(p: Problem, target: Target, threads: int, kept: RouteCache | None = N
         BuildError: the compiler failed.
     """
     own, served = (p.m, p.m), rows(p)
-    if served != own and not active():
-        route = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads, kept))
-        if route is not None:
-            return route, served
-    return _kept(p, target, (threads, own), lambda: _alone(p, target, threads, kept)), own
+    build = _Building(target, kept, background and not active())
+    try:
+        if served != own and not active():
+            route = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads, build))
+            if route is not None:
+                return route, served
+        return _kept(p, target, (threads, own), lambda: _alone(p, target, threads, build)), own
+    except cpu_background.BuildPendingError as pending:
+        return _route(code_of(pending.schedule, target, kept), p, pending.workers), None
+
+
+class _Building(NamedTuple):
+    """How the code of a selected schedule is obtained.
+
+    Attributes:
+        target: the machine.
+        kept: the route cache.
+        background: another schedule may serve while code is being built.
+    """
+
+    target: Target
+    kept: RouteCache | None
+    background: bool
+
+    def code(self, best: ClassSelection, p: Problem) -> Code:
+        """The code of the selected schedule.
+
+        Raises:
+            BuildPendingError: it is being built in the background.
+            BuildError: the compiler failed.
+        """
+        before = (lambda: self._begin(best, p)) if self.background else None
+        return code_of(best.schedule, self.target, self.kept, before)
+
+    def _begin(self, best: ClassSelection, p: Problem) -> None:
+        """Begin to build the code of the selected schedule, if another one can take its place."""
+        wanted, target, kept = best.schedule, self.target, self.kept
+        listed = best.listed
+        other = cpu_background.stand_in(
+            p, wanted, listed.schedules, lambda: predicted(p, listed, best.workers), lambda s: is_loaded(s, target)
+        )
+        if other is not None and cpu_background.begin((wanted, id(target)), lambda: code_of(wanted, target, kept)):
+            raise cpu_background.BuildPendingError(other, best.workers)
 
 
 def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> Any:
@@ -90,7 +133,7 @@ def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> An
     return entry[1]
 
 
-def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, kept: RouteCache | None) -> Any:
+def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, build: _Building) -> Any:
     """The route of the class of a problem; None if its problems need different ones."""
     check(p, target)
     if _tuned_within(p, served, target, threads):
@@ -98,21 +141,21 @@ def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, k
     best = select_for_class(p, target, threads)
     if best.rows != served:
         return None
-    return _route(code_of(best.schedule, target, kept), p, best.workers, served[1])
+    return _route(build.code(best, p), p, best.workers, served[1])
 
 
-def _alone(p: Problem, target: Target, threads: int, kept: RouteCache | None) -> Any:
+def _alone(p: Problem, target: Target, threads: int, build: _Building) -> Any:
     """The route of a single problem."""
     selected = schedule_for(p)
     if selected is None and not _tuned_within(p, (p.m, p.m), target, threads):
         check(p, target)
         best = select_for_class(p, target, threads)
-        selected = best.schedule, best.workers
+        return _route(build.code(best, p), p, best.workers)
     if selected is None:
         choice = choose(p, target, threads)
         selected = choice.schedule, choice.workers
     schedule, workers = selected
-    return _route(code_of(schedule, target, kept), p, workers)
+    return _route(code_of(schedule, target, build.kept), p, workers)
 
 
 def _tuned_within(p: Problem, served: tuple[int, int], target: Target, threads: int) -> bool:

@@ -134,6 +134,12 @@ def select_for_class(p: Problem, target: Target, threads: int) -> ClassSelection
     return ClassSelection(listed, (p.m, p.m), *best)
 
 
+def predicted(p: Problem, listed: CandidateSet, workers: int) -> list[float]:
+    """Predicted seconds of the candidates for a problem."""
+    seconds: list[float] = _seconds(p, listed, (p.n if p.c == "col" else p.m,), (workers,))[0].tolist()
+    return seconds
+
+
 def _fastest(
     p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...], target: Target
 ) -> tuple[int, int, str] | None:
@@ -144,7 +150,7 @@ def _fastest(
     """
     seconds = _seconds(p, listed, ms, counts)
     textbook = listed.textbook if len(counts) == 1 else np.repeat(listed.textbook, len(counts))
-    if target.searches and not np.logical_and.reduce(textbook):
+    if target.searches and listed.some_textbook and not listed.all_textbook:
         seconds = np.where(textbook, np.inf, seconds)
     every: list[list[float]] = seconds.tolist()  # a few dozen numbers: NumPy takes three times as long
     least, last = [min(row) for row in every], every[-1]
@@ -154,7 +160,7 @@ def _fastest(
 
     # Of equals, the first candidate, on one thread.
     first, origin, allowed = last.index(least[-1]), ANALYTICAL, MOST_LOSS
-    if not target.searches and np.logical_or.reduce(textbook):
+    if not target.searches and listed.some_textbook:
         near = sorted([i for i, x in enumerate(last) if WITHIN * x <= least[-1]], key=last.__getitem__)
         ranked = [(last[i], listed.schedules[i // len(counts)]) for i in near]
         index = near[preferred(ranked, p, target, [bool(textbook[i]) for i in near])]

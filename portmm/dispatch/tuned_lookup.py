@@ -8,6 +8,7 @@ is data, perhaps of another version or from another person.
 
 from __future__ import annotations
 
+import os
 from functools import lru_cache
 from importlib import resources
 from typing import TYPE_CHECKING, Any
@@ -70,7 +71,7 @@ def tuned_rows(p: Problem, target: Target, threads: int) -> frozenset[int]:
     if path is None:
         return frozenset()
     try:
-        info = path.stat()
+        info = os.stat(path)  # noqa: PTH116 - on the path of every new class of shapes
     except OSError:
         kept: dict[Any, frozenset[int]] = {}
     else:

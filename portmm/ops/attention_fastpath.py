@@ -83,24 +83,26 @@ class _Repeated:
         self.numbers = np.array(numbers or [0], np.float32)
         self.sizes = shape.items * shape.heads, shape.heads, shape.group, shape.dv
         self.last = shape.m, shape.n, kernel.bound.template
-        # Strides of dense operands along items, rows, columns and heads: a fixed part, and parts by query and by key.
+        # Of dense operands: elements of a row, heads, and whether those have a row for each query, or for each key.
         h, kv_heads = shape.heads, shape.heads // shape.group
-        self.fixed, self.by_query, self.by_key = (np.zeros_like(kernel.bound.template) for _ in range(3))
         padded = kernel.kr > 1 and not kernel.run  # see `readable`
         d = -(-shape.d // kernel.k_step) * kernel.k_step if padded else shape.d
-        widths = (d, d, shape.dv, shape.dv)
-        for i, (width, many, steps) in enumerate(zip(widths, (h, kv_heads, kv_heads, h), "qkkq", strict=True)):
-            self.fixed[i, 2:4] = width, 1
-            (self.by_query if steps == "q" else self.by_key)[i, [1, 4]] = many * width, width
+        self.dense = [(d, h, True), (d, kv_heads, False), (shape.dv, kv_heads, False), (shape.dv, h, True)]
+        # Strides along items, rows, columns and heads, of which the first and the last depend on numbers of rows.
+        self.fixed = np.zeros_like(kernel.bound.template)
+        self.fixed[:4, 2:4] = [(width, 1) for width, *_ in self.dense]
         if lse:
+            self.dense.append((1, h, True))
             self.fixed[4, 2] = 1
-            self.by_query[4, [1, 4]] = h, 1
 
     def template(self, m: int, n: int) -> Array:
         """The table of operands for m queries and n keys, without addresses."""
         last = self.last
         if last[0] != m or last[1] != n:
-            last = self.last = m, n, self.fixed + self.by_query * m + self.by_key * n
+            heads = [(width * (m if queries else n), many) for width, many, queries in self.dense]
+            template = self.fixed.copy()
+            template[:, 1::3] = [(step * many, step) for step, many in heads]
+            last = self.last = m, n, template
         return last[2]
 
     def __call__(self, q: Array, k: Array, v: Array) -> Any:

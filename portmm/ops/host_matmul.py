@@ -189,10 +189,13 @@ def _without_compiler(a: Any, b: Any, out: Any) -> Any:
 def _resolve(  # noqa: PLR0917 - the runtime passes positions only
     dtype: str, m: int, n: int, k: int, a: str, b: str, c: str, family: str, dense: bool, batch: int = 1
 ) -> Any:
-    """Callback of the runtime for a new shape: a route and whether it serves a class of rows, or None."""
+    """Callback of the runtime for a new shape, or None: a route, and whether it serves a class of rows.
+
+    In place of the latter is None where the route is for one call.
+    """
     p = problem(dtype, (m, n, k), (a, b, c), family, batch, dense=dense, static=batch >= STATIC_BATCH)
     try:
-        kernel, shared = routes.routed(p)
+        kernel, shared = routes.routed_for_call(p)
         return kernel, shared and rows(p) == row_class(m)
     except ScheduleError:
         return None  # a packed weight for another machine, or with C by columns

@@ -48,6 +48,18 @@ def routed(p: Problem) -> tuple[Any, bool]:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    kernel, shared = routed_for_call(p, background=False)
+    return kernel, bool(shared)
+
+
+def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool | None]:
+    """As `routed`; with `background`, None if the kernel is for this call only, while that of `p` is being built.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
     name, limit = target_name(), config.limit()
     least, most = rows(p)
     but_rows = p.but_rows
@@ -58,17 +70,21 @@ def routed(p: Problem) -> tuple[Any, bool]:
     kept = route_cache.of_target(name)
     if kept is not None:
         of_class = route_cache.question(p, (least, most), limit)
-        of_m = route_cache.question(p, (p.m, p.m), limit) if least < most else of_class
         kernel = route_cache.route(kept, of_class, runtime(), p)
         if kernel is not None:
             return _classes.keep(key, kernel), True
-        if least < most and (kernel := route_cache.route(kept, of_m, runtime(), p)) is not None:
-            return kernel, False
+        if least < most:
+            of_m = route_cache.question(p, (p.m, p.m), limit)
+            if (kernel := route_cache.route(kept, of_m, runtime(), p)) is not None:
+                return kernel, False
     from portmm.dispatch import cpu_routes
 
     target = config.target()
-    kernel, served = cpu_routes.routed(p, target, limit or config.get_num_threads(), kept)
+    threads = limit or config.get_num_threads()
+    kernel, served = cpu_routes.routed(p, target, threads, kept, background=background)
+    if served is None:
+        return kernel, None
     shared = served == (least, most)
     if kept is not None:
-        route_cache.keep(kept, of_class if shared else of_m, kernel, target)
+        route_cache.keep(kept, of_class if shared or least == most else of_m, kernel, target)
     return (_classes.keep(key, kernel), True) if shared else (kernel, False)

@@ -176,6 +176,8 @@ class CffiRuntime:
         route, shared = answer if isinstance(answer, tuple) else (answer, False)
         if not isinstance(route, Route) or route.dtype != dtype:
             raise TypeError(f"the resolver returned {route!r}; need a Route for {dtype}, or None")
+        if shared is None:
+            return route  # for this call only
         if len(memo) >= _MOST_ROUTES:
             memo.clear()
         # `memo` is the dictionary from before the call, even if the memo was cleared since.

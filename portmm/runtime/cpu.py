@@ -152,7 +152,8 @@ class Runtime(Protocol):
         "col" and, for b, "packed"; family is "" unless b is packed. It returns
         a Route, which is cached, or None for the slow path; or a Route and True
         if it serves every M of a class (see `row_classes`), for which it is
-        cached then. `dtype` names all types where they differ, "u8-s8-s32". With `density`
+        cached then, or None if it is for one call, and is not cached. `dtype` names
+        all types where they differ, "u8-s8-s32". With `density`
         it also gets a boolean: every operand is dense (leading stride equal to
         the extent), and dense and other operands are cached separately; and the extension asks it
         for stacks of matrices by as many matrices, with their count as a last argument.

@@ -218,6 +218,7 @@ static PyObject *layout_name(unsigned col) {
 static PyObject *resolve(route_key *key, size_t words, const matrix *a, const matrix *b, const matrix *c, int dense) {
   if (!resolver) return Py_NewRef(Py_None);
   unsigned long epoch = memo_epoch;
+  int once = 0; /* the route is for this call only */
   PyObject *family = (PyObject *)key->family, *types = types_word(a->element, b->element);
   if (!types) return NULL;
   PyObject *packed = family == no_family ? NULL : PyUnicode_InternFromString("packed");
@@ -228,6 +229,7 @@ static PyObject *resolve(route_key *key, size_t words, const matrix *a, const ma
   Py_XDECREF(packed);
   if (!route || route == Py_None) return route;
   if (PyTuple_CheckExact(route) && PyTuple_GET_SIZE(route) == 2) {
+    once = PyTuple_GET_ITEM(route, 1) == Py_None;
     if (PyTuple_GET_ITEM(route, 1) == Py_True && key->m > 2 * CLASSES) key->m = -last_of_class(key->m);
     Py_SETREF(route, Py_NewRef(PyTuple_GET_ITEM(route, 0)));
   }
@@ -237,7 +239,7 @@ static PyObject *resolve(route_key *key, size_t words, const matrix *a, const ma
     Py_DECREF(route);
     return NULL;
   }
-  if (memo_epoch == epoch) memo_insert(&routes, (const long *)key, words, route, family);
+  if (memo_epoch == epoch && !once) memo_insert(&routes, (const long *)key, words, route, family);
   return route;
 }
 

@@ -22,7 +22,9 @@ from __future__ import annotations
 import os
 import sys
 from dataclasses import dataclass, field
+from functools import lru_cache
 from importlib import import_module
+from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from portmm.build.cache import append_note, cache_dir, digest, load, read_note, tuned_database, write_note
@@ -50,6 +52,9 @@ HEADING, CODE = "book", "code "
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `dispatch`."""
 
+FRESH = 0.02
+"""Seconds between looks at the state of those files. Lines that follow a change unseen have the old state in their
+heading, and are ignored by all readers."""
 DEPENDS = 3
 """Number of files that a cache depends on: the compiler, the measured rates, the tuned schedules."""
 
@@ -73,6 +78,7 @@ class RouteCache:
         size: lines in the file as last known to this process, stale and damaged ones too.
         files: names of the files of `depends`, set with the first stored route; the cache's name determines them.
         own: key of the extension module of this process, likewise.
+        fresh_until: time until which the state of `files` is taken as it was.
     """
 
     name: str
@@ -84,17 +90,21 @@ class RouteCache:
     size: int = 0
     files: tuple[str, ...] = ()
     own: str = ""
+    fresh_until: float = 0.0
 
     @property
     def heading(self) -> str:
         """The line with the state that routes depend on."""
-        return "\t".join((HEADING, str(self.cores), self.runtime, *self.depends))
+        return _heading(self.cores, self.runtime, self.depends)
 
-    def checked(self, lines: dict[str, str], codes: dict[str, str]) -> list[str]:
-        """Entries as lines of the file, with checksums."""
-        under = _short(self.heading)
-        every = (*lines.items(), *((f"{CODE}{schedule}", entry) for schedule, entry in codes.items()))
-        return [_checked(f"{under}\t{question}\t{answer}") for question, answer in every]
+    def checked(self) -> list[str]:
+        """All entries as lines of the file, with checksums."""
+        every = (*self.lines.items(), *((f"{CODE}{schedule}", entry) for schedule, entry in self.codes.items()))
+        return [self.line(question, answer) for question, answer in every]
+
+    def line(self, question: str, answer: str) -> str:
+        """An entry as a line of the file, with its checksum."""
+        return _checked(f"{_under(self.cores, self.runtime, self.depends)}\t{question}\t{answer}")
 
 
 _lock = locks.lock()
@@ -145,6 +155,16 @@ def _short(text: str) -> str:
     return digest(text.encode("utf-8", "surrogateescape"))[:CHECK]
 
 
+def _heading(cores: int, runtime: str, depends: tuple[str, ...]) -> str:
+    return "\t".join((HEADING, str(cores), runtime, *depends))
+
+
+@lru_cache(maxsize=4)  # on the path of every new class of shapes
+def _under(cores: int, runtime: str, depends: tuple[str, ...]) -> str:
+    """The digest of a heading, by which its entries begin."""
+    return _short(_heading(cores, runtime, depends))
+
+
 def _read(name: str) -> RouteCache:
     """Read the valid part of a cache: a heading with the current state of its files, and the valid lines under it."""
     sound, size = [], 0
@@ -175,8 +195,9 @@ def _read(name: str) -> RouteCache:
 def _bound(kept: RouteCache) -> None:
     """Drop all but the newest entries."""
     for entries in (kept.lines, kept.codes):
-        for question in list(entries)[:-MOST_LINES]:
-            del entries[question]
+        if len(entries) > MOST_LINES:
+            for question in list(entries)[:-MOST_LINES]:
+                del entries[question]
 
 
 def of_target(target: str) -> RouteCache | None:
@@ -276,7 +297,7 @@ def keep_code(kept: RouteCache, schedule: str, kernel: Any, workspace: str, targ
 def _keep(  # noqa: PLR0917 - two functions call it
     kept: RouteCache, entries: dict[str, str], name: str, kernel: Any, about: str, target: Target
 ) -> None:
-    folder, file = os.path.split(str(kernel.path))
+    folder, _, file = str(kernel.path).rpartition("/")
     if folder != str(cache_dir()):
         return  # built into a private directory of this process
     if not kept.files:
@@ -286,9 +307,11 @@ def _keep(  # noqa: PLR0917 - two functions call it
         note = os.path.join(folder, f"{note_name(target)}.note")  # noqa: PTH118 - on the way to every first call
         kept.own = os.path.basename(getattr(cpu_runtime.runtime(), "__file__", "")).removesuffix(".so")  # noqa: PTH119
         kept.files = (find_compiler().argv[0], note, str(tuned_database() or "no database"))
-    depends = tuple(map(_state, kept.files))
     line = f"{file.removesuffix('.so')}\t{about}"
     with _lock:
+        now, depends = monotonic(), kept.depends
+        if now >= kept.fresh_until:
+            depends, kept.fresh_until = tuple(map(_state, kept.files)), now + FRESH
         fresh = (kept.cores, kept.runtime, kept.depends) != (target.cores, kept.own, depends)
         if kept.depends not in ((), depends):
             kept.lines.clear()  # of other measured rates, or another compiler
@@ -300,11 +323,11 @@ def _keep(  # noqa: PLR0917 - two functions call it
             current = _read(kept.name)
             kept.lines, kept.codes = {**current.lines, **kept.lines}, {**current.codes, **kept.codes}
             _bound(kept)
-            lines = [_checked(kept.heading), *kept.checked(kept.lines, kept.codes)]
+            lines = [_checked(kept.heading), *kept.checked()]
             write_note(kept.name, "\n".join(lines))
             kept.size = len(lines)
             return
         added = [_checked(kept.heading)] if fresh else []
-        added += kept.checked({name: line}, {}) if entries is kept.lines else kept.checked({}, {name: line})
+        added.append(kept.line(name if entries is kept.lines else f"{CODE}{name}", line))
         append_note(kept.name, "\n".join(added))
         kept.size += len(added)

@@ -61,12 +61,15 @@ class CandidateSet:
         schedules: in the order of `candidates`.
         table: the same, as columns.
         textbook: flags of the schedules that a textbook gives.
+        some_textbook, all_textbook: whether any is set, and whether all are.
         tapes: tapes of the table that have been requested.
     """
 
     schedules: tuple[Schedule, ...]
     table: Table
     textbook: Flags
+    some_textbook: bool
+    all_textbook: bool
     tapes: dict[tuple[int, bool], Tape | None] = field(default_factory=dict, compare=False)
 
     def tape(self, rows: int, *, several: bool) -> Tape | None:
@@ -155,20 +158,27 @@ def candidate_set(p: Problem, target: Target, rows: int | None = None) -> Candid
     if result is None:
         p = replace(p, m=rows)
         proposed = list(proposals(p, target))
-        result = _tabulated(p, target, legal_of(proposed, p, target))
-        if kind.exact or _fits_alike(proposed, p, target):
+        alike = None if kind.exact else _legal_alike(proposed, p, target)
+        result = _tabulated(p, target, alike or legal_of(proposed, p, target))
+        if kind.exact or alike is not None:
             _sets.keep(key, result)
     return result
 
 
-def _fits_alike(proposed: list[tuple[Schedule, Isa, Atom]], p: Problem, target: Target) -> bool:
-    """Whether the same blocks fit their levels for all problems between the same extents as `p`."""
+def _legal_alike(proposed: list[tuple[Schedule, Isa, Atom]], p: Problem, target: Target) -> list[Schedule] | None:
+    """The schedules that are legal for all problems between the same extents as `p`, if others are for none of these.
+
+    The footprint of a schedule grows with sizes.
+    """
     m, n, k = (REACHES[bisect_left(REACHES, size)] for size in (p.m, p.n, p.k))
     least, most = replace(p, m=1, n=1, k=1), replace(p, m=m, n=n, k=k)
-    return all(
-        bool(illegal(s, least, isa, atom, target)) == bool(illegal(s, most, isa, atom, target))
-        for s, isa, atom in proposed
-    )
+    legal: dict[Schedule, None] = {}
+    for s, isa, atom in proposed:
+        if not illegal(s, most, isa, atom, target):
+            legal[s] = None
+        elif not illegal(s, least, isa, atom, target):
+            return None
+    return list(legal)
 
 
 _about = attrgetter("dtype", "a", "b", "c", "family", "deterministic", "static", "post", "source", "fused")
@@ -215,5 +225,6 @@ def _tabulated(p: Problem, target: Target, schedules: list[Schedule]) -> Candida
     q = p.transposed() if p.c == "col" else p
     isas = [target.isa(s.isa) for s in schedules]
     atoms = [isa.atom(s.dtype, s.atom.lanes) if isa else None for isa, s in zip(isas, schedules, strict=True)]
-    textbook = np.array([follows(s, p, target) for s in schedules])
-    return CandidateSet(tuple(schedules), table(q, schedules, [x for x in atoms if x is not None], target), textbook)
+    flags = [follows(s, p, target) for s in schedules]
+    costs = table(q, schedules, [x for x in atoms if x is not None], target)
+    return CandidateSet(tuple(schedules), costs, np.array(flags), any(flags), all(flags))

@@ -76,6 +76,8 @@ class Table:
         group_of: the group of each candidate.
         reach: bytes of the largest data that stays in each level.
         bandwidth: bytes per cycle of each level, and of memory.
+        strided: bytes of an element of B where it is read in place; 0 if it never is.
+        sets: name, bytes of a line and number of sets of each level.
         some: names of the flags that some candidate has, "panels" if one covers several, "strips" if one has some.
     """
 
@@ -96,6 +98,8 @@ class Table:
     group_of: np.ndarray[Any, np.dtype[np.intp]]
     reach: Column
     bandwidth: Column
+    strided: float
+    sets: tuple[tuple[str, int, int], ...]
     some: frozenset[str]
 
 
@@ -135,6 +139,9 @@ def table(q: Problem, schedules: Sequence[Schedule], atoms: Sequence[Atom], targ
         reach=np.maximum.accumulate([target.counted(x.name) * MODEL.home for x in target.levels] or [0.0])[
             : len(target.levels)
         ],
+        # All rows in place hold elements of one type.
+        strided=float(x.b[x.strided][0]) if x.strided.any() else 0.0,
+        sets=tuple((x.name, x.line, x.bytes // (x.line * x.ways)) for x in target.levels) if x.strided.any() else (),
         some=_some(x),
         bandwidth=np.array([bytes_per_cycle(target, name) for name in (*(x.name for x in target.levels), "memory")]),
     )

@@ -55,15 +55,8 @@ class Sizes:
 
 def reached(t: Table, n: int) -> dict[str, float]:
     """Number of sets of each level that rows of a B in place of `n` columns start in."""
-    if "strided" not in t.some:
-        return {}
-    # All rows in place hold elements of one type.
-    row = int(n * t.x.b[t.x.strided][0])
-    sets_of = {}
-    for level in t.target.levels:
-        sets = level.bytes // (level.line * level.ways)
-        sets_of[level.name] = float(sets // gcd(max(1, row // level.line), sets))
-    return sets_of
+    row = int(n * t.strided)
+    return {name: float(sets // gcd(max(1, row // line), sets)) for name, line, sets in t.sets}
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,3 +280,33 @@ def test_code_that_another_process_built_needs_no_source(kept, monkeypatch):
     (cache.cache_dir() / f"{line.split()[0]}.so").write_bytes(b"damaged")
     (cache.cache_dir() / f"{next(iter(kept().lines.values())).split()[0]}.so").unlink(missing_ok=True)
     np.testing.assert_array_equal(product(), expected)
+
+
+def test_lines_follow_a_note_that_was_replaced_or_removed(tmp_path, monkeypatch):
+    """A note stays open between lines, while another process may rewrite it, or empty the cache."""
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
+    tmp_path.chmod(0o700)
+    note = tmp_path / "book-x.note"
+    cache.append_note("book-x", "one")
+    cache.append_note("book-x", "two")
+    assert note.read_text() == "\none\ntwo"
+    cache.write_note("book-x", "three")
+    cache.append_note("book-x", "four")
+    assert note.read_text() == "three\nfour"
+    note.unlink()
+    cache.append_note("book-x", "five")
+    assert note.read_text() == "\nfive"
+
+
+def test_a_descriptor_that_became_another_file_is_not_written_to(tmp_path, monkeypatch):
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
+    tmp_path.chmod(0o700)
+    other = tmp_path / "other"
+    cache.append_note("book-x", "one")
+    (fd, _) = cache._appended[str(tmp_path / "book-x.note")]
+    with other.open("wb") as file:
+        os.dup2(file.fileno(), fd)
+        cache.append_note("book-x", "two")
+        assert (tmp_path / "book-x.note").read_text() == "\none\ntwo"
+        assert not other.read_text()
+        os.close(fd)

@@ -1,0 +1,135 @@
+"""Kernels that are built in the background, while another kernel with the same results serves the calls.
+
+Owns the thread that builds them, and the choice of the kernel in their place: a candidate for the problem whose code is
+loaded, that adds the same products in the same order, so that no bit of a result depends on which of the two ran, and
+that loses little time. Where there is none, the call waits for the compiler.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
+
+from portmm.util import locks
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
+
+MOST_LOSS = 0.01
+"""Predicted seconds that a call may lose by another kernel: a tenth of what a compiler takes."""
+PROGRAM = "gemm"
+"""The program whose schedules add in one order: summation runs, one after the other (see `target.summation`)."""
+TYPES = ("f32", "f64")
+"""Types of operands and results whose sums need no conversion, and no atom that multiplies units or tiles."""
+
+_lock = locks.lock()
+_waiting: dict[Any, Callable[[], Any]] = {}
+_failed: set[Any] = set()
+_threads: list[threading.Thread] = []
+
+
+class BuildPendingError(Exception):
+    """A kernel is being built; no error of a call, which another schedule serves.
+
+    Args:
+        schedule: of the loaded kernel.
+        workers: threads that share the work.
+    """
+
+    def __init__(self, schedule: Schedule, workers: int) -> None:
+        super().__init__(str(schedule))
+        self.schedule, self.workers = schedule, workers
+
+
+def same_results(s: Schedule, other: Schedule) -> bool:
+    """Whether two schedules for one problem give the same bits."""
+    return (
+        s.program == other.program == PROGRAM
+        and s.dtype == other.dtype
+        and s.dtype in TYPES
+        and (s.isa, s.atom) == (other.isa, other.atom)
+        and "k" not in (s.parallel.over, other.parallel.over)
+        and s.epilogue == other.epilogue
+    )
+
+
+def stand_in(
+    p: Problem, wanted: Schedule, listed: Sequence[Schedule], seconds: Callable[[], Any], is_loaded: Callable[..., bool]
+) -> Schedule | None:
+    """The fastest loaded schedule that may take the place of another for a while; None if there is none.
+
+    Args:
+        p: the problem.
+        wanted: the schedule that is selected.
+        listed: candidates for the problem.
+        seconds: returns their predicted times.
+        is_loaded: whether the code of a schedule is loaded.
+    """
+    if p.static or p.dtype not in TYPES:
+        return None
+    usable = [i for i, s in enumerate(listed) if is_loaded(s) and same_results(s, wanted)]
+    if not usable:
+        return None
+    predicted = seconds()
+    best = min(usable, key=predicted.__getitem__)
+    return listed[best] if predicted[best] - predicted[listed.index(wanted)] <= MOST_LOSS else None
+
+
+def begin(key: Any, build: Callable[[], Any]) -> bool:
+    """Build something in the background, once for each key; False once after it failed, and where threads cannot start.
+
+    Errors are suppressed: a caller that then builds in the foreground is told of them.
+    """
+    with _lock:
+        if key in _failed:
+            _failed.remove(key)
+            return False
+        _waiting.setdefault(key, build)
+        if not _threads:
+            # No daemon: what was begun is in the cache when the process ends.
+            thread = threading.Thread(target=_work, name="portmm-background")
+            try:
+                thread.start()
+            except RuntimeError:  # the interpreter shuts down, or the process has as many threads as it may have
+                _waiting.clear()
+                return False
+            _threads.append(thread)
+    return True
+
+
+def _work() -> None:
+    while True:
+        with _lock:
+            if not _waiting:
+                _threads.clear()
+                return
+            key, build = next(iter(_waiting.items()))
+        failed = True
+        with suppress(Exception):
+            build()
+            failed = False
+        with _lock:
+            del _waiting[key]
+            if failed:
+                _failed.add(key)
+
+
+def wait() -> None:
+    """Return when nothing is being built."""
+    for thread in tuple(_threads):
+        thread.join()
+
+
+def _in_child() -> None:
+    """A forked child has no such thread."""
+    for each in (_waiting, _failed, _threads):
+        each.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
