@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
 from portmm.dispatch.launches import MOST, bind
 from portmm.errors import ScheduleError
-from portmm.kernels.gpu.rowwise import kept
+from portmm.ir.block_program import of_rows
 from portmm.schedule.gpu_rows import rows_schedule
 from portmm.schedule.gpu_variants import on_gpu
 from portmm.spec.dtype import BY_NAME
@@ -126,7 +126,7 @@ def _reducing(fused: Fused, n: int, neighbours: int, device: Device, *, exchange
     """The distribution over threads of rows that are reduced."""
     most = _floor(min(device.block_threads, 1024))
     vectors = -(-n // neighbours)
-    room = max(1, MOST_REGISTERS // max(1, len(kept(fused))) // neighbours)
+    room = max(1, MOST_REGISTERS // max(1, len(of_rows(fused, "registers").tiles)) // neighbours)
     subgroup = min(_power(-(-vectors // max(1, 4 // neighbours))), USUAL, most)
     while subgroup < most and _power(-(-vectors // subgroup)) > room:
         subgroup *= 2
