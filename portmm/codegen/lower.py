@@ -12,7 +12,7 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import of_columns, of_rows
+from portmm.ir.block_program import program_of
 from portmm.ir.index import const
 from portmm.ir.nodes import Let
 from portmm.kernels.blocks import core, threads
@@ -32,7 +32,7 @@ from portmm.kernels.gpu import (
 from portmm.schedule.cpu_candidates import PACKED_VECTORS
 from portmm.schedule.gpu_attention import AttentionTiles, Tiling
 from portmm.schedule.gpu_mma_attention import MatrixTiling
-from portmm.schedule.gpu_rows import RowTiles, columns_schedule
+from portmm.schedule.gpu_rows import columns_schedule, kept_in
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
 from portmm.schedule.programs import PROGRAMS
@@ -153,8 +153,7 @@ def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
 
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     """The kernel that computes epilogue expressions over rows, or reduces columns, in lanes of `real`."""
-    fused = parse_fused(text)
-    return lower_block(isa, real, of_columns(fused) if fused.column_reductions else of_rows(fused, "L1"))
+    return lower_block(isa, real, program_of(parse_fused(text), "L1"))
 
 
 def lower_block(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
@@ -175,13 +174,12 @@ def _block_header(name: str, isa: Isa, program: BlockProgram) -> tuple[str, ...]
 
 def lower_grid_rows(isa: Isa, text: str, s: Schedule) -> GridKernel:
     """The kernel of a device that computes epilogue expressions over rows."""
-    fused = parse_fused(text)
-    return lower_grid_block(isa, of_rows(fused, "registers" if RowTiles(s).cells else ""), s)[0]
+    return lower_grid_block(isa, program_of(parse_fused(text), kept_in(s)), s)[0]
 
 
 def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
     """The kernels of a device that reduce columns: two where they are `sliced`."""
-    return lower_grid_block(isa, of_columns(parse_fused(text)), columns_schedule(threads, sliced=sliced))
+    return lower_grid_block(isa, program_of(parse_fused(text)), columns_schedule(threads, sliced=sliced))
 
 
 def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:

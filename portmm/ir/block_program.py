@@ -55,7 +55,7 @@ class TileTransfer:
 Pass = tuple[TileMap | TileReduce | TileTransfer, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class BlockProgram:
     """A block program.
 
@@ -105,13 +105,22 @@ class BlockProgram:
     @property
     def fused(self) -> Fused:
         """Operands, expressions and results."""
-        stores = (x for one in self.passes for x in one if isinstance(x, TileTransfer))
-        return Fused(self.operands, tuple((x.operand, x.value) for x in stores))
+        known = self.__dict__
+        if "fused" not in known:
+            stores = (x for one in self.passes for x in one if isinstance(x, TileTransfer))
+            known["fused"] = Fused(self.operands, tuple((x.operand, x.value) for x in stores))
+        fused: Fused = known["fused"]
+        return fused
 
 
 def _reductions_of(x: Expr) -> set[Expr]:
     """The reductions that a value needs, but not those that these need."""
     return {x} if x.op in REDUCED else {z for y in inside([x], {}) for z in y.inner if z.op in REDUCED}
+
+
+def program_of(fused: Fused, level: str = "") -> BlockProgram:
+    """The program of expressions over rows, or of reductions down columns: see `of_rows`."""
+    return of_columns(fused) if fused.column_reductions else of_rows(fused, level)
 
 
 def of_columns(fused: Fused) -> BlockProgram:

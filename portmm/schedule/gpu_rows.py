@@ -40,6 +40,11 @@ def columns_schedule(threads: int, *, sliced: bool) -> Schedule:
     return Schedule("columns", "", "f32", tiles, parallel=Parallel(split=ALL if sliced else 1))
 
 
+def kept_in(s: Schedule) -> str:
+    """The level where threads keep values of their columns for later passes, or an empty string."""
+    return REGISTERS if s.program == "rows" and RowTiles(s).cells else ""
+
+
 @dataclass(frozen=True, slots=True)
 class RowTiles:
     """The numbers of a schedule over rows, by their names there: see `rows_schedule`.
