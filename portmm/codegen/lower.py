@@ -12,28 +12,27 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
+from portmm.ir.block_program import program_of
 from portmm.ir.index import const
 from portmm.ir.nodes import Let
+from portmm.kernels.blocks import core, threads
 from portmm.kernels.cpu import (
     attention,
-    column_reductions,
     flash_decoding,
     int4_repack,
     prepack,
-    rowwise,
     tile_attention,
 )
-from portmm.kernels.gpu import column_reductions as gpu_column_reductions
 from portmm.kernels.gpu import (
     mma_attention,
     simt_attention,
     split_k_reduction,
     transpose,
 )
-from portmm.kernels.gpu import rowwise as gpu_rowwise
 from portmm.schedule.cpu_candidates import PACKED_VECTORS
 from portmm.schedule.gpu_attention import AttentionTiles, Tiling
 from portmm.schedule.gpu_mma_attention import MatrixTiling
+from portmm.schedule.gpu_rows import columns_schedule, kept_in
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
 from portmm.schedule.programs import PROGRAMS
@@ -43,6 +42,7 @@ from portmm.spec.epilogue import parse as parse_fused
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
+    from portmm.ir.block_program import BlockProgram
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
     from portmm.kernels.cpu.attention_geometry import Form
@@ -153,21 +153,33 @@ def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
 
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     """The kernel that computes epilogue expressions over rows, or reduces columns, in lanes of `real`."""
-    fused = parse_fused(text)
-    kernel = column_reductions.build(isa, real, fused) if fused.column_reductions else rowwise.build(isa, real, fused)
-    return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
+    return lower_block(isa, real, program_of(parse_fused(text), "L1"))
+
+
+def lower_block(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
+    """The kernel of a block program on a host, in lanes of `real`."""
+    kernel = core.build(isa, real, program)
+    return replace(kernel, header=_block_header(kernel.name, isa, program))
+
+
+def lower_grid_block(isa: Isa, program: BlockProgram, s: Schedule) -> tuple[GridKernel, ...]:
+    """The kernels of a block program on a device, in order of execution; the schedule is of `schedule.gpu_rows`."""
+    kernels = threads.build(isa, _one(isa), program, s)
+    return tuple(replace(x, header=_block_header(x.name, isa, program)) for x in kernels)
+
+
+def _block_header(name: str, isa: Isa, program: BlockProgram) -> tuple[str, ...]:
+    return _header(name, isa, str(program.fused), f"portmm.fuse on {isa.title}")
 
 
 def lower_grid_rows(isa: Isa, text: str, s: Schedule) -> GridKernel:
     """The kernel of a device that computes epilogue expressions over rows."""
-    kernel = gpu_rowwise.build(isa, _one(isa), parse_fused(text), s)
-    return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.fuse on {isa.title}"))
+    return lower_grid_block(isa, program_of(parse_fused(text), kept_in(s)), s)[0]
 
 
 def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
     """The kernels of a device that reduce columns: two where they are `sliced`."""
-    kernels = gpu_column_reductions.build(isa, _one(isa), parse_fused(text), threads, sliced=sliced)
-    return tuple(replace(x, header=_header(x.name, isa, text, f"portmm.fuse on {isa.title}")) for x in kernels)
+    return lower_grid_block(isa, program_of(parse_fused(text)), columns_schedule(threads, sliced=sliced))
 
 
 def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:

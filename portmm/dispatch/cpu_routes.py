@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portmm.codegen.lower import lower_attention, lower_int4_repack, lower_pack, lower_rows
+from portmm.codegen.lower import lower_attention, lower_block, lower_int4_repack, lower_pack
 from portmm.dispatch import cpu_background
 from portmm.dispatch.cpu_kernels import Code, code_of, is_loaded, loaded_program
 from portmm.dispatch.cpu_selection import ClassSelection, check, choose, predicted, select_for_class
@@ -19,13 +19,13 @@ from portmm.dispatch.overrides import active, schedule_for
 from portmm.errors import BuildError, DatabaseError
 from portmm.ir.index import meaning
 from portmm.spec.dtype import BY_NAME, types
-from portmm.spec.epilogue import parse as parse_fused
 from portmm.spec.row_classes import rows
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.ir.block_program import BlockProgram
     from portmm.ir.nodes import Kernel
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.runtime.route_cache import RouteCache
@@ -217,20 +217,20 @@ def int4_repack_route(kept: Family, target: Target, threads: int) -> Any:
     return runtime().make_route(code, 1024, threads, "s32")
 
 
-def rows_route(text: str, size: tuple[int, int, int], target: Target, workers: int) -> Any:
-    """A route for fused expressions over m rows of n columns, and a batch.
+def rows_route(program: BlockProgram, size: tuple[int, int, int], target: Target, workers: int) -> Any:
+    """A route for a block program over m rows of n columns, and a batch.
 
     Raises:
         ScheduleError: no unit of the target computes them.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    isa, atom = unit_for(parse_fused(text), target)
+    isa, atom = unit_for(program.fused, target)
     real = isa.vector("f32", atom.n)
     assert real is not None  # noqa: S101 - `unit_for` finds it
     m, n, batch = size
     return route_of(
-        *loaded_program(lower_rows, isa, real, text), {"m": m, "n": n, "batch": batch, "workers": workers}, "f32"
+        *loaded_program(lower_block, isa, real, program), {"m": m, "n": n, "batch": batch, "workers": workers}, "f32"
     )
 
 

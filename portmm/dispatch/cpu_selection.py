@@ -21,9 +21,10 @@ from portmm.runtime.cpu import replayer
 from portmm.schedule.cpu_candidate_sets import CandidateSet, candidate_set
 from portmm.schedule.cpu_candidates import units
 from portmm.schedule.cpu_cost import cost, costs
-from portmm.schedule.cpu_textbook import ORIGIN, WITHIN, preferred
+from portmm.schedule.cpu_textbook import ORIGIN, preferred
 from portmm.spec.problem import family
 from portmm.spec.row_classes import rows
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from portmm.schedule.cpu_cost import Cost, Costs
@@ -161,11 +162,11 @@ def _fastest(
     # Of equals, the first candidate, on one thread.
     first, origin, allowed = last.index(least[-1]), ANALYTICAL, MOST_LOSS
     if not target.searches and listed.some_textbook:
-        near = sorted([i for i, x in enumerate(last) if WITHIN * x <= least[-1]], key=last.__getitem__)
+        near = sorted([i for i, x in enumerate(last) if MODEL.within * x <= least[-1]], key=last.__getitem__)
         ranked = [(last[i], listed.schedules[i // len(counts)]) for i in near]
         index = near[preferred(ranked, p, target, [bool(textbook[i]) for i in near])]
         if index != first:
-            first, origin, allowed = index, ORIGIN, MOST_LOSS / WITHIN
+            first, origin, allowed = index, ORIGIN, MOST_LOSS / MODEL.within
     if loss(first) > allowed:
         good = [i for i in range(len(last)) if loss(i) <= MOST_LOSS] if origin == ANALYTICAL else []
         if not good:

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
+from portmm.codegen.lower import lower_grid_block
 from portmm.dispatch.launches import MOST, bind
 from portmm.errors import ScheduleError
-from portmm.kernels.gpu.rowwise import kept
-from portmm.schedule.gpu_rows import rows_schedule
+from portmm.ir.block_program import of_rows, program_of
+from portmm.schedule.gpu_rows import columns_schedule, kept_in, rows_schedule
 from portmm.schedule.gpu_variants import on_gpu
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import parse
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
     from portmm.dispatch.launches import Launch
     from portmm.dispatch.machine import Machine
+    from portmm.ir.block_program import BlockProgram
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
     from portmm.target.device import Device
@@ -44,8 +45,13 @@ MOST_SLICES = 65535
 """CUDA C++ Programming Guide: blocks along the second axis of a grid."""
 
 
-def launches(
-    text: str, size: Size, strides: Sequence[tuple[int, ...]], aligned: list[int], on: Machine
+def launches(  # noqa: PLR0917 - as kernels have them
+    text: str,
+    size: Size,
+    strides: Sequence[tuple[int, ...]],
+    aligned: list[int],
+    on: Machine,
+    program: BlockProgram | None = None,
 ) -> tuple[tuple[Launch, ...], int]:
     """The kernels for expressions over rows, or down columns, and the f32 elements of their workspace.
 
@@ -55,6 +61,7 @@ def launches(
         strides: of each operand, along a batch, rows and columns, in elements.
         aligned: bytes that each operand's address is a multiple of.
         on: the device.
+        program: the block program; by default that of the expressions.
 
     Raises:
         ScheduleError: there are too many elements.
@@ -71,11 +78,11 @@ def launches(
     for i, steps in enumerate(strides):
         values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps, strict=False)}
     if fused.column_reductions:
-        return _columns(text, fused, size, values, on)
+        return _columns(program or text, fused, size, values, on)
     if 0 in (m, batch):
         return (), 0
     schedule = schedule_of(fused, size, vector(fused, size, strides, aligned), on)
-    kernel, function = _code((text, schedule), on)[0]
+    kernel, function = _code(program or text, schedule, on)[0]
     return (bind(kernel, function, values),), 0
 
 
@@ -126,7 +133,7 @@ def _reducing(fused: Fused, n: int, neighbours: int, device: Device, *, exchange
     """The distribution over threads of rows that are reduced."""
     most = _floor(min(device.block_threads, 1024))
     vectors = -(-n // neighbours)
-    room = max(1, MOST_REGISTERS // max(1, len(kept(fused))) // neighbours)
+    room = max(1, MOST_REGISTERS // max(1, len(of_rows(fused, "registers").tiles)) // neighbours)
     subgroup = min(_power(-(-vectors // max(1, 4 // neighbours))), USUAL, most)
     while subgroup < most and _power(-(-vectors // subgroup)) > room:
         subgroup *= 2
@@ -153,7 +160,7 @@ def _floor(x: int) -> int:
 
 
 def _columns(
-    text: str, fused: Fused, size: Size, values: dict[str, Any], on: Machine
+    program: BlockProgram | str, fused: Fused, size: Size, values: dict[str, Any], on: Machine
 ) -> tuple[tuple[Launch, ...], int]:
     """The kernels that reduce columns."""
     m, n, batch = size
@@ -165,17 +172,16 @@ def _columns(
     blocks = -(-n // threads) * batch
     slices = min(m // LEAST_ROWS, -(-WAVES * device.processors // blocks), MOST_SLICES)
     sliced = slices > 1
-    kernels = _code((text, threads, sliced), on)
+    kernels = _code(program, columns_schedule(threads, sliced=sliced), on)
     launches_ = tuple(bind(k, f, values | ({"slices": slices} if sliced else {})) for k, f in kernels)
     return launches_, slices * batch * len(fused.column_reductions) * n if sliced else 0
 
 
-def _code(key: tuple[Any, ...], on: Machine) -> tuple[tuple[Any, Any], ...]:
-    """Kernels and their compiled functions: of expressions and a form, or of expressions and columns."""
+def _code(program: BlockProgram | str, s: Schedule, on: Machine) -> tuple[tuple[Any, Any], ...]:
+    """Kernels of a block program, or of expressions, and their compiled functions."""
     isa = next(x for x in on.target.isas if x.vector("f32", 1))
-    text, form, *rest = key
 
     def lower() -> tuple[Any, ...]:
-        return lower_grid_columns(isa, text, form, sliced=rest[0]) if rest else (lower_grid_rows(isa, text, form),)
+        return lower_grid_block(isa, program_of(parse(program), kept_in(s)) if isinstance(program, str) else program, s)
 
-    return on.loaded(key, lower)
+    return on.loaded((program, s), lower)

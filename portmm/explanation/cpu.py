@@ -22,6 +22,7 @@ from portmm.schedule import cpu_textbook
 from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE
 from portmm.schedule.legality import footprint
 from portmm.spec.problem import Problem
+from portmm.target.model import CPU as MODEL
 from portmm.target.target import Target, instance
 from portmm.util.text import field, size, terms, time
 
@@ -121,7 +122,7 @@ class Explanation(Selected):
         s, atom = self.schedule, self.kernel.atom
         yield field("chosen", f"{selection}, for {'1 thread' if self.workers == 1 else f'{self.workers} threads'}")
         if self.origin == cpu_textbook.ORIGIN:
-            rule = f"a textbook blocking within {1 - cpu_textbook.WITHIN:.0%} of the least predicted time"
+            rule = f"a textbook blocking within {1 - MODEL.within:.0%} of the least predicted time"
             yield field("", f"no search stored for this chip: {rule}")
         yield field("schedule", str(s))
         for name, needs in footprint(s, self.problem, atom).items():

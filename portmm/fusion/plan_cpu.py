@@ -17,10 +17,12 @@ from portmm.errors import ScheduleError
 from portmm.fusion.plan import Builder
 from portmm.fusion.program_cpu import ARENA, ChangedError, Kernel, Writer
 from portmm.fusion.unit_expressions import kernel_type
+from portmm.ir.block_program import program_of
 from portmm.ops import dynamic_m
 from portmm.ops.rowwise import BYTES_PER_SECOND, FORK
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import spell
+from portmm.spec.epilogue import parse
 from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place, looked
 
@@ -211,7 +213,7 @@ class HostBuilder(Builder):
         buffers = fusing.buffers
         bytes_ = size[0] * size[1] * size[2] * 4 * len(buffers)
         workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
-        route = cpu_routes.rows_route(fusing.text(), size, config.target(), workers)
+        route = cpu_routes.rows_route(program_of(parse(fusing.text()), "L1"), size, config.target(), workers)
         strides = list(zip(w.batch[1], w.rows[1], columns, strict=True))
         for moved in w.repeats:
             table, numbers = self.writer.operands(buffers, strides, moved), self.writer.pass_numbers(fusing.numbers)

@@ -6,6 +6,7 @@ on arrays of any strides, without copies.
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from portmm.arrays.libraries import on_device
 from portmm.dispatch import config
 from portmm.errors import TargetError
 from portmm.host.detect import missing
+from portmm.ir.block_program import BlockProgram
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ops import host_matmul
 from portmm.spec.dtype import BY_NAME, base
@@ -26,21 +28,21 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Kernel
 
 
-def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
-    """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each.
+def launch(kernel: Kernel | GridKernel | BlockProgram, *arrays: Any) -> Any:
+    """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each; or a block program over rows or columns.
 
     Nothing restricts what a kernel does. Threads are those of
     `config` and `set_num_threads`. A kernel of a device (`GridKernel`) takes arrays on one, and is launched on the
     stream or queue of `a`.
 
     Args:
-        kernel: a block program, made for this machine's instructions.
-        a: (m, k) or (batch, m, k), of the type that the kernel reads, with any strides.
-        b: (k, n) or (batch, k, n), likewise.
-        c: (m, n) or (batch, m, n), written.
+        kernel: a kernel, made for this machine's instructions, or a record, which is lowered for where arrays are.
+        arrays: A, (m, k) or (batch, m, k), of the type that the kernel reads, with any strides; B, (k, n) or
+            (batch, k, n), likewise; and C, (m, n) or (batch, m, n), written. Of a record, its operands, each of which
+            is broadcast along the labels that it does not have.
 
     Returns:
-        `c`.
+        The last array.
 
     Raises:
         TargetError: this machine lacks instructions.
@@ -49,6 +51,10 @@ def launch(kernel: Kernel | GridKernel, a: Any, b: Any, c: Any) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    if isinstance(kernel, BlockProgram):
+        _block_program(kernel, arrays)
+        return arrays[-1]
+    a, b, c = arrays
     if isinstance(kernel, GridKernel):
         _on_device(kernel, a, b, c)
         return c
@@ -100,6 +106,61 @@ def _check(name: str, x: Any, kernel: Kernel) -> None:
         raise TypeError(f"{name} is {actual}; this kernel takes matrices of {BY_NAME[wanted].numpy}")
     if not numpy_arrays.addressable(x, x.dtype.newbyteorder("=")):
         raise ValueError(f"{name} is not aligned to its elements, or of another byte order; copy it first")
+
+
+def _block_program(program: BlockProgram, arrays: tuple[Any, ...]) -> None:
+    """Run a block program, on the host or, asynchronously, on the stream or queue of the first array.
+
+    Raises:
+        TypeError: an array is of another type than its operand.
+        ValueError: shapes do not match, or elements along n are not neighbours in memory.
+    """
+    from portmm.arrays import interop, operand
+
+    there = [interop.adopt(x) for x in arrays]
+    views = [np.asarray(x) if y is None else operand.standin(y) for x, y in zip(arrays, there, strict=True)]
+    shape, strides = _broadcast(program, views)
+    batch, m, n = shape
+    if on := [x for x in there if x is not None]:
+        from portmm.dispatch.grid_rows import launches
+        from portmm.dispatch.machine import machine_of
+        from portmm.ops.kernel_call import start
+
+        operand.same_device(on)
+        machine, aligned = machine_of(on[0]), [math.gcd(x.at, operand.WIDEST) for x in on]
+        every, work = launches(str(program.fused), (m, n, batch), strides, aligned, machine, program)
+        addresses = {f"x{i}_all": operand.address(x) for i, x in enumerate(on)}
+        start(machine, tuple((x, ()) for x in every), addresses, on[0], (work, "f32"))
+        return
+    from portmm.dispatch import cpu_routes
+    from portmm.runtime.cpu import runtime
+
+    host_matmul.begin()
+    route = cpu_routes.rows_route(program, (m, n, batch), config.target(), config.get_num_threads())
+    table = np.array([(runtime().address(x), *s, 0) for x, s in zip(views, strides, strict=True)], np.int64)
+    runtime().execute(route, m, n, 1, batch, *(0,) * 12, *(None,) * 7, table, np.zeros(1, np.float32))
+
+
+def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
+    """The extents of a batch, rows and columns, and the strides of each operand along them, in elements.
+
+    Raises:
+        TypeError: an array is of another type than its operand.
+        ValueError: shapes do not match, or elements along n are not neighbours in memory.
+    """
+    shape = np.broadcast_shapes((1, 1, 1), *(x.shape for x in views))
+    strides = []
+    for i, (x, view) in enumerate(zip(program.operands, views, strict=True)):
+        if numpy_arrays.name_of(view.dtype) != x.dtype:
+            raise TypeError(f"array {i} is of {view.dtype}; the operand is of {x.dtype}")
+        whole = tuple(extent if axis in x.axes else 1 for axis, extent in zip("bmn", shape, strict=True))
+        if (1,) * (3 - view.ndim) + view.shape != whole:
+            raise ValueError(f"array {i} is {view.shape}, operand {x} of {shape} takes {whole}")
+        steps = np.broadcast_to(view, whole).strides
+        strides.append(tuple(s // view.itemsize if axis in x.axes else 0 for axis, s in zip("bmn", steps, strict=True)))
+        if x.dense and "n" in x.axes and shape[2] > 1 and strides[-1][2] != 1:
+            raise ValueError(f"elements of array {i} are {strides[-1][2]} apart along n: pass a contiguous one")
+    return shape, strides
 
 
 def _on_device(kernel: GridKernel, *arrays: Any) -> None:

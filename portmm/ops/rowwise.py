@@ -15,6 +15,7 @@ import numpy as np
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError
+from portmm.ir.block_program import program_of
 from portmm.ops import host_matmul, row_kernels
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
@@ -169,7 +170,7 @@ class HostRows:
         step = bind_operands(traced, (*views, *columns), usual, ends=False)
         bytes_ = math.prod(size) * 4 * len(step.fused.operands)
         workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
-        route = cpu_routes.rows_route(step.text, size, config.target(), workers)
+        route = cpu_routes.rows_route(program_of(step.fused, "L1"), size, config.target(), workers)
         bound = Bound(traced, size, strides, [dense(x, size) for x in step.axes])
         shapes = [(*self.lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
         results = tuple(zip(shapes, step.types, strict=True))

@@ -29,9 +29,10 @@ from portmm.schedule.cpu_gemm import (
     STREAM_DEPTHS,
     THIN_ROWS,
 )
-from portmm.schedule.cpu_textbook import FEW_VECTORS, follows
+from portmm.schedule.cpu_textbook import follows
 from portmm.schedule.legality import illegal
 from portmm.spec.dtype import BY_NAME
+from portmm.target.model import CPU as MODEL
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -214,7 +215,7 @@ def _kind(p: Problem, target: Target) -> _Kind:
         packs=tuple({(atom.k_pack, BY_NAME[atom.right].bytes) for atom in atoms}),
         l2=l2.bytes if l2 else 0,
         private=own.bytes if own else UNLIMITED,
-        few=tuple(sorted({FEW_VECTORS * atom.n for atom in atoms})),
+        few=tuple(sorted({MODEL.few_vectors * atom.n for atom in atoms})),
         exact_k=bool(p.fused),
         chains=p.deterministic,
     )

@@ -40,9 +40,6 @@ if TYPE_CHECKING:
 
 STREAM_DEPTHS = (8, 32)
 """KC when B is streamed in place: few rows, so that each is read along its length."""
-ROWS_AHEAD_FROM = 3
-"""M from which the next rows of a streamed B are prefetched. On Zen 5 that took 1.17 and 1.30 of the time at
-M = 1 and 2, where loads alone keep up with memory, and 0.95 to 0.78 at M = 3 to 8 (N = K = 4096)."""
 REPACK_DEPTHS = (64, RUN)
 """KC when int4 or int8 values of B are repacked for a few rows: repacked rows stay in L1, or are a run."""
 INTERLEAVED_DEPTHS = (8, 32)
@@ -214,7 +211,7 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
         return
     for kc in STREAM_DEPTHS:
         tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
-        prefetch = rows_ahead if p.m >= ROWS_AHEAD_FROM else 0
+        prefetch = rows_ahead if p.m >= MODEL.rows_ahead_from else 0
         s = replace(in_place, tiles=tiles, a=base.a.with_pack(None), b=in_place.b.prefetched(prefetch))
         yield s
         if not p.deterministic and p.k > SPLIT_STEPS * kc and _adds_up(s, p, atom):

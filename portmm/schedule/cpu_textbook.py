@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from portmm.schedule.cpu_blocking import least_of, register_tile
 from portmm.schedule.parts import ALL, Tile
 from portmm.spec.dtype import BY_NAME, size
+from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
 
 if TYPE_CHECKING:
@@ -25,32 +26,14 @@ if TYPE_CHECKING:
 DEPTH = RUN
 """KC, in elements: one run. The panels of 6x16 and 4x24 floats take 27 and 35 KiB, for an L1 of 32 KiB. On Zen 4
 with AVX2 256, 320 and 384 are within 2 % of each other; 320 is also OpenBLAS's for Haswell."""
-BEYOND_L1 = 3.5
-"""Maximum KC, as a multiple of the depth that fits L1: a deeper panel is streamed from L2, with the loads of A."""
-PART_OF_L2 = (0.5, 1.0)
-"""Parts of L2 that the block of A takes with the panels of B. On Zen 3, 2048 cubed ran at 80 GFLOP/s with all of it,
-and at 62 with a fifth; smaller products run alike with either."""
 PANELS = 2
 """Panels of B that are packed together: at least two lines of each row, which prefetchers fetch in pairs."""
-FEW_VECTORS = 16
-"""Maximum number of vectors of a row of B for which A is read in place: a copy of it is then used too seldom. On Zen 4
-packing A took 0.8 to 0.9 of the rate for 8 vectors, 0.91 to 0.96 for 16, 0.98 for 24, with AVX2 and with AVX-512."""
 VECTORS = (2, 3)
 """Vectors of a row of a register tile: 6x16 and 4x24 of AVX2. With fewer, B is loaded too often; with more, A."""
 MOST_VECTORS = 4
 """The same for an A in place, of which few rows can be addressed: 6x64 of AVX-512."""
-WHOLE_DEPTH = 2.0
-"""Multiple of KC up to which sums with an epilogue stay in one block of k."""
-SHORT = 0.25
-"""Ratio of K to KC below which panels are too short for these block sizes to apply."""
-LONG_RUN = 192
-"""Bytes of a row of B read in place from which prefetchers keep up: three lines. Of 24 rows by 512 columns, those of
-4x24 and AVX2 (96 bytes) ran at 0.8 of the rate of a B packed just before use, those of 6x64 and AVX-512 at 1.2."""
 ORIGIN = "textbook"
 """Name of the origin of a selection by the rule below."""
-WITHIN = 0.8
-"""Minimum predicted time of the best candidate, relative to a textbook blocking, for which that is selected.
-On Zen 3, which the model was not fitted to, its selections ran at 0.86 of the rate of their best candidates."""
 
 
 def blockings(p: Problem, target: Target, atom: Atom, mr: int, nr: int) -> tuple[tuple[Tile, ...], ...]:
@@ -72,13 +55,13 @@ def blockings(p: Problem, target: Target, atom: Atom, mr: int, nr: int) -> tuple
     l1, l2, l3 = (target.counted(x) for x in ("L1", "L2", "L3"))
     l2 = l2 or 8 * l1
     fits = max(1, l1 // (mr * a + nr * b))
-    kc = max(1, min(DEPTH // atom.k_pack, int(BEYOND_L1 * fits)) // atom.deep) * atom.deep
+    kc = max(1, min(DEPTH // atom.k_pack, int(MODEL.beyond_l1 * fits)) // atom.deep) * atom.deep
     depth = -(-p.k // atom.k_pack)
-    whole = bool(p.fused) and kc < depth <= WHOLE_DEPTH * kc
+    whole = bool(p.fused) and kc < depth <= MODEL.whole_depth * kc
     near = PANELS * nr
     nc = max(1, max(l2, l3 or 8 * l2) // (kc * b) // near) * near
     variants = []
-    for part in PART_OF_L2:
+    for part in MODEL.part_of_l2:
         mc = max(mr, (int(part * l2) // (depth if whole else kc) - near * b) // a // mr * mr)
         k = ALL if whole else kc
         first = Tile("L1", mr, nr, ALL if whole else min(fits, kc))
@@ -96,7 +79,7 @@ def fits(s: Schedule, p: Problem, atom: Atom) -> bool:
     """
     if s.b.layout in ("packed", "codes") or not s.b.packed or s.b.once or s.parallel.over != "tiles":
         return False
-    return s.nr // atom.n in VECTORS if s.a.packed else p.n <= FEW_VECTORS * atom.n
+    return s.nr // atom.n in VECTORS if s.a.packed else p.n <= MODEL.few_vectors * atom.n
 
 
 def follows(s: Schedule, p: Problem, target: Target) -> bool:
@@ -118,7 +101,7 @@ def preferred(
     and textbook blockings were not among them. On any other chip the model separates products that need blocks from
     others, but ranks blockings poorly. So where K is not short and the best candidate has blocks of rows
     and columns, and does not stream B in place in long runs, the first textbook blocking for the same unit is selected
-    if it is predicted within `WITHIN` of it.
+    if it is predicted within `MODEL.within` of it.
 
     Args:
         ranked: predicted seconds and schedules.
@@ -129,12 +112,12 @@ def preferred(
     if target.searches:
         return next((i for i, (_, s) in enumerate(ranked) if not follows(s, p, target)), 0)
     least, best = ranked[0]
-    if p.k < SHORT * DEPTH or best.program != "gemm" or ALL in (best.mc, best.nc):
+    if p.k < MODEL.short * DEPTH or best.program != "gemm" or ALL in (best.mc, best.nc):
         return 0
-    if not best.b.packed and best.b.layout == "row" and best.nr * size(best.types[1]) >= LONG_RUN:
+    if not best.b.packed and best.b.layout == "row" and best.nr * size(best.types[1]) >= MODEL.long_run:
         return 0
     for i, (seconds, s) in enumerate(ranked):
-        if least < WITHIN * seconds:
+        if least < MODEL.within * seconds:
             break
         if (s.isa, s.atom.kr) == (best.isa, best.atom.kr) and (
             follows(s, p, target) if textbook is None else textbook[i]

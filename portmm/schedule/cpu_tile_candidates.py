@@ -9,6 +9,7 @@ from portmm.schedule.cpu_blocking import base_schedule, blocking, capacity, fits
 from portmm.schedule.parts import ALL, PACKED_ONCE, Parallel
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import family
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -19,16 +20,6 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target
-
-TILE_DEPTHS = (0.8, 6.0)
-"""KC as a multiple of the depth that fits L1: a panel of B and a slice of A in L1, or sums that
-stay in tiles over a long k. Measured on Sapphire Rapids with a block of k of 256 bf16: 0.70 of
-the rate of a long k with B in L1; with both operands from L2, but a long k, 0.76."""
-TILES_AHEAD = 8
-"""Prefetch distance, in steps of k, of a B larger than L2: 10 to 30 % faster out of L3 on Sapphire Rapids,
-and as much slower out of L2."""
-REPACK_STEPS = 16
-"""KC, in steps, when int4 values of B are repacked for a few rows: 32 KiB."""
 
 
 def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
@@ -51,10 +42,10 @@ def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vector
             continue
         if p.m <= mr:
             if p.b == "packed" and p.k * p.n * BY_NAME[p.types[1]].bytes > capacity(target, "L2"):
-                base = replace(base, b=base.b.prefetched(TILES_AHEAD))
+                base = replace(base, b=base.b.prefetched(MODEL.tiles_ahead))
             yield from _thin_tiles(base, p, isa, atom)
             continue
-        for depth in TILE_DEPTHS:
+        for depth in MODEL.tile_depths:
             _, *blocks = blocking(p, target, atom, mr, nr, depth)
             s = replace(base, tiles=(base.tiles[0], *blocks))
             yield s
@@ -67,7 +58,7 @@ def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Sc
     yield base
     rows, v = base.mr // atom.m, base.nr // atom.n
     if p.b == "codes":
-        yield replace(base, tiles=uniform_tiles(base.mr, base.nr, REPACK_STEPS * atom.deep, ALL, ALL, 1))
+        yield replace(base, tiles=uniform_tiles(base.mr, base.nr, MODEL.repack_steps * atom.deep, ALL, ALL, 1))
     # The sums of two panels' columns are not adjacent.
     if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "azero" not in p.post:
         yield replace(base, b=base.b.covering(2))

@@ -36,6 +36,7 @@ from portmm.schedule.gpu_variants import device_of, on_gpu
 from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, THROUGH, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import BY_NAME
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from portmm.target.target import Target
@@ -48,9 +49,6 @@ LANES = 4
 """Words that a thread reads from shared memory at once."""
 DEPTH = 32
 """Approximate number of elements of a head in a chunk of K."""
-ADDRESSES = 72
-"""Registers of a thread for addresses, counters, an expression and the compiler's temporaries: with NVRTC 13, 32 x 64
-scores with 128 columns of O take 168 in all."""
 TILES = ((64, 64, 16, 16), (32, 64, 8, 16), (32, 32, 8, 16), (16, 64, 8, 16), (16, 32, 8, 16), (16, 16, 4, 16))
 """Queries and keys of a block, threads down and across, for many queries."""
 FEWEST = ((4, 64, 4, 16), (4, 16, 4, 16))
@@ -270,7 +268,7 @@ class Tiling(AttentionTiles):
         """Approximate number of registers of a thread, for operands of a type."""
         moved = -(-self.waiting * BY_NAME[element].bytes // 4)
         own = self.rows * (self.columns + self.sums + LANES + 2) + max(LANES, self.sums)
-        return own + moved + ADDRESSES
+        return int(own + moved + MODEL.attention_addresses)
 
 
 def _whole(x: int) -> int:

@@ -66,7 +66,7 @@ def epilogue(p: Problem) -> tuple[float, float]:
 
 def copying(moved: float, target: Target) -> float:
     """Seconds of a kernel that copies, for the bytes that it reads and writes together."""
-    return MODEL.launch + moved / (1e9 * _bandwidth(target))
+    return float(MODEL.launch + moved / (1e9 * _bandwidth(target)))
 
 
 def _slices(p: Problem, s: Schedule, target: Target) -> dict[str, float]:

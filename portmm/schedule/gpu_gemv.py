@@ -28,8 +28,6 @@ if TYPE_CHECKING:
 
 ROWS = 8
 """Maximum M: with more rows, multiply-adds take longer than B."""
-ADDRESSES = 20
-"""Registers of a thread for counters and the compiler's temporaries, besides two for each address."""
 BANKS = 32
 SPLITS = (2, 4, 8, 16, 32, 64)
 SUMS = 31
@@ -148,7 +146,7 @@ def registers(s: Schedule) -> int:
     if s.b.layout == "codes":
         parts, addresses = CODES_KR * (s.nr + 1) + s.mr * (s.nr + 1), addresses + 4 * s.nr
     words = 2 if a == b == "f64" else 1
-    return words * (s.mr * s.nr + parts) + -(-bytes_in_flight(s) // 4) + addresses + ADDRESSES
+    return int(words * (s.mr * s.nr + parts) + -(-bytes_in_flight(s) // 4) + addresses + MODEL.gemv_addresses)
 
 
 def partial_sum_strides(s: Schedule) -> tuple[int, int]:

@@ -53,10 +53,6 @@ at once: with 16 bits of each of two lanes, memory would run at half of its band
 FEW = 32
 """Rows of a block's tile up to which operands are exchanged: atoms have half as many columns as rows."""
 SPLITS = (1, 2, 4, 8, 16)
-ADDRESSES, PER_COPY, SWAPPED = 46, 6, 20
-"""Registers of a thread for counters, for each vector that it moves, and for rows of C in two directions; the
-least with which NVRTC 13 spills nothing, of all tiles. The fragments of the next step are loaded in between, so only
-those of one step are counted."""
 
 
 def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
@@ -116,7 +112,8 @@ def registers(s: Schedule) -> int:
     waiting = 0 if s.a.asynchronous else (s.block.m * a + s.block.n * b) * s.block.k // (4 * s.threads)
     # Floats of eight bits are converted to f16 where there is no unit for them; words are rounded to tf32.
     operands = fragments(s) * (3 if s.types[0] in FP8 else 2 if s.types[0] == "f32" else 1)
-    return s.mr * s.nr + operands + waiting + ADDRESSES + PER_COPY * transfers(s) + SWAPPED * s.atom.swap
+    addresses = MODEL.mma_addresses + MODEL.per_copy * transfers(s) + MODEL.swapped_rows * s.atom.swap
+    return int(s.mr * s.nr + operands + waiting + addresses)
 
 
 def shared_bytes(s: Schedule) -> int:

@@ -48,10 +48,6 @@ MANY = (
 )  # fmt: skip
 """Queries, warps, keys."""
 SLOTS = (2, 4)
-ADDRESSES, UNEVEN, MOVING = 62, 10, 24
-"""Registers of a thread for addresses, counters, an expression and fragments, for threads that do not move whole
-rows, and for copies through registers, besides one and a half for each word in flight; the least with which
-NVRTC 13 spills nothing."""
 FEW = 16
 """Queries of a head up to which those of all heads that share keys form one tile, and keys are split (KV splits)."""
 MOST_TOGETHER = 64
@@ -121,10 +117,10 @@ class MatrixTiling(AttentionTiles):
         moved = 0
         if not self.copies:
             words = -(-self.keys * max(self.d, self.dv) * SIZE // (WORD * self.threads))
-            moved = words + words // 2 + MOVING
+            moved = words + words // 2 + MODEL.moving
         uneven = any(self.threads % (x * SIZE // VECTOR_BYTES) for x in (self.d, self.dv))
         own = self.high * (4 * (self.strips + self.columns) + queries + 8)
-        return own + moved + ADDRESSES + (UNEVEN if uneven else 0)
+        return int(own + moved + MODEL.fragment_addresses + (MODEL.uneven_rows if uneven else 0))
 
 
 def pitch(width: int) -> int:
@@ -246,7 +242,7 @@ def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
         # Loads in flight hide the latency of memory, which takes about the keys of a tile of two blocks.
         waits = 1 + 2 * 64 / (occupancy(t, device) * (t.slots - 1) * t.keys)
     steps = -(-blocks // device.processors) * -(-shape.keys // t.keys)
-    return steps * (max(products, shared, cached) + softmax) * waits
+    return float(steps * (max(products, shared, cached) + softmax) * waits)
 
 
 def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, SHUFFLE, OperandPlan, Staging, Tile
+from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, SHUFFLE, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule
 from portmm.target.device import CUDA_WARP
 
@@ -32,6 +32,17 @@ def rows_schedule(  # noqa: PLR0917 - parts of one record
         for x in ((LOAD, 1, vector), (LOAD,), (SHUFFLE if exchange else LOAD,))
     )
     return Schedule("rows", "", "f32", tiles, a=a, b=b, c=c)
+
+
+def columns_schedule(threads: int, *, sliced: bool) -> Schedule:
+    """A schedule of reductions down columns: a column for each thread, or for each of any number of slices of rows."""
+    tiles = (Tile(REGISTERS, 1, 1, ALL), Tile("warp", 1, CUDA_WARP, ALL), Tile(SHARED, 1, threads, ALL))
+    return Schedule("columns", "", "f32", tiles, parallel=Parallel(split=ALL if sliced else 1))
+
+
+def kept_in(s: Schedule) -> str:
+    """The level where threads keep values of their columns for later passes, or an empty string."""
+    return REGISTERS if s.program == "rows" and RowTiles(s).cells else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,8 @@ Owns their candidates, footprint and work: see `kernels.gpu.simt` and `kernels.g
 tiles serves every shape.
 
 Registers of a thread: MR x NR sums, of floats twice except for small tiles (`sums_in_shared`), a row and a column of
-operands, and elements in flight to shared memory; addresses take some `ADDRESSES` more. Shared memory: BM x BK of A and
-BK x BN of B, for each stage.
+operands, and elements in flight to shared memory; addresses take some more. Shared memory: BM x BK of A and BK x BN
+of B, for each stage.
 """
 
 from __future__ import annotations
@@ -40,10 +40,6 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-ADDRESSES, PER_VECTOR, PER_SCATTERED_VECTOR, NAIVE_ADDRESSES = 30, 4, 5, 36
-"""Registers of a thread for counters and the compiler's temporaries, for the addresses of a vector that it moves, of
-one whose units go to several rows of shared memory, and of threads that read operands in place. The least with which
-NVRTC 13 spills nothing, of tiles of all sizes: they are not documented."""
 TILES = ((8, 8), (8, 4), (4, 8), (4, 4), (2, 4), (1, 4))
 """MR x NR of a GPU's threads."""
 WARPS = ((1, 1), (1, 2), (2, 1), (2, 2), (2, 4), (4, 2))
@@ -161,7 +157,8 @@ def simt_footprint(s: Schedule) -> Footprint:
         else sum(-(-x * s.block.k * s.atom.kr * BY_NAME[t].bytes // (4 * s.threads)) for x, t in sizes)
     )
     sums = s.mr * s.nr * (1 if sums_in_shared(s) else sets(a, b))
-    registers = sums + s.mr + s.nr + waiting + ADDRESSES + _address_registers(s, 0) + _address_registers(s, 1)
+    addresses = MODEL.simt_addresses + _address_registers(s, 0) + _address_registers(s, 1)
+    registers = sums + s.mr + s.nr + waiting + addresses
     tiles = (s.block.m + s.block.n) * s.block.k * 4 * s.stages
     return {"registers": registers, "shared": tiles + _totals(s)}
 
@@ -181,7 +178,7 @@ def naive_footprint(s: Schedule) -> Footprint:
     words = 2 if s.types[0] == s.types[1] == "f64" else 1
     parts = s.mr + s.nr
     sums = sets(*s.types[:2]) * s.mr * s.nr
-    return {"registers": words * (sums + parts) + 2 * parts + NAIVE_ADDRESSES}
+    return {"registers": words * (sums + parts) + 2 * parts + MODEL.naive_addresses}
 
 
 def _address_registers(s: Schedule, side: int) -> int:
@@ -191,7 +188,8 @@ def _address_registers(s: Schedule, side: int) -> int:
     units = max(1, vector // s.atom.kr) if along_k else 1
     vector_rows = 1 if along_k else vector
     transfers = -(-(rows // vector_rows) * (s.block.k // units) // s.threads)
-    return transfers * (PER_SCATTERED_VECTOR + (s.atom.kr > 1) if along_k and not s.a.asynchronous else PER_VECTOR)
+    scattered = along_k and not s.a.asynchronous
+    return int(transfers * (MODEL.per_scattered_vector + (s.atom.kr > 1) if scattered else MODEL.per_vector))
 
 
 # -- work ------------------------------------------------------------------------

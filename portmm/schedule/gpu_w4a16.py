@@ -61,10 +61,6 @@ LARGE = 32 * 64
 ROUND = 4 * CODES_KR
 """Elements of k in the words of four lanes: all of one group."""
 SPLITS = (1, 2, 4, 8)
-ADDRESSES = 44
-"""Registers of a thread for counters and addresses; the least with which NVRTC 13 spills nothing."""
-DEQUANTIZE_REGISTERS = 8
-"""Registers of a thread that dequantizes words."""
 BIT_OPERATIONS, FLOAT_OPERATIONS = 16, 12
 """Instructions that dequantize a word to eight rounded floats: on bits, and on floats."""
 PER_WORD = 10
@@ -146,10 +142,10 @@ def footprint(s: Schedule) -> Footprint:
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     if s.program == "dequant":
-        return gpu_mma.registers(plain(s)) + DEQUANTIZE_REGISTERS
+        return int(gpu_mma.registers(plain(s)) + MODEL.dequantize_registers)
     warp = s.tiles[1]
     rows, columns, words = warp.m // 8, warp.n // 16, s.b.vector // CODES_KR
-    return 8 * rows * columns + 10 * rows + 2 * columns * words + 8 + ADDRESSES
+    return int(8 * rows * columns + 10 * rows + 2 * columns * words + 8 + MODEL.w4a16_addresses)
 
 
 def shared_bytes(s: Schedule) -> int:

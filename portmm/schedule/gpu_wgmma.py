@@ -56,8 +56,6 @@ FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Rows of A that replace the atom's columns."""
 MOST_COLUMNS = 256
 SPLITS = (1, 2, 4, 8, 16)
-ADDRESSES = 64
-"""Registers of a thread besides its sums; the least with which NVRTC 13 spills nothing."""
 ENTRY = 168
 """Maximum number of registers of a thread at the start of a block of three warpgroups."""
 DOWN, UP = 40, 232
@@ -117,12 +115,13 @@ def sum_registers(s: Schedule) -> int:
 
 def budgets(s: Schedule) -> tuple[int, int]:
     """Registers of a thread of the producer and of the consumer warpgroups; zeros where they stay as allocated."""
-    return (DOWN, UP) if s.parallel.warpgroups > 1 and sum_registers(s) + ADDRESSES > ENTRY else (0, 0)
+    return (DOWN, UP) if s.parallel.warpgroups > 1 and sum_registers(s) + MODEL.wgmma_addresses > ENTRY else (0, 0)
 
 
 def registers(s: Schedule) -> int:
     """Registers of a thread at the start of a block."""
-    return min(sum_registers(s) + ADDRESSES, ENTRY) if s.parallel.warpgroups > 1 else sum_registers(s) + ADDRESSES
+    own = int(sum_registers(s) + MODEL.wgmma_addresses)
+    return min(own, ENTRY) if s.parallel.warpgroups > 1 else own
 
 
 def stage_bytes(s: Schedule) -> int:
@@ -181,7 +180,7 @@ def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vector
         parallel = Parallel(warpgroups=groups, pingpong=pingpong, persistent=0 if p.grouped else 1, grouped=p.grouped)
         moved = (ALIGNED // sizes[0], ALIGNED // sizes[1], stored or 1)
         one = schedule_of("wgmma", p, isa, tiles, TMA, moved, AtomUse(swap=swap), parallel)
-        if sum_registers(one) + ADDRESSES > UP:
+        if sum_registers(one) + MODEL.wgmma_addresses > UP:
             continue
         if not panel(one) or not stored:
             one = replace(one, c=one.c.moved(min(2, vectors[2])))

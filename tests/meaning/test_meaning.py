@@ -15,8 +15,8 @@ from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
 from portmm.schedule.cpu_blocking import RUN_BYTES
 from portmm.schedule.cpu_candidates import candidates
-from portmm.schedule.cpu_gemm import ROWS_AHEAD_FROM
 from portmm.spec.problem import Problem
+from portmm.target.model import CPU
 
 SIZES = [
     (1, 1, 1), (1, 7, 5), (5, 1, 4), (2, 3, 9), (3, 5, 7), (4, 4, 8), (7, 9, 11), (13, 2, 10),
@@ -86,7 +86,7 @@ def test_deep_products(size, workers):
     kinds = {kind for kind, _ in found}
     if size[0] > 3:
         assert (True, "tiles", False) in kinds
-    elif size[0] >= ROWS_AHEAD_FROM:
+    elif size[0] >= CPU.rows_ahead_from:
         assert {(False, "k", True), (False, "tiles", True)} <= kinds
     else:
         assert kinds == {(False, "k", False)}

@@ -14,9 +14,9 @@ from portmm.dispatch.cpu_selection import MOST_LOSS, candidate_costs, select_for
 from portmm.ops import host_matmul, routes
 from portmm.schedule.cpu_candidate_sets import candidate_set
 from portmm.schedule.cpu_candidates import candidates
-from portmm.schedule.cpu_textbook import WITHIN
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import PER_OCTAVE, SINGLE, row_class, rows
+from portmm.target.model import CPU
 from portmm.target.target import load_target
 from portmm.util import memo
 
@@ -69,7 +69,7 @@ def test_a_class_has_one_choice_that_is_legal_and_near_the_best_throughout(name)
             seconds = [candidate_costs(one, listed, (m,), (w,))[0].seconds[0] for w in {1, threads}]
             mine = candidate_costs(one, listed, (m,), (found.workers,))[0].seconds[0][found.index]
             fair = ~listed.textbook if target.searches else np.ones(len(listed.schedules), bool)
-            loss = MOST_LOSS / (1.0 if target.searches else WITHIN)
+            loss = MOST_LOSS / (1.0 if target.searches else CPU.within)
             assert mine <= loss * min(x[fair].min() for x in seconds)
 
 

@@ -15,8 +15,9 @@ from portmm.dispatch.cpu_selection import choose
 from portmm.host import detect
 from portmm.host.host_probe import CPU
 from portmm.schedule.cpu_candidates import candidates
-from portmm.schedule.cpu_textbook import DEPTH, WITHIN, follows, preferred
+from portmm.schedule.cpu_textbook import DEPTH, follows, preferred
 from portmm.spec.problem import Problem
+from portmm.target.model import CPU as MODEL
 from portmm.target.target import load_target, names_of
 from portmm.tuning.proposals import ranked
 
@@ -96,7 +97,7 @@ def test_a_textbook_blocking_is_never_predicted_far_from_the_best(chip):
     target = load_target(chip)
     for p in (*CUBES, Problem(9, 70, 500), Problem(8192, 32, 32), Problem(64, 64, 65536), Problem(20, 1024, 1024)):
         found = choose(p, target, tuned=False)
-        assert least(p, target) >= WITHIN * found.cost.seconds or target.searches
+        assert least(p, target) >= MODEL.within * found.cost.seconds or target.searches
         assert (found.origin == "textbook") <= (not target.searches and follows(found.schedule, p, target))
 
 

@@ -18,9 +18,10 @@ from portmm.explanation.summary import SHOWN
 from portmm.host import calibrate, detect
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
-from portmm.schedule.cpu_textbook import WITHIN, follows
+from portmm.schedule.cpu_textbook import follows
 from portmm.schedule.text import parse, spell
 from portmm.spec.problem import Problem
+from portmm.target.model import CPU
 from portmm.target.target import load_target, names_of
 
 pytestmark = pytest.mark.calls
@@ -59,7 +60,7 @@ def test_every_chip_explains_and_emits(chip, dtype):
         assert found.seconds > 0
         others = [cost.seconds for s, cost in found.runners_up if not (target.searches and follows(s, problem, target))]
         # The choice is that of a class of row counts, of which this is one.
-        assert all(MOST_LOSS * x >= found.seconds * (WITHIN if found.origin == "textbook" else 1) for x in others)
+        assert all(MOST_LOSS * x >= found.seconds * (CPU.within if found.origin == "textbook" else 1) for x in others)
         assert found.source.count(f"void {found.kernel.name}(") == 1
         assert f"--schedule {spell(found.schedule)} " in found.source
         assert parse(spell(found.schedule)) == found.schedule

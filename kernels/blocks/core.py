@@ -1,0 +1,166 @@
+"""Block programs on cores of a host: tasks of rows, or of columns, in vectors.
+
+    for each share of the rows, or group of columns     <- threads
+      for each pass along a row, or down each vector of columns
+
+A row stays in L1 or L2 from one pass to the next; values that are kept for a later one are in a task's scratch. A group
+of columns is a few cache lines wide, so that lines of a row are in L2 when the next vector of columns is reduced.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.index import Ptr, ceil_div, const, minimum, round_up, var
+from portmm.ir.lane_nodes import Map, Total
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel, Param, Scratch, Verb
+from portmm.kernels.blocks.statements import Lowering
+from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
+from portmm.spec.epilogue import REDUCTIONS, operand_types
+
+if TYPE_CHECKING:
+    from portmm.ir.block_program import BlockProgram
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.kernels.blocks.statements import Step
+    from portmm.spec.expr import Expr
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+
+TASKS_PER_WORKER = 4
+CHAINS = 4
+"""Independent accumulators of a sum: an addition takes four cycles."""
+RUN = 64
+"""Vectors of a chain after which sums restart (`summation`), and sums of runs after which theirs do: a row of a
+million elements has 16 thousand runs of one lane. Errors are NumPy's, whose sums are pairwise."""
+GROUP = 128
+"""Columns of a group: eight cache lines of f32, a run that prefetchers follow."""
+
+
+def build(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
+    """Kernel of a block program, computed in lanes of `real`."""
+    fused = program.fused
+    m, n, task, item = var("m"), var("n"), var("task"), var("item")
+    if program.loop == "m":
+        groups, start = ceil_div(n, GROUP), var("column")
+        here = arguments(fused, item, const(0), start)
+        body: tuple[Stmt, ...] = (
+            Let("item", task // groups),
+            Let("column", task % groups * GROUP),
+            Call(_columns(isa, real, program), (m, n, minimum(n - start, GROUP), item, start, *here)),
+        )
+        share = Function("some_columns", "task", (), body, "A group of columns")
+        return _kernel("columns", isa, real, program, share, groups * var("batch"), const(0))
+    total = m * var("batch")
+    tasks, width, kept = minimum(total, var("workers") * TASKS_PER_WORKER), round_up(n, 64), len(program.tiles)
+    own = [LetPtr(f"kept{i}", Ptr("work", (var("worker") * kept + i) * width), "f32") for i in range(kept)]
+    here = [*arguments(fused, item, var("row"), const(0)), *(Ptr(x.name) for x in own)]
+    line = Call(_row(isa, real, program), (m, n, item, var("row"), *here))
+    one = (Let("item", var("r") // m), Let("row", var("r") % m), line)
+    rows = For("r", total * task // tasks, total * (task + 1) // tasks, const(1), one)
+    share = Function("some_rows", "task", (), (*own, rows), "A share of the rows")
+    return _kernel("rows", isa, real, program, share, tasks, width * (var("workers") * kept))
+
+
+def _kernel(  # noqa: PLR0917 - two callers
+    name: str, isa: Isa, real: Atom, program: BlockProgram, share: Function, tasks: Index, work: Index
+) -> Kernel:
+    entry = Function("entry", "entry", (), (Parallel(share, tasks),), f"All {name}")
+    operands = operand_types(str(program.fused))
+    return Kernel(f"portmm_{name}_{real.name}", isa, real, entry, work + 64, operands=operands)
+
+
+def _row(isa: Isa, real: Atom, program: BlockProgram) -> Function:
+    """Function for all passes over one row."""
+    each = _Core(program, Elements(isa, real, program.fused, row=var("row")), chains=CHAINS)
+    lane = [Scratch("lane", real.n, "f32")] if each.totals else []
+    body = (*each.at.scratch(), *each.scratch(), *lane, *each.passes())
+    params = [Param("m"), Param("n"), Param("item"), Param("row"), *parameters(each.at.fused)]
+    params += [Param(x, "f32") for x in each.tiles.values()]
+    return Function("one_row", "inner", tuple(params), body, "Expressions over one row")
+
+
+def _columns(isa: Isa, real: Atom, program: BlockProgram) -> Function:
+    """Function that reduces all rows of a few columns."""
+    each = _Core(program, Elements(isa, real, program.fused, inner=var("i"), row=var("i"), column=var("column")))
+    body = (*each.at.scratch(), *_vectors(each.at, const(0), var("columns"), each.passes))
+    params = [Param("m"), Param("n"), Param("columns"), Param("item"), Param("column"), *parameters(each.at.fused)]
+    return Function("down", "inner", tuple(params), body, "Sums and maxima of a few columns")
+
+
+def _vectors(at: Elements, begin: Index, end: Index, body: Step) -> list[Stmt]:
+    """Loop over vectors of columns, and a last one of fewer."""
+    whole, lanes = end - end % at.real.n, at.real.n
+    stmts: list[Stmt] = [For("j", begin, whole, const(lanes), body(var("j"), ""))]
+    if lanes > 1:
+        rest = (Let("j", whole), Let("left", end - whole), *at.few(end - whole))
+        stmts.append(If(whole.lt(end), (*rest, *body(var("j"), "left"))))
+    return stmts
+
+
+class _Core(Lowering):
+    """Statements on vectors of a core."""
+
+    def along(self, step: Step, wanted: list[Expr], reduced: list[Expr], written: tuple[int, ...]) -> list[Stmt]:
+        """Loop along a row."""
+        del wanted, written
+        n, lanes = var("n"), self.at.real.n
+        if not reduced:
+            return _vectors(self.at, const(0), n, step)
+        several = n - n % (CHAINS * lanes)
+        side = tuple(s for e in range(CHAINS) for s in step(var("j") + e * lanes, "", e))
+        sums = [f"{self.totals[x]}_{e}" for x in reduced if x.args[0] == "add" for e in range(CHAINS)]
+        return [*_runs(self.at, sums, several, side), *_vectors(self.at, several, n, step)]
+
+    def reduced(self, x: Expr, into: str, few: str) -> list[Stmt]:
+        """Reduction of a vector of values into an accumulator; along a row, of a last one only the valid lanes."""
+        if not few or self.down:
+            return super().reduced(x, into, few)
+        register, before = self.at.value(x.args[1])
+        lanes, count, there, kept = (f"{into}_{y}" for y in ("at", "count", "there", "kept"))
+        real = self.at.real.name
+        return [
+            *before,
+            Map("lanes", lanes, (), "s32", "s32", real, const(0)),
+            Map("whole", count, (), "s32", "s32", real, var(few)),
+            Map("lt", there, (lanes, count), "mask", "s32", real),
+            Map("select", kept, (there, register, REDUCTIONS[x.args[0]]), "f32", "f32", real),
+            self.taken(x, into, kept),
+        ]
+
+    def combined(self, reduced: list[Expr]) -> list[Stmt]:
+        """Reduction of all chains of accumulators, then of their lanes."""
+        stmts: list[Stmt] = []
+        for x in reduced:
+            first = self.register(x)
+            stmts += [self.taken(x, first, self.register(x, e)) for e in range(1, CHAINS)]
+            stmts.append(Verb("store", first, p=Ptr("lane"), of=self.at.real.name))
+            stmts.append(Total(x.args[0], Ptr(self.totals[x]), Ptr("lane"), self.at.real.n))
+        return stmts
+
+
+def _runs(at: Elements, sums: list[str], end: Index, side: tuple[Stmt, ...]) -> list[Stmt]:
+    """Loop over a row; the registers all_* of `sums` restart with each run, those of runs with each block."""
+    real, step = at.real.name, CHAINS * at.real.n
+    if not sums:
+        return [For("j", const(0), end, const(step), side)]
+    run, block = RUN * step, RUN * RUN * step
+    j_run, j_block = var("j_run"), var("j_block")
+
+    def none(level: str) -> list[Stmt]:
+        return [Map("literal", f"{level}_{x}", (0.0,), "f32", "f32", real) for x in sums]
+
+    def added(to: str, level: str, more: str) -> list[Stmt]:
+        return [Map("add", f"{to}_{x}", (f"{level}_{x}", f"{more}_{x}"), "f32", "f32", real) for x in sums]
+
+    once = For("j", j_run, minimum(end, j_run + run), const(step), side)
+    after_run = If((j_run + run).lt(end), (*added("runs", "runs", "all"), *none("all")))
+    runs = For("j_run", j_block, minimum(end, j_block + block), const(run), (once, after_run))
+    after_block = If((j_block + block).lt(end), (*added("blocks", "blocks", "runs"), *none("runs")))
+    return [
+        *none("runs"),
+        *none("blocks"),
+        For("j_block", const(0), end, const(block), (runs, after_block)),
+        *added("all", "runs", "all"),
+        *added("all", "blocks", "all"),
+    ]

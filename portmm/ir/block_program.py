@@ -1,0 +1,204 @@
+"""Block programs as records: what is computed at each point of a grid, in passes along one loop.
+
+Owns `BlockProgram`, its tile operators, and the programs of expressions over rows and down columns. `kernels.blocks`
+lowers a record for a core of a host, and for a block of threads of a device. Elements of operands are loaded where
+expressions need them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.errors import ScheduleError
+from portmm.spec.epilogue import Fused, varies
+from portmm.spec.expr_ops import OPS
+
+if TYPE_CHECKING:
+    from portmm.spec.epilogue import Operand
+    from portmm.spec.expr import Expr
+
+REDUCED = ("reduce", "fold")
+"""Operations of reductions: along rows, and down columns."""
+WORTH_KEEPING = 6
+"""Operations from which a value is kept for a later pass: a store and a load take as long as some of them."""
+
+
+@dataclass(frozen=True, slots=True)
+class TileMap:
+    """A value that a pass leaves in a tile along the loop, for later passes.
+
+    Attributes:
+        value: an expression.
+        level: of the tile: "L1", scratch of a core, or "registers" of threads.
+    """
+
+    value: Expr
+    level: str
+
+
+@dataclass(frozen=True, slots=True)
+class TileReduce:
+    """A sum or maximum along the loop, in an accumulator that later passes read: see `epilogue.reduction`."""
+
+    value: Expr
+
+
+@dataclass(frozen=True, slots=True)
+class TileTransfer:
+    """A result that is stored to an operand, by its number."""
+
+    operand: int
+    value: Expr
+
+
+Pass = tuple[TileMap | TileReduce | TileTransfer, ...]
+
+
+@dataclass(frozen=True)
+class BlockProgram:
+    """A block program.
+
+    Attributes:
+        grid: labels, of "b" for a batch, "m" for rows, "n" for columns, whose points are independent of each other:
+            tasks of cores, and blocks or threads of a device, share them out.
+        loop: the label that passes go along: "n", as lanes do, or "m".
+        operands: arrays, those that are read and those that are written.
+        passes: the operators of each, in order. A pass may read accumulators and tiles of those before; the last one
+            stores.
+
+    Raises:
+        ScheduleError: a value needs an accumulator that no earlier pass has, or that is along another label; or an
+            earlier pass stores.
+    """
+
+    grid: str
+    loop: str
+    operands: tuple[Operand, ...]
+    passes: tuple[Pass, ...]
+
+    def __post_init__(self) -> None:
+        known: set[Expr] = set()
+        for one in self.passes:
+            for x in one:
+                if isinstance(x, TileReduce) and x.value.op != REDUCED["nm".index(self.loop)]:
+                    raise ScheduleError(f"{x.value!r} is no reduction along {self.loop}")
+                if isinstance(x, TileTransfer) and one is not self.passes[-1]:
+                    raise ScheduleError(f"operand {x.operand} is stored before the last pass: do so there")
+                value = x.value.args[1] if isinstance(x, TileReduce) else x.value
+                missing = [y for y in _reductions_of(value) if y not in known]
+                if missing:
+                    raise ScheduleError(f"no pass before has {missing[0]!r}: put a TileReduce of it in one")
+            known |= {x.value for x in one if isinstance(x, TileReduce)}
+
+    @property
+    def accumulators(self) -> list[Expr]:
+        """The reductions of all passes, in the order of expressions."""
+        return [x for x in self.fused.steps if x.op in REDUCED]
+
+    @property
+    def tiles(self) -> list[Expr]:
+        """The values of all passes that later ones read, elements of operands last."""
+        values = (x.value for one in self.passes for x in one if isinstance(x, TileMap))
+        return sorted(values, key=lambda x: x.op == "load")
+
+    @property
+    def fused(self) -> Fused:
+        """Operands, expressions and results."""
+        known = self.__dict__
+        if "fused" not in known:
+            stores = (x for one in self.passes for x in one if isinstance(x, TileTransfer))
+            known["fused"] = Fused(self.operands, tuple((x.operand, x.value) for x in stores))
+        fused: Fused = known["fused"]
+        return fused
+
+
+def _reductions_of(x: Expr) -> set[Expr]:
+    """The reductions that a value needs, but not those that these need."""
+    return {x} if x.op in REDUCED else {z for y in inside([x], {}) for z in y.inner if z.op in REDUCED}
+
+
+def program_of(fused: Fused, level: str = "") -> BlockProgram:
+    """The program of expressions over rows, or of reductions down columns: see `of_rows`."""
+    return of_columns(fused) if fused.column_reductions else of_rows(fused, level)
+
+
+def of_columns(fused: Fused) -> BlockProgram:
+    """The program of reductions down columns: a pass along the rows, and the results."""
+    reductions = tuple(TileReduce(x) for x in fused.column_reductions)
+    return BlockProgram("bn", "m", fused.operands, (reductions, tuple(TileTransfer(*x) for x in fused.results)))
+
+
+def of_rows(fused: Fused, level: str = "") -> BlockProgram:
+    """The program of expressions over rows.
+
+    Each pass but the last has the sums and maxima that depend only on those of earlier ones; the last one stores. A
+    softmax takes three: the maximum, the sum of exponentials, their quotients.
+
+    Args:
+        fused: the expressions.
+        level: where values are kept that take many operations and are needed again: "L1", or "registers", which
+            elements are kept in as well; if it is empty they are computed again.
+    """
+    depth: dict[Expr, int] = {}
+    for x in fused.steps:
+        depth[x] = max((depth[y] for y in x.inner), default=0) + (x.op == "reduce")
+    last = max(depth.values(), default=0)
+    reductions = [[x for x in fused.reductions if depth[x] == i + 1] for i in range(last)]
+    wanted = [[x.args[1] for x in one] for one in reductions] + [[x for _, x in fused.results]]
+    kept = _kept(wanted, depth) if level else {}
+    if level == "registers":
+        kept = _kept_in_registers(fused, wanted, kept)
+    passes: list[Pass] = [
+        (*(TileMap(x, level) for x, when in kept.items() if when == i), *map(TileReduce, one))
+        for i, one in enumerate(reductions)
+    ]
+    return BlockProgram("bm", "n", fused.operands, (*passes, tuple(TileTransfer(*x) for x in fused.results)))
+
+
+def _kept(wanted: list[list[Expr]], depth: dict[Expr, int]) -> dict[Expr, int]:
+    """Largest subexpressions that a pass computes and a later one needs again, if worth storing -> the pass."""
+    stored: dict[Expr, int] = {}
+    for i, roots in enumerate(wanted[:-1]):
+        computed = inside(roots, stored)
+        stack = [x for one in wanted[i + 1 :] for x in one]
+        while stack:
+            x = stack.pop()
+            if x.op in REDUCED or x in stored:
+                continue
+            kept = x.op in OPS and x.dtype == "f32" and x in computed and depth[x] <= i
+            if kept and sum(y.op in OPS for y in inside([x], {})) >= WORTH_KEEPING:
+                stored[x] = i
+                continue
+            stack += x.inner
+    return stored
+
+
+def _kept_in_registers(fused: Fused, wanted: list[list[Expr]], kept: dict[Expr, int]) -> dict[Expr, int]:
+    """Values of the columns of a thread that later passes read: some of those that are `kept`, and elements."""
+    along = varies(fused.steps, fused.operands)
+    values = {x: i for x, i in kept.items() if "n" in along[x]}
+
+    def reads(i: int) -> set[Expr]:
+        roots = [*wanted[i], *(x for x, when in values.items() if when == i)]
+        return inside(roots, {x: when for x, when in values.items() if when < i})
+
+    every = [reads(i) for i in range(len(wanted))]
+    for i, now in enumerate(every):
+        later = set().union(*every[i + 1 :])
+        loads = [x for x in fused.steps if x.op == "load" and x.dtype == "f32" and "n" in along[x]]
+        values |= {x: i for x in loads if x in now & later and x not in values}
+    return values
+
+
+def inside(roots: list[Expr], known: dict[Expr, int]) -> set[Expr]:
+    """Subexpressions of some values, without reductions and `known` ones."""
+    needed: set[Expr] = set()
+    stack = list(roots)
+    while stack:
+        x = stack.pop()
+        if x in needed or x.op in REDUCED or x in known:
+            continue
+        needed.add(x)
+        stack += x.inner
+    return needed

@@ -1,0 +1,96 @@
+"""Block programs as records: the page's example on processors and on an emulated CUDA, and what is refused."""
+
+from __future__ import annotations
+
+import re
+
+import numpy as np
+import pytest
+from emulated_cuda import install
+from places import ROOT
+
+import portmm as pm
+from portmm.codegen.lower import lower_block
+from portmm.errors import ScheduleError
+from portmm.host.detect import host
+from portmm.ir.block_program import BlockProgram, TileReduce, TileTransfer
+from portmm.spec.epilogue import Operand, column_reduction, load, reduction
+from portmm.target.target import load_isa
+from portmm.util import memo
+
+PAGE = (ROOT / "docs/add-a-program.md").read_text()
+EXAMPLE = re.search(r"<!-- record -->\n```python\n(.*?)```", PAGE, re.DOTALL)[1]
+MOST_LINES = 40
+X = load(0, "f32")
+PEAK = column_reduction("max", X)
+COLUMNS = BlockProgram(
+    grid="bn", loop="m", operands=(Operand("f32", "bmn"), Operand("f32", "bn")),
+    passes=((TileReduce(PEAK),), (TileTransfer(1, PEAK + 1.0),)),
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def page():
+    """The names of the page's example, after it ran on this machine."""
+    names = {}
+    exec(EXAMPLE, names)  # noqa: S102 - the page's own text
+    return names
+
+
+def test_the_example_is_short():
+    assert len(EXAMPLE.splitlines()) <= MOST_LINES
+
+
+def test_the_example_runs_on_avx2(page, monkeypatch):
+    if not any(x.name == "avx2" for x in host().isas):
+        pytest.skip("this machine has no AVX2")
+    avx2 = load_isa("avx2")
+    monkeypatch.setattr("portmm.dispatch.cpu_routes.unit_for", lambda *_: (avx2, avx2.atom("f32")))
+    got = pm.launch(page["rms_norm"], page["rows"], page["weight"], np.full_like(page["rows"], np.nan))
+    np.testing.assert_allclose(got, page["result"], rtol=1e-6)
+
+
+def test_the_example_runs_on_threads(page, monkeypatch):
+    memo.forget_all()
+    cupy = install(monkeypatch)
+    out = cupy.empty(page["rows"].shape, np.float32)
+    got = pm.launch(page["rms_norm"], cupy.array(page["rows"]), cupy.array(page["weight"]), out)
+    assert len(cupy.launches) == 1
+    np.testing.assert_allclose(got.get(), page["result"], rtol=1e-6)
+    memo.forget_all()
+
+
+def test_columns_on_cores_and_threads(monkeypatch):
+    values = np.random.default_rng(0).random((3, 70, 33), np.float32)
+    want = values.max(1, keepdims=True) + 1
+    np.testing.assert_array_equal(pm.launch(COLUMNS, values, np.empty((3, 1, 33), np.float32)), want)
+    memo.forget_all()
+    cupy = install(monkeypatch)
+    got = pm.launch(COLUMNS, cupy.array(values), cupy.empty(want.shape, np.float32))
+    np.testing.assert_array_equal(got.get(), want)
+    memo.forget_all()
+
+
+def test_what_does_not_fit_is_refused():
+    values = np.ones((4, 8), np.float32)
+    with pytest.raises(ValueError, match="takes"):
+        pm.launch(COLUMNS, values, np.empty((4, 8), np.float32))
+    with pytest.raises(TypeError, match="float64"):
+        pm.launch(COLUMNS, values.astype(np.float64), np.empty((1, 8), np.float32))
+    with pytest.raises(ValueError, match="contiguous"):
+        pm.launch(COLUMNS, np.ones((8, 4), np.float32).T, np.empty((1, 8), np.float32))
+
+
+def test_records_say_what_is_missing():
+    total = reduction("add", X)
+    operands = (Operand("f32", "bmn"), Operand("f32", "bmn"))
+    store = TileTransfer(1, X / total)
+    with pytest.raises(ScheduleError, match="no pass before"):
+        BlockProgram("bm", "n", operands, ((store,),))
+    with pytest.raises(ScheduleError, match="no pass before"):
+        BlockProgram("bm", "n", operands, ((TileReduce(total), store),))
+    with pytest.raises(ScheduleError, match="along m"):
+        BlockProgram("bn", "m", operands, ((TileReduce(total),), (store,)))
+    with pytest.raises(ScheduleError, match="stored before the last"):
+        BlockProgram("bm", "n", operands, ((TileTransfer(1, X),), (TileReduce(total),)))
+    assert lower_block(load_isa("avx2"), load_isa("avx2").atom("f32"), COLUMNS).name
