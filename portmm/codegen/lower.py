@@ -15,23 +15,7 @@ from portmm.errors import ScheduleError
 from portmm.ir.block_program import program_of
 from portmm.ir.index import const
 from portmm.ir.nodes import Let
-from portmm.kernels.blocks import core, threads
-from portmm.kernels.cpu import (
-    attention,
-    flash_decoding,
-    int4_repack,
-    prepack,
-    tile_attention,
-)
-from portmm.kernels.gpu import (
-    mma_attention,
-    simt_attention,
-    split_k_reduction,
-    transpose,
-)
 from portmm.schedule.cpu_candidates import PACKED_VECTORS
-from portmm.schedule.gpu_attention import AttentionTiles, Tiling
-from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.schedule.gpu_rows import columns_schedule, kept_in
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
@@ -64,9 +48,14 @@ def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
     return atom
 
 
+def _builder(name: str) -> Any:
+    """A module of `kernels/`; only those that are used are imported, since the first call of a process waits."""
+    return import_module(f"portmm.kernels.{name}")
+
+
 def _built(s: Schedule, isa: Isa, atom: Atom) -> Any:
-    """The kernel of a program; only builders that are used are imported."""
-    return import_module(f"portmm.kernels.{PROGRAMS[s.program].builder}").build(s, isa, atom)
+    """The kernel of a program."""
+    return _builder(PROGRAMS[s.program].builder).build(s, isa, atom)
 
 
 def _check(s: Schedule, *, device: bool) -> None:
@@ -103,7 +92,7 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     _check(s, device=True)
     atom = grid_atom(isa, s)
     kernels = [replace(_built(s, isa, atom), occupancy=s.parallel.occupancy)]
-    kernels += [split_k_reduction.build(s, isa, atom)] if s.slices else []
+    kernels += [_builder("gpu.split_k_reduction").build(s, isa, atom)] if s.slices else []
     command = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), command)) for x in kernels)
 
@@ -132,7 +121,7 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
 
 def lower_pack(isa: Isa, dtype: str, nr: int, layout: str) -> Kernel:
     """The kernel that packs all of B into panels of width `nr`, for products of the types `dtype`."""
-    kernel = prepack.build(isa, atom_of(isa, dtype), nr, layout, types(dtype)[1])
+    kernel: Kernel = _builder("cpu.prepack").build(isa, atom_of(isa, dtype), nr, layout, types(dtype)[1])
     description = f"packs a {layout}-major B into panels of {nr} columns"
     return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.pack on {isa.title}"))
 
@@ -147,7 +136,7 @@ def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
     if atom is None or not isa.spelling(atom, "load_rows", "u4", "s32"):
         raise ScheduleError(f"{isa.name} does not repack int4 values to words")
     description = f"folds codes of four bits into panels of {packed.nr} columns, groups of {packed.group or 'all'} rows"
-    kernel = int4_repack.build(isa, atom, packed)
+    kernel: Kernel = _builder("cpu.int4_repack").build(isa, atom, packed)
     return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.pack on {isa.title}"))
 
 
@@ -158,13 +147,13 @@ def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
 
 def lower_block(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
     """The kernel of a block program on a host, in lanes of `real`."""
-    kernel = core.build(isa, real, program)
+    kernel = _builder("blocks.core").build(isa, real, program)
     return replace(kernel, header=_block_header(kernel.name, isa, program))
 
 
 def lower_grid_block(isa: Isa, program: BlockProgram, s: Schedule) -> tuple[GridKernel, ...]:
     """The kernels of a block program on a device, in order of execution; the schedule is of `schedule.gpu_rows`."""
-    kernels = threads.build(isa, _one(isa), program, s)
+    kernels = _builder("blocks.threads").build(isa, _one(isa), program, s)
     return tuple(replace(x, header=_block_header(x.name, isa, program)) for x in kernels)
 
 
@@ -184,7 +173,7 @@ def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tu
 
 def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:
     """The kernel of a device that copies an operand to a layout with contiguous k: see `kernels.gpu.transpose`."""
-    kernel = transpose.build(isa, _one(isa), dtype, along)
+    kernel: GridKernel = _builder("gpu.transpose").build(isa, _one(isa), dtype, along)
     description = f"copies matrices of {dtype} that lie along {along}, k side by side, in aligned lines"
     return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.matmul on {isa.title}"))
 
@@ -203,20 +192,25 @@ def _one(isa: Isa) -> Atom:
 
 def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
     """The kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
+    kernel: Kernel
     if form.few:
-        kernel = flash_decoding.build(form, isa, real)
+        kernel = _builder("cpu.flash_decoding").build(form, isa, real)
     else:
-        kernel = (tile_attention if atom.tiled else attention).build(form, isa, atom, real)
+        kernel = _builder("cpu.tile_attention" if atom.tiled else "cpu.attention").build(form, isa, atom, real)
     return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
 
 
 def lower_grid_attention(isa: Isa, atom: Atom, form: Form, s: Schedule) -> tuple[GridKernel, ...]:
     """The kernels of a device for a kind of attention, in order of execution."""
+    from portmm.schedule.gpu_attention import AttentionTiles, Tiling
+    from portmm.schedule.gpu_mma_attention import MatrixTiling
+
+    simt = _builder("gpu.simt_attention")
     if s.program == "mma_attention":
-        kernels = [mma_attention.build(form, MatrixTiling(s), isa, atom)]
+        kernels = [_builder("gpu.mma_attention").build(form, MatrixTiling(s), isa, atom)]
     else:
-        kernels = [simt_attention.build(form, Tiling(s), isa, atom)]
-    kernels += [simt_attention.join(form, AttentionTiles(s), isa, atom)] if s.parallel.over == "keys" else []
+        kernels = [simt.build(form, Tiling(s), isa, atom)]
+    kernels += [simt.join(form, AttentionTiles(s), isa, atom)] if s.parallel.over == "keys" else []
     command = f"portmm.attention on {isa.title}"
     return tuple(replace(x, header=_header(x.name, isa, form.score, command)) for x in kernels)
 

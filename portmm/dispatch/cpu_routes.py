@@ -8,6 +8,7 @@ nor the route cache knows.
 from __future__ import annotations
 
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.lower import lower_attention, lower_block, lower_int4_repack, lower_pack
@@ -39,6 +40,7 @@ MOST_ROUTES = 4096
 """Routes kept before all are dropped: an endless series of new shapes must not fill memory."""
 
 _routes = Memory(MOST_ROUTES)
+_stand_ins = Memory(MOST_ROUTES)
 
 
 def route_for(p: Problem, target: Target, threads: int) -> Any:
@@ -108,11 +110,13 @@ class _Building(NamedTuple):
     def _begin(self, best: ClassSelection, p: Problem) -> None:
         """Begin to build the code of the selected schedule, if another one can take its place."""
         wanted, target, kept = best.schedule, self.target, self.kept
-        listed = best.listed
-        other = cpu_background.stand_in(
-            p, wanted, listed.schedules, lambda: predicted(p, listed, best.workers), lambda s: is_loaded(s, target)
-        )
+        listed, key = best.listed, (best.schedule, id(target), best.rows, p.but_rows)
+        other = _stand_ins.get(key)
+        if other is None:
+            seconds = partial(predicted, p, listed, best.workers)
+            other = cpu_background.stand_in(p, wanted, listed.schedules, seconds, lambda s: is_loaded(s, target))
         if other is not None and cpu_background.begin((wanted, id(target)), lambda: code_of(wanted, target, kept)):
+            _stand_ins.keep(key, other)
             raise cpu_background.BuildPendingError(other, best.workers)
 
 

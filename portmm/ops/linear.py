@@ -6,6 +6,7 @@ reads (kernels/cpu/epilogue.py), the run of the kernel, and NumPy in its place.
 
 from __future__ import annotations
 
+from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
 
@@ -155,22 +156,18 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     scaling: tuple[Any, ...],
 ) -> Any:
     """The product with an epilogue: in one kernel, or with a second one over its rows."""
-    from portmm.ops.epilogues import NAMES, VALUES
-    from portmm.ops.fused_matmul import fit
-    from portmm.ops.rowwise import over_rows
-    from portmm.trace.bind import UserFunction
-
+    user_function_of, fit, over_rows, names_of_axes, values = _fusing()
     if options.requantize:
         raise ValueError(SCALED_TWICE)
-    user_function = UserFunction.of(epilogue)
+    user_function = user_function_of(epilogue)
     rank, m = 2 if left.ndim == 2 else 3, prod(left.shape[:-1])
 
     def build(traced: Any) -> LinearKernel | None:
         return fused_kernel(left, weight, options, traced)
 
-    kernel: LinearKernel | None = user_function.ready(("linear", rank, key), build, VALUES, rank)
+    kernel: LinearKernel | None = user_function.ready(("linear", rank, key), build, values, rank)
     if kernel is not None and not kernel.rows[0] <= m <= kernel.rows[1]:
-        kernel = user_function.ready(("linear", rank, m, key), build, VALUES, rank)
+        kernel = user_function.ready(("linear", rank, m, key), build, values, rank)
     vectors = None
     if kernel is not None and kernel.bound is not None:
         unit = _unit(left, weight, options)
@@ -181,12 +178,23 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
         names = ("x_scale", "x_zero", "w_scale", "w_zero", "out_scale", "out_zero")
         scaling_by_name = dict(zip(names, scaling, strict=True))
         product = linear(left, weight, bias, **scaling_by_name, dynamic=options.dynamic, dtype=f32)
-        row_results, several = over_rows(epilogue, (product,), NAMES, dtype=usual)
+        row_results, several = over_rows(epilogue, (product,), names_of_axes, dtype=usual)
         return fit(list(row_results), out, several=several)
     results = [np.empty((m, width), t) for width, t in kernel.results]
     table = kernel.bound.fill(user_function.closure, [], results[1:])
     _run(kernel, m, left, weight, results[0], vectors, table[:2])
     return fit(results, out, several=kernel.several)
+
+
+@cache
+def _fusing() -> tuple[Any, ...]:
+    """What only calls with an epilogue import, once: four imports in a function take two microseconds."""
+    from portmm.ops.epilogues import NAMES, VALUES
+    from portmm.ops.fused_matmul import fit
+    from portmm.ops.rowwise import over_rows
+    from portmm.trace.bind import UserFunction
+
+    return UserFunction.of, fit, over_rows, NAMES, VALUES
 
 
 def _unit(left: Array, weight: Any, options: LinearOptions) -> float:
