@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.lane_nodes import Map
-from portmm.ir.nodes import For, If, LetPtr, Scratch, Verb
-from portmm.ir.thread_nodes import WHOLE
+from portmm.ir.nodes import If, LetPtr, Scratch, Verb
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, weight
+from portmm.kernels.gpu.loops import unrolled
 from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, argument, index, parse
 from portmm.spec.expr_functions import select
@@ -47,11 +47,6 @@ class _Scores(Elements):
 
 _LEAVES = {"p": var("query") + var("at"), "w": var("window"), "k": var("at_key"), "e": var("end")}
 """Further axes of scores: a query's position, the window, a key that may be past the end, and the end."""
-
-
-def each(name: str, count: int, *body: Stmt) -> Stmt:
-    """Unrolled loop."""
-    return For(name, const(0), const(count), const(1), body, WHOLE)
 
 
 @dataclass(frozen=True)
@@ -186,6 +181,6 @@ class Scores:
         return (
             self.map("literal", "largest", LOWEST),
             self.map("literal", "sum", 0.0),
-            each("i", self.t.rows, *each_row),
+            unrolled("i", self.t.rows, *each_row),
             *self.fixed(),
         )

@@ -12,10 +12,10 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.fragment_index import coordinate
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Scratch
+from portmm.ir.nodes import For, Let, LetPtr, Scratch
 from portmm.ir.thread_nodes import WHOLE, CopyAsync, Do, Shared, Vector
 from portmm.kernels.gpu.fragments import matrices
-from portmm.kernels.gpu.global_to_shared import or_zeros
+from portmm.kernels.gpu.loops import or_zeros, pieces
 from portmm.spec.layout import Layout
 from portmm.spec.layouts import VECTOR, swizzle, swizzled
 
@@ -106,10 +106,9 @@ class HeadTile:
         return Scratch(f"{self.name}_next", turns * self.vector, self.dtype)
 
     @staticmethod
-    def turns(how: str, count: int, most: int, body: tuple[Stmt, ...]) -> For:
-        """Loop over a thread's vectors: unrolled if that needs few addresses, or if they stay in registers."""
-        whole = count <= most or how in ("fetch", "put")
-        return For("turn", const(0), const(count), const(1), body, WHOLE if whole else SOME_TURNS)
+    def unroll(how: str, count: int, most: int) -> int:
+        """Unroll factor of a loop over a thread's vectors: all if they need few addresses, or stay in registers."""
+        return WHOLE if count <= most or how in ("fetch", "put") else SOME_TURNS
 
     def tile(self, how: str, to: Ptr, source: Index, there: Index) -> tuple[Stmt, ...]:
         """Transfer of a tile to `to` (see `moved`) whose row `line` begins at `source` and is in bounds if `there`."""
@@ -123,11 +122,8 @@ class HeadTile:
             LetPtr("from", Ptr(f"{self.name}_item", source + column), self.dtype, readonly=True),
             *self.moved(how, to + at, Ptr("from"), there),
         )
-        if count % self.threads:
-            body = (If(piece.lt(count), body),)
-        turns = -(-count // self.threads)
-        inner = (Let("piece", var("thread") + var("turn") * self.threads), *body)
-        return (self.turns(how, turns, SOME_TURNS, inner),)
+        unroll = self.unroll(how, -(-count // self.threads), SOME_TURNS)
+        return (pieces("piece", count, self.threads, *body, unroll=unroll),)
 
     @property
     def down(self) -> int:
@@ -160,7 +156,8 @@ class HeadTile:
             at = (var(f"{n}_to") ^ turn * self.down % EIGHT * PER_VECTOR) + turn * (self.down * self.pitch)
         row = first + turn * self.down
         one = self.moved(how, to + at, Ptr(f"{n}_from", row * step), (row + var(f"{n}_row")).lt(end))
-        return (self.turns(how, self.rows // self.down, MOST_TURNS, one),)
+        count = self.rows // self.down
+        return (For("turn", const(0), const(count), const(1), one, self.unroll(how, count, MOST_TURNS)),)
 
     # -- to fragments ------------------------------------------------------------
 

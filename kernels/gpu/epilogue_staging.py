@@ -12,9 +12,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Move
-from portmm.ir.thread_nodes import WHOLE, Barrier, Vector
+from portmm.ir.nodes import If, Let, LetPtr, Move
+from portmm.ir.thread_nodes import Barrier, Vector
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
+from portmm.kernels.gpu.loops import pieces, unrolled
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -54,7 +55,7 @@ class StagedStore(EpilogueStore):
 
     def after(self) -> tuple[Stmt, ...]:
         """Transfer of the block's results to global memory."""
-        s, turn, e = self.s, var("turn"), var("piece")
+        s, e = self.s, var("piece")
         across = s.block.n // self.move
         vectors = s.block.m * across
         src = Ptr("c_tile", (var("row") - var("row_0")) * self.step + (var("column") - var("column_0")))
@@ -65,14 +66,11 @@ class StagedStore(EpilogueStore):
         moved = If(
             inside,
             (Vector(to, src, self.move * BY_NAME[self.type].bytes),),
-            (For("j", const(0), const(self.move), const(1), (one,), WHOLE),),
+            (unrolled("j", self.move, one),),
         )
         body: tuple[Stmt, ...] = (
             Let("row", var("row_0") + e // across),
             Let("column", var("column_0") + e % across * self.move),
             If(var("row").lt(bottom(s)), (moved,)),
         )
-        if vectors % s.threads:
-            body = (If(e.lt(vectors), body),)
-        inner = (Let("piece", var("thread") + turn * s.threads), *body)
-        return (Barrier(), For("turn", const(0), const(-(-vectors // s.threads)), const(1), inner))
+        return (Barrier(), pieces("piece", vectors, s.threads, *body, unroll=1))

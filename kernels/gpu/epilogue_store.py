@@ -12,9 +12,10 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch, Verb
-from portmm.ir.thread_nodes import WHOLE, Vector
+from portmm.ir.nodes import If, Let, LetPtr, Move, Scratch, Verb
+from portmm.ir.thread_nodes import Vector
 from portmm.kernels.cpu.elementwise import Elements
+from portmm.kernels.gpu.loops import unrolled
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import C, operand_types, parse
 
@@ -69,10 +70,10 @@ class EpilogueStore:
         vectors = tile_n // self.vector
         h = var("h")
         store = self.store_vector(i * s.nr + g * tile_n + h * self.vector)
-        columns = For("h", const(0), const(vectors), const(1), (Let("column", column + h * self.vector), *store), WHOLE)
-        tiles = For("g", const(0), const(s.nr // tile_n), const(1), (columns,), WHOLE)
+        columns = unrolled("h", vectors, Let("column", column + h * self.vector), *store)
+        tiles = unrolled("g", s.nr // tile_n, columns)
         rows = (Let("row", row), If(var("row").lt(bottom(s)), (tiles,)))
-        return (*self.before(), For("i", const(0), const(s.mr), const(1), rows, WHOLE))
+        return (*self.before(), unrolled("i", s.mr, *rows))
 
     @property
     def fused(self) -> Fused | None:
@@ -106,7 +107,7 @@ class EpilogueStore:
             return (If(column.lt(n), (*self.value(at, column, const(0)), Move(to, self.result(at, const(0))))),)
         whole = Vector(to, self.result(at, const(0)), self.vector * BY_NAME[self.type].bytes)
         one = If((column + j).lt(n), (Move(to + j * step, self.result(at, j)),))
-        rest = For("j", const(0), const(self.vector), const(1), (one,), WHOLE)
+        rest = unrolled("j", self.vector, one)
         aligned = (n % self.vector).eq(0) if self.split else const(1)
         fits = (column + (self.vector - 1)).lt(n)
         inside = fits if aligned == const(1) else fits * aligned
@@ -117,7 +118,7 @@ class EpilogueStore:
         """Statements that compute the results of neighbouring columns that are in bounds."""
         j, column = var("j"), var("column")
         each = If((column + j).lt(var("n")), self.value(at + j, column + j, j))
-        return (For("j", const(0), const(self.vector), const(1), (each,), WHOLE),)
+        return (unrolled("j", self.vector, each),)
 
     def result(self, at: Index, j: Index) -> Ptr:
         """Address of a result before its store."""

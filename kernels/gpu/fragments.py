@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.fragment_index import coordinate, lane_column, lane_row
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, Let
-from portmm.ir.thread_nodes import WHOLE, Do
+from portmm.ir.nodes import Let
+from portmm.ir.thread_nodes import Do
+from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.mma_transfer import WORD
 from portmm.spec.layouts import VECTOR
 
@@ -135,12 +136,12 @@ class WarpFragments:
         trans = "" if side.along == "k" else "trans_"
         name = f"ldmatrix_{trans}x{self.at_once}"
         call = Do(name, (to + group * self.at_once, Ptr(f"{n}_tile", tile + at)))
-        loads = For("group", const(0), const(self.count // self.at_once), const(1), (call,), WHOLE)
+        loads = unrolled("group", self.count // self.at_once, call)
         return (loads, *self._rounded(to)) if side.bytes == WORD else (loads,)
 
     def _rounded(self, to: Ptr) -> tuple[Stmt, ...]:
         """Rounding of loaded words to tf32."""
-        return (For("word", const(0), const(self.count), const(1), (Do("tf32_round", (to + var("word"),)),), WHOLE),)
+        return (unrolled("word", self.count, Do("tf32_round", (to + var("word"),))),)
 
     def _word_offsets(self) -> tuple[Stmt, ...]:
         n, side, lane = self.side.name, self.side, var("lane")
@@ -156,4 +157,4 @@ class WarpFragments:
         vector = (var(f"{n}_left") + rows // side.per_vector) ^ var(f"{n}_turn")
         at = line * side.width + vector * side.per_vector + lane_row(self.fragment, var("lane")) % side.per_vector
         call = Do("tf32_load", (to + q, Ptr(f"{n}_tile", tile + at)))
-        return (For("matrix", const(0), const(self.count), const(1), (call,), WHOLE),)
+        return (unrolled("matrix", self.count, call),)

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, CopyAsync, Interleave, Shared, Vector
+from portmm.ir.nodes import If, Let, LetPtr, Move, Scratch
+from portmm.ir.thread_nodes import CopyAsync, Interleave, Shared, Vector
 from portmm.kernels.gpu import w4a16_transfer
+from portmm.kernels.gpu.loops import or_zeros, unrolled
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -144,7 +145,7 @@ class Transfer:
         turn = var("turn")
         if self.pieces % self.threads:
             body = (If(var(f"{self.name}_piece").lt(self.pieces), body),)
-        return (For("turn", const(0), const(self.turns), const(1), (*self._piece(turn), *body), WHOLE),)
+        return (unrolled("turn", self.turns, *self._piece(turn), *body),)
 
     def _source(self, k: Index) -> tuple[Stmt, ...]:
         """Address of a piece, of a tile that begins at k."""
@@ -206,7 +207,7 @@ class Transfer:
             src = words
         elif self.memory != self.storage:
             words, e = Ptr(f"{n}_wide"), var("e")
-            body.append(For("e", const(0), const(self.lines), const(1), (Move(words + e, src + e),), WHOLE))
+            body.append(unrolled("e", self.lines, Move(words + e, src + e)))
             src = words
         at_once = min(self.lines, LANES)
         body += [Vector(to + i, src + i, at_once * WORD) for i in range(0, self.lines, at_once)]
@@ -229,12 +230,3 @@ class Transfer:
             where = (unit + u) * self.rows + (row ^ self.swizzle(unit))
             body.append(CopyAsync(tile + where, src + const(u) * self.k_step, self.copies, (at + u).lt(end)))
         return self._each(tuple(body))
-
-
-def or_zeros(there: Index, to: Ptr, src: Ptr, count: int, size: int) -> If:
-    """Load of `count` elements of `size` bytes if `there`, else of zeros."""
-    e = var("e")
-    if count == 1:
-        return If(there, (Move(to, src),), (Move(to, None),))
-    zeros = For("e", const(0), const(count), const(1), (Move(to + e, None),), WHOLE)
-    return If(there, (Vector(to, src, count * size),), (zeros,))

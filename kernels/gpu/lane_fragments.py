@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.fragment_index import Registers, coordinate, lane_column, lane_row
-from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, Let
-from portmm.ir.thread_nodes import WHOLE, Vector
+from portmm.ir.index import Ptr, var
+from portmm.ir.nodes import Let
+from portmm.ir.thread_nodes import Vector
+from portmm.kernels.gpu.loops import unrolled
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -80,5 +81,5 @@ class LaneFragments:
         line, along = (row, k) if side.along == "k" else (k, row)
         at = side.at(line, along // side.per_vector) + along % side.per_vector
         move = Vector(to + (group * self.words + element), Ptr(f"{n}_tile", tile + at), self.at_once * side.bytes)
-        pieces = For("piece", const(0), const(self.words // self.at_once), const(1), (move,), WHOLE)
-        return (For("group", const(0), const(self.fragments), const(1), (pieces,), WHOLE),)
+        pieces = unrolled("piece", self.words // self.at_once, move)
+        return (unrolled("group", self.fragments, pieces),)

@@ -22,11 +22,12 @@ from portmm.ir.fragment_index import Registers, coordinate, lane_column, lane_ro
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Mac, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait
+from portmm.ir.thread_nodes import Barrier, Clear, CopyCommit, CopyWait
 from portmm.kernels.gpu.epilogue_staging import StagedStore
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
 from portmm.kernels.gpu.fragments import WarpFragments, of
 from portmm.kernels.gpu.lane_fragments import LaneFragments
+from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.mma_transfer import OperandTile
 from portmm.kernels.gpu.simt import arguments, block_tile, blocks, slice_of_k
 from portmm.kernels.gpu.split_k_fixup import join
@@ -131,7 +132,7 @@ def multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
     i, j = var("i"), var("j")
     x, y = (Ptr(f"{p.side.name}_part", at * p.count + q * p.words) for p, q in ((left, i), (right, j)))
     mac = Mac(Ptr("acc", (i * right.fragments + j) * work.words), x, y)
-    return _each("i", left.fragments, _each("j", right.fragments, (mac,)))
+    return (unrolled("i", left.fragments, unrolled("j", right.fragments, mac)),)
 
 
 def load(a: Part, b: Part, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
@@ -182,7 +183,7 @@ def _fetched(work: Work, a: Part, b: Part) -> list[Stmt]:
     body = (
         If(more, fetch(var("k_0") + (step + 1) * s.block.k)),
         Let("stage", step % 2),
-        *_each("unit", steps, inside),
+        unrolled("unit", steps, *inside),
         If(more, put(const(1) - var("stage"))),
         Barrier(),
     )
@@ -219,11 +220,6 @@ def stored(work: Work) -> list[Stmt]:
         row, column = var("row_0") + down, var("column_0") + across + further
         outer, (inner, (name, count)) = m_loops, n_loops
     store: tuple[Stmt, ...] = (Let("column", column), *epilogue.store_vector(at))
-    store = store if whole else _each(name, count // n, store)
-    rows = (Let("row", row), If(var("row").lt(bottom(s)), _each(*inner, store)))
-    return [*epilogue.before(), *_each(*outer[0], _each(*outer[1], rows)), *after]
-
-
-def _each(name: str, count: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Unrolled loop."""
-    return (For(name, const(0), const(count), const(1), body, WHOLE),)
+    store = store if whole else (unrolled(name, count // n, *store),)
+    rows = (Let("row", row), If(var("row").lt(bottom(s)), (unrolled(*inner, *store),)))
+    return [*epilogue.before(), unrolled(*outer[0], unrolled(*outer[1], *rows)), *after]

@@ -17,8 +17,9 @@ from portmm.ir.index import Ptr, minimum, var
 from portmm.ir.nodes import If, Let
 from portmm.ir.thread_nodes import Apply, Exchange
 from portmm.kernels.cpu.online_softmax import LOG2E, LOWEST
-from portmm.kernels.gpu.attention_scores import Scores, each
+from portmm.kernels.gpu.attention_scores import Scores
 from portmm.kernels.gpu.fragments import of
+from portmm.kernels.gpu.loops import unrolled
 from portmm.spec.epilogue import acc, parse
 from portmm.spec.expr_functions import fma
 from portmm.util.locks import once
@@ -86,9 +87,9 @@ class FragmentSoftmax(Scores):
         score = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
         register, before = at.value(value)
         score += [*before, self.keep(register, here), self.map("greater", "big", register, "big")]
-        columns = each("j", t.strips, each("e", PAIR, Let("at_key", key), Let("column", column), *score))
+        columns = unrolled("j", t.strips, unrolled("e", PAIR, Let("at_key", key), Let("column", column), *score))
         literal = self.map("literal", "big", LOWEST)
-        return each("i", t.rows, *lets, *fixed, literal, columns, self.keep("big", Ptr("bigs", var("i"))))
+        return unrolled("i", t.rows, *lets, *fixed, literal, columns, self.keep("big", Ptr("bigs", var("i"))))
 
     def together(self, op: str, name: str) -> tuple[Stmt, ...]:
         """Reduction over the lanes of a row, with the result in each of them."""
@@ -121,11 +122,11 @@ class FragmentSoftmax(Scores):
             self.get("x", spot),
             self.map("add", "sum", "sum", "x"),
         )
-        return each(
+        return unrolled(
             "i", t.rows, *change,
-            each("c", t.columns, each("e", PAIR, self.get("x", here), self.map("mul", "x", "x", "by"),
+            unrolled("c", t.columns, unrolled("e", PAIR, self.get("x", here), self.map("mul", "x", "x", "by"),
                                       self.keep("x", here))),
-            each("j", t.strips, each("e", PAIR, *one)),
+            unrolled("j", t.strips, unrolled("e", PAIR, *one)),
             self.keep("sum", Ptr("sums", i)),
         )  # fmt: skip
 
@@ -137,7 +138,7 @@ class FragmentSoftmax(Scores):
     def totals(self) -> Stmt:
         """Reduction of the sums of weights over the lanes of each row."""
         here = Ptr("sums", var("i"))
-        return each("i", self.t.rows, self.get("sum", here), *self.together("add", "sum"), self.keep("sum", here))
+        return unrolled("i", self.t.rows, self.get("sum", here), *self.together("add", "sum"), self.keep("sum", here))
 
     def ends(self, there: Index) -> tuple[Stmt, ...]:
         """Results of row i from its sum; one lane stores the row's numbers, if the row is in bounds."""

@@ -15,9 +15,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Scratch
-from portmm.ir.thread_nodes import WHOLE, CopyAsync, Shared, Vector
-from portmm.kernels.gpu.global_to_shared import or_zeros
+from portmm.ir.nodes import Let, LetPtr, Scratch
+from portmm.ir.thread_nodes import CopyAsync, Shared, Vector
+from portmm.kernels.gpu.loops import or_zeros, pieces
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.layouts import BANKS, VECTOR, swizzle, swizzled
 
@@ -134,11 +134,7 @@ class OperandTile:
             ),
             *body,
         )  # fmt: skip
-        if self.size // self.vector % self.threads:
-            here = (If(e.lt(self.size // self.vector), here),)
-        turn = var("turn")
-        inner = (Let(f"{n}_piece", var("thread") + turn * self.threads), *here)
-        return (For("turn", const(0), const(self.turns), const(1), inner, WHOLE),)
+        return (pieces(f"{n}_piece", self.size // self.vector, self.threads, *here),)
 
     def _to(self, stage: Index) -> Ptr:
         line, column = var(f"{self.name}_line"), var(f"{self.name}_column")

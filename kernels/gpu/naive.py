@@ -20,9 +20,10 @@ from typing import TYPE_CHECKING
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, LetPtr, Mac, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Clear
+from portmm.ir.thread_nodes import Clear
 from portmm.kernels.cpu.blocking import run_of
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
+from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.simt import arguments, block_tile, blocks, depth, threads
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs
 
@@ -56,14 +57,10 @@ def _summed(s: Schedule, atom: Atom, *, edge: bool) -> tuple[Stmt, ...]:
     steps = (
         *(Move(Ptr("a_part", const(x)), Ptr(f"a_{x}", var("at") * a_step)) for x in range(s.mr)),
         *(Move(Ptr("b_part", const(x)), Ptr(f"b_{x}", var("at") * b_step)) for x in range(s.nr)),
-        _each("i", s.mr, (_each("j", s.nr, (mac,)),)),
+        unrolled("i", s.mr, unrolled("j", s.nr, mac)),
     )
     loop = For("at", const(0), depth(s), const(1), steps, s.block.k)
     return (*_addresses(s, edge=edge), *in_runs(atom, s.mr * s.nr, loop, run_of(depth(s), 1)))
-
-
-def _each(name: str, count: int, body: tuple[Stmt, ...]) -> Stmt:
-    return For(name, const(0), const(count), const(1), body, WHOLE)
 
 
 def _addresses(s: Schedule, *, edge: bool) -> list[Stmt]:

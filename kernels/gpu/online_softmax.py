@@ -16,7 +16,8 @@ from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, LetPtr
 from portmm.ir.thread_nodes import Barrier, Vector
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST
-from portmm.kernels.gpu.attention_scores import TOTAL, Scores, each
+from portmm.kernels.gpu.attention_scores import TOTAL, Scores
+from portmm.kernels.gpu.loops import unrolled
 from portmm.spec.epilogue import acc
 
 if TYPE_CHECKING:
@@ -61,10 +62,10 @@ class Softmax(Scores):
         score = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
         register, before = at.value(value)
         score += [*before, self.keep(register, here), self.map("greater", "big", register, "big")]
-        return each(
+        return unrolled(
             "i", t.rows, *lets, *fixed,
             self.map("literal", "big", LOWEST),
-            each("j", t.columns, Let("at_key", key), Let("column", column), *score),
+            unrolled("j", t.columns, Let("at_key", key), Let("column", column), *score),
             self.keep("big", self.part(var("across"))),
         )  # fmt: skip
 
@@ -77,7 +78,7 @@ class Softmax(Scores):
         c, e = var("c"), var("e")
         one = (self.get("one", Ptr("words", e)), self.map(op, into, "one", into))
         load = Vector(Ptr("words"), self.part(c * LANES), LANES * WORD)
-        return each("c", self.t.across // LANES, load, each("e", LANES, *one))
+        return unrolled("c", self.t.across // LANES, load, unrolled("e", LANES, *one))
 
     def weights(self) -> Stmt:
         """Loop over rows that stores weights to shared memory, and rescales earlier sums to the new maximum."""
@@ -93,10 +94,10 @@ class Softmax(Scores):
         to = Ptr("weights", (var("down") + i * t.down) * t.p_pitch + var("across") + j * t.across)
         one += [self.keep(at.names[weighed], to), self.map("add", "sum", "sum", at.names[weighed])]
         here = Ptr("o_sums", i * t.sums + var("c"))
-        return each(
+        return unrolled(
             "i", t.rows, *first,
-            self.map("mul", "sum", "sum", by), each("j", t.columns, *one), self.keep("sum", Ptr("sums", i)),
-            each("c", t.sums, self.get("x", here), self.map("mul", "x", "x", by), self.keep("x", here)),
+            self.map("mul", "sum", "sum", by), unrolled("j", t.columns, *one), self.keep("sum", Ptr("sums", i)),
+            unrolled("c", t.sums, self.get("x", here), self.map("mul", "x", "x", by), self.keep("x", here)),
         )  # fmt: skip
 
     def ends(self) -> tuple[Stmt, ...]:
@@ -107,7 +108,7 @@ class Softmax(Scores):
     def totals(self) -> tuple[Stmt, ...]:
         """Stores of the sums of weights to shared memory."""
         own = (self.get("sum", Ptr("sums", var("i"))), self.keep("sum", self.part(var("across"))))
-        return (each("i", self.t.rows, *own), Barrier())
+        return (unrolled("i", self.t.rows, *own), Barrier())
 
 
 def joined(form: Form, t: AttentionTiles, isa: Isa, atom: Atom) -> tuple[tuple[Argument, ...], tuple[Stmt, ...]]:

@@ -26,6 +26,7 @@ from portmm.ir.thread_nodes import WHOLE, Barrier, Exchange, Shared, Vector
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.cpu.rowwise import Passes, inside
 from portmm.kernels.gpu.epilogue_store import fused_arguments, operands
+from portmm.kernels.gpu.loops import unrolled
 from portmm.schedule.gpu_rows import RowTiles
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import REDUCTIONS, varies
@@ -210,7 +211,7 @@ class _Row:
         else:
             loads = [Vector(Ptr(f"part_x{i}"), self.spot(i, start), self.bytes(i)) for i in read]
             stores = [Vector(self.spot(i, start), Ptr(f"part_x{i}"), self.bytes(i)) for i in written if i in moved]
-            every = For("e", const(0), const(form.vector), const(1), (Let("column", start + e), *one), WHOLE)
+            every = unrolled("e", form.vector, Let("column", start + e), *one)
             group = (*loads, every, *stores)
         step = form.subgroup * form.vector
         begin = var("lane") * form.vector
@@ -218,7 +219,7 @@ class _Row:
             return [For("at", begin, n, const(step), group, AHEAD)]
         begin = (var("first") + begin if self.spread else begin) + var("c") * step
         turn = (Let("at", begin), If(start.lt(n), group))
-        return [For("c", const(0), const(form.cells // form.vector), const(1), turn, WHOLE)]
+        return [unrolled("c", form.cells // form.vector, *turn)]
 
     def spot(self, i: int, column: Index) -> Ptr:
         """Address of an element of this row, of a dense operand."""

@@ -23,10 +23,11 @@ from typing import TYPE_CHECKING
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.nodes import For, If, Let, LetPtr, Mac, Read, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Leave, Shared, Vector
+from portmm.ir.thread_nodes import Barrier, Clear, CopyCommit, CopyWait, Do, Leave, Shared, Vector
 from portmm.kernels.cpu.blocking import run_of
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom, fused_arguments
 from portmm.kernels.gpu.global_to_shared import Transfer
+from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.split_k_fixup import fixup_params, join
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs, in_runs_shared
 from portmm.schedule.gpu_simt import sums_in_shared
@@ -306,9 +307,9 @@ def _multiply(work: Work, a: Transfer, b: Transfer) -> tuple[Stmt, ...]:
     parts = [_part(a, s.mr, s.parallel.cell[0], stage), _part(b, s.nr, s.parallel.cell[1], stage)]
     i, j = var("i"), var("j")
     mac = Mac(Ptr("acc" if sums_in_shared(s) else current(work.atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
-    columns = For("j", const(0), const(s.nr), const(1), (mac,), WHOLE)
-    macs = For("i", const(0), const(s.mr), const(1), (columns,), WHOLE)
-    return (For("unit", const(0), const(s.block.k), const(1), (*parts, macs), WHOLE),)
+    columns = unrolled("j", s.nr, mac)
+    macs = unrolled("i", s.mr, columns)
+    return (unrolled("unit", s.block.k, *parts, macs),)
 
 
 def _part(x: Transfer, count: int, cell: int, stage: Index) -> Stmt:
@@ -317,4 +318,4 @@ def _part(x: Transfer, count: int, cell: int, stage: Index) -> Stmt:
     row = var("cell_m" if x.name == "a" else "cell_n") * cell + g * (across * cell)
     src = Ptr(f"{x.name}_tile", stage * x.size + unit * x.rows + (row ^ x.swizzle(unit)))
     load = Vector(Ptr(f"{x.name}_part", g * cell), src, BY_NAME[x.storage].bytes * cell)
-    return For("g", const(0), const(count // cell), const(1), (load,), WHOLE)
+    return unrolled("g", count // cell, load)

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For
-from portmm.ir.thread_nodes import WHOLE
+from portmm.kernels.gpu.loops import unrolled
 from portmm.schedule import gpu_gemv
 
 if TYPE_CHECKING:
@@ -102,7 +101,7 @@ class Work:
 
 def each(name: str, count: int, *body: Stmt) -> tuple[Stmt, ...]:
     """Unrolled loop; with one iteration, its body: see `of`."""
-    return body if count == 1 else (For(name, const(0), const(count), const(1), body, WHOLE),)
+    return body if count == 1 else (unrolled(name, count, *body),)
 
 
 def of(name: str, count: int) -> Index:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING
 from portmm.ir.grid_kernel import Argument
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Move
-from portmm.ir.thread_nodes import WHOLE, Clear, Do, Get, Leave, Shared
+from portmm.ir.thread_nodes import Clear, Do, Get, Leave, Shared
+from portmm.kernels.gpu.loops import unrolled
 from portmm.schedule.gpu_variants import TICKET, at_once
 from portmm.spec.dtype import accumulator
 
@@ -71,18 +72,14 @@ def _sums_of(s: Schedule, threads: int, slice_: Index) -> Ptr:
     return Ptr("work", tile + var("sum") * threads + var("thread"))
 
 
-def _each_sum(s: Schedule, body: Stmt) -> Stmt:
-    return For("sum", const(0), const(s.mr * s.nr), const(1), (body,), WHOLE)
-
-
 def _store_partials(s: Schedule, tiles: Index, threads: int) -> list[Stmt]:
     move = Move(_sums_of(s, threads, var("slice")), Ptr("acc", var("sum")))
-    return [Let("tiles", tiles), _each_sum(s, move)]
+    return [Let("tiles", tiles), unrolled("sum", s.mr * s.nr, move)]
 
 
 def _sum_partials(s: Schedule, threads: int) -> list[Stmt]:
     far = (Ptr("acc", var("sum")), _sums_of(s, threads, var("other")))
-    add = _each_sum(s, Do(f"add_far_{accumulator(*s.types[:2])}", far))
+    add = unrolled("sum", s.mr * s.nr, Do(f"add_far_{accumulator(*s.types[:2])}", far))
     # Sums of several slices are read at once, as far as registers suffice.
     together = at_once(s)
     unroll = together if together > 1 else 0

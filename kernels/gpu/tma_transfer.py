@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, MapOf
 from portmm.ir.index import Ptr, const, maximum, var
-from portmm.ir.nodes import For, Let
-from portmm.ir.thread_nodes import WHOLE, Do, Get, Shared
+from portmm.ir.nodes import Let
+from portmm.ir.thread_nodes import Do, Get, Shared
+from portmm.kernels.gpu.loops import unrolled
 from portmm.schedule.gpu_wgmma import LINE, SWIZZLED, WIDE_ROWS, padded_rows
 from portmm.spec.dtype import BY_NAME
 
@@ -110,7 +111,7 @@ class Operand:
             call = Do("tma_load_multicast", (*operands, const((1 << self.cluster) - 1)))
         else:
             call = Do("tma_load", operands)
-        return (For("box", const(0), const(count), const(1), (call,), WHOLE),) if count > 1 else (call,)
+        return (unrolled("box", count, call),) if count > 1 else (call,)
 
     # -- to the tensor cores ---------------------------------------------------
 

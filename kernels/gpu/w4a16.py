@@ -34,6 +34,7 @@ from portmm.ir.nodes import Add, For, If, Let, Mac, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Shared, Vector
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
 from portmm.kernels.gpu.fragments import of
+from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.simt import arguments, block_tile, slice_of_k
 from portmm.kernels.gpu.w4a16_tiles import LANES, Scales, Tile, reversed_bits
 from portmm.spec.dtype import CODES_KR
@@ -95,7 +96,7 @@ class Work:
         return gcd(self.s.b.group, self.part)
 
     @property
-    def unrolled(self) -> int:
+    def unroll(self) -> int:
         """Unroll factor of loops over spans, and over words: with many sums no registers remain for prefetches."""
         return WHOLE if self.rows * self.columns < MANY else 1
 
@@ -182,7 +183,7 @@ def _loop(work: Work) -> list[Stmt]:
         return (If(at.lt(var("steps")), copies), CopyCommit())
 
     ahead = [x for i in range(stages - 1) for x in begin(const(i))]
-    each = For("number", const(0), const(work.part // work.span), const(1), _span(work), work.unrolled)
+    each = For("number", const(0), const(work.part // work.span), const(1), _span(work), work.unroll)
     body = (
         CopyWait(stages - 2),
         Barrier(),
@@ -200,7 +201,7 @@ def _span(work: Work) -> tuple[Stmt, ...]:
     units = work.span // unit_k
     first = var("share") * (work.part // unit_k) + var("number") * units + var("unit")
     inside = (*_words(work, first), *(x for c in range(work.lane_words) for x in _multiply(work, first, c)))
-    return (*clear, For("unit", const(0), const(units), const(1), inside, work.unrolled), *_scaled(work))
+    return (*clear, For("unit", const(0), const(units), const(1), inside, work.unroll), *_scaled(work))
 
 
 def _words(work: Work, unit: Index) -> tuple[Stmt, ...]:
@@ -211,7 +212,7 @@ def _words(work: Work, unit: Index) -> tuple[Stmt, ...]:
     at = b.at(column, word // LANES, var("turned")) + word % LANES
     src = Ptr("b_tile", var("stage") * b.size + at)
     load = Vector(Ptr("words_part", (i * PAIR + half) * work.lane_words), src, 4 * work.lane_words)
-    return _for("i", work.columns, *_for("half", PAIR, load))
+    return (unrolled("i", work.columns, unrolled("half", PAIR, load)),)
 
 
 def _multiply(work: Work, unit: Index, c: int) -> tuple[Stmt, ...]:
@@ -227,9 +228,9 @@ def _multiply(work: Work, unit: Index, c: int) -> tuple[Stmt, ...]:
     both = tuple(Mac(sums, Ptr("b_part", const(4 * x)), Ptr("a_part", j * 4 + 2 * x)) for x in (0, 1))
     rows = Mac(Ptr("row_parts", j * SUMS), Ptr("a_part", j * 4), Ptr("ones"))
     return (
-        *_for("j", work.rows, load),
-        *_for("j", work.rows, rows),
-        *_for("i", work.columns, *dequantize, *_for("j", work.rows, *both)),
+        unrolled("j", work.rows, load),
+        unrolled("j", work.rows, rows),
+        unrolled("i", work.columns, *dequantize, unrolled("j", work.rows, *both)),
     )
 
 
@@ -245,8 +246,8 @@ def _scaled(work: Work) -> tuple[Stmt, ...]:
     operands = (Ptr("acc", sums), Ptr("sums", sums), Ptr("row_sums", j * PAIR), Ptr("scale"), Ptr("offset"))
     rows = Do("sums_of_rows", (Ptr("row_sums", j * PAIR), Ptr("row_parts", j * SUMS), var("lane")))
     return (
-        *_for("j", work.rows, rows),
-        *_for("i", work.columns, *loads, *_for("j", work.rows, Do("add_scaled", operands))),
+        unrolled("j", work.rows, rows),
+        unrolled("i", work.columns, *loads, unrolled("j", work.rows, Do("add_scaled", operands))),
     )
 
 
@@ -257,9 +258,9 @@ def _slice_reduction(work: Work, sums: int) -> list[Stmt]:
     own = var("warp") // slice_warps(s) * work.isa.warp + var("lane")
     to = Ptr("left", ((var("share") - 1) * sums + q) * alone + own)
     src = Ptr("left", (other * sums + q) * alone + own)
-    leave = If(const(0).lt(var("share")), _for("q", sums, Move(to, Ptr("acc", q))))
-    add = _for("other", slice_warps(s) - 1, *_for("q", sums, Add(Ptr("acc", q), src)))
-    return [leave, Barrier(), If(var("share").eq(0), (*add, *_stored(work)))]
+    leave = If(const(0).lt(var("share")), (unrolled("q", sums, Move(to, Ptr("acc", q))),))
+    add = unrolled("other", slice_warps(s) - 1, unrolled("q", sums, Add(Ptr("acc", q), src)))
+    return [leave, Barrier(), If(var("share").eq(0), (add, *_stored(work)))]
 
 
 def _stored(work: Work) -> list[Stmt]:
@@ -269,14 +270,9 @@ def _stored(work: Work) -> list[Stmt]:
     each = var("h") * epilogue.vector
     column = var("column_0") + var("b_first") + i * work.atom.m + var("g") * PAIR + each
     stored = epilogue.store_vector((i * work.rows + j) * SUMS + e * PAIR + each)
-    piece = _for("h", PAIR // epilogue.vector, Let("column", column), *stored)
+    piece = unrolled("h", PAIR // epilogue.vector, Let("column", column), *stored)
     row = (
         Let("row", var("row_0") + var("a_first") + j * work.atom.n + var("t") * PAIR + e),
-        If(var("row").lt(var("m")), _for("strip", work.columns, *piece)),
+        If(var("row").lt(var("m")), (unrolled("strip", work.columns, piece),)),
     )
-    return [*epilogue.before(), *_for("row_of", work.rows, *_for("e", PAIR, *row))]
-
-
-def _for(name: str, count: int, *body: Stmt) -> tuple[Stmt, ...]:
-    """Unrolled loop."""
-    return (For(name, const(0), const(count), const(1), body, WHOLE),)
+    return [*epilogue.before(), unrolled("row_of", work.rows, unrolled("e", PAIR, *row))]

@@ -18,8 +18,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, Let, LetPtr
-from portmm.ir.thread_nodes import WHOLE, CopyAsync, Shared
+from portmm.ir.nodes import Let, LetPtr
+from portmm.ir.thread_nodes import CopyAsync, Shared
+from portmm.kernels.gpu.loops import pieces
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -118,16 +119,7 @@ class Tile:
                 self.vector * BY_NAME[self.dtype].bytes, (k + column).lt(end),
             ),
         )  # fmt: skip
-        return _each(n, count, self.threads, copied)
-
-
-def _each(name: str, count: int, threads: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Loop over this thread's vectors, of `count`."""
-    turn, e = var("turn"), var(f"{name}_vector")
-    inside = (If(e.lt(count), body),) if count % threads else body
-    turns = -(-count // threads)
-    each = (Let(f"{name}_vector", var("thread") + turn * threads), *inside)
-    return (For("turn", const(0), const(turns), const(1), each, WHOLE),)
+        return (pieces(f"{n}_vector", count, self.threads, *copied),)
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,4 +164,4 @@ class Scales:
             Let(f"{n}_column", e // self.spans),
             CopyAsync(Ptr(f"{n}_tile", stage * self.size + span * self.columns + column), Ptr(n, at), 4, const(1)),
         )
-        return _each(n, self.size, self.threads, body)
+        return (pieces(f"{n}_vector", self.size, self.threads, *body),)

@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Codes
+from portmm.ir.nodes import If, Let, Mac, Move, Scratch
+from portmm.ir.thread_nodes import Codes
+from portmm.kernels.gpu.loops import unrolled
 from portmm.spec.dtype import CODES_KR
 
 if TYPE_CHECKING:
@@ -40,4 +41,4 @@ def put(to: Ptr, rows: int) -> tuple[Stmt, ...]:
     turn, e, number = var("turn"), var("e"), Ptr("number")
     weight = (Move(number, Ptr("offset", turn)), Mac(number, Ptr("scale", turn), Ptr("code", e)))
     each = (*weight, Move(to + e * rows, number))
-    return (Codes(Ptr("code"), Ptr("b_next", turn)), For("e", const(0), const(CODES_KR), const(1), each, WHOLE))
+    return (Codes(Ptr("code"), Ptr("b_next", turn)), unrolled("e", CODES_KR, *each))

@@ -30,7 +30,8 @@ from typing import TYPE_CHECKING
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Add, For, If, Let, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Do, Get, Shared
+from portmm.ir.thread_nodes import Barrier, Clear, Do, Get, Shared
+from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.simt import blocks, depth, of_groups, raster, results
 from portmm.kernels.gpu.split_k_fixup import fixup_params, join_groups, ticket
 from portmm.kernels.gpu.tma_transfer import Operand
@@ -253,7 +254,7 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
     last: tuple[Stmt, ...] = ()
     if promoted(s):
         # A stage's sums are added here, in full precision; another warpgroup multiplies meanwhile.
-        add = For("i", const(0), const(sums), const(1), (Add(Ptr("acc", var("i")), Ptr("part", var("i"))),), WHOLE)
+        add = unrolled("i", sums, Add(Ptr("acc", var("i")), Ptr("part", var("i"))))
         before.append(Clear("acc", sums))
         one = (*begun, *_waited(work, "part"), *_released(s, var("stage")), add)
     else:
@@ -289,8 +290,8 @@ def _multiply(work: Work) -> tuple[Stmt, ...]:
     x, y = left.matrix(var("stage"), strip, unit), right.matrix(var("stage"), const(0), unit)
     call: Stmt = Do(work.multiply, (Ptr("part" if promoted(s) else "acc", strip * count), x, y, keep))
     if strips(s) > 1:
-        call = For("strip", const(0), const(strips(s)), const(1), (call,), WHOLE)
-    return (For("unit", const(0), const(s.block.k // work.atom.k), const(1), (call,), WHOLE),)
+        call = unrolled("strip", strips(s), call)
+    return (unrolled("unit", s.block.k // work.atom.k, call),)
 
 
 def _waited(work: Work, sums: str) -> tuple[Stmt, ...]:

@@ -14,10 +14,11 @@ from typing import TYPE_CHECKING
 from portmm.ir.fragment_index import lane_column, lane_row
 from portmm.ir.grid_kernel import Argument, MapOf
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, Scratch
-from portmm.ir.thread_nodes import WHOLE, Do, Shared
+from portmm.ir.nodes import If, Let, Scratch
+from portmm.ir.thread_nodes import Do, Shared
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom, element, operands
 from portmm.kernels.gpu.fragments import of
+from portmm.kernels.gpu.loops import unrolled
 from portmm.schedule.gpu_wgmma import BUFFERS, STRIP, SWIZZLED, columns, panel, staged, strips
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME
@@ -142,11 +143,11 @@ class WgmmaEpilogue:
             piece: tuple[Stmt, ...] = (Let("column", column), *store.store_vector(at))
         else:
             one = (Let("column", column + e), *store.store_vector(at + e))
-            piece = (For("e", const(0), const(PAIR), const(1), one, WHOLE),)
-        cells = For("cell", const(0), const(columns(self.s) // SIDE), const(1), piece, WHOLE)
+            piece = (unrolled("e", PAIR, *one),)
+        cells = unrolled("cell", columns(self.s) // SIDE, *piece)
         rows = (Let("row", row), If(var("row").lt(bottom(self.s)), (cells,)))
-        halves = For("half", const(0), const(HALVES), const(1), rows, WHOLE)
-        return (*self.store.before(), For("i", const(0), const(strips(self.s)), const(1), (halves,), WHOLE))
+        halves = unrolled("half", HALVES, *rows)
+        return (*self.store.before(), unrolled("i", strips(self.s), halves))
 
     def _swapped(self, first: Index) -> tuple[Stmt, ...]:
         i, cell, half, e = var("i"), var("cell"), var("half"), var("e")
@@ -155,10 +156,10 @@ class WgmmaEpilogue:
         row = var("row_0") + cell * SIDE + self.own_column + e
         # A lane's two sums are of neighbouring rows of C.
         inner = (Let("row", row), If(var("row").lt(bottom(self.s)), self.store.store_vector(at)))
-        each = For("e", const(0), const(PAIR), const(1), inner, WHOLE)
-        cells = For("cell", const(0), const(columns(self.s) // SIDE), const(1), (each,), WHOLE)
-        halves = For("half", const(0), const(HALVES), const(1), (Let("column", column), cells), WHOLE)
-        return (*self.store.before(), For("i", const(0), const(strips(self.s)), const(1), (halves,), WHOLE))
+        each = unrolled("e", PAIR, *inner)
+        cells = unrolled("cell", columns(self.s) // SIDE, each)
+        halves = unrolled("half", HALVES, Let("column", column), cells)
+        return (*self.store.before(), unrolled("i", strips(self.s), halves))
 
     # -- through shared memory -----------------------------------------------------
 
@@ -188,8 +189,8 @@ class WgmmaEpilogue:
         buffer = (var("group") * self.buffers + (before + piece) % self.buffers) * self.size
         sync = Do("block_barrier_sync", (var("group") + FIRST_BARRIER, const(WARPGROUP)))
         # All fused expressions of a panel are computed before its first store: their loads overlap.
-        compute = For("put", const(0), const(self.puts), const(1), self._packed(strip, part), WHOLE)
-        puts = For("put", const(0), const(self.puts), const(1), (self._put(),), WHOLE)
+        compute = unrolled("put", self.puts, *self._packed(strip, part))
+        puts = unrolled("put", self.puts, self._put())
         send = Do("tma_store", (Ptr("c_map"), Ptr("c_tile", var("buffer")), var("column_1"), var("row_1"), var("item")))
         body: tuple[Stmt, ...] = (
             Let("row_1", var("row_0") + row),
@@ -206,7 +207,7 @@ class WgmmaEpilogue:
         )
         setup = operands(self.isa, self.fused) if self.fused else []
         if self.panels > 1:
-            body = (For("piece", const(0), const(self.panels), const(1), body, WHOLE),)
+            body = (unrolled("piece", self.panels, *body),)
         return (*setup, *body)
 
     @property
@@ -222,7 +223,7 @@ class WgmmaEpilogue:
         source = Ptr("c_out", q * PAIR) if self.fused else Ptr("acc", at + q * PAIR)
         pack = Do(f"pair_{s.types[2]}", (Ptr("c_words", put * self.words + q), source))
         values = self._values(self.fused, at) if self.fused else ()
-        return (*values, For("q", const(0), const(self.words), const(1), (pack,), WHOLE))
+        return (*values, unrolled("q", self.words, pack))
 
     def _put(self) -> Stmt:
         """Store of matrices to shared memory (stmatrix): neighbours along n, two along m."""
@@ -257,5 +258,5 @@ class WgmmaEpilogue:
             Let("row", var("row_1") + row), Let("column", var("column_1") + column), If(inside, results),
         )  # fmt: skip
         for name, count_of in (("e", PAIR), ("half", HALVES), ("near", count)):
-            body = (For(name, const(0), const(count_of), const(1), body, WHOLE),)
+            body = (unrolled(name, count_of, *body),)
         return body
