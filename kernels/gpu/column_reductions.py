@@ -17,7 +17,8 @@ from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import For, If, Let, Verb
 from portmm.kernels.cpu.elementwise import Elements
-from portmm.kernels.gpu.epilogue_store import fused_arguments, operands
+from portmm.kernels.gpu import parameters
+from portmm.kernels.gpu.epilogue_store import operands
 from portmm.spec.epilogue import REDUCTIONS
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _kernel(
     name: str, at: Elements, threads: int, body: tuple[Stmt, ...], slices: Index, *, sliced: bool = False
 ) -> GridKernel:
     across = ceil_div(var("n"), threads)
-    params = [Argument(x, "int") for x in ("m", "n", "batch")]
+    params = parameters.integers("m", "n", "batch")
     params += [Argument("slices", "int"), Argument("work", "pointer", "f32")] if sliced else []
     place = (
         Let("across", across),
@@ -71,7 +72,7 @@ def _kernel(
         If(var("column").lt(var("n")), body),
     )
     grid = (across * var("batch"), slices)
-    return GridKernel(name, at.isa, at.real, (*params, *fused_arguments(str(at.fused))), threads, grid, place)
+    return GridKernel(name, at.isa, at.real, (*params, *parameters.of_fused(str(at.fused))), threads, grid, place)
 
 
 def _partial(number: int, count: int, part: Index) -> Ptr:

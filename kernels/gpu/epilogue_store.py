@@ -1,6 +1,6 @@
 """Epilogue of a GPU kernel: stores of the threads' sums.
 
-Owns `EpilogueStore`: a thread stores its tiles of C, `vectors[2]` columns at once where
+Owns `EpilogueStore` and `StagedStore`: a thread stores its tiles of C, `vectors[2]` columns at once where
 all of them are in bounds; fused expressions are computed for one element after the other. Where k is
 split, sums go to scratch unchanged.
 """
@@ -10,43 +10,31 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import Argument
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import If, Let, LetPtr, Move, Scratch, Verb
-from portmm.ir.thread_nodes import Vector
+from portmm.ir.thread_nodes import Barrier, Vector
 from portmm.kernels.cpu.elementwise import Elements
-from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.loops import pieces, unrolled
+from portmm.kernels.gpu.product import Product, bottom
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import C, operand_types, parse
+from portmm.spec.epilogue import C, parse
+from portmm.spec.layouts import VECTOR
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
-    from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
 
-def bottom(s: Schedule) -> Index:
-    """End of the rows that this block may store."""
-    return var("row_end" if s.parallel.grouped else "m")
-
-
 @dataclass(frozen=True, slots=True)
-class EpilogueStore:
+class EpilogueStore(Product):
     """Epilogue that stores sums from registers.
 
     Attributes:
-        s: the schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
         cell: contiguous rows and columns of a thread tile.
     """
 
-    s: Schedule
-    isa: Isa
-    atom: Atom
     cell: tuple[int, int]
 
     @property
@@ -132,14 +120,59 @@ class EpilogueStore:
         return element(self.isa, self.fused, Ptr("acc", at), Ptr("c_out", j), column)
 
 
-def fused_arguments(text: str) -> list[Argument]:
-    """Parameters for the operands and the numbers of fused expressions."""
-    fused, params = parse(text), []
-    for i, (dtype, written) in enumerate(operand_types(text)):
-        params.append(Argument(f"x{i}_all", "pointer", dtype, readonly=not written))
-        params += [Argument(f"x{i}_{axis}", "long") for axis in fused.operands[i].axes if axis != "n"]
-        params += [] if fused.operands[i].dense else [Argument(f"x{i}_n", "long")]
-    return [*params, *(Argument(f"number_{i}", "float") for i in range(fused.numbers))]
+@dataclass(frozen=True, slots=True)
+class StagedStore(EpilogueStore):
+    """Epilogue through shared memory, for results of fragments.
+
+    A lane has two neighbouring results of a row, so that the stores of four lanes would fill half of a memory
+    transaction where elements have 16 bits or fewer. So a block stores its results in the shared memory of its
+    tiles, in rows of C, and threads move `move` neighbours each. Rows are a vector longer than C's, which puts the
+    eight rows that a warp writes at once into different banks.
+    """
+
+    @property
+    def move(self) -> int:
+        """Number of elements that a thread moves at once."""
+        return min(self.s.c.vector, VECTOR // BY_NAME[self.type].bytes)
+
+    @property
+    def step(self) -> int:
+        """Stride in elements between rows."""
+        return self.s.block.n + VECTOR // BY_NAME[self.type].bytes
+
+    def before(self) -> tuple[Stmt, ...]:
+        """Addresses, and registers for elements."""
+        return (*EpilogueStore.before(self), LetPtr("c_tile", Ptr("a_tile"), self.type))
+
+    def store_vector(self, at: Index) -> tuple[Stmt, ...]:
+        """Store of a few neighbouring columns of one row to shared memory."""
+        to = Ptr("c_tile", (var("row") - var("row_0")) * self.step + (var("column") - var("column_0")))
+        if self.vector == 1:
+            element = (*self.value(at, var("column"), const(0)), Move(to, Ptr("c_out")))
+            return (If(var("column").lt(var("n")), element),)
+        return (*self.values(at), Vector(to, Ptr("c_out"), self.vector * BY_NAME[self.type].bytes))
+
+    def after(self) -> tuple[Stmt, ...]:
+        """Transfer of the block's results to global memory."""
+        s, e = self.s, var("piece")
+        across = s.block.n // self.move
+        vectors = s.block.m * across
+        src = Ptr("c_tile", (var("row") - var("row_0")) * self.step + (var("column") - var("column_0")))
+        to = Ptr("c_item", var("row") * var("c_m") + var("column"))
+        j = var("j")
+        one = If((var("column") + j).lt(var("n")), (Move(to + j, src + j),))
+        inside = (var("column") + (self.move - 1)).lt(var("n"))
+        moved = If(
+            inside,
+            (Vector(to, src, self.move * BY_NAME[self.type].bytes),),
+            (unrolled("j", self.move, one),),
+        )
+        body: tuple[Stmt, ...] = (
+            Let("row", var("row_0") + e // across),
+            Let("column", var("column_0") + e % across * self.move),
+            If(var("row").lt(bottom(s)), (moved,)),
+        )
+        return (Barrier(), pieces("piece", vectors, s.threads, *body, unroll=1))
 
 
 def operands(isa: Isa, fused: Fused) -> list[Stmt]:

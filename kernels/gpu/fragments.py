@@ -22,7 +22,7 @@ from portmm.spec.layouts import VECTOR
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.gpu.mma_transfer import OperandTile
+    from portmm.kernels.gpu.mma_transfer import MmaTile
     from portmm.target.fragment import Fragment
 
 MATRIX_ROWS = 8
@@ -57,7 +57,7 @@ class WarpFragments:
         first: the warp's first row in the tile.
     """
 
-    side: OperandTile
+    side: MmaTile
     rows: int
     fragment: Fragment
     first: Index

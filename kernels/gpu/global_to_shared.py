@@ -24,7 +24,7 @@ from portmm.ir.nodes import If, Let, LetPtr, Move, Scratch
 from portmm.ir.thread_nodes import CopyAsync, Interleave, Shared, Vector
 from portmm.kernels.gpu import w4a16_transfer
 from portmm.kernels.gpu.loops import or_zeros, unrolled
-from portmm.spec.dtype import BY_NAME
+from portmm.kernels.gpu.product import OperandTile
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -37,41 +37,17 @@ LANES = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """Global-to-shared transfer of one operand.
+class Transfer(OperandTile):
+    """Tile of one operand, in units; vectors along rows are of four units, or one.
 
     Attributes:
-        name: "a" or "b".
-        memory: type of its elements in memory.
         storage: type in shared memory: "f32", or "s32" for units of four bytes.
-        along: "k" or "row", the contiguous axis in memory; "any" if there is none.
-        vector: elements moved at once; for units of four bytes, along rows, four or one.
-        rows: rows of the tile.
-        depth: units of k of the tile.
         kr: elements of a unit.
-        threads: threads of the block.
-        row_step: stride in elements between rows.
-        k_step: stride in elements along k.
-        first: the block's first row.
-        end: number of rows of the operand.
-        stages: tiles in shared memory.
         group: quantization group of int4 weights, in rows of k, 0 for all; -1 for other types.
     """
 
-    name: str
-    memory: str
     storage: str
-    along: str
-    vector: int
-    rows: int
-    depth: int
     kr: int
-    threads: int
-    row_step: Index
-    k_step: Index
-    first: Index
-    end: Index
-    stages: int
     group: int = -1
 
     @property
@@ -99,11 +75,6 @@ class Transfer:
         """Number of elements of a piece, rounded up to whole units."""
         return self.lines * self.units * self.kr
 
-    @property
-    def size(self) -> int:
-        """Number of words of one tile in shared memory."""
-        return self.rows * self.depth
-
     def shared(self) -> Shared:
         """Shared memory array of the tiles."""
         return Shared(f"{self.name}_tile", self.size * self.stages, self.storage)
@@ -112,8 +83,8 @@ class Transfer:
         """Registers for pieces in flight."""
         if self.group >= 0:
             return w4a16_transfer.registers(self.turns)
-        registers: list[Stmt] = [Scratch(f"{self.name}_next", self.turns * self.elements, self.memory)]
-        if self.lines > 1 and self.memory != self.storage:
+        registers: list[Stmt] = [Scratch(f"{self.name}_next", self.turns * self.elements, self.dtype)]
+        if self.lines > 1 and self.dtype != self.storage:
             registers.append(Scratch(f"{self.name}_wide", self.lines, self.storage))
         return tuple(registers)
 
@@ -155,7 +126,7 @@ class Transfer:
         at = row * self.row_step + var(f"{n}_at") * self.k_step
         return (
             Let(f"{n}_at", k + var(f"{n}_unit") * self.kr),
-            LetPtr(f"{n}_from", Ptr(f"{n}_item", at), self.memory, readonly=True),
+            LetPtr(f"{n}_from", Ptr(f"{n}_item", at), self.dtype, readonly=True),
         )
 
     def fetch(self, k: Index, end: Index) -> tuple[Stmt, ...]:
@@ -164,7 +135,7 @@ class Transfer:
             return self._each(
                 w4a16_transfer.fetch(minimum(self.first + var("b_row"), self.end - 1), self.group, k, end)
             )
-        n, size = self.name, BY_NAME[self.memory].bytes
+        n, size = self.name, self.bytes
         to, src, at = Ptr(f"{n}_next", var("turn") * self.elements), Ptr(f"{n}_from"), var(f"{n}_at")
         body: list[Stmt] = list(self._source(k))
         if self.along == "k" and self.vector >= self.kr:
@@ -205,7 +176,7 @@ class Transfer:
             words = Ptr(f"{n}_wide")
             body.append(Interleave(words, src))
             src = words
-        elif self.memory != self.storage:
+        elif self.dtype != self.storage:
             words, e = Ptr(f"{n}_wide"), var("e")
             body.append(unrolled("e", self.lines, Move(words + e, src + e)))
             src = words
@@ -216,7 +187,7 @@ class Transfer:
     @property
     def copies(self) -> int:
         """Number of bytes of an asynchronous copy, 0 where it is impossible: it cannot convert types."""
-        if self.memory != self.storage or self.kr > 1:
+        if self.dtype != self.storage or self.kr > 1:
             return 0
         return WORD * (self.vector if self.along == "row" else 1)
 

@@ -18,7 +18,7 @@ from portmm.kernels.gpu.loops import unrolled
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.gpu.mma_transfer import OperandTile
+    from portmm.kernels.gpu.mma_transfer import MmaTile
     from portmm.target.fragment import Fragment
 
 
@@ -33,7 +33,7 @@ class LaneFragments:
         first: the warp's first row in the tile.
     """
 
-    side: OperandTile
+    side: MmaTile
     rows: int
     fragment: Fragment
     first: Index

@@ -19,21 +19,20 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.ir.fragment_index import Registers, coordinate, lane_column, lane_row
-from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Mac, Scratch
 from portmm.ir.thread_nodes import Barrier, Clear, CopyCommit, CopyWait
-from portmm.kernels.gpu.epilogue_staging import StagedStore
-from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, StagedStore
 from portmm.kernels.gpu.fragments import WarpFragments, of
 from portmm.kernels.gpu.lane_fragments import LaneFragments
 from portmm.kernels.gpu.loops import unrolled
-from portmm.kernels.gpu.mma_transfer import OperandTile
-from portmm.kernels.gpu.simt import arguments, block_tile, blocks, slice_of_k
+from portmm.kernels.gpu.mma_transfer import MmaTile
+from portmm.kernels.gpu.product import Product, block_tile, blocks, bottom, slice_of_k
 from portmm.kernels.gpu.split_k_fixup import join
 from portmm.schedule.gpu_mma import shared_bytes, staging
 
 if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
@@ -44,29 +43,8 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Operands and fragments of one kernel.
-
-    Attributes:
-        s: its schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
-
-    def side(self, name: str) -> OperandTile:
-        """Tile of an operand of a block."""
-        s, of_a = self.s, name == "a"
-        along = "k" if s.along_k(0 if of_a else 1) else "row"
-        step = const(1) if along == "row" else var("a_m" if of_a else "b_n")
-        return OperandTile(
-            name, s.types[0 if of_a else 1], along, (s.a if of_a else s.b).vector, s.block.m if of_a else s.block.n,
-            s.block.k, s.threads, step, const(1) if along == "k" else var("a_k" if of_a else "b_k"),
-            var("row_0" if of_a else "column_0"), bottom(s) if of_a else var("n"), s.stages,
-        )  # fmt: skip
+class Work(Product):
+    """Fragments of one kernel."""
 
     def part(self, name: str) -> WarpFragments | LaneFragments:
         """Fragments of a warp's rows of an operand."""
@@ -74,7 +52,7 @@ class Work:
         left, right = of(self.atom.a_fragment), of(self.atom.b_fragment)
         fragment = left if of_a != self.s.atom.swap else right.transposed
         kind = WarpFragments if fragment.load else LaneFragments
-        return kind(self.side(name), warp.m if of_a else warp.n, fragment, var(f"{name}_first"))
+        return kind(self.tile(MmaTile, name), warp.m if of_a else warp.n, fragment, var(f"{name}_first"))
 
     @property
     def names(self) -> tuple[str, str]:
@@ -110,8 +88,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     ]
     body += _copied(work, a, b) if s.a.asynchronous else _fetched(work, a, b)
     body += [*join(s, blocks(s)), *stored(work)]
-    grid = (blocks(s), const(s.parallel.split))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
+    return work.kernel(body)
 
 
 def warps(s: Schedule, lanes: int) -> list[Stmt]:

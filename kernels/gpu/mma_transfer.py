@@ -1,6 +1,6 @@
 """Global-to-shared transfer of tiles of A and B for mma.
 
-Owns `OperandTile`, one operand of a block tile in shared memory: in *lines*, each of vectors of 16
+Owns `MmaTile`, one operand of a block tile in shared memory: in *lines*, each of vectors of 16
 bytes. Where memory is contiguous along k, a line is a row (of A, or a column of B); where it is contiguous
 along rows, a line is one k, and is transposed as fragments are loaded. Nothing is converted.
 
@@ -18,7 +18,7 @@ from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import Let, LetPtr, Scratch
 from portmm.ir.thread_nodes import CopyAsync, Shared, Vector
 from portmm.kernels.gpu.loops import or_zeros, pieces
-from portmm.spec.dtype import BY_NAME
+from portmm.kernels.gpu.product import OperandTile
 from portmm.spec.layouts import BANKS, VECTOR, swizzle, swizzled
 
 if TYPE_CHECKING:
@@ -30,41 +30,8 @@ PAIR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class OperandTile:
-    """Tile of one operand of a block, in shared memory.
-
-    Attributes:
-        name: "a" or "b".
-        dtype: type of its elements, in memory and in fragments.
-        along: "k" or "row", the contiguous axis in memory.
-        vector: elements that a thread moves at once.
-        rows: rows of the tile.
-        depth: elements of k of the tile.
-        threads: threads that move it.
-        row_step: stride in elements between rows.
-        k_step: stride in elements along k.
-        first: the block's first row.
-        end: number of rows of the operand.
-        stages: tiles in shared memory.
-    """
-
-    name: str
-    dtype: str
-    along: str
-    vector: int
-    rows: int
-    depth: int
-    threads: int
-    row_step: Index
-    k_step: Index
-    first: Index
-    end: Index
-    stages: int
-
-    @property
-    def bytes(self) -> int:
-        """Number of bytes of an element."""
-        return BY_NAME[self.dtype].bytes
+class MmaTile(OperandTile):
+    """Tile of one operand, in lines of vectors of 16 bytes."""
 
     @property
     def lines(self) -> int:
@@ -80,11 +47,6 @@ class OperandTile:
     def per_vector(self) -> int:
         """Number of elements of a vector of 16 bytes."""
         return VECTOR // self.bytes
-
-    @property
-    def size(self) -> int:
-        """Number of elements of one tile in shared memory."""
-        return self.lines * self.width
 
     def shared(self) -> Shared:
         """Shared memory array of the tiles."""

@@ -11,16 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import Argument
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, LetPtr
 from portmm.ir.thread_nodes import Barrier, Vector
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST
 from portmm.kernels.gpu.attention_scores import TOTAL, Scores
 from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.parameters import integers, longs, read
 from portmm.spec.epilogue import acc
 
 if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import Argument
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
@@ -152,9 +153,7 @@ def joined(form: Form, t: AttentionTiles, isa: Isa, atom: Atom) -> tuple[tuple[A
             ),
         ),
     ]  # fmt: skip
-    params = [Argument(x, "int") for x in ("m", "heads", "runs")]
-    params += [Argument("work", "pointer", "f32", readonly=True, alone=True)]
-    params += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
+    params = [*integers("m", "heads", "runs"), read("work", "f32"), *longs("all_rows", "mosts_at", "sums_at")]
     if form.lse:
         at.names = names
         kept = (*at.compute([logarithm], const(0), ""), s.keep(at.names[logarithm], Ptr("lse", row)))

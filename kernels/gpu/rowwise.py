@@ -18,14 +18,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import Argument, GridKernel
+from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import For, If, Let, Scratch, Verb
 from portmm.ir.thread_nodes import WHOLE, Barrier, Exchange, Shared, Vector
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.cpu.rowwise import Passes, inside
-from portmm.kernels.gpu.epilogue_store import fused_arguments, operands
+from portmm.kernels.gpu import parameters
+from portmm.kernels.gpu.epilogue_store import operands
 from portmm.kernels.gpu.loops import unrolled
 from portmm.schedule.gpu_rows import RowTiles
 from portmm.spec.dtype import BY_NAME
@@ -50,7 +51,7 @@ def build(isa: Isa, real: Atom, fused: Fused, s: Schedule) -> GridKernel:
     """Kernel that computes expressions over all rows; if columns are in registers, over rows of at most so many."""
     form = RowTiles(s)
     row = _Row(isa, real, fused, form, spread=not fused.reductions and form.cells > 0)
-    params = (*(Argument(x, "int") for x in ("m", "n", "batch")), *fused_arguments(str(fused)))
+    params = (*parameters.integers("m", "n", "batch"), *parameters.of_fused(str(fused)))
     blocks = ceil_div(var("m") * var("batch"), row.side) * row.slices
     body = (*row.place(), *row.statements())
     return GridKernel("portmm_rows", isa, real, params, form.threads, (blocks, const(1)), body)

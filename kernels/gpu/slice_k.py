@@ -10,32 +10,21 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
 from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.product import Product
 from portmm.schedule import gpu_gemv
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.atom import Atom
-    from portmm.target.isa import Isa
 
 ONE_ROUND = 8
 """Maximum number of threads with the same columns whose sums are added in one round."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Sizes and addresses of one kernel.
-
-    Attributes:
-        s: its schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
+class Work(Product):
+    """Sizes and addresses of one kernel."""
 
     @property
     def along_k(self) -> bool:

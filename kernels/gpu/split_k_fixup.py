@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import Argument
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Move
 from portmm.ir.thread_nodes import Clear, Do, Get, Leave, Shared
@@ -23,12 +22,6 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-
-
-def fixup_params(s: Schedule) -> list[Argument]:
-    """Parameters for the sums of slices, and for the counters of tiles, which are zeros."""
-    acc = accumulator(*s.types[:2])
-    return [Argument("work", "pointer", acc), Argument("counters", "pointer", "s32")] if s.parallel.fixup else []
 
 
 def ticket(s: Schedule) -> list[Stmt]:

@@ -9,11 +9,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import Argument, GridKernel
+from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, var
 from portmm.ir.nodes import Add, For, If, Let, Move, Scratch
+from portmm.kernels.gpu import parameters
 from portmm.kernels.gpu.epilogue_store import element, operands
-from portmm.kernels.gpu.simt import results
 from portmm.spec.epilogue import parse
 
 if TYPE_CHECKING:
@@ -51,8 +51,8 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
         If(column.lt(var("n")), tuple(total)),
     )
     params = (
-        *(Argument(x, "int") for x in ("m", "n", "batch")), Argument("work_batch", "long"),
-        Argument("work", "pointer", atom.acc, readonly=True, alone=True), *results(s, c),
+        *parameters.integers("m", "n", "batch"), *parameters.longs("work_batch"), parameters.read("work", atom.acc),
+        *parameters.of_results(s),
     )  # fmt: skip
     grid = (var("batch") * var("m") * each, const(1))
     name = str(replace(s.name(atom), op="slices"))

@@ -23,23 +23,23 @@ lanes store pairs. Sums of rows: a fragment of A by ones gives two halves of eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
 from portmm.ir.fragment_index import in_column, in_row
-from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, var
 from portmm.ir.nodes import Add, For, If, Let, Mac, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Shared, Vector
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
-from portmm.kernels.gpu.simt import arguments, block_tile, slice_of_k
+from portmm.kernels.gpu.product import Product, block_tile, slice_of_k
 from portmm.kernels.gpu.w4a16_tiles import LANES, Scales, Tile, reversed_bits
 from portmm.spec.dtype import CODES_KR
 
 if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
@@ -57,18 +57,8 @@ PER_ROUND = LANES * CODES_KR
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Tiles of one kernel.
-
-    Attributes:
-        s: its schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
+class Work(Product):
+    """Tiles of one kernel."""
 
     @property
     def columns(self) -> int:
@@ -103,16 +93,13 @@ class Work:
     @property
     def a(self) -> Tile:
         """Tile of A."""
-        s = self.s
-        ends = (var("a_m"), var("row_0"), var("m"))
-        return Tile("a", s.types[0], s.block.m, s.block.k, s.a.vector, s.threads, *ends, 1, self.lane_words, s.stages)
+        return self.tile(Tile, "a", 1, self.lane_words)
 
     @property
     def b(self) -> Tile:
         """Tile of the words of B."""
-        s, words = self.s, self.s.block.k // CODES_KR
-        ends = (var("words"), var("column_0"), var("n"))
-        return Tile("b", "s32", s.block.n, words, LANES, s.threads, *ends, PAIR, 0, s.stages)
+        words = self.tile(Tile, "b", PAIR, 0)
+        return replace(words, dtype="s32", vector=LANES, depth=words.depth // CODES_KR, row_step=var("words"))
 
     def scales(self, name: str) -> Scales:
         """Tile of the scales, or of the offsets."""
@@ -141,10 +128,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     ]
     body += _loop(work)
     body += _slice_reduction(work, sums) if slice_warps(s) > 1 else _stored(work)
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.parallel.split))
-    return GridKernel(
-        str(s.name(atom)), isa, atom, arguments(s, sums=s.parallel.split > 1), s.threads, grid, tuple(body)
-    )
+    return work.kernel(body)
 
 
 def slice_warps(s: Schedule) -> int:

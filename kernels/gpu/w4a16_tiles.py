@@ -21,7 +21,7 @@ from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import Let, LetPtr
 from portmm.ir.thread_nodes import CopyAsync, Shared
 from portmm.kernels.gpu.loops import pieces
-from portmm.spec.dtype import BY_NAME
+from portmm.kernels.gpu.product import OperandTile
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -40,51 +40,26 @@ def reversed_bits(x: Index) -> Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """Tile of one operand of a block's step.
+class Tile(OperandTile):
+    """Tile of one operand, in vectors of 16 bytes along k; of int4 values, the elements are words.
 
     Attributes:
-        name: "a" or "b".
-        dtype: type of its elements; words for int4 values.
-        lines: rows of A, or columns of B.
-        width: elements of a line.
-        vector: elements that a thread copies at once.
-        threads: threads that copy it.
-        step: stride in elements between lines in memory.
-        first: the block's first line.
-        end: number of lines of the operand.
-        together: lines that are in consecutive banks, for one g.
+        together: rows that are in consecutive banks, for one g.
         lane_vectors: vectors of a lane that are neighbours in memory; 0 where they stay neighbours in shared memory.
-        stages: number of tiles.
     """
 
-    name: str
-    dtype: str
-    lines: int
-    width: int
-    vector: int
-    threads: int
-    step: Index
-    first: Index
-    end: Index
     together: int
     lane_vectors: int
-    stages: int
 
     @property
     def per_vector(self) -> int:
         """Number of elements of a vector of 16 bytes."""
-        return VECTOR // BY_NAME[self.dtype].bytes
+        return VECTOR // self.bytes
 
     @property
     def line_vectors(self) -> int:
         """Number of vectors of a line."""
-        return self.width // self.per_vector
-
-    @property
-    def size(self) -> int:
-        """Number of elements of one tile."""
-        return self.lines * self.width
+        return self.depth // self.per_vector
 
     def shared(self) -> Shared:
         """Shared memory array of the tiles."""
@@ -103,20 +78,20 @@ class Tile:
 
     def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
         """Asynchronous copies of this thread's vectors of the tile at element k of lines, zeros from `end` on."""
-        n, across = self.name, self.width // self.vector
+        n, across = self.name, self.depth // self.vector
         count = self.size // self.vector
         e, line, column = var(f"{n}_vector"), var(f"{n}_line"), var(f"{n}_column")
         swizzle = reversed_bits(line // self.together % 8)
         within = column % self.per_vector if self.vector < self.per_vector else const(0)
         at = self.at(line, self.place(column // self.per_vector), swizzle) + within
-        src = Ptr(f"{n}_item", minimum(self.first + line, self.end - 1) * self.step + (k + column))
+        src = Ptr(f"{n}_item", minimum(self.first + line, self.end - 1) * self.row_step + (k + column))
         copied: tuple[Stmt, ...] = (
             Let(f"{n}_line", e // across),
             Let(f"{n}_column", e % across * self.vector),
             LetPtr(f"{n}_from", src, self.dtype, readonly=True),
             CopyAsync(
                 Ptr(f"{n}_tile", stage * self.size + at), Ptr(f"{n}_from"),
-                self.vector * BY_NAME[self.dtype].bytes, (k + column).lt(end),
+                self.vector * self.bytes, (k + column).lt(end),
             ),
         )  # fmt: skip
         return (pieces(f"{n}_vector", count, self.threads, *copied),)

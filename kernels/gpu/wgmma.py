@@ -31,14 +31,14 @@ from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Add, For, If, Let, Scratch
 from portmm.ir.thread_nodes import Barrier, Clear, Do, Get, Shared
+from portmm.kernels.gpu import parameters
 from portmm.kernels.gpu.loops import unrolled
-from portmm.kernels.gpu.simt import blocks, depth, of_groups, raster, results
-from portmm.kernels.gpu.split_k_fixup import fixup_params, join_groups, ticket
-from portmm.kernels.gpu.tma_transfer import Operand
+from portmm.kernels.gpu.product import Product, blocks, depth, of_groups, raster
+from portmm.kernels.gpu.split_k_fixup import join_groups, ticket
+from portmm.kernels.gpu.tma_transfer import TmaTile
 from portmm.kernels.gpu.wgmma_store import WgmmaEpilogue
 from portmm.schedule.gpu_wgmma import STRIP, budgets, columns, promoted, strips
 from portmm.schedule.schedule import WARPGROUP
-from portmm.spec.dtype import accumulator
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -52,35 +52,16 @@ ALL_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Operands and epilogue of one kernel.
-
-    Attributes:
-        s: its schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
-
-    def operand(self, name: str) -> Operand:
-        """Tile of an operand of a block."""
-        s, of_a = self.s, name == "a"
-        along = "k" if s.along_k(0 if of_a else 1) else "row"
-        return Operand(
-            name, s.types[0 if of_a else 1], along, s.block.m if of_a else s.block.n, s.block.k, s.stages,
-            var("row_0" if of_a else "column_0"), "m" if of_a else "n", 1 if of_a else s.parallel.cluster,
-        )  # fmt: skip
+class Work(Product):
+    """Operands and epilogue of one kernel."""
 
     @property
-    def operands(self) -> tuple[Operand, Operand]:
+    def operands(self) -> tuple[TmaTile, TmaTile]:
         """Tiles of A and B."""
-        return self.operand("a"), self.operand("b")
+        return self.tile(TmaTile, "a"), self.tile(TmaTile, "b", self.s.parallel.cluster)
 
     @property
-    def sides(self) -> tuple[Operand, Operand]:
+    def sides(self) -> tuple[TmaTile, TmaTile]:
         """Left and right operand of the atom."""
         a, b = self.operands
         return (b, a) if self.s.atom.swap else (a, b)
@@ -120,18 +101,16 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
 
 def _arguments(work: Work) -> tuple[Argument, ...]:
     s = work.s
-    params = [Argument(x, "int") for x in ("m", "n", "k", "batch")]
-    params += [Argument("ends", "pointer", "s32", readonly=True, alone=True)] if s.parallel.grouped else []
+    params = parameters.integers("m", "n", "k", "batch")
+    params += [parameters.read("ends", "s32")] if s.parallel.grouped else []
     for x in work.operands:
         params += x.arguments()
-    params += fixup_params(s)
     if s.slices:
-        sums = Argument("work", "pointer", accumulator(*s.types[:2]))
-        return (*params, sums, Argument("c_m", "long"), Argument("c_batch", "long"))
-    outputs = results(s, s.types[2])
+        return (*params, *parameters.sums(s))
+    outputs = parameters.of_results(s)
     if work.epilogue.staged:
-        outputs = (work.epilogue.argument(), *(x for x in outputs if x.name not in ("c", "c_m", "c_batch")))
-    return (*params, *outputs)
+        outputs = [work.epilogue.argument(), *(x for x in outputs if x.name not in ("c", "c_m", "c_batch"))]
+    return (*params, *parameters.of_fixup(s), *outputs)
 
 
 def _grid(s: Schedule) -> tuple[Index, Index]:

@@ -16,9 +16,10 @@ from portmm.ir.grid_kernel import Argument, MapOf
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import If, Let, Scratch
 from portmm.ir.thread_nodes import Do, Shared
-from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom, element, operands
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, element, operands
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.product import Product, bottom
 from portmm.schedule.gpu_wgmma import BUFFERS, STRIP, SWIZZLED, columns, panel, staged, strips
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME
@@ -28,10 +29,7 @@ from portmm.spec.layouts import swizzled
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
-    from portmm.target.atom import Atom
-    from portmm.target.isa import Isa
 
 PAIR, SIDE = 2, 8
 """Neighbouring columns of a lane, and rows and columns of an 8 x 8 matrix."""
@@ -42,18 +40,8 @@ FIRST_BARRIER = 1
 
 
 @dataclass(frozen=True, slots=True)
-class WgmmaEpilogue:
-    """Epilogue of a warpgroup's sums.
-
-    Attributes:
-        s: the schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
+class WgmmaEpilogue(Product):
+    """Epilogue of a warpgroup's sums."""
 
     @property
     def staged(self) -> bool:
