@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused
+    from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -62,20 +63,35 @@ def group_function(isa: Isa, real: Atom, fused: Fused) -> Function:
 
 def _down(at: Elements, j: Index, few: str) -> tuple[Stmt, ...]:
     """Statements for one vector of columns: a loop over rows, then the results."""
-    reductions = [x for x in at.fused.steps if x.op == "fold"]
+    return (*reduced(at, j, few, const(0), var("m")), *results(at, j, few))
+
+
+def results(at: Elements, j: Index, few: str) -> tuple[Stmt, ...]:
+    """Statements that compute and store the results of the vector of columns at j from its reductions."""
+    stmts = at.compute([x for _, x in at.fused.results], j, few)
+    return (*stmts, *(s for i, x in at.fused.results for s in at.store(x, i, j, few)))
+
+
+def reduced(at: Elements, j: Index, few: str, begin: Index, end: Index) -> tuple[Stmt, ...]:
+    """Statements that reduce rows `begin` to `end` of the vector of columns at j to registers."""
+    reductions = at.fused.column_reductions
     values = [x.args[1] for x in reductions]
     at.names = {}
-    stmts = list(at.once(values, "bn", j, few))
+    stmts = [*at.once(values, "bn", j, few), *(start(at, i, x) for i, x in enumerate(reductions))]
     fixed = dict(at.names)
-    for i, x in enumerate(reductions):
-        stmts.append(Map("literal", f"all{i}", (REDUCTIONS[x.args[0]],), "f32", "f32", at.real.name))
     rows = list(at.compute(values, j, few))
     for i, x in enumerate(reductions):
         register, before = at.value(x.args[1])
-        rows += [*before, Map(x.args[0], f"all{i}", (f"all{i}", register), "f32", "f32", at.real.name)]
-    stmts.append(For("i", const(0), var("m"), const(1), tuple(rows)))
+        rows += [*before, combined(at, i, x, register)]
     at.names = fixed | {x: f"all{i}" for i, x in enumerate(reductions)}
-    stmts += at.compute([x for _, x in at.fused.results], j, few)
-    for i, x in at.fused.results:
-        stmts += at.store(x, i, j, few)
-    return tuple(stmts)
+    return (*stmts, For("i", begin, end, const(1), tuple(rows)))
+
+
+def start(at: Elements, i: int, x: Expr) -> Stmt:
+    """Initial value of the i-th reduction, in its register."""
+    return Map("literal", f"all{i}", (REDUCTIONS[x.args[0]],), "f32", "f32", at.real.name)
+
+
+def combined(at: Elements, i: int, x: Expr, register: str) -> Stmt:
+    """Combination of the i-th reduction with a value in a register."""
+    return Map(x.args[0], f"all{i}", (f"all{i}", register), "f32", "f32", at.real.name)

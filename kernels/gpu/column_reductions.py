@@ -14,18 +14,16 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
-from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import For, If, Let, Verb
+from portmm.kernels.cpu.column_reductions import combined, reduced, results, start
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.gpu import parameters
 from portmm.kernels.gpu.epilogue_store import operands
-from portmm.spec.epilogue import REDUCTIONS
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused
-    from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -33,9 +31,10 @@ if TYPE_CHECKING:
 def build(isa: Isa, real: Atom, fused: Fused, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
     """Kernel that reduces all columns, or the two that do where columns are `sliced`."""
     at = Elements(isa, real, fused, inner=var("i"), row=var("i"))
-    down = _down(at, const(0), var("m"))
+    column = var("column")
+    down = reduced(at, column, "", const(0), var("m"))
     if not sliced:
-        return (_kernel("portmm_columns", at, threads, (*down, *_results(at)), const(1)),)
+        return (_kernel("portmm_columns", at, threads, (*down, *results(at, column, "")), const(1)),)
     each = ceil_div(var("m"), var("slices"))
     share = (
         Let("first", minimum(var("m"), var("slice") * each)),
@@ -46,15 +45,15 @@ def build(isa: Isa, real: Atom, fused: Fused, threads: int, *, sliced: bool) -> 
         Verb("store", f"all{i}", p=_partial(i, len(reductions), var("slice")), of=real.name)
         for i in range(len(reductions))
     )
-    parts = (*share, *_down(at, var("first"), var("last")), *leave)
-    whole: list[Stmt] = [_start(at, i, x) for i, x in enumerate(reductions)]
+    parts = (*share, *reduced(at, column, "", var("first"), var("last")), *leave)
+    whole: list[Stmt] = [start(at, i, x) for i, x in enumerate(reductions)]
     for i, x in enumerate(reductions):
         other = Verb("load_c", "other", p=_partial(i, len(reductions), var("s")), of=real.name)
-        whole.append(For("s", const(0), var("slices"), const(1), (other, _taken(at, i, x, "other"))))
+        whole.append(For("s", const(0), var("slices"), const(1), (other, combined(at, i, x, "other"))))
     at.names = {x: f"all{i}" for i, x in enumerate(reductions)}
     return (
         _kernel("portmm_columns", at, threads, parts, var("slices"), sliced=True),
-        _kernel("portmm_columns_whole", at, threads, (*whole, *_results(at)), const(1), sliced=True),
+        _kernel("portmm_columns_whole", at, threads, (*whole, *results(at, column, "")), const(1), sliced=True),
     )
 
 
@@ -78,33 +77,3 @@ def _kernel(
 def _partial(number: int, count: int, part: Index) -> Ptr:
     """Address of the partial result of a slice of a column."""
     return Ptr("work", ((part * var("batch") + var("item")) * count + number) * var("n") + var("column"))
-
-
-def _start(at: Elements, i: int, x: Expr) -> Stmt:
-    return Map("literal", f"all{i}", (REDUCTIONS[x.args[0]],), "f32", "f32", at.real.name)
-
-
-def _taken(at: Elements, i: int, x: Expr, register: str) -> Stmt:
-    return Map(x.args[0], f"all{i}", (f"all{i}", register), "f32", "f32", at.real.name)
-
-
-def _down(at: Elements, begin: Index, end: Index) -> tuple[Stmt, ...]:
-    """Statements that reduce the rows of a column into registers."""
-    reductions, column = at.fused.column_reductions, var("column")
-    values = [x.args[1] for x in reductions]
-    at.names = {}
-    stmts = [*at.once(values, "bn", column), *(_start(at, i, x) for i, x in enumerate(reductions))]
-    fixed = dict(at.names)
-    rows = list(at.compute(values, column, ""))
-    for i, x in enumerate(reductions):
-        register, before = at.value(x.args[1])
-        rows += [*before, _taken(at, i, x, register)]
-    at.names = fixed | {x: f"all{i}" for i, x in enumerate(reductions)}
-    return (*stmts, For("i", begin, end, const(1), tuple(rows)))
-
-
-def _results(at: Elements) -> tuple[Stmt, ...]:
-    """Statements that compute and store the results of columns."""
-    column = var("column")
-    stmts = list(at.compute([x for _, x in at.fused.results], column, ""))
-    return (*stmts, *(s for i, x in at.fused.results for s in at.store(x, i, column, "")))
