@@ -177,14 +177,23 @@ class StagedStore(EpilogueStore):
 
 def operands(isa: Isa, fused: Fused) -> list[Stmt]:
     """Addresses of the operands of this item, the numbers of a call, and registers for elements."""
-    at = _elements(isa, fused)
-    stmts: list[Stmt] = list(at.scratch())
-    stmts += [Scratch("numbers", fused.numbers, "f32")] if fused.numbers else []
-    stmts += [Verb("store", f"number_{i}", p=Ptr("numbers", const(i)), of=at.real.name) for i in range(fused.numbers)]
-    written = dict(fused.results)
+    return [*numbers(_elements(isa, fused)), *addresses(fused)]
+
+
+def numbers(at: Elements) -> list[Stmt]:
+    """Registers for elements, and for the numbers of a call."""
+    count, real = at.fused.numbers, at.real.name
+    stores = [Verb("store", f"number_{i}", p=Ptr("numbers", const(i)), of=real) for i in range(count)]
+    return [*at.scratch(), *([Scratch("numbers", count, "f32")] if count else []), *stores]
+
+
+def addresses(fused: Fused) -> list[Stmt]:
+    """Addresses of the operands of this item, and of this head."""
+    stmts: list[Stmt] = []
     for i, x in enumerate(fused.operands):
-        item = var("item") * var(f"x{i}_b") if "b" in x.axes else const(0)
-        stmts.append(LetPtr(f"x{i}", Ptr(f"x{i}_all", item), x.dtype, readonly=i not in written))
+        at = var("item") * var(f"x{i}_b") if "b" in x.axes else const(0)
+        at += var("head") * var(f"x{i}_h") if "h" in x.axes else const(0)
+        stmts.append(LetPtr(f"x{i}", Ptr(f"x{i}_all", at), x.dtype, readonly=i not in dict(fused.results)))
     return stmts
 
 

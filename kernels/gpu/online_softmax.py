@@ -11,14 +11,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr, const, minimum, var
+from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, LetPtr
 from portmm.ir.thread_nodes import Barrier, Vector
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST
 from portmm.kernels.gpu.attention_scores import TOTAL, Scores
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.parameters import integers, longs, read
-from portmm.spec.epilogue import acc
 
 if TYPE_CHECKING:
     from portmm.ir.grid_kernel import Argument
@@ -26,7 +25,6 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_attention import AttentionTiles, Tiling
-    from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -43,32 +41,10 @@ class Softmax(Scores):
 
     def statements(self) -> tuple[Stmt, ...]:
         """Statements that turn the scores of a tile into weights, and rescale earlier sums."""
-        names = dict(self.at.names)
-        plain, bounded = self.scored(self.score, names, edge=False), self.scored(self.bounded, names, edge=True)
-        return (If(self.edge, (bounded,), (plain,)), Barrier(), self.weights())
-
-    def scored(self, value: Expr, names: dict[Expr, str], *, edge: bool) -> Stmt:
-        """Loop over this thread's rows: scores, and the maximum of each row."""
-        t, at, i, j = self.t, self.at, var("i"), var("j")
-        row = minimum(var("row_0") + var("down") + i * t.down, var("last"))
-        lets: tuple[Stmt, ...] = (Let("query", row),)
-        if t.runs:
-            head = var("other") * var("group") + var("row") // var("m")
-            lets = (Let("row", row), Let("query", var("row") % var("m")), Let("head", head), *self.operands())
-        at.names = dict(names)
-        fixed = at.once([value], "bhmpwe")
-        key, here = var("key") + var("across") + j * t.across, Ptr("s", i * t.columns + j)
-        column = minimum(var("at_key"), var("end") - 1) if edge else var("at_key")
-        at.names[acc()] = at.name(acc())
-        score = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
-        register, before = at.value(value)
-        score += [*before, self.keep(register, here), self.map("greater", "big", register, "big")]
-        return unrolled(
-            "i", t.rows, *lets, *fixed,
-            self.map("literal", "big", LOWEST),
-            unrolled("j", t.columns, Let("at_key", key), Let("column", column), *score),
-            self.keep("big", self.part(var("across"))),
-        )  # fmt: skip
+        t, i, j = self.t, var("i"), var("j")
+        row, key = var("down") + i * t.down, var("key") + var("across") + j * t.across
+        scores = self.scored(row, key, Ptr("s", i * t.columns + j), self.part(var("across")), (("j", t.columns),))
+        return (scores, Barrier(), self.weights())
 
     def part(self, which: Index) -> Ptr:
         """Address of the partial result of one of the threads of row i."""
@@ -98,7 +74,7 @@ class Softmax(Scores):
         return unrolled(
             "i", t.rows, *first,
             self.map("mul", "sum", "sum", by), unrolled("j", t.columns, *one), self.keep("sum", Ptr("sums", i)),
-            unrolled("c", t.sums, self.get("x", here), self.map("mul", "x", "x", by), self.keep("x", here)),
+            unrolled("c", t.sums, *self.rescaled(here, by)),
         )  # fmt: skip
 
     def ends(self) -> tuple[Stmt, ...]:
