@@ -8,6 +8,9 @@ rows, whichever are contiguous in memory; else one unit.
 Past the last row, rows are read again: their results are not stored. Past the last k, zeros
 are stored, for both operands, so a NaN in memory does not spread.
 
+Of int4 weights it moves a word, eight values of one column, with the scale and the offset of their group, and stores
+floats.
+
 Bank conflicts. Where memory is contiguous along k, the threads of a warp that store one piece's u-th
 unit differ in row and in k; all banks repeat after 32 words, so row r of unit u
 is stored at r xor s(u), where s moves as many rows as there are in a warp per k to the next
@@ -20,11 +23,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import If, Let, LetPtr, Move, Scratch
-from portmm.ir.thread_nodes import CopyAsync, Interleave, Shared, Vector
-from portmm.kernels.gpu import w4a16_transfer
+from portmm.ir.nodes import If, Let, LetPtr, Mac, Move, Scratch
+from portmm.ir.thread_nodes import Codes, CopyAsync, Interleave, Shared, Vector
 from portmm.kernels.gpu.loops import or_zeros, unrolled
 from portmm.kernels.gpu.product import OperandTile
+from portmm.spec.dtype import CODES_KR
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -34,6 +37,8 @@ BANKS = 32
 WORD = 4
 LANES = 4
 """Maximum number of words that a thread reads from shared memory at once."""
+
+_SCALES = {"scale": "scales", "offset": "offsets"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +87,7 @@ class Transfer(OperandTile):
     def registers(self) -> tuple[Stmt, ...]:
         """Registers for pieces in flight."""
         if self.group >= 0:
-            return w4a16_transfer.registers(self.turns)
+            return _int4_registers(self.turns)
         registers: list[Stmt] = [Scratch(f"{self.name}_next", self.turns * self.elements, self.dtype)]
         if self.lines > 1 and self.dtype != self.storage:
             registers.append(Scratch(f"{self.name}_wide", self.lines, self.storage))
@@ -132,9 +137,7 @@ class Transfer(OperandTile):
     def fetch(self, k: Index, end: Index) -> tuple[Stmt, ...]:
         """Loads of this thread's pieces of the tile at k to registers, zeros from `end` on."""
         if self.group >= 0:
-            return self._each(
-                w4a16_transfer.fetch(minimum(self.first + var("b_row"), self.end - 1), self.group, k, end)
-            )
+            return self._each(_fetch_int4(minimum(self.first + var("b_row"), self.end - 1), self.group, k, end))
         n, size = self.name, self.bytes
         to, src, at = Ptr(f"{n}_next", var("turn") * self.elements), Ptr(f"{n}_from"), var(f"{n}_at")
         body: list[Stmt] = list(self._source(k))
@@ -153,7 +156,7 @@ class Transfer(OperandTile):
         row, unit = var(f"{n}_row"), var(f"{n}_unit")
         tile = Ptr(f"{n}_tile", stage * self.size)
         if self.group >= 0:
-            return self._each(w4a16_transfer.put(tile + (unit * self.rows + (row ^ self.swizzle(unit))), self.rows))
+            return self._each(_put_int4(tile + (unit * self.rows + (row ^ self.swizzle(unit))), self.rows))
         next_ = Ptr(f"{n}_next", var("turn") * self.elements)
         body: list[Stmt] = []
         if self.kr > 1:
@@ -201,3 +204,27 @@ class Transfer(OperandTile):
             where = (unit + u) * self.rows + (row ^ self.swizzle(unit))
             body.append(CopyAsync(tile + where, src + const(u) * self.k_step, self.copies, (at + u).lt(end)))
         return self._each(tuple(body))
+
+
+def _int4_registers(turns: int) -> tuple[Stmt, ...]:
+    """Registers for words and scales in flight."""
+    scales = (Scratch(name, turns, "f32") for name in _SCALES)
+    return (Scratch("b_next", turns, "s32"), *scales, Scratch("code", CODES_KR, "f32"), Scratch("number", 1, "f32"))
+
+
+def _fetch_int4(column: Index, group: int, k: Index, end: Index) -> tuple[Stmt, ...]:
+    """Load of a word of the tile at k, zeros from `end` on; `group` rows share a scale, or all if it is 0."""
+    turn, at = var("turn"), var("b_at")
+    number = at // group if group else const(0)
+    word = Move(Ptr("b_next", turn), Ptr("b_item", var("b_column") * var("words") + at // CODES_KR))
+    scales = [Move(Ptr(to, turn), Ptr(src, var("b_column") * var("groups") + number)) for to, src in _SCALES.items()]
+    zeros = tuple(Move(Ptr(to, turn), None) for to in ("b_next", *_SCALES))
+    return (Let("b_at", k + var("b_unit")), Let("b_column", column), If(at.lt(end), (word, *scales), zeros))
+
+
+def _put_int4(to: Ptr, rows: int) -> tuple[Stmt, ...]:
+    """Stores of the eight weights of a word, `rows` words apart."""
+    turn, e, number = var("turn"), var("e"), Ptr("number")
+    weight = (Move(number, Ptr("offset", turn)), Mac(number, Ptr("scale", turn), Ptr("code", e)))
+    each = (*weight, Move(to + e * rows, number))
+    return (Codes(Ptr("code"), Ptr("b_next", turn)), unrolled("e", CODES_KR, *each))

@@ -21,14 +21,13 @@ from typing import TYPE_CHECKING
 from portmm.ir.fragment_index import Registers, coordinate, lane_column, lane_row
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Mac, Scratch
-from portmm.ir.thread_nodes import Barrier, Clear, CopyCommit, CopyWait
+from portmm.ir.thread_nodes import Barrier, Clear, CopyWait
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, StagedStore
-from portmm.kernels.gpu.fragments import WarpFragments, of
-from portmm.kernels.gpu.lane_fragments import LaneFragments
-from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.fragments import LaneFragments, WarpFragments, of
+from portmm.kernels.gpu.loops import Pipeline, unrolled
 from portmm.kernels.gpu.mma_transfer import MmaTile
 from portmm.kernels.gpu.product import Product, block_tile, blocks, bottom, slice_of_k
-from portmm.kernels.gpu.split_k_fixup import join
+from portmm.kernels.gpu.split_k_fixup import fixup
 from portmm.schedule.gpu_mma import shared_bytes, staging
 
 if TYPE_CHECKING:
@@ -39,14 +38,12 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
-    Part = WarpFragments | LaneFragments
-
 
 @dataclass(frozen=True, slots=True)
 class Work(Product):
     """Fragments of one kernel."""
 
-    def part(self, name: str) -> WarpFragments | LaneFragments:
+    def part(self, name: str) -> LaneFragments:
         """Fragments of a warp's rows of an operand."""
         warp, of_a = self.s.tiles[1], name == "a"
         left, right = of(self.atom.a_fragment), of(self.atom.b_fragment)
@@ -87,7 +84,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
         Clear("acc", sums),
     ]
     body += _copied(work, a, b) if s.a.asynchronous else _fetched(work, a, b)
-    body += [*join(s, blocks(s)), *stored(work)]
+    body += fixup(s, blocks(s), tuple(stored(work)))
     return work.kernel(body)
 
 
@@ -112,22 +109,19 @@ def multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
     return (unrolled("i", left.fragments, unrolled("j", right.fragments, mac)),)
 
 
-def load(a: Part, b: Part, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
+def load(a: LaneFragments, b: LaneFragments, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
     """Loads of the fragments of a step of k of a stage."""
     return tuple(s for p in (a, b) for s in p.load(Ptr(f"{p.side.name}_part", at * p.count), stage * p.side.size, step))
 
 
-def _copied(work: Work, a: Part, b: Part) -> list[Stmt]:
+def _copied(work: Work, a: LaneFragments, b: LaneFragments) -> list[Stmt]:
     """Main loop with asynchronous copies, and fragments that are loaded one step ahead."""
-    s, step = work.s, var("step")
-    steps, stages = s.block.k // work.atom.k, s.stages
+    step, stages, end = var("step"), work.s.stages, var("k_end")
+    steps, pipeline = work.s.block.k // work.atom.k, Pipeline(work.s.block.k, stages)
 
-    def begin(at: Index) -> tuple[Stmt, ...]:
-        k, stage = var("k_0") + at * s.block.k, at % stages
-        copies = (*a.side.copy(k, var("k_end"), stage), *b.side.copy(k, var("k_end"), stage))
-        return (If(at.lt(var("steps")), copies), CopyCommit())
+    def copies(k: Index, stage: Index) -> tuple[Stmt, ...]:
+        return (*a.side.copy(k, end, stage), *b.side.copy(k, end, stage))
 
-    ahead = [x for i in range(stages - 1) for x in begin(const(i))]
     first = load(a, b, const(0), const(0), const(0))
     inner: list[Stmt] = []
     for i in range(steps):
@@ -138,33 +132,21 @@ def _copied(work: Work, a: Part, b: Part) -> list[Stmt]:
             # All warps have loaded this stage, and the copies of the next one have landed.
             inner += [CopyWait(stages - 2), Barrier()]
             inner.append(If((step + 1).lt(var("steps")), load(a, b, more, (step + 1) % stages, const(0))))
-        inner += begin(step + (stages - 1)) if i == 0 else ()
+        inner += pipeline.start(copies, step + (stages - 1)) if i == 0 else ()
         inner += multiply(work, const(i % 2))
     loop = For("step", const(0), var("steps"), const(1), (Let("stage", step % stages), *inner))
-    return [*ahead, CopyWait(stages - 2), Barrier(), If(const(0).lt(var("steps")), first), loop]
+    return [*pipeline.ahead(copies), CopyWait(stages - 2), Barrier(), If(const(0).lt(var("steps")), first), loop]
 
 
-def _fetched(work: Work, a: Part, b: Part) -> list[Stmt]:
-    """Main loop with copies through registers: one tile is multiplied while the next is loaded."""
-    s, step, end = work.s, var("step"), var("k_end")
-    steps = s.block.k // work.atom.k
-
-    def fetch(k: Index) -> tuple[Stmt, ...]:
-        return (*a.side.fetch(k, end), *b.side.fetch(k, end))
-
-    def put(stage: Index) -> tuple[Stmt, ...]:
-        return (*a.side.put(stage), *b.side.put(stage))
-
-    inside = (*load(a, b, const(0), var("stage"), var("unit")), *multiply(work, const(0)))
-    more = (step + 1).lt(var("steps"))
-    body = (
-        If(more, fetch(var("k_0") + (step + 1) * s.block.k)),
-        Let("stage", step % 2),
-        unrolled("unit", steps, *inside),
-        If(more, put(const(1) - var("stage"))),
-        Barrier(),
+def _fetched(work: Work, a: LaneFragments, b: LaneFragments) -> list[Stmt]:
+    """Main loop with copies through registers."""
+    end, unit = var("k_end"), (*load(a, b, const(0), var("stage"), var("unit")), *multiply(work, const(0)))
+    before, body = Pipeline(work.s.block.k, work.s.stages).fetched(
+        lambda k: (*a.side.fetch(k, end), *b.side.fetch(k, end)),
+        lambda stage: (*a.side.put(stage), *b.side.put(stage)),
+        (unrolled("unit", work.s.block.k // work.atom.k, *unit),),
     )
-    return [*fetch(var("k_0")), *put(const(0)), Barrier(), For("step", const(0), var("steps"), const(1), body)]
+    return [*before, For("step", const(0), var("steps"), const(1), body)]
 
 
 def stored(work: Work) -> list[Stmt]:

@@ -20,14 +20,14 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, maximum, var
-from portmm.ir.nodes import For, If, Let, Mac, Scratch
-from portmm.ir.thread_nodes import Barrier, Clear, CopyCommit, CopyWait, Shared, Vector
+from portmm.ir.nodes import For, Let, Mac, Scratch
+from portmm.ir.thread_nodes import Clear, Shared, Vector
 from portmm.kernels.cpu.blocking import run_of
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
 from portmm.kernels.gpu.global_to_shared import Transfer
-from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.loops import Pipeline, unrolled
 from portmm.kernels.gpu.product import Product, block_tile, blocks, slice_of_k
-from portmm.kernels.gpu.split_k_fixup import join
+from portmm.kernels.gpu.split_k_fixup import fixup
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs, in_runs_shared
 from portmm.schedule.gpu_simt import sums_in_shared
 from portmm.spec.dtype import BY_NAME
@@ -59,8 +59,8 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [a.shared(), b.shared(), *_sums(s, atom)]
     body += [Scratch("a_part", s.mr, acc), Scratch("b_part", s.nr, acc), *a.registers(), *b.registers()]
     body += [*block_tile(s), *threads(s), *slice_of_k(s, s.block.k * atom.k_pack), Clear("acc", sums)]
-    body += _copied(work, a, b) if s.a.asynchronous else _fetched(work, a, b)
-    body += [*join(s, blocks(s)), *EpilogueStore(s, isa, atom, s.parallel.cell).statements()]
+    body += _main_loop(work, a, b)
+    body += fixup(s, blocks(s), EpilogueStore(s, isa, atom, s.parallel.cell).statements())
     return work.kernel(body)
 
 
@@ -82,50 +82,17 @@ def threads(s: Schedule) -> list[Stmt]:
     ]
 
 
-def _fetched(work: Work, a: Transfer, b: Transfer) -> list[Stmt]:
-    """Main loop with copies through registers: one tile is multiplied while the next is loaded."""
-    block_k = work.s.block.k * work.atom.k_pack
-    step, end = var("step"), var("k_end")
-
-    def fetch(k: Index) -> tuple[Stmt, ...]:
-        return (*a.fetch(k, end), *b.fetch(k, end))
-
-    def put(stage: Index) -> tuple[Stmt, ...]:
-        return (*a.put(stage), *b.put(stage))
-
-    if work.s.stages == 1:
-        once = (*fetch(var("k_0") + step * block_k), Barrier(), *put(const(0)), Barrier(), *_multiply(work, a, b))
-        return _over_k(work, once)
-    more = (step + 1).lt(var("steps"))
-    body = (
-        If(more, fetch(var("k_0") + (step + 1) * block_k)),
-        Let("stage", step % 2),
-        *_multiply(work, a, b),
-        If(more, put(const(1) - var("stage"))),
-        Barrier(),
-    )
-    return [*fetch(var("k_0")), *put(const(0)), Barrier(), *_over_k(work, body)]
-
-
-def _copied(work: Work, a: Transfer, b: Transfer) -> list[Stmt]:
-    """Main loop with asynchronous copies, prefetching all stages but one."""
-    block_k, stages = work.s.block.k * work.atom.k_pack, work.s.stages
-    step, end = var("step"), var("k_end")
-
-    def begin(at: Index) -> tuple[Stmt, ...]:
-        k, stage = var("k_0") + at * block_k, at % stages
-        copies = (*a.copy(k, end, stage), *b.copy(k, end, stage))
-        return (If(at.lt(var("steps")), copies), CopyCommit())
-
-    ahead = [s for i in range(stages - 1) for s in begin(const(i))]
-    body = (
-        CopyWait(stages - 2),
-        Barrier(),
-        *begin(step + (stages - 1)),
-        Let("stage", step % stages),
-        *_multiply(work, a, b),
-    )
-    return [*ahead, *_over_k(work, body)]
+def _main_loop(work: Work, a: Transfer, b: Transfer) -> list[Stmt]:
+    """Loop over tiles of k, which are copied asynchronously, or through registers."""
+    pipeline = Pipeline(work.s.block.k * work.atom.k_pack, work.s.stages)
+    end, multiply = var("k_end"), _multiply(work, a, b)
+    if work.s.a.asynchronous:
+        before, body = pipeline.copied(lambda k, at: (*a.copy(k, end, at), *b.copy(k, end, at)), multiply)
+    else:
+        before, body = pipeline.fetched(
+            lambda k: (*a.fetch(k, end), *b.fetch(k, end)), lambda at: (*a.put(at), *b.put(at)), multiply
+        )
+    return [*before, *_over_k(work, body)]
 
 
 def _over_k(work: Work, body: tuple[Stmt, ...]) -> list[Stmt]:

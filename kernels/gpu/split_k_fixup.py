@@ -29,51 +29,30 @@ def ticket(s: Schedule) -> list[Stmt]:
     return [Shared("ticket", TICKET // 4, "s32")] if s.parallel.fixup else []
 
 
-def join(s: Schedule, tiles: Index) -> list[Stmt]:
-    """Sum of all slices of this tile, of so many tiles; all blocks but the last end here."""
-    if not s.parallel.fixup:
-        return []
-    operands = (Ptr("counters", var("block")), const(s.parallel.split), var("thread"), Ptr("ticket"))
-    return [
-        *ticket(s),
-        *_store_partials(s, tiles, s.threads),
-        Get("last", "last_to_come", operands),
-        Leave(var("last").eq(0)),
-        *_sum_partials(s, s.threads),
-    ]
+def fixup(
+    s: Schedule, tiles: Index, body: tuple[Stmt, ...], threads: int = 0, barrier: int | None = None
+) -> tuple[Stmt, ...]:
+    """Sum of all slices of this tile, of so many tiles, and `body`, which only the last block runs.
 
-
-def join_groups(s: Schedule, tiles: Index, threads: int, barrier: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Sum as by `join`, of so many threads, with a barrier of their own; only the last block's run `body`."""
+    With a barrier of their own, only so many threads take part; else the others end here.
+    """
     if not s.parallel.fixup:
         return body
-    operands = (
-        Ptr("counters", var("block")),
-        const(s.parallel.split),
-        var("thread"),
-        Ptr("ticket"),
-        const(barrier),
-        const(threads),
-    )
-    last = Get("last", "last_groups_to_come", operands)
-    return (*_store_partials(s, tiles, threads), last, If(var("last"), (*_sum_partials(s, threads), *body)))
+    acc, count, group = accumulator(*s.types[:2]), threads or s.threads, s.mr * s.nr
+    of_thread = var("sum") * count + var("thread")
 
+    def partial(slice_: Index) -> Ptr:
+        return Ptr("work", (slice_ * var("tiles") + var("block")) * (group * count) + of_thread)
 
-def _sums_of(s: Schedule, threads: int, slice_: Index) -> Ptr:
-    """Address of sum number `sum` of this thread, of a slice."""
-    tile = (slice_ * var("tiles") + var("block")) * (s.mr * s.nr * threads)
-    return Ptr("work", tile + var("sum") * threads + var("thread"))
-
-
-def _store_partials(s: Schedule, tiles: Index, threads: int) -> list[Stmt]:
-    move = Move(_sums_of(s, threads, var("slice")), Ptr("acc", var("sum")))
-    return [Let("tiles", tiles), unrolled("sum", s.mr * s.nr, move)]
-
-
-def _sum_partials(s: Schedule, threads: int) -> list[Stmt]:
-    far = (Ptr("acc", var("sum")), _sums_of(s, threads, var("other")))
-    add = unrolled("sum", s.mr * s.nr, Do(f"add_far_{accumulator(*s.types[:2])}", far))
+    store = unrolled("sum", group, Move(partial(var("slice")), Ptr("acc", var("sum"))))
+    add = unrolled("sum", group, Do(f"add_far_{acc}", (Ptr("acc", var("sum")), partial(var("other")))))
     # Sums of several slices are read at once, as far as registers suffice.
     together = at_once(s)
-    unroll = together if together > 1 else 0
-    return [Clear("acc", s.mr * s.nr), For("other", const(0), const(s.parallel.split), const(1), (add,), unroll)]
+    slices = For("other", const(0), const(s.parallel.split), const(1), (add,), together if together > 1 else 0)
+    total = (Clear("acc", group), slices, *body)
+    operands = (Ptr("counters", var("block")), const(s.parallel.split), var("thread"), Ptr("ticket"))
+    before = (Let("tiles", tiles), store)
+    if barrier is None:
+        return (*ticket(s), *before, Get("last", "last_to_come", operands), Leave(var("last").eq(0)), *total)
+    last = Get("last", "last_groups_to_come", (*operands, const(barrier), const(threads)))
+    return (*before, last, If(var("last"), total))

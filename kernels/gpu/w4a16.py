@@ -30,10 +30,10 @@ from typing import TYPE_CHECKING
 from portmm.ir.fragment_index import in_column, in_row
 from portmm.ir.index import Ptr, ceil_div, const, var
 from portmm.ir.nodes import Add, For, If, Let, Mac, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Shared, Vector
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Do, Shared, Vector
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
 from portmm.kernels.gpu.fragments import of
-from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.loops import Pipeline, unrolled
 from portmm.kernels.gpu.product import Product, block_tile, slice_of_k
 from portmm.kernels.gpu.w4a16_tiles import LANES, Scales, Tile, reversed_bits
 from portmm.spec.dtype import CODES_KR
@@ -155,27 +155,15 @@ def _warps(work: Work) -> list[Stmt]:
 
 def _loop(work: Work) -> list[Stmt]:
     """Main loop."""
-    s, stages, step = work.s, work.s.stages, var("step")
 
-    def begin(at: Index) -> tuple[Stmt, ...]:
-        k, stage = var("k_0") + at * s.block.k, at % stages
-        copies = (
-            *work.b.copy(k // CODES_KR, ceil_div(var("k_end"), CODES_KR), stage),
-            *work.a.copy(k, var("k_end"), stage),
-            *work.scales("scales").copy(k, stage), *work.scales("offsets").copy(k, stage),
-        )  # fmt: skip
-        return (If(at.lt(var("steps")), copies), CopyCommit())
+    def copies(k: Index, stage: Index) -> tuple[Stmt, ...]:
+        words, end = k // CODES_KR, ceil_div(var("k_end"), CODES_KR)
+        scales = (x for name in ("scales", "offsets") for x in work.scales(name).copy(k, stage))
+        return (*work.b.copy(words, end, stage), *work.a.copy(k, var("k_end"), stage), *scales)
 
-    ahead = [x for i in range(stages - 1) for x in begin(const(i))]
-    each = For("number", const(0), const(work.part // work.span), const(1), _span(work), work.unroll)
-    body = (
-        CopyWait(stages - 2),
-        Barrier(),
-        *begin(step + (stages - 1)),
-        Let("stage", step % stages),
-        each,
-    )
-    return [*ahead, For("step", const(0), var("steps"), const(1), body)]
+    spans = For("number", const(0), const(work.part // work.span), const(1), _span(work), work.unroll)
+    before, body = Pipeline(work.s.block.k, work.s.stages).copied(copies, (spans,))
+    return [*before, For("step", const(0), var("steps"), const(1), body)]
 
 
 def _span(work: Work) -> tuple[Stmt, ...]:

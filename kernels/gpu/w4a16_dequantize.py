@@ -21,7 +21,8 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyAsync, CopyCommit, CopyWait, Do, Shared, Vector
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyAsync, CopyWait, Do, Shared, Vector
+from portmm.kernels.gpu.loops import Pipeline
 from portmm.kernels.gpu.mma import Work, multiply, stored, warps
 from portmm.kernels.gpu.mma_transfer import MmaTile
 from portmm.kernels.gpu.product import block_tile, slice_of_k
@@ -132,10 +133,10 @@ def _loop(work: Work, words: Words) -> list[Stmt]:
     """Main loop; a step's next fragments are loaded while some are multiplied."""
     s, step, a, b = work.s, var("step"), work.part("a"), work.part("b")
     steps, stages = s.block.k // work.atom.k, s.stages
+    pipeline = Pipeline(s.block.k, stages)
 
-    def begin(at: Index) -> tuple[Stmt, ...]:
-        k, stage = var("k_0") + at * s.block.k, at % stages
-        return (If(at.lt(var("steps")), (*a.side.copy(k, var("k_end"), stage), *words.copy(k, stage))), CopyCommit())
+    def copies(k: Index, stage: Index) -> tuple[Stmt, ...]:
+        return (*a.side.copy(k, var("k_end"), stage), *words.copy(k, stage))
 
     many = words.turns * WORDS
 
@@ -160,12 +161,12 @@ def _loop(work: Work, words: Words) -> list[Stmt]:
         else:
             inner += [CopyWait(stages - 3), Barrier()]
             inner.append(If((step + 1).lt(var("steps")), fragments((i + 1) % 2, step + 1, 0)))
-        inner += begin(step + (stages - 1)) if i == 0 else ()
+        inner += pipeline.start(copies, step + (stages - 1)) if i == 0 else ()
         inner += multiply(work, const(i % 2))
         inner += dequantized(step + 1, i) if i + 1 < steps else ()
     first = (*words.each(*words.scales(var("k_0"))), *(x for i in range(steps - 1) for x in dequantized(const(0), i)))
     return [
-        *(x for i in range(stages - 1) for x in begin(const(i))),
+        *pipeline.ahead(copies),
         CopyWait(stages - 3),
         If(const(0).lt(var("steps")), first),
         Barrier(),

@@ -34,7 +34,7 @@ from portmm.ir.thread_nodes import Barrier, Clear, Do, Get, Shared
 from portmm.kernels.gpu import parameters
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.product import Product, blocks, depth, of_groups, raster
-from portmm.kernels.gpu.split_k_fixup import join_groups, ticket
+from portmm.kernels.gpu.split_k_fixup import fixup, ticket
 from portmm.kernels.gpu.tma_transfer import TmaTile
 from portmm.kernels.gpu.wgmma_store import WgmmaEpilogue
 from portmm.schedule.gpu_wgmma import STRIP, budgets, columns, promoted, strips
@@ -250,7 +250,7 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
         after.append(If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("order", 1 - var("group")),)),)))
     after += last
     tiles = ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch")
-    stored = join_groups(s, tiles, s.parallel.warpgroups * WARPGROUP, ALL_GROUPS, epilogue.statements(first))
+    stored = fixup(s, tiles, epilogue.statements(first), s.parallel.warpgroups * WARPGROUP, ALL_GROUPS)
     tile = _each_tile(s, (*before, loop, *after, *stored), mine=True)
     acc = [Scratch(name, sums, work.atom.acc) for name in ("acc", "part")[: 1 + promoted(s)]]
     setup = (*acc, left.describe(first), right.describe(const(0)))
