@@ -24,7 +24,9 @@ from portmm.ir.nodes import For, If, Let, Scratch, Verb
 from portmm.ir.thread_nodes import WHOLE, Barrier, Exchange, Shared, Vector
 from portmm.kernels.blocks.statements import Lowering
 from portmm.kernels.cpu.elementwise import Elements
-from portmm.kernels.gpu.epilogue_store import fused_arguments, operands
+from portmm.kernels.gpu import parameters
+from portmm.kernels.gpu.epilogue_store import operands
+from portmm.kernels.gpu.loops import unrolled
 from portmm.schedule.gpu_rows import RowTiles
 from portmm.spec.dtype import BY_NAME
 
@@ -51,7 +53,7 @@ def build(isa: Isa, real: Atom, program: BlockProgram, s: Schedule) -> tuple[Gri
         return _columns(isa, real, program, s)
     fused, form = program.fused, RowTiles(s)
     row = _Row(program, Elements(isa, real, fused, inner=var("row"), row=var("row")), form=form)
-    params = (*(Argument(x, "int") for x in ("m", "n", "batch")), *fused_arguments(str(fused)))
+    params = (*parameters.integers("m", "n", "batch"), *parameters.of_fused(str(fused)))
     blocks = ceil_div(var("m") * var("batch"), row.side) * row.slices
     return (GridKernel("portmm_rows", isa, real, params, form.threads, (blocks, const(1)), tuple(row.statements())),)
 
@@ -147,7 +149,7 @@ class _Row(Lowering):
         else:
             loads = [Vector(Ptr(f"part_x{i}"), self.spot(i, start), self.bytes(i)) for i in read]
             stores = [Vector(self.spot(i, start), Ptr(f"part_x{i}"), self.bytes(i)) for i in written if i in moved]
-            every = For("e", const(0), const(form.vector), const(1), (Let("column", start + e), *one), WHOLE)
+            every = unrolled("e", form.vector, Let("column", start + e), *one)
             group = (*loads, every, *stores)
         width = form.subgroup * form.vector
         begin = var("lane") * form.vector
@@ -155,7 +157,7 @@ class _Row(Lowering):
             return [For("at", begin, n, const(width), group, AHEAD)]
         begin = (var("first") + begin if self.spread else begin) + var("c") * width
         turn = (Let("at", begin), If(start.lt(n), group))
-        return [For("c", const(0), const(form.cells // form.vector), const(1), turn, WHOLE)]
+        return [unrolled("c", form.cells // form.vector, *turn)]
 
     def spot(self, i: int, column: Index) -> Ptr:
         """Address of an element of this row, of a dense operand."""
@@ -253,7 +255,7 @@ def _columns(isa: Isa, real: Atom, program: BlockProgram, s: Schedule) -> tuple[
 def _column_kernel(name: str, each: Lowering, s: Schedule, body: list[Stmt]) -> GridKernel:
     """Kernel whose threads have a column each."""
     at, sliced, across = each.at, s.parallel.split != 1, ceil_div(var("n"), s.threads)
-    params = [Argument(x, "int") for x in ("m", "n", "batch")]
+    params = parameters.integers("m", "n", "batch")
     params += [Argument("slices", "int"), Argument("work", "pointer", "f32")] if sliced else []
     place = (
         Let("across", across),
@@ -263,4 +265,4 @@ def _column_kernel(name: str, each: Lowering, s: Schedule, body: list[Stmt]) -> 
         If(var("column").lt(var("n")), tuple(body)),
     )
     grid = (across * var("batch"), var("slices") if name == "portmm_columns" and sliced else const(1))
-    return GridKernel(name, at.isa, at.real, (*params, *fused_arguments(str(at.fused))), s.threads, grid, place)
+    return GridKernel(name, at.isa, at.real, (*params, *parameters.of_fused(str(at.fused))), s.threads, grid, place)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.grid_kernel import Argument
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.nodes import Let, LetPtr, Read
-from portmm.spec.epilogue import parse
+from portmm.kernels.gpu.parameters import integers, longs, of_fused
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -29,8 +29,7 @@ _AXES = {"q": "bhm", "k": "bhn", "v": "bhn", "o": "bhm"}
 def rows_of(name: str, dtype: str, loose: str, *, readonly: bool = True) -> list[Argument]:
     """Parameters of an operand."""
     params = [Argument(name, "pointer", dtype, readonly=readonly, alone=readonly)]
-    params += [Argument(f"{name}_{x}", "long") for x in _AXES[name]]
-    return params + ([Argument(f"{name}_d", "long")] if name in loose else [])
+    return params + longs(*(f"{name}_{x}" for x in _AXES[name]), *((f"{name}_d",) if name in loose else ()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,23 +56,18 @@ class AttentionBlocks:
     def arguments(self) -> tuple[Argument, ...]:
         """Parameters of the kernel."""
         form, t = self.form, self.t
-        params = [Argument(x, "int") for x in ("m", "n", "heads", "group", "window", "offset")]
+        params = integers("m", "n", "heads", "group", "window", "offset")
         for name in "qkv":
             params += rows_of(name, form.dtype, t.loose)
         if t.runs:
-            params += [Argument(x, "int") for x in ("few", "run")] + [Argument("work", "pointer", "f32")]
-            params += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
+            params += [*integers("few", "run"), Argument("work", "pointer", "f32")]
+            params += longs("all_rows", "mosts_at", "sums_at")
         else:
             params += rows_of("o", form.to, t.loose, readonly=False)
             params += [Argument("lse", "pointer", "f32")] if form.lse else []
         optional = (("lengths", form.lengths), ("starts", form.starts))
         params += [Argument(name, "pointer", "s32", readonly=True) for name, there in optional if there]
-        fused = parse(form.score)
-        for i, x in enumerate(fused.operands):
-            params.append(Argument(f"x{i}_all", "pointer", x.dtype, readonly=True))
-            params += [Argument(f"x{i}_{axis}", "long") for axis in x.axes if axis != "n"]
-            params += [] if x.dense else [Argument(f"x{i}_n", "long")]
-        return (*params, *(Argument(f"number_{i}", "float") for i in range(fused.numbers)))
+        return (*params, *of_fused(form.score))
 
     @property
     def grid(self) -> tuple[Index, Index]:

@@ -10,14 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr, const, var
+from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.lane_nodes import Map
-from portmm.ir.nodes import For, If, LetPtr, Scratch, Verb
-from portmm.ir.thread_nodes import WHOLE
+from portmm.ir.nodes import If, Let, Verb
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, weight
+from portmm.kernels.gpu.epilogue_store import addresses, numbers
+from portmm.kernels.gpu.loops import unrolled
 from portmm.spec import vector_math
-from portmm.spec.epilogue import C, Fused, argument, index, parse
+from portmm.spec.epilogue import C, Fused, acc, argument, index, parse
 from portmm.spec.expr_functions import select
 from portmm.util.locks import once
 
@@ -47,11 +48,6 @@ class _Scores(Elements):
 
 _LEAVES = {"p": var("query") + var("at"), "w": var("window"), "k": var("at_key"), "e": var("end")}
 """Further axes of scores: a query's position, the window, a key that may be past the end, and the end."""
-
-
-def each(name: str, count: int, *body: Stmt) -> Stmt:
-    """Unrolled loop."""
-    return For(name, const(0), const(count), const(1), body, WHOLE)
 
 
 @dataclass(frozen=True)
@@ -124,23 +120,10 @@ class Scores:
 
     def fixed(self) -> tuple[Stmt, ...]:
         """Statements that are the same for all scores."""
-        fused = parse(self.form.score)
         self.at.names.clear()
-        stmts: list[Stmt] = [*self.at.scratch()]
-        stmts += [Scratch("numbers", fused.numbers, "f32")] if fused.numbers else []
-        stmts += [self.keep(f"number_{i}", Ptr("numbers", const(i))) for i in range(fused.numbers)]
         if self.t.runs:
-            return tuple(stmts)
-        return (*stmts, *self.operands(), *self.at.once([self.score, self.bounded], "bh"))
-
-    def operands(self) -> tuple[Stmt, ...]:
-        """Addresses of the operands for this head of this item."""
-        stmts = []
-        for i, x in enumerate(parse(self.form.score).operands):
-            at = var("item") * var(f"x{i}_b") if "b" in x.axes else const(0)
-            at += var("head") * var(f"x{i}_h") if "h" in x.axes else const(0)
-            stmts.append(LetPtr(f"x{i}", Ptr(f"x{i}_all", at), x.dtype, readonly=True))
-        return tuple(stmts)
+            return tuple(numbers(self.at))
+        return (*numbers(self.at), *addresses(self.at.fused), *self.at.once([self.score, self.bounded], "bh"))
 
     @property
     def edge(self) -> Index:
@@ -154,6 +137,46 @@ class Scores:
             edge += key.lt(high + 1 - var("window"))
             edge += const(0) if bounds.causal else (low + var("window")).lt(far)
         return edge
+
+    def scored(self, row: Index, key: Index, here: Ptr, big: Ptr, columns: tuple[tuple[str, int], ...]) -> Stmt:
+        """Scores of this thread, from products, and the maximum of each row; masked if the block needs it.
+
+        Args:
+            row: of row i in the block's tile.
+            key: of a column in loops over `columns`, outermost first.
+            here: address of its score.
+            big: address of the maximum of row i.
+            columns: names and counts of loops.
+        """
+        registers = dict(self.at.names)
+        row = minimum(var("row_0") + row, var("last"))
+        lets: tuple[Stmt, ...] = (Let("query", row),)
+        if self.t.runs:
+            head = var("other") * var("group") + var("row") // var("m")
+            lets = (Let("row", row), Let("query", var("row") % var("m")), Let("head", head))
+            lets += tuple(addresses(self.at.fused))
+
+        def each_row(value: Expr, column: Index) -> Stmt:
+            at = self.at
+            at.names = dict(registers)
+            fixed = at.once([value], "bhmpwe")
+            at.names[acc()] = at.name(acc())
+            score = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
+            register, before = at.value(value)
+            score += [*before, self.keep(register, here), self.map("greater", "big", register, "big")]
+            body: tuple[Stmt, ...] = (Let("at_key", key), Let("column", column), *score)
+            for name, count in reversed(columns):
+                body = (unrolled(name, count, *body),)
+            lowest = self.map("literal", "big", LOWEST)
+            return unrolled("i", self.t.rows, *lets, *fixed, lowest, *body, self.keep("big", big))
+
+        plain = each_row(self.score, var("at_key"))
+        bounded = each_row(self.bounded, minimum(var("at_key"), var("end") - 1))
+        return If(self.edge, (bounded,), (plain,))
+
+    def rescaled(self, here: Ptr, by: str) -> tuple[Stmt, ...]:
+        """Multiplication of a sum by a register."""
+        return (self.get("x", here), self.map("mul", "x", "x", by), self.keep("x", here))
 
     def row_results(self, first: tuple[Stmt, ...], leads: Index) -> tuple[Stmt, ...]:
         """Results of row i after `first`, which computes its sum and maximum; the lane that `leads` stores them."""
@@ -186,6 +209,6 @@ class Scores:
         return (
             self.map("literal", "largest", LOWEST),
             self.map("literal", "sum", 0.0),
-            each("i", self.t.rows, *each_row),
+            unrolled("i", self.t.rows, *each_row),
             *self.fixed(),
         )

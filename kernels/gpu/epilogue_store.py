@@ -1,6 +1,6 @@
 """Epilogue of a GPU kernel: stores of the threads' sums.
 
-Owns `EpilogueStore`: a thread stores its tiles of C, `vectors[2]` columns at once where
+Owns `EpilogueStore` and `StagedStore`: a thread stores its tiles of C, `vectors[2]` columns at once where
 all of them are in bounds; fused expressions are computed for one element after the other. Where k is
 split, sums go to scratch unchanged.
 """
@@ -10,42 +10,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import Argument
+from portmm.ir.fragment_index import Registers, coordinate
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch, Verb
-from portmm.ir.thread_nodes import WHOLE, Vector
+from portmm.ir.nodes import If, Let, LetPtr, Move, Scratch, Verb
+from portmm.ir.thread_nodes import Barrier, Vector
 from portmm.kernels.cpu.elementwise import Elements
+from portmm.kernels.gpu.loops import pieces, unrolled
+from portmm.kernels.gpu.product import Product, bottom
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import C, operand_types, parse
+from portmm.spec.epilogue import C, parse
+from portmm.spec.layouts import VECTOR
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
-    from portmm.target.atom import Atom
+    from portmm.target.fragment import Fragment
     from portmm.target.isa import Isa
 
 
-def bottom(s: Schedule) -> Index:
-    """End of the rows that this block may store."""
-    return var("row_end" if s.parallel.grouped else "m")
-
-
 @dataclass(frozen=True, slots=True)
-class EpilogueStore:
+class EpilogueStore(Product):
     """Epilogue that stores sums from registers.
 
     Attributes:
-        s: the schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
         cell: contiguous rows and columns of a thread tile.
     """
 
-    s: Schedule
-    isa: Isa
-    atom: Atom
     cell: tuple[int, int]
 
     @property
@@ -69,10 +61,46 @@ class EpilogueStore:
         vectors = tile_n // self.vector
         h = var("h")
         store = self.store_vector(i * s.nr + g * tile_n + h * self.vector)
-        columns = For("h", const(0), const(vectors), const(1), (Let("column", column + h * self.vector), *store), WHOLE)
-        tiles = For("g", const(0), const(s.nr // tile_n), const(1), (columns,), WHOLE)
+        columns = unrolled("h", vectors, Let("column", column + h * self.vector), *store)
+        tiles = unrolled("g", s.nr // tile_n, columns)
         rows = (Let("row", row), If(var("row").lt(bottom(s)), (tiles,)))
-        return (*self.before(), For("i", const(0), const(s.mr), const(1), rows, WHOLE))
+        return (*self.before(), unrolled("i", s.mr, *rows))
+
+    def fragments(
+        self, sums: Fragment, atoms: tuple[int, int], own: tuple[tuple[Index, Index], tuple[Index, Index]]
+    ) -> tuple[Stmt, ...]:
+        """Statements that store a lane's sums of fragments.
+
+        Args:
+            sums: rows and columns of an atom's sums, which `swap` makes columns and rows of C.
+            atoms: number of them along the rows, and the columns.
+            own: the warp's first row in the block's tile, and the lane's of an atom; the same of columns.
+        """
+        s, n, registers = self.s, self.vector, Registers(sums)
+        swap, (tile_m, lane_m), (tile_n, lane_n) = s.atom.swap, *own
+        along_c = registers.rows if swap else registers.columns
+        whole = n == along_c > 1
+        # Fragments and registers along the rows and the columns of the atom.
+        of_m, of_n = var("half") * (n if swap else 1), var("pair") * (1 if swap else n)
+        if whole:
+            of_m, of_n = (const(0), of_n) if swap else (of_m, const(0))
+        at = registers.number(var("below") * atoms[1] + var("beside"), of_m, of_n)
+        down = tile_m + var("below") * sums.rows + coordinate(of_m, registers.row_weights) + lane_m
+        across, further = tile_n + var("beside") * sums.columns + lane_n, coordinate(of_n, registers.column_weights)
+        loops = (("below", atoms[0]), ("half", registers.rows)), (("beside", atoms[1]), ("pair", registers.columns))
+        outer, (inner, (name, count)) = reversed(loops) if swap else loops
+        if swap:
+            row, column = var("row_0") + across + further, var("column_0") + down
+        else:
+            row, column = var("row_0") + down, var("column_0") + across + further
+        store: tuple[Stmt, ...] = (Let("column", column), *self.store_vector(at))
+        store = store if whole else (unrolled(name, count // n, *store),)
+        rows = (Let("row", row), If(var("row").lt(bottom(s)), (unrolled(*inner, *store),)))
+        return (unrolled(*outer[0], unrolled(*outer[1], *rows)),)
+
+    def after(self) -> tuple[Stmt, ...]:
+        """Statements after all sums of this thread."""
+        return ()
 
     @property
     def fused(self) -> Fused | None:
@@ -106,7 +134,7 @@ class EpilogueStore:
             return (If(column.lt(n), (*self.value(at, column, const(0)), Move(to, self.result(at, const(0))))),)
         whole = Vector(to, self.result(at, const(0)), self.vector * BY_NAME[self.type].bytes)
         one = If((column + j).lt(n), (Move(to + j * step, self.result(at, j)),))
-        rest = For("j", const(0), const(self.vector), const(1), (one,), WHOLE)
+        rest = unrolled("j", self.vector, one)
         aligned = (n % self.vector).eq(0) if self.split else const(1)
         fits = (column + (self.vector - 1)).lt(n)
         inside = fits if aligned == const(1) else fits * aligned
@@ -117,7 +145,7 @@ class EpilogueStore:
         """Statements that compute the results of neighbouring columns that are in bounds."""
         j, column = var("j"), var("column")
         each = If((column + j).lt(var("n")), self.value(at + j, column + j, j))
-        return (For("j", const(0), const(self.vector), const(1), (each,), WHOLE),)
+        return (unrolled("j", self.vector, each),)
 
     def result(self, at: Index, j: Index) -> Ptr:
         """Address of a result before its store."""
@@ -131,26 +159,85 @@ class EpilogueStore:
         return element(self.isa, self.fused, Ptr("acc", at), Ptr("c_out", j), column)
 
 
-def fused_arguments(text: str) -> list[Argument]:
-    """Parameters for the operands and the numbers of fused expressions."""
-    fused, params = parse(text), []
-    for i, (dtype, written) in enumerate(operand_types(text)):
-        params.append(Argument(f"x{i}_all", "pointer", dtype, readonly=not written))
-        params += [Argument(f"x{i}_{axis}", "long") for axis in fused.operands[i].axes if axis != "n"]
-        params += [] if fused.operands[i].dense else [Argument(f"x{i}_n", "long")]
-    return [*params, *(Argument(f"number_{i}", "float") for i in range(fused.numbers))]
+@dataclass(frozen=True, slots=True)
+class StagedStore(EpilogueStore):
+    """Epilogue through shared memory, for results of fragments.
+
+    A lane has two neighbouring results of a row, so that the stores of four lanes would fill half of a memory
+    transaction where elements have 16 bits or fewer. So a block stores its results in the shared memory of its
+    tiles, in rows of C, and threads move `move` neighbours each. Rows are a vector longer than C's, which puts the
+    eight rows that a warp writes at once into different banks.
+    """
+
+    @property
+    def move(self) -> int:
+        """Number of elements that a thread moves at once."""
+        return min(self.s.c.vector, VECTOR // BY_NAME[self.type].bytes)
+
+    @property
+    def step(self) -> int:
+        """Stride in elements between rows."""
+        return self.s.block.n + VECTOR // BY_NAME[self.type].bytes
+
+    def before(self) -> tuple[Stmt, ...]:
+        """Addresses, and registers for elements."""
+        return (*EpilogueStore.before(self), LetPtr("c_tile", Ptr("a_tile"), self.type))
+
+    def store_vector(self, at: Index) -> tuple[Stmt, ...]:
+        """Store of a few neighbouring columns of one row to shared memory."""
+        to = Ptr("c_tile", (var("row") - var("row_0")) * self.step + (var("column") - var("column_0")))
+        if self.vector == 1:
+            element = (*self.value(at, var("column"), const(0)), Move(to, Ptr("c_out")))
+            return (If(var("column").lt(var("n")), element),)
+        return (*self.values(at), Vector(to, Ptr("c_out"), self.vector * BY_NAME[self.type].bytes))
+
+    def after(self) -> tuple[Stmt, ...]:
+        """Transfer of the block's results to global memory."""
+        s, e = self.s, var("piece")
+        across = s.block.n // self.move
+        vectors = s.block.m * across
+        src = Ptr("c_tile", (var("row") - var("row_0")) * self.step + (var("column") - var("column_0")))
+        to = Ptr("c_item", var("row") * var("c_m") + var("column"))
+        j = var("j")
+        one = If((var("column") + j).lt(var("n")), (Move(to + j, src + j),))
+        inside = (var("column") + (self.move - 1)).lt(var("n"))
+        moved = If(
+            inside,
+            (Vector(to, src, self.move * BY_NAME[self.type].bytes),),
+            (unrolled("j", self.move, one),),
+        )
+        body: tuple[Stmt, ...] = (
+            Let("row", var("row_0") + e // across),
+            Let("column", var("column_0") + e % across * self.move),
+            If(var("row").lt(bottom(s)), (moved,)),
+        )
+        return (Barrier(), pieces("piece", vectors, s.threads, *body, unroll=1))
+
+
+def cell_of(sums: Fragment, s: Schedule) -> tuple[int, int]:
+    """Contiguous rows and columns of C in neighbouring registers of sums."""
+    return 1, Registers(sums.transposed if s.atom.swap else sums).neighbours
 
 
 def operands(isa: Isa, fused: Fused) -> list[Stmt]:
     """Addresses of the operands of this item, the numbers of a call, and registers for elements."""
-    at = _elements(isa, fused)
-    stmts: list[Stmt] = list(at.scratch())
-    stmts += [Scratch("numbers", fused.numbers, "f32")] if fused.numbers else []
-    stmts += [Verb("store", f"number_{i}", p=Ptr("numbers", const(i)), of=at.real.name) for i in range(fused.numbers)]
-    written = dict(fused.results)
+    return [*numbers(_elements(isa, fused)), *addresses(fused)]
+
+
+def numbers(at: Elements) -> list[Stmt]:
+    """Registers for elements, and for the numbers of a call."""
+    count, real = at.fused.numbers, at.real.name
+    stores = [Verb("store", f"number_{i}", p=Ptr("numbers", const(i)), of=real) for i in range(count)]
+    return [*at.scratch(), *([Scratch("numbers", count, "f32")] if count else []), *stores]
+
+
+def addresses(fused: Fused) -> list[Stmt]:
+    """Addresses of the operands of this item, and of this head."""
+    stmts: list[Stmt] = []
     for i, x in enumerate(fused.operands):
-        item = var("item") * var(f"x{i}_b") if "b" in x.axes else const(0)
-        stmts.append(LetPtr(f"x{i}", Ptr(f"x{i}_all", item), x.dtype, readonly=i not in written))
+        at = var("item") * var(f"x{i}_b") if "b" in x.axes else const(0)
+        at += var("head") * var(f"x{i}_h") if "h" in x.axes else const(0)
+        stmts.append(LetPtr(f"x{i}", Ptr(f"x{i}_all", at), x.dtype, readonly=i not in dict(fused.results)))
     return stmts
 
 
@@ -164,24 +251,17 @@ def element(isa: Isa, fused: Fused, total: Ptr, to: Ptr, column: Index) -> tuple
     """Statements for all results of the element whose sum is at `total`: C's to `to`, the rest to their operands."""
     at = _elements(isa, fused)
     stmts: list[Stmt] = []
-    real = at.real
     for x in fused.steps:
         if x.op == "acc":
-            stmts.append(Verb("load_c", at.name(x), p=total, of=real.name))
+            stmts.append(Verb("load_c", at.name(x), p=total, of=at.real.name))
             at.names[x] = at.name(x)
-    wanted = [x for _, x in fused.results]
-    stmts += at.compute(wanted, column, "")
+    stmts += at.compute([x for _, x in fused.results], column, "")
     for i, x in fused.results:
-        if i != C and "n" not in fused.operands[i].axes:
+        if i == C:
+            stmts += at.write(x, x.dtype, to, const(0), "", const(1))
+        elif "n" in fused.operands[i].axes:
+            stmts += at.store(x, i, column, "")
+        else:
             # One value for a row is written with its first element.
             stmts.append(If(column.eq(0), at.single(x, i)))
-            continue
-        value, before = at.value(x)
-        stmts += before
-        if i == C:
-            of = isa.vector("s32", 1) if fused.results and x.dtype == "s32" else real
-            assert of is not None  # noqa: S101
-            stmts.append(Verb("store", value, p=to, of=of.name))
-        else:
-            stmts += at.store(x, i, column, "")
     return tuple(stmts)

@@ -1,8 +1,8 @@
-"""Fragments of tiles in shared memory, loaded to the registers of a warp (ldmatrix).
+"""Fragments of tiles in shared memory, loaded to the registers of a warp.
 
-Owns `WarpFragments`: loads of the fragments of a warp's rows of an operand. A fragment consists of matrices of eight
-rows of 16 bytes along k, in the order of its registers. Up to four are loaded at once; lane l holds the address of
-row l % 8 of matrix l / 8.
+Owns `LaneFragments`, for any unit, and `WarpFragments`, for those with a load of matrices (ldmatrix). There a fragment
+consists of matrices of eight rows of 16 bytes along k, in the order of its registers. Up to four are loaded at once;
+lane l holds the address of row l % 8 of matrix l / 8.
 Elements of f32 are then rounded to tf32; those that are contiguous along rows are loaded one by one.
 """
 
@@ -11,17 +11,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.fragment_index import coordinate, lane_column, lane_row
+from portmm.ir.fragment_index import Registers, coordinate, lane_column, lane_row
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, Let
-from portmm.ir.thread_nodes import WHOLE, Do
+from portmm.ir.nodes import Let
+from portmm.ir.thread_nodes import Do, Vector
+from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.mma_transfer import WORD
 from portmm.spec.layouts import VECTOR
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.gpu.mma_transfer import OperandTile
+    from portmm.kernels.gpu.mma_transfer import MmaTile
     from portmm.target.fragment import Fragment
 
 MATRIX_ROWS = 8
@@ -46,8 +47,11 @@ def matrices(fragment: Fragment, size: int) -> list[tuple[int, int]]:
 
 
 @dataclass(frozen=True, slots=True)
-class WarpFragments:
-    """Fragments of a warp's rows of an operand.
+class LaneFragments:
+    """Fragments of a warp's rows of an operand, that lanes read element by element.
+
+    A lane reads as many neighbours at once as its registers hold of the axis that is contiguous in shared memory, of
+    up to 16 bytes.
 
     Attributes:
         side: the operand.
@@ -56,10 +60,61 @@ class WarpFragments:
         first: the warp's first row in the tile.
     """
 
-    side: OperandTile
+    side: MmaTile
     rows: int
     fragment: Fragment
     first: Index
+
+    @property
+    def words(self) -> int:
+        """Number of registers of a lane for a fragment: one for each element."""
+        return self.fragment.elements
+
+    @property
+    def dtype(self) -> str:
+        """Type of a register."""
+        return self.side.dtype
+
+    @property
+    def fragments(self) -> int:
+        """Number of fragments of one step of k."""
+        return self.rows // self.fragment.rows
+
+    @property
+    def count(self) -> int:
+        """Number of registers of a lane for one step of k."""
+        return self.fragments * self.words
+
+    @property
+    def at_once(self) -> int:
+        """Number of elements of one load."""
+        along_k = self.side.along == "k"
+        return min(Registers(self.fragment if along_k else self.fragment.transposed).neighbours, self.side.per_vector)
+
+    def lane_offsets(self) -> tuple[Stmt, ...]:
+        """Row and k of this lane's first element, in the tile."""
+        n, lane = self.side.name, var("lane")
+        row, k = self.first + lane_row(self.fragment, lane), lane_column(self.fragment, lane)
+        return (Let(f"{n}_top", row), Let(f"{n}_left", k))
+
+    def load(self, to: Ptr, tile: Index, step: Index) -> tuple[Stmt, ...]:
+        """Loads of all fragments of a step of k of the tile that begins at element `tile`."""
+        n, side, fragment = self.side.name, self.side, self.fragment
+        group, element = var("group"), var("piece") * self.at_once
+        row = coordinate(element, [row for row, _ in fragment.register])
+        k = coordinate(element, [k for _, k in fragment.register])
+        row += var(f"{n}_top") + group * fragment.rows
+        k += var(f"{n}_left") + step * fragment.columns
+        line, along = (row, k) if side.along == "k" else (k, row)
+        at = side.at(line, along // side.per_vector) + along % side.per_vector
+        move = Vector(to + (group * self.words + element), Ptr(f"{n}_tile", tile + at), self.at_once * side.bytes)
+        pieces = unrolled("piece", self.words // self.at_once, move)
+        return (unrolled("group", self.fragments, pieces),)
+
+
+@dataclass(frozen=True, slots=True)
+class WarpFragments(LaneFragments):
+    """Fragments that are loaded as matrices."""
 
     @property
     def matrices_k(self) -> int:
@@ -75,16 +130,6 @@ class WarpFragments:
     def dtype(self) -> str:
         """Type of a register."""
         return "b32"
-
-    @property
-    def fragments(self) -> int:
-        """Number of fragments of one step of k."""
-        return self.rows // self.fragment.rows
-
-    @property
-    def count(self) -> int:
-        """Number of registers of a lane for one step of k."""
-        return self.fragments * self.words
 
     @property
     def at_once(self) -> int:
@@ -135,12 +180,12 @@ class WarpFragments:
         trans = "" if side.along == "k" else "trans_"
         name = f"ldmatrix_{trans}x{self.at_once}"
         call = Do(name, (to + group * self.at_once, Ptr(f"{n}_tile", tile + at)))
-        loads = For("group", const(0), const(self.count // self.at_once), const(1), (call,), WHOLE)
+        loads = unrolled("group", self.count // self.at_once, call)
         return (loads, *self._rounded(to)) if side.bytes == WORD else (loads,)
 
     def _rounded(self, to: Ptr) -> tuple[Stmt, ...]:
         """Rounding of loaded words to tf32."""
-        return (For("word", const(0), const(self.count), const(1), (Do("tf32_round", (to + var("word"),)),), WHOLE),)
+        return (unrolled("word", self.count, Do("tf32_round", (to + var("word"),))),)
 
     def _word_offsets(self) -> tuple[Stmt, ...]:
         n, side, lane = self.side.name, self.side, var("lane")
@@ -156,4 +201,4 @@ class WarpFragments:
         vector = (var(f"{n}_left") + rows // side.per_vector) ^ var(f"{n}_turn")
         at = line * side.width + vector * side.per_vector + lane_row(self.fragment, var("lane")) % side.per_vector
         call = Do("tf32_load", (to + q, Ptr(f"{n}_tile", tile + at)))
-        return (For("matrix", const(0), const(self.count), const(1), (call,), WHOLE),)
+        return (unrolled("matrix", self.count, call),)

@@ -26,13 +26,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Add, For, If, Let, LetPtr, Mac, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Shared, Vector
 from portmm.kernels.gpu import w4a16_gemv
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
-from portmm.kernels.gpu.simt import arguments, block_tile
+from portmm.kernels.gpu.product import block_tile
 from portmm.kernels.gpu.slice_k import Work, a_step, each, of
 from portmm.kernels.gpu.summation_runs import in_runs_shared
 from portmm.schedule import gpu_gemv
@@ -40,6 +39,7 @@ from portmm.spec.dtype import BY_NAME
 from portmm.target.summation import RUN
 
 if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
@@ -57,10 +57,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [Shared("sums", gpu_gemv.shared_words(s), atom.acc), Scratch("acc", s.mr * s.nr, atom.acc)]
     body += [*_registers(work), *block_tile(s), *_threads(work), *_slice(work), *_addresses(work)]
     body += [Clear("acc", s.mr * s.nr), *_main_loop(work), *_reduced(work)]
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.parallel.split))
-    return GridKernel(
-        str(s.name(atom)), isa, atom, arguments(s, sums=s.parallel.split > 1), s.threads, grid, tuple(body)
-    )
+    return work.kernel(body)
 
 
 def _registers(work: Work) -> list[Stmt]:

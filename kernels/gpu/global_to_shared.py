@@ -8,6 +8,9 @@ rows, whichever are contiguous in memory; else one unit.
 Past the last row, rows are read again: their results are not stored. Past the last k, zeros
 are stored, for both operands, so a NaN in memory does not spread.
 
+Of int4 weights it moves a word, eight values of one column, with the scale and the offset of their group, and stores
+floats.
+
 Bank conflicts. Where memory is contiguous along k, the threads of a warp that store one piece's u-th
 unit differ in row and in k; all banks repeat after 32 words, so row r of unit u
 is stored at r xor s(u), where s moves as many rows as there are in a warp per k to the next
@@ -20,10 +23,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, CopyAsync, Interleave, Shared, Vector
-from portmm.kernels.gpu import w4a16_transfer
-from portmm.spec.dtype import BY_NAME
+from portmm.ir.nodes import If, Let, LetPtr, Mac, Move, Scratch
+from portmm.ir.thread_nodes import Codes, CopyAsync, Interleave, Shared, Vector
+from portmm.kernels.gpu.loops import or_zeros, unrolled
+from portmm.kernels.gpu.product import OperandTile
+from portmm.spec.dtype import CODES_KR
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -34,43 +38,21 @@ WORD = 4
 LANES = 4
 """Maximum number of words that a thread reads from shared memory at once."""
 
+_SCALES = {"scale": "scales", "offset": "offsets"}
+
 
 @dataclass(frozen=True, slots=True)
-class Transfer:
-    """Global-to-shared transfer of one operand.
+class Transfer(OperandTile):
+    """Tile of one operand, in units; vectors along rows are of four units, or one.
 
     Attributes:
-        name: "a" or "b".
-        memory: type of its elements in memory.
         storage: type in shared memory: "f32", or "s32" for units of four bytes.
-        along: "k" or "row", the contiguous axis in memory; "any" if there is none.
-        vector: elements moved at once; for units of four bytes, along rows, four or one.
-        rows: rows of the tile.
-        depth: units of k of the tile.
         kr: elements of a unit.
-        threads: threads of the block.
-        row_step: stride in elements between rows.
-        k_step: stride in elements along k.
-        first: the block's first row.
-        end: number of rows of the operand.
-        stages: tiles in shared memory.
         group: quantization group of int4 weights, in rows of k, 0 for all; -1 for other types.
     """
 
-    name: str
-    memory: str
     storage: str
-    along: str
-    vector: int
-    rows: int
-    depth: int
     kr: int
-    threads: int
-    row_step: Index
-    k_step: Index
-    first: Index
-    end: Index
-    stages: int
     group: int = -1
 
     @property
@@ -98,11 +80,6 @@ class Transfer:
         """Number of elements of a piece, rounded up to whole units."""
         return self.lines * self.units * self.kr
 
-    @property
-    def size(self) -> int:
-        """Number of words of one tile in shared memory."""
-        return self.rows * self.depth
-
     def shared(self) -> Shared:
         """Shared memory array of the tiles."""
         return Shared(f"{self.name}_tile", self.size * self.stages, self.storage)
@@ -110,9 +87,9 @@ class Transfer:
     def registers(self) -> tuple[Stmt, ...]:
         """Registers for pieces in flight."""
         if self.group >= 0:
-            return w4a16_transfer.registers(self.turns)
-        registers: list[Stmt] = [Scratch(f"{self.name}_next", self.turns * self.elements, self.memory)]
-        if self.lines > 1 and self.memory != self.storage:
+            return _int4_registers(self.turns)
+        registers: list[Stmt] = [Scratch(f"{self.name}_next", self.turns * self.elements, self.dtype)]
+        if self.lines > 1 and self.dtype != self.storage:
             registers.append(Scratch(f"{self.name}_wide", self.lines, self.storage))
         return tuple(registers)
 
@@ -144,7 +121,7 @@ class Transfer:
         turn = var("turn")
         if self.pieces % self.threads:
             body = (If(var(f"{self.name}_piece").lt(self.pieces), body),)
-        return (For("turn", const(0), const(self.turns), const(1), (*self._piece(turn), *body), WHOLE),)
+        return (unrolled("turn", self.turns, *self._piece(turn), *body),)
 
     def _source(self, k: Index) -> tuple[Stmt, ...]:
         """Address of a piece, of a tile that begins at k."""
@@ -154,16 +131,14 @@ class Transfer:
         at = row * self.row_step + var(f"{n}_at") * self.k_step
         return (
             Let(f"{n}_at", k + var(f"{n}_unit") * self.kr),
-            LetPtr(f"{n}_from", Ptr(f"{n}_item", at), self.memory, readonly=True),
+            LetPtr(f"{n}_from", Ptr(f"{n}_item", at), self.dtype, readonly=True),
         )
 
     def fetch(self, k: Index, end: Index) -> tuple[Stmt, ...]:
         """Loads of this thread's pieces of the tile at k to registers, zeros from `end` on."""
         if self.group >= 0:
-            return self._each(
-                w4a16_transfer.fetch(minimum(self.first + var("b_row"), self.end - 1), self.group, k, end)
-            )
-        n, size = self.name, BY_NAME[self.memory].bytes
+            return self._each(_fetch_int4(minimum(self.first + var("b_row"), self.end - 1), self.group, k, end))
+        n, size = self.name, self.bytes
         to, src, at = Ptr(f"{n}_next", var("turn") * self.elements), Ptr(f"{n}_from"), var(f"{n}_at")
         body: list[Stmt] = list(self._source(k))
         if self.along == "k" and self.vector >= self.kr:
@@ -181,7 +156,7 @@ class Transfer:
         row, unit = var(f"{n}_row"), var(f"{n}_unit")
         tile = Ptr(f"{n}_tile", stage * self.size)
         if self.group >= 0:
-            return self._each(w4a16_transfer.put(tile + (unit * self.rows + (row ^ self.swizzle(unit))), self.rows))
+            return self._each(_put_int4(tile + (unit * self.rows + (row ^ self.swizzle(unit))), self.rows))
         next_ = Ptr(f"{n}_next", var("turn") * self.elements)
         body: list[Stmt] = []
         if self.kr > 1:
@@ -204,9 +179,9 @@ class Transfer:
             words = Ptr(f"{n}_wide")
             body.append(Interleave(words, src))
             src = words
-        elif self.memory != self.storage:
+        elif self.dtype != self.storage:
             words, e = Ptr(f"{n}_wide"), var("e")
-            body.append(For("e", const(0), const(self.lines), const(1), (Move(words + e, src + e),), WHOLE))
+            body.append(unrolled("e", self.lines, Move(words + e, src + e)))
             src = words
         at_once = min(self.lines, LANES)
         body += [Vector(to + i, src + i, at_once * WORD) for i in range(0, self.lines, at_once)]
@@ -215,7 +190,7 @@ class Transfer:
     @property
     def copies(self) -> int:
         """Number of bytes of an asynchronous copy, 0 where it is impossible: it cannot convert types."""
-        if self.memory != self.storage or self.kr > 1:
+        if self.dtype != self.storage or self.kr > 1:
             return 0
         return WORD * (self.vector if self.along == "row" else 1)
 
@@ -231,10 +206,25 @@ class Transfer:
         return self._each(tuple(body))
 
 
-def or_zeros(there: Index, to: Ptr, src: Ptr, count: int, size: int) -> If:
-    """Load of `count` elements of `size` bytes if `there`, else of zeros."""
-    e = var("e")
-    if count == 1:
-        return If(there, (Move(to, src),), (Move(to, None),))
-    zeros = For("e", const(0), const(count), const(1), (Move(to + e, None),), WHOLE)
-    return If(there, (Vector(to, src, count * size),), (zeros,))
+def _int4_registers(turns: int) -> tuple[Stmt, ...]:
+    """Registers for words and scales in flight."""
+    scales = (Scratch(name, turns, "f32") for name in _SCALES)
+    return (Scratch("b_next", turns, "s32"), *scales, Scratch("code", CODES_KR, "f32"), Scratch("number", 1, "f32"))
+
+
+def _fetch_int4(column: Index, group: int, k: Index, end: Index) -> tuple[Stmt, ...]:
+    """Load of a word of the tile at k, zeros from `end` on; `group` rows share a scale, or all if it is 0."""
+    turn, at = var("turn"), var("b_at")
+    number = at // group if group else const(0)
+    word = Move(Ptr("b_next", turn), Ptr("b_item", var("b_column") * var("words") + at // CODES_KR))
+    scales = [Move(Ptr(to, turn), Ptr(src, var("b_column") * var("groups") + number)) for to, src in _SCALES.items()]
+    zeros = tuple(Move(Ptr(to, turn), None) for to in ("b_next", *_SCALES))
+    return (Let("b_at", k + var("b_unit")), Let("b_column", column), If(at.lt(end), (word, *scales), zeros))
+
+
+def _put_int4(to: Ptr, rows: int) -> tuple[Stmt, ...]:
+    """Stores of the eight weights of a word, `rows` words apart."""
+    turn, e, number = var("turn"), var("e"), Ptr("number")
+    weight = (Move(number, Ptr("offset", turn)), Mac(number, Ptr("scale", turn), Ptr("code", e)))
+    each = (*weight, Move(to + e * rows, number))
+    return (Codes(Ptr("code"), Ptr("b_next", turn)), unrolled("e", CODES_KR, *each))

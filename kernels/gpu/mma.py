@@ -18,62 +18,38 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.fragment_index import Registers, coordinate, lane_column, lane_row
-from portmm.ir.grid_kernel import GridKernel
+from portmm.ir.fragment_index import lane_column, lane_row
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Mac, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait
-from portmm.kernels.gpu.epilogue_staging import StagedStore
-from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
-from portmm.kernels.gpu.fragments import WarpFragments, of
-from portmm.kernels.gpu.lane_fragments import LaneFragments
-from portmm.kernels.gpu.mma_transfer import OperandTile
-from portmm.kernels.gpu.simt import arguments, block_tile, blocks, slice_of_k
-from portmm.kernels.gpu.split_k_fixup import join
+from portmm.ir.thread_nodes import Barrier, Clear, CopyWait
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, StagedStore, cell_of
+from portmm.kernels.gpu.fragments import LaneFragments, WarpFragments, of
+from portmm.kernels.gpu.loops import Pipeline, unrolled
+from portmm.kernels.gpu.mma_transfer import MmaTile
+from portmm.kernels.gpu.product import Product, block_tile, blocks, slice_of_k
+from portmm.kernels.gpu.split_k import fixup
 from portmm.schedule.gpu_mma import shared_bytes, staging
 
 if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
-    Part = WarpFragments | LaneFragments
-
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Operands and fragments of one kernel.
+class Work(Product):
+    """Fragments of one kernel."""
 
-    Attributes:
-        s: its schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
-
-    def side(self, name: str) -> OperandTile:
-        """Tile of an operand of a block."""
-        s, of_a = self.s, name == "a"
-        along = "k" if s.along_k(0 if of_a else 1) else "row"
-        step = const(1) if along == "row" else var("a_m" if of_a else "b_n")
-        return OperandTile(
-            name, s.types[0 if of_a else 1], along, (s.a if of_a else s.b).vector, s.block.m if of_a else s.block.n,
-            s.block.k, s.threads, step, const(1) if along == "k" else var("a_k" if of_a else "b_k"),
-            var("row_0" if of_a else "column_0"), bottom(s) if of_a else var("n"), s.stages,
-        )  # fmt: skip
-
-    def part(self, name: str) -> WarpFragments | LaneFragments:
+    def part(self, name: str) -> LaneFragments:
         """Fragments of a warp's rows of an operand."""
         warp, of_a = self.s.tiles[1], name == "a"
         left, right = of(self.atom.a_fragment), of(self.atom.b_fragment)
         fragment = left if of_a != self.s.atom.swap else right.transposed
         kind = WarpFragments if fragment.load else LaneFragments
-        return kind(self.side(name), warp.m if of_a else warp.n, fragment, var(f"{name}_first"))
+        return kind(self.tile(MmaTile, name), warp.m if of_a else warp.n, fragment, var(f"{name}_first"))
 
     @property
     def names(self) -> tuple[str, str]:
@@ -108,9 +84,8 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
         Clear("acc", sums),
     ]
     body += _copied(work, a, b) if s.a.asynchronous else _fetched(work, a, b)
-    body += [*join(s, blocks(s)), *stored(work)]
-    grid = (blocks(s), const(s.parallel.split))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=s.slices), s.threads, grid, tuple(body))
+    body += fixup(s, blocks(s), tuple(stored(work)))
+    return work.kernel(body)
 
 
 def warps(s: Schedule, lanes: int) -> list[Stmt]:
@@ -131,25 +106,22 @@ def multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
     i, j = var("i"), var("j")
     x, y = (Ptr(f"{p.side.name}_part", at * p.count + q * p.words) for p, q in ((left, i), (right, j)))
     mac = Mac(Ptr("acc", (i * right.fragments + j) * work.words), x, y)
-    return _each("i", left.fragments, _each("j", right.fragments, (mac,)))
+    return (unrolled("i", left.fragments, unrolled("j", right.fragments, mac)),)
 
 
-def load(a: Part, b: Part, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
+def load(a: LaneFragments, b: LaneFragments, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
     """Loads of the fragments of a step of k of a stage."""
     return tuple(s for p in (a, b) for s in p.load(Ptr(f"{p.side.name}_part", at * p.count), stage * p.side.size, step))
 
 
-def _copied(work: Work, a: Part, b: Part) -> list[Stmt]:
+def _copied(work: Work, a: LaneFragments, b: LaneFragments) -> list[Stmt]:
     """Main loop with asynchronous copies, and fragments that are loaded one step ahead."""
-    s, step = work.s, var("step")
-    steps, stages = s.block.k // work.atom.k, s.stages
+    step, stages, end = var("step"), work.s.stages, var("k_end")
+    steps, pipeline = work.s.block.k // work.atom.k, Pipeline(work.s.block.k, stages)
 
-    def begin(at: Index) -> tuple[Stmt, ...]:
-        k, stage = var("k_0") + at * s.block.k, at % stages
-        copies = (*a.side.copy(k, var("k_end"), stage), *b.side.copy(k, var("k_end"), stage))
-        return (If(at.lt(var("steps")), copies), CopyCommit())
+    def copies(k: Index, stage: Index) -> tuple[Stmt, ...]:
+        return (*a.side.copy(k, end, stage), *b.side.copy(k, end, stage))
 
-    ahead = [x for i in range(stages - 1) for x in begin(const(i))]
     first = load(a, b, const(0), const(0), const(0))
     inner: list[Stmt] = []
     for i in range(steps):
@@ -160,70 +132,27 @@ def _copied(work: Work, a: Part, b: Part) -> list[Stmt]:
             # All warps have loaded this stage, and the copies of the next one have landed.
             inner += [CopyWait(stages - 2), Barrier()]
             inner.append(If((step + 1).lt(var("steps")), load(a, b, more, (step + 1) % stages, const(0))))
-        inner += begin(step + (stages - 1)) if i == 0 else ()
+        inner += pipeline.start(copies, step + (stages - 1)) if i == 0 else ()
         inner += multiply(work, const(i % 2))
     loop = For("step", const(0), var("steps"), const(1), (Let("stage", step % stages), *inner))
-    return [*ahead, CopyWait(stages - 2), Barrier(), If(const(0).lt(var("steps")), first), loop]
+    return [*pipeline.ahead(copies), CopyWait(stages - 2), Barrier(), If(const(0).lt(var("steps")), first), loop]
 
 
-def _fetched(work: Work, a: Part, b: Part) -> list[Stmt]:
-    """Main loop with copies through registers: one tile is multiplied while the next is loaded."""
-    s, step, end = work.s, var("step"), var("k_end")
-    steps = s.block.k // work.atom.k
-
-    def fetch(k: Index) -> tuple[Stmt, ...]:
-        return (*a.side.fetch(k, end), *b.side.fetch(k, end))
-
-    def put(stage: Index) -> tuple[Stmt, ...]:
-        return (*a.side.put(stage), *b.side.put(stage))
-
-    inside = (*load(a, b, const(0), var("stage"), var("unit")), *multiply(work, const(0)))
-    more = (step + 1).lt(var("steps"))
-    body = (
-        If(more, fetch(var("k_0") + (step + 1) * s.block.k)),
-        Let("stage", step % 2),
-        *_each("unit", steps, inside),
-        If(more, put(const(1) - var("stage"))),
-        Barrier(),
+def _fetched(work: Work, a: LaneFragments, b: LaneFragments) -> list[Stmt]:
+    """Main loop with copies through registers."""
+    end, unit = var("k_end"), (*load(a, b, const(0), var("stage"), var("unit")), *multiply(work, const(0)))
+    before, body = Pipeline(work.s.block.k, work.s.stages).fetched(
+        lambda k: (*a.side.fetch(k, end), *b.side.fetch(k, end)),
+        lambda stage: (*a.side.put(stage), *b.side.put(stage)),
+        (unrolled("unit", work.s.block.k // work.atom.k, *unit),),
     )
-    return [*fetch(var("k_0")), *put(const(0)), Barrier(), For("step", const(0), var("steps"), const(1), body)]
+    return [*before, For("step", const(0), var("steps"), const(1), body)]
 
 
 def stored(work: Work) -> list[Stmt]:
     """Epilogue: stores of the sums of this lane."""
-    s, atom = work.s, work.atom
     left, right = (work.part(x) for x in work.names)
-    sums, lane = of(atom.acc_fragment), var("lane")
-    own, in_c = Registers(sums), Registers(sums.transposed if s.atom.swap else sums)
-    cell = (1, in_c.neighbours)
-    epilogue = StagedStore(s, work.isa, atom, cell) if staging(s) else EpilogueStore(s, work.isa, atom, cell)
-    after = epilogue.after() if isinstance(epilogue, StagedStore) else ()
-    n = epilogue.vector
-    whole = n == in_c.columns > 1
-    # Fragments and registers along the rows and the columns of the atom, which `swap` makes columns and rows of C.
-    of_m, of_n = var("half") * (n if s.atom.swap else 1), var("pair") * (1 if s.atom.swap else n)
-    if whole:
-        of_m, of_n = (const(0), of_n) if s.atom.swap else (of_m, const(0))
-    at = own.number(var("below") * right.fragments + var("beside"), of_m, of_n)
-    down = left.first + var("below") * sums.rows + coordinate(of_m, own.row_weights) + lane_row(sums, lane)
-    across = right.first + var("beside") * sums.columns + lane_column(sums, lane)
-    further = coordinate(of_n, own.column_weights)
-    m_loops, n_loops = (
-        (("below", left.fragments), ("half", own.rows)),
-        (("beside", right.fragments), ("pair", own.columns)),
-    )
-    if s.atom.swap:
-        row, column = var("row_0") + across + further, var("column_0") + down
-        outer, (inner, (name, count)) = n_loops, m_loops
-    else:
-        row, column = var("row_0") + down, var("column_0") + across + further
-        outer, (inner, (name, count)) = m_loops, n_loops
-    store: tuple[Stmt, ...] = (Let("column", column), *epilogue.store_vector(at))
-    store = store if whole else _each(name, count // n, store)
-    rows = (Let("row", row), If(var("row").lt(bottom(s)), _each(*inner, store)))
-    return [*epilogue.before(), *_each(*outer[0], _each(*outer[1], rows)), *after]
-
-
-def _each(name: str, count: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Unrolled loop."""
-    return (For(name, const(0), const(count), const(1), body, WHOLE),)
+    sums, lane = of(work.atom.acc_fragment), var("lane")
+    store = (StagedStore if staging(work.s) else EpilogueStore)(work.s, work.isa, work.atom, cell_of(sums, work.s))
+    own = (left.first, lane_row(sums, lane)), (right.first, lane_column(sums, lane))
+    return [*store.before(), *store.fragments(sums, (left.fragments, right.fragments), own), *store.after()]

@@ -29,9 +29,9 @@ from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Vector
 from portmm.kernels.gpu import attention_tiles
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks
-from portmm.kernels.gpu.attention_scores import each
 from portmm.kernels.gpu.attention_tiles import PER_VECTOR, SIZE, HeadTile, shared
 from portmm.kernels.gpu.fragments import of
+from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.mma_softmax import PAIR, FragmentSoftmax
 from portmm.spec.dtype import BY_NAME
 
@@ -81,7 +81,20 @@ class Work(AttentionBlocks):
         """Tile of an operand."""
         t, i = self.t, "qkvo".index(name)
         rows, width = t.queries if name in "qo" else t.keys, t.dv if name in "vo" else t.d
-        return HeadTile(name, self.form.dtype, rows, width, t.vectors[i], t.threads)
+        return HeadTile(
+            name,
+            self.form.dtype,
+            "k",
+            t.vectors[i],
+            rows,
+            width,
+            t.threads,
+            1,
+            var(f"{name}_n"),
+            const(1),
+            const(0),
+            const(0),
+        )
 
     @property
     def slot(self) -> int:
@@ -129,7 +142,7 @@ class Work(AttentionBlocks):
 
     def fill(self, how: str, name: str, key: Index, slot: Index) -> tuple[Stmt, ...]:
         """Transfer of the tile of K or V at a key, if it is in bounds, to a slot."""
-        moved = self.tile(name).lines(how, Ptr("slots", slot * self.slot), key, var("end"))
+        moved = self.tile(name).rows_from(how, Ptr("slots", slot * self.slot), key, var("end"))
         transfer = If(key.lt(var("end")), moved)
         return (transfer, CopyCommit()) if how == "copy" else (transfer,)
 
@@ -164,7 +177,7 @@ class Work(AttentionBlocks):
             stmts += self.fill(how, "kv"[half % 2], var("first") + half // 2 * t.keys, const(half))
         stmts += [Clear("o_sums", t.high * t.columns * WORDS), *self.softmax.begin()]
         if t.q_in_registers:
-            loads = each("step", t.d // UNIT, self.fragments_of_q(var("step") * t.high, var("step")))
+            loads = unrolled("step", t.d // UNIT, self.fragments_of_q(var("step") * t.high, var("step")))
             stmts += [*self.met(), If(var("first").lt(var("end")), (loads,))]
         return tuple(stmts)
 
@@ -174,7 +187,7 @@ class Work(AttentionBlocks):
         """Loads of a warp's fragments of sixteen elements of its rows of Q."""
         r, tile = var("r"), self.tile("q")
         to = Ptr("q_part", (at + r) * WORDS)
-        return each("r", self.t.high, tile.matrices(to, Ptr("q_tile"), var("warp_row") + r * UNIT, step * 2))
+        return unrolled("r", self.t.high, tile.matrices(to, Ptr("q_tile"), var("warp_row") + r * UNIT, step * 2))
 
     def step(self) -> tuple[Stmt, ...]:
         """Statements for one tile of keys."""
@@ -195,7 +208,7 @@ class Work(AttentionBlocks):
         left = step * (t.high * WORDS) if t.q_in_registers else const(0)
         product = self.product("s", t.strips, j, Ptr("q_part", left))
         before = () if t.q_in_registers else (self.fragments_of_q(const(0), step),)
-        body = (*before, each("j", t.keys // UNIT, load, product))
+        body = (*before, unrolled("j", t.keys // UNIT, load, product))
         unroll = WHOLE if t.q_in_registers else 4
         return For("step", const(0), const(t.d // UNIT), const(1), body, unroll)
 
@@ -209,16 +222,16 @@ class Work(AttentionBlocks):
             left + (r * WORDS + w * (WORDS // atoms)),
             Ptr("part", u * 2 + w * (2 // atoms)),
         )
-        return each("u", 2, each("w", atoms, each("r", self.t.high, mac)))
+        return unrolled("u", 2, unrolled("w", atoms, unrolled("r", self.t.high, mac)))
 
     def weighed(self) -> Stmt:
         """Second product: O += P V."""
         t, step, j = self.t, var("step"), var("j")
         tile = self.tile("v")
         load = tile.matrices(Ptr("part"), Ptr("slots", self.slot_of(1) * self.slot), step * UNIT, j * 2, trans=True)
-        return each(
+        return unrolled(
             "step", t.keys // UNIT, self.packed(step),
-            each("j", t.dv // UNIT, load, self.product("o_sums", t.columns, j, Ptr("p_part"))),
+            unrolled("j", t.dv // UNIT, load, self.product("o_sums", t.columns, j, Ptr("p_part"))),
         )  # fmt: skip
 
     def packed(self, step: Index) -> Stmt:
@@ -226,7 +239,7 @@ class Work(AttentionBlocks):
         r, u, h = var("r"), var("u"), var("h")
         src = Ptr("s", (((r * self.t.strips) + step * 2 + u) * 2 + h) * PAIR)
         word = Apply(Ptr("p_part", r * WORDS + u * 2 + h), PACKED[self.form.dtype], (src, src + 1))
-        return each("r", self.t.high, each("u", 2, each("h", 2, word)))
+        return unrolled("r", self.t.high, unrolled("u", 2, unrolled("h", 2, word)))
 
     # -- results -------------------------------------------------------------
 
@@ -247,12 +260,12 @@ class Work(AttentionBlocks):
         else:
             one = (If(there, (*self.result(), *self.softmax.ends(const(1)), self.stored())),)
             after = ()
-        return (*stmts, each("i", self.t.rows, Let("row", var("row_0") + rows), *one), *after)
+        return (*stmts, unrolled("i", self.t.rows, Let("row", var("row_0") + rows), *one), *after)
 
     def pair(self, *, packed: bool) -> tuple[Stmt, ...]:
         """Results of a row's two columns of strip c, in their stored type."""
         e = var("e")
-        values = each("e", PAIR, *self.softmax.divided(self.softmax.sum(var("c"), e), Ptr("values", e)))
+        values = unrolled("e", PAIR, *self.softmax.divided(self.softmax.sum(var("c"), e), Ptr("values", e)))
         if not packed:
             return (values,)
         return (values, Apply(Ptr("words"), PACKED[self.form.to], (Ptr("values"), Ptr("values", const(1)))))
@@ -266,18 +279,18 @@ class Work(AttentionBlocks):
         apart = not t.runs and t.vectors[3] == 1
         packed = kind != "f32" and not apart
         if apart:
-            store: Stmt = each("e", PAIR, Move(to + e * step, Ptr("values", e)))
+            store: Stmt = unrolled("e", PAIR, Move(to + e * step, Ptr("values", e)))
         else:
             store = Vector(to, Ptr("words" if packed else "values"), PAIR * BY_NAME[kind].bytes)
         column = Let("column", var("c") * STRIP + self.own_column)
-        return each("c", t.columns, column, *self.pair(packed=packed), store)
+        return unrolled("c", t.columns, column, *self.pair(packed=packed), store)
 
     def put(self, row: Index) -> Stmt:
         """Stores of a lane's columns of a row of O to shared memory."""
         t, tile = self.t, self.tile("o")
         at = tile.at(row, var("c"), self.own_column)
         store = Vector(Ptr("q_tile", at), Ptr("words"), PAIR * SIZE)
-        return each("c", t.columns, *self.pair(packed=True), store)
+        return unrolled("c", t.columns, *self.pair(packed=True), store)
 
     def whole(self) -> Stmt:
         """Transfer of the rows of a warp from shared to global memory."""
@@ -288,7 +301,7 @@ class Work(AttentionBlocks):
             var("row").lt(self.height),
             (*self.result(), Vector(Ptr("to", column * PER_VECTOR), src, PER_VECTOR * SIZE)),
         )
-        return each(
+        return unrolled(
             "turn", t.high * t.columns * UNIT // t.warp,
             Let("piece", var("lane") + var("turn") * t.warp),
             Let("line", var("warp_row") + vector // t.columns),

@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.fragment_index import Registers, coordinate, in_row, row_masks
-from portmm.ir.index import Ptr, minimum, var
-from portmm.ir.nodes import If, Let
+from portmm.ir.index import Ptr, var
 from portmm.ir.thread_nodes import Apply, Exchange
-from portmm.kernels.cpu.online_softmax import LOG2E, LOWEST
-from portmm.kernels.gpu.attention_scores import Scores, each
+from portmm.kernels.cpu.online_softmax import LOG2E
+from portmm.kernels.gpu.attention_scores import Scores
 from portmm.kernels.gpu.fragments import of
-from portmm.spec.epilogue import acc, parse
+from portmm.kernels.gpu.loops import unrolled
+from portmm.spec.epilogue import parse
 from portmm.spec.expr_functions import fma
 from portmm.util.locks import once
 
@@ -60,35 +60,15 @@ class FragmentSoftmax(Scores):
 
     def statements(self) -> tuple[Stmt, ...]:
         """Statements that turn the scores of a tile into weights, and rescale earlier sums."""
-        registers = dict(self.at.names)
-        plain, bounded = self.scored(self.score, registers, edge=False), self.scored(self.bounded, registers, edge=True)
-        return (If(self.edge, (bounded,), (plain,)), self.weights())
+        j, e = var("j"), var("e")
+        key, columns = var("first_key") + j * 8 + e, (("j", self.t.strips), ("e", PAIR))
+        return (self.scored(self.row(), key, self.spot(j, e), Ptr("bigs", var("i")), columns), self.weights())
 
     def row(self) -> Index:
         """Index of row i of a lane in the block's tile."""
         i = var("i")
         own = Registers(self.sums)
         return var("first_row") + (i // own.rows * self.sums.rows + coordinate(i % own.rows, own.row_weights))
-
-    def scored(self, value: Expr, registers: dict[Expr, str], *, edge: bool) -> Stmt:
-        """Loop over this lane's rows: scores, and the maximum of each row."""
-        t, at, j, e = self.t, self.at, var("j"), var("e")
-        row = minimum(var("row_0") + self.row(), var("last"))
-        lets: tuple[Stmt, ...] = (Let("query", row),)
-        if t.runs:
-            head = var("other") * var("group") + var("row") // var("m")
-            lets = (Let("row", row), Let("query", var("row") % var("m")), Let("head", head), *self.operands())
-        at.names = dict(registers)
-        fixed = at.once([value], "bhmpwe")
-        key, here = var("first_key") + j * 8 + e, self.spot(j, e)
-        column = minimum(var("at_key"), var("end") - 1) if edge else var("at_key")
-        at.names[acc()] = at.name(acc())
-        score = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
-        register, before = at.value(value)
-        score += [*before, self.keep(register, here), self.map("greater", "big", register, "big")]
-        columns = each("j", t.strips, each("e", PAIR, Let("at_key", key), Let("column", column), *score))
-        literal = self.map("literal", "big", LOWEST)
-        return each("i", t.rows, *lets, *fixed, literal, columns, self.keep("big", Ptr("bigs", var("i"))))
 
     def together(self, op: str, name: str) -> tuple[Stmt, ...]:
         """Reduction over the lanes of a row, with the result in each of them."""
@@ -121,11 +101,10 @@ class FragmentSoftmax(Scores):
             self.get("x", spot),
             self.map("add", "sum", "sum", "x"),
         )
-        return each(
+        return unrolled(
             "i", t.rows, *change,
-            each("c", t.columns, each("e", PAIR, self.get("x", here), self.map("mul", "x", "x", "by"),
-                                      self.keep("x", here))),
-            each("j", t.strips, each("e", PAIR, *one)),
+            unrolled("c", t.columns, unrolled("e", PAIR, *self.rescaled(here, "by"))),
+            unrolled("j", t.strips, unrolled("e", PAIR, *one)),
             self.keep("sum", Ptr("sums", i)),
         )  # fmt: skip
 
@@ -137,7 +116,7 @@ class FragmentSoftmax(Scores):
     def totals(self) -> Stmt:
         """Reduction of the sums of weights over the lanes of each row."""
         here = Ptr("sums", var("i"))
-        return each("i", self.t.rows, self.get("sum", here), *self.together("add", "sum"), self.keep("sum", here))
+        return unrolled("i", self.t.rows, self.get("sum", here), *self.together("add", "sum"), self.keep("sum", here))
 
     def ends(self, there: Index) -> tuple[Stmt, ...]:
         """Results of row i from its sum; one lane stores the row's numbers, if the row is in bounds."""

@@ -17,16 +17,18 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, LetPtr, Mac, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Clear
+from portmm.ir.thread_nodes import Clear
 from portmm.kernels.cpu.blocking import run_of
-from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom
-from portmm.kernels.gpu.simt import arguments, block_tile, blocks, depth, threads
+from portmm.kernels.gpu.epilogue_store import EpilogueStore
+from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.product import Product, block_tile, bottom, depth
+from portmm.kernels.gpu.simt import threads
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs
 
 if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
@@ -43,8 +45,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     inside = (var("row_0") + (s.block.m - 1)).lt(bottom(s)) * (var("column_0") + (s.block.n - 1)).lt(var("n"))
     body.append(If(inside, _summed(s, atom, edge=False), _summed(s, atom, edge=True)))
     body += EpilogueStore(s, isa, atom, s.parallel.cell).statements()
-    grid = (blocks(s), const(1))
-    return GridKernel(str(s.name(atom)), isa, atom, arguments(s, sums=False), s.threads, grid, tuple(body))
+    return Product(s, isa, atom).kernel(body)
 
 
 def _summed(s: Schedule, atom: Atom, *, edge: bool) -> tuple[Stmt, ...]:
@@ -53,17 +54,13 @@ def _summed(s: Schedule, atom: Atom, *, edge: bool) -> tuple[Stmt, ...]:
     mac = Mac(Ptr(current(atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
     a_step = const(1) if s.a.layout == "row" else var("a_k")
     b_step = const(1) if s.b.layout == "col" else var("b_k")
-    steps = (
+    steps: tuple[Stmt, ...] = (
         *(Move(Ptr("a_part", const(x)), Ptr(f"a_{x}", var("at") * a_step)) for x in range(s.mr)),
         *(Move(Ptr("b_part", const(x)), Ptr(f"b_{x}", var("at") * b_step)) for x in range(s.nr)),
-        _each("i", s.mr, (_each("j", s.nr, (mac,)),)),
+        unrolled("i", s.mr, unrolled("j", s.nr, mac)),
     )
     loop = For("at", const(0), depth(s), const(1), steps, s.block.k)
     return (*_addresses(s, edge=edge), *in_runs(atom, s.mr * s.nr, loop, run_of(depth(s), 1)))
-
-
-def _each(name: str, count: int, body: tuple[Stmt, ...]) -> Stmt:
-    return For(name, const(0), const(count), const(1), body, WHOLE)
 
 
 def _addresses(s: Schedule, *, edge: bool) -> list[Stmt]:

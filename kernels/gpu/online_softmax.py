@@ -11,20 +11,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import Argument
-from portmm.ir.index import Ptr, const, minimum, var
+from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, LetPtr
 from portmm.ir.thread_nodes import Barrier, Vector
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST
-from portmm.kernels.gpu.attention_scores import TOTAL, Scores, each
-from portmm.spec.epilogue import acc
+from portmm.kernels.gpu.attention_scores import TOTAL, Scores
+from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.parameters import integers, longs, read
 
 if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import Argument
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_attention import AttentionTiles, Tiling
-    from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -41,32 +41,10 @@ class Softmax(Scores):
 
     def statements(self) -> tuple[Stmt, ...]:
         """Statements that turn the scores of a tile into weights, and rescale earlier sums."""
-        names = dict(self.at.names)
-        plain, bounded = self.scored(self.score, names, edge=False), self.scored(self.bounded, names, edge=True)
-        return (If(self.edge, (bounded,), (plain,)), Barrier(), self.weights())
-
-    def scored(self, value: Expr, names: dict[Expr, str], *, edge: bool) -> Stmt:
-        """Loop over this thread's rows: scores, and the maximum of each row."""
-        t, at, i, j = self.t, self.at, var("i"), var("j")
-        row = minimum(var("row_0") + var("down") + i * t.down, var("last"))
-        lets: tuple[Stmt, ...] = (Let("query", row),)
-        if t.runs:
-            head = var("other") * var("group") + var("row") // var("m")
-            lets = (Let("row", row), Let("query", var("row") % var("m")), Let("head", head), *self.operands())
-        at.names = dict(names)
-        fixed = at.once([value], "bhmpwe")
-        key, here = var("key") + var("across") + j * t.across, Ptr("s", i * t.columns + j)
-        column = minimum(var("at_key"), var("end") - 1) if edge else var("at_key")
-        at.names[acc()] = at.name(acc())
-        score = [self.get(at.names[acc()], here), *at.compute([value], var("column"), "")]
-        register, before = at.value(value)
-        score += [*before, self.keep(register, here), self.map("greater", "big", register, "big")]
-        return each(
-            "i", t.rows, *lets, *fixed,
-            self.map("literal", "big", LOWEST),
-            each("j", t.columns, Let("at_key", key), Let("column", column), *score),
-            self.keep("big", self.part(var("across"))),
-        )  # fmt: skip
+        t, i, j = self.t, var("i"), var("j")
+        row, key = var("down") + i * t.down, var("key") + var("across") + j * t.across
+        scores = self.scored(row, key, Ptr("s", i * t.columns + j), self.part(var("across")), (("j", t.columns),))
+        return (scores, Barrier(), self.weights())
 
     def part(self, which: Index) -> Ptr:
         """Address of the partial result of one of the threads of row i."""
@@ -77,7 +55,7 @@ class Softmax(Scores):
         c, e = var("c"), var("e")
         one = (self.get("one", Ptr("words", e)), self.map(op, into, "one", into))
         load = Vector(Ptr("words"), self.part(c * LANES), LANES * WORD)
-        return each("c", self.t.across // LANES, load, each("e", LANES, *one))
+        return unrolled("c", self.t.across // LANES, load, unrolled("e", LANES, *one))
 
     def weights(self) -> Stmt:
         """Loop over rows that stores weights to shared memory, and rescales earlier sums to the new maximum."""
@@ -93,10 +71,10 @@ class Softmax(Scores):
         to = Ptr("weights", (var("down") + i * t.down) * t.p_pitch + var("across") + j * t.across)
         one += [self.keep(at.names[weighed], to), self.map("add", "sum", "sum", at.names[weighed])]
         here = Ptr("o_sums", i * t.sums + var("c"))
-        return each(
+        return unrolled(
             "i", t.rows, *first,
-            self.map("mul", "sum", "sum", by), each("j", t.columns, *one), self.keep("sum", Ptr("sums", i)),
-            each("c", t.sums, self.get("x", here), self.map("mul", "x", "x", by), self.keep("x", here)),
+            self.map("mul", "sum", "sum", by), unrolled("j", t.columns, *one), self.keep("sum", Ptr("sums", i)),
+            unrolled("c", t.sums, *self.rescaled(here, by)),
         )  # fmt: skip
 
     def ends(self) -> tuple[Stmt, ...]:
@@ -107,7 +85,7 @@ class Softmax(Scores):
     def totals(self) -> tuple[Stmt, ...]:
         """Stores of the sums of weights to shared memory."""
         own = (self.get("sum", Ptr("sums", var("i"))), self.keep("sum", self.part(var("across"))))
-        return (each("i", self.t.rows, *own), Barrier())
+        return (unrolled("i", self.t.rows, *own), Barrier())
 
 
 def joined(form: Form, t: AttentionTiles, isa: Isa, atom: Atom) -> tuple[tuple[Argument, ...], tuple[Stmt, ...]]:
@@ -151,9 +129,7 @@ def joined(form: Form, t: AttentionTiles, isa: Isa, atom: Atom) -> tuple[tuple[A
             ),
         ),
     ]  # fmt: skip
-    params = [Argument(x, "int") for x in ("m", "heads", "runs")]
-    params += [Argument("work", "pointer", "f32", readonly=True, alone=True)]
-    params += [Argument(x, "long") for x in ("all_rows", "mosts_at", "sums_at")]
+    params = [*integers("m", "heads", "runs"), read("work", "f32"), *longs("all_rows", "mosts_at", "sums_at")]
     if form.lse:
         at.names = names
         kept = (*at.compute([logarithm], const(0), ""), s.keep(at.names[logarithm], Ptr("lse", row)))

@@ -29,8 +29,7 @@ from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, LetPtr, Mac, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Shared, Vector
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks, rows_of
-from portmm.kernels.gpu.attention_scores import each
-from portmm.kernels.gpu.global_to_shared import or_zeros
+from portmm.kernels.gpu.loops import or_zeros, pieces, unrolled
 from portmm.kernels.gpu.online_softmax import THREADS, Softmax, joined
 from portmm.spec.dtype import BY_NAME
 
@@ -105,13 +104,9 @@ class Work(AttentionBlocks):
 
     def vectors_of(self, rows: int, width: int, vector: int, *body: Stmt, unroll: int = WHOLE) -> Stmt:
         """Loop over a thread's vectors of a chunk."""
-        across, threads = width // vector, self.t.threads
-        number = var("piece")
-        inner: tuple[Stmt, ...] = (Let("line", number // across), Let("column", number % across * vector), *body)
-        if rows * across % threads:
-            inner = (If(number.lt(rows * across), inner),)
-        inner = (Let("piece", var("thread") + var("turn") * threads), *inner)
-        return For("turn", const(0), const(-(-rows * across // threads)), const(1), inner, unroll)
+        across, number = width // vector, var("piece")
+        place = (Let("line", number // across), Let("column", number % across * vector))
+        return pieces("piece", rows * across, self.t.threads, *place, *body, unroll=unroll)
 
     def load(self, to: Ptr, vector: int, source: Ptr, there: Index) -> tuple[Stmt, ...]:
         """Load of a vector to registers, zeros if it is out of bounds."""
@@ -128,7 +123,7 @@ class Work(AttentionBlocks):
         for i in range(0, vector, words):
             here = src + i
             if self.form.dtype != "f32" and words > 1:
-                body.append(each("e", words, Move(Ptr("words", var("e")), here + var("e"))))
+                body.append(unrolled("e", words, Move(Ptr("words", var("e")), here + var("e"))))
                 here = Ptr("words")
             body.append(Move(to + i, here) if words == 1 else Vector(to + i, here, words * WORD))
         return tuple(body)
@@ -217,11 +212,11 @@ class Work(AttentionBlocks):
         return For(
             "u", const(0), const(t.depth // LANES), const(1),
             (
-                each("i", t.rows, Vector(Ptr("left", i * LANES), q, LANES * WORD)),
-                each(
+                unrolled("i", t.rows, Vector(Ptr("left", i * LANES), q, LANES * WORD)),
+                unrolled(
                     "j", t.columns,
                     Vector(Ptr("right"), Ptr("chunk", key * t.k_pitch + u * LANES), LANES * WORD),
-                    each("e", LANES, each("i", t.rows, mac)),
+                    unrolled("e", LANES, unrolled("i", t.rows, mac)),
                 ),
             ),
         )  # fmt: skip
@@ -236,11 +231,11 @@ class Work(AttentionBlocks):
         return For(
             "u", const(0), const(t.values // LANES), const(1),
             (
-                each("i", t.rows, Vector(Ptr("left", i * LANES), p, LANES * WORD)),
-                each(
+                unrolled("i", t.rows, Vector(Ptr("left", i * LANES), p, LANES * WORD)),
+                unrolled(
                     "e", LANES,
-                    each("g", t.sums // t.cell, Vector(Ptr("right", g * t.cell), v, t.cell * WORD)),
-                    each("i", t.rows, each("c", t.sums, mac)),
+                    unrolled("g", t.sums // t.cell, Vector(Ptr("right", g * t.cell), v, t.cell * WORD)),
+                    unrolled("i", t.rows, unrolled("c", t.sums, mac)),
                 ),
             ),
         )  # fmt: skip
@@ -253,7 +248,7 @@ class Work(AttentionBlocks):
         row = var("row_0") + var("down") + i * t.down
         inside = If(var("row").lt(self.height), (*self.result(), *self.softmax.ends(), self.stored()))
         out = Scratch("o_out", t.vectors[3], "f32" if t.runs else self.form.to)
-        return (out, *self.softmax.totals(), each("i", t.rows, Let("row", row), inside))
+        return (out, *self.softmax.totals(), unrolled("i", t.rows, Let("row", row), inside))
 
     def stored(self) -> Stmt:
         """Stores of a thread's columns of a row of O."""
@@ -264,6 +259,6 @@ class Work(AttentionBlocks):
         to = Ptr("to", var("column") * (const(1) if t.runs else self.along("o")))
         size = BY_NAME["f32" if t.runs else self.form.to].bytes
         store = Move(to, Ptr("o_out")) if vector == 1 else Vector(to, Ptr("o_out"), vector * size)
-        body = (each("e", vector, *self.softmax.divided(Ptr("o_sums", place), Ptr("o_out", e))), store)
+        body = (unrolled("e", vector, *self.softmax.divided(Ptr("o_sums", place), Ptr("o_out", e))), store)
         inside = body if t.v_pitch == t.dv else (If(var("column").lt(t.dv), body),)
-        return each("g", t.sums // t.cell, each("h", t.cell // vector, Let("column", column), *inside))
+        return unrolled("g", t.sums // t.cell, unrolled("h", t.cell // vector, Let("column", column), *inside))

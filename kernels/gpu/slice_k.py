@@ -9,34 +9,22 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For
-from portmm.ir.thread_nodes import WHOLE
+from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.product import Product
 from portmm.schedule import gpu_gemv
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.target.atom import Atom
-    from portmm.target.isa import Isa
 
 ONE_ROUND = 8
 """Maximum number of threads with the same columns whose sums are added in one round."""
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Sizes and addresses of one kernel.
-
-    Attributes:
-        s: its schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
+class Work(Product):
+    """Sizes and addresses of one kernel."""
 
     @property
     def along_k(self) -> bool:
@@ -102,7 +90,7 @@ class Work:
 
 def each(name: str, count: int, *body: Stmt) -> tuple[Stmt, ...]:
     """Unrolled loop; with one iteration, its body: see `of`."""
-    return body if count == 1 else (For(name, const(0), const(count), const(1), body, WHOLE),)
+    return body if count == 1 else (unrolled(name, count, *body),)
 
 
 def of(name: str, count: int) -> Index:

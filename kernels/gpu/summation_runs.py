@@ -10,9 +10,10 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr, const, minimum, var
+from portmm.ir.index import Ptr, minimum, var
 from portmm.ir.nodes import Add, For, Let, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Clear
+from portmm.ir.thread_nodes import Clear
+from portmm.kernels.gpu.loops import unrolled
 from portmm.target.summation import chained
 
 if TYPE_CHECKING:
@@ -39,7 +40,7 @@ def in_runs(atom: Atom, count: int, loop: For, run: Index) -> tuple[Stmt, ...]:
     if chained(atom):
         return (loop,)
     i = var("i")
-    add = _each(count, Add(Ptr("acc", i), Ptr("run_acc", i)))
+    add = unrolled("i", count, Add(Ptr("acc", i), Ptr("run_acc", i)))
     return _over(loop, run, (Clear("run_acc", count),), (add,))
 
 
@@ -50,13 +51,9 @@ def in_runs_shared(atom: Atom, count: int, loop: For, run: Index, total: Callabl
     i = var("i")
     acc = Ptr("acc", i)
     clear = Clear("acc", count)
-    first = _each(count, Move(total(i), acc))
-    add = _each(count, Add(acc, total(i)), Move(total(i), acc))
+    first = unrolled("i", count, Move(total(i), acc))
+    add = unrolled("i", count, Add(acc, total(i)), Move(total(i), acc))
     return (clear, first, *_over(loop, run, (clear,), (add,)))
-
-
-def _each(count: int, *body: Stmt) -> Stmt:
-    return For("i", const(0), const(count), const(1), body, WHOLE)
 
 
 def _over(loop: For, run: Index, before: tuple[Stmt, ...], after: tuple[Stmt, ...]) -> tuple[Stmt, ...]:

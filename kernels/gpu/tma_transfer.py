@@ -1,6 +1,6 @@
 """TMA transfer of tiles of A and B to shared memory, in the layout of wgmma.
 
-Owns `Operand`, one operand of a block tile. A tile consists of lines of 128 bytes: of a row (of A, or a
+Owns `TmaTile`, one operand of a block tile. A tile consists of lines of 128 bytes: of a row (of A, or a
 column of B) along k, or, where memory is contiguous along rows, of one k along 64 rows; the lines of further rows
 follow. TMA swizzles the 16-byte vectors of every eight lines, and fills elements out of bounds
 with zeros; `matrix_descriptor` describes the same layout to the tensor cores. Either way 64 rows take as many bytes.
@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, MapOf
 from portmm.ir.index import Ptr, const, maximum, var
-from portmm.ir.nodes import For, Let
-from portmm.ir.thread_nodes import WHOLE, Do, Get, Shared
+from portmm.ir.nodes import Let
+from portmm.ir.thread_nodes import Do, Get, Shared
+from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.product import OperandTile
 from portmm.schedule.gpu_wgmma import LINE, SWIZZLED, WIDE_ROWS, padded_rows
-from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -30,35 +31,14 @@ ATOM_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True)
-class Operand:
+class TmaTile(OperandTile):
     """Tile of one operand of a block, in shared memory.
 
     Attributes:
-        name: "a" or "b".
-        dtype: type of its elements.
-        along: "k" or "row", the contiguous axis in memory.
-        rows: rows of a tile.
-        depth: elements of k of a tile.
-        stages: tiles in shared memory.
-        first: the block's first row.
-        end: "m" or "n", the number of rows of the operand.
         cluster: blocks of a cluster, of which each loads a part of the tile for all (multicast).
     """
 
-    name: str
-    dtype: str
-    along: str
-    rows: int
-    depth: int
-    stages: int
-    first: Index
-    end: str
     cluster: int = 1
-
-    @property
-    def bytes(self) -> int:
-        """Number of bytes of an element."""
-        return BY_NAME[self.dtype].bytes
 
     @property
     def tile_rows(self) -> int:
@@ -75,6 +55,11 @@ class Operand:
         """Number of rows of one copy."""
         return self.rows // self.cluster if self.along == "k" else WIDE_ROWS
 
+    @property
+    def extent(self) -> str:
+        """Name of the number of rows of the operand."""
+        return "m" if self.name == "a" else "n"
+
     def shared(self) -> Shared:
         """Shared memory array of the tiles."""
         return Shared(f"{self.name}_tile", self.size * self.stages, self.dtype, SWIZZLED)
@@ -82,9 +67,9 @@ class Operand:
     def arguments(self) -> list[Argument]:
         """Tensor map of the operand, and its batch stride. An operand of the whole batch has one item."""
         name = self.name
-        step = var(f"{name}_{self.end if self.along == 'k' else 'k'}")
+        step = var(f"{name}_{self.extent if self.along == 'k' else 'k'}")
         items = maximum(var("batch") * const(0).lt(var(f"{name}_batch")), 1)
-        ends, box = (var("k"), var(self.end)), (self.depth, self.box)
+        ends, box = (var("k"), var(self.extent)), (self.depth, self.box)
         if self.along != "k":
             ends, box = ends[::-1], box[::-1]
         of = MapOf(name, self.dtype, (*ends, items), (step, var(f"{name}_batch")), (*box, 1), LINE)
@@ -110,7 +95,7 @@ class Operand:
             call = Do("tma_load_multicast", (*operands, const((1 << self.cluster) - 1)))
         else:
             call = Do("tma_load", operands)
-        return (For("box", const(0), const(count), const(1), (call,), WHOLE),) if count > 1 else (call,)
+        return (unrolled("box", count, call),) if count > 1 else (call,)
 
     # -- to the tensor cores ---------------------------------------------------
 

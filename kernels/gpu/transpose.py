@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, var
-from portmm.ir.nodes import For, If, Let, LetPtr, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Shared, Vector
+from portmm.ir.nodes import If, Let, LetPtr, Move, Scratch
+from portmm.ir.thread_nodes import Barrier, Shared, Vector
+from portmm.kernels.gpu.loops import unrolled
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -55,10 +56,7 @@ def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
         )
         turns = TILE // WARPS * each
     fetch = (*place, Let("row", var("row_0") + line), Let("at", var("k_0") + inside), *read)
-    gather = For(
-        "e", const(0), const(each), const(1),
-        (Move(Ptr("word", e), Ptr("tile", (lane * each + e) * across + line)),), WHOLE,
-    )  # fmt: skip
+    gather = unrolled("e", each, Move(Ptr("word", e), Ptr("tile", (lane * each + e) * across + line)))  # fmt: skip
     put = (
         Let("beside", warp + turn * WARPS),
         Let("row", var("row_0") + line),
@@ -80,9 +78,9 @@ def build(isa: Isa, atom: Atom, dtype: str, along: str) -> GridKernel:
         Let("k_0", var("block") % right * tile_k),
         LetPtr("x_item", Ptr("x", var("item") * var("x_batch")), dtype, readonly=True),
         LetPtr("to_item", Ptr("to", var("item") * var("to_batch")), dtype),
-        For("turn", const(0), const(turns), const(1), fetch, WHOLE),
+        unrolled("turn", turns, *fetch),
         Barrier(),
-        For("turn", const(0), const(TILE // WARPS), const(1), put, WHOLE),
+        unrolled("turn", TILE // WARPS, *put),
     )
     params = (
         *(Argument(x, "int") for x in ("m", "k", "line", "batch")),

@@ -23,22 +23,24 @@ lanes store pairs. Sums of rows: a fragment of A by ones gives two halves of eac
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import gcd
 from typing import TYPE_CHECKING
 
 from portmm.ir.fragment_index import in_column, in_row
-from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, var
 from portmm.ir.nodes import Add, For, If, Let, Mac, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyCommit, CopyWait, Do, Shared, Vector
-from portmm.kernels.gpu.epilogue_store import EpilogueStore
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Do, Shared, Vector
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, cell_of
 from portmm.kernels.gpu.fragments import of
-from portmm.kernels.gpu.simt import arguments, block_tile, slice_of_k
+from portmm.kernels.gpu.loops import Pipeline, unrolled
+from portmm.kernels.gpu.product import Product, block_tile, slice_of_k
 from portmm.kernels.gpu.w4a16_tiles import LANES, Scales, Tile, reversed_bits
 from portmm.spec.dtype import CODES_KR
+from portmm.target.fragment import Fragment
 
 if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
@@ -56,18 +58,8 @@ PER_ROUND = LANES * CODES_KR
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Tiles of one kernel.
-
-    Attributes:
-        s: its schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
+class Work(Product):
+    """Tiles of one kernel."""
 
     @property
     def columns(self) -> int:
@@ -95,23 +87,20 @@ class Work:
         return gcd(self.s.b.group, self.part)
 
     @property
-    def unrolled(self) -> int:
+    def unroll(self) -> int:
         """Unroll factor of loops over spans, and over words: with many sums no registers remain for prefetches."""
         return WHOLE if self.rows * self.columns < MANY else 1
 
     @property
     def a(self) -> Tile:
         """Tile of A."""
-        s = self.s
-        ends = (var("a_m"), var("row_0"), var("m"))
-        return Tile("a", s.types[0], s.block.m, s.block.k, s.a.vector, s.threads, *ends, 1, self.lane_words, s.stages)
+        return self.tile(Tile, "a", 1, self.lane_words)
 
     @property
     def b(self) -> Tile:
         """Tile of the words of B."""
-        s, words = self.s, self.s.block.k // CODES_KR
-        ends = (var("words"), var("column_0"), var("n"))
-        return Tile("b", "s32", s.block.n, words, LANES, s.threads, *ends, PAIR, 0, s.stages)
+        words = self.tile(Tile, "b", PAIR, 0)
+        return replace(words, dtype="s32", vector=LANES, depth=words.depth // CODES_KR, row_step=var("words"))
 
     def scales(self, name: str) -> Scales:
         """Tile of the scales, or of the offsets."""
@@ -140,10 +129,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     ]
     body += _loop(work)
     body += _slice_reduction(work, sums) if slice_warps(s) > 1 else _stored(work)
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.parallel.split))
-    return GridKernel(
-        str(s.name(atom)), isa, atom, arguments(s, sums=s.parallel.split > 1), s.threads, grid, tuple(body)
-    )
+    return work.kernel(body)
 
 
 def slice_warps(s: Schedule) -> int:
@@ -170,27 +156,15 @@ def _warps(work: Work) -> list[Stmt]:
 
 def _loop(work: Work) -> list[Stmt]:
     """Main loop."""
-    s, stages, step = work.s, work.s.stages, var("step")
 
-    def begin(at: Index) -> tuple[Stmt, ...]:
-        k, stage = var("k_0") + at * s.block.k, at % stages
-        copies = (
-            *work.b.copy(k // CODES_KR, ceil_div(var("k_end"), CODES_KR), stage),
-            *work.a.copy(k, var("k_end"), stage),
-            *work.scales("scales").copy(k, stage), *work.scales("offsets").copy(k, stage),
-        )  # fmt: skip
-        return (If(at.lt(var("steps")), copies), CopyCommit())
+    def copies(k: Index, stage: Index) -> tuple[Stmt, ...]:
+        words, end = k // CODES_KR, ceil_div(var("k_end"), CODES_KR)
+        scales = (x for name in ("scales", "offsets") for x in work.scales(name).copy(k, stage))
+        return (*work.b.copy(words, end, stage), *work.a.copy(k, var("k_end"), stage), *scales)
 
-    ahead = [x for i in range(stages - 1) for x in begin(const(i))]
-    each = For("number", const(0), const(work.part // work.span), const(1), _span(work), work.unrolled)
-    body = (
-        CopyWait(stages - 2),
-        Barrier(),
-        *begin(step + (stages - 1)),
-        Let("stage", step % stages),
-        each,
-    )
-    return [*ahead, For("step", const(0), var("steps"), const(1), body)]
+    spans = For("number", const(0), const(work.part // work.span), const(1), _span(work), work.unroll)
+    before, body = Pipeline(work.s.block.k, work.s.stages).copied(copies, (spans,))
+    return [*before, For("step", const(0), var("steps"), const(1), body)]
 
 
 def _span(work: Work) -> tuple[Stmt, ...]:
@@ -200,7 +174,7 @@ def _span(work: Work) -> tuple[Stmt, ...]:
     units = work.span // unit_k
     first = var("share") * (work.part // unit_k) + var("number") * units + var("unit")
     inside = (*_words(work, first), *(x for c in range(work.lane_words) for x in _multiply(work, first, c)))
-    return (*clear, For("unit", const(0), const(units), const(1), inside, work.unrolled), *_scaled(work))
+    return (*clear, For("unit", const(0), const(units), const(1), inside, work.unroll), *_scaled(work))
 
 
 def _words(work: Work, unit: Index) -> tuple[Stmt, ...]:
@@ -208,17 +182,17 @@ def _words(work: Work, unit: Index) -> tuple[Stmt, ...]:
     b, i, half = work.b, var("i"), var("half")
     column = var("b_first") + i * work.atom.m + var("g") * PAIR + half
     word = unit * (work.lane_words * LANES) + var("t") * work.lane_words
-    at = b.at(column, word // LANES, var("turned")) + word % LANES
+    at = b.place(column, word // LANES, var("turned")) + word % LANES
     src = Ptr("b_tile", var("stage") * b.size + at)
     load = Vector(Ptr("words_part", (i * PAIR + half) * work.lane_words), src, 4 * work.lane_words)
-    return _for("i", work.columns, *_for("half", PAIR, load))
+    return (unrolled("i", work.columns, unrolled("half", PAIR, load)),)
 
 
 def _multiply(work: Work, unit: Index, c: int) -> tuple[Stmt, ...]:
     """Multiply-adds of the c-th word of each lane."""
     a, i, j = work.a, var("i"), var("j")
     row = var("a_first") + j * work.atom.n + var("g")
-    at = a.at(row, unit * (work.lane_words * LANES) + c * LANES + var("t"), var("turned"))
+    at = a.place(row, unit * (work.lane_words * LANES) + c * LANES + var("t"), var("turned"))
     load = Vector(Ptr("a_part", j * 4), Ptr("a_tile", var("stage") * a.size + at), 16)
     name = f"codes_to_{work.atom.a}"
     word = Ptr("words_part", i * (PAIR * work.lane_words) + c)
@@ -227,9 +201,9 @@ def _multiply(work: Work, unit: Index, c: int) -> tuple[Stmt, ...]:
     both = tuple(Mac(sums, Ptr("b_part", const(4 * x)), Ptr("a_part", j * 4 + 2 * x)) for x in (0, 1))
     rows = Mac(Ptr("row_parts", j * SUMS), Ptr("a_part", j * 4), Ptr("ones"))
     return (
-        *_for("j", work.rows, load),
-        *_for("j", work.rows, rows),
-        *_for("i", work.columns, *dequantize, *_for("j", work.rows, *both)),
+        unrolled("j", work.rows, load),
+        unrolled("j", work.rows, rows),
+        unrolled("i", work.columns, *dequantize, unrolled("j", work.rows, *both)),
     )
 
 
@@ -245,8 +219,8 @@ def _scaled(work: Work) -> tuple[Stmt, ...]:
     operands = (Ptr("acc", sums), Ptr("sums", sums), Ptr("row_sums", j * PAIR), Ptr("scale"), Ptr("offset"))
     rows = Do("sums_of_rows", (Ptr("row_sums", j * PAIR), Ptr("row_parts", j * SUMS), var("lane")))
     return (
-        *_for("j", work.rows, rows),
-        *_for("i", work.columns, *loads, *_for("j", work.rows, Do("add_scaled", operands))),
+        unrolled("j", work.rows, rows),
+        unrolled("i", work.columns, *loads, unrolled("j", work.rows, Do("add_scaled", operands))),
     )
 
 
@@ -257,26 +231,16 @@ def _slice_reduction(work: Work, sums: int) -> list[Stmt]:
     own = var("warp") // slice_warps(s) * work.isa.warp + var("lane")
     to = Ptr("left", ((var("share") - 1) * sums + q) * alone + own)
     src = Ptr("left", (other * sums + q) * alone + own)
-    leave = If(const(0).lt(var("share")), _for("q", sums, Move(to, Ptr("acc", q))))
-    add = _for("other", slice_warps(s) - 1, *_for("q", sums, Add(Ptr("acc", q), src)))
-    return [leave, Barrier(), If(var("share").eq(0), (*add, *_stored(work)))]
+    leave = If(const(0).lt(var("share")), (unrolled("q", sums, Move(to, Ptr("acc", q))),))
+    add = unrolled("other", slice_warps(s) - 1, unrolled("q", sums, Add(Ptr("acc", q), src)))
+    return [leave, Barrier(), If(var("share").eq(0), (add, *_stored(work)))]
 
 
 def _stored(work: Work) -> list[Stmt]:
     """Epilogue: stores of the sums of this lane."""
-    i, j, e = var("strip"), var("row_of"), var("e")
-    epilogue = EpilogueStore(work.s, work.isa, work.atom, (1, PAIR))
-    each = var("h") * epilogue.vector
-    column = var("column_0") + var("b_first") + i * work.atom.m + var("g") * PAIR + each
-    stored = epilogue.store_vector((i * work.rows + j) * SUMS + e * PAIR + each)
-    piece = _for("h", PAIR // epilogue.vector, Let("column", column), *stored)
-    row = (
-        Let("row", var("row_0") + var("a_first") + j * work.atom.n + var("t") * PAIR + e),
-        If(var("row").lt(var("m")), _for("strip", work.columns, *piece)),
-    )
-    return [*epilogue.before(), *_for("row_of", work.rows, *_for("e", PAIR, *row))]
-
-
-def _for(name: str, count: int, *body: Stmt) -> tuple[Stmt, ...]:
-    """Unrolled loop."""
-    return (For(name, const(0), const(count), const(1), body, WHOLE),)
+    sums = of(work.atom.acc_fragment)
+    # Rows g and g + 8 of an atom are neighbouring columns of B, and are neighbours in registers: `add_scaled`.
+    sums = Fragment(tuple((row * PAIR, column) for row, column in sums.lane), ((1, 0), (0, 1)))
+    store = EpilogueStore(work.s, work.isa, work.atom, cell_of(sums, work.s))
+    own = (var("b_first"), var("g") * PAIR), (var("a_first"), var("t") * PAIR)
+    return [*store.before(), *store.fragments(sums, (work.columns, work.rows), own)]

@@ -19,16 +19,18 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import GridKernel
-from portmm.ir.index import Ptr, ceil_div, const, minimum, var
+from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyAsync, CopyCommit, CopyWait, Do, Shared, Vector
+from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyAsync, CopyWait, Do, Shared, Vector
+from portmm.kernels.gpu.loops import Pipeline
 from portmm.kernels.gpu.mma import Work, multiply, stored, warps
-from portmm.kernels.gpu.simt import arguments, block_tile, slice_of_k
+from portmm.kernels.gpu.mma_transfer import MmaTile
+from portmm.kernels.gpu.product import block_tile, slice_of_k
 from portmm.schedule.gpu_w4a16 import plain
 from portmm.spec.dtype import CODES_KR
 
 if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
@@ -90,7 +92,7 @@ class Words:
 
     def dequantize(self, work: Work, at: Index, number: int) -> tuple[Stmt, ...]:
         """Dequantization of one of this thread's words of a step; a vector's last also loads the next step's scales."""
-        side, part, q = work.side("b"), number // WORDS, number % WORDS
+        side, part, q = work.tile(MmaTile, "b"), number // WORDS, number % WORDS
         src = Ptr("words_tile", (at % self.s.stages * self.count + var("vector")) * WORDS)
         operands = (Ptr("made"), Ptr("word", const(q)), Ptr("scale", const(part)), Ptr("offset", const(part)))
         to = Ptr("b_tile", at % TILES * side.size + side.at(var("line"), var("deep") // CODES_KR + q))
@@ -124,20 +126,17 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     ]
     body += _loop(work, words)
     body += stored(work)
-    grid = (ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch"), const(s.parallel.split))
-    return GridKernel(
-        str(s.name(atom)), isa, atom, arguments(s, sums=s.parallel.split > 1), s.threads, grid, tuple(body)
-    )
+    return replace(work, s=s).kernel(body)
 
 
 def _loop(work: Work, words: Words) -> list[Stmt]:
     """Main loop; a step's next fragments are loaded while some are multiplied."""
     s, step, a, b = work.s, var("step"), work.part("a"), work.part("b")
     steps, stages = s.block.k // work.atom.k, s.stages
+    pipeline = Pipeline(s.block.k, stages)
 
-    def begin(at: Index) -> tuple[Stmt, ...]:
-        k, stage = var("k_0") + at * s.block.k, at % stages
-        return (If(at.lt(var("steps")), (*a.side.copy(k, var("k_end"), stage), *words.copy(k, stage))), CopyCommit())
+    def copies(k: Index, stage: Index) -> tuple[Stmt, ...]:
+        return (*a.side.copy(k, var("k_end"), stage), *words.copy(k, stage))
 
     many = words.turns * WORDS
 
@@ -162,12 +161,12 @@ def _loop(work: Work, words: Words) -> list[Stmt]:
         else:
             inner += [CopyWait(stages - 3), Barrier()]
             inner.append(If((step + 1).lt(var("steps")), fragments((i + 1) % 2, step + 1, 0)))
-        inner += begin(step + (stages - 1)) if i == 0 else ()
+        inner += pipeline.start(copies, step + (stages - 1)) if i == 0 else ()
         inner += multiply(work, const(i % 2))
         inner += dequantized(step + 1, i) if i + 1 < steps else ()
     first = (*words.each(*words.scales(var("k_0"))), *(x for i in range(steps - 1) for x in dequantized(const(0), i)))
     return [
-        *(x for i in range(stages - 1) for x in begin(const(i))),
+        *pipeline.ahead(copies),
         CopyWait(stages - 3),
         If(const(0).lt(var("steps")), first),
         Barrier(),

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import Add, LetPtr, Mac, Move, Scratch
 from portmm.ir.thread_nodes import Clear, Codes, Vector
-from portmm.kernels.gpu.global_to_shared import or_zeros
+from portmm.kernels.gpu.loops import or_zeros
 from portmm.kernels.gpu.slice_k import a_step, each, of
 from portmm.spec.dtype import BY_NAME, CODES_KR
 

@@ -1,6 +1,6 @@
 """w4a16 tiles: A and int4 weights in shared memory, for `w4a16`.
 
-Owns `Tile`: asynchronous copies of lines of vectors of 16 bytes, and the layout of these vectors; and `Scales`.
+Owns `Tile`, the layout of lines of vectors of 16 bytes, and `Scales`.
 
 The lanes of a warp read columns, or rows, g = lane / 4, and of each the part of t = lane % 4: words of 8 int4 values,
 4 * w words at once, w neighbours for each t, and of A the vectors of the same k. Reads of 16 bytes are done
@@ -18,17 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, Let, LetPtr
-from portmm.ir.thread_nodes import WHOLE, CopyAsync, Shared
-from portmm.spec.dtype import BY_NAME
+from portmm.ir.nodes import Let
+from portmm.ir.thread_nodes import CopyAsync, Shared
+from portmm.kernels.gpu.loops import pieces
+from portmm.kernels.gpu.mma_transfer import MmaTile
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
 
-VECTOR = 16
-LINE = 128
-"""Bytes after which banks repeat."""
 LANES = 4
 """Number of lanes that share a row, or a column."""
 
@@ -39,95 +37,33 @@ def reversed_bits(x: Index) -> Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile:
-    """Tile of one operand of a block's step.
+class Tile(MmaTile):
+    """Tile of one operand, in vectors of 16 bytes along k; of int4 values, the elements are words.
 
     Attributes:
-        name: "a" or "b".
-        dtype: type of its elements; words for int4 values.
-        lines: rows of A, or columns of B.
-        width: elements of a line.
-        vector: elements that a thread copies at once.
-        threads: threads that copy it.
-        step: stride in elements between lines in memory.
-        first: the block's first line.
-        end: number of lines of the operand.
-        together: lines that are in consecutive banks, for one g.
+        together: rows that are in consecutive banks, for one g.
         lane_vectors: vectors of a lane that are neighbours in memory; 0 where they stay neighbours in shared memory.
-        stages: number of tiles.
     """
 
-    name: str
-    dtype: str
-    lines: int
-    width: int
-    vector: int
-    threads: int
-    step: Index
-    first: Index
-    end: Index
     together: int
     lane_vectors: int
-    stages: int
 
     @property
-    def per_vector(self) -> int:
-        """Number of elements of a vector of 16 bytes."""
-        return VECTOR // BY_NAME[self.dtype].bytes
+    def clamped(self) -> bool:
+        """Past the last row it is read again: its sums are not stored."""
+        return True
 
-    @property
-    def line_vectors(self) -> int:
-        """Number of vectors of a line."""
-        return self.width // self.per_vector
+    def at(self, line: Index, vector: Index, element: Index | int = 0) -> Index:
+        """Offset of an element of a vector of a line, in a tile."""
+        if self.lane_vectors:
+            unit = vector // (LANES * self.lane_vectors) * (LANES * self.lane_vectors)
+            inside = vector % (LANES * self.lane_vectors)
+            vector = unit + inside % self.lane_vectors * LANES + inside // self.lane_vectors
+        return self.place(line, vector, reversed_bits(line // self.together % 8)) + element
 
-    @property
-    def size(self) -> int:
-        """Number of elements of one tile."""
-        return self.lines * self.width
-
-    def shared(self) -> Shared:
-        """Shared memory array of the tiles."""
-        return Shared(f"{self.name}_tile", self.size * self.stages, self.dtype, LINE)
-
-    def at(self, line: Index, place: Index, swizzle: Index) -> Index:
+    def place(self, line: Index, position: Index, swizzle: Index) -> Index:
         """Offset of the vector at a position in a line; `swizzle` is the reversed bits of its g."""
-        return ((line * self.line_vectors + place) ^ swizzle) * self.per_vector
-
-    def place(self, vector: Index) -> Index:
-        """Position of a vector of a line: see above."""
-        if not self.lane_vectors:
-            return vector
-        unit, inside = vector // (LANES * self.lane_vectors), vector % (LANES * self.lane_vectors)
-        return unit * (LANES * self.lane_vectors) + inside % self.lane_vectors * LANES + inside // self.lane_vectors
-
-    def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
-        """Asynchronous copies of this thread's vectors of the tile at element k of lines, zeros from `end` on."""
-        n, across = self.name, self.width // self.vector
-        count = self.size // self.vector
-        e, line, column = var(f"{n}_vector"), var(f"{n}_line"), var(f"{n}_column")
-        swizzle = reversed_bits(line // self.together % 8)
-        within = column % self.per_vector if self.vector < self.per_vector else const(0)
-        at = self.at(line, self.place(column // self.per_vector), swizzle) + within
-        src = Ptr(f"{n}_item", minimum(self.first + line, self.end - 1) * self.step + (k + column))
-        copied: tuple[Stmt, ...] = (
-            Let(f"{n}_line", e // across),
-            Let(f"{n}_column", e % across * self.vector),
-            LetPtr(f"{n}_from", src, self.dtype, readonly=True),
-            CopyAsync(
-                Ptr(f"{n}_tile", stage * self.size + at), Ptr(f"{n}_from"),
-                self.vector * BY_NAME[self.dtype].bytes, (k + column).lt(end),
-            ),
-        )  # fmt: skip
-        return _each(n, count, self.threads, copied)
-
-
-def _each(name: str, count: int, threads: int, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-    """Loop over this thread's vectors, of `count`."""
-    turn, e = var("turn"), var(f"{name}_vector")
-    inside = (If(e.lt(count), body),) if count % threads else body
-    turns = -(-count // threads)
-    each = (Let(f"{name}_vector", var("thread") + turn * threads), *inside)
-    return (For("turn", const(0), const(turns), const(1), each, WHOLE),)
+        return ((line * (self.width // self.per_vector) + position) ^ swizzle) * self.per_vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -164,7 +100,7 @@ class Scales:
     def copy(self, k: Index, stage: Index) -> tuple[Stmt, ...]:
         """Asynchronous copies of the scales of the step at k."""
         n = self.name
-        e, column = var(f"{n}_vector"), var(f"{n}_column")
+        e, column = var(f"{n}_piece"), var(f"{n}_column")
         span = e % self.spans
         number = minimum((k + span * self.span) // self.group, var("groups") - 1) if self.group else const(0)
         at = minimum(var("column_0") + column, var("n") - 1) * var("groups") + number
@@ -172,4 +108,4 @@ class Scales:
             Let(f"{n}_column", e // self.spans),
             CopyAsync(Ptr(f"{n}_tile", stage * self.size + span * self.columns + column), Ptr(n, at), 4, const(1)),
         )
-        return _each(n, self.size, self.threads, body)
+        return (pieces(f"{n}_piece", self.size, self.threads, *body),)

@@ -19,7 +19,7 @@ of its own, and stores one while the other multiplies; barriers `order` keep the
 of a cluster, neighbours along m, read the same columns of B: each loads half of them for both (multicast), so a
 stage is empty when both have multiplied it. With `swap` the columns of B are the atom's 64 rows, and
 rows of A, down to 8, its columns. Where k is split, the last block of a
-tile adds the sums of all slices (`split_k_fixup`), or another kernel does (`split_k_reduction`).
+tile adds the sums of all slices, or another kernel does (`split_k`).
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from typing import TYPE_CHECKING
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Add, For, If, Let, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Do, Get, Shared
-from portmm.kernels.gpu.simt import blocks, depth, of_groups, raster, results
-from portmm.kernels.gpu.split_k_fixup import fixup_params, join_groups, ticket
-from portmm.kernels.gpu.tma_transfer import Operand
+from portmm.ir.thread_nodes import Barrier, Clear, Do, Get, Shared
+from portmm.kernels.gpu import parameters
+from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.product import Product, blocks, depth, of_groups, raster
+from portmm.kernels.gpu.split_k import fixup, ticket
+from portmm.kernels.gpu.tma_transfer import TmaTile
 from portmm.kernels.gpu.wgmma_store import WgmmaEpilogue
 from portmm.schedule.gpu_wgmma import STRIP, budgets, columns, promoted, strips
 from portmm.schedule.schedule import WARPGROUP
-from portmm.spec.dtype import accumulator
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -51,35 +52,16 @@ ALL_GROUPS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Operands and epilogue of one kernel.
-
-    Attributes:
-        s: its schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
-
-    def operand(self, name: str) -> Operand:
-        """Tile of an operand of a block."""
-        s, of_a = self.s, name == "a"
-        along = "k" if s.along_k(0 if of_a else 1) else "row"
-        return Operand(
-            name, s.types[0 if of_a else 1], along, s.block.m if of_a else s.block.n, s.block.k, s.stages,
-            var("row_0" if of_a else "column_0"), "m" if of_a else "n", 1 if of_a else s.parallel.cluster,
-        )  # fmt: skip
+class Work(Product):
+    """Operands and epilogue of one kernel."""
 
     @property
-    def operands(self) -> tuple[Operand, Operand]:
+    def operands(self) -> tuple[TmaTile, TmaTile]:
         """Tiles of A and B."""
-        return self.operand("a"), self.operand("b")
+        return self.tile(TmaTile, "a"), self.tile(TmaTile, "b", self.s.parallel.cluster)
 
     @property
-    def sides(self) -> tuple[Operand, Operand]:
+    def sides(self) -> tuple[TmaTile, TmaTile]:
         """Left and right operand of the atom."""
         a, b = self.operands
         return (b, a) if self.s.atom.swap else (a, b)
@@ -119,18 +101,16 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
 
 def _arguments(work: Work) -> tuple[Argument, ...]:
     s = work.s
-    params = [Argument(x, "int") for x in ("m", "n", "k", "batch")]
-    params += [Argument("ends", "pointer", "s32", readonly=True, alone=True)] if s.parallel.grouped else []
+    params = parameters.integers("m", "n", "k", "batch")
+    params += [parameters.read("ends", "s32")] if s.parallel.grouped else []
     for x in work.operands:
         params += x.arguments()
-    params += fixup_params(s)
     if s.slices:
-        sums = Argument("work", "pointer", accumulator(*s.types[:2]))
-        return (*params, sums, Argument("c_m", "long"), Argument("c_batch", "long"))
-    outputs = results(s, s.types[2])
+        return (*params, *parameters.sums(s))
+    outputs = parameters.of_results(s)
     if work.epilogue.staged:
-        outputs = (work.epilogue.argument(), *(x for x in outputs if x.name not in ("c", "c_m", "c_batch")))
-    return (*params, *outputs)
+        outputs = [work.epilogue.argument(), *(x for x in outputs if x.name not in ("c", "c_m", "c_batch"))]
+    return (*params, *parameters.of_fixup(s), *outputs)
 
 
 def _grid(s: Schedule) -> tuple[Index, Index]:
@@ -253,7 +233,7 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
     last: tuple[Stmt, ...] = ()
     if promoted(s):
         # A stage's sums are added here, in full precision; another warpgroup multiplies meanwhile.
-        add = For("i", const(0), const(sums), const(1), (Add(Ptr("acc", var("i")), Ptr("part", var("i"))),), WHOLE)
+        add = unrolled("i", sums, Add(Ptr("acc", var("i")), Ptr("part", var("i"))))
         before.append(Clear("acc", sums))
         one = (*begun, *_waited(work, "part"), *_released(s, var("stage")), add)
     else:
@@ -270,7 +250,7 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
         after.append(If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("order", 1 - var("group")),)),)))
     after += last
     tiles = ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch")
-    stored = join_groups(s, tiles, s.parallel.warpgroups * WARPGROUP, ALL_GROUPS, epilogue.statements(first))
+    stored = fixup(s, tiles, epilogue.statements(first), s.parallel.warpgroups * WARPGROUP, ALL_GROUPS)
     tile = _each_tile(s, (*before, loop, *after, *stored), mine=True)
     acc = [Scratch(name, sums, work.atom.acc) for name in ("acc", "part")[: 1 + promoted(s)]]
     setup = (*acc, left.describe(first), right.describe(const(0)))
@@ -289,8 +269,8 @@ def _multiply(work: Work) -> tuple[Stmt, ...]:
     x, y = left.matrix(var("stage"), strip, unit), right.matrix(var("stage"), const(0), unit)
     call: Stmt = Do(work.multiply, (Ptr("part" if promoted(s) else "acc", strip * count), x, y, keep))
     if strips(s) > 1:
-        call = For("strip", const(0), const(strips(s)), const(1), (call,), WHOLE)
-    return (For("unit", const(0), const(s.block.k // work.atom.k), const(1), (call,), WHOLE),)
+        call = unrolled("strip", strips(s), call)
+    return (unrolled("unit", s.block.k // work.atom.k, call),)
 
 
 def _waited(work: Work, sums: str) -> tuple[Stmt, ...]:

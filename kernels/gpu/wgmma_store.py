@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING
 from portmm.ir.fragment_index import lane_column, lane_row
 from portmm.ir.grid_kernel import Argument, MapOf
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, Scratch
-from portmm.ir.thread_nodes import WHOLE, Do, Shared
-from portmm.kernels.gpu.epilogue_store import EpilogueStore, bottom, element, operands
+from portmm.ir.nodes import If, Let, Scratch
+from portmm.ir.thread_nodes import Do, Shared
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, cell_of, element, operands
 from portmm.kernels.gpu.fragments import of
+from portmm.kernels.gpu.loops import unrolled
+from portmm.kernels.gpu.product import Product
 from portmm.schedule.gpu_wgmma import BUFFERS, STRIP, SWIZZLED, columns, panel, staged, strips
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME
@@ -27,10 +29,7 @@ from portmm.spec.layouts import swizzled
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
-    from portmm.target.atom import Atom
-    from portmm.target.isa import Isa
 
 PAIR, SIDE = 2, 8
 """Neighbouring columns of a lane, and rows and columns of an 8 x 8 matrix."""
@@ -41,18 +40,8 @@ FIRST_BARRIER = 1
 
 
 @dataclass(frozen=True, slots=True)
-class WgmmaEpilogue:
-    """Epilogue of a warpgroup's sums.
-
-    Attributes:
-        s: the schedule.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    s: Schedule
-    isa: Isa
-    atom: Atom
+class WgmmaEpilogue(Product):
+    """Epilogue of a warpgroup's sums."""
 
     @property
     def staged(self) -> bool:
@@ -62,7 +51,7 @@ class WgmmaEpilogue:
     @property
     def store(self) -> EpilogueStore:
         """Epilogue that stores from registers."""
-        return EpilogueStore(self.s, self.isa, self.atom, (1, 1 if self.s.atom.swap else PAIR))
+        return EpilogueStore(self.s, self.isa, self.atom, cell_of(of(self.atom.acc_fragment), self.s))
 
     @property
     def fused(self) -> Fused | None:
@@ -118,7 +107,9 @@ class WgmmaEpilogue:
         """Stores of the sums of a warpgroup, whose rows of the left operand begin at `first` in the tile."""
         if self.staged:
             return self._sent(first)
-        return self._swapped(first) if self.s.atom.swap else self._plain(first)
+        sums, store = of(self.atom.acc_fragment), self.store
+        own = (first, var("warp") * (HALVES * SIDE) + self.own_row), (const(0), self.own_column)
+        return (*store.before(), *store.fragments(sums, (strips(self.s), columns(self.s) // SIDE), own))
 
     @property
     def own_row(self) -> Index:
@@ -129,36 +120,6 @@ class WgmmaEpilogue:
     def own_column(self) -> Index:
         """Column of a lane's first sum."""
         return lane_column(of(self.atom.acc_fragment), var("lane"), self.isa.warp)
-
-    # -- from registers ----------------------------------------------------------
-
-    def _plain(self, first: Index) -> tuple[Stmt, ...]:
-        i, cell, half = var("i"), var("cell"), var("half")
-        at = (i * (columns(self.s) // SIDE) + cell) * (HALVES * PAIR) + half * PAIR
-        row = var("row_0") + (first + i * STRIP) + var("warp") * (HALVES * SIDE) + half * SIDE + self.own_row
-        column = var("column_0") + cell * SIDE + self.own_column
-        store, e = self.store, var("e")
-        if store.vector == PAIR:
-            piece: tuple[Stmt, ...] = (Let("column", column), *store.store_vector(at))
-        else:
-            one = (Let("column", column + e), *store.store_vector(at + e))
-            piece = (For("e", const(0), const(PAIR), const(1), one, WHOLE),)
-        cells = For("cell", const(0), const(columns(self.s) // SIDE), const(1), piece, WHOLE)
-        rows = (Let("row", row), If(var("row").lt(bottom(self.s)), (cells,)))
-        halves = For("half", const(0), const(HALVES), const(1), rows, WHOLE)
-        return (*self.store.before(), For("i", const(0), const(strips(self.s)), const(1), (halves,), WHOLE))
-
-    def _swapped(self, first: Index) -> tuple[Stmt, ...]:
-        i, cell, half, e = var("i"), var("cell"), var("half"), var("e")
-        at = (i * (columns(self.s) // SIDE) + cell) * (HALVES * PAIR) + half * PAIR + e
-        column = var("column_0") + (first + i * STRIP) + var("warp") * (HALVES * SIDE) + half * SIDE + self.own_row
-        row = var("row_0") + cell * SIDE + self.own_column + e
-        # A lane's two sums are of neighbouring rows of C.
-        inner = (Let("row", row), If(var("row").lt(bottom(self.s)), self.store.store_vector(at)))
-        each = For("e", const(0), const(PAIR), const(1), inner, WHOLE)
-        cells = For("cell", const(0), const(columns(self.s) // SIDE), const(1), (each,), WHOLE)
-        halves = For("half", const(0), const(HALVES), const(1), (Let("column", column), cells), WHOLE)
-        return (*self.store.before(), For("i", const(0), const(strips(self.s)), const(1), (halves,), WHOLE))
 
     # -- through shared memory -----------------------------------------------------
 
@@ -188,8 +149,8 @@ class WgmmaEpilogue:
         buffer = (var("group") * self.buffers + (before + piece) % self.buffers) * self.size
         sync = Do("block_barrier_sync", (var("group") + FIRST_BARRIER, const(WARPGROUP)))
         # All fused expressions of a panel are computed before its first store: their loads overlap.
-        compute = For("put", const(0), const(self.puts), const(1), self._packed(strip, part), WHOLE)
-        puts = For("put", const(0), const(self.puts), const(1), (self._put(),), WHOLE)
+        compute = unrolled("put", self.puts, *self._packed(strip, part))
+        puts = unrolled("put", self.puts, self._put())
         send = Do("tma_store", (Ptr("c_map"), Ptr("c_tile", var("buffer")), var("column_1"), var("row_1"), var("item")))
         body: tuple[Stmt, ...] = (
             Let("row_1", var("row_0") + row),
@@ -206,7 +167,7 @@ class WgmmaEpilogue:
         )
         setup = operands(self.isa, self.fused) if self.fused else []
         if self.panels > 1:
-            body = (For("piece", const(0), const(self.panels), const(1), body, WHOLE),)
+            body = (unrolled("piece", self.panels, *body),)
         return (*setup, *body)
 
     @property
@@ -222,7 +183,7 @@ class WgmmaEpilogue:
         source = Ptr("c_out", q * PAIR) if self.fused else Ptr("acc", at + q * PAIR)
         pack = Do(f"pair_{s.types[2]}", (Ptr("c_words", put * self.words + q), source))
         values = self._values(self.fused, at) if self.fused else ()
-        return (*values, For("q", const(0), const(self.words), const(1), (pack,), WHOLE))
+        return (*values, unrolled("q", self.words, pack))
 
     def _put(self) -> Stmt:
         """Store of matrices to shared memory (stmatrix): neighbours along n, two along m."""
@@ -257,5 +218,5 @@ class WgmmaEpilogue:
             Let("row", var("row_1") + row), Let("column", var("column_1") + column), If(inside, results),
         )  # fmt: skip
         for name, count_of in (("e", PAIR), ("half", HALVES), ("near", count)):
-            body = (For(name, const(0), const(count_of), const(1), body, WHOLE),)
+            body = (unrolled(name, count_of, *body),)
         return body

@@ -92,7 +92,7 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     _check(s, device=True)
     atom = grid_atom(isa, s)
     kernels = [replace(_built(s, isa, atom), occupancy=s.parallel.occupancy)]
-    kernels += [_builder("gpu.split_k_reduction").build(s, isa, atom)] if s.slices else []
+    kernels += [_builder("gpu.split_k").reduction(s, isa, atom)] if s.slices else []
     command = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), command)) for x in kernels)
 

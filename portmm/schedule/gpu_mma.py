@@ -124,7 +124,7 @@ def shared_bytes(s: Schedule) -> int:
 
 
 def staging(s: Schedule) -> int:
-    """Shared memory of results before they are stored: see `kernels.gpu.epilogue_staging`."""
+    """Shared memory of results before they are stored: see `kernels.gpu.epilogue_store`."""
     size = BY_NAME[s.types[2]].bytes
     narrow = s.c.layout == "row" and not s.slices and size <= NARROW and s.c.vector * size >= LEAST
     return s.block.m * (s.block.n * size + VECTOR_BYTES) if narrow else 0

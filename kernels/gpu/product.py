@@ -1,0 +1,204 @@
+"""Products on a device: what their kernels have in common, but the loop over k.
+
+Owns `Product`, the base of the records of programs, with its `OperandTile`s; the raster of blocks, which covers a
+nearly square part of C with those that run at the same time, so that they share operands in L2; and slices of k.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from portmm.ir.grid_kernel import GridKernel
+from portmm.ir.index import Ptr, ceil_div, const, minimum, var
+from portmm.ir.nodes import Let, LetPtr, Read, Scratch
+from portmm.ir.thread_nodes import Do, Leave
+from portmm.kernels.gpu import parameters
+from portmm.spec.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.schedule.schedule import Schedule
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+
+_ALONG = {"a": {"row": "k", "col": "row"}, "b": {"row": "row", "col": "k", "codes": "k"}}
+_ONE = (Ptr("b"), "s32")
+"""Pointer of int4 weights, which are the same for all items."""
+_GROUP = ("owner", "row_begin", "row_end", "tile")
+"""Results of the primitive `find_group`."""
+
+
+@dataclass(frozen=True, slots=True)
+class OperandTile:
+    """Tile of A or B that a block of threads copies to shared memory.
+
+    Attributes:
+        name: "a" or "b".
+        dtype: type of its elements in memory.
+        along: "k" or "row", the contiguous axis in memory; "any" if there is none.
+        vector: elements that a thread moves at once.
+        rows: rows of A, or columns of B.
+        depth: elements of k, or units of several that one instruction multiplies.
+        threads: threads that move it.
+        stages: tiles in shared memory.
+        row_step: stride in elements between rows.
+        k_step: stride in elements along k.
+        first: the block's first row.
+        end: number of rows of the operand.
+    """
+
+    name: str
+    dtype: str
+    along: str
+    vector: int
+    rows: int
+    depth: int
+    threads: int
+    stages: int
+    row_step: Index
+    k_step: Index
+    first: Index
+    end: Index
+
+    @property
+    def bytes(self) -> int:
+        """Number of bytes of an element."""
+        return BY_NAME[self.dtype].bytes
+
+    @property
+    def size(self) -> int:
+        """Number of elements, or units, of one tile in shared memory."""
+        return self.rows * self.depth
+
+
+Tile = TypeVar("Tile", bound=OperandTile)
+
+
+@dataclass(frozen=True, slots=True)
+class Product:
+    """A product by a schedule.
+
+    Attributes:
+        s: the schedule.
+        isa: the instruction set.
+        atom: the multiply-add.
+    """
+
+    s: Schedule
+    isa: Isa
+    atom: Atom
+
+    def tile(self, kind: type[Tile], name: str, *more: Any) -> Tile:
+        """Tile of an operand of a block; a kind of tile may take `more`."""
+        s, i = self.s, "ab".index(name)
+        plan, rows, end = ((s.a, s.block.m, bottom(s)), (s.b, s.block.n, var("n")))[i]
+        along = _ALONG[name].get(plan.layout, "any")
+        row_step = const(1) if along == "row" else var(f"{name}_{'mn'[i]}")
+        k_step = const(1) if along == "k" else var(f"{name}_k")
+        return kind(
+            name, s.types[i], along, plan.vector, rows, s.block.k, s.threads, s.stages, row_step, k_step,
+            var(("row_0", "column_0")[i]), end, *more,
+        )  # fmt: skip
+
+    def kernel(self, body: Iterable[Stmt]) -> GridKernel:
+        """Kernel of blocks of C, times slices of k."""
+        s, grid = self.s, (blocks(self.s), const(self.s.parallel.split))
+        name = str(s.name(self.atom))
+        return GridKernel(name, self.isa, self.atom, parameters.of_product(s), s.threads, grid, tuple(body))
+
+
+def bottom(s: Schedule) -> Index:
+    """End of the rows that a block may store."""
+    return var("row_end" if s.parallel.grouped else "m")
+
+
+def blocks(s: Schedule) -> Index:
+    """Number of blocks along the grid's first axis; of grouped rows, each group's last tile may be partial."""
+    down, across = ceil_div(var("m"), s.block.m), ceil_div(var("n"), s.block.n)
+    return (down + var("batch")) * across if s.parallel.grouped else down * across * var("batch")
+
+
+def depth(s: Schedule) -> Index:
+    """Extent of k for this block."""
+    return var("depth") if s.parallel.grouped else var("k")
+
+
+def block_tile(s: Schedule) -> list[Stmt]:
+    """Coordinates of a block: its item and tile, and the addresses of its operands."""
+    return [
+        *(of_groups(s) if s.parallel.grouped else _item(s)),
+        LetPtr("a_item", Ptr("a", var("item") * var("a_batch")), s.types[0], readonly=True),
+        LetPtr(
+            "b_item",
+            *(_ONE if s.b.layout == "codes" else (Ptr("b", var("item") * var("b_batch")), s.types[1])),
+            readonly=True,
+        ),
+    ]
+
+
+def _item(s: Schedule) -> list[Stmt]:
+    """Coordinates of a block: its item, and its tile there."""
+    return [
+        Let("down", ceil_div(var("m"), s.block.m)),
+        Let("across", ceil_div(var("n"), s.block.n)),
+        *raster(s, var("block"), s.block.m),
+    ]
+
+
+def of_groups(s: Schedule) -> list[Stmt]:
+    """Coordinates of a block of a grouped product: its group, and its tile there; rows past the last group are zero."""
+    operands = (Ptr("ends"), var("batch"), var("m"), const(s.block.m), var("across"), var("block"), Ptr("found"))
+    return [
+        Let("across", ceil_div(var("n"), s.block.n)),
+        Scratch("found", len(_GROUP), "s32"),
+        Do("find_group", operands),
+        *(Read(name, Ptr("found", const(i))) for i, name in enumerate(_GROUP)),
+        Let("down", ceil_div(var("row_end") - var("row_begin"), s.block.m)),
+        Leave((var("down") * var("across")).lt(var("tile") + 1)),
+        Let("item", minimum(var("owner"), var("batch") - 1)),
+        Let("depth", var("owner").lt(var("batch")) * var("k")),
+        *_swept(s, s.block.m, var("row_begin")),
+    ]
+
+
+def raster(s: Schedule, number: Index, rows: int, row_offset: Index | int = 0) -> list[Stmt]:
+    """Item and tile of a number, in a raster of `down` times `across` tiles of so many rows.
+
+    `row_offset` is added to its first row. Numbers sweep groups of `group` rows of tiles, column by column.
+    """
+    return [
+        Let("item", number // (var("down") * var("across"))),
+        Let("tile", number % (var("down") * var("across"))),
+        *_swept(s, rows, row_offset),
+    ]
+
+
+def _swept(s: Schedule, rows: int, row_offset: Index | int) -> list[Stmt]:
+    """First row and column of a tile."""
+    group = s.tiles[3].m // rows
+    tile, count = var("tile"), var("across") * group
+    inside, first = tile % count, tile // count * group
+    return [
+        Let("first", first),
+        Let("high", minimum(var("down") - var("first"), group)),
+        Let("row_0", (var("first") + inside % var("high")) * rows + row_offset),
+        Let("column_0", inside // var("high") * s.block.n),
+    ]
+
+
+def slice_of_k(s: Schedule, step: int) -> list[Stmt]:
+    """Range of k that a block sums, in steps of `step` elements."""
+    steps = ceil_div(depth(s), step)
+    if s.parallel.split == 1:
+        return [Let("k_0", const(0)), Let("k_end", depth(s)), Let("steps", steps)]
+    each = ceil_div(steps, s.parallel.split)
+    return [
+        Let("each", each),
+        Let("k_0", var("slice") * var("each") * step),
+        Let("k_end", minimum(depth(s), var("k_0") + var("each") * step)),
+        Let("steps", ceil_div(var("k_end") - var("k_0"), step)),
+    ]
