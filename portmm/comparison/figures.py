@@ -14,6 +14,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from portmm.util import console
+from portmm.util.text import time as duration
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
@@ -101,14 +102,6 @@ def _total_line(products: Sequence[Counted], ours: str) -> str:
 
 def _all_have(products: Sequence[Counted], name: str) -> bool:
     return all(name in x.seconds for x in products)
-
-
-def duration(seconds: float) -> str:
-    """A time with three digits and a unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.comparison.figures import Table, conditions, spread, total_lines
+from portmm.comparison.rates import figure
 from portmm.comparison.report import Report, Result, summaries
 from portmm.host import machine_load
 from portmm.util.console import table
@@ -61,16 +62,12 @@ def absences(report: Report) -> list[str]:
     return sentences
 
 
-def _rate(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
 def _cell(report: Report, result: Result, name: str) -> str:
     entry = result.entries.get(name)
     if entry is None or entry.state == "unsupported":
         return "-"
     mark = "~" if name in report.approximate else ""
-    return mark + _rate(result.gflops(name)) if entry.state == "ok" else entry.state
+    return mark + figure(result.gflops(name)) if entry.state == "ok" else entry.state
 
 
 def heading(report: Report) -> str:
