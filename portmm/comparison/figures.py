@@ -8,16 +8,27 @@ its own marks.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from portmm.util import console
 from portmm.util.text import time as duration
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Items by the value of a function, in the order of the first of each."""
+    groups: dict[Key, list[Item]] = {}
+    for x in items:
+        groups.setdefault(key(x), []).append(x)
+    return groups
 
 
 def spread(values: Sequence[float]) -> float | None:

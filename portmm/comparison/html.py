@@ -14,12 +14,13 @@ import math
 from dataclasses import dataclass, fields
 from typing import Any
 
+from portmm.comparison.figures import grouped
 from portmm.comparison.rates import NONE, Rate, fault, figure, outcome, percent, rate, tidy, unit
 from portmm.comparison.report import Report, Result, geomean, summaries
 from portmm.comparison.roofline import roofline
-from portmm.comparison.templates import render, resource
 from portmm.comparison.text import EXCEEDED, MORE_TIME, SUMMARY, explained, heading
 from portmm.host import machine_load
+from portmm.util.templates import render, resource
 from portmm.util.text import time
 
 FACTS = {"isa": "all held to", "machine": "taken for", "chip": "", "threads": "", "load": "", "cores": "cores to use"}
@@ -42,10 +43,11 @@ def page(report: Report) -> str:
     # As JSON in a script element, with `<` escaped, since it could end the element.
     data = json.dumps(json.loads(report.to_json()), separators=(",", ":")).replace("<", "\\u003c")
     return render(
+        __file__,
         "page.html",
         **_values(known),
-        style=resource("page.css"),
-        script=resource("page.js"),
+        style=resource(__file__, "page.css"),
+        script=resource(__file__, "page.js"),
         data=data,
         rounds=max((len(e.samples) for r in known.results for e in r.entries.values()), default=0),
         roofline=roofline(known),
@@ -60,16 +62,13 @@ def page(report: Report) -> str:
 
 def fragment(report: Report) -> str:
     """Summary, table and failures of a report for a notebook, without a script and with a style of its own only."""
-    return render("fragment.html", **_values(tidy(report)), style=resource("fragment.css"))
+    return render(__file__, "fragment.html", **_values(tidy(report)), style=resource(__file__, "fragment.css"))
 
 
 def _values(report: Report) -> dict[str, Any]:
     """Values of the parts that the page and the fragment share, and functions of cases."""
     reach = _reach(report)
     load = machine_load.sentence(report.load, report.cores)
-    groups: dict[str, list[Result]] = {}
-    for result in report.results:
-        groups.setdefault(result.case.group, []).append(result)
     functions = (counted, state, role, outcome, percent, figure, fault, geomean, card, duration)
     return {x.__name__: x for x in functions} | {
         "report": report,
@@ -78,7 +77,7 @@ def _values(report: Report) -> dict[str, Any]:
         "explained": explained(report),
         "summaries": summaries(report),
         "summary_head": SUMMARY,
-        "groups": groups,
+        "groups": grouped(report.results, lambda x: x.case.group),
         "unit": unit(report),
         "loads": any(r.load is not None for r in report.results),
         "shares": bool(report.ours) and any(r.limit for r in report.results),

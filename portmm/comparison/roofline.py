@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 from portmm.comparison.rates import Rate, figure, rate, unit
 from portmm.comparison.report import Report, Result
-from portmm.comparison.templates import render
+from portmm.util.templates import render
 
 WIDTH, HEIGHT = 1080.0, 600.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 36.0, 50.0
@@ -118,7 +118,7 @@ def roofline(report: Report) -> str:
     steepest = max(slopes.values(), default=0.0)
     flat = [(max(x.low, value / steepest) if steepest else x.low, value) for value in tops.values()]
     return render(
-        "roofline.html", report=report, points=drawn, x=x, y=y, width=WIDTH, height=HEIGHT, unit=unit(report),
+        __file__, "roofline.html", report=report, points=drawn, x=x, y=y, width=WIDTH, height=HEIGHT, unit=unit(report),
         figure=figure, slanted=_spans(slopes, top, x, y), labels=list(_labels(slopes, top, x, y)),
         level=[row for row in flat if row[0] < x.high], level_labels=_shared(tops, abs(y.decade)),
     )  # fmt: skip
