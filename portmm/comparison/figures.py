@@ -77,16 +77,6 @@ def totals(products: Sequence[Counted], ours: str) -> tuple[dict[str, float], fl
     return {name: sums[name] for name in order}, best
 
 
-def conditions(report: Any) -> list[str]:
-    """Sentences about unusual conditions of the measurement of a `Report`."""
-    sentences = []
-    if report.cold:
-        sentences.append(f"cold caches: at least {report.cold >> 20} MiB pass between two uses of an operand")
-    if report.alone:
-        sentences.append(f"portmm alone is held to {report.alone}: no other library can be, and ratios say little")
-    return sentences
-
-
 def total_lines(report: Any) -> list[str]:
     """Sentence with the totals of a report, if its products are a user's own; none otherwise.
 

@@ -93,11 +93,7 @@ def speed(results: Results) -> str:
 
 
 def picture(results: Results) -> str:
-    """The README's picture as SVG.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """The README's picture as SVG."""
     return svg(_measured(results))
 
 
