@@ -250,18 +250,15 @@ def _emulators() -> Iterator[Check]:
 def _library(name: str) -> Iterator[Check]:
     """Finding on a library of `compare`: opened as there, in a process of its own."""
     from portmm.comparison.peers import Setup, find
-    from portmm.comparison.process import Worker, WorkerError
+    from portmm.comparison.process import Worker, reply
 
     contender = find([name])[0]
     worker = Worker(contender, Setup())
-    try:
-        greeting = worker.hear(OPENING_SECONDS)
-    except WorkerError as error:
-        yield Check(name, "note", f"cannot be opened: {error}", contender.hint)
-        return
-    finally:
-        worker.close()
-    if greeting["state"] != "ok":
-        yield Check(name, "note", "not found, so `portmm compare` leaves it out", contender.hint)
-    else:
+    greeting = reply(worker, OPENING_SECONDS)
+    worker.close()
+    if greeting["state"] == "ok":
         yield Check(name, "ok", greeting["version"])
+    else:
+        missing = "not found, so `portmm compare` leaves it out"
+        text = f"cannot be opened: {greeting['reason']}" if "lost" in greeting else missing
+        yield Check(name, "note", text, contender.hint)

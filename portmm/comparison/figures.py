@@ -8,15 +8,27 @@ its own marks.
 from __future__ import annotations
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from portmm.util import console
+from portmm.util.text import time as duration
 
 if TYPE_CHECKING:
     from rich.table import Table as RichTable
+
+Item = TypeVar("Item")
+Key = TypeVar("Key")
+
+
+def grouped(items: Iterable[Item], key: Callable[[Item], Key]) -> dict[Key, list[Item]]:
+    """Items by the value of a function, in the order of the first of each."""
+    groups: dict[Key, list[Item]] = {}
+    for x in items:
+        groups.setdefault(key(x), []).append(x)
+    return groups
 
 
 def spread(values: Sequence[float]) -> float | None:
@@ -65,16 +77,6 @@ def totals(products: Sequence[Counted], ours: str) -> tuple[dict[str, float], fl
     return {name: sums[name] for name in order}, best
 
 
-def conditions(report: Any) -> list[str]:
-    """Sentences about unusual conditions of the measurement of a `Report`."""
-    sentences = []
-    if report.cold:
-        sentences.append(f"cold caches: at least {report.cold >> 20} MiB pass between two uses of an operand")
-    if report.alone:
-        sentences.append(f"portmm alone is held to {report.alone}: no other library can be, and ratios say little")
-    return sentences
-
-
 def total_lines(report: Any) -> list[str]:
     """Sentence with the totals of a report, if its products are a user's own; none otherwise.
 
@@ -101,14 +103,6 @@ def _total_line(products: Sequence[Counted], ours: str) -> str:
 
 def _all_have(products: Sequence[Counted], name: str) -> bool:
     return all(name in x.seconds for x in products)
-
-
-def duration(seconds: float) -> str:
-    """A time with three digits and a unit."""
-    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
-        if seconds >= size:
-            return f"{seconds / size:.3g} {unit}"
-    return f"{seconds / 1e-9:.3g} ns"
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,20 +17,20 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import partial
 from math import inf
-from pathlib import Path
 from typing import Any
 
 from portmm.comparison.case import Case
 from portmm.comparison.device_arrays import parsed
 from portmm.comparison.measure import UNKNOWN, seconds_per_call
 from portmm.comparison.peers import Contender, MissingError, Setup
-from portmm.comparison.process import Worker, WorkerError
+from portmm.comparison.process import Worker, reply
 from portmm.comparison.worker import TRIAL, error_of
 from portmm.dispatch.machine import described
 from portmm.errors import NoDeviceError, PortmmError, ScheduleError
 from portmm.host import calibrate, gauge
 from portmm.host.detect import host, resolve
 from portmm.host.gauge import Gauge
+from portmm.host.host_probe import CPUINFO, processors, text_of
 from portmm.runtime import cuda, device_facts, opencl
 from portmm.schedule.cpu_candidates import units
 from portmm.target.cache_levels import MemoryLevel
@@ -98,15 +98,8 @@ def forced_isa(target: str) -> str:
 
 def chip() -> str:
     """Name of the processor: portmm's title of its target, and its model name in /proc/cpuinfo."""
-    own = next((line.partition(":")[2].strip() for line in _cpuinfo() if line.startswith("model name")), "")
+    own = next((x["model name"] for x in processors(text_of(CPUINFO)) if "model name" in x), "")
     return f"{host().title}, {own}" if own else host().title
-
-
-def _cpuinfo() -> list[str]:
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
 
 
 class Machine:
@@ -234,14 +227,10 @@ def facts(device: str) -> Facts:
     """
     parsed(device)
     worker = Worker(Contender("device", ""), Setup(device=device), "portmm.comparison.limit:Device")
-    try:
-        hello = worker.hear(OPENING)
-    except WorkerError as error:
-        raise NoDeviceError(f"device {device}: {error}") from error
-    finally:
-        worker.close()
+    hello = reply(worker, OPENING)
+    worker.close()
     if hello["state"] != "ok":
-        raise NoDeviceError(hello["reason"])
+        raise NoDeviceError(f"device {device}: {hello['reason']}" if "lost" in hello else hello["reason"])
     return Facts(**hello["facts"])
 
 

@@ -27,6 +27,7 @@ from typing import Any
 from portmm.comparison.case import Case
 from portmm.comparison.data import Arrays
 from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError
+from portmm.host.detect import host_features
 
 ROW, COLUMN = 101, 102
 NORMAL, TRANSPOSED = 111, 112
@@ -218,8 +219,7 @@ def _configure(library: Any, isa: str) -> str:
     own = _own_choice(library)
     wanted = {"avxvnni": "haswell", "avx2": "haswell", "sse2": "penryn"}.get(isa, "")
     if not wanted and own == "generic":
-        flags = _cpu_flags()
-        wanted = next((name for name, flag in NEAREST if flag in flags), "")
+        wanted = next((name for name, flag in NEAREST if flag in host_features()), "")
     if not wanted or wanted == own:
         return own
     ids = {_name(library, i): i for i in range(ARCHITECTURES)}
@@ -241,11 +241,6 @@ def _own_choice(library: Any) -> str:
         os._exit(library.bli_arch_query_id() & 0xFF)
     status = os.waitpid(child, 0)[1]
     return _name(library, os.waitstatus_to_exitcode(status)) or "unknown"
-
-
-def _cpu_flags() -> set[str]:
-    lines = Path("/proc/cpuinfo").read_text().splitlines()
-    return set(next((x for x in lines if x.startswith("flags")), "").split())
 
 
 # libxsmm dispatches kernels up to (64 x 64 x 64); beyond, it calls a BLAS.

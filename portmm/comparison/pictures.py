@@ -1,20 +1,21 @@
-"""Pictures by matplotlib, from the extra `plot`, which is imported when one is drawn.
+"""Pictures of comparisons.
 
-Owns the PNG of a comparison, and the README's SVG: speed beside the best peer, by chip and type. That file names a
-digest of what it shows, so that it can be checked against results without matplotlib.
+Owns the PNG of one, by matplotlib of the extra `plot`, which is imported when it is drawn; and the README's SVG, a
+template: speed beside the best peer, by chip and type. That file names a digest of what it shows.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
+import math
 from pathlib import Path
 from typing import Any
 
 from portmm.comparison.report import Report, Result, geomean
 from portmm.comparison.result_tables import Ratios
 from portmm.comparison.text import heading
+from portmm.util.templates import render
 
 OURS, LOSS = "#c1272d", "#4d4d4d"
 # Dark enough on white; markers distinguish contenders without colour.
@@ -79,10 +80,11 @@ def _ratios(ax: Any, report: Report, results: tuple[Result, ...]) -> None:
     ax.set_ylim(-0.7, len(results) - 0.3)
 
 
-AHEAD, BEHIND, LOWEST = "#2a7f62", "#b5532d", "#333333"
-WIDTH, ROW, MARGIN = 8.0, 0.24, 1.1  # inches
-LEAST, MOST = 0.25, 4.0
-"""Ratios at the ends of the axis; longer bars are cut, and their labels have the value."""
+AHEAD, BEHIND = "#2a7f62", "#b5532d"
+WIDTH, ROW, GAP, LETTER = 768.0, 23.0, 8.0, 6.0
+"""Pixels of the picture's width, of the height of a bar, around the bars, and of a letter."""
+LEAST, MOST, SPARE = 0.25, 4.0, 1.25
+"""Ratios at the ends of the axis, and the room beyond; longer bars are cut, and their labels have the value."""
 
 
 def bars(measured: dict[tuple[str, str], Ratios]) -> list[tuple[str, float, float]]:
@@ -108,44 +110,15 @@ def shows(text: str, measured: dict[tuple[str, str], Ratios]) -> bool:
 
 
 def svg(measured: dict[tuple[str, str], Ratios]) -> str:
-    """The picture's file.
+    """The picture's file."""
+    rows = bars(measured)
+    left = GAP + LETTER * max((len(label) for label, *_ in rows), default=0)
 
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib as mpl
-        from matplotlib.backends.backend_svg import FigureCanvasSVG
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('a picture needs matplotlib: pip install "portmm[plot]"') from error
-    rows = bars(measured)[::-1]
-    with mpl.rc_context({"svg.hashsalt": "portmm", "svg.fonttype": "none", "font.size": 8}):
-        figure = Figure(figsize=(WIDTH, MARGIN + ROW * len(rows)), layout="constrained")
-        FigureCanvasSVG(figure)
-        _draw(figure.subplots(), rows)
-        text = io.StringIO()
-        about = {"Date": None, "Creator": None, "Description": f"data:{digest(measured)}"}
-        figure.savefig(text, format="svg", metadata=about)
-    return "\n".join(line.rstrip() for line in text.getvalue().splitlines()) + "\n"
+    def place(ratio: float) -> float:
+        """Pixels from the left edge."""
+        share = math.log(min(max(ratio, LEAST), MOST) / LEAST) / math.log(MOST * SPARE / LEAST)
+        return left + (WIDTH - left - GAP) * share
 
-
-def _draw(ax: Any, rows: list[tuple[str, float, float]]) -> None:
-    for y, (_, mean, lowest) in enumerate(rows):
-        end = min(max(mean, LEAST), MOST)
-        ax.barh(y, end - 1, left=1, height=0.7, color=AHEAD if mean >= 1 else BEHIND)
-        ax.plot([max(lowest, LEAST)], [y], marker="|", color=LOWEST, markersize=7)
-        right = mean >= 1
-        ax.text(end, y, f" {mean:.2f} ", va="center", ha="left" if right else "right", fontsize=7)
-    ax.axvline(1, color="black", linewidth=0.8)
-    ax.set_xscale("log", base=2)
-    ax.set_xlim(LEAST, MOST * 1.25)
-    ticks = (0.25, 0.5, 1, 2, 4)
-    ax.set_xticks(ticks, [f"{x:g}" for x in ticks])
-    ax.minorticks_off()
-    ax.set_yticks(range(len(rows)), [label for label, *_ in rows])
-    ax.set_ylim(-0.6, len(rows) - 0.4)
-    ax.set_xlabel("rate of portmm over that of the best library of each case, one thread; tick: lowest case")
-    for side in ("top", "right", "left"):
-        ax.spines[side].set_visible(False)
-    ax.tick_params(axis="y", length=0)
+    numbers = {"left": left, "width": WIDTH, "row": ROW, "most": MOST}
+    colours = {"ahead": AHEAD, "behind": BEHIND}
+    return render(__file__, "speed.svg", rows=rows, digest=digest(measured), place=place, **numbers, **colours)

@@ -163,6 +163,14 @@ class Worker:
         self._log.close()
 
 
+def reply(worker: Worker, timeout: float, request: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Reply to a request, or the first message; where there is none, the state says so, and "lost" is true."""
+    try:
+        return worker.ask(request, timeout) if request else worker.hear(timeout)
+    except WorkerError as error:
+        return {"state": error.state, "reason": str(error), "details": error.details, "lost": True}
+
+
 OPENING = 120.0
 # Rate in flop/s of the slowest contender that may finish a request, which has several calls.
 SLOWEST = 1e8
@@ -253,11 +261,8 @@ class Lane:
         contender = self.contender
         hello: dict[str, Any] = {"state": "timeout", "reason": UNOPENED}
         if self.worker is not None:
-            try:
-                hello = self.worker.hear(max(0.0, min(OPENING, rules.left)))
-            except WorkerError as error:
-                late = rules.left <= 0
-                hello = {"state": error.state, "reason": UNOPENED if late else str(error), "details": error.details}
+            hello = reply(self.worker, max(0.0, min(OPENING, rules.left)))
+            hello |= {"reason": UNOPENED} if "lost" in hello and rules.left <= 0 else {}
         hello |= {"reason": _brief(hello, contender.name, "opening", rules)}
         if hello["state"] != "ok":
             close([self], 0.0)
@@ -274,14 +279,12 @@ class Lane:
             return {"state": LATE, "reason": "no time was left"}
         if self.worker is None:
             return {"state": "crashed", "reason": "crashed before, given up"}
-        try:
-            answer = self.worker.ask(request, min(rules.patience + case.flops / SLOWEST, LONGEST, left))
-        except WorkerError as error:
+        answer = reply(self.worker, min(rules.patience + case.flops / SLOWEST, LONGEST, left), request)
+        if "lost" in answer:
             close([self], 0.0)
             if rules.left <= 0:
                 return {"state": LATE, "reason": "no time was left"}
             self.lives -= 1
-            answer = {"state": error.state, "reason": str(error), "details": error.details}
         return answer if answer["state"] == "ok" else answer | {"reason": _brief(answer, self.name, case.name, rules)}
 
 

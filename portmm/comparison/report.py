@@ -20,7 +20,7 @@ from importlib import import_module
 from typing import Any
 
 from portmm.comparison.case import Case
-from portmm.comparison.figures import decided, spread
+from portmm.comparison.figures import decided, grouped, spread
 
 SCHEMA = 1
 DERIVED = ("spread", "verdict")
@@ -294,10 +294,7 @@ class Summary:
 
 def summaries(report: Report) -> list[Summary]:
     """Summaries of the groups, then one of all cases if there are several groups."""
-    groups: dict[str, list[Result]] = {}
-    for result in report.results:
-        if result.ratio is not None:
-            groups.setdefault(result.case.group, []).append(result)
+    groups = grouped((x for x in report.results if x.ratio is not None), lambda x: x.case.group)
     rows_ = [_summary(report, name, rows) for name, rows in groups.items()]
     if len(rows_) > 1:
         rows_.append(_summary(report, "all", [row for rows in groups.values() for row in rows]))

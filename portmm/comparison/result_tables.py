@@ -1,40 +1,65 @@
 """Tables of stored results, by kind of result file.
 
-Owns the sentences and Markdown tables of reports of `portmm compare` and `portmm tune`, and of the results of
+Owns the values of the tables of reports of `portmm compare` and `portmm tune`, and of the results of
 `bench/exhaustive.py`, `bench/cliff.py`, `bench/packing.py`, `bench/test_overhead.py`, `bench/fusion.py` and
-`bench/gpu.py`; and the table of all of them by chip and type.
+`bench/gpu.py`; and the ratios of all of them by chip and type. Their sentences and columns are in `results.md`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from functools import partial
+import re
+from collections.abc import Callable, Collection, Iterable, Sequence
+from functools import cache
+from operator import itemgetter
 from statistics import median
 from typing import Any
 
 from portmm.comparison.case import Case
-from portmm.comparison.figures import Table
+from portmm.comparison.figures import Table, grouped
 from portmm.comparison.report import Report, geomean, summaries
+from portmm.util import templates
+
+Rows = list[list[str]]
 
 
-def table(head: Sequence[object], rows: Iterable[Sequence[object]]) -> str:
+def part(macro: str, *values: Any) -> str:
+    """Markdown of a macro of `results.md`."""
+    return re.sub(r"\n{3,}", "\n\n", getattr(_macros(), macro)(*values).strip())
+
+
+@cache
+def _macros() -> Any:
+    functions: tuple[Callable[..., Any], ...] = (fused_row, geomean, row, table, threads, timed, tuning_row, two)
+    return templates.macros(__file__, "results.md", **{x.__name__: x for x in functions})
+
+
+def table(head: Sequence[object], rows: Iterable[Sequence[object]] = ()) -> str:
     """A Markdown table whose first column is aligned left."""
     return Table([*map(str, head)], [[*map(str, row)] for row in rows]).markdown()
 
 
-class _Cells:
-    """Values by row and column."""
+def row(*cells: object) -> str:
+    """A row of a Markdown table."""
+    return table(cells).partition("\n")[0]
 
-    def __init__(self) -> None:
-        self.rows: dict[str, dict[Any, list[float]]] = {}
 
-    def add(self, row: str, column: Any, value: float) -> None:
-        self.rows.setdefault(row, {}).setdefault(column, []).append(value)
+def cells(values: Iterable[tuple[str, Any, float]], columns: Sequence[Any], cell: Callable[..., str]) -> Rows:
+    """Rows of a table, with a cell for the values of each column.
 
-    def shown(self, columns: Iterable[Any], cell: Callable[[list[float]], str]) -> list[list[str]]:
-        """Rows of a table, with a cell for each column."""
-        order = [*columns]
-        return [[name, *(cell(values.get(x, [])) for x in order)] for name, values in self.rows.items()]
+    Args:
+        values: name of a row, column, value.
+        columns: in their order.
+        cell: function of the values of a cell, which may be none.
+    """
+    rows: dict[str, dict[Any, list[float]]] = {}
+    for name, column, value in values:
+        rows.setdefault(name, {}).setdefault(column, []).append(value)
+    return [[name, *(cell(mine.get(x, [])) for x in columns)] for name, mine in rows.items()]
+
+
+def two(value: float | None) -> str:
+    """A number with two decimals, empty for None."""
+    return "" if value is None else f"{value:.2f}"
 
 
 def mean(values: Collection[float], *, count: bool = True) -> str:
@@ -50,24 +75,7 @@ def threads(number: int) -> str:
 
 def device(stem: str, data: dict[str, Any]) -> str:
     """Tables of a run on a device: the bars, each case with the best of its peers, candidates of products."""
-    rows = [x for x in data["rows"] if x["state"] == "ok"]
-    judged = [x for x in rows if "right" in x]
-    parts = [f"**{stem}**: {sum(x['right'] for x in judged)} of {len(judged)} products checked are right."]
-    bars = [x for x in data["bars"] if x["reached"] is not None]
-    if bars:
-        shown = [[x["bar"], x["least"], f"{x['reached']:.3g}", f"{x['measured']}/{x['of']}", x["state"]] for x in bars]
-        parts.append(table(["bar", "at least", "reached", "cases", ""], shown))
-    timed = [_timed(x) for x in rows if x["seconds"]]
-    head = ["m x n x k", "types", "B by", "", "us", "TFLOP/s", "best peer", "of its speed"]
-    parts += [table(head, timed)] if timed else []
-    surveys = [x for x in data["surveys"] if x.get("correlation") is not None]
-    if surveys:
-        shown = [[x["name"], x["candidates"], f"{x['correlation']:.2f}", f"{x['chosen']:.2f}"] for x in surveys]
-        parts.append(table(["candidates of", "", "rank correlation", "chosen, of the best"], shown))
-    parts += [", ".join(f"{x['tool']}: {x['state']}" for x in data["sanitizer"])]
-    left = [x["name"] for x in data["rows"] if x["state"] != "ok"] + data["notes"].get("not run", [])
-    parts += [f"Not measured: {', '.join(left)}."] if left else []
-    return "\n\n".join(filter(None, parts))
+    return part("device", stem, data)
 
 
 def device_ratio(x: dict[str, Any]) -> float | None:
@@ -81,8 +89,8 @@ def _times(x: dict[str, Any]) -> tuple[dict[str, float], str]:
     return (x["graph"], "_graph") if x.get("graph") else (x["seconds"], "")
 
 
-def _timed(x: dict[str, Any]) -> list[str]:
-    """Cells of a case."""
+def timed(x: dict[str, Any]) -> list[str]:
+    """Cells of a case on a device."""
     times, suffix = _times(x)
     peers = {name: seconds for name, seconds in times.items() if name != "portmm"}
     best = min(peers, key=lambda name: peers[name], default="")
@@ -103,40 +111,24 @@ def rows_of(runs: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def fusion(runs: Iterable[dict[str, Any]]) -> list[str]:
     """Two tables for each chip: fused products by group and type, and the cost of epilogues."""
-    chips: dict[str, dict[int, list[dict[str, Any]]]] = {}
-    for data in runs:
-        chips.setdefault(data["chip"], {}).setdefault(data["threads"], []).append(data)
-    return [_fusion(chip, dict(sorted(mine.items()))) for chip, mine in chips.items()]
+    return [_fusion(chip, mine) for chip, mine in grouped(runs, itemgetter("chip")).items()]
 
 
-def _fusion(chip: str, mine: dict[int, list[dict[str, Any]]]) -> str:
-    """Tables of one chip, whose runs are given by threads."""
-    groups, costs = _Cells(), _Cells()
-    for count, runs in mine.items():
-        for row in rows_of(runs):
-            for name in COLUMNS:
-                if row[name] is not None:
-                    groups.add(f"{row['case']['group']}, {row['case']['dtype']}", (count, name), row[name])
-            for name, cost in row["overheads"].items():
-                costs.add(f"{name}, {row['case']['dtype']}", count, cost)
-    parts: list[str] = []
-    if groups.rows:
-        head = ["group", *(f"{threads(t)}, {word}" for t in mine for word in COLUMNS.values())]
-        parts.append(
-            f"**{chip}**, fused: rate of portmm over that of the best peer of each case, and over its own where "
-            f"nothing is fused, geometric mean of each group, and in brackets its lowest."
-        )
-        parts.append(table(head, groups.shown([(t, name) for t in mine for name in COLUMNS], mean)))
-    if costs.rows:
-        parts.append(f"**{chip}**: what an epilogue costs, of the bare product's time, median and in brackets most.")
-        parts.append(table(["epilogue", *map(threads, mine)], costs.shown(mine, _cost)))
-    every = [run for runs in mine.values() for run in runs]
-    versions: dict[str, str] = {}
-    for data in every:
-        versions |= {name: text for name, text in data["versions"].items() if not text.startswith("missing")}
-    dates = dict.fromkeys(data["date"] for data in every)
-    took_part = "; ".join(dict.fromkeys(versions.values()))
-    return "\n\n".join([*parts, f"Took part: {took_part}. Measured on {', '.join(dates)}."])
+def _fusion(chip: str, runs: list[dict[str, Any]]) -> str:
+    by_threads = dict(sorted(grouped(runs, itemgetter("threads")).items()))
+    rows = [(count, x, x["case"]["dtype"]) for count, mine in by_threads.items() for x in rows_of(mine)]
+    ratios = [
+        (f"{x['case']['group']}, {dtype}", (count, name), x[name])
+        for count, x, dtype in rows
+        for name in COLUMNS
+        if x[name] is not None
+    ]
+    costs = [(f"{name}, {dtype}", count, cost) for count, x, dtype in rows for name, cost in x["overheads"].items()]
+    every = [data for mine in by_threads.values() for data in mine]
+    versions = {name: text for x in every for name, text in x["versions"].items() if not text.startswith("missing")}
+    heads = {(count, x): f"{threads(count)}, {word}" for count in by_threads for x, word in COLUMNS.items()}
+    by_ratio, by_cost = cells(ratios, [*heads], mean), cells(costs, [*by_threads], _cost)
+    return part("fusion", chip, [*heads.values()], by_ratio, [*map(threads, by_threads)], by_cost, versions, every)
 
 
 def _cost(values: Iterable[float]) -> str:
@@ -144,26 +136,12 @@ def _cost(values: Iterable[float]) -> str:
     return f"{median(percents):+.1f} % ({max(percents):+.1f} %)" if percents else ""
 
 
-def fusion_cases(data: dict[str, Any]) -> str:
-    """Table of every case of fused products: microseconds per call, and ratios."""
-    names = list(dict.fromkeys(name for row in data["fusion"] for name in row["entries"]))
-    rows = []
-    for row in data["fusion"]:
-        entries = [row["entries"].get(name, {"state": ""}) for name in names]
-        times = [f"{1e6 * e['seconds']:.4g}" if e["state"] == "ok" else e["state"] for e in entries]
-        shown = [f"{row[x]:.2f}" if row[x] is not None else "" for x in COLUMNS]
-        cost = ", ".join(f"{name} {100 * x:+.1f} %" for name, x in row["overheads"].items())
-        rows.append([row["case"]["name"], *times, row["best"], *shown, cost])
-    missed = f"\n\nNot run, for want of time: {', '.join(data['skipped'])}." if data["skipped"] else ""
-    head = ["case", *names, "best", "ratio", "over not fused", "epilogues cost"]
-    title = f"**{data['chip']}**, fused, {threads(data['threads'])}: microseconds per call."
-    return f"{title}\n\n{table(head, rows)}{missed}"
-
-
-HEAD = (
-    "setting", "cases", "analytical, of the tuned rate", "lowest", "where", "trials", "failed", "rank correlation",
-    "of the choices",
-)  # fmt: skip
+def fused_row(x: dict[str, Any], names: Iterable[str]) -> list[str]:
+    """Cells of a case of fused products; `names` are the contenders."""
+    entries = [x["entries"].get(name, {"state": ""}) for name in names]
+    times = [f"{1e6 * e['seconds']:.4g}" if e["state"] == "ok" else e["state"] for e in entries]
+    cost = ", ".join(f"{name} {100 * cost:+.1f} %" for name, cost in x["overheads"].items())
+    return [x["case"]["name"], *times, x["best"], *(two(x[name]) for name in COLUMNS), cost]
 
 
 def is_tuning(data: dict[str, Any]) -> bool:
@@ -171,59 +149,15 @@ def is_tuning(data: dict[str, Any]) -> bool:
     return {"choices_correlation", "cases"} <= data.keys()
 
 
-def tuning(runs: Iterable[dict[str, Any]]) -> list[str]:
-    """Tables of the chips, with a row for each run."""
-    chips: dict[str, list[dict[str, Any]]] = {}
-    for data in runs:
-        chips.setdefault(data["chip"], []).append(data)
-    return [
-        f"**{chip}**, tuning: rate of the analytical choice over that of the schedule that was found, geometric mean "
-        f"and lowest; rank correlation of predicted and measured time of a case's candidates, mean over cases, and "
-        f"of the analytical choices of all cases.\n\n{table(HEAD, map(_row, mine))}\n\n"
-        f"Measured on {', '.join(dict.fromkeys(data['date'] for data in mine))}."
-        for chip, mine in chips.items()
-    ]
-
-
-def _tuning_setting(data: dict[str, Any]) -> str:
-    return threads(data["threads"]) + (", cold caches" if data["cold"] else "")
-
-
-def _row(data: dict[str, Any]) -> list[str]:
+def tuning_row(data: dict[str, Any]) -> list[object]:
+    """Cells of a run of `portmm tune`."""
     done = [x for x in data["cases"] if x["seconds"]]
     tried = [y for x in data["cases"] for y in x["trials"]]
+    ratios = {x["case"]["name"]: x["seconds"] / x["analytical_seconds"] for x in reversed(done)}
+    worst = min(reversed(ratios), key=lambda name: ratios[name], default="")
+    means = [two(geomean(ratios.values())), two(ratios.get(worst)), worst]
     failed = sum(y["state"] != "ok" for y in tried)
-    correlations = [_number(data[x]) for x in ("rank_correlation", "choices_correlation")]
-    if not done:
-        return [_tuning_setting(data), "0", "", "", "", str(len(tried)), str(failed), *correlations]
-    ratios = [x["seconds"] / x["analytical_seconds"] for x in done]
-    worst = done[ratios.index(min(ratios))]["case"]["name"]
-    means = [_number(geomean(ratios)), _number(min(ratios)), worst]
-    return [_tuning_setting(data), str(len(done)), *means, str(len(tried)), str(failed), *correlations]
-
-
-def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:.2f}"
-
-
-def tuning_cases(data: dict[str, Any]) -> str:
-    """Table of every case of a run: microseconds of a call, analytical as predicted and measured, and tuned."""
-    rows = [
-        [
-            x["case"]["name"],
-            *(f"{1e6 * x[name]:.4g}" for name in ("predicted", "analytical_seconds", "seconds")),
-            f"{x['seconds'] / x['analytical_seconds']:.2f}",
-            len(x["trials"]),
-            _number(x["rank_correlation"]),
-        ]
-        for x in data["cases"]
-        if x["seconds"]
-    ]
-    left = [f"{x['case']['name']} ({x['reason']})" for x in data["cases"] if not x["seconds"]]
-    head = ["case", "predicted", "analytical", "tuned", "analytical, of the tuned rate", "trials", "rank correlation"]
-    parts = [f"**{data['chip']}**, tuning, {_tuning_setting(data)}: microseconds per call.", table(head, rows)]
-    parts += [f"Not tuned: {', '.join(left)}."] if left else []
-    return "\n\n".join(parts)
+    return [len(done), *means, len(tried), failed, *(two(data[f"{x}_correlation"]) for x in ("rank", "choices"))]
 
 
 USUAL = ("full", "quick", "narrow")
@@ -241,28 +175,13 @@ def _setting(report: Report) -> str:
     return setting(report) + (f", {report.suite}" if report.suite not in USUAL else "")
 
 
-def _is_narrow(report: Report) -> bool:
-    return any(result.case.narrow for result in report.results)
-
-
-def ratios(reports: Iterable[Report]) -> Iterator[str]:
+def ratios(reports: Iterable[Report]) -> list[str]:
     """Tables of the chips, for float32 and for narrow types: a row per group, a column per setting."""
-    chips: dict[tuple[str, bool], list[Report]] = {}
-    for report in reports:
-        chips.setdefault((report.chip, _is_narrow(report)), []).append(report)
-    for (chip, narrow), mine in chips.items():
-        kind = "narrow types" if narrow else "float32"
-        peers = dict.fromkeys(e.version for report in mine for e in report.entrants if e.peer and e.state == "ok")
-        dates = dict.fromkeys(report.date for report in mine)
-        yield (
-            f"**{chip}**, {kind}: rate of portmm over that of the best peer of each case, geometric mean of each "
-            f"group, and in brackets its lowest.\n\n"
-            f"{table(['group', *map(_setting, mine)], _groups(mine))}\n\n"
-            f"Peers: {'; '.join(peers)}. Measured on {', '.join(dates)}."
-        )
+    chips = grouped(reports, lambda report: (report.chip, any(result.case.narrow for result in report.results)))
+    return [part("ratios", *kind, mine, [*map(_setting, mine)], _groups(mine)) for kind, mine in chips.items()]
 
 
-def _groups(reports: Sequence[Report]) -> list[list[str]]:
+def _groups(reports: Sequence[Report]) -> Rows:
     """Rows of the groups of cases, that of all cases last."""
     groups: dict[str, dict[int, str]] = {}
     for i, report in enumerate(reports):
@@ -274,55 +193,27 @@ def _groups(reports: Sequence[Report]) -> list[list[str]]:
 
 def search(rows: Iterable[dict[str, Any]]) -> str:
     """Sentence about the rate of the analytical choice over that of the best candidate."""
-    cases: dict[str, list[dict[str, Any]]] = {}
-    for row in rows:
-        cases.setdefault(row["case"], []).append(row)
-    rates: list[float] = []
-    for tried in cases.values():
-        selected = [row["seconds"] for row in tried if row["chosen"]]
-        rates += [min(row["seconds"] for row in tried) / selected[0]] if selected else []
-    if not rates:
-        return ""
-    return (
-        f"The analytical choice runs at {geomean(rates):.2f} of the rate of the best of an exhaustive search "
-        f"({sum(map(len, cases.values()))} kernels over {len(rates)} cases, geometric mean; lowest {min(rates):.2f})."
-    )
-
-
-def overhead(data: dict[str, Any]) -> str:
-    """Table of the times of calls, imports and first calls."""
-    rows = [[name, unit, f"{value:.3g}"] for name, kept in data["overhead"].items() for unit, value in kept.items()]
-    return f"**{data['chip']}**\n\n{table(['overhead', 'measured', 'value'], rows)}"
-
-
-def cliff(data: dict[str, Any]) -> str:
-    """Sentence about the rates of narrow types over that of float32, on every instruction set."""
-    rows = data["cliff"]
-    short = [row for row in rows if row["share"] < 1]
-    worst = min(rows, key=lambda row: float(row["share"]))
-    where = f"{worst['isa']}, {worst['dtype']}, B {worst['layout']}, M = {worst['m']}"
-    return (
-        f"**{data['chip']}**: {len(rows) - len(short)} of {len(rows)} products of narrow types, of all instruction "
-        f"sets, layouts and classes of M, reach half of float32's rate or 80 % of what memory allows; the lowest runs "
-        f"at {worst['share']:.2f} of that ({where})."
-    )
+    cases = grouped(rows, itemgetter("case"))
+    rates = [
+        min(row["seconds"] for row in tried) / selected[0]
+        for tried in cases.values()
+        if (selected := [row["seconds"] for row in tried if row["chosen"]])
+    ]
+    return part("search", sum(map(len, cases.values())), rates) if rates else ""
 
 
 def packing(data: dict[str, Any]) -> str:
     """Table of the rates of packing over those of a copy of as many bytes, with a row for each kind of weight."""
-    kinds = _Cells()
     counts = sorted({row["threads"] for row in data["packing"]})
-    for row in data["packing"]:
-        group = f", groups of {row['group'] or 'all'} rows" if row["dtype"] == "u4" else ""
-        mixed = f" for {row['activations']}" if row["activations"] != row["dtype"] and not group else ""
-        kind = f"{row['dtype']}{mixed}{group}, by {'rows' if row['layout'] == 'row' else 'columns'}"
-        kinds.add(kind, row["threads"], row["share"])
-    rows = kinds.shown(counts, partial(mean, count=False))
-    return (
-        f"**{data['chip']}**: bytes read and written per second by `pack`, over those of a copy into a new array, "
-        f"geometric mean over sizes, and in brackets the lowest.\n\n"
-        f"{table(['weight', *map(threads, counts)], sorted(rows))}"
-    )
+    fractions = [(_weight(row), row["threads"], row["share"]) for row in data["packing"]]
+    rows = cells(fractions, counts, lambda x: mean(x, count=False))
+    return part("packing", data, [*map(threads, counts)], sorted(rows))
+
+
+def _weight(row: dict[str, Any]) -> str:
+    group = f", groups of {row['group'] or 'all'} rows" if row["dtype"] == "u4" else ""
+    mixed = f" for {row['activations']}" if row["activations"] != row["dtype"] and not group else ""
+    return f"{row['dtype']}{mixed}{group}, by {'rows' if row['layout'] == 'row' else 'columns'}"
 
 
 INTEGERS = {"s8": "int8", "u8": "int8", "u4": "int4"}

@@ -11,11 +11,12 @@ if its operands stay in a nearer one.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
-from portmm.comparison.bars import Markup, Rate, figure, rate, tag, unit
+from portmm.comparison.rates import Rate, figure, rate, unit
 from portmm.comparison.report import Report, Result
+from portmm.util.templates import render
 
 WIDTH, HEIGHT = 1080.0, 600.0
 LEFT, RIGHT, TOP, BOTTOM = 62.0, 18.0, 36.0, 50.0
@@ -101,11 +102,11 @@ def levels(report: Report) -> dict[str, float]:
     return gbs
 
 
-def roofline(report: Report) -> Markup:
+def roofline(report: Report) -> str:
     """The plot, empty if no case has a rate."""
     drawn = points(report)
     if not drawn:
-        return Markup()
+        return ""
     tops, slopes = peaks(report), levels(report)
     rates = [x for p in drawn for r in (p.ours, p.best) if r for x in (r.low, r.high)]
     xs = [p.intensity for p in drawn]
@@ -113,19 +114,14 @@ def roofline(report: Report) -> Markup:
     top = max(tops.values(), default=high)
     # The slanted roofs are labelled left of all points.
     x, y = _axes((min(xs) / 5, max(xs) * 2), (min(rates) / 2, high), slopes, top)
-    title = f"Rate against arithmetic intensity of {len(drawn)} cases, on logarithmic axes"
-    return tag(
-        "svg",
-        _frame(report, x, y),
-        tag("g", *_slanted(slopes, top, x, y), class_="roof"),
-        tag("g", *_level(tops, max(slopes.values(), default=0.0), x, y), class_="roof"),
-        *(_case(report, p, x, y) for p in drawn),
-        class_="roofline",
-        viewBox=f"0 0 {WIDTH:.0f} {HEIGHT:.0f}",
-        role="img",
-        aria_label=title,
-        xmlns="http://www.w3.org/2000/svg",
-    )
+    # A level roof begins at the steepest slanted one.
+    steepest = max(slopes.values(), default=0.0)
+    flat = [(max(x.low, value / steepest) if steepest else x.low, value) for value in tops.values()]
+    return render(
+        __file__, "roofline.html", report=report, points=drawn, x=x, y=y, width=WIDTH, height=HEIGHT, unit=unit(report),
+        figure=figure, slanted=_spans(slopes, top, x, y), labels=list(_labels(slopes, top, x, y)),
+        level=[row for row in flat if row[0] < x.high], level_labels=_shared(tops, abs(y.decade)),
+    )  # fmt: skip
 
 
 def _axes(
@@ -152,27 +148,6 @@ def _axes(
         else:
             bottom /= STEP
     return x, y
-
-
-def _frame(report: Report, x: Axis, y: Axis) -> Markup:
-    ops = "flop" if unit(report) == "GFLOP/s" else "operations"
-    lines = [_line("grid", x.at(t), y.start, x.at(t), y.end) for t in x.ticks()]
-    lines += [_line("grid", x.start, y.at(t), x.end, y.at(t)) for t in y.ticks()]
-    lines += [_line("axis", x.start, y.start, x.end, y.start), _line("axis", x.start, y.start, x.start, y.end)]
-    words = [_words("x tick", (x.at(t), y.start + 19), f"{t:g}", "middle") for t in x.ticks()]
-    words += [_words("y tick", (x.start - 8, y.at(t) + 4), f"{t:g}", "end") for t in y.ticks()]
-    words.append(_words("name", ((x.start + x.end) / 2, HEIGHT - 8), f"arithmetic intensity, {ops} per byte", "middle"))
-    words.append(_words("name", (2.0, 16.0), unit(report), "start"))
-    return tag("g", *lines, *words, class_="frame")
-
-
-def _line(kind: str, x1: float, y1: float, x2: float, y2: float) -> Markup:
-    return tag("line", class_=kind, x1=x1, y1=y1, x2=x2, y2=y2)
-
-
-def _words(kind: str, at: tuple[float, float], text: str, anchor: str, turn: float = 0.0) -> Markup:
-    transform = f"rotate({turn:.2f} {at[0]:.1f} {at[1]:.1f})" if turn else None
-    return tag("text", text, class_=kind, x=at[0], y=at[1], text_anchor=anchor, transform=transform)
 
 
 def _shared(roofs: dict[str, float], decade: float) -> list[tuple[str, float]]:
@@ -212,6 +187,11 @@ class Label:
     at_left: bool
 
     @property
+    def degrees(self) -> float:
+        """The angle in degrees."""
+        return math.degrees(self.turn)
+
+    @property
     def fits(self) -> bool:
         """Whether the last letter's upper corners lie in the frame."""
         length, height = LETTER * len(self.text), CLEAR
@@ -238,75 +218,3 @@ def _labels(slopes: dict[str, float], top: float, x: Axis, y: Axis) -> Iterable[
         px = x.at(begin) + along * math.cos(turn) + ABOVE * math.sin(turn)
         py = y.at(begin * value) + along * math.sin(turn) - ABOVE * math.cos(turn)
         yield Label(f"{text} GB/s", px, py, turn, begin == x.low)
-
-
-def _slanted(slopes: dict[str, float], top: float, x: Axis, y: Axis) -> Iterable[Markup]:
-    """Roofs of bandwidths: each from the left or the bottom edge up to the highest level roof."""
-    for value, (begin, end) in _spans(slopes, top, x, y).items():
-        yield _line("slope", x.at(begin), y.at(begin * value), x.at(end), y.at(end * value))
-    for label in _labels(slopes, top, x, y):
-        yield _words("label", (label.x, label.y), label.text, "start", math.degrees(label.turn))
-
-
-def _level(tops: dict[str, float], slope: float, x: Axis, y: Axis) -> Iterable[Markup]:
-    """Roofs of multiply-adds: each from the steepest slanted one to the right."""
-    for value in tops.values():
-        begin = max(x.low, value / slope) if slope else x.low
-        if begin < x.high:
-            yield _line("level", x.at(begin), y.at(value), x.end, y.at(value))
-    for label, value in _shared(tops, abs(y.decade)):
-        yield _words("label", (x.end - 4, y.at(value) - 6), label, "end")
-
-
-def _case(report: Report, p: Point, x: Axis, y: Axis) -> Markup:
-    px = x.at(p.intensity)
-    parts: list[Markup] = []
-    both = [r for r in (p.ours, p.best) if r]
-    if p.ours and p.best:
-        parts.append(_line("tie", px, y.at(p.ours.middle), px, y.at(p.best.middle)))
-    parts += [_line("spread", px, y.at(r.low), px, y.at(r.high)) for r in both]
-    if p.best:
-        parts.append(tag("path", class_="best", d=diamond(px, y.at(p.best.middle))))
-    if p.ours:
-        parts.append(tag("circle", class_="us", cx=px, cy=y.at(p.ours.middle), r=4))
-    return tag("g", tag("title", _title(report, p)), *parts, class_=f"case {report.verdict(p.result)}".strip())
-
-
-def diamond(x: float, y: float, size: float = 5.0) -> str:
-    """Path of a diamond around a point."""
-    return f"M{x:.1f} {y - size:.1f}l{size:g} {size:g}-{size:g} {size:g}-{size:g}-{size:g}z"
-
-
-def _title(report: Report, p: Point) -> str:
-    r = p.result
-    lines = [f"{r.case.name}: {r.case.shape}", f"{figure(p.intensity)} operations per byte"]
-    named: Sequence[tuple[str, Rate | None]] = ((report.ours, p.ours), (r.best, p.best))
-    lines += [f"{name}: {speed.words} {unit(report)}" for name, speed in named if speed]
-    if r.ratio is not None:
-        lines.append(f"{report.verdict(r)}: ratio {r.ratio:.2f}")
-    if limit := report.ceiling(r):
-        lines.append(f"limit {figure(limit)}" + (f" by {r.roof}" if r.roof else ""))
-    return "\n".join(lines)
-
-
-def legend(report: Report) -> Markup:
-    """Legend of the plot's marks."""
-    keys = (
-        (tag("circle", class_="us", cx=12, cy=7, r=4), report.ours or "portmm (did not run)"),
-        (tag("path", class_="best", d=diamond(12, 7)), "best peer of the case"),
-        (tag("g", _line("tie", 0, 7, 24, 7), class_="win"), "portmm ahead"),
-        (tag("g", _line("tie", 0, 7, 24, 7), class_="loss"), "portmm behind"),
-        (tag("g", _line("tie", 0, 7, 24, 7), class_="draw"), "a draw"),
-        (_line("spread", 12, 0, 12, 14), "range over rounds"),
-        (_line("level", 0, 7, 24, 7), "multiply-adds, as measured"),
-        (_line("slope", 0, 7, 24, 7), "bandwidths, as measured"),
-    )
-    items = (
-        tag(
-            "li",
-            tag("svg", mark, class_="roofline", viewBox="0 0 24 14", width=24, height=14, aria_hidden="true"),
-            text,
-        )
-        for mark, text in keys
-    )
-    return tag("ul", *items, class_="legend")

@@ -12,27 +12,25 @@ and of `portmm tune`, searches of `bench/exhaustive.py --json`, surveys of
 from __future__ import annotations
 
 import json
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
+from portmm.comparison.figures import grouped
 from portmm.comparison.pictures import shows, svg
 from portmm.comparison.report import from_json
 from portmm.comparison.result_tables import (
     Ratios,
     by_chip,
     chips,
-    cliff,
     device,
     fusion,
-    fusion_cases,
     is_tuning,
-    overhead,
     packing,
+    part,
     ratios,
     ratios_by_setting,
     search,
-    tuning,
-    tuning_cases,
 )
 from portmm.comparison.text import markdown
 
@@ -95,11 +93,7 @@ def speed(results: Results) -> str:
 
 
 def picture(results: Results) -> str:
-    """The README's picture as SVG.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
+    """The README's picture as SVG."""
     return svg(_measured(results))
 
 
@@ -112,7 +106,8 @@ def summary(results: Results) -> str:
     """Every kind of result, with a row for each group of cases."""
     of = {kind: [data for _, data in rows] for kind, rows in results.items()}
     parts = [*ratios(of["report"]), *(f"{stem}: {search(rows)}" for stem, rows in results["search"])]
-    parts += [*tuning(of["tuning"]), *map(overhead, of["overhead"]), *map(cliff, of["cliff"])]
+    parts += [part("tuning", *row) for row in grouped(of["tuning"], itemgetter("chip")).items()]
+    parts += [part(kind, data) for kind in ("overhead", "cliff") for data in of[kind]]
     parts += [*map(packing, of["packing"]), *fusion(of["fusion"]), *(device(*row) for row in results["device"])]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
@@ -122,7 +117,11 @@ def details(results: Results) -> str:
     of = {kind: [data for _, data in rows] for kind, rows in results.items()}
     parts = [markdown(report).rstrip() for report in of["report"]]
     parts += [f"**{stem}**: {search(rows)}" for stem, rows in results["search"]]
-    parts += [*map(tuning_cases, of["tuning"]), *map(fusion_cases, of["fusion"])]
+    parts += [part("tuning_cases", data) for data in of["tuning"]]
+    parts += [
+        part("fusion_cases", x, [*dict.fromkeys(y for row in x["fusion"] for y in row["entries"])])
+        for x in of["fusion"]
+    ]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 

@@ -12,10 +12,12 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.figures import Table, conditions, spread, total_lines
+from portmm.comparison.figures import Table, spread, total_lines
+from portmm.comparison.rates import figure
 from portmm.comparison.report import Report, Result, summaries
 from portmm.host import machine_load
 from portmm.util.console import table
+from portmm.util.templates import render
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -36,41 +38,12 @@ EXCEEDED = (
 LIMIT = "% limit: portmm's rate over what this machine reached in the same rounds"
 
 
-def failures(report: Report) -> list[str]:
-    """Sentences about contenders that failed on a case."""
-    sentences = []
-    for result in report.results:
-        for name, entry in result.entries.items():
-            if entry.state in ("wrong", "crashed", "timeout"):
-                sentences.append(f"{name} on {result.case.name}: {entry.state}: {entry.reason}")
-            elif entry.state == "unsupported" and name == report.ours:
-                sentences.append(f"{name} on {result.case.name}: not done: {entry.reason}")
-            elif entry.reason and entry.state == "ok":
-                sentences.append(f"{name} on {result.case.name}: a method was wrong: {entry.reason}")
-    return sentences
-
-
-def absences(report: Report) -> list[str]:
-    """Sentences about contenders that could not be opened."""
-    sentences = []
-    for e in report.entrants:
-        if e.state == "missing":
-            sentences.append(f"{e.name}: not found ({e.reason})" + (f": {e.hint}" if e.hint else ""))
-        elif e.state != "ok":
-            sentences.append(f"{e.name}: {e.state} when opened: {e.reason}")
-    return sentences
-
-
-def _rate(value: float | None) -> str:
-    return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
-
-
 def _cell(report: Report, result: Result, name: str) -> str:
     entry = result.entries.get(name)
     if entry is None or entry.state == "unsupported":
         return "-"
     mark = "~" if name in report.approximate else ""
-    return mark + _rate(result.gflops(name)) if entry.state == "ok" else entry.state
+    return mark + figure(result.gflops(name)) if entry.state == "ok" else entry.state
 
 
 def heading(report: Report) -> str:
@@ -156,21 +129,10 @@ def _summary_rows(report: Report) -> list[list[str]]:
 
 def notes(report: Report) -> list[str]:
     """Notes of the tables: versions, absences, failures, skipped cases."""
-    lines = [f"{e.name}: {e.version}" for e in report.entrants if e.state == "ok"]
-    lines += [
-        f"{name}: rounds activations to 8 bits: its rates (~) enter ratios only where a case allows that"
-        for name in sorted(report.approximate)
-    ]
-    lines += [*conditions(report), *total_lines(report)]
-    lines += absences(report) + failures(report)
-    if report.skipped:
-        lines.append(f"no time was left for: {', '.join(report.skipped)}; {MORE_TIME}")
-    if report.removed:
-        lines.append(f"not passed on to any contender: {', '.join(report.removed)}")
-    if report.exceeded:
-        lines.append(f"{EXCEEDED}: {', '.join(report.exceeded)}")
     load = machine_load.sentence(report.load, report.cores)
-    return [*lines, load] if load else lines
+    total = total_lines(report)
+    text = render(__file__, "notes.txt", report=report, load=load, total=total, MORE_TIME=MORE_TIME, EXCEEDED=EXCEEDED)
+    return list(filter(None, text.split("\n")))
 
 
 def markdown(report: Report, *, per_case: bool = True) -> str:

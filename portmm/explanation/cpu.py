@@ -24,7 +24,6 @@ from portmm.schedule.legality import footprint
 from portmm.spec.problem import Problem
 from portmm.target.model import CPU as MODEL
 from portmm.target.target import Target, instance
-from portmm.util.text import field, size, terms, time
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from portmm.explanation.gpu import GridExplanation
     from portmm.ir.nodes import Kernel
     from portmm.schedule.cpu_cost import Cost
+    from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
 
 
@@ -104,58 +104,24 @@ class Explanation(Selected):
         kernel = {"kernel": self.kernel.name, "flags": list(self.flags), "runs_here": self.runs_here}
         return {"rates": rates, "threads": self.workers}, kernel
 
-    def _target_lines(self) -> Iterator[str]:
-        target = self.target
-        yield field("target", f"{target.name}: {target.title}{'' if self.runs_here else ' (cannot run here)'}")
-        yield field("", ", ".join(isa.name for isa in target.isas))
-        for name, (value, origin) in self.rates.items():
-            level = target.level(name)
-            if not level and name != "memory":
-                yield field("", _speed(self.kernel.atom, (value, origin)))
-                continue
-            counted = target.counted(name)
-            part = f", {size(counted)} counted for one core" if level and counted != level.bytes else ""
-            extent = f"{name}, {size(level.bytes)}{part}" if level else name
-            yield field("", f"{extent}: {value:.4g} {'GB/s' if origin == 'measured' else 'bytes a cycle'}, {origin}")
+    def _shown(self) -> tuple[str, dict[str, Any]]:
+        needs = footprint(self.schedule, self.problem, self.kernel.atom)
+        workspace = cpu_kernels.workspace_bytes(self.kernel, self.problem, self.workers)
+        return "cpu.txt", {
+            "footprint": needs, "workspace": workspace, "others": list(self._others()), "speed": _speed,
+            "textbook": cpu_textbook.ORIGIN, "within": MODEL.within,
+        }  # fmt: skip
 
-    def _choice_lines(self, selection: str) -> Iterator[str]:
-        s, atom = self.schedule, self.kernel.atom
-        yield field("chosen", f"{selection}, for {'1 thread' if self.workers == 1 else f'{self.workers} threads'}")
-        if self.origin == cpu_textbook.ORIGIN:
-            rule = f"a textbook blocking within {1 - MODEL.within:.0%} of the least predicted time"
-            yield field("", f"no search stored for this chip: {rule}")
-        yield field("schedule", str(s))
-        for name, needs in footprint(s, self.problem, atom).items():
-            level = self.target.level(name)
-            if level:
-                yield field("", f"{name}: {size(needs)} of {size(level.bytes)}")
-            elif name == "registers":
-                yield field("", f"registers: {needs} of {self.kernel.isa.registers}")
-
-    def _runner_up_lines(self, cost: Cost) -> Iterator[str]:
-        yield field("", f"  {terms(cost.overlapped)}; plus {terms(cost.added)}")
-
-    def _other_lines(self) -> Iterator[str]:
-        """Lines with the best schedule of each instruction set not shown yet."""
-        if not self.runners_up:
-            yield field("runners-up", "none")
+    def _others(self) -> Iterator[tuple[Schedule, Cost, str]]:
+        """The best schedule of each instruction set not shown yet, with the rate of its atom."""
         seen = {self.schedule.isa, *(s.isa for s, _ in self.runners_up[:SHOWN])}
         for s, cost in self.runners_up[SHOWN:]:
             isa = self.target.isa(s.isa)
             atom = isa.atom(s.dtype, s.atom.lanes) if isa else None
-            if s.isa in seen or atom is None:
-                continue
-            seen.add(s.isa)
-            rate = _rate(self.target, atom.name)
-            speed = f" ({_speed(atom, rate)})" if rate else ""
-            yield field("", f"{time(cost.seconds)} ({cost.seconds / self.seconds:.3g}x) by {s.isa}{speed}: {s}")
-
-    def _kernel_lines(self, command: str) -> Iterator[str]:
-        workspace = cpu_kernels.workspace_bytes(self.kernel, self.problem, self.workers)
-        yield field("kernel", f"{self.kernel.name}, workspace {size(workspace)}")
-        yield field("", command)
-        yield field("flags", " ".join(self.flags) or "none beyond those of every kernel")
-        yield field("artifact", "built on first access, unless the cache has it")
+            if s.isa not in seen and atom is not None:
+                seen.add(s.isa)
+                rate = _rate(self.target, atom.name)
+                yield s, cost, f" ({_speed(atom, rate)})" if rate else ""
 
 
 def _rate(target: Target, atom: str) -> tuple[float, str] | None:

@@ -19,11 +19,8 @@ from portmm.ops.grid_product import adopted, question
 from portmm.schedule.gpu_variants import VECTOR_BYTES
 from portmm.schedule.legality import device_registers, occupancy, shared_bytes
 from portmm.spec.dtype import BY_NAME
-from portmm.util.text import field, size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.ir.grid_kernel import GridKernel
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -70,28 +67,12 @@ class GridExplanation(Selected):
     def _data(self) -> tuple[dict[str, Any], dict[str, Any]]:
         return {"language": self.language}, {"kernels": [x.name for x in self.kernels]}
 
-    def _target_lines(self) -> Iterator[str]:
-        target, device = self.target, self.target.device
-        assert device is not None  # noqa: S101 - checked by `explain`
-        yield field("target", f"{target.name}: {target.title}")
-        isas = ", ".join(y.name for y in target.isas)
-        yield field("", f"{device.processors} processors, {device.memory_gbs:.4g} GB/s, {isas}")
-
-    def _choice_lines(self, selection: str) -> Iterator[str]:
-        s, device = self.schedule, self.target.device
-        assert device is not None  # noqa: S101 - checked by `explain`
-        yield field("chosen", selection)
-        yield field("schedule", str(s))
-        most = f" of {device.thread_registers}" if device.thread_registers else ""
-        blocks = occupancy(s, self.target)
-        yield field("", f"registers of a thread: about {device_registers(s)}{most}; blocks of a processor: {blocks}")
-        if shared_bytes(s):
-            yield field("", f"shared memory of a block: {size(shared_bytes(s))} of {size(device.shared_bytes)}")
-
-    def _kernel_lines(self, command: str) -> Iterator[str]:
-        for kernel in self.kernels:
-            yield field("kernel", f"{kernel.name}, {self.language}, {kernel.threads} threads a block")
-        yield field("", f"{command} --language {self.language}")
+    def _shown(self) -> tuple[str, dict[str, Any]]:
+        s = self.schedule
+        return "gpu.txt", {
+            "device": self.target.device, "registers": device_registers(s), "blocks": occupancy(s, self.target),
+            "shared": shared_bytes(s),
+        }  # fmt: skip
 
 
 def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False) -> GridExplanation:

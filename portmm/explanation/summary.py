@@ -10,11 +10,9 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from portmm.schedule.text import spell
-from portmm.util.text import field, flop, size, terms, time
+from portmm.util.text import flop, size, terms, time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.dispatch.schedule_choice import Choice
     from portmm.schedule.cpu_cost import Cost
     from portmm.schedule.schedule import Schedule
@@ -100,44 +98,19 @@ class Selected:
         """Further fields of the JSON form: of the target, and of the kernels."""
         raise NotImplementedError
 
+    def _shown(self) -> tuple[str, dict[str, Any]]:
+        """Name of the template of the printed form, and its further values."""
+        raise NotImplementedError
+
     def summary(self) -> str:
         """The printed form without the source."""
-        return "\n".join(line.rstrip() for line in self._lines())
+        from portmm.util.templates import render
+
+        command = f"portmm emit --schedule {quote(spell(self.schedule))}"
+        functions = {x.__name__: x for x in (flop, size, terms, time)}
+        name, values = self._shown()
+        text = render(__file__, name, e=self, shown=SHOWN, command=command, **functions, **values)
+        return "\n".join(line.rstrip() for line in text.splitlines())
 
     def __str__(self) -> str:
         return f"{self.summary()}\n\n{self.source}"  # type: ignore[attr-defined]
-
-    def _lines(self) -> Iterator[str]:
-        p, others = self.problem, self.runners_up
-        yield field("problem", f"{p}; {flop(p.flops)}, at least {size(p.bytes)} moved")
-        if p.fused:
-            yield field("fused", p.fused)
-        yield from self._target_lines()
-        yield from self._choice_lines(f"{self.origin}, from {len(others) + 1} candidates")
-        yield field("predicted", f"{time(self.seconds)}, {self.gflops:.4g} GFLOP/s; {self.cost.bound} decides")
-        yield field("", f"the largest of {terms(self.cost.overlapped)}")
-        yield field("", f"plus {terms(self.cost.added)}")
-        for i, (s, cost) in enumerate(others[:SHOWN]):
-            yield field("" if i else "runners-up", f"{time(cost.seconds)} ({cost.seconds / self.seconds:.3g}x) {s}")
-            yield from self._runner_up_lines(cost)
-        yield from self._other_lines()
-        if len(others) > SHOWN:
-            yield field("", f"and {len(others) - SHOWN} more in .runners_up")
-        yield from self._kernel_lines(f"portmm emit --schedule {quote(spell(self.schedule))}")
-        for note in self.notes:  # type: ignore[attr-defined]
-            yield field("note", note)
-
-    def _target_lines(self) -> Iterator[str]:
-        raise NotImplementedError
-
-    def _choice_lines(self, selection: str) -> Iterator[str]:
-        raise NotImplementedError
-
-    def _runner_up_lines(self, _cost: Cost) -> Iterator[str]:
-        yield from ()
-
-    def _other_lines(self) -> Iterator[str]:
-        yield from ()
-
-    def _kernel_lines(self, command: str) -> Iterator[str]:
-        raise NotImplementedError

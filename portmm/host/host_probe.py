@@ -117,7 +117,8 @@ def cgroup_folders(text: str) -> Iterator[str]:
             yield from (f"{root}{folder}".rstrip("/") for root in roots)
 
 
-def _text(path: str) -> str:
+def text_of(path: str) -> str:
+    """Text of a file, empty where it cannot be read."""
     # Without pathlib and buffers, the forty small files take half the time.
     try:
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -203,16 +204,16 @@ def _cpuid() -> tuple[dict[str, tuple[int, int, int, int]], int]:
 
 def _files(cpuinfo: str, affinity: tuple[int, ...]) -> dict[str, str]:
     paths = ["/proc/self/cgroup"]
-    paths += [f"{folder}/{name}" for folder in cgroup_folders(_text(paths[0])) for name in QUOTA_FILES]
+    paths += [f"{folder}/{name}" for folder in cgroup_folders(text_of(paths[0])) for name in QUOTA_FILES]
     # On a chip with several kinds of cores, one processor of each kind has the caches of its kind.
     kinds = {b.get("CPU part", ""): int(b["processor"]) for b in reversed(processors(cpuinfo)) if "processor" in b}
     for cpu in {*affinity[:1], *kinds.values()}:
         paths += [f"{CPU}/cpu{cpu}/cache/index{index}/{name}" for index in range(5) for name in CACHE_FILES]
-    files = {path: text for path in paths if (text := _text(path))}
+    files = {path: text for path in paths if (text := text_of(path))}
     known: set[int] = set()
     for cpu in affinity:
         path = f"{CPU}/cpu{cpu}/topology/thread_siblings_list"
-        if cpu not in known and (text := _text(path)):
+        if cpu not in known and (text := text_of(path)):
             siblings = parse_list(text)
             files |= {f"{CPU}/cpu{x}/topology/thread_siblings_list": text for x in siblings}
             known |= siblings
@@ -246,6 +247,6 @@ def snapshot() -> Snapshot:
         cpuid, xcr0 = _cpuid()
         cpuinfo = _first_processor() or substitute_cpuinfo(flags=bool(cpuid))
         return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, cpuid, xcr0, tiles=_tiles(cpuinfo))
-    cpuinfo = _text(CPUINFO) or substitute_cpuinfo(flags=False)
+    cpuinfo = text_of(CPUINFO) or substitute_cpuinfo(flags=False)
     hwcap, hwcap2, sve = _arm() if machine == "aarch64" else (0, 0, 0)
     return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, hwcap=hwcap, hwcap2=hwcap2, sve_bytes=sve)

@@ -21,7 +21,7 @@ from portmm.comparison.case import Case
 from portmm.comparison.data import Arrays, arrays
 from portmm.comparison.ours import open_portmm
 from portmm.comparison.peers import Contender, Library, Run, Setup, UnsupportedError
-from portmm.comparison.process import Worker, WorkerError
+from portmm.comparison.process import Worker, reply
 from portmm.dispatch import config, cpu_kernels, cpu_routes, cpu_units, overrides
 from portmm.errors import BuildError, PortmmError, ScheduleError, TargetError
 from portmm.ops import host_matmul
@@ -254,20 +254,17 @@ class Lane:
 
     def _send(self, request: dict[str, Any], limit: float) -> dict[str, Any]:
         assert self._worker  # noqa: S101 - it is started
-        try:
-            return self._worker.ask(request | {"within": limit}, limit)
-        except WorkerError as error:
+        answer = reply(self._worker, limit, request | {"within": limit})
+        if "lost" in answer:
             self.close()
-            raise LostError(error.state, str(error)) from None
+            raise LostError(answer["state"], answer["reason"])
+        return answer
 
     def _start(self) -> None:
         if self._worker is not None:
             return
         self._worker = Worker(Contender("portmm", self.opener), self.setup, BENCH)
-        try:
-            hello = self._worker.hear(OPENING)
-        except WorkerError as error:
-            hello = {"state": error.state, "reason": str(error)}
+        hello = reply(self._worker, OPENING)
         if hello["state"] != "ok":
             self.close()
             raise PortmmError(f"nothing can be tuned: {hello['reason']}")

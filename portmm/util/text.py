@@ -5,9 +5,6 @@ Owns their units and number of digits in explanations and tables.
 
 from __future__ import annotations
 
-INDENT = 12
-"""Columns of the name in a line of an explanation."""
-
 
 def time(seconds: float) -> str:
     """Text of a time, with a unit from ns to s."""
@@ -31,11 +28,6 @@ def size(count: float) -> str:
         if count >= scale:
             return f"{count / scale:.4g} {unit}"
     return f"{count:.0f} bytes"
-
-
-def field(name: str, text: str) -> str:
-    """Line of an explanation: a name, padded, and its text."""
-    return f"{name:<{INDENT}}{text}"
 
 
 def terms(seconds: dict[str, float]) -> str:
