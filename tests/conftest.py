@@ -72,15 +72,17 @@ class Reports:
 def _quickly(request):
     """Modules with QUICKLY = True test calls, not optimised kernels: build theirs without optimisation.
 
-    Kernels of both kinds round differently, so that none is remembered beside the others.
+    Those with QUICKLY = "fast" do so in the fast tier only. Kernels of both kinds round differently, so that none is
+    remembered beside the others.
     """
-    if not getattr(request.module, "QUICKLY", False) or cover.ALL:
+    quickly = getattr(request.module, "QUICKLY", False)
+    if not quickly or cover.ALL or quickly not in (True, cover.TIER):
         yield
         return
     words, place = compiler._BASE, Path(os.environ["PORTMM_CACHE"])
     quick = place / "quickly"
     quick.mkdir(mode=0o700, exist_ok=True)
-    compiler._BASE = tuple("-O0" if x == "-O2" else x for x in words)
+    compiler._BASE = cover.unoptimised(words)
     os.environ["PORTMM_CACHE"] = str(quick)
     cpu_kernels.forget()
     yield

@@ -11,6 +11,8 @@ import pytest
 import portmm as pm
 from portmm.errors import TraceError
 
+QUICKLY = "fast"
+
 
 def rand(*shape):
     return np.random.default_rng(len(shape)).random(shape, np.float32)

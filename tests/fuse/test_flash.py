@@ -5,6 +5,8 @@ import pytest
 
 import portmm as pm
 
+QUICKLY = "fast"
+
 QUERIES, KEYS = 600, 601
 RNG = np.random.default_rng(1)
 BIAS = RNG.standard_normal((QUERIES, KEYS)).astype(np.float32)

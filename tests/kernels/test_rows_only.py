@@ -60,6 +60,7 @@ def shimmed(kernel):
     return runtime().load(build(SHIM + text, flags=kernel.isa.flags, name=kernel.name).path, kernel.name)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.skipif(not LINES_RUN, reason="the rest of a kernel is AVX-512")
 @pytest.mark.parametrize("layouts", [("row", "row", "row"), ("row", "packed", "row"), ("col", "col", "row")])
 @pytest.mark.parametrize("word", WORDS)

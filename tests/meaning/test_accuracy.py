@@ -110,7 +110,7 @@ def test_narrow_floats_and_codes(target, drawn):
             within(pm.matmul(x[rows], y, dtype=np.float32), want[rows], want[rows], bar, "bf16")
 
 
-@pytest.mark.thin(7)
+@pytest.mark.thin(14)
 @pytest.mark.parametrize("dtype", [np.float32, np.int8])
 @pytest.mark.parametrize("symmetric", [True, False])
 @pytest.mark.parametrize("group", [32, 128])

@@ -82,7 +82,7 @@ def posed(name, word, **more):
                 yield i, p, [s for s in candidates(p, target) if s.program == "tiles"]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("more", [{}, {"batch": 2}, {"static": True}], ids=str)
 @pytest.mark.parametrize(("name", "word"), WORDS)
 def test_tiles_mean_the_product(name, word, more):
@@ -99,6 +99,7 @@ def test_tiles_mean_the_product(name, word, more):
         assert {x[3:] for x in kinds} >= ways
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("name", "word"), WORDS)
 def test_tiles_of_every_height(name, word):
     """A configuration for each number of rows, and slices of two heights."""
@@ -110,6 +111,7 @@ def test_tiles_of_every_height(name, word):
             k.check(interpret(lower(s, load_isa(name)), k, 2), s)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("post", ["scale", "scale+azero", "scale+azero+bzero+bias"])
 @pytest.mark.parametrize(("name", "word"), SCALED)
 def test_sums_of_tiles_are_scaled(name, word, post):
@@ -139,6 +141,7 @@ def test_codes_become_tiles(group):
                 check_built(kernel, k, 2, s, code=shimmed)
 
 
+@pytest.mark.thin(3)
 @needs_avx512
 @pytest.mark.parametrize("tiles", ["shim", "machine"])
 @pytest.mark.parametrize(("name", "word"), [*WORDS, *SCALED])

@@ -54,6 +54,7 @@ def sizes(lanes):
     return [((1, 1), 1), ((3, 2 * lanes + 3), 2), ((2, lanes), 3), ((5, 7), 2), ((0, 5), 1), ((4, 0), 2), ((2, 3), 1)]
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("make", ROWS)
 @pytest.mark.parametrize("name", ISAS)
 def test_rows_mean_their_expressions(name, make):
@@ -66,6 +67,7 @@ def test_rows_mean_their_expressions(name, make):
         f.check(interpreted(kernel, f, 1 + i % 3, shuffle=i), (size, batch))
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("make", ROWS)
 @pytest.mark.parametrize("name", HERE)
 def test_built_rows_mean_their_expressions(name, make):
@@ -164,7 +166,7 @@ EPILOGUES = epilogues()
 SERVED = [(name, word) for name in EVERY_ISA for word in WORDS if load_isa(name).atom(word)]
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("name", "word"), SERVED)
 def test_products_end_in_expressions(name, word):
     for at, kind in enumerate(EPILOGUES):
@@ -175,6 +177,7 @@ def test_products_end_in_expressions(name, word):
             f.check(interpreted(lower(s, small(name).isa(s.isa)), f, 1 + i % 3, shuffle=i), s)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "word"), [x for x in SERVED if runs_here(x[0])])
 def test_built_products_end_in_expressions(name, word):
     turn = SERVED.index((name, word))

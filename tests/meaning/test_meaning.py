@@ -54,6 +54,7 @@ def test_workers_and_orders_do_not_matter(more, workers):
                 k.check(interpret(kernel, k, workers, shuffle=i + 1), s)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("dtype", support.NUMPY)
 @pytest.mark.parametrize("name", support.ISAS)
 def test_every_isa_means_the_product(name, dtype):
@@ -68,6 +69,7 @@ def test_every_isa_means_the_product(name, dtype):
             k.check(interpret(kernel, k, 2, shuffle=i), s)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("size", [(1, 9, 257), (3, 21, 300), (20, 9, 270)])
 @pytest.mark.parametrize("workers", [1, 2, 5])
 def test_deep_products(size, workers):

@@ -59,7 +59,7 @@ def chosen(target, word, **more):
             yield p, found
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("name", "word"), PLAIN)
 def test_every_isa_means_the_product(name, word):
     target = small(name)
@@ -69,6 +69,7 @@ def test_every_isa_means_the_product(name, word):
             k.check(interpret(lower(s, target.isa(s.isa)), k, 1 + i % 3, shuffle=i), s)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize(("name", "word"), [x for x in PLAIN if runs_here(x[0])])
 def test_built_kernels_are_the_product(name, word):
     """On small integers, exactly; on floats, within the bound of the types that round."""
@@ -84,7 +85,7 @@ def test_built_kernels_are_the_product(name, word):
     assert len(built) >= 3
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("name", "word", "post"), SCALED)
 def test_sums_are_scaled(name, word, post):
     target, turn = small(name), SCALED.index((name, word, post))
@@ -97,7 +98,7 @@ def test_sums_are_scaled(name, word, post):
                 check_built(kernel, k, 2, s)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("source", ["f32", "bf16", "f16"])
 @pytest.mark.parametrize("name", [x for x in EVERY_ISA if load_isa(x).atom("s8-s8-f32")])
 def test_rows_are_quantised_on_the_way(name, source):
@@ -114,7 +115,7 @@ def test_rows_are_quantised_on_the_way(name, source):
             k.check(interpret(kernel, k, 1 + i % 3, shuffle=i), s)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize(("name", "word", "group"), CODES)
 def test_codes_are_multiplied(name, word, group):
     target = small(name)
@@ -133,7 +134,7 @@ def test_codes_are_multiplied(name, word, group):
                 check_built(kernel, k, 2, s)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", [x for x in EVERY_ISA if load_isa(x).atom("s8-u4-f32")])
 @pytest.mark.parametrize("group", GROUPS)
 def test_codes_by_codes(name, group):

@@ -27,6 +27,8 @@ from portmm.util import memo
 
 pytestmark = pytest.mark.calls
 
+QUICKLY = "fast"
+
 ml_dtypes = pytest.importorskip("ml_dtypes")
 BF16 = np.dtype(ml_dtypes.bfloat16)
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2, "float16": 3e-3}

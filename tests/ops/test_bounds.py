@@ -15,6 +15,8 @@ from portmm.ops import linear_vectors
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 
+QUICKLY = "fast"
+
 
 def ones(*shape, dtype=np.float32):
     return np.ones(shape, dtype)

@@ -7,6 +7,8 @@ import portmm as pm
 from portmm.dispatch import config
 from portmm.ops.rowwise import over_rows
 
+QUICKLY = "fast"
+
 NAMES = {"b": "b", "m": "m", "n": "n"}
 SIZES = [(5, 37), (300, 129), (1, 16), (64, 1), (3, 260)]
 

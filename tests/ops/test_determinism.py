@@ -11,6 +11,8 @@ import portmm as pm
 
 pytestmark = pytest.mark.calls
 
+QUICKLY = "fast"
+
 SIZES = [(37, 1, 700), (35, 5, 64), (16, 200, 300), (5, 33, 1500)]
 
 

@@ -363,7 +363,7 @@ def ends_of(product):
     )
 
 
-@pytest.mark.thin(3)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("name", HERE)
 @pytest.mark.parametrize(
     ("left", "right"),

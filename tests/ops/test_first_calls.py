@@ -18,6 +18,8 @@ from portmm.spec.row_classes import row_class
 from portmm.trace import bind
 from portmm.util import memo
 
+QUICKLY = "fast"
+
 K, N = 48, 40
 ROWS = (200, 199, 193, 196)
 """All of one class: the largest first, then the least among the rest."""

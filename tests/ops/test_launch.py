@@ -16,6 +16,8 @@ from portmm.target.target import load_isa
 
 pytestmark = pytest.mark.calls
 
+QUICKLY = "fast"
+
 RNG = np.random.default_rng(0)
 
 

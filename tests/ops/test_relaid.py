@@ -19,6 +19,8 @@ from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
 from portmm.util import memo
 
+QUICKLY = "fast"
+
 
 @pytest.fixture
 def cupy(monkeypatch):

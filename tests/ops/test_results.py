@@ -7,6 +7,8 @@ import pytest
 
 import portmm as pm
 
+QUICKLY = "fast"
+
 RNG = np.random.default_rng(0)
 B, M, N, K = 3, 5, 7, 4
 A, W = RNG.standard_normal((B, M, K)).astype(np.float32), RNG.standard_normal((K, N)).astype(np.float32)

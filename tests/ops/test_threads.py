@@ -19,6 +19,8 @@ from portmm.ops import host_matmul, routes
 from portmm.runtime import cpu as cpu_runtime
 from portmm.spec.problem import Problem
 
+QUICKLY = "fast"
+
 
 def operands(seed):
     rng = np.random.default_rng(seed)

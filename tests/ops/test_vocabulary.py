@@ -10,6 +10,8 @@ import portmm as pm
 from portmm.ops.rowwise import over_rows
 from portmm.spec import elementwise as v
 
+QUICKLY = "fast"
+
 NAMES = {"m": "m", "n": "n", "b": "b"}
 SPECIAL = np.array(
     [

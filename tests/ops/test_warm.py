@@ -10,6 +10,8 @@ import portmm as pm
 from portmm.dispatch import machine
 from portmm.util import memo
 
+QUICKLY = "fast"
+
 
 @pytest.fixture
 def cupy(monkeypatch):

@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 import portmm as pm
 from portmm.ops import host_matmul
 
+QUICKLY = "fast"
+
 EXTENTS = st.integers(1, 6)
 
 

@@ -17,6 +17,8 @@ from portmm.arrays import scratch_arena, scratch_budget
 from portmm.cli.main import app
 from portmm.runtime.cpu import runtime
 
+QUICKLY = "fast"
+
 rt = rk.rt
 MIB = 1 << 20
 

@@ -392,6 +392,7 @@ if os.geteuid() == 0:
     KINDS["device"] = lambda path: os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("suffix", [".so", ".txt", ".lock", ".note"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_no_file_is_no_entry(tmp_path, fake, kind, suffix):

@@ -33,6 +33,8 @@ from portmm.schedule.text import varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
+QUICKLY = "fast"
+
 HERE = load_target("sapphire_rapids")
 LARGE = Problem(1000, 1000, 1000)
 

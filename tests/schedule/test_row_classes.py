@@ -20,6 +20,8 @@ from portmm.spec.row_classes import PER_OCTAVE, SINGLE, row_class, rows
 from portmm.target.target import load_target
 from portmm.util import memo
 
+QUICKLY = "fast"
+
 TARGETS = {
     "avx512": load_target("zen4"),
     "avx2": load_target("zen4").limited_to("avx2"),

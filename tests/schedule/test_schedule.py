@@ -30,7 +30,7 @@ def problems(target, dtype):
     yield from (Problem(*size, dtype, b="col", deterministic=True) for size in SIZES)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(10)
 @pytest.mark.parametrize("target", MACHINES, ids=lambda t: t.name)
 @pytest.mark.parametrize("dtype", support.NUMPY)
 def test_candidates_are_legal_and_told_apart(target, dtype):
@@ -83,6 +83,7 @@ def test_heights_cover_every_slice():
                     assert {rows // slices, -(-rows // slices)} <= set(s.heights), (m, rows, s)
 
 
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("target", FEW, ids=lambda t: f"{t.name}-{t.isas[0].name}")
 def test_schedules_and_names_read_back(target):
     for p in problems(target, "f32"):
@@ -108,7 +109,7 @@ def test_a_wrong_name_is_refused(text):
         kernel_name.parse(text)
 
 
-@pytest.mark.thin(5)
+@pytest.mark.thin(8)
 @pytest.mark.parametrize("target", FEW, ids=lambda t: f"{t.name}-{t.isas[0].name}")
 def test_costs_are_positive_and_keep_their_terms(target):
     for p in problems(target, "f32"):

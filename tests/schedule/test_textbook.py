@@ -20,6 +20,8 @@ from portmm.spec.problem import Problem
 from portmm.target.target import load_target, names_of
 from portmm.tuning.proposals import ranked
 
+QUICKLY = "fast"
+
 RESULTS = BENCH / "results"
 ZEN3 = load_target("zen3")
 SEARCHED = replace(ZEN3, searches=("a-search",))

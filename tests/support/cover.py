@@ -23,6 +23,11 @@ EVERY_RUN = TIER in ("full", "all")
 """Repeat runs of kernels that have passed; see passed.py."""
 
 
+def unoptimised(words: tuple[str, ...]) -> tuple[str, ...]:
+    """A compiler's words for kernels that are called, and not looked at."""
+    return tuple("-O0" if x == "-O2" else x for x in words)
+
+
 def pairs(*axes: Iterable[Any], turn: int = 0, where: Callable[..., Any] | None = None) -> list[tuple[Any, ...]]:
     """Combinations of one value of each axis in which every two values of different axes meet; or all of them.
 

@@ -59,9 +59,18 @@ def on_device(name: str, language: str, build: Callable[..., Any], *given: Any, 
         yield Case(name, "\n".join(texts), "\n".join(line for x in kernels for line in x.header))
 
 
-def few(named: dict[str, Any], most: int) -> dict[str, Any]:
-    """So many of some values, whatever the others are: those whose names have the least check sums."""
-    return {name: named[name] for name in sorted(sorted(named, key=_order)[:most])}
+def few(named: dict[str, Any], most: int, make: Callable[[Any], Any] = lambda x: x) -> dict[str, Any]:
+    """So many of some values, whatever the others are: those whose names have the least check sums.
+
+    `make` makes something of each that is taken; those that it refuses with a ValueError are none.
+    """
+    found: dict[str, Any] = {}
+    for name in sorted(named, key=_order):
+        if len(found) == most:
+            break
+        with suppress(ValueError):
+            found[name] = make(named[name])
+    return {name: found[name] for name in sorted(found)}
 
 
 def covering(pool: dict[str, tuple[tuple[Any, ...], Any]]) -> dict[str, Any]:

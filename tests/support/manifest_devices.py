@@ -6,8 +6,8 @@ down columns; attention.
 
 from __future__ import annotations
 
-from contextlib import suppress
 from dataclasses import replace
+from functools import cache
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -100,7 +100,7 @@ def _products(name: str, target: Target, language: str) -> Iterator[Case]:
     alone = replace(target, isas=(isa,))
     for word in _words_in_pairs(name, alone):
         pool = {}
-        posed = few(_posed(word, matrix=matrix), PROBLEMS[matrix] if word in MAIN[matrix] else OTHERS)
+        posed = _posed(word, PROBLEMS[matrix] if word in MAIN[matrix] else OTHERS, matrix=matrix)
         for named, (p, vectors, *about) in posed.items():
             for kind, s in _schedules(p, alone, vectors).items():
                 moved = "x".join(map(str, s.vectors))
@@ -125,28 +125,34 @@ def _words_in_pairs(name: str, target: Target) -> list[str]:
     return sorted({*main, *covering(pool).values()})
 
 
-def _posed(word: str, *, matrix: bool) -> dict[str, Any]:
-    """Problems of some types, by name, each with the elements that may be moved at once, and what it is like.
+@cache
+def _posed(word: str, most: int, *, matrix: bool) -> dict[str, Any]:
+    """So many problems of some types, by name, each with the elements that may be moved at once, and what it is like.
 
     Those of `matrix` units lie by rows or columns, and are aligned.
     """
-    found = {}
     codes = types(word)[1] == "u4"
     layouts = [x for x in LAYOUTS if not matrix or "any" not in x]
     layouts = [(a, "codes", c) for a, b, c in layouts if b == "row"] if codes else layouts
     aligned = [x for x in VECTORS if not matrix or x != "odd"]
     ways = GROUPS if codes else (None,)
-    for size, lie, (label, more), at, group in product(SIZES, layouts, _kinds(word).items(), aligned, ways):
+    kinds = _kinds(word)
+    named = {}
+    for about in product(SIZES, layouts, kinds, aligned, ways):
+        size, lie, label, at, group = about
+        words = (word, ".".join(lie), size, label, at, f"groups of {group}" if codes else "")
+        named[" ".join(filter(None, words))] = about
+
+    def made(about: tuple[Any, ...]) -> tuple[Any, ...]:
+        size, (a, b, c), label, at, group = about
         m, n, k, batch = SIZES[size]
-        a, b, c = lie
         family = str(Family("u4", 1, CODES_KR, group=group)) if codes else ""
         first, second, last = (max(1, VECTORS[at] // BY_NAME[x].bytes) for x in types(word))
         vectors = (first, next(x for x in (32, 16, 8) if group % x == 0) if codes else second, last)
-        named = " ".join(filter(None, [word, ".".join(lie), size, label, at, f"groups of {group}" if codes else ""]))
-        with suppress(ValueError):
-            p = Problem(m, n, k, word, batch, a, b, c, family, **more)
-            found[named] = (p, vectors, lie, size, label, at, group)
-    return found
+        p = Problem(m, n, k, word, batch, a, b, c, family, **kinds[label])
+        return (p, vectors, (a, b, c), size, label, at, group)
+
+    return few(named, most, made)
 
 
 def _kinds(word: str) -> dict[str, dict[str, Any]]:

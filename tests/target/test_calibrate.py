@@ -50,6 +50,7 @@ def drawn(count, name, rng):
     return rng.integers(0, 9, count * BY_NAME[name].pack).astype(numpy_type(name))
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("isa", "atom"), atoms_here(), ids=lambda x: x.name)
 def test_the_peak_loop_multiplies_every_step(isa, atom):
     found = microbenchmarks.peak(isa, atom)
@@ -68,6 +69,7 @@ def test_the_peak_loop_multiplies_every_step(isa, atom):
     assert found.flops == 2 * found.c * atom.k
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(("isa", "atom"), atoms_here(), ids=lambda x: x.name)
 def test_the_stream_loop_reads_every_element(isa, atom):
     found = microbenchmarks.stream(isa, atom)
@@ -78,6 +80,7 @@ def test_the_stream_loop_reads_every_element(isa, atom):
     np.testing.assert_allclose(c, 2 * 2 * b.reshape(steps, -1, atom.k_pack).astype(float).sum((0, 2)), rtol=1e-5)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.parametrize("isa", ISAS, ids=lambda isa: isa.name)
 def test_the_loops_of_every_isa_fit_its_registers_and_compile(isa, monkeypatch):
     monkeypatch.setenv(*crossing.build_with(isa))

@@ -128,6 +128,7 @@ def test_json_says_it_where_it_is_something():
 # --- inputs and judgement -------------------------------------------------------
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", ["f32", "f64", *NARROW])
 @pytest.mark.parametrize("words", WORDS)
 def test_a_right_result_is_accepted(words, dtype):
@@ -139,6 +140,7 @@ def test_a_right_result_is_accepted(words, dtype):
     assert right(which, made, INPUTS)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", ["f32", "u8-s8-f32", "f32-s8-f32", "f16"])
 @pytest.mark.parametrize(
     ("words", "instead"),

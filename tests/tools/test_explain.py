@@ -25,6 +25,8 @@ from portmm.target.target import load_target, names_of
 
 pytestmark = pytest.mark.calls
 
+QUICKLY = "fast"
+
 SHAPES = (
     (1024, 1024, 1024, "row", "row"),
     (1, 4096, 4096, "row", "row"),
