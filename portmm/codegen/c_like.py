@@ -8,7 +8,9 @@ text of a load or a store.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import re
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen import vector_spelling
@@ -34,22 +36,28 @@ _WRITES = {
 _BITS = ("^", ">>", "&")
 _PRECEDENCE = {"==": 1, "<": 2, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
 SUM, _ALWAYS = _PRECEDENCE["+"], 9
+_LEAVES = ("const", "var")
+_DECLARATIONS = (Let, LetPtr, Read, Scratch)
 
 
 def index(x: Index, outer: int = -1) -> str:
     """The C spelling of an integer expression."""
-    if x.op in ("const", "var"):
+    op = x.op
+    if op in _LEAVES:
         return str(x.args[0])
-    if x.op in ("min", "max"):
-        left, right = (index(y) for y in x.args)  # type: ignore[arg-type]
-        return f"{x.op}_({left}, {right})"
-    if x.op in _BITS:  # which bind less than a comparison, or a sum: compilers warn without brackets
-        left, right = (index(y, _ALWAYS) for y in x.args)  # type: ignore[arg-type]
-        return f"({left} {x.op} {right})" if outer >= 0 else f"{left} {x.op} {right}"
-    level = _PRECEDENCE[x.op]
-    # Only + needs no brackets around a right operand: integer division does not associate.
-    text = f"{index(x.args[0], level)} {x.op} {index(x.args[1], level + (x.op != '+'))}"  # type: ignore[arg-type]
-    return f"({text})" if level < outer else text
+    first: Any
+    second: Any
+    first, second = x.args
+    level = _PRECEDENCE.get(op)
+    if level is not None:
+        # Only + needs no brackets around a right operand: integer division does not associate.
+        left = first.args[0] if first.op in _LEAVES else index(first, level)
+        right = second.args[0] if second.op in _LEAVES else index(second, level + (op != "+"))
+        return f"({left} {op} {right})" if level < outer else f"{left} {op} {right}"
+    if op in _BITS:  # which bind less than a comparison, or a sum: compilers warn without brackets
+        text = f"{index(first, _ALWAYS)} {op} {index(second, _ALWAYS)}"
+        return f"({text})" if outer >= 0 else text
+    return f"{op}_({index(first)}, {index(second)})"
 
 
 def address(p: Ptr) -> str:
@@ -61,16 +69,25 @@ def address(p: Ptr) -> str:
 
 def _add_names(x: Any, names: set[str]) -> None:
     """Add the names of the variables of an expression to a set."""
-    if x.op == "var":
+    op = x.op
+    if op == "var":
         names.add(x.args[0])
-    elif x.op != "const":
+    elif op != "const":
         for y in x.args:
             _add_names(y, names)
 
 
+@cache
+def _read_slots(kind: Any) -> tuple[str, ...]:
+    """The fields of a kind of statement that can hold expressions and addresses, alone or in a tuple."""
+    read = (x for x in fields(kind) if re.search(r"\b(Index|Ptr|Any)\b", str(x.type)))
+    return tuple(x.name for x in read)
+
+
 def _add_names_read(s: Stmt, names: set[str]) -> None:
     """Add the names of all variables and pointers that a statement itself reads to a set."""
-    for slot in s.__slots__:
+    own: Any = type(s)
+    for slot in _read_slots(own):
         values = getattr(s, slot)
         for value in values if type(values) is tuple else (values,):
             kind = type(value)
@@ -88,7 +105,7 @@ def pruned(body: tuple[Stmt, ...]) -> tuple[tuple[Stmt, ...], set[str]]:
     kept: list[Stmt] = []
     used: set[str] = set()
     for s in reversed(body):
-        if isinstance(s, Let | LetPtr | Read | Scratch) and s.name not in used:
+        if isinstance(s, _DECLARATIONS) and s.name not in used:
             continue
         now, inside = _pruned_inside(s)
         kept.append(now)

@@ -141,14 +141,17 @@ def _lift(x: Index | int) -> Index:
 
 
 def _binary(op: str, x: Index | int, y: Index | int) -> Index:
-    x, y = _lift(x), _lift(y)
+    # Most of what lowering does: no calls, and no tuples to look up, where they change nothing.
+    x = x if isinstance(x, Index) else const(x)
+    y = y if isinstance(y, Index) else const(y)
     if y.op == "const":
         value: Any = y.args[0]
         if x.op == "const":
             return const(OPERATORS[op](int(x.args[0]), int(value)))  # type: ignore[arg-type]
-        if (op, value) in _NEUTRAL:
+        special = 0 <= value <= 1
+        if special and (op, value) in _NEUTRAL:
             return x
-        return const(0) if (op, value) in _ZERO_ON_THE_RIGHT else Index(op, (x, y))
+        return const(0) if special and (op, value) in _ZERO_ON_THE_RIGHT else Index(op, (x, y))
     if x.op == "const":
         if (op, x.args[0]) in _NEUTRAL_ON_THE_LEFT:
             return y
