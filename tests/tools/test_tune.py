@@ -147,6 +147,7 @@ def test_a_busy_machine_is_told(monkeypatch, path, others):
     assert ("the machine was busy" in note) == bool(others)
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_threads_are_searched_too(rules, path):
     last = len(order(threads=2)) - 1
     rules(**{str(last): "fast"})
@@ -155,6 +156,7 @@ def test_threads_are_searched_too(rules, path):
     assert tuning_database.rows(path)[0].threads == 2
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_cold_caches_are_their_own_finding(path):
     warm, cold = run(path=path), run(path=path, cold=True)
     assert cold.cases[0].seconds == pytest.approx(2 * warm.cases[0].seconds)
