@@ -121,6 +121,7 @@ def test_sums_of_tiles_are_scaled(name, word, post):
             k.check(interpret(lower(s, load_isa(name)), k, 2), s)
 
 
+@pytest.mark.thin(2)
 @pytest.mark.parametrize("group", [0, 8, 64])
 def test_codes_become_tiles(group):
     """Weights of four bits, unfolded into panels of units; built too, where there is AVX-512."""

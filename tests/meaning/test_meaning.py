@@ -116,7 +116,7 @@ def counted(x):
     return array
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(4)
 @pytest.mark.parametrize("size", [(7, 9, 11), (1, 13, 20), (4, 5, 23)])
 @pytest.mark.parametrize("name", ["tiny", "sse2", "avx512"])
 def test_each_element_of_c_is_covered_once_per_block_of_k(name, size):
@@ -161,6 +161,7 @@ def _three_threads():
     config.set_num_threads(0)
 
 
+@pytest.mark.thin(3)
 @pytest.mark.usefixtures("_three_threads")
 @pytest.mark.parametrize("dtype", support.NUMPY)
 @pytest.mark.parametrize("name", HERE)

@@ -69,7 +69,7 @@ def test_every_isa_means_the_product(name, word):
             k.check(interpret(lower(s, target.isa(s.isa)), k, 1 + i % 3, shuffle=i), s)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize(("name", "word"), [x for x in PLAIN if runs_here(x[0])])
 def test_built_kernels_are_the_product(name, word):
     """On small integers, exactly; on floats, within the bound of the types that round."""
@@ -155,7 +155,7 @@ def test_codes_by_codes(name, group):
                 check_built(kernel, k, 2, s)
 
 
-@pytest.mark.thin(2)
+@pytest.mark.thin(5)
 @pytest.mark.parametrize("layout", ["row", "col", "any"])
 @pytest.mark.parametrize("name", [x for x in EVERY_ISA if runs_here(x)])
 def test_packing_is_the_layout_that_is_written_down(name, layout):
