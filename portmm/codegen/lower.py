@@ -147,7 +147,7 @@ def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
 
 def lower_block(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
     """The kernel of a block program on a host, in lanes of `real`."""
-    kernel = _builder("blocks.core").build(isa, real, program)
+    kernel: Kernel = _builder("blocks.core").build(isa, real, program)
     return replace(kernel, header=_block_header(kernel.name, isa, program))
 
 
