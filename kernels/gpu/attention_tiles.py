@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.fragment_index import coordinate
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, Let, LetPtr, Scratch
-from portmm.ir.thread_nodes import WHOLE, CopyAsync, Do, Shared, Vector
+from portmm.ir.nodes import For, Let, LetPtr
+from portmm.ir.thread_nodes import WHOLE, Do, Shared
 from portmm.kernels.gpu.fragments import matrices
-from portmm.kernels.gpu.loops import or_zeros, pieces
+from portmm.kernels.gpu.mma_transfer import MmaTile
 from portmm.spec.layout import Layout
-from portmm.spec.layouts import VECTOR, swizzle, swizzled
+from portmm.spec.layouts import VECTOR, swizzled
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -39,24 +39,8 @@ def pitch(width: int) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadTile:
-    """Tile of rows of an operand in shared memory.
-
-    Attributes:
-        name: "q", "k" or "v".
-        dtype: type of its elements.
-        rows: rows of a tile.
-        width: elements of a row.
-        vector: elements that a thread moves at once.
-        threads: threads that move it.
-    """
-
-    name: str
-    dtype: str
-    rows: int
-    width: int
-    vector: int
-    threads: int
+class HeadTile(MmaTile):
+    """Tile of rows of an operand of attention, whose k are the elements of a head; `row_step` apart in memory."""
 
     @property
     def pitch(self) -> int:
@@ -68,42 +52,14 @@ class HeadTile:
         """Number of elements of a tile."""
         return self.rows * self.pitch
 
-    def swizzle(self, line: Index) -> Index:
-        """Number that the indices of a row's vectors are xored with, if rows are not padded."""
-        number: Index = swizzle(self.width, SIZE).number(line)
-        return number
-
     def at(self, line: Index, vector: Index, element: Index | int = 0) -> Index:
         """Offset of an element of a vector of a row, in a tile."""
         padded = Layout(("lines", "vectors", PER_VECTOR), (self.pitch, PER_VECTOR, 1))
-        layout = padded if self.pitch != self.width else swizzled(self.width, SIZE)
+        layout = padded if self.pitch != self.width else swizzled(self.width, self.bytes)
         offset: Index = layout.offset((line, vector, element))
         return offset
 
     # -- from global memory ----------------------------------------------------
-
-    def moved(self, how: str, to: Ptr, src: Ptr, there: Index) -> tuple[Stmt, ...]:
-        """Statements for one stage of the transfer of a vector.
-
-        Args:
-            how: "copy", start an asynchronous copy; "fetch", load it to registers; "put", store it from
-                registers; "move", both.
-            to: its address in shared memory.
-            src: its address in global memory.
-            there: 1 if it is in bounds, else zeros are stored.
-        """
-        size = self.vector * SIZE
-        if how == "copy":
-            return (CopyAsync(to, src, size, there),)
-        turn = const(0) if how == "move" else var("turn")
-        waits = Ptr(f"{self.name}_next", turn * self.vector)
-        load, store = or_zeros(there, waits, src, self.vector, SIZE), Vector(to, waits, size)
-        return (load, store) if how == "move" else (load,) if how == "fetch" else (store,)
-
-    def registers(self) -> Scratch:
-        """Registers for vectors in flight, of copies through registers."""
-        turns = -(-self.rows * self.width // (self.vector * self.threads))
-        return Scratch(f"{self.name}_next", turns * self.vector, self.dtype)
 
     @staticmethod
     def unroll(how: str, count: int, most: int) -> int:
@@ -112,18 +68,8 @@ class HeadTile:
 
     def tile(self, how: str, to: Ptr, source: Index, there: Index) -> tuple[Stmt, ...]:
         """Transfer of a tile to `to` (see `moved`) whose row `line` begins at `source` and is in bounds if `there`."""
-        across = self.width // self.vector
-        count = self.rows * across
-        piece, line, column = var("piece"), var("line"), var("column")
-        at = self.at(line, column // PER_VECTOR, column % PER_VECTOR if self.vector < PER_VECTOR else 0)
-        body: tuple[Stmt, ...] = (
-            Let("line", piece // across),
-            Let("column", piece % across * self.vector),
-            LetPtr("from", Ptr(f"{self.name}_item", source + column), self.dtype, readonly=True),
-            *self.moved(how, to + at, Ptr("from"), there),
-        )
-        unroll = self.unroll(how, -(-count // self.threads), SOME_TURNS)
-        return (pieces("piece", count, self.threads, *body, unroll=unroll),)
+        turns = self.unroll(how, self.turns, SOME_TURNS)
+        return (self.each(how, to, source + var("column"), there, unroll=turns),)
 
     @property
     def down(self) -> int:
@@ -140,13 +86,13 @@ class HeadTile:
         line, piece = var("thread") // across, var("thread") % across
         return (
             Let(f"{n}_row", line),
-            LetPtr(f"{n}_from", Ptr(f"{n}_item", line * var(f"{n}_n") + piece * PER_VECTOR), self.dtype, readonly=True),
+            LetPtr(f"{n}_from", Ptr(f"{n}_item", line * self.row_step + piece * PER_VECTOR), self.dtype, readonly=True),
             Let(f"{n}_to", self.at(line, piece)),
         )
 
-    def lines(self, how: str, to: Ptr, first: Index, end: Index) -> tuple[Stmt, ...]:
+    def rows_from(self, how: str, to: Ptr, first: Index, end: Index) -> tuple[Stmt, ...]:
         """Transfer of the rows of memory from `first` on, zeros from `end` on: see `moved`."""
-        n, step, turn = self.name, var(f"{self.name}_n"), var("turn")
+        n, step, turn = self.name, self.row_step, var("turn")
         if not self.down:
             row = first + var("line")
             return self.tile(how, to, row * step, row.lt(end))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.fragment_index import Registers, coordinate
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import If, Let, LetPtr, Move, Scratch, Verb
 from portmm.ir.thread_nodes import Barrier, Vector
@@ -23,7 +24,9 @@ from portmm.spec.layouts import VECTOR
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
+    from portmm.target.fragment import Fragment
     from portmm.target.isa import Isa
 
 
@@ -62,6 +65,56 @@ class EpilogueStore(Product):
         tiles = unrolled("g", s.nr // tile_n, columns)
         rows = (Let("row", row), If(var("row").lt(bottom(s)), (tiles,)))
         return (*self.before(), unrolled("i", s.mr, *rows))
+
+    def fragments(
+        self,
+        sums: Fragment,
+        atoms: tuple[int, int],
+        own: tuple[tuple[Index, Index], tuple[Index, Index]],
+        *,
+        columns_first: bool = False,
+    ) -> tuple[Stmt, ...]:
+        """Statements that store a lane's sums of fragments.
+
+        Args:
+            sums: rows and columns of an atom's sums, which `swap` makes columns and rows of C.
+            atoms: number of them along the rows, and the columns.
+            own: the warp's first row in the block's tile, and the lane's of an atom; the same of columns.
+            columns_first: with `swap`, loop over the few columns of a lane outside of its rows.
+        """
+        s, n, registers = self.s, self.vector, Registers(sums)
+        swap, (tile_m, lane_m), (tile_n, lane_n) = s.atom.swap, *own
+        along_c = registers.rows if swap else registers.columns
+        whole = n == along_c > 1
+        # Fragments and registers along the rows and the columns of the atom.
+        of_m, of_n = var("half") * (n if swap else 1), var("pair") * (1 if swap else n)
+        if whole:
+            of_m, of_n = (const(0), of_n) if swap else (of_m, const(0))
+        at = registers.number(var("below") * atoms[1] + var("beside"), of_m, of_n)
+        down = tile_m + var("below") * sums.rows + coordinate(of_m, registers.row_weights) + lane_m
+        across, further = tile_n + var("beside") * sums.columns + lane_n, coordinate(of_n, registers.column_weights)
+        m_loops, n_loops = (
+            (("below", atoms[0]), ("half", registers.rows)),
+            (("beside", atoms[1]), ("pair", registers.columns)),
+        )
+        if swap:
+            row, column = var("row_0") + across + further, var("column_0") + down
+        else:
+            row, column = var("row_0") + down, var("column_0") + across + further
+        stored = self.store_vector(at)
+        if swap and columns_first:
+            row_of = (Let("row", row), If(var("row").lt(bottom(s)), stored))
+            rows = unrolled(*n_loops[0], unrolled(*n_loops[1], *row_of))
+            return (unrolled(*m_loops[0], unrolled(*m_loops[1], Let("column", column), rows)),)
+        outer, (inner, (name, count)) = (n_loops, m_loops) if swap else (m_loops, n_loops)
+        store: tuple[Stmt, ...] = (Let("column", column), *stored)
+        store = store if whole else (unrolled(name, count // n, *store),)
+        row_of = (Let("row", row), If(var("row").lt(bottom(s)), (unrolled(*inner, *store),)))
+        return (unrolled(*outer[0], unrolled(*outer[1], *row_of)),)
+
+    def after(self) -> tuple[Stmt, ...]:
+        """Statements after all sums of this thread."""
+        return ()
 
     @property
     def fused(self) -> Fused | None:
@@ -175,6 +228,11 @@ class StagedStore(EpilogueStore):
         return (Barrier(), pieces("piece", vectors, s.threads, *body, unroll=1))
 
 
+def cell_of(sums: Fragment, s: Schedule) -> tuple[int, int]:
+    """Contiguous rows and columns of C in neighbouring registers of sums."""
+    return 1, Registers(sums.transposed if s.atom.swap else sums).neighbours
+
+
 def operands(isa: Isa, fused: Fused) -> list[Stmt]:
     """Addresses of the operands of this item, the numbers of a call, and registers for elements."""
     return [*numbers(_elements(isa, fused)), *addresses(fused)]
@@ -207,24 +265,17 @@ def element(isa: Isa, fused: Fused, total: Ptr, to: Ptr, column: Index) -> tuple
     """Statements for all results of the element whose sum is at `total`: C's to `to`, the rest to their operands."""
     at = _elements(isa, fused)
     stmts: list[Stmt] = []
-    real = at.real
     for x in fused.steps:
         if x.op == "acc":
-            stmts.append(Verb("load_c", at.name(x), p=total, of=real.name))
+            stmts.append(Verb("load_c", at.name(x), p=total, of=at.real.name))
             at.names[x] = at.name(x)
-    wanted = [x for _, x in fused.results]
-    stmts += at.compute(wanted, column, "")
+    stmts += at.compute([x for _, x in fused.results], column, "")
     for i, x in fused.results:
-        if i != C and "n" not in fused.operands[i].axes:
+        if i == C:
+            stmts += at.write(x, x.dtype, to, const(0), "", const(1))
+        elif "n" in fused.operands[i].axes:
+            stmts += at.store(x, i, column, "")
+        else:
             # One value for a row is written with its first element.
             stmts.append(If(column.eq(0), at.single(x, i)))
-            continue
-        value, before = at.value(x)
-        stmts += before
-        if i == C:
-            of = isa.vector("s32", 1) if fused.results and x.dtype == "s32" else real
-            assert of is not None  # noqa: S101
-            stmts.append(Verb("store", value, p=to, of=of.name))
-        else:
-            stmts += at.store(x, i, column, "")
     return tuple(stmts)

@@ -18,16 +18,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.fragment_index import Registers, coordinate, lane_column, lane_row
+from portmm.ir.fragment_index import lane_column, lane_row
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, Mac, Scratch
 from portmm.ir.thread_nodes import Barrier, Clear, CopyWait
-from portmm.kernels.gpu.epilogue_store import EpilogueStore, StagedStore
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, StagedStore, cell_of
 from portmm.kernels.gpu.fragments import LaneFragments, WarpFragments, of
 from portmm.kernels.gpu.loops import Pipeline, unrolled
 from portmm.kernels.gpu.mma_transfer import MmaTile
-from portmm.kernels.gpu.product import Product, block_tile, blocks, bottom, slice_of_k
-from portmm.kernels.gpu.split_k_fixup import fixup
+from portmm.kernels.gpu.product import Product, block_tile, blocks, slice_of_k
+from portmm.kernels.gpu.split_k import fixup
 from portmm.schedule.gpu_mma import shared_bytes, staging
 
 if TYPE_CHECKING:
@@ -88,10 +88,10 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     return work.kernel(body)
 
 
-def warps(s: Schedule, lanes: int) -> list[Stmt]:
-    """Coordinates of this warp's part of its block's tile."""
-    warp, across = s.tiles[1], s.block.n // s.tiles[1].n
-    number = var("warp")
+def warps(s: Schedule, lanes: int, shares: int = 1) -> list[Stmt]:
+    """Coordinates of this warp's part of its block's tile; so many warps have `shares` of k of the same sums."""
+    warp, number = s.tiles[1], var("warp") // shares
+    across = s.block.n // warp.n
     return [
         Let("warp", var("thread") // lanes),
         Let("lane", var("thread") % lanes),
@@ -151,34 +151,8 @@ def _fetched(work: Work, a: LaneFragments, b: LaneFragments) -> list[Stmt]:
 
 def stored(work: Work) -> list[Stmt]:
     """Epilogue: stores of the sums of this lane."""
-    s, atom = work.s, work.atom
     left, right = (work.part(x) for x in work.names)
-    sums, lane = of(atom.acc_fragment), var("lane")
-    own, in_c = Registers(sums), Registers(sums.transposed if s.atom.swap else sums)
-    cell = (1, in_c.neighbours)
-    epilogue = StagedStore(s, work.isa, atom, cell) if staging(s) else EpilogueStore(s, work.isa, atom, cell)
-    after = epilogue.after() if isinstance(epilogue, StagedStore) else ()
-    n = epilogue.vector
-    whole = n == in_c.columns > 1
-    # Fragments and registers along the rows and the columns of the atom, which `swap` makes columns and rows of C.
-    of_m, of_n = var("half") * (n if s.atom.swap else 1), var("pair") * (1 if s.atom.swap else n)
-    if whole:
-        of_m, of_n = (const(0), of_n) if s.atom.swap else (of_m, const(0))
-    at = own.number(var("below") * right.fragments + var("beside"), of_m, of_n)
-    down = left.first + var("below") * sums.rows + coordinate(of_m, own.row_weights) + lane_row(sums, lane)
-    across = right.first + var("beside") * sums.columns + lane_column(sums, lane)
-    further = coordinate(of_n, own.column_weights)
-    m_loops, n_loops = (
-        (("below", left.fragments), ("half", own.rows)),
-        (("beside", right.fragments), ("pair", own.columns)),
-    )
-    if s.atom.swap:
-        row, column = var("row_0") + across + further, var("column_0") + down
-        outer, (inner, (name, count)) = n_loops, m_loops
-    else:
-        row, column = var("row_0") + down, var("column_0") + across + further
-        outer, (inner, (name, count)) = m_loops, n_loops
-    store: tuple[Stmt, ...] = (Let("column", column), *epilogue.store_vector(at))
-    store = store if whole else (unrolled(name, count // n, *store),)
-    rows = (Let("row", row), If(var("row").lt(bottom(s)), (unrolled(*inner, *store),)))
-    return [*epilogue.before(), unrolled(*outer[0], unrolled(*outer[1], *rows)), *after]
+    sums, lane = of(work.atom.acc_fragment), var("lane")
+    store = (StagedStore if staging(work.s) else EpilogueStore)(work.s, work.isa, work.atom, cell_of(sums, work.s))
+    own = (left.first, lane_row(sums, lane)), (right.first, lane_column(sums, lane))
+    return [*store.before(), *store.fragments(sums, (left.fragments, right.fragments), own), *store.after()]

@@ -14,16 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr, const, var
+from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import Let, LetPtr, Scratch
-from portmm.ir.thread_nodes import CopyAsync, Shared, Vector
+from portmm.ir.thread_nodes import WHOLE, CopyAsync, Shared, Vector
 from portmm.kernels.gpu.loops import or_zeros, pieces
 from portmm.kernels.gpu.product import OperandTile
 from portmm.spec.layouts import BANKS, VECTOR, swizzle, swizzled
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
-    from portmm.ir.nodes import Stmt
+    from portmm.ir.nodes import For, Stmt
 
 WORD = 4
 PAIR = 2
@@ -73,53 +73,85 @@ class MmaTile(OperandTile):
     @property
     def turns(self) -> int:
         """Number of vectors that each thread moves."""
-        return -(-self.size // self.vector // self.threads)
+        return -(-self.lines * self.width // (self.vector * self.threads))
+
+    @property
+    def clamped(self) -> bool:
+        """Whether past the last row it is read again; else zeros are stored."""
+        return False
 
     def registers(self) -> Scratch:
         """Registers for vectors in flight."""
         return Scratch(f"{self.name}_next", self.turns * self.vector, self.dtype)
 
-    def _each(self, k: Index, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-        """Loop over the vectors of this thread: line and column of each, its first k, and its source address."""
-        n, across = self.name, self.width // self.vector
-        e, line, column = var(f"{n}_piece"), var(f"{n}_line"), var(f"{n}_column")
-        row, k_index = (line, column) if self.along == "k" else (column, line)
-        here = (
-            Let(f"{n}_line", e // across),
-            Let(f"{n}_column", e % across * self.vector),
-            Let(f"{n}_deep", k + k_index),
-            Let(f"{n}_row", self.first + row),
-            LetPtr(
-                f"{n}_from",
-                Ptr(f"{n}_item", var(f"{n}_row") * self.row_step + var(f"{n}_deep") * self.k_step),
-                self.dtype, readonly=True,
-            ),
-            *body,
-        )  # fmt: skip
-        return (pieces(f"{n}_piece", self.size // self.vector, self.threads, *here),)
-
-    def _to(self, stage: Index) -> Ptr:
-        line, column = var(f"{self.name}_line"), var(f"{self.name}_column")
-        within = column % self.per_vector if self.vector < self.per_vector else const(0)
-        return Ptr(f"{self.name}_tile", stage * self.size + self.at(line, column // self.per_vector, within))
-
-    def _there(self, end: Index) -> Index:
-        """Condition that a vector is in bounds: of addresses that are not clamped, compilers keep one and a step."""
-        n = self.name
-        return var(f"{n}_row").lt(self.end) * var(f"{n}_deep").lt(end)
-
     def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
         """Asynchronous copies of this thread's vectors of the tile at k, zeros from `end` on and past the last row."""
-        copy = CopyAsync(self._to(stage), Ptr(f"{self.name}_from"), self.vector * self.bytes, self._there(end))
-        return self._each(k, (copy,))
+        return self.fill("copy", k, end, stage)
 
     def fetch(self, k: Index, end: Index) -> tuple[Stmt, ...]:
         """Loads of this thread's vectors of the tile at k to registers, zeros from `end` on."""
-        n = self.name
-        to = Ptr(f"{n}_next", var("turn") * self.vector)
-        return self._each(k, (or_zeros(self._there(end), to, Ptr(f"{n}_from"), self.vector, self.bytes),))
+        return self.fill("fetch", k, end, const(0))
 
     def put(self, stage: Index) -> tuple[Stmt, ...]:
         """Stores of the vectors in registers to a tile in shared memory."""
-        src = Ptr(f"{self.name}_next", var("turn") * self.vector)
-        return self._each(const(0), (Vector(self._to(stage), src, self.vector * self.bytes),))
+        return self.fill("put", const(0), const(0), stage)
+
+    def fill(self, how: str, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
+        """Transfer of this thread's vectors of the tile at k to a stage: see `moved`."""
+        n = self.name
+        line, column, row, deep = (var(f"{n}_{x}") for x in ("line", "column", "row", "deep"))
+        of_row, of_k = (line, column) if self.along == "k" else (column, line)
+        place = (
+            Let(f"{n}_deep", k + of_k),
+            Let(f"{n}_row", minimum(self.first + of_row, self.end - 1) if self.clamped else self.first + of_row),
+        )
+        # Of addresses that are not clamped, compilers keep one and a step.
+        there = deep.lt(end) if self.clamped else row.lt(self.end) * deep.lt(end)
+        to = Ptr(f"{n}_tile", stage * self.size)
+        return (self.each(how, to, row * self.row_step + deep * self.k_step, there, place, prefix=f"{n}_"),)
+
+    def each(
+        self, how: str, to: Ptr, source: Index, there: Index, place: tuple[Stmt, ...] = (), *,
+        prefix: str = "", unroll: int = WHOLE,
+    ) -> For:  # fmt: skip
+        """Loop over this thread's vectors of a tile at `to`: see `moved`.
+
+        Args:
+            how: the stage of the transfer.
+            to: the tile.
+            source: offset of a vector in memory, of its line and column, whose names begin with `prefix`.
+            there: 1 if it is in bounds.
+            place: statements before its address is computed.
+            prefix: of names.
+            unroll: factor of the loop.
+        """
+        across, size = self.width // self.vector, self.per_vector
+        piece, line, column, src = (f"{prefix}{x}" for x in ("piece", "line", "column", "from"))
+        at = self.at(var(line), var(column) // size, var(column) % size if self.vector < size else 0)
+        return pieces(
+            piece, self.lines * across, self.threads,
+            Let(line, var(piece) // across),
+            Let(column, var(piece) % across * self.vector),
+            *place,
+            LetPtr(src, Ptr(f"{self.name}_item", source), self.dtype, readonly=True),
+            *self.moved(how, to + at, Ptr(src), there),
+            unroll=unroll,
+        )  # fmt: skip
+
+    def moved(self, how: str, to: Ptr, src: Ptr, there: Index) -> tuple[Stmt, ...]:
+        """Statements for one stage of the transfer of a vector.
+
+        Args:
+            how: "copy", start an asynchronous copy; "fetch", load it to registers; "put", store it from
+                registers; "move", both.
+            to: its address in shared memory.
+            src: its address in global memory.
+            there: 1 if it is in bounds, else zeros are stored.
+        """
+        size = self.vector * self.bytes
+        if how == "copy":
+            return (CopyAsync(to, src, size, there),)
+        turn = const(0) if how == "move" else var("turn")
+        waits = Ptr(f"{self.name}_next", turn * self.vector)
+        load, store = or_zeros(there, waits, src, self.vector, self.bytes), Vector(to, waits, size)
+        return (load, store) if how == "move" else (load,) if how == "fetch" else (store,)

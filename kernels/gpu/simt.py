@@ -10,8 +10,8 @@
 A thread's rows are groups of `cell[0]` neighbours that are BM / (MR / cell[0]) apart, and
 its columns likewise: a warp then reads neighbouring words of shared memory, four at once.
 Coordinates of blocks: `product`. Where k is split, the last block of a tile adds
-the sums of the others (`split_k_fixup`), or each slice stores its sums in scratch, in rows of n, and
-`split_k_reduction` adds them: the order of summation, and the result, are always the same.
+the sums of the others, or each slice stores its sums in scratch, in rows of n, and another
+kernel adds them (`split_k`): the order of summation, and the result, are always the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from portmm.kernels.gpu.epilogue_store import EpilogueStore
 from portmm.kernels.gpu.global_to_shared import Transfer
 from portmm.kernels.gpu.loops import Pipeline, unrolled
 from portmm.kernels.gpu.product import Product, block_tile, blocks, slice_of_k
-from portmm.kernels.gpu.split_k_fixup import fixup
+from portmm.kernels.gpu.split_k import fixup
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs, in_runs_shared
 from portmm.schedule.gpu_simt import sums_in_shared
 from portmm.spec.dtype import BY_NAME

@@ -31,12 +31,14 @@ from portmm.ir.fragment_index import in_column, in_row
 from portmm.ir.index import Ptr, ceil_div, const, var
 from portmm.ir.nodes import Add, For, If, Let, Mac, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Do, Shared, Vector
-from portmm.kernels.gpu.epilogue_store import EpilogueStore
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, cell_of
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import Pipeline, unrolled
+from portmm.kernels.gpu.mma import warps
 from portmm.kernels.gpu.product import Product, block_tile, slice_of_k
 from portmm.kernels.gpu.w4a16_tiles import LANES, Scales, Tile, reversed_bits
 from portmm.spec.dtype import CODES_KR
+from portmm.target.fragment import Fragment
 
 if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
@@ -138,15 +140,10 @@ def slice_warps(s: Schedule) -> int:
 
 def _warps(work: Work) -> list[Stmt]:
     """Coordinates of this warp's part of its block's tile, and of its lanes."""
-    s = work.s
-    warp, across, number = s.tiles[1], s.block.n // s.tiles[1].n, var("warp") // slice_warps(s)
-    sums = of(work.atom.acc_fragment)
+    sums, shares = of(work.atom.acc_fragment), slice_warps(work.s)
     return [
-        Let("warp", var("thread") // work.isa.warp),
-        Let("lane", var("thread") % work.isa.warp),
-        Let("share", var("warp") % slice_warps(s)),
-        Let("a_first", number // across * warp.m),
-        Let("b_first", number % across * warp.n),
+        *warps(work.s, work.isa.warp, shares),
+        Let("share", var("warp") % shares),
         Let("g", in_column(sums, var("lane"))),
         Let("t", in_row(sums, var("lane"))),
         Let("turned", reversed_bits(var("g"))),
@@ -181,7 +178,7 @@ def _words(work: Work, unit: Index) -> tuple[Stmt, ...]:
     b, i, half = work.b, var("i"), var("half")
     column = var("b_first") + i * work.atom.m + var("g") * PAIR + half
     word = unit * (work.lane_words * LANES) + var("t") * work.lane_words
-    at = b.at(column, word // LANES, var("turned")) + word % LANES
+    at = b.place(column, word // LANES, var("turned")) + word % LANES
     src = Ptr("b_tile", var("stage") * b.size + at)
     load = Vector(Ptr("words_part", (i * PAIR + half) * work.lane_words), src, 4 * work.lane_words)
     return (unrolled("i", work.columns, unrolled("half", PAIR, load)),)
@@ -191,7 +188,7 @@ def _multiply(work: Work, unit: Index, c: int) -> tuple[Stmt, ...]:
     """Multiply-adds of the c-th word of each lane."""
     a, i, j = work.a, var("i"), var("j")
     row = var("a_first") + j * work.atom.n + var("g")
-    at = a.at(row, unit * (work.lane_words * LANES) + c * LANES + var("t"), var("turned"))
+    at = a.place(row, unit * (work.lane_words * LANES) + c * LANES + var("t"), var("turned"))
     load = Vector(Ptr("a_part", j * 4), Ptr("a_tile", var("stage") * a.size + at), 16)
     name = f"codes_to_{work.atom.a}"
     word = Ptr("words_part", i * (PAIR * work.lane_words) + c)
@@ -237,14 +234,9 @@ def _slice_reduction(work: Work, sums: int) -> list[Stmt]:
 
 def _stored(work: Work) -> list[Stmt]:
     """Epilogue: stores of the sums of this lane."""
-    i, j, e = var("strip"), var("row_of"), var("e")
-    epilogue = EpilogueStore(work.s, work.isa, work.atom, (1, PAIR))
-    each = var("h") * epilogue.vector
-    column = var("column_0") + var("b_first") + i * work.atom.m + var("g") * PAIR + each
-    stored = epilogue.store_vector((i * work.rows + j) * SUMS + e * PAIR + each)
-    piece = unrolled("h", PAIR // epilogue.vector, Let("column", column), *stored)
-    row = (
-        Let("row", var("row_0") + var("a_first") + j * work.atom.n + var("t") * PAIR + e),
-        If(var("row").lt(var("m")), (unrolled("strip", work.columns, piece),)),
-    )
-    return [*epilogue.before(), unrolled("row_of", work.rows, unrolled("e", PAIR, *row))]
+    sums = of(work.atom.acc_fragment)
+    # Rows g and g + 8 of an atom are neighbouring columns of B, and are neighbours in registers: `add_scaled`.
+    sums = Fragment(tuple((row * PAIR, column) for row, column in sums.lane), ((1, 0), (0, 1)))
+    store = EpilogueStore(work.s, work.isa, work.atom, cell_of(sums, work.s))
+    own = (var("b_first"), var("g") * PAIR), (var("a_first"), var("t") * PAIR)
+    return [*store.before(), *store.fragments(sums, (work.columns, work.rows), own)]

@@ -1,6 +1,6 @@
 """w4a16 tiles: A and int4 weights in shared memory, for `w4a16`.
 
-Owns `Tile`: asynchronous copies of lines of vectors of 16 bytes, and the layout of these vectors; and `Scales`.
+Owns `Tile`, the layout of lines of vectors of 16 bytes, and `Scales`.
 
 The lanes of a warp read columns, or rows, g = lane / 4, and of each the part of t = lane % 4: words of 8 int4 values,
 4 * w words at once, w neighbours for each t, and of A the vectors of the same k. Reads of 16 bytes are done
@@ -18,18 +18,15 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import Let, LetPtr
+from portmm.ir.nodes import Let
 from portmm.ir.thread_nodes import CopyAsync, Shared
 from portmm.kernels.gpu.loops import pieces
-from portmm.kernels.gpu.product import OperandTile
+from portmm.kernels.gpu.mma_transfer import MmaTile
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
 
-VECTOR = 16
-LINE = 128
-"""Bytes after which banks repeat."""
 LANES = 4
 """Number of lanes that share a row, or a column."""
 
@@ -40,7 +37,7 @@ def reversed_bits(x: Index) -> Index:
 
 
 @dataclass(frozen=True, slots=True)
-class Tile(OperandTile):
+class Tile(MmaTile):
     """Tile of one operand, in vectors of 16 bytes along k; of int4 values, the elements are words.
 
     Attributes:
@@ -52,49 +49,21 @@ class Tile(OperandTile):
     lane_vectors: int
 
     @property
-    def per_vector(self) -> int:
-        """Number of elements of a vector of 16 bytes."""
-        return VECTOR // self.bytes
+    def clamped(self) -> bool:
+        """Past the last row it is read again: its sums are not stored."""
+        return True
 
-    @property
-    def line_vectors(self) -> int:
-        """Number of vectors of a line."""
-        return self.depth // self.per_vector
+    def at(self, line: Index, vector: Index, element: Index | int = 0) -> Index:
+        """Offset of an element of a vector of a line, in a tile."""
+        if self.lane_vectors:
+            unit = vector // (LANES * self.lane_vectors) * (LANES * self.lane_vectors)
+            inside = vector % (LANES * self.lane_vectors)
+            vector = unit + inside % self.lane_vectors * LANES + inside // self.lane_vectors
+        return self.place(line, vector, reversed_bits(line // self.together % 8)) + element
 
-    def shared(self) -> Shared:
-        """Shared memory array of the tiles."""
-        return Shared(f"{self.name}_tile", self.size * self.stages, self.dtype, LINE)
-
-    def at(self, line: Index, place: Index, swizzle: Index) -> Index:
+    def place(self, line: Index, position: Index, swizzle: Index) -> Index:
         """Offset of the vector at a position in a line; `swizzle` is the reversed bits of its g."""
-        return ((line * self.line_vectors + place) ^ swizzle) * self.per_vector
-
-    def place(self, vector: Index) -> Index:
-        """Position of a vector of a line: see above."""
-        if not self.lane_vectors:
-            return vector
-        unit, inside = vector // (LANES * self.lane_vectors), vector % (LANES * self.lane_vectors)
-        return unit * (LANES * self.lane_vectors) + inside % self.lane_vectors * LANES + inside // self.lane_vectors
-
-    def copy(self, k: Index, end: Index, stage: Index) -> tuple[Stmt, ...]:
-        """Asynchronous copies of this thread's vectors of the tile at element k of lines, zeros from `end` on."""
-        n, across = self.name, self.depth // self.vector
-        count = self.size // self.vector
-        e, line, column = var(f"{n}_vector"), var(f"{n}_line"), var(f"{n}_column")
-        swizzle = reversed_bits(line // self.together % 8)
-        within = column % self.per_vector if self.vector < self.per_vector else const(0)
-        at = self.at(line, self.place(column // self.per_vector), swizzle) + within
-        src = Ptr(f"{n}_item", minimum(self.first + line, self.end - 1) * self.row_step + (k + column))
-        copied: tuple[Stmt, ...] = (
-            Let(f"{n}_line", e // across),
-            Let(f"{n}_column", e % across * self.vector),
-            LetPtr(f"{n}_from", src, self.dtype, readonly=True),
-            CopyAsync(
-                Ptr(f"{n}_tile", stage * self.size + at), Ptr(f"{n}_from"),
-                self.vector * self.bytes, (k + column).lt(end),
-            ),
-        )  # fmt: skip
-        return (pieces(f"{n}_vector", count, self.threads, *copied),)
+        return ((line * (self.width // self.per_vector) + position) ^ swizzle) * self.per_vector
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +100,7 @@ class Scales:
     def copy(self, k: Index, stage: Index) -> tuple[Stmt, ...]:
         """Asynchronous copies of the scales of the step at k."""
         n = self.name
-        e, column = var(f"{n}_vector"), var(f"{n}_column")
+        e, column = var(f"{n}_piece"), var(f"{n}_column")
         span = e % self.spans
         number = minimum((k + span * self.span) // self.group, var("groups") - 1) if self.group else const(0)
         at = minimum(var("column_0") + column, var("n") - 1) * var("groups") + number
@@ -139,4 +108,4 @@ class Scales:
             Let(f"{n}_column", e // self.spans),
             CopyAsync(Ptr(f"{n}_tile", stage * self.size + span * self.columns + column), Ptr(n, at), 4, const(1)),
         )
-        return (pieces(f"{n}_vector", self.size, self.threads, *body),)
+        return (pieces(f"{n}_piece", self.size, self.threads, *body),)

@@ -19,7 +19,7 @@ of its own, and stores one while the other multiplies; barriers `order` keep the
 of a cluster, neighbours along m, read the same columns of B: each loads half of them for both (multicast), so a
 stage is empty when both have multiplied it. With `swap` the columns of B are the atom's 64 rows, and
 rows of A, down to 8, its columns. Where k is split, the last block of a
-tile adds the sums of all slices (`split_k_fixup`), or another kernel does (`split_k_reduction`).
+tile adds the sums of all slices, or another kernel does (`split_k`).
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from portmm.ir.thread_nodes import Barrier, Clear, Do, Get, Shared
 from portmm.kernels.gpu import parameters
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.product import Product, blocks, depth, of_groups, raster
-from portmm.kernels.gpu.split_k_fixup import fixup, ticket
+from portmm.kernels.gpu.split_k import fixup, ticket
 from portmm.kernels.gpu.tma_transfer import TmaTile
 from portmm.kernels.gpu.wgmma_store import WgmmaEpilogue
 from portmm.schedule.gpu_wgmma import STRIP, budgets, columns, promoted, strips

@@ -16,10 +16,10 @@ from portmm.ir.grid_kernel import Argument, MapOf
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import If, Let, Scratch
 from portmm.ir.thread_nodes import Do, Shared
-from portmm.kernels.gpu.epilogue_store import EpilogueStore, element, operands
+from portmm.kernels.gpu.epilogue_store import EpilogueStore, cell_of, element, operands
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
-from portmm.kernels.gpu.product import Product, bottom
+from portmm.kernels.gpu.product import Product
 from portmm.schedule.gpu_wgmma import BUFFERS, STRIP, SWIZZLED, columns, panel, staged, strips
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME
@@ -51,7 +51,7 @@ class WgmmaEpilogue(Product):
     @property
     def store(self) -> EpilogueStore:
         """Epilogue that stores from registers."""
-        return EpilogueStore(self.s, self.isa, self.atom, (1, 1 if self.s.atom.swap else PAIR))
+        return EpilogueStore(self.s, self.isa, self.atom, cell_of(of(self.atom.acc_fragment), self.s))
 
     @property
     def fused(self) -> Fused | None:
@@ -107,7 +107,12 @@ class WgmmaEpilogue(Product):
         """Stores of the sums of a warpgroup, whose rows of the left operand begin at `first` in the tile."""
         if self.staged:
             return self._sent(first)
-        return self._swapped(first) if self.s.atom.swap else self._plain(first)
+        sums, store = of(self.atom.acc_fragment), self.store
+        own = (first, var("warp") * (HALVES * SIDE) + self.own_row), (const(0), self.own_column)
+        return (
+            *store.before(),
+            *store.fragments(sums, (strips(self.s), columns(self.s) // SIDE), own, columns_first=True),
+        )
 
     @property
     def own_row(self) -> Index:
@@ -118,36 +123,6 @@ class WgmmaEpilogue(Product):
     def own_column(self) -> Index:
         """Column of a lane's first sum."""
         return lane_column(of(self.atom.acc_fragment), var("lane"), self.isa.warp)
-
-    # -- from registers ----------------------------------------------------------
-
-    def _plain(self, first: Index) -> tuple[Stmt, ...]:
-        i, cell, half = var("i"), var("cell"), var("half")
-        at = (i * (columns(self.s) // SIDE) + cell) * (HALVES * PAIR) + half * PAIR
-        row = var("row_0") + (first + i * STRIP) + var("warp") * (HALVES * SIDE) + half * SIDE + self.own_row
-        column = var("column_0") + cell * SIDE + self.own_column
-        store, e = self.store, var("e")
-        if store.vector == PAIR:
-            piece: tuple[Stmt, ...] = (Let("column", column), *store.store_vector(at))
-        else:
-            one = (Let("column", column + e), *store.store_vector(at + e))
-            piece = (unrolled("e", PAIR, *one),)
-        cells = unrolled("cell", columns(self.s) // SIDE, *piece)
-        rows = (Let("row", row), If(var("row").lt(bottom(self.s)), (cells,)))
-        halves = unrolled("half", HALVES, *rows)
-        return (*self.store.before(), unrolled("i", strips(self.s), halves))
-
-    def _swapped(self, first: Index) -> tuple[Stmt, ...]:
-        i, cell, half, e = var("i"), var("cell"), var("half"), var("e")
-        at = (i * (columns(self.s) // SIDE) + cell) * (HALVES * PAIR) + half * PAIR + e
-        column = var("column_0") + (first + i * STRIP) + var("warp") * (HALVES * SIDE) + half * SIDE + self.own_row
-        row = var("row_0") + cell * SIDE + self.own_column + e
-        # A lane's two sums are of neighbouring rows of C.
-        inner = (Let("row", row), If(var("row").lt(bottom(self.s)), self.store.store_vector(at)))
-        each = unrolled("e", PAIR, *inner)
-        cells = unrolled("cell", columns(self.s) // SIDE, each)
-        halves = unrolled("half", HALVES, Let("column", column), cells)
-        return (*self.store.before(), unrolled("i", strips(self.s), halves))
 
     # -- through shared memory -----------------------------------------------------
 

@@ -27,7 +27,7 @@ from portmm.kernels.gpu import column_reductions as gpu_column_reductions
 from portmm.kernels.gpu import (
     mma_attention,
     simt_attention,
-    split_k_reduction,
+    split_k,
     transpose,
 )
 from portmm.kernels.gpu import rowwise as gpu_rowwise
@@ -103,7 +103,7 @@ def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
     _check(s, device=True)
     atom = grid_atom(isa, s)
     kernels = [replace(_built(s, isa, atom), occupancy=s.parallel.occupancy)]
-    kernels += [split_k_reduction.build(s, isa, atom)] if s.slices else []
+    kernels += [split_k.reduction(s, isa, atom)] if s.slices else []
     command = f"portmm emit --schedule {quote(spell(s))}"
     return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), command)) for x in kernels)
 

@@ -1,27 +1,40 @@
-"""Split-K fixup: the block of a tile that finishes last adds the sums of all slices of k.
+"""Split-K: the sums of slices of k are added by the block that finishes last (fixup), or by another kernel (reduction).
 
-Each block stores its sums in scratch, thread after thread, so that the same threads of another block read
+Fixup: each block stores its sums in scratch, thread after thread, so that the same threads of another block read
 neighbouring addresses; takes a number from the counter of its tile (`last_to_come` in `targets/isa/simt.toml`); and
 ends, unless all others have finished before. The last one adds the stored sums in the order of k, whatever the order in
 which blocks finished, so that results are always the same, and goes on with the epilogue. It resets
 the counter. Sums of other blocks are read past L1, whose lines may be stale.
+
+Reduction: each slice has stored its sums in scratch, row after row of n; a thread adds those of one element in the
+order of k and stores the epilogue's result: `epilogue_store.element`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, Move
+from portmm.ir.grid_kernel import GridKernel
+from portmm.ir.index import Ptr, ceil_div, const, var
+from portmm.ir.nodes import Add, For, If, Let, Move, Scratch
 from portmm.ir.thread_nodes import Clear, Do, Get, Leave, Shared
+from portmm.kernels.gpu import parameters
+from portmm.kernels.gpu.epilogue_store import element, operands
 from portmm.kernels.gpu.loops import unrolled
 from portmm.schedule.gpu_variants import TICKET, at_once
 from portmm.spec.dtype import accumulator
+from portmm.spec.epilogue import parse
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+
+THREADS = 128
+"""Number of threads of a block of the reduction."""
 
 
 def ticket(s: Schedule) -> list[Stmt]:
@@ -56,3 +69,37 @@ def fixup(
         return (*ticket(s), *before, Get("last", "last_to_come", operands), Leave(var("last").eq(0)), *total)
     last = Get("last", "last_groups_to_come", (*operands, const(barrier), const(threads)))
     return (*before, last, If(var("last"), total))
+
+
+def reduction(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
+    """Kernel that adds the slices of a schedule: a thread adds those of one element of C, in the order of k."""
+    c = s.types[2]
+    each = ceil_div(var("n"), THREADS)
+    column, row = var("column"), var("row")
+    step = const(1) if s.c.layout == "row" else var("c_n")
+    work = Ptr("work", var("item") * var("work_batch") + row * var("n") + column)
+    to = Ptr("c", var("item") * var("c_batch") + row * var("c_m") + column * step)
+    more = For(
+        "i", const(1), const(s.parallel.split), const(1),
+        (Add(Ptr("sum"), work + var("i") * (var("batch") * var("work_batch"))),),
+    )  # fmt: skip
+    total: list[Stmt] = [Scratch("sum", 1, atom.acc), Move(Ptr("sum"), work), more]
+    if s.epilogue.fused:
+        fused = parse(s.epilogue.fused)
+        total += [*operands(isa, fused), Scratch("c_out", 1, c)]
+        total += [*element(isa, fused, Ptr("sum"), Ptr("c_out"), column), Move(to, Ptr("c_out"))]
+    else:
+        total.append(Move(to, Ptr("sum")))
+    body: tuple[Stmt, ...] = (
+        Let("item", var("block") // (var("m") * each)),
+        Let("row", var("block") % (var("m") * each) // each),
+        Let("column", var("block") % each * THREADS + var("thread")),
+        If(column.lt(var("n")), tuple(total)),
+    )
+    params = (
+        *parameters.integers("m", "n", "batch"), *parameters.longs("work_batch"), parameters.read("work", atom.acc),
+        *parameters.of_results(s),
+    )  # fmt: skip
+    grid = (var("batch") * var("m") * each, const(1))
+    name = str(replace(s.name(atom), op="slices"))
+    return GridKernel(name, isa, atom, params, THREADS, grid, body)
