@@ -81,20 +81,10 @@ class Work(AttentionBlocks):
         """Tile of an operand."""
         t, i = self.t, "qkvo".index(name)
         rows, width = t.queries if name in "qo" else t.keys, t.dv if name in "vo" else t.d
+        none = const(0)  # of first rows: transfers say which
         return HeadTile(
-            name,
-            self.form.dtype,
-            "k",
-            t.vectors[i],
-            rows,
-            width,
-            t.threads,
-            1,
-            var(f"{name}_n"),
-            const(1),
-            const(0),
-            const(0),
-        )
+            name, self.form.dtype, "k", t.vectors[i], rows, width, t.threads, 1, var(f"{name}_n"), const(1), none, none
+        )  # fmt: skip
 
     @property
     def slot(self) -> int:
