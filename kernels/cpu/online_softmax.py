@@ -39,8 +39,10 @@ LOWEST = -3.0e38
 """Maximum of no scores: less than any, and finite, as -inf - -inf is NaN."""
 WORTH_KEEPING = 3
 """Operations from which a score is stored between the passes over a block: a load and a store take as long."""
-MOST, BEFORE, KEPT = (argument(i, "f32") for i in range(3))
-"""Largest score of a query, largest before this block, and a score stored by the first pass."""
+MOST, BEFORE, KEPT, TOTAL = (argument(i, "f32") for i in range(4))
+"""Largest score of a query, largest before this block, a score stored by the first pass, and the sum of weights."""
+ENDED = select(TOTAL > 0.0, 1.0 / TOTAL, TOTAL * 0.0), MOST + vector_math.log(TOTAL)
+"""Factor of a query's result, 0 if it saw no key, and the logarithm of its sum."""
 
 
 LEAST = -87.0
@@ -247,12 +249,9 @@ class _Walk:
 
 def last(isa: Isa, real: Atom, *, lse: bool) -> Function:
     """Function that turns `sums` into factors of rows of results: 0 for a query that saw no key."""
-    total, most = argument(0, "f32"), argument(1, "f32")
-    inverse = select(total > 0.0, 1.0 / total, total * 0.0)
-    lse_value = most + vector_math.log(total)
-    fused = Fused((), ((C, inverse), (C, lse_value)))
-    at = Elements(isa, real, fused)
-    at.names = {total: "total", most: "largest"}
+    inverse, lse_value = ENDED
+    at = Elements(isa, real, Fused((), ((C, inverse), (C, lse_value))))
+    at.names = {TOTAL: "total", MOST: "largest"}
     here, columns = var("j"), var("columns")
     stmts: list[Stmt] = [Verb("load_c", "total", p=Ptr("sums", here), of=real.name)]
     stmts += at.compute([inverse], here, "")
@@ -266,11 +265,11 @@ def last(isa: Isa, real: Atom, *, lse: bool) -> Function:
     return Function("last", "inner", params, (loop,), "The inverse of each sum; most = the logarithm of the whole sum")
 
 
-def _scaled(here: Ptr, real: Atom) -> tuple[Stmt, ...]:
-    """Statements that multiply a vector of sums by `by`."""
+def scaled(here: Ptr, real: Atom, by: str = "by") -> tuple[Stmt, ...]:
+    """Statements that multiply a vector of sums by a register."""
     return (
         Verb("load_c", "x", p=here, of=real.name),
-        Map("mul", "x", ("x", "by"), "f32", "f32", real.name),
+        Map("mul", "x", ("x", by), "f32", "f32", real.name),
         Verb("store", "x", p=here, of=real.name),
     )
 
@@ -278,7 +277,7 @@ def _scaled(here: Ptr, real: Atom) -> tuple[Stmt, ...]:
 def rescale(real: Atom) -> Function:
     """Function that rescales rows: o[row] *= change[row]."""
     i, j = var("i"), var("j")
-    step = _scaled(Ptr("o", i * var("across") + j), real)
+    step = scaled(Ptr("o", i * var("across") + j), real)
     row = (
         Verb("load_a", "one", p=Ptr("change", i), of=real.name),
         Map("splat", "by", ("one",), "f32", "f32", real.name),
@@ -293,7 +292,7 @@ def rescale(real: Atom) -> Function:
 def rescale_strips(real: Atom) -> Function:
     """Function that rescales columns in strips: o[j / lanes][row][j % lanes] *= change[j]."""
     i, j = var("i"), var("j")
-    step = _scaled(Ptr("o", j * var("rows") + i * real.n), real)
+    step = scaled(Ptr("o", j * var("rows") + i * real.n), real)
     column = (
         Verb("load_c", "by", p=Ptr("change", j), of=real.name),
         For("i", const(0), var("rows"), const(1), step, 4),

@@ -14,11 +14,10 @@ from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import If, Let, Verb
 from portmm.kernels.cpu.elementwise import Elements
-from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, weight
+from portmm.kernels.cpu.online_softmax import BEFORE, ENDED, KEPT, LOWEST, MOST, TOTAL, weight
 from portmm.kernels.gpu.epilogue_store import addresses, numbers
 from portmm.kernels.gpu.loops import unrolled
-from portmm.spec import vector_math
-from portmm.spec.epilogue import C, Fused, acc, argument, index, parse
+from portmm.spec.epilogue import C, Fused, acc, index, parse
 from portmm.spec.expr_functions import select
 from portmm.util.locks import once
 
@@ -30,9 +29,6 @@ if TYPE_CHECKING:
     from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
-
-TOTAL = argument(3, "f32")
-"""Sum of a row's weights."""
 
 
 class _Scores(Elements):
@@ -91,14 +87,9 @@ class Scores:
         return weight(KEPT, MOST), weight(BEFORE, MOST)
 
     @once
-    def ended(self) -> tuple[Expr, Expr]:
-        """Expressions of a row's factor, 0 for a query that saw no key, and of the logarithm of its sum."""
-        return select(TOTAL > 0.0, 1.0 / TOTAL, TOTAL * 0.0), MOST + vector_math.log(TOTAL)
-
-    @once
     def at(self) -> Elements:
         """Statements for all these expressions."""
-        wanted = (self.score, self.bounded, *self.weighed, *self.ended)
+        wanted = (self.score, self.bounded, *self.weighed, *ENDED)
         fused = Fused(parse(self.form.score).operands, tuple((C, x) for x in wanted))
         return _Scores(self.isa, self.real, fused, inner=var("query"), row=var("query"))
 
@@ -174,14 +165,10 @@ class Scores:
         bounded = each_row(self.bounded, minimum(var("at_key"), var("end") - 1))
         return If(self.edge, (bounded,), (plain,))
 
-    def rescaled(self, here: Ptr, by: str) -> tuple[Stmt, ...]:
-        """Multiplication of a sum by a register."""
-        return (self.get("x", here), self.map("mul", "x", "x", by), self.keep("x", here))
-
     def row_results(self, first: tuple[Stmt, ...], leads: Index) -> tuple[Stmt, ...]:
         """Results of row i after `first`, which computes its sum and maximum; the lane that `leads` stores them."""
         at = self.at
-        inverse, logarithm = self.ended
+        inverse, logarithm = ENDED
         at.names = {TOTAL: "sum", MOST: "largest"}
         if self.t.runs:
             kept: tuple[Stmt, ...] = tuple(
@@ -200,7 +187,7 @@ class Scores:
 
     def divided(self, src: Ptr, to: Ptr) -> tuple[Stmt, ...]:
         """Statements that divide a sum by the sum of its weights; for runs, they copy it."""
-        by = () if self.t.runs else (self.map("mul", "x", "x", self.at.names[self.ended[0]]),)
+        by = () if self.t.runs else (self.map("mul", "x", "x", self.at.names[ENDED[0]]),)
         return (self.get("x", src), *by, self.keep("x", to))
 
     def begin(self) -> tuple[Stmt, ...]:

@@ -67,7 +67,12 @@ class EpilogueStore(Product):
         return (*self.before(), unrolled("i", s.mr, *rows))
 
     def fragments(
-        self, sums: Fragment, atoms: tuple[int, int], own: tuple[tuple[Index, Index], tuple[Index, Index]]
+        self,
+        sums: Fragment,
+        atoms: tuple[int, int],
+        own: tuple[tuple[Index, Index], tuple[Index, Index]],
+        *,
+        columns_first: bool = False,
     ) -> tuple[Stmt, ...]:
         """Statements that store a lane's sums of fragments.
 
@@ -75,6 +80,7 @@ class EpilogueStore(Product):
             sums: rows and columns of an atom's sums, which `swap` makes columns and rows of C.
             atoms: number of them along the rows, and the columns.
             own: the warp's first row in the block's tile, and the lane's of an atom; the same of columns.
+            columns_first: with `swap`, loop over the few columns of a lane outside of its rows.
         """
         s, n, registers = self.s, self.vector, Registers(sums)
         swap, (tile_m, lane_m), (tile_n, lane_n) = s.atom.swap, *own
@@ -87,16 +93,24 @@ class EpilogueStore(Product):
         at = registers.number(var("below") * atoms[1] + var("beside"), of_m, of_n)
         down = tile_m + var("below") * sums.rows + coordinate(of_m, registers.row_weights) + lane_m
         across, further = tile_n + var("beside") * sums.columns + lane_n, coordinate(of_n, registers.column_weights)
-        loops = (("below", atoms[0]), ("half", registers.rows)), (("beside", atoms[1]), ("pair", registers.columns))
-        outer, (inner, (name, count)) = reversed(loops) if swap else loops
+        m_loops, n_loops = (
+            (("below", atoms[0]), ("half", registers.rows)),
+            (("beside", atoms[1]), ("pair", registers.columns)),
+        )
         if swap:
             row, column = var("row_0") + across + further, var("column_0") + down
         else:
             row, column = var("row_0") + down, var("column_0") + across + further
-        store: tuple[Stmt, ...] = (Let("column", column), *self.store_vector(at))
+        stored = self.store_vector(at)
+        if swap and columns_first:
+            row_of = (Let("row", row), If(var("row").lt(bottom(s)), stored))
+            rows = unrolled(*n_loops[0], unrolled(*n_loops[1], *row_of))
+            return (unrolled(*m_loops[0], unrolled(*m_loops[1], Let("column", column), rows)),)
+        outer, (inner, (name, count)) = (n_loops, m_loops) if swap else (m_loops, n_loops)
+        store: tuple[Stmt, ...] = (Let("column", column), *stored)
         store = store if whole else (unrolled(name, count // n, *store),)
-        rows = (Let("row", row), If(var("row").lt(bottom(s)), (unrolled(*inner, *store),)))
-        return (unrolled(*outer[0], unrolled(*outer[1], *rows)),)
+        row_of = (Let("row", row), If(var("row").lt(bottom(s)), (unrolled(*inner, *store),)))
+        return (unrolled(*outer[0], unrolled(*outer[1], *row_of)),)
 
     def after(self) -> tuple[Stmt, ...]:
         """Statements after all sums of this thread."""

@@ -31,9 +31,12 @@ from portmm.kernels.gpu.split_k import fixup
 from portmm.schedule.gpu_mma import shared_bytes, staging
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.kernels.gpu.loops import Copies
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -75,29 +78,32 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body: list[Stmt] = [*tiles, Scratch("acc", sums, atom.acc)]
     body += [Scratch("a_part", a.count * ahead, a.dtype), Scratch("b_part", b.count * ahead, b.dtype)]
     body += [] if s.a.asynchronous else [a.side.registers(), b.side.registers()]
-    body += [
-        *block_tile(s),
-        *warps(s, isa.warp),
-        *a.lane_offsets(),
-        *b.lane_offsets(),
-        *slice_of_k(s, s.block.k),
-        Clear("acc", sums),
-    ]
-    body += _copied(work, a, b) if s.a.asynchronous else _fetched(work, a, b)
+    body += [*coordinates(work, s), Clear("acc", sums)]
+    end = var("k_end")
+    if s.a.asynchronous:
+        body += copied(work, lambda k, stage: (*a.side.copy(k, end, stage), *b.side.copy(k, end, stage)))
+    else:
+        body += _fetched(work, a, b)
     body += fixup(s, blocks(s), tuple(stored(work)))
     return work.kernel(body)
 
 
-def warps(s: Schedule, lanes: int) -> list[Stmt]:
-    """Coordinates of this warp's part of its block's tile."""
-    warp, across = s.tiles[1], s.block.n // s.tiles[1].n
-    number = var("warp")
+def warps(s: Schedule, lanes: int, shares: int = 1) -> list[Stmt]:
+    """Coordinates of this warp's part of its block's tile; so many warps have `shares` of k of the same sums."""
+    warp, number = s.tiles[1], var("warp") // shares
+    across = s.block.n // warp.n
     return [
         Let("warp", var("thread") // lanes),
         Let("lane", var("thread") % lanes),
         Let("a_first", number // across * warp.m),
         Let("b_first", number % across * warp.n),
     ]
+
+
+def coordinates(work: Work, s: Schedule) -> list[Stmt]:
+    """Coordinates of a block of a schedule, of a warp and a lane, and the range of k."""
+    offsets = (*work.part("a").lane_offsets(), *work.part("b").lane_offsets())
+    return [*block_tile(s), *warps(s, work.isa.warp), *offsets, *slice_of_k(s, s.block.k)]
 
 
 def multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
@@ -109,38 +115,58 @@ def multiply(work: Work, at: Index) -> tuple[Stmt, ...]:
     return (unrolled("i", left.fragments, unrolled("j", right.fragments, mac)),)
 
 
-def load(a: LaneFragments, b: LaneFragments, at: Index, stage: Index, step: Index) -> tuple[Stmt, ...]:
-    """Loads of the fragments of a step of k of a stage."""
-    return tuple(s for p in (a, b) for s in p.load(Ptr(f"{p.side.name}_part", at * p.count), stage * p.side.size, step))
+def load(work: Work, at: Index, stages: tuple[Index, Index], step: Index) -> tuple[Stmt, ...]:
+    """Loads of the fragments of a step of k, to register buffer `at` of each operand, from stages of A and of B."""
+    loads = (
+        x.load(Ptr(f"{name}_part", at * x.count), stage * x.side.size, step)
+        for name, stage in zip("ab", stages, strict=True)
+        for x in (work.part(name),)
+    )
+    return tuple(s for one in loads for s in one)
 
 
-def _copied(work: Work, a: LaneFragments, b: LaneFragments) -> list[Stmt]:
+@dataclass(frozen=True, slots=True)
+class Conversion:
+    """Conversion of the copied tile of B of the next step to fragments' type, while a step is multiplied.
+
+    Attributes:
+        stages: tiles of B after conversion.
+        first: conversion of the first step's.
+        part: conversion after the product of a number.
+    """
+
+    stages: int
+    first: tuple[Stmt, ...]
+    part: Callable[[int], tuple[Stmt, ...]]
+
+
+def copied(work: Work, copies: Copies, conversion: Conversion | None = None) -> list[Stmt]:
     """Main loop with asynchronous copies, and fragments that are loaded one step ahead."""
-    step, stages, end = var("step"), work.s.stages, var("k_end")
+    step, stage, stages = var("step"), var("stage"), work.s.stages
     steps, pipeline = work.s.block.k // work.atom.k, Pipeline(work.s.block.k, stages)
-
-    def copies(k: Index, stage: Index) -> tuple[Stmt, ...]:
-        return (*a.side.copy(k, end, stage), *b.side.copy(k, end, stage))
-
-    first = load(a, b, const(0), const(0), const(0))
-    inner: list[Stmt] = []
+    of_b = conversion.stages if conversion else stages
+    landed = CopyWait(stages - (3 if conversion else 2))
+    inner: list[Stmt] = [Let("stage", step % stages)]
     for i in range(steps):
         more = const((i + 1) % 2)
         if i + 1 < steps:
-            inner += load(a, b, more, var("stage"), const(i + 1))
+            inner += load(work, more, (stage, step % of_b if conversion else stage), const(i + 1))
         else:
             # All warps have loaded this stage, and the copies of the next one have landed.
-            inner += [CopyWait(stages - 2), Barrier()]
-            inner.append(If((step + 1).lt(var("steps")), load(a, b, more, (step + 1) % stages, const(0))))
+            there = ((step + 1) % stages, (step + 1) % of_b)
+            inner += [landed, Barrier(), If((step + 1).lt(var("steps")), load(work, more, there, const(0)))]
         inner += pipeline.start(copies, step + (stages - 1)) if i == 0 else ()
         inner += multiply(work, const(i % 2))
-    loop = For("step", const(0), var("steps"), const(1), (Let("stage", step % stages), *inner))
-    return [*pipeline.ahead(copies), CopyWait(stages - 2), Barrier(), If(const(0).lt(var("steps")), first), loop]
+        inner += conversion.part(i) if conversion and i + 1 < steps else ()
+    some, first = const(0).lt(var("steps")), load(work, const(0), (const(0), const(0)), const(0))
+    before = (If(some, conversion.first),) if conversion else ()
+    loop = For("step", const(0), var("steps"), const(1), tuple(inner))
+    return [*pipeline.ahead(copies), landed, *before, Barrier(), If(some, first), loop]
 
 
 def _fetched(work: Work, a: LaneFragments, b: LaneFragments) -> list[Stmt]:
     """Main loop with copies through registers."""
-    end, unit = var("k_end"), (*load(a, b, const(0), var("stage"), var("unit")), *multiply(work, const(0)))
+    end, unit = var("k_end"), (*load(work, const(0), (var("stage"),) * 2, var("unit")), *multiply(work, const(0)))
     before, body = Pipeline(work.s.block.k, work.s.stages).fetched(
         lambda k: (*a.side.fetch(k, end), *b.side.fetch(k, end)),
         lambda stage: (*a.side.put(stage), *b.side.put(stage)),

@@ -3,7 +3,7 @@
     for each item, each head, each tile of queries       <- blocks of warps
       for each tile of keys
         S = Q K^T                  fragments of Q from registers, of K from shared memory
-        S becomes weights P        in registers; earlier sums are rescaled: mma_softmax
+        S becomes weights P        in registers; earlier sums are rescaled: online_softmax
         O += P V                   P is a fragment already, of 16 bits; of V from shared memory, transposed
       O over the sums of weights
 
@@ -32,7 +32,7 @@ from portmm.kernels.gpu.attention_blocks import AttentionBlocks
 from portmm.kernels.gpu.attention_tiles import PER_VECTOR, SIZE, HeadTile, shared
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
-from portmm.kernels.gpu.mma_softmax import PAIR, FragmentSoftmax
+from portmm.kernels.gpu.online_softmax import PAIR, FragmentSoftmax
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -81,20 +81,10 @@ class Work(AttentionBlocks):
         """Tile of an operand."""
         t, i = self.t, "qkvo".index(name)
         rows, width = t.queries if name in "qo" else t.keys, t.dv if name in "vo" else t.d
+        none = const(0)  # of first rows: transfers say which
         return HeadTile(
-            name,
-            self.form.dtype,
-            "k",
-            t.vectors[i],
-            rows,
-            width,
-            t.threads,
-            1,
-            var(f"{name}_n"),
-            const(1),
-            const(0),
-            const(0),
-        )
+            name, self.form.dtype, "k", t.vectors[i], rows, width, t.threads, 1, var(f"{name}_n"), const(1), none, none
+        )  # fmt: skip
 
     @property
     def slot(self) -> int:

@@ -34,6 +34,7 @@ from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Do, Shared, Vector
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, cell_of
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import Pipeline, unrolled
+from portmm.kernels.gpu.mma import warps
 from portmm.kernels.gpu.product import Product, block_tile, slice_of_k
 from portmm.kernels.gpu.w4a16_tiles import LANES, Scales, Tile, reversed_bits
 from portmm.spec.dtype import CODES_KR
@@ -139,15 +140,10 @@ def slice_warps(s: Schedule) -> int:
 
 def _warps(work: Work) -> list[Stmt]:
     """Coordinates of this warp's part of its block's tile, and of its lanes."""
-    s = work.s
-    warp, across, number = s.tiles[1], s.block.n // s.tiles[1].n, var("warp") // slice_warps(s)
-    sums = of(work.atom.acc_fragment)
+    sums, shares = of(work.atom.acc_fragment), slice_warps(work.s)
     return [
-        Let("warp", var("thread") // work.isa.warp),
-        Let("lane", var("thread") % work.isa.warp),
-        Let("share", var("warp") % slice_warps(s)),
-        Let("a_first", number // across * warp.m),
-        Let("b_first", number % across * warp.n),
+        *warps(work.s, work.isa.warp, shares),
+        Let("share", var("warp") % shares),
         Let("g", in_column(sums, var("lane"))),
         Let("t", in_row(sums, var("lane"))),
         Let("turned", reversed_bits(var("g"))),

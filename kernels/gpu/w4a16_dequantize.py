@@ -21,11 +21,9 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, Move, Scratch
-from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, CopyAsync, CopyWait, Do, Shared, Vector
-from portmm.kernels.gpu.loops import Pipeline
-from portmm.kernels.gpu.mma import Work, multiply, stored, warps
+from portmm.ir.thread_nodes import WHOLE, Clear, CopyAsync, Do, Shared, Vector
+from portmm.kernels.gpu.mma import Conversion, Work, coordinates, copied, stored
 from portmm.kernels.gpu.mma_transfer import MmaTile
-from portmm.kernels.gpu.product import block_tile, slice_of_k
 from portmm.schedule.gpu_w4a16 import plain
 from portmm.spec.dtype import CODES_KR
 
@@ -116,60 +114,24 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     body += [Scratch("a_part", a.count * 2, "b32"), Scratch("b_part", b.count * 2, "b32")]
     body += [Scratch("scale", words.turns, "f32"), Scratch("offset", words.turns, "f32")]
     body += [Scratch("word", WORDS, "s32"), Scratch("made", WORDS, "b32")]
-    body += [
-        *block_tile(s),
-        *warps(s, isa.warp),
-        *a.lane_offsets(),
-        *b.lane_offsets(),
-        *slice_of_k(s, s.block.k),
-        Clear("acc", sums),
-    ]
+    body += [*coordinates(work, s), Clear("acc", sums)]
     body += _loop(work, words)
     body += stored(work)
     return replace(work, s=s).kernel(body)
 
 
 def _loop(work: Work, words: Words) -> list[Stmt]:
-    """Main loop; a step's next fragments are loaded while some are multiplied."""
-    s, step, a, b = work.s, var("step"), work.part("a"), work.part("b")
-    steps, stages = s.block.k // work.atom.k, s.stages
-    pipeline = Pipeline(s.block.k, stages)
+    """Main loop."""
+    a, count = work.part("a").side, work.s.block.k // work.atom.k - 1
+    many = words.turns * WORDS
 
     def copies(k: Index, stage: Index) -> tuple[Stmt, ...]:
-        return (*a.side.copy(k, var("k_end"), stage), *words.copy(k, stage))
-
-    many = words.turns * WORDS
+        return (*a.copy(k, var("k_end"), stage), *words.copy(k, stage))
 
     def dequantized(at: Index, part: int) -> tuple[Stmt, ...]:
         """Dequantization of a part of a step, whose words have landed; past the last step, of unused values."""
-        numbers = range(part * many // (steps - 1), (part + 1) * many // (steps - 1))
+        numbers = range(part * many // count, (part + 1) * many // count)
         return tuple(x for number in numbers for x in words.dequantize(work, at, number))
 
-    def fragments(to: int, at: Index, part: int) -> tuple[Stmt, ...]:
-        """Loads of the fragments of a part of a step."""
-        loads = ((a, at % stages), (b, at % TILES))
-        return tuple(
-            x
-            for p, tile in loads
-            for x in p.load(Ptr(f"{p.side.name}_part", const(to * p.count)), tile * p.side.size, const(part))
-        )
-
-    inner: list[Stmt] = []
-    for i in range(steps):
-        if i + 1 < steps:
-            inner += fragments((i + 1) % 2, step, i + 1)
-        else:
-            inner += [CopyWait(stages - 3), Barrier()]
-            inner.append(If((step + 1).lt(var("steps")), fragments((i + 1) % 2, step + 1, 0)))
-        inner += pipeline.start(copies, step + (stages - 1)) if i == 0 else ()
-        inner += multiply(work, const(i % 2))
-        inner += dequantized(step + 1, i) if i + 1 < steps else ()
-    first = (*words.each(*words.scales(var("k_0"))), *(x for i in range(steps - 1) for x in dequantized(const(0), i)))
-    return [
-        *pipeline.ahead(copies),
-        CopyWait(stages - 3),
-        If(const(0).lt(var("steps")), first),
-        Barrier(),
-        If(const(0).lt(var("steps")), fragments(0, const(0), 0)),
-        For("step", const(0), var("steps"), const(1), tuple(inner)),
-    ]
+    first = (*words.each(*words.scales(var("k_0"))), *(x for i in range(count) for x in dequantized(const(0), i)))
+    return copied(work, copies, Conversion(TILES, first, lambda i: dequantized(var("step") + 1, i)))

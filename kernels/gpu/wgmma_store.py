@@ -109,7 +109,10 @@ class WgmmaEpilogue(Product):
             return self._sent(first)
         sums, store = of(self.atom.acc_fragment), self.store
         own = (first, var("warp") * (HALVES * SIDE) + self.own_row), (const(0), self.own_column)
-        return (*store.before(), *store.fragments(sums, (strips(self.s), columns(self.s) // SIDE), own))
+        return (
+            *store.before(),
+            *store.fragments(sums, (strips(self.s), columns(self.s) // SIDE), own, columns_first=True),
+        )
 
     @property
     def own_row(self) -> Index:
