@@ -1,16 +1,14 @@
 """Statistics of several measurements, and tables of them.
 
 Owns the spread of samples, the time of all products of a model, the sentences about unusual conditions of a
-measurement, and `Table`: text cells as Markdown, for a terminal and as HTML, which escape what the form would take for
-its own marks.
+measurement, and `Table`: text cells as Markdown and for a terminal, without what the form would take for its own marks.
 """
 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from html import escape
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from portmm.util import console
@@ -44,65 +42,26 @@ def decided(ratio: float, spread: float | None) -> bool:
     return spread is None or ratio <= 0 or max(ratio, 1 / ratio) - 1 > spread
 
 
-@dataclass(frozen=True, slots=True)
-class Counted:
-    """A product of a model.
-
-    Attributes:
-        count: number of times that a run computes it.
-        seconds: contender -> seconds of one product.
-        best: the fastest peer, empty if none.
-    """
-
-    count: int
-    seconds: Mapping[str, float]
-    best: str
-
-
-def totals(products: Sequence[Counted], ours: str) -> tuple[dict[str, float], float | None]:
-    """Seconds of all products of a run, for each contender that computes all of them.
-
-    Args:
-        products: the products of a run.
-        ours: portmm's name.
-
-    Returns:
-        Contender -> seconds, portmm first, then the fastest first; and the seconds of the best
-        peer of each product, None if one has none.
-    """
-    names = dict.fromkeys(name for x in products for name in x.seconds)
-    sums = {name: sum(x.count * x.seconds[name] for x in products) for name in names if _all_have(products, name)}
-    best = sum(x.count * x.seconds[x.best] for x in products) if all(x.best for x in products) else None
-    order = sorted(sums, key=lambda name: (name != ours, sums[name]))
-    return {name: sums[name] for name in order}, best
-
-
-def total_lines(report: Any) -> list[str]:
-    """Sentence with the totals of a report, if its products are a user's own; none otherwise.
+def total_line(report: Any) -> str:
+    """Sentence with the time of all products of a run, if they are a user's own; empty otherwise.
 
     Args:
         report: a `Report`, whose module imports this one.
     """
-    products = [
-        Counted(r.case.count, {n: e.seconds for n, e in r.entries.items() if e.state == "ok"}, r.best)
-        for r in report.results
-    ]
-    own = report.suite == "custom" or any(x.count > 1 for x in products)
-    return [_total_line(products, report.ours)] if own and products else []
-
-
-def _total_line(products: Sequence[Counted], ours: str) -> str:
-    sums, best = totals(products, ours)
-    times = [f"{name} {duration(seconds)}" for name, seconds in sums.items()]
-    if best is not None:
-        ratio = f" ({best / sums[ours]:.2f})" if ours in sums else ""
-        times.insert(int(ours in sums), f"best peer of each {duration(best)}{ratio}")
-    calls = sum(x.count for x in products)
+    results = report.results
+    if not results or not (report.suite == "custom" or any(r.case.count > 1 for r in results)):
+        return ""
+    names = dict.fromkeys(name for r in results for name in r.entries)
+    all_of_them = [name for name in names if all(name in r.entries and r.entries[name].state == "ok" for r in results)]
+    sums = {name: sum(r.case.count * r.entries[name].seconds for r in results) for name in all_of_them}
+    order = sorted(sums, key=lambda name: (name != report.ours, sums[name]))
+    times = [f"{name} {duration(sums[name])}" for name in order]
+    if all(r.best for r in results):
+        best = sum(r.case.count * r.entries[r.best].seconds for r in results)
+        ratio = f" ({best / sums[report.ours]:.2f})" if report.ours in sums else ""
+        times.insert(int(report.ours in sums), f"best peer of each {duration(best)}{ratio}")
+    calls = sum(r.case.count for r in results)
     return f"time in the {calls} products of one run: {', '.join(times) or 'no contender computed all of them'}"
-
-
-def _all_have(products: Sequence[Counted], name: str) -> bool:
-    return all(name in x.seconds for x in products)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,9 +92,3 @@ class Table:
     def terminal(self) -> RichTable:
         """The table for a terminal."""
         return console.table(self.title, self.head, self.rows, words=(*self.head[: self.left], *self.words))
-
-    def html(self) -> str:
-        """The table without a style, for notebooks."""
-        head = "".join(f"<th>{escape(x)}</th>" for x in self.head)
-        rows = "".join(f"<tr>{''.join(f'<td>{escape(x)}</td>' for x in row)}</tr>" for row in self.rows)
-        return f"<table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"

@@ -12,7 +12,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.figures import Table, spread, total_lines
+from portmm.comparison.figures import Table, spread, total_line
 from portmm.comparison.rates import figure
 from portmm.comparison.report import Report, Result, summaries
 from portmm.host import machine_load
@@ -130,7 +130,7 @@ def _summary_rows(report: Report) -> list[list[str]]:
 def notes(report: Report) -> list[str]:
     """Notes of the tables: versions, absences, failures, skipped cases."""
     load = machine_load.sentence(report.load, report.cores)
-    total = total_lines(report)
+    total = total_line(report)
     text = render(__file__, "notes.txt", report=report, load=load, total=total, MORE_TIME=MORE_TIME, EXCEEDED=EXCEEDED)
     return list(filter(None, text.split("\n")))
 
@@ -169,15 +169,8 @@ def records(report: Report) -> list[dict[str, Any]]:
     rate. `load` is in cores that other processes kept busy. `error` and `bound` are absolute.
     """
     peers = {e.name: e.peer for e in report.entrants}
-    common = {
-        "chip": report.chip,
-        "machine": report.machine,
-        "threads": report.threads,
-        "isa": report.isa,
-        "device": report.device,
-        "cold": bool(report.cold),
-        "date": report.date,
-    }
+    common = {x: getattr(report, x) for x in ("chip", "machine", "threads", "isa", "device", "date")}
+    common["cold"] = bool(report.cold)
     return [
         {x: row[x] for x in COLUMNS}
         for result in report.results

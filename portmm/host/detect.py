@@ -64,54 +64,37 @@ __all__ = [
 # Every x86-64 and every AArch64 Linux has these, whatever /proc hides.
 BASELINE = {"x86_64": {"cx8", "cmov", "fxsr", "sse", "sse2"}, "aarch64": {"fp", "asimd"}}
 
-# Intel SDM vol. 1, ch. 13: the parts of XCR0 that an instruction's registers need.
-YMM, ZMM, TMM = 0x6, 0xE6, 0x60000
 EAX, EBX, ECX, EDX = range(4)
-# Intel SDM vol. 2 and AMD APM vol. 3, CPUID: leaf, register, bit, needed state, by Linux's name.
+# Intel SDM vol. 2 and AMD APM vol. 3, CPUID: leaf and register -> bits by Linux's names.
 CPUID = {
-    "cx8": ("1.0", EDX, 8, 0),
-    "cmov": ("1.0", EDX, 15, 0),
-    "fxsr": ("1.0", EDX, 24, 0),
-    "sse": ("1.0", EDX, 25, 0),
-    "sse2": ("1.0", EDX, 26, 0),
-    "pni": ("1.0", ECX, 0, 0),
-    "ssse3": ("1.0", ECX, 9, 0),
-    "fma": ("1.0", ECX, 12, YMM),
-    "cx16": ("1.0", ECX, 13, 0),
-    "sse4_1": ("1.0", ECX, 19, 0),
-    "sse4_2": ("1.0", ECX, 20, 0),
-    "movbe": ("1.0", ECX, 22, 0),
-    "popcnt": ("1.0", ECX, 23, 0),
-    "xsave": ("1.0", ECX, 26, 0),
-    "avx": ("1.0", ECX, 28, YMM),
-    "f16c": ("1.0", ECX, 29, YMM),
-    "bmi1": ("7.0", EBX, 3, 0),
-    "avx2": ("7.0", EBX, 5, YMM),
-    "bmi2": ("7.0", EBX, 8, 0),
-    "avx512f": ("7.0", EBX, 16, ZMM),
-    "avx512dq": ("7.0", EBX, 17, ZMM),
-    "avx512cd": ("7.0", EBX, 28, ZMM),
-    "avx512bw": ("7.0", EBX, 30, ZMM),
-    "avx512vl": ("7.0", EBX, 31, ZMM),
-    "amx_bf16": ("7.0", EDX, 22, TMM),
-    "amx_tile": ("7.0", EDX, 24, TMM),
-    "amx_int8": ("7.0", EDX, 25, TMM),
-    "lahf_lm": ("80000001.0", ECX, 0, 0),
-    "abm": ("80000001.0", ECX, 5, 0),
-}
+    ("1.0", EDX): {"cx8": 8, "cmov": 15, "fxsr": 24, "sse": 25, "sse2": 26},
+    ("1.0", ECX): {
+        "pni": 0, "ssse3": 9, "fma": 12, "cx16": 13, "sse4_1": 19, "sse4_2": 20, "movbe": 22, "popcnt": 23, "xsave": 26,
+        "avx": 28, "f16c": 29,
+    },
+    ("7.0", EBX): {
+        "bmi1": 3, "avx2": 5, "bmi2": 8, "avx512f": 16, "avx512dq": 17, "avx512cd": 28, "avx512bw": 30, "avx512vl": 31,
+    },
+    ("7.0", EDX): {"amx_bf16": 22, "amx_tile": 24, "amx_int8": 25},
+    ("80000001.0", ECX): {"lahf_lm": 0, "abm": 5},
+}  # fmt: skip
+# Intel SDM vol. 1, ch. 13: the parts of XCR0 that an instruction's registers need, by the beginning of its name.
+XCR0 = {"avx512": 0xE6, "amx": 0x60000, "avx": 0x6, "fma": 0x6, "f16c": 0x6, "": 0}
 
 # Linux, arch/arm64/include/uapi/asm/hwcap.h.
 HWCAP = {0: "fp", 1: "asimd", 9: "fphp", 10: "asimdhp", 20: "asimddp", 22: "sve"}
 HWCAP2 = {1: "sve2", 13: "i8mm", 14: "bf16"}
 
 
-def _decoded(shot: Snapshot) -> set[str]:
-    """Features of the table `CPUID` that cpuid and XCR0 enable."""
-    nothing = (0, 0, 0, 0)
+def _decoded(shot: Snapshot) -> dict[str, bool]:
+    """Features of the table `CPUID` -> whether cpuid and XCR0 enable them."""
+    states = {
+        name: next(x for start, x in XCR0.items() if name.startswith(start)) for y in CPUID.values() for name in y
+    }
     return {
-        name
-        for name, (leaf, register, bit, state) in CPUID.items()
-        if shot.cpuid.get(leaf, nothing)[register] >> bit & 1 and shot.xcr0 & state == state
+        name: bool(shot.cpuid.get(leaf, (0, 0, 0, 0))[register] >> bit & 1 and shot.xcr0 & states[name] == states[name])
+        for (leaf, register), bits in CPUID.items()
+        for name, bit in bits.items()
     }
 
 
@@ -132,8 +115,9 @@ def features(shot: Snapshot) -> frozenset[str]:
         letters, *words = first.get("isa", "").removeprefix("rv64").split("_")  # as in rv64imafdcv_zicsr_zvfh
         flags |= {*letters, *words, *(["zvl128b"] if "v" in letters else [])}
     if shot.cpuid:
-        enabled = _decoded(shot)
-        flags = flags - (CPUID.keys() - enabled) if flags else enabled
+        decoded = _decoded(shot)
+        enabled = {name for name, is_enabled in decoded.items() if is_enabled}
+        flags = flags - (decoded.keys() - enabled) if flags else enabled
     if not shot.tiles:
         flags = {name for name in flags if not name.startswith("amx_")}
     return frozenset(flags | BASELINE.get(shot.machine, set()))

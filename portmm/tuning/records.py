@@ -6,7 +6,6 @@ notebooks, and the progress bar.
 
 from __future__ import annotations
 
-import html
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 from portmm.build.cache import tuned_database
 from portmm.comparison.case import Case
 from portmm.comparison.figures import Table
+from portmm.util.templates import render
 
 if TYPE_CHECKING:
     from rich.console import Console, RenderableType
@@ -186,7 +186,7 @@ class Tuning:
 
     def _repr_html_(self) -> str:
         """A table for notebooks."""
-        return table(self).html() + "".join(f"<p>{html.escape(x)}</p>" for x in summary(self))
+        return render(__file__, "tuning.html", columns=COLUMNS, rows=map(_cells, self.cases), summary=summary(self))
 
 
 COLUMNS = ("case", "shape", "analytical us", "tuned us", "times", "trials", "failed", "rank corr.", "tuned schedule")
@@ -213,22 +213,9 @@ def _cells(x: TunedCase) -> tuple[str, ...]:
 
 def summary(tuning: Tuning) -> list[str]:
     """Summary lines of a table of cases: mean rate, rank correlation, failures and notes."""
-    lines = []
-    if tuning.geomean is not None:
-        lowest = max(tuning.tuned, key=lambda x: x.ratio)
-        lines.append(
-            f"The analytical choice reaches {tuning.geomean:.1%} of the tuned schedules' rate (geometric mean of "
-            f"{len(tuning.tuned)}; lowest {1 / lowest.ratio:.1%}, {lowest.case.name})."
-        )
-    inside, across = tuning.rank_correlation, tuning.choices_correlation
-    if inside is not None:
-        over = "" if across is None else f", over the cases' analytical choices {across:.2f}"
-        lines.append(f"Rank correlation of predicted and measured time: {inside:.2f} within cases{over}.")
     failed = [(x.case.name, y) for x in tuning.cases for y in x.failed]
-    lines += [f"{name}: {y.state}: {y.schedule}: {y.reason}" for name, y in failed[:MOST_FAILED]]
-    if len(failed) > MOST_FAILED:
-        lines.append(f"{len(failed) - MOST_FAILED} more candidates failed; the JSON names them.")
-    return [*lines, *tuning.notes]
+    text = render(__file__, "summary.txt", tuning=tuning, failed=failed, most=MOST_FAILED)
+    return [*text.splitlines(), *tuning.notes]
 
 
 def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
