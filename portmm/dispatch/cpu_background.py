@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import threading
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.util import locks
 
@@ -33,17 +33,16 @@ _failed: set[Any] = set()
 _threads: list[threading.Thread] = []
 
 
-class BuildPendingError(Exception):
-    """A kernel is being built; no error of a call, which another schedule serves.
+class StandIn(NamedTuple):
+    """A loaded kernel that serves a call while the selected one is being built.
 
-    Args:
+    Attributes:
         schedule: of the loaded kernel.
         workers: threads that share the work.
     """
 
-    def __init__(self, schedule: Schedule, workers: int) -> None:
-        super().__init__(str(schedule))
-        self.schedule, self.workers = schedule, workers
+    schedule: Schedule
+    workers: int
 
 
 def same_results(s: Schedule, other: Schedule) -> bool:

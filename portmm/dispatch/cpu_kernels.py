@@ -119,26 +119,25 @@ def _fields(p: Problem, rows: int, workers: int, *, swap: bool) -> dict[str, int
     return {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers}
 
 
-def code_of(
-    s: Schedule, target: Target, kept: RouteCache | None = None, before_build: Callable[[], None] | None = None
-) -> Code:
-    """The code of a schedule: from this process, from the route cache, or built now.
+def code_of(s: Schedule, target: Target, kept: RouteCache | None = None) -> Code:
+    """The code of a schedule: from this process, from the route cache, or built now."""
+    code = known_code(s, target, kept)
+    if code is None:
+        isa = isa_of(s, target)
+        code = _built(s, isa, target, kept)
+        _codes.keep((s, isa), code)
+    return code
 
-    Args:
-        s: the schedule.
-        target: the machine.
-        kept: the route cache.
-        before_build: called where code must be built; what it raises ends the call.
-    """
+
+def known_code(s: Schedule, target: Target, kept: RouteCache | None) -> Code | None:
+    """The code of a schedule from this process or from the route cache; None if it must be built."""
     isa = isa_of(s, target)
     key = s, isa
     code: Code | None = _codes.get(key)
-    if code is None:
-        code = _looked_up(s, isa, kept) if kept is not None else None
-        if code is None and before_build is not None:
-            before_build()
-        code = code or _built(s, isa, target, kept)
-        _codes.keep(key, code)
+    if code is None and kept is not None:
+        code = _looked_up(s, isa, kept)
+        if code is not None:
+            _codes.keep(key, code)
     return code
 
 

@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.lower import lower_attention, lower_block, lower_int4_repack, lower_pack
 from portmm.dispatch import cpu_background
-from portmm.dispatch.cpu_kernels import Code, code_of, is_loaded, loaded_program
+from portmm.dispatch.cpu_background import StandIn, stand_in
+from portmm.dispatch.cpu_kernels import Code, code_of, is_loaded, known_code, loaded_program
 from portmm.dispatch.cpu_selection import ClassSelection, check, choose, predicted, select_for_class
 from portmm.dispatch.cpu_units import int4_unit, unit_for
 from portmm.dispatch.overrides import active, schedule_for
@@ -73,15 +74,14 @@ def routed(
         BuildError: the compiler failed.
     """
     own, served = (p.m, p.m), rows(p)
-    build = _Building(target, kept, background and not active())
-    try:
-        if served != own and not active():
-            route = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads, build))
-            if route is not None:
-                return route, served
-        return _kept(p, target, (threads, own), lambda: _alone(p, target, threads, build)), own
-    except cpu_background.BuildPendingError as pending:
-        return _route(code_of(pending.schedule, target, kept), p, pending.workers), None
+    build, route = _Building(target, kept, background and not active()), None
+    if served != own and not active():
+        route = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads, build))
+    if route is None:
+        served, route = own, _kept(p, target, (threads, own), lambda: _alone(p, target, threads, build))
+    if isinstance(route, StandIn):
+        return _route(code_of(route.schedule, target, kept), p, route.workers), None
+    return route, served
 
 
 class _Building(NamedTuple):
@@ -97,31 +97,34 @@ class _Building(NamedTuple):
     kept: RouteCache | None
     background: bool
 
-    def code(self, best: ClassSelection, p: Problem) -> Code:
-        """The code of the selected schedule.
+    def route(self, best: ClassSelection, p: Problem, rows: int | None = None) -> Any:
+        """The route of a selection for at most `rows` rows, or a `StandIn` while its code is built in the background.
 
         Raises:
-            BuildPendingError: it is being built in the background.
             BuildError: the compiler failed.
         """
-        before = (lambda: self._begin(best, p)) if self.background else None
-        return code_of(best.schedule, self.target, self.kept, before)
+        if self.background and known_code(best.schedule, self.target, self.kept) is None:
+            other = self._begin(best, p)
+            if other is not None:
+                return other
+        return _route(code_of(best.schedule, self.target, self.kept), p, best.workers, rows)
 
-    def _begin(self, best: ClassSelection, p: Problem) -> None:
-        """Begin to build the code of the selected schedule, if another one can take its place."""
+    def _begin(self, best: ClassSelection, p: Problem) -> StandIn | None:
+        """Begin to build the code of the selected schedule if another one can take its place, which is returned."""
         wanted, target, kept = best.schedule, self.target, self.kept
         listed, key = best.listed, (best.schedule, id(target), best.rows, p.but_rows)
         other = _stand_ins.get(key)
         if other is None:
             seconds = partial(predicted, p, listed, best.workers)
-            other = cpu_background.stand_in(p, wanted, listed.schedules, seconds, lambda s: is_loaded(s, target))
-        if other is not None and cpu_background.begin((wanted, id(target)), lambda: code_of(wanted, target, kept)):
-            _stand_ins.keep(key, other)
-            raise cpu_background.BuildPendingError(other, best.workers)
+            other = stand_in(p, wanted, listed.schedules, seconds, lambda s: is_loaded(s, target))
+        if other is None or not cpu_background.begin((wanted, id(target)), lambda: code_of(wanted, target, kept)):
+            return None
+        _stand_ins.keep(key, other)
+        return StandIn(other, best.workers)
 
 
 def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> Any:
-    """A value computed once for problems like `p` on a target; `about` holds the range of rows."""
+    """A route found once for problems like `p`; `about` holds the range of rows. A `StandIn` is not kept."""
     # A target holds dicts, so its identity stands for it; the entry keeps it alive.
     key = (p.but_rows, id(target), about)
     entry = _routes.get(key)
@@ -131,6 +134,8 @@ def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> An
         except BuildError as error:
             _routes.keep(key, (target, error.again()))
             raise
+        if isinstance(value, StandIn):
+            return value
         entry = _routes.keep(key, (target, value))
     if isinstance(entry[1], BuildError):
         raise entry[1].again()
@@ -145,7 +150,7 @@ def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, b
     best = select_for_class(p, target, threads)
     if best.rows != served:
         return None
-    return _route(build.code(best, p), p, best.workers, served[1])
+    return build.route(best, p, served[1])
 
 
 def _alone(p: Problem, target: Target, threads: int, build: _Building) -> Any:
@@ -154,7 +159,7 @@ def _alone(p: Problem, target: Target, threads: int, build: _Building) -> Any:
     if selected is None and not _tuned_within(p, (p.m, p.m), target, threads):
         check(p, target)
         best = select_for_class(p, target, threads)
-        return _route(build.code(best, p), p, best.workers)
+        return build.route(best, p)
     if selected is None:
         choice = choose(p, target, threads)
         selected = choice.schedule, choice.workers
