@@ -25,7 +25,7 @@ from portmm.ir.thread_nodes import WHOLE, Barrier, Exchange, Shared, Vector
 from portmm.kernels.blocks.statements import Lowering
 from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.gpu.epilogue_store import fused_arguments, operands
-from portmm.schedule.gpu_rows import RowTiles
+from portmm.schedule.rows import RowTiles
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ AHEAD = 4
 """Unroll factor of a loop along a long row, so that loads overlap."""
 
 
-def build(isa: Isa, real: Atom, program: BlockProgram, s: Schedule) -> tuple[GridKernel, ...]:
+def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tuple[GridKernel, ...]:
     """Kernels of a block program, in order; if columns are in registers, over rows of at most so many."""
     if program.loop == "m":
         return _columns(isa, real, program, s)

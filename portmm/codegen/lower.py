@@ -15,7 +15,6 @@ from portmm.errors import ScheduleError
 from portmm.ir.block_program import program_of
 from portmm.ir.index import const
 from portmm.ir.nodes import Let
-from portmm.kernels.blocks import core, threads
 from portmm.kernels.cpu import (
     attention,
     flash_decoding,
@@ -32,10 +31,10 @@ from portmm.kernels.gpu import (
 from portmm.schedule.cpu_candidates import PACKED_VECTORS
 from portmm.schedule.gpu_attention import AttentionTiles, Tiling
 from portmm.schedule.gpu_mma_attention import MatrixTiling
-from portmm.schedule.gpu_rows import columns_schedule, kept_in
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
 from portmm.schedule.programs import PROGRAMS
+from portmm.schedule.rows import columns_schedule, core_schedule, kept_in
 from portmm.schedule.text import spell
 from portmm.spec.dtype import dequantized_types, types
 from portmm.spec.epilogue import parse as parse_fused
@@ -64,9 +63,9 @@ def atom_of(isa: Isa, dtype: str, lanes: int = 0) -> Atom:
     return atom
 
 
-def _built(s: Schedule, isa: Isa, atom: Atom) -> Any:
-    """The kernel of a program; only builders that are used are imported."""
-    return import_module(f"portmm.kernels.{PROGRAMS[s.program].builder}").build(s, isa, atom)
+def _built(s: Schedule, isa: Isa, atom: Atom, *more: Any) -> Any:
+    """The kernel of a program, or its kernels; only builders that are used are imported."""
+    return import_module(f"portmm.kernels.{PROGRAMS[s.program].builder}").build(s, isa, atom, *more)
 
 
 def _check(s: Schedule, *, device: bool) -> None:
@@ -75,7 +74,7 @@ def _check(s: Schedule, *, device: bool) -> None:
     Raises:
         ScheduleError: it is not.
     """
-    known = [name for name, x in PROGRAMS.items() if x.device == device]
+    known = [name for name, x in PROGRAMS.items() if x.computes == "product" and x.device == device]
     if s.program not in known:
         where = "devices have" if device else "known are"
         raise ScheduleError(f"no block program called {s.program!r}; {where} {', '.join(known)}")
@@ -158,18 +157,20 @@ def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
 
 def lower_block(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
     """The kernel of a block program on a host, in lanes of `real`."""
-    kernel = core.build(isa, real, program)
-    return replace(kernel, header=_block_header(kernel.name, isa, program))
+    kernel: Kernel = _of_program(core_schedule(program, isa, real), isa, real, program)[0]
+    return kernel
 
 
 def lower_grid_block(isa: Isa, program: BlockProgram, s: Schedule) -> tuple[GridKernel, ...]:
-    """The kernels of a block program on a device, in order of execution; the schedule is of `schedule.gpu_rows`."""
-    kernels = threads.build(isa, _one(isa), program, s)
-    return tuple(replace(x, header=_block_header(x.name, isa, program)) for x in kernels)
+    """The kernels of a block program on a device, in order of execution; the schedule is of `schedule.rows`."""
+    return _of_program(s, isa, _one(isa), program)
 
 
-def _block_header(name: str, isa: Isa, program: BlockProgram) -> tuple[str, ...]:
-    return _header(name, isa, str(program.fused), f"portmm.fuse on {isa.title}")
+def _of_program(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tuple[Any, ...]:
+    def head(name: str) -> tuple[str, ...]:
+        return _header(name, isa, str(program.fused), f"portmm.fuse on {isa.title}")
+
+    return tuple(replace(x, header=head(x.name)) for x in _built(s, isa, real, program))
 
 
 def lower_grid_rows(isa: Isa, text: str, s: Schedule) -> GridKernel:

@@ -2,7 +2,19 @@
 
 from __future__ import annotations
 
-from portmm.schedule import cpu_gemm, cpu_tile_candidates, gpu_gemv, gpu_mma, gpu_simt, gpu_w4a16, gpu_wgmma
+from portmm.schedule import (
+    cpu_attention,
+    cpu_gemm,
+    cpu_tile_candidates,
+    gpu_attention,
+    gpu_gemv,
+    gpu_mma,
+    gpu_mma_attention,
+    gpu_simt,
+    gpu_w4a16,
+    gpu_wgmma,
+    rows,
+)
 from portmm.schedule.cpu_cost import Work
 from portmm.schedule.cpu_footprint import footprint
 from portmm.schedule.program import Program
@@ -18,5 +30,11 @@ PROGRAMS = {
     "wgmma": gpu_wgmma.PROGRAM,
     "coded": gpu_w4a16.SLICED,
     "dequant": gpu_w4a16.DEQUANTIZED,
+    "attention": cpu_attention.PROGRAM,
+    "mma_attention": gpu_mma_attention.PROGRAM,
+    "simt_attention": gpu_attention.PROGRAM,
+    "rows": rows.PROGRAM,
+    "columns": rows.PROGRAM,
 }
-"""Block programs by name, those of CPUs first. A new one is a row here, and a module of `kernels/`."""
+"""Block programs by name, products before others, those of CPUs first, and in the order of preference. A new one is a
+row here, and a module of `kernels/`."""
