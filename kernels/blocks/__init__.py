@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.kernels.blocks import core, threads
-
 if TYPE_CHECKING:
     from portmm.ir.block_program import BlockProgram
     from portmm.ir.grid_kernel import GridKernel
@@ -17,4 +15,10 @@ if TYPE_CHECKING:
 
 def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tuple[Kernel | GridKernel, ...]:
     """Kernels of a block program, in order, computed in lanes of `real`."""
-    return threads.build(s, isa, real, program) if s.on_device else (core.build(s, isa, real, program),)
+    if s.on_device:
+        from portmm.kernels.blocks import threads
+
+        return threads.build(s, isa, real, program)
+    from portmm.kernels.blocks import core
+
+    return (core.build(s, isa, real, program),)

@@ -12,7 +12,6 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import program_of
 from portmm.ir.index import const
 from portmm.ir.nodes import Let
 from portmm.kernels.cpu import (
@@ -34,7 +33,6 @@ from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
 from portmm.schedule.programs import PROGRAMS
-from portmm.schedule.rows import columns_schedule, core_schedule, kept_in
 from portmm.schedule.text import spell
 from portmm.spec.dtype import dequantized_types, types
 from portmm.spec.epilogue import parse as parse_fused
@@ -74,7 +72,7 @@ def _check(s: Schedule, *, device: bool) -> None:
     Raises:
         ScheduleError: it is not.
     """
-    known = [name for name, x in PROGRAMS.items() if x.computes == "product" and x.device == device]
+    known = [name for name, x in PROGRAMS.items() if x.device == device]
     if s.program not in known:
         where = "devices have" if device else "known are"
         raise ScheduleError(f"no block program called {s.program!r}; {where} {', '.join(known)}")
@@ -152,11 +150,15 @@ def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
 
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     """The kernel that computes epilogue expressions over rows, or reduces columns, in lanes of `real`."""
+    from portmm.ir.block_program import program_of
+
     return lower_block(isa, real, program_of(parse_fused(text), "L1"))
 
 
 def lower_block(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
     """The kernel of a block program on a host, in lanes of `real`."""
+    from portmm.schedule.rows import core_schedule
+
     kernel: Kernel = _of_program(core_schedule(program, isa, real), isa, real, program)[0]
     return kernel
 
@@ -175,11 +177,17 @@ def _of_program(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tup
 
 def lower_grid_rows(isa: Isa, text: str, s: Schedule) -> GridKernel:
     """The kernel of a device that computes epilogue expressions over rows."""
+    from portmm.ir.block_program import program_of
+    from portmm.schedule.rows import kept_in
+
     return lower_grid_block(isa, program_of(parse_fused(text), kept_in(s)), s)[0]
 
 
 def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
     """The kernels of a device that reduce columns: two where they are `sliced`."""
+    from portmm.ir.block_program import program_of
+    from portmm.schedule.rows import columns_schedule
+
     return lower_grid_block(isa, program_of(parse_fused(text)), columns_schedule(threads, sliced=sliced))
 
 

@@ -117,4 +117,4 @@ def candidates(isa: Isa, atom: Atom) -> tuple[Schedule, ...]:
     return (attention_schedule(isa, atom),)
 
 
-PROGRAM = Program("cpu.attention", candidates, footprint, multiply_adds, "attention")
+PROGRAM = Program("cpu.attention", candidates, footprint, multiply_adds)

@@ -78,7 +78,7 @@ def proposals(p: Problem, target: Target) -> Iterator[tuple[Schedule, Isa, Atom]
         narrow = None if narrow and p.fused and not _fuses(isa, narrow.n, p.fused) else narrow
         for lanes, x in ((narrow.n, narrow), (0, atom)) if narrow else ((0, atom),):
             use, own = AtomUse(lanes, atom.k_pack, swap), isa.atom(q.dtype, lanes) or atom
-            programs = [y for y in PROGRAMS.values() if y.computes == "product" and not y.device]
+            programs = [y for y in PROGRAMS.values() if not y.device]
             for s in (s for y in programs for s in y.candidates(q, isa, x, target, UNUSED)):
                 one = replace(s, atom=use)
                 legal = legal or not illegal(one, p, isa, own, target)

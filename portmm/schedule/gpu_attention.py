@@ -355,4 +355,4 @@ def split_keys(s: Schedule, shape: AttentionSizes, wanted: int) -> tuple[int, in
     return -(-shape.keys // each), each
 
 
-PROGRAM = Program("gpu.simt_attention", candidates, footprint, work, "attention", device=True)
+PROGRAM = Program("gpu.simt_attention", candidates, footprint, work, device=True)

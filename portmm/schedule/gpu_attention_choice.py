@@ -23,7 +23,7 @@ def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
     Raises:
         ScheduleError: there are none.
     """
-    programs = (x for x in PROGRAMS.values() if x.device and x.computes == "attention")
+    programs = (PROGRAMS[x] for x in ("mma_attention", "simt_attention"))
     listed = next(s for x in programs if (s := list(x.candidates(shape, target))))
     isa, _ = unit(listed[0], target)
     return [replace(s, isa=isa.name) for s in listed]

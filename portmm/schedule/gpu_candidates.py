@@ -41,7 +41,7 @@ def candidates(p: Problem, target: Target, vectors: tuple[int, int, int]) -> lis
     device_of(target)
     legal: dict[Schedule, None] = {}
     for isa, atom in units(p.dtype, target, tf32=p.tf32):
-        programs = (x for x in PROGRAMS.values() if x.computes == "product" and x.device)
+        programs = (x for x in PROGRAMS.values() if x.device)
         proposed = (s for x in programs for s in x.candidates(p, isa, atom, target, vectors))
         legal |= {
             _bounded(s, target): None for s in _with_fixup(proposed, target) if not illegal(s, p, isa, atom, target)

@@ -254,4 +254,4 @@ def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int
     return split_keys(s, shape, min(MOST_RUNS, max(1, busy // blocks), -(-shape.keys // RUN)))
 
 
-PROGRAM = Program("gpu.mma_attention", candidates, footprint, time, "attention", device=True, dynamic_shared=True)
+PROGRAM = Program("gpu.mma_attention", candidates, footprint, time, device=True, dynamic_shared=True)

@@ -80,7 +80,6 @@ class Program:
         footprint: what a schedule needs of each level.
         work: what a schedule does: of a device, `Work`, with the number of blocks that fit a processor; of a CPU,
             columns of all candidates at once; of attention, what candidates are ordered by.
-        computes: "product", "attention" or "rows".
         device: it is for devices.
         dynamic_shared: it may have more shared memory than a kernel has statically.
         grouped: it supports grouped matmuls, whose blocks find the group of their rows.
@@ -93,7 +92,6 @@ class Program:
     candidates: Callable[..., Iterable[Schedule]]
     footprint: Callable[..., Footprint]
     work: Callable[..., Any]
-    computes: str = "product"
     device: bool = False
     dynamic_shared: bool = False
     grouped: bool = False

@@ -221,4 +221,4 @@ def workers(program: BlockProgram, size: Size, threads: int) -> int:
     return threads if work(program, size).counts["memory"] > FORK * BYTES_PER_SECOND else 1
 
 
-PROGRAM = Program("blocks", candidates, footprint, work, "rows")
+PROGRAM = Program("blocks", candidates, footprint, work)
