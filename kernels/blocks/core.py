@@ -9,6 +9,7 @@ of columns is a few cache lines wide, so that lines of a row are in L2 when the 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, minimum, round_up, var
@@ -23,31 +24,25 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.kernels.blocks.statements import Step
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
 TASKS_PER_WORKER = 4
-CHAINS = 4
-"""Independent accumulators of a sum: an addition takes four cycles."""
-RUN = 64
-"""Vectors of a chain after which sums restart (`summation`), and sums of runs after which theirs do: a row of a
-million elements has 16 thousand runs of one lane. Errors are NumPy's, whose sums are pairwise."""
-GROUP = 128
-"""Columns of a group: eight cache lines of f32, a run that prefetchers follow."""
 
 
-def build(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
+def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
     """Kernel of a block program, computed in lanes of `real`."""
-    fused = program.fused
+    fused, group = program.fused, s.tile("L2").n
     m, n, task, item = var("m"), var("n"), var("task"), var("item")
     if program.loop == "m":
-        groups, start = ceil_div(n, GROUP), var("column")
+        groups, start = ceil_div(n, group), var("column")
         here = arguments(fused, item, const(0), start)
         body: tuple[Stmt, ...] = (
             Let("item", task // groups),
-            Let("column", task % groups * GROUP),
-            Call(_columns(isa, real, program), (m, n, minimum(n - start, GROUP), item, start, *here)),
+            Let("column", task % groups * group),
+            Call(_columns(isa, real, program), (m, n, minimum(n - start, group), item, start, *here)),
         )
         share = Function("some_columns", "task", (), body, "A group of columns")
         return _kernel("columns", isa, real, program, share, groups * var("batch"), const(0))
@@ -55,7 +50,7 @@ def build(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
     tasks, width, kept = minimum(total, var("workers") * TASKS_PER_WORKER), round_up(n, 64), len(program.tiles)
     own = [LetPtr(f"kept{i}", Ptr("work", (var("worker") * kept + i) * width), "f32") for i in range(kept)]
     here = [*arguments(fused, item, var("row"), const(0)), *(Ptr(x.name) for x in own)]
-    line = Call(_row(isa, real, program), (m, n, item, var("row"), *here))
+    line = Call(_row(s, isa, real, program), (m, n, item, var("row"), *here))
     one = (Let("item", var("r") // m), Let("row", var("r") % m), line)
     rows = For("r", total * task // tasks, total * (task + 1) // tasks, const(1), one)
     share = Function("some_rows", "task", (), (*own, rows), "A share of the rows")
@@ -70,9 +65,9 @@ def _kernel(  # noqa: PLR0917 - two callers
     return Kernel(f"portmm_{name}_{real.name}", isa, real, entry, work + 64, operands=operands)
 
 
-def _row(isa: Isa, real: Atom, program: BlockProgram) -> Function:
+def _row(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> Function:
     """Function for all passes over one row."""
-    each = _Core(program, Elements(isa, real, program.fused, row=var("row")), chains=CHAINS)
+    each = _Core(program, Elements(isa, real, program.fused, row=var("row")), chains=s.nr // real.n, run=s.tile("L1").n)
     lane = [Scratch("lane", real.n, "f32")] if each.totals else []
     body = (*each.at.scratch(), *each.scratch(), *lane, *each.passes())
     params = [Param("m"), Param("n"), Param("item"), Param("row"), *parameters(each.at.fused)]
@@ -98,8 +93,16 @@ def _vectors(at: Elements, begin: Index, end: Index, body: Step) -> list[Stmt]:
     return stmts
 
 
+@dataclass
 class _Core(Lowering):
-    """Statements on vectors of a core."""
+    """Statements on vectors of a core.
+
+    Attributes:
+        run: columns after which sums along a row restart; sums of runs do so after as many runs as these are vectors
+            of a chain.
+    """
+
+    run: int = 0
 
     def along(self, step: Step, wanted: list[Expr], reduced: list[Expr], written: tuple[int, ...]) -> list[Stmt]:
         """Loop along a row."""
@@ -107,10 +110,10 @@ class _Core(Lowering):
         n, lanes = var("n"), self.at.real.n
         if not reduced:
             return _vectors(self.at, const(0), n, step)
-        several = n - n % (CHAINS * lanes)
-        side = tuple(s for e in range(CHAINS) for s in step(var("j") + e * lanes, "", e))
-        sums = [f"{self.totals[x]}_{e}" for x in reduced if x.args[0] == "add" for e in range(CHAINS)]
-        return [*_runs(self.at, sums, several, side), *_vectors(self.at, several, n, step)]
+        several = n - n % (self.chains * lanes)
+        side = tuple(s for e in range(self.chains) for s in step(var("j") + e * lanes, "", e))
+        sums = [f"{self.totals[x]}_{e}" for x in reduced if x.args[0] == "add" for e in range(self.chains)]
+        return [*_runs(self, sums, several, side), *_vectors(self.at, several, n, step)]
 
     def reduced(self, x: Expr, into: str, few: str) -> list[Stmt]:
         """Reduction of a vector of values into an accumulator; along a row, of a last one only the valid lanes."""
@@ -133,18 +136,18 @@ class _Core(Lowering):
         stmts: list[Stmt] = []
         for x in reduced:
             first = self.register(x)
-            stmts += [self.taken(x, first, self.register(x, e)) for e in range(1, CHAINS)]
+            stmts += [self.taken(x, first, self.register(x, e)) for e in range(1, self.chains)]
             stmts.append(Verb("store", first, p=Ptr("lane"), of=self.at.real.name))
             stmts.append(Total(x.args[0], Ptr(self.totals[x]), Ptr("lane"), self.at.real.n))
         return stmts
 
 
-def _runs(at: Elements, sums: list[str], end: Index, side: tuple[Stmt, ...]) -> list[Stmt]:
+def _runs(each: _Core, sums: list[str], end: Index, side: tuple[Stmt, ...]) -> list[Stmt]:
     """Loop over a row; the registers all_* of `sums` restart with each run, those of runs with each block."""
-    real, step = at.real.name, CHAINS * at.real.n
+    real, step, run = each.at.real.name, each.chains * each.at.real.n, each.run
     if not sums:
         return [For("j", const(0), end, const(step), side)]
-    run, block = RUN * step, RUN * RUN * step
+    block = run * (run // step)
     j_run, j_block = var("j_run"), var("j_block")
 
     def none(level: str) -> list[Stmt]:

@@ -27,7 +27,7 @@ from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.gpu import parameters
 from portmm.kernels.gpu.epilogue_store import operands
 from portmm.kernels.gpu.loops import unrolled
-from portmm.schedule.gpu_rows import RowTiles
+from portmm.schedule.rows import RowTiles
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ AHEAD = 4
 """Unroll factor of a loop along a long row, so that loads overlap."""
 
 
-def build(isa: Isa, real: Atom, program: BlockProgram, s: Schedule) -> tuple[GridKernel, ...]:
+def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tuple[GridKernel, ...]:
     """Kernels of a block program, in order; if columns are in registers, over rows of at most so many."""
     if program.loop == "m":
         return _columns(isa, real, program, s)

@@ -12,11 +12,9 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import program_of
 from portmm.ir.index import const
 from portmm.ir.nodes import Let
 from portmm.schedule.cpu_candidates import PACKED_VECTORS
-from portmm.schedule.gpu_rows import columns_schedule, kept_in
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
 from portmm.schedule.programs import PROGRAMS
@@ -53,9 +51,9 @@ def _builder(name: str) -> Any:
     return import_module(f"portmm.kernels.{name}")
 
 
-def _built(s: Schedule, isa: Isa, atom: Atom) -> Any:
-    """The kernel of a program."""
-    return _builder(PROGRAMS[s.program].builder).build(s, isa, atom)
+def _built(s: Schedule, isa: Isa, atom: Atom, *more: Any) -> Any:
+    """The kernel of a program, or its kernels."""
+    return _builder(PROGRAMS[s.program].builder).build(s, isa, atom, *more)
 
 
 def _check(s: Schedule, *, device: bool) -> None:
@@ -142,32 +140,44 @@ def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
 
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     """The kernel that computes epilogue expressions over rows, or reduces columns, in lanes of `real`."""
+    from portmm.ir.block_program import program_of
+
     return lower_block(isa, real, program_of(parse_fused(text), "L1"))
 
 
 def lower_block(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
     """The kernel of a block program on a host, in lanes of `real`."""
-    kernel: Kernel = _builder("blocks.core").build(isa, real, program)
-    return replace(kernel, header=_block_header(kernel.name, isa, program))
+    from portmm.schedule.rows import core_schedule
+
+    kernel: Kernel = _of_program(core_schedule(program, isa, real), isa, real, program)[0]
+    return kernel
 
 
 def lower_grid_block(isa: Isa, program: BlockProgram, s: Schedule) -> tuple[GridKernel, ...]:
-    """The kernels of a block program on a device, in order of execution; the schedule is of `schedule.gpu_rows`."""
-    kernels = _builder("blocks.threads").build(isa, _one(isa), program, s)
-    return tuple(replace(x, header=_block_header(x.name, isa, program)) for x in kernels)
+    """The kernels of a block program on a device, in order of execution; the schedule is of `schedule.rows`."""
+    return _of_program(s, isa, _one(isa), program)
 
 
-def _block_header(name: str, isa: Isa, program: BlockProgram) -> tuple[str, ...]:
-    return _header(name, isa, str(program.fused), f"portmm.fuse on {isa.title}")
+def _of_program(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tuple[Any, ...]:
+    def head(name: str) -> tuple[str, ...]:
+        return _header(name, isa, str(program.fused), f"portmm.fuse on {isa.title}")
+
+    return tuple(replace(x, header=head(x.name)) for x in _built(s, isa, real, program))
 
 
 def lower_grid_rows(isa: Isa, text: str, s: Schedule) -> GridKernel:
     """The kernel of a device that computes epilogue expressions over rows."""
+    from portmm.ir.block_program import program_of
+    from portmm.schedule.rows import kept_in
+
     return lower_grid_block(isa, program_of(parse_fused(text), kept_in(s)), s)[0]
 
 
 def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
     """The kernels of a device that reduce columns: two where they are `sliced`."""
+    from portmm.ir.block_program import program_of
+    from portmm.schedule.rows import columns_schedule
+
     return lower_grid_block(isa, program_of(parse_fused(text)), columns_schedule(threads, sliced=sliced))
 
 

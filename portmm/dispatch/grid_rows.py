@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 from portmm.codegen.lower import lower_grid_block
 from portmm.dispatch.launches import MOST, bind
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import of_rows, program_of
-from portmm.schedule.gpu_rows import columns_schedule, kept_in, rows_schedule
-from portmm.schedule.gpu_variants import on_gpu
+from portmm.ir.block_program import program_of
+from portmm.schedule.rows import candidates, kept_in, slices
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import parse
 
@@ -22,27 +21,12 @@ if TYPE_CHECKING:
     from portmm.dispatch.launches import Launch
     from portmm.dispatch.machine import Machine
     from portmm.ir.block_program import BlockProgram
+    from portmm.schedule.rows import Size
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
-    from portmm.target.device import Device
 
-Size = tuple[int, int, int]
-"""Rows, columns, items of a batch."""
 NEIGHBOURS = 4
 """Columns of a vector access where all operands are aligned: 16 bytes of f32."""
-USUAL = 256
-"""Threads of a block: enough to hide latencies, few enough for several blocks on a multiprocessor."""
-LEAST = 128
-LANES = 16
-"""Threads of a row under OpenCL on a CPU: a vector of 512 bits."""
-MOST_REGISTERS = 32
-"""Registers of a thread for values of its columns; loops over them are unrolled."""
-LEAST_ROWS = 32
-"""The least number of rows that is worth a slice of a column."""
-WAVES = 4
-"""Blocks per multiprocessor up to which columns are cut into slices."""
-MOST_SLICES = 65535
-"""CUDA C++ Programming Guide: blocks along the second axis of a grid."""
 
 
 def launches(  # noqa: PLR0917 - as kernels have them
@@ -77,13 +61,15 @@ def launches(  # noqa: PLR0917 - as kernels have them
     values: dict[str, Any] = {"m": m, "n": n, "batch": batch}
     for i, steps in enumerate(strides):
         values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps, strict=False)}
-    if fused.column_reductions:
-        return _columns(program or text, fused, size, values, on)
-    if 0 in (m, batch):
+    neighbours = 1 if fused.column_reductions else vector(fused, size, strides, aligned)
+    schedules = candidates(program or program_of(fused), size, on.target, neighbours, exchange=on.language == "cuda")
+    if not schedules:
         return (), 0
-    schedule = schedule_of(fused, size, vector(fused, size, strides, aligned), on)
-    kernel, function = _code(program or text, schedule, on)[0]
-    return (bind(kernel, function, values),), 0
+    s, parts = schedules[0], 0
+    if s.parallel.split != 1:
+        parts = values["slices"] = slices(size, s.threads, on.target)
+    kernels = _code(program or text, s, on)
+    return tuple(bind(*x, values) for x in kernels), parts * batch * len(fused.column_reductions) * n
 
 
 def merged(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]]) -> tuple[Size, Sequence[tuple[int, ...]]]:
@@ -115,66 +101,7 @@ def vector(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]], aligned
 
 def schedule_of(fused: Fused, size: Size, neighbours: int, on: Machine) -> Schedule:
     """The distribution of rows over threads."""
-    device = on.target.device
-    assert device is not None  # noqa: S101 - machines have one
-    n = max(size[1], 1)
-    if not on_gpu(on.target):
-        # OpenCL compilers for CPUs vectorize over neighbouring columns.
-        return (
-            rows_schedule(LANES, LANES) if fused.reductions else rows_schedule(4 * LANES, min(4 * LANES, _power(n)), 4)
-        )
-    threads, exchange = min(USUAL, device.block_threads), on.language == "cuda"
-    if not fused.reductions:
-        return rows_schedule(threads, min(threads, _power(-(-n // neighbours))), max(neighbours, 4), neighbours)
-    return _reducing(fused, n, neighbours, device, exchange=exchange)
-
-
-def _reducing(fused: Fused, n: int, neighbours: int, device: Device, *, exchange: bool) -> Schedule:
-    """The distribution over threads of rows that are reduced."""
-    most = _floor(min(device.block_threads, 1024))
-    vectors = -(-n // neighbours)
-    room = max(1, MOST_REGISTERS // max(1, len(of_rows(fused, "registers").tiles)) // neighbours)
-    subgroup = min(_power(-(-vectors // max(1, 4 // neighbours))), USUAL, most)
-    while subgroup < most and _power(-(-vectors // subgroup)) > room:
-        subgroup *= 2
-    columns = _power(-(-vectors // subgroup))
-    threads = max(subgroup, min(LEAST, most))
-    words = len(fused.reductions) * (4 if not exchange else 4 // device.warp or 1)
-    while not exchange and threads > 1 and threads * words > device.shared_bytes:
-        threads, subgroup = threads // 2, min(subgroup, threads // 2)
-        columns = _power(-(-vectors // subgroup))
-    return rows_schedule(
-        threads, subgroup, columns * neighbours if columns <= room else 0, neighbours,
-        exchange and threads >= device.warp, device.warp,
-    )  # fmt: skip
-
-
-def _power(x: int) -> int:
-    """The least power of two not below x."""
-    return 1 << max(x - 1, 0).bit_length()
-
-
-def _floor(x: int) -> int:
-    """The greatest power of two not above x."""
-    return 1 << x.bit_length() - 1
-
-
-def _columns(
-    program: BlockProgram | str, fused: Fused, size: Size, values: dict[str, Any], on: Machine
-) -> tuple[tuple[Launch, ...], int]:
-    """The kernels that reduce columns."""
-    m, n, batch = size
-    device = on.target.device
-    assert device is not None  # noqa: S101 - machines have one
-    if 0 in (n, batch):
-        return (), 0
-    threads = 64 if on_gpu(on.target) else LANES
-    blocks = -(-n // threads) * batch
-    slices = min(m // LEAST_ROWS, -(-WAVES * device.processors // blocks), MOST_SLICES)
-    sliced = slices > 1
-    kernels = _code(program, columns_schedule(threads, sliced=sliced), on)
-    launches_ = tuple(bind(k, f, values | ({"slices": slices} if sliced else {})) for k, f in kernels)
-    return launches_, slices * batch * len(fused.column_reductions) * n if sliced else 0
+    return candidates(program_of(fused), size, on.target, neighbours, exchange=on.language == "cuda")[0]
 
 
 def _code(program: BlockProgram | str, s: Schedule, on: Machine) -> tuple[tuple[Any, Any], ...]:

@@ -19,8 +19,8 @@ from portmm.fusion.program_cpu import ARENA, ChangedError, Kernel, Writer
 from portmm.fusion.unit_expressions import kernel_type
 from portmm.ir.block_program import program_of
 from portmm.ops import dynamic_m
-from portmm.ops.rowwise import BYTES_PER_SECOND, FORK
 from portmm.runtime.cpu import runtime
+from portmm.schedule.rows import workers
 from portmm.spec.dtype import spell
 from portmm.spec.epilogue import parse
 from portmm.spec.problem import Problem
@@ -211,9 +211,8 @@ class HostBuilder(Builder):
         from portmm.dispatch import cpu_routes
 
         buffers = fusing.buffers
-        bytes_ = size[0] * size[1] * size[2] * 4 * len(buffers)
-        workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
-        route = cpu_routes.rows_route(program_of(parse(fusing.text()), "L1"), size, config.target(), workers)
+        program = program_of(parse(fusing.text()), "L1")
+        route = cpu_routes.rows_route(program, size, config.target(), workers(program, size, config.get_num_threads()))
         strides = list(zip(w.batch[1], w.rows[1], columns, strict=True))
         for moved in w.repeats:
             table, numbers = self.writer.operands(buffers, strides, moved), self.writer.pass_numbers(fusing.numbers)

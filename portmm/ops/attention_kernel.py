@@ -127,7 +127,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
         BuildError: the compiler failed.
     """
     from portmm.dispatch import cpu_routes, cpu_units
-    from portmm.schedule.cpu_attention import attention_schedule
+    from portmm.schedule.cpu_attention import attention_schedule, multiply_adds
 
     _, _, with_lse, all_keys, no_starts = flags
     if len(traced.results) > 1:
@@ -142,7 +142,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     schedule = attention_schedule(isa, atom)
     form = _form(_fused(function), shape, flags, isa, atom, schedule, few=few)
     step, run = _blocks(shape, schedule, target, few=few)
-    macs = shape.items * shape.heads * shape.m * shape.n * (shape.d + shape.dv)
+    macs = multiply_adds(shape.items * shape.heads, shape.m, shape.n, shape.d + shape.dv)
     workers = config.get_num_threads() if macs > FORK else 1
     q, k, v = shape.operands
     if few:

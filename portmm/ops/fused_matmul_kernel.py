@@ -18,7 +18,7 @@ from portmm.errors import ScheduleError
 from portmm.ops import host_matmul, routes
 from portmm.ops.epilogues import VALUES, fusible
 from portmm.ops.prepack import current, is_packed
-from portmm.ops.rowwise import BYTES_PER_SECOND
+from portmm.schedule.rows import BYTES_PER_SECOND
 from portmm.spec.dtype import BY_NAME, accumulator, spell
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import row_class

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Kernel
 
 
-def launch(kernel: Kernel | GridKernel | BlockProgram, *arrays: Any) -> Any:
+def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c: Any = None, *others: Any) -> Any:
     """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each; or a block program over rows or columns.
 
     Nothing restricts what a kernel does. Threads are those of
@@ -37,12 +37,14 @@ def launch(kernel: Kernel | GridKernel | BlockProgram, *arrays: Any) -> Any:
 
     Args:
         kernel: a kernel, made for this machine's instructions, or a record, which is lowered for where arrays are.
-        arrays: A, (m, k) or (batch, m, k), of the type that the kernel reads, with any strides; B, (k, n) or
-            (batch, k, n), likewise; and C, (m, n) or (batch, m, n), written. Of a record, its operands, each of which
-            is broadcast along the labels that it does not have.
+        a: (m, k) or (batch, m, k), of the type that the kernel reads, with any strides. Of a record, a and all others
+            are its operands in order, each of which is broadcast along the labels that it does not have.
+        b: (k, n) or (batch, k, n), likewise.
+        c: (m, n) or (batch, m, n), written.
+        others: further operands of a record.
 
     Returns:
-        The last array.
+        `c`; of a record, the last array.
 
     Raises:
         TargetError: this machine lacks instructions.
@@ -52,9 +54,9 @@ def launch(kernel: Kernel | GridKernel | BlockProgram, *arrays: Any) -> Any:
         BuildError: the compiler failed.
     """
     if isinstance(kernel, BlockProgram):
+        arrays = tuple(x for x in (a, b, c, *others) if x is not None)
         _block_program(kernel, arrays)
         return arrays[-1]
-    a, b, c = arrays
     if isinstance(kernel, GridKernel):
         _on_device(kernel, a, b, c)
         return c
@@ -112,33 +114,38 @@ def _block_program(program: BlockProgram, arrays: tuple[Any, ...]) -> None:
     """Run a block program, on the host or, asynchronously, on the stream or queue of the first array.
 
     Raises:
-        TypeError: an array is of another type than its operand.
-        ValueError: shapes do not match, or elements along n are not neighbours in memory.
+        TypeError: an array is of another type than its operand, or elsewhere than the first.
+        ValueError: shapes do not match, an array cannot be written, or elements along n are not neighbours in memory.
     """
     from portmm.arrays import interop, operand
 
-    there = [interop.adopt(x) for x in arrays]
-    views = [np.asarray(x) if y is None else operand.standin(y) for x, y in zip(arrays, there, strict=True)]
-    shape, strides = _broadcast(program, views)
-    batch, m, n = shape
-    if on := [x for x in there if x is not None]:
-        from portmm.dispatch.grid_rows import launches
-        from portmm.dispatch.machine import machine_of
-        from portmm.ops.kernel_call import start
+    there = interop.adopt_all({f"x{i}_all": x for i, x in enumerate(arrays)}) if on_device(arrays[0]) else {}
+    views = [operand.standin(x) for x in there.values()] or list(arrays)
+    (batch, m, n), strides = _broadcast(program, views)
+    if not there:
+        written = {x for x, _ in program.fused.results}
+        if fixed := [i for i, x in enumerate(views) if i in written and not x.flags.writeable]:
+            raise ValueError(f"array {fixed[0]} is read-only; pass a writeable array")
+        from portmm.dispatch import cpu_routes
+        from portmm.runtime.cpu import runtime
 
-        operand.same_device(on)
-        machine, aligned = machine_of(on[0]), [math.gcd(x.at, operand.WIDEST) for x in on]
-        every, work = launches(str(program.fused), (m, n, batch), strides, aligned, machine, program)
-        addresses = {f"x{i}_all": operand.address(x) for i, x in enumerate(on)}
-        start(machine, tuple((x, ()) for x in every), addresses, on[0], (work, "f32"))
+        host_matmul.begin()
+        route = cpu_routes.rows_route(program, (m, n, batch), config.target(), config.get_num_threads())
+        table = np.array([(runtime().address(x), *s, 0) for x, s in zip(views, strides, strict=True)], np.int64)
+        if m and batch:
+            runtime().execute(route, m, n, 1, batch, *(0,) * 12, *(None,) * 7, table, np.zeros(1, np.float32))
         return
-    from portmm.dispatch import cpu_routes
-    from portmm.runtime.cpu import runtime
+    from portmm.dispatch.grid_rows import launches
+    from portmm.dispatch.machine import machine_of
+    from portmm.ops.kernel_call import start
 
-    host_matmul.begin()
-    route = cpu_routes.rows_route(program, (m, n, batch), config.target(), config.get_num_threads())
-    table = np.array([(runtime().address(x), *s, 0) for x, s in zip(views, strides, strict=True)], np.int64)
-    runtime().execute(route, m, n, 1, batch, *(0,) * 12, *(None,) * 7, table, np.zeros(1, np.float32))
+    operands = list(there.values())
+    for i, _ in program.fused.results:
+        operand.check_out(operands[i], operands[i].shape)
+    on, aligned = machine_of(operands[0]), [math.gcd(x.at, operand.WIDEST) for x in operands]
+    every, work = launches(str(program.fused), (m, n, batch), strides, aligned, on, program)
+    addresses = {name: operand.address(x) for name, x in there.items()}
+    start(on, tuple((x, ()) for x in every), addresses, operands[0], (work, "f32"))
 
 
 def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
@@ -148,11 +155,18 @@ def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...]
         TypeError: an array is of another type than its operand.
         ValueError: shapes do not match, or elements along n are not neighbours in memory.
     """
-    shape = np.broadcast_shapes((1, 1, 1), *(x.shape for x in views))
-    strides = []
+    if len(views) != len(program.operands):
+        raise ValueError(f"{len(views)} arrays for {len(program.operands)} operands: pass one for each, in order")
     for i, (x, view) in enumerate(zip(program.operands, views, strict=True)):
-        if numpy_arrays.name_of(view.dtype) != x.dtype:
-            raise TypeError(f"array {i} is of {view.dtype}; the operand is of {x.dtype}")
+        if not isinstance(view, np.ndarray) or numpy_arrays.name_of(view.dtype) != x.dtype:
+            actual = view.dtype if isinstance(view, np.ndarray) else f"a {type(view).__name__}"
+            raise TypeError(f"array {i} is of {actual}; the operand is an array of {x.dtype}, where the first one is")
+        if not numpy_arrays.addressable(view, view.dtype.newbyteorder("=")):
+            raise ValueError(f"array {i} is not aligned to its elements, or of another byte order; copy it first")
+    shape, strides = np.broadcast_shapes((1, 1, 1), *(x.shape for x in views)), []
+    if program.loop == "m" and not shape[1]:
+        raise ValueError(f"arrays of {shape} have no rows to reduce")
+    for i, (x, view) in enumerate(zip(program.operands, views, strict=True)):
         whole = tuple(extent if axis in x.axes else 1 for axis, extent in zip("bmn", shape, strict=True))
         if (1,) * (3 - view.ndim) + view.shape != whole:
             raise ValueError(f"array {i} is {view.shape}, operand {x} of {shape} takes {whole}")

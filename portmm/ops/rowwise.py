@@ -18,6 +18,7 @@ from portmm.errors import BuildError
 from portmm.ir.block_program import program_of
 from portmm.ops import host_matmul, row_kernels
 from portmm.runtime.cpu import runtime
+from portmm.schedule.rows import workers
 from portmm.spec.dtype import BY_NAME
 from portmm.trace.bind import Bound, bind_operands, dense, native
 from portmm.trace.recorder import described, element
@@ -30,9 +31,6 @@ if TYPE_CHECKING:
 
 
 Array = np.ndarray[Any, Any]
-BYTES_PER_SECOND = 8e9
-"""Least bandwidth of a core: rows that one core processes in less than FORK seconds use one thread."""
-FORK = 20e-6
 
 
 class _Numbers:
@@ -168,9 +166,8 @@ class HostRows:
         strides = [tuple([s // x.itemsize for s in x.strides]) for x in self.values]
         strides += [dense("bn", size)] * len(columns)
         step = bind_operands(traced, (*views, *columns), usual, ends=False)
-        bytes_ = math.prod(size) * 4 * len(step.fused.operands)
-        workers = config.get_num_threads() if bytes_ > FORK * BYTES_PER_SECOND else 1
-        route = cpu_routes.rows_route(program_of(step.fused, "L1"), size, config.target(), workers)
+        program = program_of(step.fused, "L1")
+        route = cpu_routes.rows_route(program, size, config.target(), workers(program, size, config.get_num_threads()))
         bound = Bound(traced, size, strides, [dense(x, size) for x in step.axes])
         shapes = [(*self.lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
         results = tuple(zip(shapes, step.types, strict=True))

@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import IN_PLACE_ROWS, capacity
 from portmm.schedule.parts import ALL, PACKED, OperandPlan, Parallel, Tile
+from portmm.schedule.program import Program
 from portmm.schedule.schedule import Schedule
 
 if TYPE_CHECKING:
+    from portmm.schedule.program import Footprint
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target
@@ -96,6 +98,23 @@ class Geometry:
 def keys_of(s: Schedule, target: Target, head: int) -> int:
     """Keys of a block: as many as fit half of L2 with their scores, K and V, in whole tiles of both products."""
     near = capacity(target, "L2") or capacity(target, "L1") or UNKNOWN_L2
-    per_key = 4 * (s.tile("L2").n + 2 * head)
     step = s.mr * 2
-    return max(1, min(MOST_KEYS, near // 2 // per_key) // step) * step
+    return max(1, min(MOST_KEYS, near // 2 // footprint(s, 1, head)["L2"]) // step) * step
+
+
+def footprint(s: Schedule, keys: int, head: int) -> Footprint:
+    """Bytes of the scores, K and V of some keys."""
+    return {"L2": 4 * (s.tile("L2").n + 2 * head) * keys}
+
+
+def multiply_adds(heads: int, queries: int, keys: int, elements: int) -> int:
+    """Multiply-adds of both products, for the elements of a head of K and of V together."""
+    return heads * queries * keys * elements
+
+
+def candidates(isa: Isa, atom: Atom) -> tuple[Schedule, ...]:
+    """The only schedule of an atom."""
+    return (attention_schedule(isa, atom),)
+
+
+PROGRAM = Program("cpu.attention", candidates, footprint, multiply_adds)

@@ -34,15 +34,17 @@ from typing import TYPE_CHECKING, NamedTuple
 from portmm.errors import ScheduleError
 from portmm.schedule.gpu_variants import device_of, on_gpu
 from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, THROUGH, OperandPlan, Parallel, Staging, Tile
+from portmm.schedule.program import Program, capacities_of, exceeded, footprint_of
 from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import BY_NAME
+from portmm.target.device import STATIC_SHARED
 from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
+    from portmm.schedule.program import Footprint
     from portmm.target.target import Target
 
-STATIC = 48 << 10
-"""CUDA C++ Programming Guide: shared memory of a kernel that does not request more."""
+STATIC = STATIC_SHARED
 WIDEST = 16
 """Largest vector that a thread moves at once, in bytes."""
 LANES = 4
@@ -299,7 +301,7 @@ def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
     Raises:
         ScheduleError: there are none.
     """
-    device = device_of(target)
+    has = capacities_of(target, dynamic=False)
     together = shape.queries * shape.group
     runs = shape.queries <= FEW[0][0] and together <= TILES[0][0] and shape.keys >= 2 * RUN
     rows = together if runs else shape.queries
@@ -314,19 +316,24 @@ def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
         stored = t.cell if runs else min(o, t.cell)
         moved = (math.gcd(q, t.depth), math.gcd(k, t.depth), math.gcd(v, t.v_pitch), stored)
         t = Tiling(schedule_of(shape.dtype, heads, block, threads, moved, shape.loose, runs=runs))
-        if t.threads <= device.block_threads and t.shared_bytes <= min(STATIC, device.shared_bytes):
-            legal.append(t)
+        if not exceeded(footprint(t.s), has):
+            legal.append(t.s)
     if not legal:
         raise ScheduleError(
             f"attention of heads of {shape.d} and {shape.dv} elements needs more than the "
-            f"{min(STATIC, device.shared_bytes)} bytes of shared memory of {target.name}"
+            f"{has['shared']} bytes of shared memory of {target.name}"
         )
-    return [t.s for t in sorted(legal, key=lambda t: _lacks(t, shape, target))]
+    return sorted(legal, key=lambda s: work(s, shape, target))
 
 
-def _lacks(t: Tiling, shape: AttentionSizes, target: Target) -> tuple[int, int, bool]:
+def footprint(s: Schedule) -> Footprint:
+    """Shared memory of a block; registers are counted in `work`, as threads without enough spill."""
+    return footprint_of(s, 0, Tiling(s).shared_bytes)
+
+
+def work(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int, bool]:
     """Missing registers, the negated number of busy processors, and whether there is no room for a second block."""
-    device = device_of(target)
+    t, device = Tiling(s), device_of(target)
     most = device.thread_registers if on_gpu(target) else 0
     short = max(0, t.registers(shape.dtype) - most) if most else 0
     blocks = min(device.processors, shape.heads * -(-shape.queries // t.queries))
@@ -346,3 +353,6 @@ def split_keys(s: Schedule, shape: AttentionSizes, wanted: int) -> tuple[int, in
         return 1, shape.keys
     each = -(-shape.keys // (wanted * s.block.n)) * s.block.n
     return -(-shape.keys // each), each
+
+
+PROGRAM = Program("gpu.simt_attention", candidates, footprint, work, device=True)

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule import gpu_attention, gpu_mma_attention
 from portmm.schedule.gpu_candidates import units
+from portmm.schedule.programs import PROGRAMS
 
 if TYPE_CHECKING:
     from portmm.schedule.gpu_attention import AttentionSizes
@@ -22,7 +23,8 @@ def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
     Raises:
         ScheduleError: there are none.
     """
-    listed = gpu_mma_attention.candidates(shape, target) or gpu_attention.candidates(shape, target)
+    programs = (PROGRAMS[x] for x in ("mma_attention", "simt_attention"))
+    listed = next(s for x in programs if (s := list(x.candidates(shape, target))))
     isa, _ = unit(listed[0], target)
     return [replace(s, isa=isa.name) for s in listed]
 

@@ -24,12 +24,14 @@ from typing import TYPE_CHECKING
 from portmm.schedule.gpu_attention import AttentionTiles, attention_schedule, split_keys
 from portmm.schedule.gpu_variants import LEAST_COPY, VECTOR_BYTES, asynchronous, device_of
 from portmm.schedule.parts import ALL, ASYNC, REGISTERS, SHARED, THROUGH, Tile
+from portmm.schedule.program import Program, capacities_of, exceeded, footprint_of
 from portmm.target.device import CUDA_WARP, PARTS
 from portmm.target.model import DEVICE as MODEL
 from portmm.target.primitives import multiplies
 
 if TYPE_CHECKING:
     from portmm.schedule.gpu_attention import AttentionSizes
+    from portmm.schedule.program import Footprint
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.device import Device
@@ -185,7 +187,7 @@ def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
     """Legal schedules, fastest first by `time`; none where matrix units cannot be used."""
     if _unsuited(shape, target):
         return []
-    device, copies = device_of(target), asynchronous(target)
+    device, copies, has = device_of(target), asynchronous(target), capacities_of(target, dynamic=True)
     together = shape.queries * shape.group
     runs = shape.queries <= FEW and shape.keys >= 2 * RUN
     rows = together if runs else shape.queries
@@ -204,14 +206,13 @@ def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
                 )
                 for x in (True, False)
             )  # fmt: skip
-            legal += [s for s in ways if not _illegal(MatrixTiling(s), device)][:1]
+            legal += [s for s in ways if not exceeded(footprint(s), has)][:1]
     return sorted(legal, key=lambda s: time(s, shape, target))
 
 
-def _illegal(t: MatrixTiling, device: Device) -> bool:
-    """Whether tiles need more threads, registers or shared memory than the device has."""
-    few = t.threads > device.block_threads or t.shared_bytes > device.shared_bytes
-    return few or t.registers > device.thread_registers or t.registers * t.threads > device.registers
+def footprint(s: Schedule) -> Footprint:
+    """Registers of a thread, and shared memory of a block."""
+    return footprint_of(s, MatrixTiling(s).registers, MatrixTiling(s).shared_bytes)
 
 
 def occupancy(t: MatrixTiling, device: Device) -> int:
@@ -251,3 +252,6 @@ def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int
     blocks = shape.heads // shape.group * -(-shape.queries * shape.group // s.block.m)
     busy = min(BUSY, occupancy(MatrixTiling(s), device)) * device.processors
     return split_keys(s, shape, min(MOST_RUNS, max(1, busy // blocks), -(-shape.keys // RUN)))
+
+
+PROGRAM = Program("gpu.mma_attention", candidates, footprint, time, device=True, dynamic_shared=True)

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import TICKET, device_of, on_gpu
+from portmm.schedule.gpu_variants import TICKET, device_of
+from portmm.schedule.program import capacities_of, exceeded, footprint_of
 from portmm.schedule.programs import PROGRAMS
-from portmm.target.device import PARTS, RESERVED, STATIC_SHARED
+from portmm.target.device import PARTS, RESERVED
 
 if TYPE_CHECKING:
     from portmm.schedule.program import Footprint
@@ -31,8 +32,7 @@ def footprint(s: Schedule, p: Problem, atom: Atom) -> Footprint:
     """Registers or bytes of each level that a schedule needs."""
     if not s.on_device:
         return PROGRAMS[s.program].footprint(s, p, atom)
-    registers, shared = _of_block(s)
-    return {"threads": s.threads, "registers": registers, "processor": registers * s.threads, "shared": shared}
+    return footprint_of(s, *_of_block(s))
 
 
 def _of_block(s: Schedule) -> tuple[int, int]:
@@ -43,16 +43,9 @@ def _of_block(s: Schedule) -> tuple[int, int]:
 
 def capacities(s: Schedule, isa: Isa, target: Target) -> Footprint:
     """Capacities of the levels of a target; those that are absent, or 0, limit nothing."""
-    device = target.device
-    if device is None or not s.on_device:
+    if target.device is None or not s.on_device:
         return {"registers": isa.registers} | {x.name: x.bytes for x in target.levels}
-    dynamic = PROGRAMS[s.program].dynamic_shared
-    return {
-        "threads": device.block_threads,
-        "registers": device.thread_registers if on_gpu(target) else 0,
-        "processor": device.registers,
-        "shared": device.shared_bytes if dynamic else min(device.shared_bytes, STATIC_SHARED),
-    }
+    return capacities_of(target, dynamic=PROGRAMS[s.program].dynamic_shared)
 
 
 def inconsistent(s: Schedule) -> str:
@@ -68,10 +61,9 @@ def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> st
         return inconsistent(s)
     if not s.on_device and p.b in ("packed", "codes") and s.family != p.family:
         return f"reads panels of {s.family}, but B is packed as {p.family}"
-    has = capacities(s, isa, target)
-    for level, needs in footprint(s, p, atom).items():
-        if needs > (has.get(level) or needs):
-            return f"needs {needs} of {has[level]} {NOUNS.get(level, f'bytes of {level}')}"
+    needs, has = footprint(s, p, atom), capacities(s, isa, target)
+    if level := exceeded(needs, has):
+        return f"needs {needs[level]} of {has[level]} {NOUNS.get(level, f'bytes of {level}')}"
     split = s.parallel.split
     if split > 1 and p.k < split * PROGRAMS[s.program].slice_steps * s.block.k * s.atom.kr:
         return "slices of k are too short"

@@ -10,16 +10,15 @@ from dataclasses import dataclass
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portmm.schedule.gpu_variants import blocks, device_of
+from portmm.schedule.gpu_variants import blocks, device_of, on_gpu
 from portmm.spec.dtype import size
+from portmm.target.device import STATIC_SHARED
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterable
 
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.atom import Atom
-    from portmm.target.isa import Isa
     from portmm.target.target import Target
 
 Vectors = tuple[int, int, int]
@@ -76,10 +75,11 @@ class Program:
 
     Attributes:
         builder: the module of `kernels/` whose `build` makes a kernel of a schedule, an ISA and an atom.
-        candidates: schedules for a problem, an ISA and its atom on a target, legal or not.
+        candidates: schedules for a problem, an ISA and its atom on a target, legal or not; those of attention, and of
+            `rows`, for sizes.
         footprint: what a schedule needs of each level.
         work: what a schedule does: of a device, `Work`, with the number of blocks that fit a processor; of a CPU,
-            columns of all candidates at once.
+            columns of all candidates at once; of attention, what candidates are ordered by.
         device: it is for devices.
         dynamic_shared: it may have more shared memory than a kernel has statically.
         grouped: it supports grouped matmuls, whose blocks find the group of their rows.
@@ -89,7 +89,7 @@ class Program:
     """
 
     builder: str
-    candidates: Callable[[Problem, Isa, Atom, Target, Vectors], Iterator[Schedule]]
+    candidates: Callable[..., Iterable[Schedule]]
     footprint: Callable[..., Footprint]
     work: Callable[..., Any]
     device: bool = False
@@ -98,6 +98,30 @@ class Program:
     fixup: bool = False
     bounded: bool = True
     slice_steps: int = 4
+
+
+def footprint_of(s: Schedule, registers: int, shared: int) -> Footprint:
+    """The footprint of a schedule of a device, for registers of a thread and bytes of a block."""
+    return {"threads": s.threads, "registers": registers, "processor": registers * s.threads, "shared": shared}
+
+
+def capacities_of(target: Target, *, dynamic: bool) -> Footprint:
+    """Capacities of the levels of a device, with `dynamic` shared memory or not; 0 where one is not known."""
+    device = device_of(target)
+    return {
+        "threads": device.block_threads,
+        "registers": device.thread_registers if on_gpu(target) else 0,
+        "processor": device.registers,
+        "shared": device.shared_bytes if dynamic else min(device.shared_bytes, STATIC_SHARED),
+    }
+
+
+def exceeded(needs: Footprint, has: Footprint) -> str:
+    """The first level that has less than a footprint needs, or an empty string."""
+    for level, x in needs.items():
+        if x > (has.get(level) or x):
+            return level
+    return ""
 
 
 def compulsory(p: Problem) -> float:

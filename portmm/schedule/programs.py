@@ -2,21 +2,43 @@
 
 from __future__ import annotations
 
+from importlib import import_module
+
 from portmm.schedule import cpu_gemm, cpu_tile_candidates, gpu_gemv, gpu_mma, gpu_simt, gpu_w4a16, gpu_wgmma
 from portmm.schedule.cpu_cost import Work
 from portmm.schedule.cpu_footprint import footprint
 from portmm.schedule.program import Program
 
-PROGRAMS = {
-    "gemm": Program("cpu.gemm", cpu_gemm.candidates, footprint, Work.of),
-    "dot": Program("cpu.dot", cpu_gemm.dots, footprint, Work.of),
-    "tiles": Program("cpu.tile_gemm", cpu_tile_candidates.candidates, footprint, Work.of),
-    "simt": gpu_simt.SIMT,
-    "direct": gpu_simt.NAIVE,
-    "stream": gpu_gemv.PROGRAM,
-    "mma": gpu_mma.PROGRAM,
-    "wgmma": gpu_wgmma.PROGRAM,
-    "coded": gpu_w4a16.SLICED,
-    "dequant": gpu_w4a16.DEQUANTIZED,
+PAGES = {
+    "attention": "cpu_attention",
+    "mma_attention": "gpu_mma_attention",
+    "simt_attention": "gpu_attention",
+    "rows": "rows",
+    "columns": "rows",
 }
-"""Block programs by name, those of CPUs first. A new one is a row here, and a module of `kernels/`."""
+"""Block programs that are no products -> the module of their page, which is imported when they are looked up."""
+
+
+class Registry(dict[str, Program]):
+    """Block programs by name; those that are iterated over are products."""
+
+    def __missing__(self, name: str) -> Program:
+        program: Program = import_module(f"portmm.schedule.{PAGES[name]}").PROGRAM
+        return program
+
+
+PROGRAMS = Registry(
+    {
+        "gemm": Program("cpu.gemm", cpu_gemm.candidates, footprint, Work.of),
+        "dot": Program("cpu.dot", cpu_gemm.dots, footprint, Work.of),
+        "tiles": Program("cpu.tile_gemm", cpu_tile_candidates.candidates, footprint, Work.of),
+        "simt": gpu_simt.SIMT,
+        "direct": gpu_simt.NAIVE,
+        "stream": gpu_gemv.PROGRAM,
+        "mma": gpu_mma.PROGRAM,
+        "wgmma": gpu_wgmma.PROGRAM,
+        "coded": gpu_w4a16.SLICED,
+        "dequant": gpu_w4a16.DEQUANTIZED,
+    }
+)
+"""The registry, CPUs' products first. A new one is a row here, and a module of `kernels/`."""

@@ -17,7 +17,7 @@ TALLEST = 1024
 LEVELS = ("registers", "L1", "L2", "L3")
 DEVICE_LEVELS = ("registers", "warp", "shared", "L2")
 """Memory levels of a device: of a thread, a warp, a block, and all blocks."""
-IN_PLACE = ("direct", "stream", "rows")
+IN_PLACE = ("direct", "stream", "rows", "columns")
 """Programs of devices that read operands in place."""
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
 _MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong", "grouped", "joined", "held_a", "exchange")

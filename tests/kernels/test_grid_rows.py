@@ -19,7 +19,7 @@ from portmm.dispatch.grid_rows import schedule_of
 from portmm.dispatch.machine import Machine
 from portmm.errors import NoCompilerError
 from portmm.ir.interpreter import evaluate
-from portmm.schedule.gpu_rows import RowTiles, rows_schedule
+from portmm.schedule.rows import RowTiles, rows_schedule
 from portmm.schedule.text import parse, spell
 from portmm.spec.epilogue import PRODUCT, Fused, Operand, extent, load, reduction
 from portmm.spec.expr import real

@@ -14,8 +14,12 @@ from portmm.codegen.lower import lower_block
 from portmm.errors import ScheduleError
 from portmm.host.detect import host
 from portmm.ir.block_program import BlockProgram, TileReduce, TileTransfer
+from portmm.schedule.program import capacities_of, exceeded
+from portmm.schedule.programs import PROGRAMS
+from portmm.schedule.rows import core_schedule, footprint
+from portmm.schedule.text import parse, spell
 from portmm.spec.epilogue import Operand, column_reduction, load, reduction
-from portmm.target.target import load_isa
+from portmm.target.target import load_isa, load_target
 from portmm.util import memo
 
 PAGE = (ROOT / "docs/add-a-program.md").read_text()
@@ -79,6 +83,16 @@ def test_what_does_not_fit_is_refused():
         pm.launch(COLUMNS, values.astype(np.float64), np.empty((1, 8), np.float32))
     with pytest.raises(ValueError, match="contiguous"):
         pm.launch(COLUMNS, np.ones((8, 4), np.float32).T, np.empty((1, 8), np.float32))
+    fixed = np.empty((1, 8), np.float32)
+    fixed.flags.writeable = False
+    with pytest.raises(ValueError, match="read-only"):
+        pm.launch(COLUMNS, values, fixed)
+    with pytest.raises(ValueError, match="no rows"):
+        pm.launch(COLUMNS, values[:0], np.empty((1, 8), np.float32))
+    with pytest.raises(ValueError, match="1 arrays for 2"):
+        pm.launch(COLUMNS, values)
+    with pytest.raises(TypeError, match="a list"):
+        pm.launch(COLUMNS, values, [0.0] * 8)
 
 
 def test_records_say_what_is_missing():
@@ -94,3 +108,15 @@ def test_records_say_what_is_missing():
     with pytest.raises(ScheduleError, match="stored before the last"):
         BlockProgram("bm", "n", operands, ((TileTransfer(1, X),), (TileReduce(total),)))
     assert lower_block(load_isa("avx2"), load_isa("avx2").atom("f32"), COLUMNS).name
+
+
+def test_schedules_of_rows_are_schedules():
+    """Cores have them as threads do: as text they are the same again, and the registry knows their program."""
+    isa = load_isa("avx2")
+    for program in (BlockProgram("bm", "n", (Operand("f32", "bmn"),) * 2, ((TileTransfer(1, X),),)), COLUMNS):
+        s = core_schedule(program, isa, isa.atom("f32"))
+        assert parse(spell(s)) == s
+        (found,) = PROGRAMS[s.program].candidates(program, (64, 4096, 1), load_target("h100"), exchange=True)
+        assert found.program == s.program
+        assert parse(spell(found)) == found
+        assert not exceeded(footprint(found, program), capacities_of(load_target("h100"), dynamic=False))

@@ -21,7 +21,7 @@ from portmm.errors import ScheduleError
 from portmm.schedule import gpu_attention_choice
 from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.schedule.gpu_candidates import candidates, units
-from portmm.schedule.gpu_rows import rows_schedule
+from portmm.schedule.rows import rows_schedule
 from portmm.spec.dtype import BY_NAME, CODES_KR, types
 from portmm.spec.problem import Family, Problem
 from portmm.target.target import load_target

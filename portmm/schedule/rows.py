@@ -1,0 +1,224 @@
+"""Schedules of block programs over rows and down columns: what cores, or threads of a device, share and keep.
+
+Owns their candidates, footprint and work, on every kind of machine.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.ir.block_program import of_rows
+from portmm.schedule.gpu_variants import device_of, on_gpu
+from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, SHUFFLE, OperandPlan, Parallel, Staging, Tile
+from portmm.schedule.program import Program, Work, capacities_of, exceeded, footprint_of
+from portmm.schedule.schedule import Schedule
+from portmm.target.device import CUDA_WARP
+
+if TYPE_CHECKING:
+    from portmm.ir.block_program import BlockProgram
+    from portmm.schedule.program import Footprint
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+Size = tuple[int, int, int]
+"""Rows, columns, items of a batch."""
+CHAINS = 4
+"""Independent accumulators of a sum: an addition takes four cycles."""
+RUN = 64
+"""Vectors of a chain after which sums restart (`summation`), and sums of runs after which theirs do: a row of a
+million elements has 16 thousand runs of one lane. Errors are NumPy's, whose sums are pairwise."""
+GROUP = 128
+"""Columns of a group: eight cache lines of f32, a run that prefetchers follow."""
+BYTES_PER_SECOND = 8e9
+"""Least bandwidth of a core: rows that one core processes in less than FORK seconds use one thread."""
+FORK = 20e-6
+USUAL = 256
+"""Threads of a block: enough to hide latencies, few enough for several blocks on a multiprocessor."""
+LEAST = 128
+LANES = 16
+"""Threads of a row under OpenCL on a CPU: a vector of 512 bits."""
+MOST_REGISTERS = 32
+"""Registers of a thread for values of its columns; loops over them are unrolled."""
+LEAST_ROWS = 32
+"""The least number of rows that is worth a slice of a column."""
+WAVES = 4
+"""Blocks per multiprocessor up to which columns are cut into slices."""
+MOST_SLICES = 65535
+"""CUDA C++ Programming Guide: blocks along the second axis of a grid."""
+
+
+def core_schedule(program: BlockProgram, isa: Isa, real: Atom) -> Schedule:
+    """The schedule of cores: chains of vectors along a row, in runs; or vectors of columns, in groups."""
+    down, far = program.loop == "m", Tile("L3", ALL, ALL, ALL)
+    if down:
+        tiles = (Tile(REGISTERS, 1, real.n, 1), Tile("L1", ALL, real.n, ALL), Tile("L2", ALL, GROUP, ALL), far)
+    else:
+        width = CHAINS * real.n
+        tiles = (Tile(REGISTERS, 1, width, 1), Tile("L1", 1, RUN * width, ALL), Tile("L2", 1, ALL, ALL), far)
+    return Schedule("columns" if down else "rows", isa.name, "f32", tiles, parallel=Parallel("batch"))
+
+
+def rows_schedule(  # noqa: PLR0917 - parts of one record
+    threads: int, subgroup: int, cells: int = 0, vector: int = 1, exchange: bool = False, warp: int = CUDA_WARP
+) -> Schedule:
+    """A schedule of expressions over rows.
+
+    Args:
+        threads: threads of a block.
+        subgroup: threads of one row, a power of two that divides `threads`.
+        cells: maximum number of columns of a thread, in registers; 0 for any number, in a loop.
+        vector: neighbouring columns that are moved at once.
+        exchange: threads of a warp exchange registers (shuffles).
+        warp: number of these.
+    """
+    step = subgroup * vector
+    tiles = (
+        Tile(REGISTERS, 1, vector, 1), Tile("warp", max(1, warp // subgroup), min(subgroup, warp) * vector, 1),
+        Tile(SHARED, threads // subgroup, step, 1), Tile("L2", ALL, subgroup * cells, ALL),
+    )  # fmt: skip
+    a, b, c = (
+        OperandPlan("row", (Staging(REGISTERS, *x),))
+        for x in ((LOAD, 1, vector), (LOAD,), (SHUFFLE if exchange else LOAD,))
+    )
+    return Schedule("rows", "", "f32", tiles, a=a, b=b, c=c)
+
+
+def columns_schedule(threads: int, *, sliced: bool) -> Schedule:
+    """A schedule of reductions down columns: a column for each thread, or for each of any number of slices of rows."""
+    blocks = (Tile("warp", 1, CUDA_WARP, ALL), Tile(SHARED, 1, threads, ALL), Tile("L2", ALL, ALL, ALL))
+    tiles, plan = (Tile(REGISTERS, 1, 1, ALL), *blocks), OperandPlan("row", (Staging(REGISTERS, LOAD),))
+    return Schedule("columns", "", "f32", tiles, a=plan, b=plan, c=plan, parallel=Parallel(split=ALL if sliced else 1))
+
+
+def kept_in(s: Schedule) -> str:
+    """The level where threads keep values of their columns for later passes, or an empty string."""
+    return REGISTERS if s.program == "rows" and RowTiles(s).cells else ""
+
+
+@dataclass(frozen=True, slots=True)
+class RowTiles:
+    """The numbers of a schedule over rows, by their names there: see `rows_schedule`.
+
+    Attributes:
+        s: the schedule.
+    """
+
+    s: Schedule
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return self.s.threads
+
+    @property
+    def subgroup(self) -> int:
+        """Threads of one row."""
+        return self.s.block.n // self.s.nr
+
+    @property
+    def cells(self) -> int:
+        """Maximum number of columns of a thread, 0 for any number."""
+        return self.width // self.subgroup
+
+    @property
+    def vector(self) -> int:
+        """Neighbouring columns that are moved at once."""
+        return self.s.nr
+
+    @property
+    def exchange(self) -> bool:
+        """Whether threads of a warp exchange registers."""
+        return self.s.c.by(SHUFFLE) is not None
+
+    @property
+    def warp(self) -> int:
+        """Threads of a warp."""
+        return self.s.warp_lanes
+
+    @property
+    def width(self) -> int:
+        """Number of columns of a subgroup in registers."""
+        return self.s.tiles[3].n
+
+
+def candidates(
+    program: BlockProgram, size: Size, target: Target, neighbours: int = 1, *, exchange: bool = False
+) -> tuple[Schedule, ...]:
+    """The schedule of a device for rows, columns and items, or none where there are none of these.
+
+    Args:
+        program: the block program.
+        size: rows, columns, items.
+        target: the device.
+        neighbours: columns that a vector access may cover.
+        exchange: whether threads of a warp can exchange registers.
+    """
+    device, (m, n, batch) = device_of(target), size
+    if program.loop == "m":
+        threads = 64 if on_gpu(target) else LANES
+        return (columns_schedule(threads, sliced=slices(size, threads, target) > 1),) if n * batch else ()
+    if not m * batch:
+        return ()
+    n, reduces = max(n, 1), bool(program.accumulators)
+    if not on_gpu(target):
+        # OpenCL compilers for CPUs vectorize over neighbouring columns.
+        return (rows_schedule(LANES, LANES) if reduces else rows_schedule(4 * LANES, min(4 * LANES, _power(n)), 4),)
+    threads = min(USUAL, device.block_threads)
+    if not reduces:
+        return (rows_schedule(threads, min(threads, _power(-(-n // neighbours))), max(neighbours, 4), neighbours),)
+    return (_reducing(program, n, neighbours, target, exchange=exchange),)
+
+
+def slices(size: Size, threads: int, target: Target) -> int:
+    """Slices of each column for blocks of `threads`."""
+    m, n, batch = size
+    blocks = -(-n // threads) * batch
+    return min(m // LEAST_ROWS, -(-WAVES * device_of(target).processors // blocks), MOST_SLICES)
+
+
+def _reducing(program: BlockProgram, n: int, neighbours: int, target: Target, *, exchange: bool) -> Schedule:
+    """The distribution over threads of rows that are reduced."""
+    device, has = device_of(target), capacities_of(target, dynamic=True)
+    most, vectors = 1 << min(device.block_threads, 1024).bit_length() - 1, -(-n // neighbours)
+    kept = len(of_rows(program.fused, REGISTERS).tiles)
+    room = max(1, MOST_REGISTERS // max(1, kept) // neighbours)
+    subgroup = min(_power(-(-vectors // max(1, 4 // neighbours))), USUAL, most)
+    while subgroup < most and _power(-(-vectors // subgroup)) > room:
+        subgroup *= 2
+    threads = max(subgroup, min(LEAST, most))
+    while True:
+        columns = _power(-(-vectors // subgroup))
+        s = rows_schedule(
+            threads, subgroup, columns * neighbours if columns <= room else 0, neighbours,
+            exchange and threads >= device.warp, device.warp,
+        )  # fmt: skip
+        if exchange or threads == 1 or not exceeded(footprint(s, program), has):
+            return s
+        threads, subgroup = threads // 2, min(subgroup, threads // 2)
+
+
+def _power(x: int) -> int:
+    """The least power of two not below x."""
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def footprint(s: Schedule, program: BlockProgram) -> Footprint:
+    """Shared memory of a block of a device: a word of each thread, or warp, for each reduction."""
+    form = RowTiles(s)
+    return footprint_of(s, 0, 4 * len(program.accumulators) * (s.threads // (form.warp if form.exchange else 1)))
+
+
+def work(program: BlockProgram, size: Size) -> Work:
+    """Bytes of all operands, once each."""
+    m, n, batch = size
+    return Work({"memory": float(m * n * batch * 4 * len(program.operands))}, 0.0)
+
+
+def workers(program: BlockProgram, size: Size, threads: int) -> int:
+    """Threads of the host for rows, columns and items: one where there is little work."""
+    return threads if work(program, size).counts["memory"] > FORK * BYTES_PER_SECOND else 1
+
+
+PROGRAM = Program("blocks", candidates, footprint, work)
