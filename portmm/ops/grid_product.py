@@ -136,7 +136,7 @@ def _fused(x: Product, requested: str, epilogue: Callable[..., Any]) -> Any:
     a, out = x.a, x.out
     if min(len(a.shape), len(x.b.shape)) < 2:
         raise ValueError(f"an epilogue takes matrices; got {a.shape} by {x.b.shape}: add a dimension of 1")
-    user_function = UserFunction.of(epilogue)
+    user_function = UserFunction(epilogue)
 
     def make(traced: Traced) -> KernelCall | ScheduleError:
         try:

@@ -162,7 +162,7 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
 
     if options.requantize:
         raise ValueError(SCALED_TWICE)
-    user_function = UserFunction.of(epilogue)
+    user_function = UserFunction(epilogue)
     rank, m = 2 if left.ndim == 2 else 3, prod(left.shape[:-1])
 
     def build(traced: Any) -> LinearKernel | None:

@@ -60,7 +60,7 @@ def over(
         TraceError: the function cannot be traced.
         ScheduleError: no kernel computes it.
     """
-    usual, user_function = there.usual(dtype), UserFunction.of(function)
+    usual, user_function = there.usual(dtype), UserFunction(function)
     key = ("rows", there.kinds, tuple(there.lead), usual, first, tuple(names.items()))
 
     def make(traced: Traced) -> _Kernels:
