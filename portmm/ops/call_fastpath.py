@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import types
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from portmm.spec.row_classes import row_class
 from portmm.trace.closures import compares_identities, global_names, numbers_of, resolve
 from portmm.trace.closures import fixed as is_fixed
 from portmm.trace.guards import place
-from portmm.util.memo import Memory
+from portmm.util.memo import Memory, cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -102,7 +101,7 @@ def _captured(function: types.FunctionType) -> list[tuple[tuple[str], Any]]:
     return values + [(key, namespace[n]) for n, key in names if n in namespace]
 
 
-@lru_cache(maxsize=1024)
+@cached("calls", 1024)
 def _keys(code: types.CodeType) -> tuple[list[tuple[str]], list[tuple[str, tuple[str]]]]:
     """The keys of captured values, as in `trace`: of cells, and by the names of globals."""
     cells = [(place("f", cell=i),) for i in range(len(code.co_freevars))]
@@ -166,7 +165,7 @@ def _number(x: Any, seen: Seen) -> Any:
     return resolve(x, dict(zip(seen.places[-len(seen.numbers) :], seen.numbers, strict=True)))
 
 
-_known = Memory(MOST)
+_known = Memory("calls", MOST)
 
 
 def known(seen: Seen, out: Any) -> FastPath | None:

@@ -147,7 +147,7 @@ def _one_or_none() -> tuple[Expr, Expr]:
     return const(1.0), const(0.0)
 
 
-_ready = Memory(MOST_KINDS)
+_ready = Memory("calls", MOST_KINDS)
 
 
 @dataclass(slots=True)
@@ -185,7 +185,7 @@ class UserFunction:
 
 
 def _code(function: Any) -> Any:
-    """What all functions of one kind share: not a class of the user's, which the memo would keep alive."""
+    """The part that all functions of one kind share: no class of the user's, which the memo would keep alive."""
     own: Any = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return type(function) if own is None else own
 

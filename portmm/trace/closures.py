@@ -18,6 +18,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from portmm.util.memo import cached
+
 F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype)
 """Types of values that are part of a function's kind."""
@@ -88,7 +90,7 @@ _OF_ENUM = frozenset(("__new__", "_generate_next_value_", "_new_member_"))
 """Functions that each enumeration has."""
 
 
-@lru_cache(maxsize=256)
+@cached("calls", 256)
 def _is_plain_enumeration(kind: type) -> bool:
     """Whether members of an enumeration have plain values, and no methods, which may capture something."""
     owners = [vars(t) for t in kind.__mro__ if not _lasts(t.__module__)]
@@ -177,7 +179,7 @@ def filled(cell: Any) -> bool:
         return False
 
 
-@lru_cache(maxsize=1024)
+@cached("calls", 1024)
 def looks_names_up(code: types.CodeType) -> bool:
     """Whether code finds values by names that it makes, or in modules that it imports: no later call compares these."""
     imports = [x.argval for x in dis.get_instructions(code) if x.opname == "IMPORT_NAME"]
@@ -186,7 +188,7 @@ def looks_names_up(code: types.CodeType) -> bool:
     return any(looks_names_up(x) for x in code.co_consts if isinstance(x, types.CodeType))
 
 
-@lru_cache(maxsize=1024)
+@cached("calls", 1024)
 def compares_identities(code: types.CodeType) -> bool:
     """Whether code may ask whether two of the arrays or functions that it captures are the same object."""
     steps = [*dis.get_instructions(code)]
@@ -198,14 +200,14 @@ def compares_identities(code: types.CodeType) -> bool:
 _LOOK_UP = frozenset(("globals", "eval", "exec", "__import__", "import_module", "__globals__", "__builtins__"))
 
 
-@lru_cache(maxsize=1024)
+@cached("calls", 1024)
 def attribute_names(code: types.CodeType) -> tuple[str, ...]:
     """Names that code may look up in modules and classes that it captures, in order."""
     inner = [attribute_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     return tuple(sorted(set(code.co_names).union(*inner)))
 
 
-@lru_cache(maxsize=1024)
+@cached("calls", 1024)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """Names that code may read from globals, in order."""
     return tuple(sorted(_names(code)))

@@ -191,8 +191,8 @@ def find(ways: Mapping[Any, Any], key: Any, function: Any, numbers: Iterable[Any
         if captured is not None:
             if not way.by_value:
                 return way, captured
-            found, now = find(ways, by_value_key(key, numbers, captured), function)
-            return found, captured if found is None else now
+            result, now = find(ways, by_value_key(key, numbers, captured), function)
+            return result, captured if result is None else now
     return None, None
 
 
@@ -209,8 +209,8 @@ def remember(ways: Memory, key: Any, way: Any, function: Any, numbers: Iterable[
     With `by_value` it is that of the numbers of this call.
     """
     if by_value:
-        held = ((x, x.guards.values(function)) for x in ways.get(key, ()) if x.by_value)
-        captured = next((y for _, y in held if y is not None), None)
+        now = (x.guards.values(function) for x in ways.get(key, ()) if x.by_value)
+        captured = next((x for x in now if x is not None), None)
         if captured is None:
             of_kind = Way(way.guards.without_values(), by_value=True)
             captured = of_kind.guards.values(function)
