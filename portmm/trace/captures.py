@@ -317,6 +317,14 @@ class Captures:
             return types.MethodType(function, unwrapped(owner))
         return types.MethodType(self.rebound(function, self._named(function), "fixed"), owner)
 
+    def special(self, owner: Any, key: str) -> None:
+        """Guard a special method, which Python looks up on the class of an object."""
+        self._same(self.guards.look(f"type({self.objects[id(owner)][0]}).{key}"), getattr(type(owner), key))
+
+    def member(self, kind: type, key: str) -> None:
+        """Guard a method of a class."""
+        self._same(self.guards.look(f"{self._named(kind)}.__dict__[{key!r}]"), vars(kind)[key])
+
     def called(self, x: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The result of a captured object that is called."""
         if isinstance(x, type):

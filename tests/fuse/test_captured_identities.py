@@ -110,6 +110,41 @@ def test_an_epilogue_of_an_object_is_traced_once_and_sees_its_changes():
     np.testing.assert_allclose(forward(Layer(OTHER, 3.0)), PRODUCT * 3 + OTHER, rtol=1e-5)
 
 
+class Called:
+    def __init__(self):
+        self.scale = 2.0
+
+    def __call__(self, x):
+        return x * self.scale
+
+    def run(self, x):
+        return x + 1.0
+
+
+class Deeper(Called):
+    def run(self, x):
+        return super().run(x) * 2.0
+
+
+CALLED = Deeper()
+
+
+@pytest.mark.parametrize("run", WAYS)
+def test_special_methods_and_those_of_base_classes_are_seen(run, monkeypatch):
+    def function(x):
+        return CALLED(x) + CALLED.run(x)
+
+    check(run, function)
+    monkeypatch.setattr(Called, "__call__", lambda self, x: x * self.scale * 3.0)
+    check(run, function)
+    monkeypatch.setattr(Deeper, "__call__", lambda self, x: x - self.scale, raising=False)
+    check(run, function)
+    monkeypatch.setattr(Called, "run", lambda self, x: x - self.scale)
+    check(run, function)
+    monkeypatch.setattr(CALLED, "scale", 5.0)
+    check(run, function)
+
+
 def test_the_cache_keeps_no_object_alive():
     layer = Layer(rand(24), 0.5)
     refs = [weakref.ref(layer), weakref.ref(layer.bias)]
