@@ -22,6 +22,7 @@ from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from portmm.comparison import compare
+    from portmm.dispatch.cpu_kernels import forget
     from portmm.explanation.cpu import Explanation, explain
     from portmm.fusion.fuse import fuse
     from portmm.ops.attention import attention
@@ -97,6 +98,7 @@ __all__ = [
     "explain",
     "expm1",
     "fast_gelu",
+    "forget",
     "from_awq",
     "from_gguf",
     "from_gptq",
@@ -156,6 +158,7 @@ _LAZY = {
     "grouped_matmul": "ops.grouped_matmul",
     "launch": "ops.launch",
     "linear": "ops.linear",
+    "forget": "dispatch.cpu_kernels",
     "fuse": "fusion.fuse",
     "tune": "tuning",
     "warmup": "ops.warmup",

@@ -23,6 +23,17 @@ def cache_entries() -> list[Entry]:
     return sorted((e for e in entries if e is not None), key=lambda e: (e.name, e.key))
 
 
+def notes_size(start: str) -> tuple[int, int]:
+    """Lines and bytes of the notes in the cache directory whose names start so."""
+    lines = total = 0
+    for path in _own_files():
+        if path.name.startswith(start) and path.suffix == ".note":
+            with suppress(OSError):
+                text = path.read_bytes()
+                lines, total = lines + text.count(b"\n"), total + len(text)
+    return lines, total
+
+
 def cache_size() -> int:
     """Total size in bytes of portmm's files in the cache directory."""
     total = 0

@@ -290,10 +290,10 @@ def cache_command(
     where: Annotated[bool, typer.Option("--where", help="Print only its path.")] = False,
     as_json: Json = False,
 ) -> None:
-    """List the compiled kernels in the cache, and the scratch memory that a process keeps."""
+    """List the caches (calls, kernels, routes), the compiled kernels, and the scratch memory that a process keeps."""
     from portmm.arrays import scratch_budget
     from portmm.build import cache, cache_contents
-    from portmm.cli.views import cache_view, entry_data
+    from portmm.cli.views import cache_view, caches, entry_data
     from portmm.util.text import size
 
     directory = cache.cache_dir()
@@ -306,9 +306,12 @@ def cache_command(
     entries, total, limit = cache_contents.cache_entries(), cache_contents.cache_size(), cache_contents.cache_limit()
     if as_json:
         data = {"path": str(directory), "bytes": total, "limit": limit, "scratch_bytes": scratch_budget.budget()}
-        print_json({**data, "kernels": [entry_data(e) for e in entries]})
+        print_json({**data, "caches": caches(entries), "kernels": [entry_data(e) for e in entries]})
     else:
         console().print(cache_view(entries, str(directory), total, limit))
+        for name, x in caches(entries).items():
+            kept = f"{x['entries']} on disk ({size(x['bytes'])}), " if x["lasts"] else ""
+            typer.echo(f"{name}: {kept}at most {x['most']} in a process: {x['what']}")
         budget = size(scratch_budget.budget())
         typer.echo(f"Scratch memory that a process keeps between calls: at most {budget} ({scratch_budget.VARIABLE})")
 

@@ -158,6 +158,29 @@ def entry_data(entry: Entry) -> dict[str, Any]:
     return {name: getattr(entry, name) for name in names}
 
 
+def caches(entries: Iterable[Entry]) -> dict[str, dict[str, Any]]:
+    """The three caches: what they have, their entries and bytes on disk, and their bound in a process.
+
+    Args:
+        entries: the compiled kernels in the cache directory.
+    """
+    import portmm.fusion.fuse
+    import portmm.ops.grid_attention
+    import portmm.ops.grouped_matmul  # noqa: F401 - these have tables
+    from portmm.build.cache_contents import notes_size
+    from portmm.runtime.route_cache import ROUTES
+    from portmm.util import memo
+
+    sizes = [x.bytes for x in entries]
+    on_disk = {"kernels": (len(sizes), sum(sizes)), "routes": notes_size(ROUTES)}
+    every = {}
+    for name, x in memo.sizes().items():
+        count, total = on_disk.get(name, (0, 0))
+        about = {"what": memo.CACHES[name], "lasts": name in on_disk, "entries": count, "bytes": total}
+        every[name] = {**about, "in_process": x.entries, "most": x.most}
+    return every
+
+
 def cache_view(entries: Iterable[Entry], directory: str, total: int, limit: int | None) -> RenderableType:
     """Table of cache entries for a terminal."""
     from rich.console import Group

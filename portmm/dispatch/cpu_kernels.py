@@ -7,7 +7,6 @@ with its workspace as a function of them.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import atom_of, lower
@@ -17,7 +16,7 @@ from portmm.runtime import route_cache
 from portmm.schedule.text import spell
 from portmm.spec.dtype import BY_NAME
 from portmm.util import locks
-from portmm.util.memo import Memory, forget_all
+from portmm.util.memo import Memory, cached, forget_all
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -35,11 +34,11 @@ MOST_LOADED = 1024
 lets a process have."""
 
 _loaded: dict[str, Any] = {}
-_codes = Memory(MOST_LOADED)
+_codes = Memory("kernels", MOST_LOADED)
 _lock = locks.lock()
 
 
-@lru_cache(maxsize=64)  # 150 KiB each
+@cached("kernels", 64)  # 150 KiB each
 def kernel_of(s: Schedule, isa: Isa) -> Kernel:
     """The loop nest of a schedule, lowered once."""
     return lower(s, isa)
@@ -66,7 +65,6 @@ def loaded(kernel: Kernel) -> Any:
     artifact = build_kernel(kernel)
     if len(_loaded) >= MOST_LOADED and artifact.key not in _loaded:
         forget()  # memos keep code loaded
-        runtime().clear_memo()
     with _lock:
         code = _loaded.get(artifact.key)
         if code is None:
@@ -74,7 +72,7 @@ def loaded(kernel: Kernel) -> Any:
     return code
 
 
-@lru_cache(maxsize=MOST_LOADED)
+@cached("kernels", MOST_LOADED)
 def loaded_program(lowering: Callable[..., Kernel], *arguments: Any) -> tuple[Kernel, Any]:
     """A kernel that has no schedule, of a block program other than a product's, and its code.
 
@@ -166,9 +164,14 @@ def _built(s: Schedule, isa: Isa, target: Target, kept: RouteCache | None) -> Co
 
 
 def forget() -> None:
-    """Drop all memos of this process; the cache on disk stays."""
-    kernel_of.cache_clear()
-    loaded_program.cache_clear()
-    forget_all()
+    """Drop what this process remembers of calls, kernels and routes, as after a change that it cannot see.
+
+    The cache on disk stays, and code that is in use. `portmm cache` names the caches.
+    """
+    from portmm.runtime.cpu import clear_memo
+
+    forget_all(functions=True)
+    route_cache.forget(kernels=True)
     with _lock:
         _loaded.clear()
+    clear_memo()

@@ -19,7 +19,7 @@ from portmm.arrays.libraries import on_device
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config as settings
 from portmm.errors import BuildError, ScheduleError, TraceError
-from portmm.fusion.captures import Scope, arguments, captured_values
+from portmm.fusion.captures import Scope, arguments
 from portmm.fusion.epilogue_axes import applied
 from portmm.fusion.graph import ByValueError, Graph, Node
 from portmm.fusion.horizontal_fusion import join_products
@@ -30,6 +30,7 @@ from portmm.fusion.program_cpu import ChangedError, Kernel
 from portmm.fusion.traced_array import Recorded, Value
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
+from portmm.trace.guards import find, remember
 from portmm.trace.numpy_names import rebuilt
 from portmm.trace.recorder import run
 from portmm.util import locks
@@ -38,19 +39,16 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.fusion.captures import Check
     from portmm.fusion.partition import Split
+    from portmm.trace.guards import Guards
 
 MOST_KINDS = 256
 """Kinds of arguments whose programs a function caches before it drops them all."""
-MOST_WAYS = 4
-"""Programs of one kind of arguments, which differ in what the function captures."""
 MOST_KERNELS = 12288
 """Kernels of all cached programs of a process, 4 KiB of objects each, before all are dropped."""
 KIND = 4
 """Memory of a program besides its kernels, counted in kernels."""
 MOST_TRIES = 64
-BY_VALUE = "by value"
 
 
 @dataclass(eq=False, slots=True)
@@ -59,19 +57,21 @@ class Program:
 
     Attributes:
         run: the function that runs it, of the arrays of a call.
-        checks: guards on captured objects.
+        guards: on captured values.
         kept: objects that the cache key names by identity.
         explained: the result of `explain`.
         cacheable: later calls may run it too.
         simple: its inputs are the arguments, without captured values.
+        by_value: never, see `guards.Way`.
     """
 
     run: Callable[[Any], Any]
-    checks: list[Check]
+    guards: Guards
     kept: list[Any]
     explained: Explained
     cacheable: bool
     simple: bool = False
+    by_value: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,8 +114,8 @@ class FusedFunction:
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
         self.strict = strict
-        self.memo = Memory(MOST_KINDS)
-        self.fast_path: tuple[Any, Memory] = (None, Memory(MOST_KINDS))
+        self.memo = Memory("calls", MOST_KINDS)
+        self.fast_path: tuple[Any, Memory] = (None, Memory("calls", MOST_KINDS))
         self.describe: Callable[[Any], bytes | None] = self.begin
         with _making:
             _functions.add(self)
@@ -142,21 +142,22 @@ class FusedFunction:
         if description is not None and settings.current() is config:
             program: Program | None = fast_path.get(description)
             if program is not None:
-                captured = captured_values(program.checks) if program.checks else []
+                captured = program.guards.values(None) if program.guards.lines else []
                 if captured is not None:
                     try:
                         return program.run(args if program.simple else _leaves(args, captured))
                     except ChangedError:
                         return self.again(args, options)
         key, leaves, kept = self.kind(args, options)
-        program, captured = self.known(key, leaves)
+        program, captured = find(self.memo, key, None, leaves)
         if program is None:
-            program, leaves = self.make(args, options, key, leaves, kept)
+            program, leaves = self.make(args, options, key, leaves, kept, by_value=captured is not None)
+            captured = []
         elif description is not None:
             if settings.current() is not config:
-                self.fast_path = config, fast_path = settings.current(), Memory(MOST_KINDS)
+                self.fast_path = config, fast_path = settings.current(), Memory("calls", MOST_KINDS)
             fast_path.keep(description, program)
-            program.simple = not program.checks and not any(type(x) is int for x in args)
+            program.simple = not program.guards.returned and not any(type(x) is int for x in args)
         try:
             return program.run([*leaves, *captured])
         except ChangedError:
@@ -172,22 +173,11 @@ class FusedFunction:
         self.memo.clear()
         self.fast_path[1].clear()
 
-    def known(self, key: Any, leaves: list[Any]) -> tuple[Program | None, list[Any]]:
-        """The program of this kind of call, or None, and the values that it captures now."""
-        known = self.memo.get(key)
-        if known is BY_VALUE:
-            known = self.memo.get(_with_numbers(key, leaves))
-        for program in known or ():
-            captured = captured_values(program.checks) if program.checks else []
-            if captured is not None:
-                return program, captured
-        return None, []
-
     def explain(self, *args: Any, **options: Any) -> Explained:
         """An explanation of a call with these arguments: kernels, fused operations, lines of those not fused."""
         key, leaves, kept = self.kind(args, options)
-        program, _ = self.known(key, leaves)
-        return (program or self.make(args, options, key, leaves, kept)[0]).explained
+        program, now = find(self.memo, key, None, leaves)
+        return (program or self.make(args, options, key, leaves, kept, by_value=now is not None)[0]).explained
 
     @staticmethod
     def kind(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, list[Any], list[Any]]:
@@ -201,24 +191,20 @@ class FusedFunction:
             arguments(options.values(), kinds, leaves, kept)
         return (*kinds, settings.current(), settings.limit()), leaves, kept
 
-    def make(self, args: Any, options: Any, key: Any, leaves: list[Any], kept: list[Any]) -> tuple[Program, list[Any]]:
+    def make(
+        self, args: Any, options: Any, key: Any, leaves: list[Any], kept: list[Any], *, by_value: bool
+    ) -> tuple[Program, list[Any]]:
         """Trace the function, compile a program, and cache it."""
-        for by_value in (False, True):
-            try:
-                graph, result, scope = self.trace(args, options, by_value=by_value)
-                program = self.compiled(graph, result, scope, kept)
-                break
-            except ByValueError:
-                if by_value:
-                    raise
-        if program.cacheable:
+        try:
+            graph, program = self.compiled(args, options, kept, by_value=by_value)
+        except ByValueError:
             if by_value:
-                self.memo.keep(key, BY_VALUE)
-                key = _with_numbers(key, leaves)
+                raise
+            by_value = True
+            graph, program = self.compiled(args, options, kept, by_value=True)
+        if program.cacheable:
             _make_room(len(program.explained.kernels) + KIND)
-            known = self.memo.get(key, ())
-            others = () if known is BY_VALUE else known[: MOST_WAYS - 1]
-            self.memo.keep(key, [program, *others])
+            remember(self.memo, key, program, None, leaves, by_value=by_value)
         leaves, graph.leaves, graph.values = graph.leaves, [], {}  # a cached program must not keep arrays alive
         return program, leaves
 
@@ -233,8 +219,9 @@ class FusedFunction:
         bound = scope.outermost(function)
         return graph, run(lambda: bound(*positional, **named)), scope
 
-    def compiled(self, graph: Graph, result: Any, scope: Scope, kept: list[Any]) -> Program:
-        """The program of a graph."""
+    def compiled(self, args: Any, options: Any, kept: list[Any], *, by_value: bool) -> tuple[Graph, Program]:
+        """The graph of a call, and its program."""
+        graph, result, scope = self.trace(args, options, by_value=by_value)
         outputs: list[Node] = []
 
         def seen(x: Any) -> Any:
@@ -255,7 +242,7 @@ class FusedFunction:
             )
         blocked = tuple(dict.fromkeys([*graph.blocked, *apart]))
         explained = Explained(getattr(self, "__name__", "function"), tuple(kernels), blocked, tuple(notes), source)
-        return Program(run, scope.checks, [*kept, *scope.kept], explained, graph.cacheable)
+        return graph, Program(run, scope.finished(), kept, explained, graph.cacheable)
 
 
 _making = locks.reentrant_lock()
@@ -277,10 +264,6 @@ def _make_room(more: int) -> None:
 def _leaves(args: tuple[Any, ...], more: list[Any]) -> list[Any]:
     """The values of a call that vary; integers are part of the program."""
     return [*(x for x in args if type(x) is not int), *more]
-
-
-def _with_numbers(key: Any, leaves: list[Any]) -> Any:
-    return (key, tuple([x.hex() for x in leaves if isinstance(x, float)]))
 
 
 def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:

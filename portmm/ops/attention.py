@@ -157,7 +157,7 @@ def _computed(
         if lse is not None:
             lse[...] = -np.inf
         return result, lse, None
-    user_function = UserFunction.of(options.function)
+    user_function = UserFunction(options.function)
     flags = (options.causal, options.window is None, options.lse, many is None, starts is None)
     forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
     results = [_four(result, shape)]

@@ -20,9 +20,10 @@ from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
 from portmm.runtime.cpu import types as types_of_runtime
 from portmm.spec.row_classes import row_class
+from portmm.trace.closures import compares_identities, global_names, numbers_of, resolve
 from portmm.trace.closures import fixed as is_fixed
-from portmm.trace.closures import global_names, numbers_of, resolve
-from portmm.util.memo import Memory
+from portmm.trace.guards import place
+from portmm.util.memo import Memory, cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -69,18 +70,18 @@ def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | 
     fixed: list[Any] = []
     if out is not None:
         operands.append(out)
-    for place, x in captured:
+    for key_of, x in captured:
         kind = type(x)
         if kind is np.ndarray and x.ndim:
             operands.append(x)
-            arrays_at.append((place,))
+            arrays_at.append(key_of)
         elif kind is float:
             numbers.append(x)
-            numbers_at.append((place,))
+            numbers_at.append(key_of)
         elif kind in _PLAIN:
-            fixed.append((place, kind, x))
+            fixed.append((key_of, kind, x))
         elif is_fixed(x):
-            fixed.append((place, x))
+            fixed.append((key_of, x))
         else:
             return None
     rows = left.shape[0] if left.ndim == len(right.shape) == 2 else 0
@@ -93,11 +94,18 @@ def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | 
     return Seen(key, rows, operands, numbers, [*arrays_at, *numbers_at])
 
 
-def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
-    """The values that a function captures, by the step that leads to each."""
-    namespace, cells = function.__globals__, function.__closure__ or ()
-    values: list[tuple[tuple[str, Any], Any]] = [(("closure", i), x.cell_contents) for i, x in enumerate(cells)]
-    return values + [(("global", n), namespace[n]) for n in global_names(function.__code__) if n in namespace]
+def _captured(function: types.FunctionType) -> list[tuple[tuple[str], Any]]:
+    """The values that a function captures, by their keys."""
+    namespace, (cells, names) = function.__globals__, _keys(function.__code__)
+    values = [(key, x.cell_contents) for key, x in zip(cells, function.__closure__ or (), strict=True)]
+    return values + [(key, namespace[n]) for n, key in names if n in namespace]
+
+
+@cached("calls", 1024)
+def _keys(code: types.CodeType) -> tuple[list[tuple[str]], list[tuple[str, tuple[str]]]]:
+    """The keys of captured values, as in `trace`: of cells, and by the names of globals."""
+    cells = [(place("f", cell=i),) for i in range(len(code.co_freevars))]
+    return cells, [(n, (place("f", name=n),)) for n in global_names(code)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +165,7 @@ def _number(x: Any, seen: Seen) -> Any:
     return resolve(x, dict(zip(seen.places[-len(seen.numbers) :], seen.numbers, strict=True)))
 
 
-_known = Memory(MOST)
+_known = Memory("calls", MOST)
 
 
 def known(seen: Seen, out: Any) -> FastPath | None:
@@ -187,7 +195,10 @@ def keep(seen: Seen, bound: Bound, build: Callable[..., FastPath], skip: int, *,
     numbers_at = {place: i for i, place in enumerate(seen.places[count:])}
     sources, numbers = [x.key for x in traced.sources], list(traced.numbers)
     bases = {base for x in numbers for base in numbers_of(x)}
-    if bound.converts or traced.values or not set(sources) <= arrays_at.keys() or not bases <= numbers_at.keys():
+    captured = seen.operands[skip:]
+    if compares_identities(seen.key[0]) or len({id(x) for x in captured}) < len(captured):
+        return  # the kernel depends on which arrays are the same
+    if bound.converts or not set(sources) <= arrays_at.keys() or not bases <= numbers_at.keys():
         return
     if seen.numbers and not numbers:
         return  # the function's control flow depends on them

@@ -129,7 +129,7 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     if first == np.float64:
         first = None  # results in float32 are converted
-    user_function = UserFunction.of(epilogue)
+    user_function = UserFunction(epilogue)
     panels = getattr(right, "owner", right)
     b_kind = (right.strides, right.dtype, right.flags.aligned) if panels is right else right.family
     other_keys = (left.strides, left.dtype, left.flags.aligned, right.shape, b_kind, dtype, first)

@@ -106,7 +106,7 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     """
     call, numbers = _adopted(operands, options)
     scale = 1 / math.sqrt(call.sizes[5]) if options.scale is None and options.score is None else options.scale
-    user_function = UserFunction.of(score_of(options.score, options.mask, scale))
+    user_function = UserFunction(score_of(options.score, options.mask, scale))
     flags = (options.causal, options.window is not None, options.lse)
     arrays = (call.q, call.k, call.v, call.out, call.lengths, call.starts)
     key = ("attention on device", *(None if x is None else x.kind for x in arrays), flags)

@@ -44,7 +44,7 @@ MOST_KINDS = 1024
 """Kinds of calls remembered before the memo is emptied."""
 TALLEST = 256
 """Rows of the largest tile: the last tile of a group is partial."""
-_ready = Memory(MOST_KINDS)
+_ready = Memory("calls", MOST_KINDS)
 
 
 # -- operands --------------------------------------------------------------------------
@@ -136,7 +136,7 @@ def _fused(x: Product, requested: str, epilogue: Callable[..., Any]) -> Any:
     a, out = x.a, x.out
     if min(len(a.shape), len(x.b.shape)) < 2:
         raise ValueError(f"an epilogue takes matrices; got {a.shape} by {x.b.shape}: add a dimension of 1")
-    user_function = UserFunction.of(epilogue)
+    user_function = UserFunction(epilogue)
 
     def make(traced: Traced) -> KernelCall | ScheduleError:
         try:

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 MOST_ROUTES = 4096
 """Sizes of groups remembered before the memo is emptied."""
-_routes = Memory(MOST_ROUTES)
+_routes = Memory("routes", MOST_ROUTES)
 
 
 def grouped_matmul(
@@ -228,7 +228,7 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     first = None if first == np.float64 else first  # results in float32 are converted
     call = FusedProduct(x.a, x.b[0], dtype, first)
-    user_function = UserFunction.of(epilogue)
+    user_function = UserFunction(epilogue)
     b_kind = x.b[0].dtype if call.array else x.b[0].family
     key = ("groups", x.a.shape, x.a.dtype, len(x.b), n, b_kind, dtype, first)
     ready: _Ready = user_function.ready(key, lambda traced: _ready(traced, call, len(x.b), first), VALUES, 3)

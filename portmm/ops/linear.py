@@ -194,7 +194,7 @@ def _fusing() -> tuple[Any, ...]:
     from portmm.ops.rowwise import over_rows
     from portmm.trace.bind import UserFunction
 
-    return UserFunction.of, fit, over_rows, NAMES, VALUES
+    return UserFunction, fit, over_rows, NAMES, VALUES
 
 
 def _unit(left: Array, weight: Any, options: LinearOptions) -> float:

@@ -6,7 +6,6 @@ Owns the memo of these kernels, and the rules for types, shapes and options.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from functools import cache
 from math import prod
 from typing import Any, NamedTuple
 
@@ -21,14 +20,14 @@ from portmm.ops.prepack import pack, unpack
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem, family
 from portmm.spec.row_classes import row_class
-from portmm.util.memo import Memory
+from portmm.util.memo import Memory, cached
 
 LONGEST_GROUP = (2**31 - 1) // (128 * 15)
 """Rows of int4 values whose sum of products with int8 is below 2**31."""
 MOST_CALLS = 1024
 """Kinds of calls remembered before the memo is emptied."""
 
-_kernels = Memory(MOST_CALLS)
+_kernels = Memory("calls", MOST_CALLS)
 
 Array = np.ndarray[Any, Any]
 
@@ -186,7 +185,7 @@ def _check(left: Array, weight: Any, types: numpy_arrays.DTypes, options: Linear
         )
 
 
-@cache
+@cached("calls", MOST_CALLS)
 def _types_of(
     x: np.dtype[Any], dtype: np.dtype[Any] | None, *, requantize: bool, dynamic: bool
 ) -> tuple[numpy_arrays.DTypes, str]:

@@ -8,7 +8,6 @@ first: its result is an operand of the kernel over rows. Arrays and kernels are 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError, TraceError
@@ -17,6 +16,7 @@ from portmm.spec.expr import ordered
 from portmm.trace.bind import UserFunction, typed
 from portmm.trace.column_reductions import split_column_reductions
 from portmm.trace.tracer import Indices
+from portmm.util.memo import cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from portmm.trace.tracer import Traced
 
 
-@lru_cache(maxsize=64)
+@cached("calls", 64)
 def _leaves(types: tuple[str, ...], names: tuple[tuple[str, str], ...]) -> tuple[Any, ...]:
     """The placeholder arguments of a function of arrays of these types, and the indices."""
     return (*(epilogue.argument(i, x) for i, x in enumerate(types)), Indices(dict(names)))
@@ -60,7 +60,7 @@ def over(
         TraceError: the function cannot be traced.
         ScheduleError: no kernel computes it.
     """
-    usual, user_function = there.usual(dtype), UserFunction.of(function)
+    usual, user_function = there.usual(dtype), UserFunction(function)
     key = ("rows", there.kinds, tuple(there.lead), usual, first, tuple(names.items()))
 
     def make(traced: Traced) -> _Kernels:

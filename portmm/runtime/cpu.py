@@ -364,6 +364,12 @@ def has_kernels(types_: Any) -> bool:
     return bool(_loaded) and types_ is _loaded[0]
 
 
+def clear_memo() -> None:
+    """Drop all routes and plans of the run time, if it is loaded."""
+    if _loaded:
+        _loaded[0].clear_memo()
+
+
 def replayer() -> Callable[..., Any] | None:
     """The extension's function that replays a `cpu_cost_tape.Tape`; None if it is not loaded."""
     return getattr(_loaded[0], "tape", None) if _loaded else None

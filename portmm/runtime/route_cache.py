@@ -46,8 +46,8 @@ MOST_LINES = 1024
 """Routes in a cache, 300 bytes each: reading it takes two milliseconds."""
 CHECK = 16
 """Hexadecimal digits of a line's checksum, and of a heading's digest."""
-HEADING, CODE = "book", "code "
-"""Kinds of lines: the heading, and the code of a schedule."""
+ROUTES, HEADING, CODE = "book-", "book", "code "
+"""The start of a note's name; kinds of lines: the heading, and the code of a schedule."""
 
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `dispatch`."""
@@ -215,14 +215,16 @@ def of_target(target: str) -> RouteCache | None:
                 os.environ.get("PATH", ""),
             )
             words = (VERSION, str(abi.VERSION), target, str(tuned_database()), *tools, *generator(), _host())
-            kept = _caches[key] = _read("book-" + digest("\0".join(words).encode("utf-8", "surrogateescape")))
+            kept = _caches[key] = _read(ROUTES + digest("\0".join(words).encode("utf-8", "surrogateescape")))
         return kept
 
 
-def forget() -> None:
-    """Drop caches in memory: they are read from disk at the next use."""
+def forget(*, kernels: bool = False) -> None:
+    """Drop caches in memory: they are read from disk at the next use; with `kernels`, their loaded code, too."""
     with _lock:
         _caches.clear()
+        if kernels:
+            _kernels.clear()
 
 
 def close() -> None:

@@ -6,7 +6,6 @@ Owns the terms, each by value of M, then by candidate. Most of the constants wer
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from heapq import heapreplace
 from math import gcd
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ import numpy as np
 from portmm.schedule.cpu_cost_columns import WHOLE, Flags
 from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE, LINE
 from portmm.target.model import CPU as MODEL
+from portmm.util.memo import cached
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -312,7 +312,7 @@ def shared(v: Extents, workers: int) -> tuple[Array, Array, Array, Array]:
     return packed, tasks[:, of], threads[:, of], np.where(threads == 1, 1.0, share)[:, of]
 
 
-@lru_cache(maxsize=4096)
+@cached("routes", 4096)
 def _busiest(visits: int, column_blocks: int, blocks: int, threads: int) -> float:
     """Part of all calls of the micro-kernel that the busiest thread makes, each taking the next task when free."""
     low, wider = divmod(visits, column_blocks)

@@ -12,7 +12,6 @@ is C = acc + x0[n] + x1[m, n], written to the operand x2 as s8 too.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +19,7 @@ import numpy as np
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.expr import Expr, const, node, ordered
 from portmm.spec.expr_ops import OPS
+from portmm.util.memo import cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -110,7 +110,7 @@ def _spelled(x: Expr, numbers: dict[Expr, int]) -> str:
     return " ".join((x.op, *words))
 
 
-@lru_cache(maxsize=1024)
+@cached("kernels", 1024)
 def parse(text: str) -> Fused:
     """The `Fused` of a string that `str` of one returned.
 

@@ -6,7 +6,7 @@ of a kind; and `UserFunction`, a user's function at one call, with the memo of t
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +18,8 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
 from portmm.spec.expr import Expr, const, node, ordered, real
 from portmm.spec.expr_functions import rounded
-from portmm.trace.closures import closure_of, resolve
+from portmm.trace.closures import resolve
+from portmm.trace.guards import Way, find, remember
 from portmm.trace.recorder import element, readable_in_place
 from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
@@ -146,12 +147,7 @@ def _one_or_none() -> tuple[Expr, Expr]:
     return const(1.0), const(0.0)
 
 
-_ready = Memory(MOST_KINDS)
-
-
-def remember(key: Any, kernel: Any) -> Any:
-    """Keep the kernel of a kind of call, unless the kind is None."""
-    return kernel if key is None else _ready.keep(key, kernel)
+_ready = Memory("calls", MOST_KINDS)
 
 
 @dataclass(slots=True)
@@ -160,51 +156,38 @@ class UserFunction:
 
     Attributes:
         function: the function.
-        kind: the kind of its closure; None if that is unknown.
         closure: the arrays and numbers that it captures, by their keys.
-        lasting: the next function of this kind is traced to the same expressions.
+        lasting: later calls take the same kernel.
     """
 
     function: Callable[..., Any]
-    kind: Any
-    closure: dict[Any, Any]
+    closure: dict[Any, Any] = field(default_factory=dict)
     lasting: bool = True
-
-    @classmethod
-    def of(cls, function: Callable[..., Any]) -> UserFunction:
-        """The function with its closure as it is now."""
-        kind, captured, known = closure_of(function)
-        return cls(function, kind if known else None, captured)
 
     def ready(self, key: tuple[Any, ...], make: Callable[[Traced], Any], values: tuple[Any, ...], rank: int) -> Any:
         """The kernel of the function for a kind of call, from the memo or by `make`."""
-        memo_key = None if self.kind is None else (self.kind, key, config.current(), config.limit())
-        kernel = _ready.get(memo_key) if memo_key is not None else None
-        known = kernel is BY_VALUE
-        kernel = _ready.get((memo_key, self.numbers())) if known else kernel
-        if kernel is not None:
-            return kernel
-        by_value = known
+        key = (_code(self.function), key, config.current(), config.limit())
+        way, captured = find(_ready, key, self.function)
+        if way is not None:
+            self.closure, self.lasting = captured, True
+            return way.result
+        by_value = captured is not None
         try:
-            traced, lasting = trace(self.function, values, by_value=by_value, rank=rank, closure=self.closure)
+            traced, tracer = trace(self.function, values, by_value=by_value, rank=rank)
         except TraceError:
             by_value = True
-            traced, lasting = trace(self.function, values, by_value=by_value, rank=rank, closure=self.closure)
-        if by_value and lasting:
-            remember(memo_key, BY_VALUE)
-            memo_key = None if memo_key is None else (memo_key, self.numbers())  # type: ignore[assignment]
-        self.lasting = lasting
-        if not lasting:
-            self.closure.update({x.key: x.there if x.device else x.array for x in traced.sources} | dict(traced.values))
-        return remember(memo_key if lasting else None, make(traced))
-
-    def numbers(self) -> tuple[str, ...]:
-        """The numbers that it captures, as the text of their bits."""
-        return tuple([float(x).hex() for x in self.closure.values() if isinstance(x, (float, np.floating))])
+            traced, tracer = trace(self.function, values, by_value=by_value, rank=rank)
+        self.closure, self.lasting = tracer.captured, tracer.lasting
+        kernel = make(traced)
+        if self.lasting:
+            remember(_ready, key, Way(tracer.finished(), kernel), self.function, by_value=by_value)
+        return kernel
 
 
-BY_VALUE = object()
-"""In place of a kernel: the function's control flow depends on numbers that it captures."""
+def _code(function: Any) -> Any:
+    """The part that all functions of one kind share: no class of the user's, which the memo would keep alive."""
+    own: Any = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
+    return type(function) if own is None else own
 
 
 _GONE = np.empty(0, np.float32)

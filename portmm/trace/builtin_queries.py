@@ -55,7 +55,10 @@ class _Super:
         scope, kind, owner = self.__target
         x = unwrapped(owner)
         classes = type(x).__mro__
-        value = next((vars(t)[name] for t in classes[classes.index(kind) + 1 :] if name in vars(t)), None)
+        owner_of = next((t for t in classes[classes.index(kind) + 1 :] if name in vars(t)), None)
+        value = None if owner_of is None else vars(owner_of)[name]
+        if owner_of is not None and isinstance(value, (types.FunctionType, property)):
+            scope.member(owner_of, name)
         if isinstance(value, types.FunctionType):
             return scope.bound(value, owner)
         if isinstance(value, property) and isinstance(value.fget, types.FunctionType):

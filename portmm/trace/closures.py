@@ -1,7 +1,7 @@
-"""Closures: the arrays and numbers that a function captures, by closure, globals, defaults and attributes of objects.
+"""Rules for what a traced function captures: which values last, are compared as a whole, or are followed.
 
-Owns `closure_of`, which returns the kind of a function's closure, by which its kernels are remembered, and the arrays
-and numbers in it.
+Owns these rules, the names that code reads, and `resolve`, which computes an array or a number of a call from what was
+captured.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ import types
 from collections.abc import Callable
 from enum import Enum
 from functools import lru_cache
+from itertools import pairwise
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
-from portmm.arrays.interop import lay
-from portmm.arrays.libraries import on_device
-from portmm.util.array_subclasses import refuse_class
+from portmm.util.memo import cached
 
 F = TypeVar("F", bound=Callable[..., Any])
 PLAIN = (int, str, bytes, bool, type(None), np.integer, np.bool_, np.dtype)
 """Types of values that are part of a function's kind."""
-DEEPEST = 12
-"""Steps from a function to a captured value, at most: modules refer to each other."""
 
 
 def _names(code: types.CodeType) -> set[str]:
@@ -93,7 +90,7 @@ _OF_ENUM = frozenset(("__new__", "_generate_next_value_", "_new_member_"))
 """Functions that each enumeration has."""
 
 
-@lru_cache(maxsize=256)
+@cached("calls", 256)
 def _is_plain_enumeration(kind: type) -> bool:
     """Whether members of an enumeration have plain values, and no methods, which may capture something."""
     owners = [vars(t) for t in kind.__mro__ if not _lasts(t.__module__)]
@@ -104,15 +101,17 @@ def _is_plain_enumeration(kind: type) -> bool:
 
 
 def captures_nothing(kind: type) -> bool:
-    """Whether the methods of a class capture no arrays and numbers: its instances are alike in each call."""
+    """Whether a class has no methods and attributes of a user's: its instances are alike in each call."""
     for owner in kind.__mro__:
         if not _lasts(owner.__module__):
             for name, x in vars(owner).items():
                 function = getattr(x, "__func__", getattr(x, "fget", x))
+                if name in _OF_CLASS or (name.startswith("__") and not isinstance(function, types.FunctionType)):
+                    continue
                 if isinstance(function, types.FunctionType):
-                    if not _lasts(function.__globals__.get("__name__", "")) and not _alone(function):
+                    if not _lasts(function.__globals__.get("__name__", "")):
                         return False
-                elif not name.startswith("_") and not isinstance(x, _FIELDS):
+                elif not isinstance(x, _FIELDS):
                     return False  # an attribute that instances share
     return True
 
@@ -123,12 +122,8 @@ class _Pair(NamedTuple):
 
 _FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(vars(_Pair)["first"]))
 """Descriptors of the fields of instances."""
-
-
-def _alone(function: types.FunctionType) -> bool:
-    """Whether a function captures nothing but other such functions and what means the same in every call."""
-    kind, captured, known = closure_of(function)
-    return known and not captured and all(isinstance(x, types.CodeType) or fixed(x) for x in kind)
+_OF_CLASS = frozenset(("_fields", "_field_defaults", "_abc_impl", "__annotate__", "__annotate_func__"))
+"""What `NamedTuple`, `ABCMeta` and annotations add to classes."""
 
 
 def holds_only_items(container: Any) -> bool:
@@ -143,7 +138,9 @@ def holds_only_items(container: Any) -> bool:
 
 def named_as(function: types.FunctionType, like: types.FunctionType) -> None:
     """Give a function what another one says of itself."""
-    for name in ("__qualname__", "__module__", "__doc__", "__annotations__"):
+    # From Python 3.14 on, reading annotations evaluates them.
+    annotations = "__annotations__" if getattr(like, "__annotate__", None) is None else "__annotate__"
+    for name in ("__qualname__", "__module__", "__doc__", annotations):
         setattr(function, name, getattr(like, name))
 
 
@@ -182,89 +179,7 @@ def filled(cell: Any) -> bool:
         return False
 
 
-def closure_of(function: Any) -> tuple[tuple[Any, ...], dict[tuple[Any, ...], Any], bool]:
-    """The closure of a function: its kind, arrays and numbers by their keys, and whether all of it is known."""
-    kind: list[Any] = []
-    captured: dict[tuple[Any, ...], Any] = {}
-    known = isinstance(function, types.FunctionType) and _collect(function, (), kind, captured, set(), ())
-    return tuple(kind), captured, known
-
-
-def _collect(  # noqa: C901, PLR0911, PLR0912, PLR0917 - one branch for each kind
-    value: Any,
-    key: tuple[Any, ...],
-    kind: list[Any],
-    captured: dict[tuple[Any, ...], Any],
-    seen: set[int],
-    names: tuple[str, ...],
-) -> bool:
-    """Collect what `Tracer.wrapped` replaces; False if some value is unknown. Of modules and classes, only `names`."""
-    if isinstance(value, np.ndarray) and value.ndim:
-        if type(value) is not np.ndarray:  # checked here, as every call passes
-            refuse_class(value, "a captured array", matrix=False)
-        kind.append((value.shape, value.strides, value.dtype, value.flags.aligned))
-        captured[key] = value
-        return True
-    if is_float(value):
-        kind.append(type(value))
-        captured[key] = value
-        return True
-    if isinstance(value, types.FunctionType):
-        if ours(value):
-            kind.append(value)  # other functions may share its code
-            return True
-        kind.append(value.__code__)
-        if id(value) in seen:
-            return True
-        seen.add(id(value))
-        if looks_names_up(value.__code__):
-            return False
-        names = attribute_names(value.__code__)
-        kind.append(tuple(vars(value)))
-        return min(
-            [_collect(x, (*key, step), kind, captured, seen, names) for step, x in _captured(value)], default=True
-        )
-    if isinstance(value, (tuple, list, dict)) and not holds_only_items(value):
-        return False
-    if isinstance(value, (tuple, list)):
-        kind.append((type(value), len(value)))
-        return min([_collect(x, (*key, i), kind, captured, seen, names) for i, x in enumerate(value)], default=True)
-    if isinstance(value, dict):
-        kind.append((type(value), *map(repr, value)))
-        return min([_collect(x, (*key, k), kind, captured, seen, names) for k, x in value.items()], default=True)
-    if is_plain(value):
-        kind.append((type(value), value))
-        return True
-    if is_constant(value):
-        kind.append(constant_key(value))
-        return True
-    if fixed(value):
-        kind.append(value)
-        return True
-    if on_device(value):
-        kind.append(lay(value))
-        captured[key] = value
-        return True
-    if isinstance(value, (types.ModuleType, type)) and len(key) < DEEPEST:
-        kind.append(value)
-        inner = [(n, getattr(value, n)) for n in names if hasattr(value, n)]
-        return min([_collect(x, (*key, ("attribute", n)), kind, captured, seen, names) for n, x in inner], default=True)
-    return False
-
-
-def _captured(function: types.FunctionType) -> list[tuple[tuple[str, Any], Any]]:
-    """The values that a function captures, by the step that leads to each."""
-    namespace = function.__globals__
-    names = [n for n in global_names(function.__code__) if n in namespace]
-    values: list[tuple[tuple[str, Any], Any]] = [(("global", n), function.__globals__[n]) for n in names]
-    cells = enumerate(function.__closure__ or ())
-    values += [(("closure", i), cell.cell_contents) for i, cell in cells if filled(cell)]
-    values += [(("default", i), x) for i, x in enumerate(function.__defaults__ or ())]
-    values += [(("keyword", n), x) for n, x in (function.__kwdefaults__ or {}).items()]
-    return values + [(("attribute", n), x) for n, x in vars(function).items()]
-
-
-@lru_cache(maxsize=1024)
+@cached("calls", 1024)
 def looks_names_up(code: types.CodeType) -> bool:
     """Whether code finds values by names that it makes, or in modules that it imports: no later call compares these."""
     imports = [x.argval for x in dis.get_instructions(code) if x.opname == "IMPORT_NAME"]
@@ -273,17 +188,26 @@ def looks_names_up(code: types.CodeType) -> bool:
     return any(looks_names_up(x) for x in code.co_consts if isinstance(x, types.CodeType))
 
 
+@cached("calls", 1024)
+def compares_identities(code: types.CodeType) -> bool:
+    """Whether code may ask whether two of the arrays or functions that it captures are the same object."""
+    steps = [*dis.get_instructions(code)]
+    compared = any(y.opname == "IS_OP" and x.opname != "LOAD_CONST" for x, y in pairwise(steps))
+    inner = [x for x in code.co_consts if isinstance(x, types.CodeType)]
+    return compared or "is_" in code.co_names or any(compares_identities(x) for x in inner)
+
+
 _LOOK_UP = frozenset(("globals", "eval", "exec", "__import__", "import_module", "__globals__", "__builtins__"))
 
 
-@lru_cache(maxsize=1024)
+@cached("calls", 1024)
 def attribute_names(code: types.CodeType) -> tuple[str, ...]:
     """Names that code may look up in modules and classes that it captures, in order."""
     inner = [attribute_names(x) for x in code.co_consts if isinstance(x, types.CodeType)]
     return tuple(sorted(set(code.co_names).union(*inner)))
 
 
-@lru_cache(maxsize=1024)
+@cached("calls", 1024)
 def global_names(code: types.CodeType) -> tuple[str, ...]:
     """Names that code may read from globals, in order."""
     return tuple(sorted(_names(code)))

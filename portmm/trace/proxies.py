@@ -31,6 +31,12 @@ class Scope(Protocol):
     def bound(self, function: types.FunctionType, owner: Any) -> Any:
         """The traced replacement of a method, bound to a proxy."""
 
+    def special(self, owner: Any, key: str) -> None:
+        """Guard a special method, which Python looks up on the class of an object."""
+
+    def member(self, kind: type, key: str) -> None:
+        """Guard a method of a class."""
+
     def called(self, x: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The result of a captured object that is called."""
 
@@ -143,6 +149,7 @@ def _forwarded(key: str) -> Callable[..., Any]:
         scope, x, name, _ = _captured(self)
         function = next(vars(t)[key] for t in type(x).__mro__ if key in vars(t))
         if isinstance(function, types.FunctionType):
+            scope.special(x, key)
             result = scope.bound(function, self)(*args, **options)
             return getattr(result, key)() if key in _CONVERSIONS and hasattr(type(result), "placeholder_") else result
         if key in _CHANGES:

@@ -39,7 +39,6 @@ class Source:
             one that is broadcast.
         exact: its axes are as long as the result's; else they are no shorter.
         device: the array's device, if it is not the host: `array` is a stand-in, and must not be read.
-        there: the device's array, if only this call can find it.
     """
 
     key: tuple[Any, ...]
@@ -47,7 +46,6 @@ class Source:
     view: tuple[str | int, ...]
     exact: bool = False
     device: tuple[Any, ...] = ()
-    there: Any = None
 
 
 class Recorder:
@@ -55,6 +53,7 @@ class Recorder:
 
     Attributes:
         rank: dimensions of the result, a batch and heads included.
+        captured: arrays and numbers that the function captures, and views of them that only this call computes.
         lasting: the next function of this kind is traced to the same expressions.
         by_extents: the function asked for extents of arrays that it captures.
     """
@@ -64,10 +63,10 @@ class Recorder:
         self.sources: list[Source] = []
         self.operands: list[Operand] = []
         self.numbers: list[tuple[Any, ...]] = []
-        self.values: dict[tuple[Any, ...], Any] = {}
+        self.captured: dict[tuple[Any, ...], Any] = {}
         self.standins: dict[int, Array] = {}
         self.there: dict[int, tuple[Array, Any, tuple[Any, ...]]] = {}  # by the identity of the stand-in
-        self.kept: list[Any] = []  # objects that keys name by identity
+        self.kept: list[Any] = []  # devices' arrays that a dict names by identity
         self.lasting = True
         self.by_extents = False
 
@@ -78,8 +77,9 @@ class Recorder:
                 return self.seen(i, array)
         if not element(array.dtype)[0]:
             raise TraceError(f"an array has dtype {array.dtype}; expressions read {', '.join((*_KNOWN, *_AS_OTHERS))}")
-        there, device = self.there[id(array)][1:] if id(array) in self.there else (None, ())
-        self.sources.append(Source(key, array, view, exact, device, there))
+        there, device = self.there[id(array)][1:] if id(array) in self.there else (array, ())
+        self.captured.setdefault(key, there)
+        self.sources.append(Source(key, array, view, exact, device))
         self.operands.append(described(array, view))
         return self.seen(len(self.sources) - 1, array)
 
