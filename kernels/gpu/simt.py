@@ -105,9 +105,9 @@ def results(s: Schedule, c: str) -> tuple[Argument, ...]:
     params = [Argument("c", "pointer", c), Argument("c_m", "long")]
     params += [] if s.c.layout == "row" else [Argument("c_n", "long")]
     params += [Argument("c_batch", "long")]
-    if not s.epilogue.fused:
+    if not s.epilogue:
         return tuple(params)
-    return (*params, *fused_arguments(s.epilogue.fused))
+    return (*params, *fused_arguments(s.epilogue))
 
 
 def _strides(name: str, layout: str, axes: tuple[str, str]) -> list[Argument]:

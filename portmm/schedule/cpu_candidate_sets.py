@@ -171,7 +171,7 @@ def _fits_alike(proposed: list[tuple[Schedule, Isa, Atom]], p: Problem, target: 
     )
 
 
-_about = attrgetter("dtype", "a", "b", "c", "family", "deterministic", "static", "post", "source", "fused")
+_about = attrgetter("dtype", "a", "b", "c", "family", "deterministic", "static", "source", "fused")
 
 
 def _key(p: Problem, target: Target, rows: int) -> tuple[Any, _Kind]:
