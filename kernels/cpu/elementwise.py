@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
+OWN = {"column_sum": ("column_sums", "s32"), "row_scale": ("row_scales", "f32")}
+"""Leaf -> the pointer to the vector that the product's kernel has computed, and its type."""
+
 
 @dataclass(slots=True)
 class Elements:
@@ -136,9 +139,20 @@ class Elements:
             return (Map("whole", d, (), "s32", "s32", self.real.name, at),)
         if x.op == "extent":
             return (Map("whole", d, (), "s32", "s32", self.real.name, var(x.args[0])),)
+        if x.op in OWN:
+            return self.own(x, j)
         if x.op != "load":
             raise ScheduleError(f"{x!r} cannot be computed where it is used")
         return self.load(x, j, few)
+
+    def own(self, x: Expr, j: Index) -> tuple[Stmt, ...]:
+        """Load of what the product's kernel has computed; sums of columns are whole vectors, as panels are."""
+        name, dtype = OWN[x.op]
+        if dtype == "f32":
+            return self.broadcast(x, Ptr(name, self.inner))
+        whole = self.isa.vector(dtype, self.real.n)
+        assert whole is not None  # noqa: S101 - the sums have such vectors
+        return (Verb("load_c", self.name(x), p=Ptr(name, j), of=whole.name),)
 
     def load(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
         """Load of a vector of an operand."""
@@ -220,6 +234,11 @@ class Elements:
             return self.names[x], ()
         d = self.name(x)
         return d, (Map("literal", d, x.args, x.dtype, x.dtype, self.real.name),)
+
+
+def own(fused: Fused) -> list[str]:
+    """The leaves of `OWN` that expressions read."""
+    return [name for name in OWN if any(x.op == name for x in fused.steps)]
 
 
 def parameters(fused: Fused) -> list[Param]:

@@ -3,8 +3,8 @@
 B holds int4 values [k][n], a byte each, by rows. Words of eight values of one column are packed
 from eight rows at once, by the atom's own loads; strips of rows and groups of
 panels are distributed over threads as by `prepack`. A unit that rows or columns do not fill is
-padded with zeros in scratch first. Scales and offsets, which are in the fields
-`b_scale` and `bias`, are copied unchanged, as words.
+padded with zeros in scratch first. Scales and offsets, which are the
+operands x0 and x1, are copied unchanged, as words.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ def build(isa: Isa, atom: Atom, kept: Family) -> Kernel:
     )
     one = Function("share_of_codes", "task", (), body, "Some units of a few panels")
     name = KernelName("fold", "s32", "u4", "u4", 1, nr, CODES_KR, isa.name)
-    types = (("b", "u4"), ("c", "s32"), ("b_scale", "s32"), ("bias", "s32"))
+    types = (("b", "u4"), ("c", "s32"))
     entry = entry_of(one, ceil_div(units, strip) * groups, "s32")
-    return Kernel(str(name), isa, atom, entry, const(64), types=types)
+    return Kernel(str(name), isa, atom, entry, const(64), types=types, operands=(("s32", False),) * 2)
 
 
 def _panel(kept: Family) -> Index:
@@ -60,7 +60,7 @@ def _unit(atom: Atom, kept: Family) -> tuple[Stmt, ...]:
     at = Ptr("panels", (u + 2 * group) * nr)
     heads = tuple(
         Call(_heads(atom, nr), (columns, Ptr(x, group * n + var("column")), at + i * nr, step))
-        for i, x in enumerate(("b_scale", "bias"))
+        for i, x in enumerate(("x0", "x1"))
     )
     edge = (var("rows"), minimum(columns - q * nr, nr), Ptr("codes", q * nr), var("b_k"), Ptr("to", q * step))
     return (

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import Call, If
 from portmm.kernels.cpu import int4_in_place
-from portmm.kernels.cpu.elementwise import arguments
-from portmm.kernels.cpu.epilogue import ROWS, needed
+from portmm.kernels.cpu.elementwise import arguments, own
 from portmm.kernels.cpu.epilogue import finish as finish_tile
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.packing import sums_at
@@ -90,22 +89,18 @@ def finish(g: Operands) -> tuple[Stmt, ...]:
         return ()
     tile = (var("h"), var("columns"), g.sums(ROW, COLUMN), var("c_wide"))
     into = (g.operand("c", ROW * var("c_m") + COLUMN), var("c_m"))
+    inner: list[Ptr] = []
     more: tuple[Index | Ptr, ...] = ()
-    if s.epilogue.fused:
-        place = (var("item"), ROW, COLUMN)
-        more = (*place, *arguments(parse(s.epilogue.fused), *place))
-    vectors = (_vector(g, name) for name in needed(s.epilogue.post))
-    call = Call(
-        finish_tile(g.isa, g.sum_atom, g.acc, s.types[2], s.epilogue.post, s.epilogue.fused),
-        (*tile, *vectors, *into, *more),
-    )
+    if s.epilogue:
+        place, fused = (var("item"), ROW, COLUMN), parse(s.epilogue)
+        more = (*place, *arguments(fused, *place))
+        inner = [_vector(g, name) for name in own(fused)]
+    call = Call(finish_tile(g.isa, g.sum_atom, g.acc, s.types[2], s.epilogue), (*tile, *inner, *into, *more))
     return (If((var("pc") + var("kd")).eq(g.k), (call,)),) if s.kc else (call,)
 
 
 def _vector(g: Operands, name: str) -> Ptr:
-    """Address of a vector of scales, zero points or the like, at the tile's first row or column."""
-    if name == "b_sum":  # behind the panel, of which this is the last block of k
+    """Address of a vector that the kernel has computed, at the tile's first row or column."""
+    if name == "column_sum":  # behind the panel, of which this is the last block of k
         return Ptr("bp", sums_at(g.k, g.s.nr, g.read_types[1]) - g.pc * g.s.nr)
-    if name == "a_scale" and g.s.a.source:
-        return Ptr("scales", ROW)
-    return Ptr(name, ROW if name in ROWS else COLUMN)
+    return Ptr("scales", ROW)

@@ -119,7 +119,7 @@ class EpilogueStore(Product):
     @property
     def fused(self) -> Fused | None:
         """Fused expressions of the sums, or None."""
-        return parse(self.s.epilogue.fused) if self.s.epilogue.fused and not self.split else None
+        return parse(self.s.epilogue) if self.s.epilogue and not self.split else None
 
     @property
     def type(self) -> str:

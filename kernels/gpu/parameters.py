@@ -63,7 +63,7 @@ def of_fixup(s: Schedule) -> list[Argument]:
 def of_results(s: Schedule) -> list[Argument]:
     """Parameters of C, and of the operands of fused expressions."""
     c = [Argument("c", "pointer", s.types[2]), *longs("c_m", *(() if s.c.layout == "row" else ("c_n",)), "c_batch")]
-    return [*c, *of_fused(s.epilogue.fused)] if s.epilogue.fused else c
+    return [*c, *of_fused(s.epilogue)] if s.epilogue else c
 
 
 def of_fused(text: str) -> list[Argument]:

@@ -84,8 +84,8 @@ def reduction(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
         (Add(Ptr("sum"), work + var("i") * (var("batch") * var("work_batch"))),),
     )  # fmt: skip
     total: list[Stmt] = [Scratch("sum", 1, atom.acc), Move(Ptr("sum"), work), more]
-    if s.epilogue.fused:
-        fused = parse(s.epilogue.fused)
+    if s.epilogue:
+        fused = parse(s.epilogue)
         total += [*operands(isa, fused), Scratch("c_out", 1, c)]
         total += [*element(isa, fused, Ptr("sum"), Ptr("c_out"), column), Move(to, Ptr("c_out"))]
     else:

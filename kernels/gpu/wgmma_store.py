@@ -56,7 +56,7 @@ class WgmmaEpilogue(Product):
     @property
     def fused(self) -> Fused | None:
         """Fused expressions of the sums, or None."""
-        return parse(self.s.epilogue.fused) if self.s.epilogue.fused else None
+        return parse(self.s.epilogue) if self.s.epilogue else None
 
     @property
     def lines(self) -> int:

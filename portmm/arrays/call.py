@@ -28,7 +28,7 @@ def problem(
     *,
     dense: bool = False,
     static: bool = False,
-    post: str = "",
+    fused: str = "",
 ) -> Problem:
     """The problem of a call under the current settings.
 
@@ -44,7 +44,7 @@ def problem(
         from portmm.schedule.cpu_candidates import STATIC_LIMIT
 
         static = dense and max(size) <= STATIC_LIMIT
-    return Problem(m, n, k, dtype, batch, a, b, c, family, config.current().deterministic, static, post)
+    return Problem(m, n, k, dtype, batch, a, b, c, family, config.current().deterministic, static, fused=fused)
 
 
 class Call(NamedTuple):

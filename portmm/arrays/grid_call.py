@@ -113,8 +113,7 @@ def numbers(
 def _settings(a: str, b: str, c: str, fused: str) -> dict[str, Any]:
     """The fields of a problem that follow from types and settings."""
     word = spell(a, b, c)
-    post = "scale" if fused and accumulator(a, b) == "s32" else ""
-    return {"dtype": word, "deterministic": config.current().deterministic, "post": post, "fused": fused}
+    return {"dtype": word, "deterministic": config.current().deterministic, "fused": fused}
 
 
 def _of_batch(x: Product, to: Operand, fused: str) -> GridCall:

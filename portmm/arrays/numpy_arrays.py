@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from portmm.ir.abi import COLUMN_PAD, HUGE_PAGE
+from portmm.ir.abi import HUGE_PAGE
 from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES, FP8, accumulator, natural, spell
 from portmm.util.array_subclasses import refuse_class
 
@@ -329,11 +329,6 @@ def ones(count: int) -> Array:
         vector.flags.writeable = False
         _ones = vector
     return vector[:count]
-
-
-def unit_scales(m: int, n: int) -> tuple[Array, Array]:
-    """Scales of 1 for the rows and the columns of integer sums, as kernels read them."""
-    return ones(m), ones(-(-n // COLUMN_PAD) * COLUMN_PAD)
 
 
 def can_be_addressed(shape: tuple[int, ...], item_bytes: int) -> bool:

@@ -74,33 +74,26 @@ def quantized_rows(left: Array) -> tuple[Array, Array]:
         return values, np.where(np.isnan(absmax), absmax, absmax / np.float32(127)).reshape(-1)
 
 
-def scaled(sums: Array, vectors: tuple[Array | None, ...], columns: Array, dtype: np.dtype[Any]) -> Array:
-    """The epilogue of quantized products (kernels/cpu/epilogue.py): zero points, scales, bias, rounding.
+def scaled(sums: Array, vectors: dict[str, Array], columns: Array, dtype: np.dtype[Any]) -> Array:
+    """The epilogue of quantized products (`spec.dequantization`): zero points, scales, bias, rounding.
 
     Args:
         sums: int32, (m, n), or floats with only scales and a bias.
-        vectors: a_scale, b_scale, bias, a_zero, a_sum, b_zero, as kernels take them; those of columns are padded.
+        vectors: those of `dequantization.OPERANDS` that there are.
         columns: sums of the columns of B, for zero points of A.
         dtype: of the result.
     """
-    a_scale, b_scale, bias, a_zero, a_sum, b_zero = vectors
-    m, n = sums.shape
     if sums.dtype.kind == "i":
         exact = sums.astype(np.int64)
-        if a_zero is not None:
-            exact += np.asarray(a_zero[:m], np.int64)[:, None] * columns
-        if a_sum is not None and b_zero is not None:
-            exact += np.asarray(a_sum[:m], np.int64)[:, None] * np.asarray(b_zero[:n], np.int64)
+        if "a_zero" in vectors:
+            exact += vectors["a_zero"].astype(np.int64)[:, None] * columns
+        if "b_zero" in vectors:
+            exact += vectors["a_sum"].astype(np.int64)[:, None] * vectors["b_zero"].astype(np.int64)
         sums = exact.astype(np.int32)  # modulo 2**32, as kernels sum
     with np.errstate(all="ignore"):
-        values = sums.astype(np.float32)
-        if b_scale is not None:
-            values *= b_scale[:n]
-        precise = values.astype(np.float64)
-        if a_scale is not None:
-            precise *= a_scale[:m, None]
-        if bias is not None:
-            precise += bias[:n]
+        precise = (sums.astype(np.float32) * vectors["b_scale"]).astype(np.float64) * vectors["a_scale"][:, None]
+        if "bias" in vectors:
+            precise += vectors["bias"]
         result: Array = precise.astype(np.float32)
         if dtype.kind in "iu":
             info = np.iinfo(dtype)

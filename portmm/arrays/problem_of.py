@@ -12,6 +12,7 @@ import numpy as np
 
 from portmm.arrays import call, numpy_arrays
 from portmm.dispatch import config
+from portmm.spec.dequantization import Dequantization
 from portmm.spec.dtype import BY_NUMPY, types
 from portmm.spec.problem import Problem
 from portmm.weights.kinds import WeightKind, weight_kind
@@ -52,13 +53,13 @@ def _int4_problem(a: Any, b: Any, out: Any, dtype: str) -> Problem:
     if rows.shape[1] != b.shape[0]:
         raise ValueError(f"cannot multiply {left.shape} by {b.shape}: a has {rows.shape[1]} columns")
     names = [numpy_arrays.name_of(x) for x in (left.dtype, left.dtype if out is None else out.dtype)]
-    post = ""
+    fused = ""
     if names[0] == "s8":  # the product that `linear` computes
-        names[1], post = "f32" if out is None else names[1], "scale"
+        names[1], fused = "f32" if out is None else names[1], Dequantization().text
     layout = numpy_arrays.canonical(rows, rows.dtype).layout
     deterministic = config.current().deterministic
     word, shape = f"{names[0]}-u4-{names[1]}", (rows.shape[0], b.shape[1], rows.shape[1])
-    return Problem(*shape, word, a=layout, b="codes", family=b.family, deterministic=deterministic, post=post)
+    return Problem(*shape, word, a=layout, b="codes", family=b.family, deterministic=deterministic, fused=fused)
 
 
 def _types(a: Any, b: Any, out: Any, dtype: str) -> numpy_arrays.DTypes:

@@ -123,6 +123,7 @@ def _explained(
     from portmm.arrays import call
     from portmm.dispatch import cpu_units
     from portmm.explanation.cpu import explain, target_called
+    from portmm.spec.dequantization import Dequantization
     from portmm.spec.dtype import accumulator, types
 
     machine = target_called(where)
@@ -132,10 +133,10 @@ def _explained(
         of_a, of_b, of_c = types(dtype)
         if of_b == "u4":
             layouts = (layouts[0], "codes", layouts[2])
-        post = "scale" if accumulator(of_a, of_b) == "s32" != of_c else ""
+        fused = Dequantization().text if accumulator(of_a, of_b) == "s32" != of_c else ""
         family = cpu_units.family(dtype, machine) if layouts[1] in ("packed", "codes") else ""
         dense = "any" not in layouts
-        problem = call.problem(dtype, size, layouts, family, batch, dense=dense, static=static, post=post)
+        problem = call.problem(dtype, size, layouts, family, batch, dense=dense, static=static, fused=fused)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from error
     problem = replace(problem, deterministic=deterministic or problem.deterministic)

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from portmm.comparison import fused
+from portmm.spec.dequantization import Dequantization
 from portmm.spec.dtype import BY_NAME, size, spell, types
 from portmm.spec.problem import Problem
 
@@ -71,9 +72,9 @@ class Case:
     @property
     def problem(self) -> Problem:
         """The case as a `Problem`; a packed B counts as row-major, rounded activations have the type they round to."""
-        post = "scale" if self.scaled or self.dynamic else ""
+        fused = Dequantization().text if self.scaled or self.dynamic else ""
         word = spell("s8", *self.types[1:]) if self.dynamic else self.dtype
-        return Problem(self.m, self.n, self.k, word, self.batch, a=self.a, b=self.b, c=self.c, post=post)
+        return Problem(self.m, self.n, self.k, word, self.batch, a=self.a, b=self.b, c=self.c, fused=fused)
 
     @property
     def types(self) -> tuple[str, str, str]:

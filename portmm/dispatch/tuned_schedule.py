@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.errors import DatabaseError
 from portmm.schedule.schedule import Schedule
 from portmm.schedule.text import parse, spell
+from portmm.spec.dequantization import of_words
 from portmm.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -105,7 +106,10 @@ def problem_text(p: Problem) -> str:
 
 def problem_from(text: str) -> Problem:
     """The problem in a text of `problem_text`; not checked: a database is data of others."""
-    return Problem(**json.loads(text))
+    values = json.loads(text)
+    if post := values.pop("post", ""):
+        values["fused"] = of_words(post, values.get("fused", ""), dynamic=bool(values.get("source")))
+    return Problem(**values)
 
 
 def of_row(row: dict[str, Any]) -> Tuned:

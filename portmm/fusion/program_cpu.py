@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 ROW = 1 + len(AXES)
 """Integers of an operand in the argument block: an address, strides."""
-WORDS = 26
+WORDS = 20
 """Integers of a step of `execute_all`."""
 ARENA, TABLE, NUMBERS = "A", "t", "n"
 """Roots of addresses in a state: of memory between kernels, of operands, of numbers."""
@@ -108,12 +108,12 @@ class Writer:
         """Add a kernel: m, n, k, batch, strides of A, B and C; then addresses of A, B, C, operands and numbers."""
         start = len(self.words)
         m, rest = numbers[:4], numbers[4:]
-        words = [*m, 0, *rest[:3], 0, *rest[3:6], 0, *rest[6:], *(0,) * 10]
+        words = [*m, 0, *rest[:3], 0, *rest[3:6], 0, *rest[6:], *(0,) * 4]
         if outer is not None:
             self.names[f"u{len(self.names)}"] = outer  # kept alive by the program
             words[16:18] = runtime().address(outer), len(outer)
         self.words += words
-        for index, address in zip((4, 8, 12, 24, 25), addresses, strict=True):
+        for index, address in zip((4, 8, 12, 18, 19), addresses, strict=True):
             if address is not None:
                 self.put("W", start + index, *address)
         self.pending.append(route)

@@ -6,7 +6,7 @@ neither needs a header file and both always agree; `VERSION` is part of the cach
 key of every artifact.
 """
 
-VERSION = 4
+VERSION = 5
 
 ARGS = """\
 typedef struct {
@@ -24,18 +24,13 @@ typedef struct portmm_args {
   void *pool;
   void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
                    const long *ctx, long tasks, long workers);
-  const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
-  const int *a_zero, *a_sum, *b_zero;    /* of the epilogue; those by columns reach to a multiple of 64 */
-  const portmm_operand *operands;        /* of fused expressions */
-  const float *numbers;                  /* their constants, by call */
+  const portmm_operand *operands;    /* of fused expressions */
+  const float *numbers;              /* their constants, by call */
 } portmm_args;
 """
 """Argument block of a kernel. `parallel` runs body(ctx, t, w) for every t in [0, tasks),
 each exactly once, with 0 <= w < workers and no two tasks at a time on the same
 w; it returns when all are done. With workers == 1 it is a plain loop."""
-
-COLUMN_PAD = 64
-"""Vectors along columns are padded to a multiple of this: kernels read whole vectors of them."""
 
 HUGE_PAGE = 1 << 21
 """Bytes of a huge page. Linux clears such a page towards the byte that is touched first, upwards at 34 GB/s and

@@ -94,8 +94,7 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     Args:
         kernel: the kernel.
         ints: the caller's integer fields, in elements.
-        arrays: "a", "b", "c", the vectors of a quantised product, and operands of epilogue expressions
-            -> (1-D array, offset of element zero).
+        arrays: "a", "b", "c", and operands of epilogue expressions -> (1-D array, offset of element zero).
         shuffle: seed for the order of tasks; 0 keeps it.
 
     Raises:

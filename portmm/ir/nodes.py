@@ -41,10 +41,7 @@ FIELDS = (
 )
 """Integer fields of the argument block that an entry or task function may use."""
 
-VECTORS = {"a_scale": "f32", "b_scale": "f32", "bias": "f32", "a_zero": "s32", "a_sum": "s32", "b_zero": "s32"}
-"""Pointer fields of the argument block with a value for each row or column -> its type."""
-
-OPERANDS = {"a": True, "b": True, "c": False, "work": False, "numbers": True} | dict.fromkeys(VECTORS, True)
+OPERANDS = {"a": True, "b": True, "c": False, "work": False, "numbers": True}
 """Pointer fields of the argument block -> whether they are read-only."""
 
 STRIDES = "bmnh"
@@ -324,7 +321,7 @@ class Kernel:
     def type_of(self, operand: str) -> str:
         """Element type of the pointer "a", "b", "c" or "work"."""
         extra = {f"x{i}": dtype for i, (dtype, _) in enumerate(self.operands)}
-        defaults = {"a": self.atom.left, "b": self.atom.right, "numbers": "f32", **VECTORS, **extra}
+        defaults = {"a": self.atom.left, "b": self.atom.right, "numbers": "f32", **extra}
         return dict(self.types).get(operand, defaults.get(operand, self.atom.acc))
 
 
@@ -333,8 +330,8 @@ SWAPPED = {
     "a_m": "b_n", "a_k": "b_k", "a_batch": "b_batch",
     "b_k": "a_k", "b_n": "a_m", "b_batch": "a_batch",
     "c_m": "c_n", "c_n": "c_m", "c_batch": "c_batch",
-    "a": "b", "b": "a", "c": "c", "work": "work",
-} | {name: name for name in ("numbers", *VECTORS)}  # fmt: skip
+    "a": "b", "b": "a", "c": "c", "work": "work", "numbers": "numbers",
+}  # fmt: skip
 """Field of the kernel -> field of the caller, when the product is transposed."""
 
 

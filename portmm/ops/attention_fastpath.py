@@ -12,7 +12,6 @@ import numpy as np
 
 from portmm.dispatch import config
 from portmm.ops.attention_kernel import FORK, AttentionKernel
-from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class
 from portmm.util.memo import Memory
 
@@ -110,8 +109,7 @@ class _Repeated:
         result = np.empty((*q.shape[:-1], dv), self.dtype)
         lse = np.empty(q.shape[:-1], np.float32) if self.lse else None
         q, k, d = self.kernel.readable(q, k)
-        table = self.template(m, n).copy()
-        table[:, 0] = list(map(runtime().address, (q, k, v, result) if lse is None else (q, k, v, result, lse)))
+        operands = (q, k, v, result) if lse is None else (q, k, v, result, lse)
         far = n if self.window is None else min(self.window, m + n)
-        self.kernel.launch((m, n, d, batch, heads, group, dv), far, table, self.numbers)
+        self.kernel.launch((m, n, d, batch, heads, group, dv), far, self.template(m, n), self.numbers, *operands)
         return result if lse is None else (result, lse)

@@ -43,7 +43,6 @@ KEYS_OF_FEW = 256
 """Keys of a block of few queries."""
 FORK = 1e6
 """Multiply-adds from which threads pay: some 30 us."""
-_NOTHING = (None,) * 7
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,10 +71,8 @@ class AttentionKernel:
         """Run the kernel; operands differ from those it was made for only in addresses."""
         q, k, v = operands
         q, k, d = self.readable(q, k)
-        table, numbers, alive = self.bound.fill(captured, [], [q, k, v, *results])
         sizes = shape.m, shape.n, d, shape.items * shape.heads, shape.heads, shape.group, shape.dv
-        self.launch(sizes, far, table, numbers)
-        del alive
+        self.launch(sizes, far, *self.bound.fill(captured, [], [q, k, v, *results]))
 
     def readable(self, q: Array, k: Array) -> tuple[Array, Array, int]:
         """Queries and keys as the kernel reads them, and the elements of a head."""
@@ -83,20 +80,19 @@ class AttentionKernel:
             return np.ascontiguousarray(q), k, q.shape[-1]
         return _whole_steps(q, k, self.kr, self.k_step) if self.kr > 1 else (q, k, q.shape[-1])
 
-    def launch(self, sizes: tuple[int, ...], far: int, table: Array, numbers: Array) -> None:
+    def launch(self, sizes: tuple[int, ...], far: int, *table: Array) -> None:
         """Run the kernel.
 
         Args:
             sizes: queries, keys, elements of a head of Q, heads of all items, of one item, heads that share keys, and
                 elements of a head of V.
             far: how near a key must be.
-            table: the operands.
-            numbers: those of the score.
+            table: that of the operands, the numbers of the score, and the operands.
         """
         m, n, d, batch, heads, group, dv = sizes
         runtime().execute(
             self.route, m, n, d, batch, 0, heads, group, 0,
-            0, far, self.step, 0, 0, n - m, dv, self.run, *_NOTHING, table, numbers,
+            0, far, self.step, 0, 0, n - m, dv, self.run, None, *table,
         )  # fmt: skip
 
 

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portmm.arrays.numpy_arrays import ones
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
 from portmm.runtime.cpu import types as types_of_runtime
@@ -34,8 +33,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 MOST = 1024
 """Kinds of calls remembered before the memo is emptied."""
-SCALES = 4
-"""Index of the scales of rows among the arguments after the address of C."""
 _PLAIN = (int, bool, str, type(None))
 
 
@@ -116,7 +113,7 @@ class FastPath:
         route: the kernel.
         sizes: M, N, K and items of a batch; an M of 0 stands for that of the call.
         middle: the arguments of `execute` between the addresses of A, B and C.
-        after: those after C, up to the vectors.
+        after: those after C, up to the operands.
         template: the operands' table without addresses.
         sources: for each operand that is read, its index among the operands of `Seen`.
         numbers: for each number that the kernel takes, its index among the numbers of `Seen`, or the key of one that
@@ -137,24 +134,19 @@ class FastPath:
 
     def __call__(self, seen: Seen, out: Any) -> Any:
         """The results of a call."""
-        rt = runtime()
-        address, operands = rt.address, seen.operands
-        (m, n, k, batch), results, after = self.sizes, self.results, self.after
+        operands = seen.operands
+        (m, n, k, batch), results = self.sizes, self.results
         if not m:
             m = seen.rows
             results = tuple([((m, *s[1:]), t) for s, t in results])
-            if after[SCALES] is not None:
-                after = (*after[:SCALES], ones(m), *after[SCALES + 1 :])
         first = np.empty(*results[0]) if out is None else out
         rest = [np.empty(s, t) for s, t in results[1:]] if self.several else []
-        table, numbers = self.template, None
-        if self.sources or rest:
-            table = table.copy()
-            table[:, 0] += [*[address(operands[i]) for i in self.sources], *[address(x) for x in rest]]
-        if self.numbers:
-            numbers = np.array([_number(x, seen) for x in self.numbers], np.float32)
+        numbers = np.array([_number(x, seen) for x in self.numbers], np.float32) if self.numbers else None
         a, b = self.middle
-        rt.execute(self.route, m, n, k, batch, operands[0], *a, operands[1], *b, first, *after, table, numbers)
+        runtime().execute(
+            self.route, m, n, k, batch, operands[0], *a, operands[1], *b, first, *self.after, self.template, numbers,
+            *[operands[i] for i in self.sources], *rest,
+        )  # fmt: skip
         return (first, *rest) if self.several else first
 
 

@@ -148,14 +148,12 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     if not ready.direct:
         rows, other = call.operands(ready.size, call.types())
         a, b = rows.array, other.array if isinstance(other, numpy_arrays.Operand) else panels
-    operands, numbers, alive = ready.bound.fill(user_function.closure, [], results[1:])
     m, n, batch = ready.size
     a_m, a_k, a_batch, b_k, b_n, b_batch = ready.numbers
     runtime().execute(
         ready.route, m, n, left.shape[-1], batch, a, a_m, a_k, a_batch, b, b_k, b_n, b_batch,
-        results[0], n, 1, m * n, None, *ready.vectors, operands, numbers,
+        results[0], n, 1, m * n, None, *ready.bound.fill(user_function.closure, [], results[1:]),
     )  # fmt: skip
-    del alive
     if seen is not None and user_function.lasting and ready.direct and (out is None or out is results[0]):
 
         def build(
@@ -163,7 +161,7 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
         ) -> call_fastpath.FastPath:
             middle = (ready.numbers[:3], ready.numbers[3:])
             several = by_class and last_of_class(m) != row_class(m)[0]
-            sizes, after = (0 if several else m, n, left.shape[-1], batch), (n, 1, m * n, None, *ready.vectors)
+            sizes, after = (0 if several else m, n, left.shape[-1], batch), (n, 1, m * n, None)
             return call_fastpath.FastPath(
                 ready.route, sizes, middle, after, template, sources, taken, ready.results, ready.several
             )

@@ -48,7 +48,6 @@ class FusedKernel:
         size: rows, columns and items of a batch.
         results: shapes and types.
         several: the function returns a tuple.
-        vectors: inputs of the epilogue of integer sums: scales of 1.
         direct: A and B are read in place.
         rows: the least and the largest M that it supports.
         shared: all M of the class have this kernel.
@@ -60,7 +59,6 @@ class FusedKernel:
     size: tuple[int, int, int]
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
     several: bool
-    vectors: tuple[Any, ...]
     direct: bool
     rows: tuple[int, int]
     shared: bool
@@ -70,8 +68,7 @@ class FusedKernel:
         if m == self.size[0]:
             return self
         results = tuple([((m, *shape[1:]), t) for shape, t in self.results])
-        vectors = self.vectors if self.vectors[0] is None else (numpy_arrays.ones(m), *self.vectors[1:])
-        return replace(self, size=(m, *self.size[1:]), results=results, vectors=vectors)
+        return replace(self, size=(m, *self.size[1:]), results=results)
 
 
 class FusedProduct:
@@ -127,15 +124,12 @@ class FusedProduct:
         seen = (self.m, self.n, self.items)
         bound = Bound(traced, seen, [], [dense(x, seen) for x in step.axes[1:]])
         shapes = [(*self.batch, self.m, self.n if "n" in axes else 1) for axes in step.axes]
-        vectors: tuple[Any, ...] = (None,) * 6
-        if p.post:
-            vectors = (*numpy_arrays.unit_scales(size[0], self.n), *vectors[2:])
         direct = _in_place(self.left, rows) and (right is None or _in_place(self.right, right))
         results = tuple(zip(shapes, step.types, strict=True))
         # Whether fusing pays with a column-major B depends on M.
         shared &= self.left.ndim == len(self.right.shape) == 2 and (rows.layout, p.b) != ("row", "col")
         served = bound.served(row_class(size[0])) if shared else (size[0], size[0])
-        return FusedKernel(route, bound, numbers, size, results, traced.several, vectors, direct, served, shared)
+        return FusedKernel(route, bound, numbers, size, results, traced.several, direct, served, shared)
 
     def fusible_step(self, traced: Traced) -> Step:
         """The epilogue as expressions, if it can be fused.
@@ -172,7 +166,6 @@ class FusedProduct:
         return Problem(
             m, n, self.k, word, items, a, b or ("codes" if self.int4 else "packed"), fused=step.text,
             family="" if self.array else self.right.family, deterministic=config.current().deterministic,
-            post="scale" if self.sums() == "s32" else "",
         )  # fmt: skip
 
     def operands(self, size: tuple[int, int, int], types: numpy_arrays.DTypes) -> tuple[numpy_arrays.Operand, Any]:
@@ -251,7 +244,7 @@ def _better_unfused(p: Problem, step: Step) -> bool:
     from portmm.dispatch import cpu_selection
 
     target, threads = config.target(), config.get_num_threads()
-    alone = replace(p, fused="", post="", dtype=spell(*p.types[:2], p.acc))
+    alone = replace(p, fused="", dtype=spell(*p.types[:2], p.acc))
     passes = p.batch * p.m * p.n * BY_NAME["f32"].bytes * (2 + len(step.fused.operands)) / BYTES_PER_SECOND
     seconds = [cpu_selection.choose(x, target, threads).cost.seconds for x in (p, alone)]
     return seconds[1] + passes + CALL < seconds[0]

@@ -242,11 +242,10 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
     ]
     if isinstance(out, np.ndarray) and out.shape == (m, n) and _free(out, results[0].dtype, [*x.memory, *captured]):
         results[0] = out
-    table, numbers, alive = ready.bound.fill(user_function.closure, [], results[1:])
+    operands = ready.bound.fill(user_function.closure, [], results[1:])
     for begin, end, i in [*x.runs(), (x.ends[-1], m, len(x.b))]:
         if end > begin and n:
-            _run(x, (begin, end, i), call, ready, (results[0], table, numbers))
-    del alive
+            _run(x, (begin, end, i), call, ready, (results[0], *operands))
     return fit(results, out, several=ready.step.traced.several)
 
 
@@ -303,11 +302,11 @@ def _ready(traced: Traced, call: Any, groups: int, first: np.dtype[Any] | None) 
     return _Ready(replace(step, traced=bound.traced), bound, count if indexed else -1)
 
 
-def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays: tuple[Array, Array, Array]) -> None:
+def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays: tuple[Array, ...]) -> None:
     """Run the product of a group: its first row, its end, and its index, which past the last is that of no group."""
     from portmm.ops.fused_matmul_kernel import FusedProduct
 
-    (begin, end, group), (c, table, numbers) = at, arrays
+    (begin, end, group), (c, table, numbers, *operands) = at, arrays
     n, k, rows = c.shape[1], x.size[2], end - begin
     types = call.types()
     item = min(group, len(x.b) - 1)
@@ -325,13 +324,10 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays:
     if ready.places >= 0:
         indices = np.array([begin, item], np.int32).view(np.float32)
         numbers = np.concatenate([numbers[: ready.places], indices])
-    vectors: tuple[Any, ...] = (None,) * 6
-    if p.post:
-        vectors = (*numpy_arrays.unit_scales(rows, n), *vectors[2:])
     array, *steps = b
     runtime().execute(
         _route(p), rows, n, k, 1, a.array, a.row, a.col, 0, array, *steps, 0, c[begin:end], n, 1, rows * n, None,
-        *vectors, table, numbers,
+        table, numbers, *operands,
     )  # fmt: skip
 
 

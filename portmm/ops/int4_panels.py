@@ -17,6 +17,7 @@ from portmm.dispatch import config
 from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
+from portmm.spec.epilogue import AXES
 from portmm.spec.problem import Family, Problem, family
 from portmm.util.memo import Memory
 from portmm.weights.kinds import WeightKind
@@ -166,9 +167,10 @@ def _pack_by_kernel(q: Quantized, layout: Family, owner: Array) -> None:
     from portmm.dispatch.cpu_routes import int4_repack_route
 
     route = int4_repack_route(layout, config.target(), config.get_num_threads())
+    none = (0,) * len(AXES)
     (k, n), (codes, c, scales, offsets) = q.shape, (x.ctypes.data for x in (q.codes, owner, q.scales, q.offsets))
     numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *numpy_arrays.page_ends(owner, owner.itemsize), 0)
-    runtime().execute(route, *numbers, None, 0, scales, offsets, 0, 0, 0)
+    runtime().execute(route, *numbers, None, np.array([(scales, *none), (offsets, *none)]), None)
 
 
 def _pack_by_numpy(q: Quantized, layout: Family, owner: Array) -> None:

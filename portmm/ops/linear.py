@@ -1,7 +1,7 @@
 """Quantized linear layers: products of quantized operands, with their scales.
 
 Owns `linear`: scales, zero points and a bias, reduced to the vectors that a kernel's epilogue
-reads (kernels/cpu/epilogue.py), the run of the kernel, and NumPy in its place.
+reads (`spec.dequantization`), the run of the kernel, and NumPy in its place.
 """
 
 from __future__ import annotations
@@ -126,7 +126,7 @@ def linear(
         )
         to = result if free else np.empty(shape, kernel.dtype)
     if result.size:
-        _run(kernel, m, left, weight, to, vectors)
+        _run(kernel, options, m, left, weight, to, (kernel.table, None, *vectors))
         if to is not result:
             result[...] = to
     return result if out is not None or dtype is None else result.astype(dtype, copy=False)
@@ -181,8 +181,8 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
         row_results, several = over_rows(epilogue, (product,), names_of_axes, dtype=usual)
         return fit(list(row_results), out, several=several)
     results = [np.empty((m, width), t) for width, t in kernel.results]
-    table = kernel.bound.fill(user_function.closure, [], results[1:])
-    _run(kernel, m, left, weight, results[0], vectors, table[:2])
+    operands = kernel.bound.fill(user_function.closure, vectors, results[1:])
+    _run(kernel, options, m, left, weight, results[0], operands)
     return fit(results, out, several=kernel.several)
 
 
@@ -237,19 +237,18 @@ def _weight(w: Any, activations: np.dtype[Any]) -> Any:
 
 def _run(  # noqa: PLR0917 - operands, then options
     kernel: LinearKernel,
+    options: LinearOptions,
     m: int,
     left: Array,
     weight: Any,
     out: Array,
-    vectors: tuple[Array | None, ...],
-    table: tuple[Any, ...] = (),
+    operands: tuple[Any, ...],
 ) -> None:
+    """Run a kernel; `operands` are the last arguments of `execute`."""
     k, n = weight.shape
-    if kernel.plain:
-        out[...] = _by_numpy(left.reshape(m, k), weight, kernel.source, vectors, out.dtype).reshape(out.shape)
-        return
     if kernel.route is None:
-        out[...] = last_step(np.zeros(out.shape), vectors, out.dtype)
+        vectors = dict(zip(options.dequantization.names, operands[2:], strict=True))
+        _without_kernel(kernel, left, weight, out, vectors)
         return
     strides = kernel.strides
     if strides is None:
@@ -257,16 +256,18 @@ def _run(  # noqa: PLR0917 - operands, then options
     b = weight if kernel.weight is None else kernel.weight
     runtime().execute(
         kernel.route, m, n, k, 1, left, *strides, 0,
-        b.owner, b.b_k, b.b_n, b.b_batch, out, n, 1, 0, None, *vectors, *table,
+        b.owner, b.b_k, b.b_n, b.b_batch, out, n, 1, 0, None, *operands,
     )  # fmt: skip
 
 
-def _by_numpy(left: Array, weight: Any, source: str, vectors: tuple[Array | None, ...], dtype: np.dtype[Any]) -> Array:
+def _without_kernel(kernel: LinearKernel, left: Array, weight: Any, out: Array, vectors: dict[str, Array]) -> None:
     """The product and its epilogue, computed by NumPy."""
-    a_scale, b_scale, *rest = vectors
-    if source:
-        left, scales = numpy_fallback.quantized_rows(left)
-        a_scale = scales if a_scale is None else a_scale * scales
+    if not kernel.plain:
+        out[...] = last_step(np.zeros(out.shape), vectors.get("bias"), out.dtype)
+        return
+    left = left.reshape(-1, weight.shape[0])
+    if kernel.source:
+        left, vectors["a_scale"] = numpy_fallback.quantized_rows(left)
     columns: Array = np.zeros(1, np.int64)
     if isinstance(weight, PackedInt4):
         # Values and scales are exact in float64, in which groups are summed, too.
@@ -276,7 +277,7 @@ def _by_numpy(left: Array, weight: Any, source: str, vectors: tuple[Array | None
         sums, columns = (left.astype(np.int64) @ dense).astype(np.int32), dense.sum(axis=0)
     else:
         sums = left.astype(np.float32) @ unpack(weight).astype(np.float32)
-    return numpy_fallback.scaled(sums, (a_scale, b_scale, *rest), columns, dtype)
+    out[...] = numpy_fallback.scaled(sums, vectors, columns, out.dtype).reshape(out.shape)
 
 
 # -- on a device -----------------------------------------------------------------------

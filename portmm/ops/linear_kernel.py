@@ -17,7 +17,9 @@ from portmm.errors import BuildError, ScheduleError
 from portmm.ops import host_matmul, routes
 from portmm.ops.int4_panels import pack_int4, unpack_int4
 from portmm.ops.prepack import pack, unpack
+from portmm.spec.dequantization import Dequantization
 from portmm.spec.dtype import spell
+from portmm.spec.epilogue import AXES, argument
 from portmm.spec.problem import Problem, family
 from portmm.spec.row_classes import row_class
 from portmm.util.memo import Memory, cached
@@ -44,11 +46,9 @@ class LinearOptions(NamedTuple):
     requantize: bool
 
     @property
-    def post(self) -> str:
+    def dequantization(self) -> Dequantization:
         """The steps of a kernel's epilogue."""
-        shift = self.bias or self.requantize
-        words = ("scale", "azero" * self.x_zero, "bzero" * self.w_zero, "bias" * shift)
-        return "+".join(filter(None, words))
+        return Dequantization(self.x_zero, self.w_zero, self.bias or self.requantize, self.dynamic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +62,8 @@ class LinearKernel:
         route: the kernel; None for empty sums.
         strides: of x, between rows and columns, in elements; None if it must be copied first.
         weight: the weight, if it had to be repacked.
-        bound: the operands of an epilogue.
+        table: the operands of `vectors_of`, without addresses.
+        bound: the operands of an epilogue, those first.
         results: columns and types of its results.
         several: it returns a tuple.
         plain: there is no kernel, and NumPy computes.
@@ -74,6 +75,7 @@ class LinearKernel:
     route: Any
     strides: tuple[int, int] | None
     weight: Any
+    table: Any = None
     bound: Any = None
     results: tuple[tuple[int, np.dtype[Any]], ...] = ()
     several: bool = False
@@ -100,12 +102,17 @@ def kernel_of(key: tuple[Any, ...], m: int, left: Array, weight: Any, options: L
 
 def fused_kernel(left: Array, weight: Any, options: LinearOptions, traced: Any) -> LinearKernel | None:
     """The kernel of a product and its epilogue; None if they need two."""
-    from portmm.trace.bind import Bound, bind_operands, dense
+    from portmm.trace.bind import Bound, bind_operands, dense, substituted
 
     if left.ndim != 2 or 0 in (*left.shape, *weight.shape):
         return None
     types, _ = _types_of(left.dtype, options.dtype, requantize=False, dynamic=options.dynamic)
-    step = bind_operands(traced, (), types[2], ends=True)
+    how = options.dequantization
+    value = how.value(argument)
+    scaled = [
+        (substituted(x, lambda y: value if y.op == "acc" else None, {}), cast_to) for x, cast_to in traced.results
+    ]
+    step = bind_operands(replace(traced, results=tuple(scaled)), how.operands, types[2], ends=True)
     if step.fused.reductions or step.fused.column_reductions or not step.wide or step.types[0] == np.int32:
         return None
     try:
@@ -116,7 +123,8 @@ def fused_kernel(left: Array, weight: Any, options: LinearOptions, traced: Any) 
         return None
     (m, _), n = left.shape, weight.shape[1]
     size = (m, n, 1)
-    bound = Bound(traced, size, [], [dense(x, size) for x in step.axes[1:]])
+    arguments = [tuple(map(int, row[1:4])) for row in _table(how)]
+    bound = Bound(traced, size, arguments, [dense(x, size) for x in step.axes[1:]])
     widths = [n if "n" in axes else 1 for axes in step.axes]
     served = kernel.rows if kernel.rows == (m, m) else bound.served(kernel.rows)
     results = tuple(zip(widths, step.types, strict=True))
@@ -141,8 +149,8 @@ def _prepared(left: Array, weight: Any, options: LinearOptions, step: Any = None
     word = spell(numpy_arrays.name_of(types[0]), w_type, numpy_arrays.name_of(step.types[0] if step else types[2]))
     p = Problem(
         m, n, k, word, a="row" if source else layout, b="codes" if w_type == "u4" else "packed",
-        family=weight.family, deterministic=deterministic, post=options.post, source=source,
-        fused=step.text if step else "",
+        family=weight.family, deterministic=deterministic, source=source,
+        fused=step.text if step else options.dequantization.text,
     )  # fmt: skip
     if p.acc == "s32" and p.b == "packed" and not family(weight.family).sums:
         raise ScheduleError(f"w is packed as {weight.family}, for activations of another type: pack it for {types[0]}")
@@ -157,7 +165,14 @@ def _prepared(left: Array, weight: Any, options: LinearOptions, step: Any = None
     except BuildError as error:
         numpy_fallback.fall_back(error)
         return LinearKernel((m, m), types[2], source, None, None, None, plain=True)
-    return LinearKernel(row_class(m) if shared else (m, m), types[2], source, route, strides, repacked)
+    table = _table(options.dequantization)
+    return LinearKernel(row_class(m) if shared else (m, m), types[2], source, route, strides, repacked, table)
+
+
+@cached("calls", MOST_CALLS)
+def _table(how: Dequantization) -> Array:
+    """The operands of a dequantization, without addresses: one element for each row, or column."""
+    return np.array([(0, *(int(axis == x.axes) for axis in AXES)) for x in how.operands], np.int64)
 
 
 def _check(left: Array, weight: Any, types: numpy_arrays.DTypes, options: LinearOptions) -> None:

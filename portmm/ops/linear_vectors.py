@@ -1,6 +1,6 @@
 """The vectors that the epilogue of a quantized product reads.
 
-Owns the conversion of scales, zero points and a bias to vectors along rows and columns (kernels/cpu/epilogue.py), and
+Owns the conversion of scales, zero points and a bias to vectors along rows and columns (`spec.dequantization`), and
 the epilogue by NumPy for empty sums, and for scales that are too large for a kernel.
 """
 
@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 
 from portmm.arrays import numpy_arrays
-from portmm.ir.abi import COLUMN_PAD
 from portmm.runtime.cpu import types as runtime_types
 from portmm.util.array_subclasses import refuse_class
 
@@ -31,45 +30,44 @@ def is_default(x: Any, value: int) -> bool:
     return (kind is int or kind is float or isinstance(x, (int, float, np.number))) and x == value
 
 
-def _spread(name: str, value: Any, count: int, dtype: Any, pad: int = 1) -> Array:
-    """A number, or one for each row or column, as a vector; padded with zeros."""
+def _spread(name: str, value: Any, count: int, dtype: Any) -> Array:
+    """A number, or one for each row or column, as a vector."""
     refuse_class(value, name)
     values = np.asarray(value)
     if values.dtype.kind not in "biuf" and values.dtype.name != "bfloat16":
         raise TypeError(f"{name} has dtype {values.dtype}; pass numbers")
     if values.size not in (1, count):
         raise ValueError(f"{name} has shape {values.shape}; pass a number, or {count} of them")
-    if values.shape == (count,) and values.dtype == dtype and count % pad == 0:
+    if values.shape == (count,) and values.dtype == dtype:
         flags = values.flags
         if flags.c_contiguous and flags.aligned:
             return values
-    padded = np.zeros(-(-count // pad) * pad, dtype)
-    padded[:count] = values.ravel()
-    return padded
+    vector = np.empty(count, dtype)
+    vector[:] = values.ravel()
+    return vector
 
 
-def _scales(name: str, value: Any, count: int, pad: int = 1) -> tuple[Array, float]:
+def _scales(name: str, value: Any, count: int) -> tuple[Array, float]:
     """A vector of scales, and the largest."""
     if is_default(value, 1):
-        return numpy_arrays.ones(-(-count // pad) * pad), 1.0
+        return numpy_arrays.ones(count), 1.0
     if type(value) is float and 0 <= value <= LARGEST:
-        equal = np.empty(-(-count // pad) * pad, np.float32)
+        equal = np.empty(count, np.float32)
         equal.fill(value)
         return equal, value
-    scales = _spread(name, value, count, np.float32, pad)
+    scales = _spread(name, value, count, np.float32)
     most = runtime_types().largest_scale(scales)
     if most < 0:
-        known = scales[:count]
-        raise ValueError(f"{name} must be finite and not negative; it ranges from {known.min()} to {known.max()}")
+        raise ValueError(f"{name} must be finite and not negative; it ranges from {scales.min()} to {scales.max()}")
     return scales, most
 
 
-def _zeros(name: str, value: Any, count: int, pad: int = 1) -> Array:
+def _zeros(name: str, value: Any, count: int) -> Array:
     refuse_class(value, name)
     values = np.asarray(value)
     if values.dtype.kind not in "iu" or (values.size and (values.min() < -(1 << 15) or values.max() >= 1 << 15)):
         raise ValueError(f"{name} must be integers that fit 16 bits; got {values.dtype}")
-    return _spread(name, values, count, np.int32, pad)
+    return _spread(name, values, count, np.int32)
 
 
 def zero_point(value: Any) -> int:
@@ -90,8 +88,8 @@ def _step(out_scale: Any) -> np.float32:
 
 def vectors_of(  # noqa: PLR0917 - operands, then options
     left: Array, size: tuple[int, int], source: str, bias: Any, scaling: tuple[Any, ...], unit: float
-) -> tuple[Array | None, ...] | None:
-    """The six vectors of a kernel's epilogue; None if float32 may not hold what it computes with them.
+) -> tuple[Array, ...] | None:
+    """The vectors that a `Dequantization` names; None if float32 may not hold what it computes with them.
 
     Args:
         left: x.
@@ -103,12 +101,12 @@ def vectors_of(  # noqa: PLR0917 - operands, then options
     """
     x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = scaling
     m, n = size
-    (a_scale, _), (b_scale, most) = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n, COLUMN_PAD)
+    (a_scale, _), (b_scale, most) = _scales("x_scale", x_scale, m), _scales("w_scale", w_scale, n)
     a_zero = None if is_default(x_zero, 0) else _zeros("x_zero", x_zero, m)
-    b_zero = None if is_default(w_zero, 0) else _zeros("w_zero", w_zero, n, COLUMN_PAD)
+    b_zero = None if is_default(w_zero, 0) else _zeros("w_zero", w_zero, n)
     shift, fits = None, True
     if bias is not None or out_scale is not None:
-        shift = _spread("bias", 0 if bias is None else bias, n, np.float32, COLUMN_PAD)
+        shift = _spread("bias", 0 if bias is None else bias, n, np.float32)
     if out_scale is not None:
         step = _step(out_scale)
         # Dynamic rows have scales from the quantization.
@@ -122,18 +120,19 @@ def vectors_of(  # noqa: PLR0917 - operands, then options
         raise ValueError(f"out_zero is {out_zero!r}, but there is no out_scale: the result has no zero point")
     if most * unit > SAFE or not fits:
         return None
-    a_sum = None
-    if b_zero is not None:
-        zeros = 0 if a_zero is None else a_zero.astype(np.int64)
-        sums = left.sum(axis=-1, dtype=np.int64).ravel() - left.shape[-1] * zeros
-        a_sum = (-sums).astype(np.int32)
-    return a_scale, b_scale, shift, None if a_zero is None else -a_zero, a_sum, b_zero
+    vectors: tuple[Array, ...] = (b_scale,) if source else (a_scale, b_scale)
+    vectors += () if shift is None else (shift,)
+    vectors += () if a_zero is None else (-a_zero,)
+    if b_zero is None:
+        return vectors
+    zeros = 0 if a_zero is None else a_zero.astype(np.int64)
+    sums = left.sum(axis=-1, dtype=np.int64).ravel() - left.shape[-1] * zeros
+    return (*vectors, (-sums).astype(np.int32), b_zero)
 
 
-def last_step(sums: Array, vectors: tuple[Array | None, ...], dtype: np.dtype[Any]) -> Array:
+def last_step(sums: Array, shift: Array | None, dtype: np.dtype[Any]) -> Array:
     """The epilogue of empty sums."""
-    shift = vectors[2]
-    return _rounded(sums if shift is None else sums + shift[: sums.shape[-1]], dtype)
+    return _rounded(sums if shift is None else sums + shift, dtype)
 
 
 def scaled_in_float64(

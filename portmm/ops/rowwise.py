@@ -180,13 +180,12 @@ class HostRows:
         results = [np.empty(s, t) for s, t in kernel.results]
         if out is not None:
             results[0] = out
-        operands, numbers, alive = kernel.bound.fill(closure, values, results)
         m, n, batch = self.size
         if not m and kernel.columns:
             raise _NoRowsError
         if m and batch:
-            runtime().execute(kernel.route, m, n, 1, batch, *(0,) * 12, *(None,) * 7, operands, numbers)
-        del alive
+            operands = kernel.bound.fill(closure, values, results)
+            runtime().execute(kernel.route, m, n, 1, batch, *(0,) * 12, None, *operands)
         return results, out is not None
 
     def put(self, result: Array, out: Array) -> None:

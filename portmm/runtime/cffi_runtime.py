@@ -51,17 +51,11 @@ int portmm_run(void *function, long work, long workers, const long *bytes, const
                const long *offsets, long count);
 """
 )
-_TYPES = ("char[512]", "char *", "long *", "long[]", "void *", "portmm_args *")
+_TYPES = ("char[512]", "char *", "long *", "long[]", "void *", "float *", "portmm_operand *", "portmm_args *")
 SYMBOLS = tuple(re.findall(r"(portmm_\w+)\(", _DECLARATIONS.removeprefix(ARGS)))
 """Functions of the library."""
-VECTORS = {
-    "a_scale": "float *", "b_scale": "float *", "bias": "float *",
-    "a_zero": "int *", "a_sum": "int *", "b_zero": "int *",
-    "operands": "portmm_operand *", "numbers": "float *",
-}  # fmt: skip
-"""Pointers that may follow the offsets of `execute`, in this order."""
-QUANTISED = 6
-"""The number of them that a quantised product takes."""
+_STEP = 20
+"""Words of a step of `execute_all`."""
 _MOST_ROUTES, _MOST_PLANS = 1 << 16, 1 << 12  # as in memo.c
 
 
@@ -77,7 +71,7 @@ class CffiRuntime:
         except OSError as error:
             raise BuildError(f"{path} cannot be loaded: {error}") from error
         # cffi resolves names under its own locks, which a forked child may inherit locked: all are resolved now.
-        for text in (*_TYPES, *VECTORS.values()):
+        for text in _TYPES:
             self._ffi.typeof(text)
         for name in SYMBOLS:
             getattr(self._lib, name)
@@ -109,15 +103,14 @@ class CffiRuntime:
         """See `Runtime`."""
         return Route(kernel, work_bytes, workers, dtype, unit)
 
-    def launch(self, route: Route, v: tuple[int, ...], outer: bytes, vectors: tuple[int, ...] = ()) -> None:
-        """Run a kernel; `v` as for `execute`, `outer` as bytes."""
+    def launch(self, route: Route, v: tuple[int, ...], outer: bytes, table: int = 0, numbers: int = 0) -> None:
+        """Run a kernel; `v` as for `execute`, `outer` as bytes, and the addresses of operands and numbers."""
         cast = self._ffi.cast
         args = self._ffi.new("portmm_args *")
         args.m, args.n, args.k, args.batch, a, args.a_m, args.a_k, args.a_batch = v[:8]
         b, args.b_k, args.b_n, args.b_batch, c, args.c_m, args.c_n, args.c_batch = v[8:]
         args.a, args.b, args.c = cast("void *", a), cast("void *", b), cast("void *", c)
-        for (name, ctype), value in zip(VECTORS.items(), vectors, strict=False):
-            setattr(args, name, cast(ctype, value))
+        args.operands, args.numbers = cast("portmm_operand *", table), cast("float *", numbers)
         offsets = self._ffi.from_buffer("long[]", outer)
         failed = self._lib.portmm_run(
             route.kernel.function, route.work_bytes, route.workers, route.bytes, args, offsets, len(outer) // 24
@@ -127,22 +120,27 @@ class CffiRuntime:
 
     def execute(self, route: Route, *numbers: Any) -> None:
         """See `Runtime`."""
-        if not isinstance(route, Route) or len(numbers) not in (16, 17, 17 + QUANTISED, 17 + len(VECTORS)):
+        if not isinstance(route, Route) or len(numbers) < 16 or len(numbers) == 18:
             raise TypeError(
-                f"execute takes a Route, 16 integers, optional offsets, then {QUANTISED}, {len(VECTORS)} "
-                f"or no pointers; got {len(numbers) + 1} arguments"
+                "execute takes a Route, 16 integers, optional offsets, then a table of operands, numbers and arrays; "
+                f"got {len(numbers) + 1} arguments"
             )
         outer = offsets_of(numbers[16] if len(numbers) > 16 else None)
-        self.launch(route, tuple(map(_address, numbers[:16])), outer, tuple(map(_address, numbers[17:])))
+        more, arrays = list(numbers[17:19]), numbers[19:]
+        if arrays:
+            if not isinstance(more[0], np.ndarray):
+                raise TypeError("execute got arrays without a table")
+            more[0] = more[0][: len(arrays)].copy()
+            more[0][:, 0] += [_address(x) for x in arrays]
+        self.launch(route, tuple(map(_address, numbers[:16])), outer, *map(_address, more))
 
     def execute_all(self, routes: tuple[Route, ...], address: int) -> None:
         """See `Runtime`."""
-        count = 18 + len(VECTORS)
         words = self._ffi.cast("long *", address)
         for i, route in enumerate(routes):
-            w = [words[count * i + j] for j in range(count)]
+            w = [words[_STEP * i + j] for j in range(_STEP)]
             outer = bytes(self._ffi.buffer(self._ffi.cast("char *", w[16]), 24 * w[17])) if w[16] else offsets_of(None)
-            self.launch(route, tuple(w[:16]), outer, tuple(w[18:]))
+            self.launch(route, tuple(w[:16]), outer, *w[18:])
 
     @staticmethod
     def describe(*_: Any) -> None:

@@ -78,9 +78,9 @@ class Runtime(Protocol):
         b_k, b_n, b_batch, c pointer, c_m, c_n, c_batch, with strides in
         elements, and optionally None or a bytes-like object of int64 triples:
         the kernel runs once for each triple of offsets (a, b, c), in elements.
-        After that, a quantised product takes a_scale, b_scale, bias, a_zero,
-        a_sum and b_zero, pointers or None: see kernels/cpu/epilogue.py. Fused
-        expressions take two more, their operands and numbers: see `abi.ARGS`.
+        Fused expressions take more: the table of their operands, an array of int64 with a row for each, an address
+        and strides (see `abi.ARGS`), and their numbers, an array of float32; each a pointer or None. Addresses of
+        arrays that follow are added to those of the table, row by row, for this call.
 
         Raises:
             MemoryError: no memory for the workspace.
@@ -89,8 +89,8 @@ class Runtime(Protocol):
     def execute_all(self, routes: tuple[Any, ...], address: int) -> None:
         """Run kernels one after the other.
 
-        `address` points to 26 words of 64 bits for each: the 16 numbers of `execute`, the address
-        and the count of its offsets, or 0, and the 8 pointers that follow, or 0.
+        `address` points to 20 words of 64 bits for each: the 16 numbers of `execute`, the address
+        and the count of its offsets, or 0, and the addresses of operands and numbers, or 0.
 
         Raises:
             MemoryError: no memory for a workspace.

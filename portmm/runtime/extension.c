@@ -265,7 +265,7 @@ static int run_route(const route_object *r, portmm_args *p, const long *offsets,
   return failed;
 }
 
-enum { NUMBERS = 13, QUANTISED = 6, VECTORS = 8 };
+enum { NUMBERS = 13, STEP_WORDS = 20 };
 static const long origin[3] = {0, 0, 0}; /* the offsets of a call that has none */
 
 #pragma GCC push_options
@@ -303,21 +303,36 @@ static PyObject *py_address(PyObject *module, PyObject *x) {
   return PyLong_FromVoidPtr(((array_object *)x)->data);
 }
 
+/* The operands of a call: the rows of a template, an array, with the addresses of `count` arrays added; 0 if wrong. */
+static int get_operands(PyObject *template, PyObject *const *arrays, Py_ssize_t count, portmm_operand *to) {
+  const portmm_operand *from = address_in(template);
+  if (!from) return PyErr_Occurred() ? 0 : (PyErr_Format(PyExc_TypeError, "execute got arrays without a table"), 0);
+  for (Py_ssize_t i = 0; i < count; i++) {
+    char *p = address_in(arrays[i]);
+    if (!p && PyErr_Occurred()) return 0;
+    to[i] = from[i];
+    to[i].p = p + (long)from[i].p;
+  }
+  return 1;
+}
+
 static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   /* where in `args` each of the numbers is */
   static const int at[NUMBERS] = {1, 2, 3, 4, 6, 7, 8, 10, 11, 12, 14, 15, 16};
   static const int pointer_at[3] = {5, 9, 13};
   long v[NUMBERS];
-  void *pointers[3], *vectors[VECTORS] = {NULL};
+  void *pointers[3], *table[2] = {NULL};
+  portmm_operand operands[n > 20 ? n - 20 : 1];
   portmm_args p;
   Py_buffer outer;
   (void)module;
-  if ((n != 17 && n != 18 && n != 18 + QUANTISED && n != 18 + VECTORS) || Py_TYPE(args[0]) != &route_type)
+  if ((n != 17 && n != 18 && n < 20) || Py_TYPE(args[0]) != &route_type)
     return PyErr_Format(PyExc_TypeError,
-                        "execute takes a Route, 16 integers, optional offsets, then %d, %d or no pointers; "
-                        "got %zd arguments", QUANTISED, VECTORS, n);
-  for (int i = 0; i < n - 18; i++)
-    if (!(vectors[i] = address_in(args[18 + i])) && PyErr_Occurred()) return NULL;
+                        "execute takes a Route, 16 integers, optional offsets, then a table of operands, numbers and "
+                        "arrays; got %zd arguments", n);
+  for (int i = 0; i < 2 && n > 18; i++)
+    if (!(table[i] = address_in(args[18 + i])) && PyErr_Occurred()) return NULL;
+  if (n > 20 && !get_operands(args[18], args + 20, n - 20, table[0] = operands)) return NULL;
   for (int i = 0; i < NUMBERS; i++)
     if ((v[i] = PyLong_AsLong(args[at[i]])) == -1 && PyErr_Occurred()) return NULL;
   for (int i = 0; i < 3; i++)
@@ -327,14 +342,8 @@ static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t 
   p.a = pointers[0];
   p.b = pointers[1];
   p.c = pointers[2];
-  p.a_scale = vectors[0];
-  p.b_scale = vectors[1];
-  p.bias = vectors[2];
-  p.a_zero = vectors[3];
-  p.a_sum = vectors[4];
-  p.b_zero = vectors[5];
-  p.operands = vectors[6];
-  p.numbers = vectors[7];
+  p.operands = table[0];
+  p.numbers = table[1];
   int failed = run_route((const route_object *)args[0], &p, outer.buf, outer.len / (Py_ssize_t)(3 * sizeof(long)));
   if (outer.obj) PyBuffer_Release(&outer);
   return failed ? NULL : Py_NewRef(Py_None);
@@ -342,23 +351,21 @@ static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t 
 #pragma GCC pop_options
 
 /* Several kernels, one after the other, each with the 16 numbers of `execute`, an address and count of offsets, and
- * all vectors: words of 64 bits. */
+ * the addresses of operands and numbers: words of 64 bits. */
 static PyObject *py_execute_all(PyObject *module, PyObject *const *args, Py_ssize_t n) {
   (void)module;
   if (n != 2 || !PyTuple_CheckExact(args[0]))
     return PyErr_Format(PyExc_TypeError, "execute_all takes a tuple of routes and an address");
   const long *w = PyLong_AsVoidPtr(args[1]);
   if (!w) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "execute_all got no address");
-  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); i++, w += 18 + VECTORS) {
+  for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); i++, w += STEP_WORDS) {
     const route_object *route = (const route_object *)PyTuple_GET_ITEM(args[0], i);
     if (Py_TYPE((PyObject *)route) != &route_type) return PyErr_Format(PyExc_TypeError, "execute_all takes routes");
     portmm_args p = {.m = w[0], .n = w[1], .k = w[2], .batch = w[3],
                            .a = (void *)w[4], .a_m = w[5], .a_k = w[6], .a_batch = w[7],
                            .b = (void *)w[8], .b_k = w[9], .b_n = w[10], .b_batch = w[11],
                            .c = (void *)w[12], .c_m = w[13], .c_n = w[14], .c_batch = w[15],
-                           .a_scale = (void *)w[18], .b_scale = (void *)w[19], .bias = (void *)w[20],
-                           .a_zero = (void *)w[21], .a_sum = (void *)w[22], .b_zero = (void *)w[23],
-                           .operands = (void *)w[24], .numbers = (void *)w[25]};
+                           .operands = (void *)w[18], .numbers = (void *)w[19]};
     if (run_route(route, &p, w[16] ? (const long *)w[16] : origin, w[16] ? w[17] : 1)) return NULL;
   }
   return Py_NewRef(Py_None);

@@ -283,9 +283,8 @@ INLINE void set_product(portmm_args *p, const matrix *a, const matrix *b, const 
   p->c_m = c->s_row;
   p->c_n = c->s_col;
   p->c_batch = 0;
-  p->a_scale = p->b_scale = p->bias = p->numbers = NULL;
-  p->a_zero = p->a_sum = p->b_zero = NULL;
   p->operands = NULL;
+  p->numbers = NULL;
   p->work = NULL;
 }
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.parts import ALL, PACKED, Epilogue, OperandPlan, Parallel, Tile
+from portmm.schedule.parts import ALL, PACKED, OperandPlan, Parallel, Tile
 from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.spec.problem import family
@@ -78,7 +78,7 @@ def base_schedule(  # noqa: PLR0917 - parts of one record
     a, b = (PACKED,) if pack_a else (), (PACKED,) if pack_b else ()
     return Schedule(
         program, isa.name, p.dtype, tiles, a=OperandPlan(p.a, a, 0, p.source), b=OperandPlan(p.b, b, p.group),
-        parallel=Parallel(over), epilogue=Epilogue(p.post, p.fused), static=(p.m, p.n, p.k) if p.static else None,
+        parallel=Parallel(over), epilogue=p.fused, static=(p.m, p.n, p.k) if p.static else None,
     )  # fmt: skip
 
 

@@ -182,7 +182,7 @@ def _legal_alike(proposed: list[tuple[Schedule, Isa, Atom]], p: Problem, target:
     return list(legal)
 
 
-_about = attrgetter("dtype", "a", "b", "c", "family", "deterministic", "static", "post", "source", "fused")
+_about = attrgetter("dtype", "a", "b", "c", "family", "deterministic", "static", "source", "fused")
 
 
 def _key(p: Problem, target: Target, rows: int) -> tuple[Any, _Kind]:

@@ -149,7 +149,7 @@ def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom, pack_b: Staging = P
 
 def _adds_up(s: Schedule, p: Problem, atom: Atom) -> bool:
     """Whether C is the sum over blocks of k alone, with no step at the start or the end that must happen once."""
-    return not (p.post or p.fused or finishes(s, atom) or shifts(s, atom))
+    return not (p.fused or finishes(s, atom) or shifts(s, atom))
 
 
 def _a_in_place(p: Problem, isa: Isa, atom: Atom) -> bool:
@@ -178,7 +178,7 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
         if p.m > tallest(isa, atom, nr):
             continue
         most = max(1, tallest(isa, atom, nr) // p.m) if p.b == "packed" else 1
-        if "azero" in p.post:
+        if "column_sum" in p.fused:
             most = 1  # the sums of two panels' columns are not adjacent
         for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
             base = base_schedule("gemm", p, isa, uniform_tiles(p.m, nr, ALL, ALL, ALL), True, True)

@@ -60,5 +60,5 @@ def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Sc
     if p.b == "codes":
         yield replace(base, tiles=uniform_tiles(base.mr, base.nr, MODEL.repack_steps * atom.deep, ALL, ALL, 1))
     # The sums of two panels' columns are not adjacent.
-    if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "azero" not in p.post:
+    if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "column_sum" not in p.fused:
         yield replace(base, b=base.b.covering(2))

@@ -17,7 +17,6 @@ from portmm.schedule.parts import (
     SHARED,
     THROUGH,
     AtomUse,
-    Epilogue,
     OperandPlan,
     Parallel,
     Staging,
@@ -99,7 +98,7 @@ def schedule_of(  # noqa: PLR0917 - parts of one record
     c = OperandPlan("row" if p.c == "row" else "any", (Staging(REGISTERS, LOAD, 1, vectors[2]),))
     return Schedule(
         program, isa.name, p.dtype, tiles, atom, OperandPlan(p.a, a), OperandPlan(p.b, b, p.group), c, parallel,
-        Epilogue(fused=p.fused),
+        p.fused,
     )  # fmt: skip
 
 

@@ -168,18 +168,6 @@ class AtomUse(NamedTuple):
     swap: bool = False
 
 
-class Epilogue(NamedTuple):
-    """Steps between sums and elements of C.
-
-    Attributes:
-        post: conversion of sums, as in a `Problem`.
-        fused: expressions of sums for C and other results, as in a `Problem`.
-    """
-
-    post: str = ""
-    fused: str = ""
-
-
 class Parallel(NamedTuple):
     """Partition of the work among threads, warps, warpgroups and blocks.
 

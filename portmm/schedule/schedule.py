@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.schedule.parts import SHARED, AtomUse, Epilogue, OperandPlan, Parallel
+from portmm.schedule.parts import SHARED, AtomUse, OperandPlan, Parallel
 from portmm.spec.dtype import CODES_KR, accumulator, types, unit
 from portmm.spec.kernel_name import KernelName
 from portmm.spec.problem import Family
@@ -50,7 +50,7 @@ class Schedule:
     b: OperandPlan = OperandPlan()
     c: OperandPlan = OperandPlan()
     parallel: Parallel = Parallel()
-    epilogue: Epilogue = Epilogue()
+    epilogue: str = ""
     static: tuple[int, int, int] | None = None
     v: OperandPlan | None = None
 
@@ -177,8 +177,7 @@ class Schedule:
         how += ["transposed"] if self.atom.swap else []
         how += [f"{b.panels} panels a visit"] if b.panels > 1 else []
         how += [f"threads over {self.parallel.over}"]
-        how += [f"sums finished by {self.epilogue.post}"] if self.epilogue.post else []
-        how += ["expressions fused"] if self.epilogue.fused else []
+        how += ["expressions fused"] if self.epilogue else []
         return how + ([f"static {'x'.join(map(str, self.static))}"] if self.static else [])
 
     def _on_device(self) -> list[str]:
@@ -190,7 +189,7 @@ class Schedule:
         how += [f"k split in {x.split}{', joined' if x.fixup else ''}"] if x.split > 1 else []
         how += [f"n {self.static[1]} and k {self.static[2]} compiled in"] if self.static else []
         how += ["rows in groups"] if x.grouped else []
-        return how + (["expressions fused"] if self.epilogue.fused else [])
+        return how + (["expressions fused"] if self.epilogue else [])
 
     def _warpgroups(self) -> list[str]:
         """Description of the warpgroups of a block."""
@@ -203,7 +202,7 @@ class Schedule:
 
 def finishes(s: Schedule, atom: Atom) -> bool:
     """Whether sums are not yet elements of C: scaled, in expressions, of another type, or whole tiles."""
-    return s.program == "tiles" or any(s.epilogue) or s.types[2] != atom.acc
+    return s.program == "tiles" or bool(s.epilogue) or s.types[2] != atom.acc
 
 
 def shifts(s: Schedule, atom: Atom) -> bool:

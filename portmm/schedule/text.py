@@ -9,8 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 from portmm.schedule import parts
-from portmm.schedule.parts import AtomUse, Epilogue, OperandPlan, Parallel, Staging, Tile
+from portmm.schedule.parts import AtomUse, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule
+from portmm.spec.dequantization import of_words
 
 TALLEST = 1024
 """Largest MR of any register tile, so that a parsed string can be bounded by it."""
@@ -22,7 +23,7 @@ IN_PLACE = ("direct", "stream", "rows", "columns")
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
 _MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong", "grouped", "joined", "held_a", "exchange")
 _USUAL: dict[str, Any] = {
-    "a": "row", "b": "row", "c": "row", "panels": 1, "over": "tiles", "lanes": 0, "prefetch": 0, "kr": 1, "post": "",
+    "a": "row", "b": "row", "c": "row", "panels": 1, "over": "tiles", "lanes": 0, "prefetch": 0, "kr": 1,
     "group": 0, "source": "", "fused": "", "static": None, "stages": 0, "split": 1, "vectors": (1, 1, 1),
     "cell": (1, 1), "v": "", "resident": 0, "groups": 0, "cluster": 1, "persistent": 0, **dict.fromkeys(_MARKS, False),
 }  # fmt: skip
@@ -37,7 +38,7 @@ def flat(s: Schedule) -> dict[str, Any]:
         "a": s.a.layout, "b": s.b.layout, "c": s.c.layout, "panels": s.b.panels,
         "pack_a": s.a.packed, "pack_b": s.b.packed, "once": s.b.once, "prefetch": s.b.prefetch,
         "ahead": s.c.prefetch > 0, "group": s.b.group, "source": s.a.source, **s.atom._asdict(),
-        **s.epilogue._asdict(), "static": s.static, "stages": s.stages, "copies": s.b.asynchronous,
+        "fused": s.epilogue, "static": s.static, "stages": s.stages, "copies": s.b.asynchronous,
         "vectors": s.vectors + ((s.v.vector,) if s.v else ()), "over": x.over, "split": x.split, "joined": x.fixup,
         "cell": x.cell, "resident": x.occupancy, "groups": x.warpgroups, "pingpong": x.pingpong,
         "cluster": x.cluster, "persistent": x.persistent, "grouped": x.grouped,
@@ -81,7 +82,7 @@ def of_flat(program: str, isa: str, dtype: str, tiles: tuple[Tile, ...], **field
             x["over"], x["split"], x["joined"], x["cell"], x["resident"], x["groups"], x["pingpong"], x["cluster"],
             x["persistent"], x["grouped"],
         ),
-        Epilogue(x["post"], x["fused"]),
+        x["fused"],
         x["static"],
         v,
     )  # fmt: skip
@@ -98,7 +99,7 @@ def spell(s: Schedule) -> str:
     tiles = "/".join(f"{t.m}x{t.n}x{t.k}" for t in s.tiles)
     marks = [f"{name}={x[name]}" for name in _NAMED]
     marks += [f"kr={x['kr']}"] if x["kr"] > 1 else []
-    marks += [f"{name}={x[name]}" for name in ("post", "source", "fused") if x[name]]
+    marks += [f"{name}={x[name]}" for name in ("source", "fused") if x[name]]
     marks += [f"group={x['group']}"] if x["b"] == "codes" else []
     marks += [name for name in _MARKS if x[name]]
     if x["stages"]:
@@ -126,6 +127,8 @@ def parse(text: str) -> Schedule:
         named = dict(x.partition("=")[::2] for x in marks.split(","))
         fields: dict[str, Any] = {name: named[name] for name in _NAMED}
         fields |= {name: _value(text, _USUAL[name]) for name, text in named.items() if name in _USUAL}
+        if "post" in named:
+            fields["fused"] = of_words(named["post"], named.get("fused", ""), dynamic="source" in named)
         levels = DEVICE_LEVELS if "stages" in named else LEVELS
         tile, *others = (Tile(level, *size) for level, size in zip(levels, sizes, strict=True))
         return of_flat(program, isa, dtype, (_with_variants(tile, least, most), *others), **fields)

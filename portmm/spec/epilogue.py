@@ -30,6 +30,8 @@ PRODUCT = "bmn"
 """The axes of a product."""
 C = -1
 """The number of the product's own result."""
+INNER = {"column_sum": "n", "row_scale": "m"}
+"""Vectors that a product's kernel computes itself -> the axis along which they vary."""
 SEEN = {"s32": "s32"}
 """Element type -> the type that its elements are read as, where that is not f32."""
 REDUCTIONS = {"add": 0.0, "max": float("-inf")}
@@ -103,6 +105,8 @@ def shortest(value: float) -> str:
 
 
 def _spelled(x: Expr, numbers: dict[Expr, int]) -> str:
+    if x.op == "acc" and x.dtype != "f32":
+        return f"acc {x.dtype}"
     if x.op == "const":
         value = x.args[0]
         return f"const {x.dtype} {shortest(value) if isinstance(value, float) else int(value)}"
@@ -145,12 +149,14 @@ def _read(words: list[str], steps: list[Expr], operands: tuple[Operand, ...]) ->
     leaves: dict[str, Callable[..., Expr]] = {
         "const": lambda kind, value: const(float(value) if kind == "f32" else int(value), kind),
         "acc": acc,
+        "column_sum": column_sum,
         "extent": extent,
         "fold": lambda kind, i: column_reduction(kind, steps[int(i)]),
         "index": index,
         "number": lambda i: number(int(i)),
         "load": lambda i: load(int(i), operands[int(i)].dtype),
         "reduce": lambda kind, i: reduction(kind, steps[int(i)]),
+        "row_scale": row_scale,
     }
     if op in leaves:
         return leaves[op](*rest)
@@ -160,9 +166,19 @@ def _read(words: list[str], steps: list[Expr], operands: tuple[Operand, ...]) ->
     return node(op, args, kinds.get(result, result))
 
 
-def acc() -> Expr:
-    """The accumulator: the sum of the product."""
-    return node("acc", (), "f32")
+def acc(dtype: str = "f32") -> Expr:
+    """The accumulator: the sum of the product, as f32 or, where it is an integer, as s32."""
+    return node("acc", (), dtype)
+
+
+def column_sum() -> Expr:
+    """The sum of the column of B, of integers that are packed."""
+    return node("column_sum", (), "s32")
+
+
+def row_scale() -> Expr:
+    """The scale of the row of A, where the kernel quantizes it."""
+    return node("row_scale", (), "f32")
 
 
 def load(operand: int, dtype: str) -> Expr:
@@ -208,6 +224,8 @@ def varies(steps: list[Expr], operands: tuple[Operand, ...]) -> dict[Expr, froze
             axes[x] = frozenset(AXES)
         elif x.op == "load":
             axes[x] = frozenset(operands[x.args[0]].axes)
+        elif x.op in INNER:
+            axes[x] = frozenset(INNER[x.op])
         elif x.op == "index":
             axes[x] = frozenset(x.args)
         else:

@@ -37,8 +37,8 @@ class Expr:
     Attributes:
         op: an operation of `OPS`, or a leaf: "const" (value), "acc" (the product's sum), "index" (an axis:
             the element's index along it), "extent" (columns of a row), "load" (number of an operand),
-            "given" (number of a function's argument), "number" (a scalar argument of each call), or "reduce"
-            ("add" or "max", an axis, an expression).
+            "given" (number of a function's argument), "number" (a scalar argument of each call), "reduce" or "fold"
+            ("add" or "max", an expression), "column_sum" or "row_scale" (see `epilogue.INNER`).
         args: its operands, or the parameters of a leaf.
         dtype: "f32", "s32" or "mask".
     """

@@ -20,7 +20,6 @@ if TYPE_CHECKING:
 LAYOUTS_A = ("row", "col", "any")
 LAYOUTS_B = ("row", "col", "any", "packed", "codes")
 LAYOUTS_C = ("row", "col")
-POST = ("scale", "azero", "bzero", "bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +111,9 @@ class Problem:
         deterministic: the additions of every element of C have one order, independent of m, the
             thread count and the blocking: runs of k, as in `summation`, one after the other.
         static: m, n and k (and dense strides) are compiled in as constants.
-        post: conversion of sums to elements of C, as in a quantised product, words joined
-            by "+": "scale" by row and column always, "azero" and "bzero" for zero
-            points of A and B, "bias" added by column.
         source: a float type of A, whose rows are quantised to s8 first.
         fused: C and other results as expressions of the sums, a string of `epilogue.Fused`; empty: C is the sums.
+            Where these are integers and C is not, there is one (see `dequantization`).
         grouped: the rows of A and C are partitioned among the items of B, by row offsets that only the kernel
             reads: each item has m of them on average.
         tf32: elements of A and B, which are f32, may be rounded to tf32.
@@ -133,14 +130,13 @@ class Problem:
     family: str = ""
     deterministic: bool = False
     static: bool = False
-    post: str = ""
     source: str = ""
     fused: str = ""
     grouped: bool = False
     tf32: bool = False
 
     def __post_init__(self) -> None:
-        self._check_post()
+        self._check_epilogue()
         for name, value, allowed in (("a", self.a, LAYOUTS_A), ("b", self.b, LAYOUTS_B), ("c", self.c, LAYOUTS_C)):
             if value not in allowed:
                 raise ValueError(f"layout of {name} is {value!r}; use one of {', '.join(allowed)}")
@@ -151,25 +147,23 @@ class Problem:
         if min(self.m, self.n, self.k, self.batch) < 0:
             raise ValueError(f"negative dimension in {self.m}x{self.n}x{self.k}, batch {self.batch}")
 
-    def _check_post(self) -> None:
-        """Check of `post` against the types and the layout of B.
+    def _check_epilogue(self) -> None:
+        """Check of the epilogue against the types and the layout of B.
 
         Raises:
             ValueError: they do not agree.
         """
-        _, b, c = types(self.dtype)
-        words = self.post.split("+") if self.post else []
-        if not set(words) <= {"scale", "azero", "bzero", "bias"} or words != sorted(set(words), key=POST.index):
-            raise ValueError(f"post is {self.post!r}; use some of {', '.join(POST)}, in this order, with + between")
-        whole = self.acc == "s32"
-        if ("scale" not in words and (words or (whole and c != "s32"))) or (words and whole and c == "s32"):
-            raise ValueError(f"post is {self.post!r}: sums in {self.acc} become {c} {'with' if whole else 'by'} scales")
+        (_, b, c), whole, text = types(self.dtype), self.acc == "s32", self.fused
         if whole and b == "u4" and c == "s32":
-            raise ValueError(f"{self.dtype} has groups with scales: its result is f32, f16 or bf16, or codes with post")
-        if not whole and {"azero", "bzero"} & set(words):
-            raise ValueError(f"post is {self.post!r}: {self.dtype} has no zero points")
-        if "azero" in words and self.b != "packed":
+            raise ValueError(f"{self.dtype} has groups with scales: its result is f32, f16 or bf16, or int8 values")
+        if whole and c != "s32" and not text:
+            raise ValueError(f"sums in {self.acc} become {c} by an epilogue: set `fused`, as in `dequantization`")
+        if not whole and ("acc s32" in text or "column_sum" in text):
+            raise ValueError(f"{text!r} reads integer sums, and {self.dtype} has none: only integers have zero points")
+        if "column_sum" in text and self.b != "packed":
             raise ValueError("a zero point of A needs the sums of B's columns, which a packed B has: pack B")
+        if "row_scale" in text and not self.source:
+            raise ValueError(f"{text!r} reads scales of rows, which are quantized if `source` is set")
 
     @property
     def types(self) -> tuple[str, str, str]:
@@ -231,7 +225,7 @@ class Problem:
         if self.b in ("packed", "codes"):
             raise ScheduleError(f"{self}: a packed B cannot be transposed; use a C by rows, or unpack B")
         flip = {"row": "col", "col": "row", "any": "any"}
-        if self.post or self.fused:
+        if self.fused:
             raise ScheduleError(f"{self} cannot be transposed: its epilogue is by rows and columns; use a C by rows")
         a, b, c = self.types
         try:
@@ -247,7 +241,6 @@ class Problem:
         marks += ["deterministic"] if self.deterministic else []
         marks += ["static"] if self.static else []
         marks += ["rounded to tf32"] if self.tf32 else []
-        marks += [self.post] if self.post else []
         marks += ["fused"] if self.fused else []
         marks += ["rows in groups"] if self.grouped else []
         marks += [f"A quantised from {self.source}"] if self.source else []

@@ -14,7 +14,6 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import TraceError
-from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
 from portmm.spec.expr import Expr, const, node, ordered, real
 from portmm.spec.expr_functions import rounded
@@ -25,7 +24,7 @@ from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from portmm.trace.recorder import Source
 
@@ -232,21 +231,17 @@ class Bound:
             return self.size[0], self.size[0]
         return rows[0], min([rows[1], *[length for length, _ in self.along]])
 
-    def fill(self, captured: dict[Any, Any], before: list[Any], after: list[Any]) -> tuple[Array, Array, Any]:
-        """The table of a call, its numbers, and the converted arrays that must outlive the call."""
-        traced, table, alive = self.traced, self.template.copy(), None
+    def fill(self, captured: dict[Any, Any], before: Sequence[Any], after: list[Any]) -> tuple[Any, ...]:
+        """The last arguments of `execute`: the table of a call, its numbers, and the arrays of its rows."""
+        traced, table, numbers = self.traced, self.template, self.none
         arrays_ = [captured[x.key] if x.key in captured else resolve(x.key, captured) for x in traced.sources]
         if self.converts:
-            alive = [native(x) for x in arrays_]
+            arrays_, table = [native(x) for x in arrays_], table.copy()
             for i in self.converts:
-                table[self.first + i] = located(alive[i], traced.sources[i], self.size)
-            arrays_ = alive
-        everything = [*before, *arrays_, *after]
-        if everything:
-            table[:, 0] += list(map(runtime().address, everything))
-        if not traced.numbers:
-            return table, self.none, alive
-        return table, np.array([resolve(x, captured) for x in traced.numbers], np.float32), alive
+                table[self.first + i] = located(arrays_[i], traced.sources[i], self.size)
+        if traced.numbers:
+            numbers = np.array([resolve(x, captured) for x in traced.numbers], np.float32)
+        return (table, numbers, *before, *arrays_, *after)
 
 
 def _row(strides: tuple[int, ...]) -> tuple[int, ...]:

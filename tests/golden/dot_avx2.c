@@ -36,10 +36,8 @@ typedef struct portmm_args {
   void *pool;
   void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
                    const long *ctx, long tasks, long workers);
-  const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
-  const int *a_zero, *a_sum, *b_zero;    /* of the epilogue; those by columns reach to a multiple of 64 */
-  const portmm_operand *operands;        /* of fused expressions */
-  const float *numbers;                  /* their constants, by call */
+  const portmm_operand *operands;    /* of fused expressions */
+  const float *numbers;              /* their constants, by call */
 } portmm_args;
 
 #if defined(__clang__)

@@ -36,10 +36,8 @@ typedef struct portmm_args {
   void *pool;
   void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
                    const long *ctx, long tasks, long workers);
-  const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
-  const int *a_zero, *a_sum, *b_zero;    /* of the epilogue; those by columns reach to a multiple of 64 */
-  const portmm_operand *operands;        /* of fused expressions */
-  const float *numbers;                  /* their constants, by call */
+  const portmm_operand *operands;    /* of fused expressions */
+  const float *numbers;              /* their constants, by call */
 } portmm_args;
 
 #if defined(__clang__)
@@ -141,8 +139,8 @@ static void share_of_codes(const long *ctx, long task, long worker) {
   const long b_k = g->b_k;
   const unsigned char *b = (const unsigned char *)g->b;
   int *c = (int *)g->c;
-  const int *b_scale = (const int *)g->b_scale;
-  const int *bias = (const int *)g->bias;
+  const int *x0 = (const int *)g->operands[0].p;
+  const int *x1 = (const int *)g->operands[1].p;
   const long column = task % (((n + 15) / 16 + 63) / 64) * 1024;
   const long columns = min_(n - column, 1024);
   const long step = ((k + 31) / 32 * 2 + (k + 7) / 8) * 16;
@@ -150,8 +148,8 @@ static void share_of_codes(const long *ctx, long task, long worker) {
   const long first = task / (((n + 15) / 16 + 63) / 64) * 32;
   for (long u = first; u < min_(first + 32, (k + 7) / 8); ++u) {
     if (u % 4 == 0) {
-      heads(columns, b_scale + u / 4 * n + column, panels + (u + 2 * (u / 4)) * 16, step);
-      heads(columns, bias + u / 4 * n + column, panels + (u + 2 * (u / 4)) * 16 + 16, step);
+      heads(columns, x0 + u / 4 * n + column, panels + (u + 2 * (u / 4)) * 16, step);
+      heads(columns, x1 + u / 4 * n + column, panels + (u + 2 * (u / 4)) * 16 + 16, step);
     }
     const unsigned char *codes = b + u * (b_k * 8) + column;
     int *to = panels + (u + 2 * (u / 4)) * 16 + 32;

@@ -16,6 +16,7 @@ from portmm.dispatch.machine import source as device_source
 from portmm.schedule.parts import ALL, Tile
 from portmm.schedule.text import of_flat
 from portmm.spec import elementwise
+from portmm.spec.dequantization import Dequantization
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, number
 from portmm.spec.expr import apply
 from portmm.spec.problem import Family
@@ -70,8 +71,8 @@ def on_tiles():
 
 def two_rows():
     """A tile of one pair of rows, and one with a row left over."""
-    packed = {"pack_a": True, "pack_b": True}
-    s = of_flat("gemm", "neon_smmla", "u8-s8-f32", tiles(3, 8, 8, 9, 16, 2), kr=8, post="scale+bias", **packed)
+    packed = {"pack_a": True, "pack_b": True, "fused": Dequantization(bias=True).text}
+    s = of_flat("gemm", "neon_smmla", "u8-s8-f32", tiles(3, 8, 8, 9, 16, 2), kr=8, **packed)
     return lower(s, load_isa("neon_smmla"))
 
 

@@ -1,6 +1,6 @@
 /* portmm_gemm_s32_u8_s8_3x8x8_neon_smmla, made by portmm 0.1.0 for NEON with matrix products of integers (FEAT_I8MM) */
-/* gemm neon_smmla: registers 3x8x1, L1 3x8x8, L2 9x8x8, L3 9x16x8; A packed, B packed, threads over tiles, sums finished by scale+bias */
-/* made again by: portmm emit --schedule gemm:neon_smmla:u8-s8-f32:3x8x1/3x8x8/9x8x8/9x16x8:2-3:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,kr=8,post=scale+bias,pack_a,pack_b */
+/* gemm neon_smmla: registers 3x8x1, L1 3x8x8, L2 9x8x8, L3 9x16x8; A packed, B packed, threads over tiles, expressions fused */
+/* made again by: portmm emit --schedule 'gemm:neon_smmla:u8-s8-f32:3x8x1/3x8x8/9x8x8/9x16x8:2-3:a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,kr=8,fused=f32.m f32.n f32.n | load 0; acc; load 1; mul 1 2; load 2; fma 0 3 4 | C 5,pack_a,pack_b' */
 
 typedef float v4f __attribute__((vector_size(16)));
 typedef float v4f_u __attribute__((vector_size(16), aligned(4), may_alias));
@@ -34,10 +34,8 @@ typedef struct portmm_args {
   void *pool;
   void (*parallel)(void *pool, void (*body)(const long *ctx, long task, long worker),
                    const long *ctx, long tasks, long workers);
-  const float *a_scale, *b_scale, *bias; /* of a quantised product: a value for each row, each column, */
-  const int *a_zero, *a_sum, *b_zero;    /* of the epilogue; those by columns reach to a multiple of 64 */
-  const portmm_operand *operands;        /* of fused expressions */
-  const float *numbers;                  /* their constants, by call */
+  const portmm_operand *operands;    /* of fused expressions */
+  const float *numbers;              /* their constants, by call */
 } portmm_args;
 
 #if defined(__clang__)
@@ -51,6 +49,9 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
 typedef long lanes_t __attribute__((vector_size(16)));
+
+typedef int v4f_w __attribute__((vector_size(sizeof(v4f))));
+typedef unsigned v4f_n __attribute__((vector_size(sizeof(v4f))));
 
 /* to[k][rows] = A[rows][k], row layout */
 static __attribute__((noinline)) void pack_a(long k, long elements, long rows, const unsigned char *a, long a_m, long a_k, long *to) {
@@ -332,33 +333,39 @@ __asm__("st1 {%1.d}[1], %0" : "=Q"(*(l_u *)(c + 2 * c_m + 6 + 0)) : "w"(c2_3));
   }
 }
 
-/* C[rows][columns] = sums, scale, bias as f32 */
-static __attribute__((noinline)) void finish(long rows, long columns, int *sums, long wide, const float *a_scale, const float *b_scale, const float *bias, float *c, long c_m) {
-  float row_scale;
-  v4f y, column_scale, z, x;
+/* C[rows][columns] = expressions of sums,  as f32 */
+static __attribute__((noinline)) void finish(long rows, long columns, int *sums, long wide, float *c, long c_m, long item, long row, long column, const float *x0, long x0_m, const float *x1, const float *x2) {
+  float l0_one;
+  v4f l0, x, l1, t2, l3, t4;
+  float few_f32[4] __attribute__((aligned(64)));
   for (long i = 0; i < rows; ++i) {
-    row_scale = *(a_scale + i);
+    l0_one = *(x0 + i * x0_m);
+    l0 = l0_one - (v4f){0};
     for (long j = 0; j < columns - columns % 4; j += 4) {
-      y = __builtin_convertvector(*(const v4i_u *)(sums + i * wide + j), v4f);
-      column_scale = *(const v4f_u *)(b_scale + j);
-      z = (v4f){0};
-      z += y * column_scale;
-      x = *(const v4f_u *)(bias + j);
-      x += row_scale * z;
-      *(v4f_u *)(c + i * c_m + j) = x;
+      x = __builtin_convertvector(*(const v4i_u *)(sums + i * wide + j), v4f);
+      l1 = *(const v4f_u *)(x1 + j);
+      t2 = x * l1;
+      l3 = *(const v4f_u *)(x2 + j);
+      t4 = l0 * t2 + l3;
+      *(v4f_u *)(c + i * c_m + j) = t4;
     }
     if (columns - columns % 4 < columns) {
       const long j = columns - columns % 4;
-      y = __builtin_convertvector(*(const v4i_u *)(sums + i * wide + j), v4f);
-      column_scale = *(const v4f_u *)(b_scale + j);
-      z = (v4f){0};
-      z += y * column_scale;
-      x = *(const v4f_u *)(bias + j);
-      x += row_scale * z;
-      float last[4] __attribute__((aligned(64)));
-      *(v4f_u *)(last) = x;
-      for (long e = 0; e < columns - j; ++e) {
-        *(c + i * c_m + j + e) = *(last + e);
+      const long left = columns - j;
+      x = __builtin_convertvector(*(const v4i_u *)(sums + i * wide + j), v4f);
+      for (long e = 0; e < left; ++e) {
+        *(few_f32 + e) = *(x1 + j + e);
+      }
+      l1 = *(const v4f_u *)(few_f32);
+      t2 = x * l1;
+      for (long e = 0; e < left; ++e) {
+        *(few_f32 + e) = *(x2 + j + e);
+      }
+      l3 = *(const v4f_u *)(few_f32);
+      t4 = l0 * t2 + l3;
+      *(v4f_u *)(few_f32) = t4;
+      for (long e = 0; e < left; ++e) {
+        *(c + i * c_m + j + e) = *(few_f32 + e);
       }
     }
   }
@@ -385,9 +392,10 @@ static void block(const long *ctx, long task, long worker) {
   const signed char *b = (const signed char *)g->b;
   float *c = (float *)g->c;
   int *work = (int *)g->work;
-  const float *a_scale = (const float *)g->a_scale;
-  const float *b_scale = (const float *)g->b_scale;
-  const float *bias = (const float *)g->bias;
+  const float *x0 = (const float *)g->operands[0].p;
+  const long x0_m = g->operands[0].m;
+  const float *x1 = (const float *)g->operands[1].p;
+  const float *x2 = (const float *)g->operands[2].p;
   const long shares = max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9)));
   const long row = m * (task / shares) / ((m + 8) / 9);
   const long rows = m * (task / shares + 1) / ((m + 8) / 9) - row;
@@ -431,7 +439,7 @@ static void block(const long *ctx, long task, long worker) {
               __builtin_trap();
           }
           if (pc + kd == (k + 7) / 8) {
-            finish(h, columns, cp + deep * ((row + r - row) * c_wide + column - first * 8), c_wide, a_scale + row + r, b_scale + column, bias + column, c + item * c_batch + (row + r) * c_m + column, c_m);
+            finish(h, columns, cp + deep * ((row + r - row) * c_wide + column - first * 8), c_wide, c + item * c_batch + (row + r) * c_m + column, c_m, item, row + r, column, x0 + (row + r) * x0_m, x0_m, x1 + column, x2 + column);
           }
         }
       }

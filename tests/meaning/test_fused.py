@@ -151,8 +151,7 @@ def products(name, word, kind):
         if "u4" in word:
             posed = [support.coded(size, word, 2 * lanes, 8 * i, a=("row", "col")[i % 2], fused=str(fused))]
         else:
-            post = "scale" if word.startswith(("s8", "u8")) else ""
-            more = {"dtype": word, "post": post, "fused": str(fused), "batch": 1 + (i == 0)}
+            more = {"dtype": word, "fused": str(fused), "batch": 1 + (i == 0)}
             posed = support.pose(size, layouts[(i + len(kind)) % 4], target, **more)[-1:]
         for p in posed:
             for s in candidates(p, target):

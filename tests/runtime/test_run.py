@@ -67,8 +67,13 @@ def test_pointers_are_arrays_or_addresses(rt):
     for as_they_are in (True, False):
         c = np.zeros((3, 2), np.float32)
         x, y, z = (a, b, c) if as_they_are else map(rk.address, (a, b, c))
-        rt.execute(route, 3, 2, 5, 1, x, 5, 1, 0, y, 2, 1, 0, z, 2, 1, 0, None, None, 0, b, None, None, None)
-        rk.close(c, a, b)
+        for more in ((None, b), (0, rk.address(b)), (np.zeros((2, 5), np.int64), None, a, rk.address(b))):
+            c[...] = 0
+            rt.execute(route, 3, 2, 5, 1, x, 5, 1, 0, y, 2, 1, 0, z, 2, 1, 0, None, *more)
+            rk.close(c, a, b)
+    for more in ((b,), (None, None, a), (np.zeros((1, 5), np.int64), None, "a")):
+        with pytest.raises(TypeError):
+            rt.execute(route, 3, 2, 5, 1, a, 5, 1, 0, b, 2, 1, 0, c, 2, 1, 0, None, *more)
     with pytest.raises(TypeError):
         rt.execute(route, 3, 2, 5, 1, "a", 5, 1, 0, b, 2, 1, 0, a, 2, 1, 0)
 

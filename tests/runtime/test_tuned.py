@@ -30,6 +30,7 @@ from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_neighbourhood import KNOBS, neighbourhood_of, skeleton, unsound
 from portmm.schedule.parts import Tile
 from portmm.schedule.text import varied
+from portmm.spec.dequantization import Dequantization
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
@@ -80,12 +81,21 @@ def test_later_findings_replace_earlier_ones(base):
 @pytest.mark.parametrize("p", [
     LARGE,
     Problem(64, 64, 64, "u8-s8-s32", batch=7, c="col"),
-    Problem(16, 4096, 4096, "f32-s8-f32", b="packed", family="s8x32", post="scale"),
+    Problem(16, 4096, 4096, "f32-s8-f32", b="packed", family="s8x32", fused=Dequantization().text),
     Problem(8, 8, 8, static=True, deterministic=True),
 ])  # fmt: skip
 def test_toml_says_everything(p):
     x = replace(finding(), problem=p, seconds=1.25e-3, analytical=2.5e-3, cold=True, title='a "chip"', version="1")
     assert tuned_schedule.from_toml(tuned_schedule.to_toml([x, finding()])) == [x, finding()]
+
+
+def test_problems_of_older_versions_are_read():
+    p = Problem(16, 64, 64, "s8-s8-f32", b="packed", family="s8x32k4s", fused=Dequantization(bias=True).text)
+    values = json.loads(tuned_schedule.problem_text(p))
+    old = values | {"post": "scale+bias"}
+    del old["fused"]
+    assert tuned_schedule.problem_from(json.dumps(old)) == p
+    assert tuned_schedule.problem_from(json.dumps(values)) == p
 
 
 def test_merge_takes_what_is_better(base, tmp_path):

@@ -16,6 +16,7 @@ from portmm.schedule import cpu_candidates as enumeration
 from portmm.schedule.cpu_candidate_sets import candidate_set
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_cost import cost
+from portmm.spec.dequantization import Dequantization
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
@@ -46,7 +47,7 @@ KINDS = (
     Problem(1, 1, 1, b="packed"),
     Problem(1, 1, 1, "bf16", b="packed"),
     Problem(1, 1, 1, "s8-s8-s32", b="packed"),
-    Problem(1, 1, 1, "s8-s8-f32", b="packed", post="scale"),
+    Problem(1, 1, 1, "s8-s8-f32", b="packed", fused=Dequantization().text),
     Problem(1, 1, 1, "f32-u4-f32", b="codes"),
 )
 SIZES = (1, 2, 5, 14, 15, 16, 17, 28, 29, 32, 33, 48, 64, 65, 96, 129, 192, 256, 257, 500, 768, 960, 3000, 4096, 20000)

@@ -16,6 +16,7 @@ from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.cost_tape import OPERATIONS
 from portmm.schedule.cpu_candidate_sets import CandidateSet, candidate_set
 from portmm.schedule.cpu_cost_tape import Tape
+from portmm.spec.dequantization import Dequantization
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
@@ -30,7 +31,7 @@ KINDS = (
     Problem(1, 1, 1, "bf16"),
     Problem(1, 1, 1, "u8-s8-s32"),
     Problem(1, 1, 1, b="packed"),
-    Problem(1, 1, 1, "s8-s8-f32", b="packed", post="scale"),
+    Problem(1, 1, 1, "s8-s8-f32", b="packed", fused=Dequantization().text),
     Problem(1, 1, 1, "f32-u4-f32", b="codes"),
 )
 ROUND = (1, 16, 48, 64, 256, 1024)

@@ -4,6 +4,7 @@ import pytest
 
 from portmm.schedule.parts import ASYNC, LOAD, PACK, PREFETCH, TMA, AtomUse, OperandPlan, Staging
 from portmm.schedule.text import flat, parse, spell, varied
+from portmm.spec.dequantization import IDENTITY, Dequantization
 
 CPU = (
     "gemm:avx512:f32:14x32x1/14x32x256/140x64x256/140x640x256:7-14:"
@@ -69,6 +70,27 @@ def test_stored_text_is_read_back(text):
 def test_damaged_text_is_refused(old, new, why):
     with pytest.raises(ValueError, match=f"is not a schedule.*{why}"):
         parse(CPU.replace(old, new))
+
+
+SCALED = (
+    "gemm:avx512vnni:u8-s8-f32:12x32x1/12x32x64/120x64x64/120x640x64:12-12:"
+    "a=row,b=packed,panels=1,over=tiles,lanes=0,prefetch=0,kr=4,"
+)
+
+
+def test_epilogues_of_older_text_become_expressions():
+    for words, how in (
+        ("scale", Dequantization()),
+        ("scale+azero+bzero+bias", Dequantization(a_zero=True, b_zero=True, bias=True)),
+    ):
+        assert parse(f"{SCALED}post={words},pack_a").epilogue == how.text
+        assert parse(spell(parse(f"{SCALED}post={words},pack_a"))).epilogue == how.text
+    dynamic = parse(SCALED.replace("u8-", "s8-") + "post=scale,source=f32,pack_a")
+    assert dynamic.epilogue == Dequantization(dynamic=True).text
+    assert parse(f"{SCALED}post=scale,fused={IDENTITY},pack_a").epilogue == IDENTITY
+    for wrong in ("post=bias", "post=scale+nothing", f"post=scale+bias,fused={IDENTITY}"):
+        with pytest.raises(ValueError, match=r"post is .*tune or emit the schedule again"):
+            parse(f"{SCALED}{wrong},pack_a")
 
 
 @pytest.mark.parametrize("vectors", ["", "8x8"])

@@ -18,7 +18,7 @@
 #define GUARDED 1
 #endif
 
-enum { KERNEL, SIZES, A = SIZES + 5, B = A + 6, C = B + 6, WORK = C + 6, VECTORS, OPERANDS = VECTORS + 6, NUMBERS, JOB };
+enum { KERNEL, SIZES, A = SIZES + 5, B = A + 6, C = B + 6, WORK = C + 6, OPERANDS, NUMBERS, JOB };
 
 static void spread(void *pool, void (*body)(const long *ctx, long task, long worker), const long *ctx, long tasks,
                    long workers) {
@@ -66,9 +66,6 @@ int main(int argc, char **argv) {
   while (fread(job, sizeof job, 1, stdin) == 1) {
     char *a = operand(job + A), *b = operand(job + B), *c = operand(job + C), *work = place(job[WORK], 64);
     memset(work, 0xff, job[WORK]); /* NaN */
-    char *v[6] = {NULL};
-    for (int i = 0; i < 6; i++)
-      if (job[VECTORS + i]) take(v[i] = place(job[VECTORS + i], 4), job[VECTORS + i]);
     char *numbers = place(job[NUMBERS], 4), *extra[64];
     take(numbers, job[NUMBERS]);
     long heads[64][6];
@@ -85,8 +82,7 @@ int main(int argc, char **argv) {
                         b + job[B + 1], job[B + 2], job[B + 3], job[B + 4],
                         c + job[C + 1], job[C + 2], job[C + 3], job[C + 4],
                         work, s[4], NULL, spread,
-                        (float *)v[0], (float *)v[1], (float *)v[2], (int *)v[3], (int *)v[4], (int *)v[5],
-                         table, (float *)numbers};
+                        table, (float *)numbers};
     kernels[job[KERNEL]](&args);
     if (fwrite(c, 1, job[C], stdout) != (size_t)job[C]) return 93;
     for (int i = 0; i < job[OPERANDS]; i++) {
@@ -95,8 +91,6 @@ int main(int argc, char **argv) {
     }
     drop(numbers, job[NUMBERS]);
     drop(a, job[A]), drop(b, job[B]), drop(c, job[C]), drop(work, job[WORK]);
-    for (int i = 0; i < 6; i++)
-      if (v[i]) drop(v[i], job[VECTORS + i]);
   }
   return 0;
 }

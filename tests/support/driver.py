@@ -15,14 +15,13 @@ from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
 from portmm.dispatch.cpu_kernels import workspace_bytes
 from portmm.ir.abi import ARGS
-from portmm.ir.nodes import VECTORS
 
 if TYPE_CHECKING:
     from support import Case
 
     from portmm.ir.nodes import Kernel
 
-JOB = struct.Struct("1l5l6l6l6l1l6l2l")
+JOB = struct.Struct("1l5l6l6l6l1l2l")
 OPERAND = struct.Struct("6l")
 
 
@@ -59,9 +58,8 @@ def job(number: int, kernel: Kernel, k: Case, workers: int) -> bytes:
         strides = (*(f[f"{name}_{s}"] for s in steps), f[f"{name}_batch"])
         longs += [flat.nbytes, offset * flat.itemsize, *strides, flat.itemsize]
     longs.append(workspace_bytes(kernel, k.problem, workers))
-    vectors = [k.vectors[name].tobytes() if name in k.vectors else b"" for name in VECTORS]
-    longs += [*map(len, vectors), len(k.operands), k.numbers.nbytes]
-    parts = [JOB.pack(*longs), k.a.tobytes(), k.b.tobytes(), c.tobytes(), *vectors, k.numbers.tobytes()]
+    longs += [len(k.operands), k.numbers.nbytes]
+    parts = [JOB.pack(*longs), k.a.tobytes(), k.b.tobytes(), c.tobytes(), k.numbers.tobytes()]
     for x in k.operands:
         head = OPERAND.pack(x.flat.nbytes, x.offset * x.flat.itemsize, *x.steps, x.flat.itemsize)
         parts += [head, x.flat.tobytes()]

@@ -11,13 +11,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import support
-from support import Case, Extra, Laid, guarded, lay, poison
+from support import Case, Extra, Laid, lay, poison
 
 from portmm.ir.interpreter import numpy_type
-from portmm.ir.nodes import VECTORS
 from portmm.spec.dtype import BY_NAME, spell
 from portmm.spec.epilogue import (
-    AXES,
     PRODUCT,
     C,
     Fused,
@@ -396,7 +394,8 @@ def rows_case(fused, size, batch=1, seed=0, *, special=False):
 def gemm_case(p, fused, seed=0, *, special=False):
     """Operands for a product with an epilogue."""
     a, b, _ = p.types
-    plain = replace(p, fused="", dtype=spell(a, b, "f32"))
+    word = spell(a, b, "f32")
+    plain = replace(p, dtype=word, **({"fused": ""} | support.ended(word, {})))
     base = support.case(plain, seed, floats=True)
     unset = poison(numpy_type(p.types[2]))
     blank = np.full((p.batch, p.m, p.n), unset + 1 if unset.dtype.kind in "iu" else np.nan, numpy_type(p.types[2]))
@@ -411,16 +410,7 @@ def gemm_case(p, fused, seed=0, *, special=False):
 
 def interpreted(kernel, f, workers=1, shuffle=0):
     """C and the operands as the interpreter leaves them."""
-    from portmm.ir.interpreter import run
-
-    k = f.case
-    c, flats = k.fresh(), [x.flat.copy() for x in k.operands]
-    arrays = {"a": (k.a, k.a_offset), "b": (k.b, k.b_offset), "c": (c, k.c.offset), "numbers": (k.numbers, 0)}
-    arrays |= {name: (x, 0) for name, x in k.vectors.items()}
-    arrays |= {f"x{i}": (x, k.operands[i].offset) for i, x in enumerate(flats)}
-    steps = {f"x{i}_{axis}": s for i, x in enumerate(k.operands) for axis, s in zip(PRODUCT, x.steps, strict=True)}
-    run(kernel, k.fields | {"workers": workers} | steps, arrays, shuffle=shuffle)
-    return [c, *flats]
+    return support.interpret_all(kernel, f.case, workers, shuffle)
 
 
 def check_built(kernel, f, workers=1, what="", *, end=True):
@@ -431,28 +421,7 @@ def check_built(kernel, f, workers=1, what="", *, end=True):
 
 def executed(kernel, f, workers=1, *, end=True):
     """C and the operands as the built kernel leaves them, each beside a guard page."""
-    from portmm.dispatch import cpu_kernels
-    from portmm.runtime.cpu import runtime
-
-    k = f.case
-    work = cpu_kernels.workspace_bytes(kernel, k.problem, workers)
-    route = runtime().make_route(support.load(kernel), work, workers, k.problem.storage, k.problem.unit)
-    a, b, c, numbers, *flats = (
-        guarded(x, end=end) for x in (k.a, k.b, k.fresh(), k.numbers, *(x.flat for x in k.operands))
-    )
-    at = {"a": a.ctypes.data + k.a_offset * a.itemsize, "b": b.ctypes.data + k.b_offset * b.itemsize}
-    at["c"] = c.ctypes.data + k.c.offset * c.itemsize
-    said = [k.fields[x] for x in ("m", "n", "k", "batch")]
-    for name, steps in (("a", "mk"), ("b", "kn"), ("c", "mn")):
-        said += [at[name], *(k.fields[f"{name}_{s}"] for s in steps), k.fields[f"{name}_batch"]]
-    vectors = {name: guarded(x, end=end) for name, x in k.vectors.items()}
-    said += [None, *(vectors[name].ctypes.data if name in vectors else None for name in VECTORS)]
-    places = [
-        (x.ctypes.data + y.offset * x.itemsize, *y.steps, *(0,) * (len(AXES) - len(PRODUCT)))
-        for x, y in zip(flats, k.operands, strict=True)
-    ] or [(0,) * (1 + len(AXES))]
-    runtime().execute(route, *said, np.array(places, np.int64), numbers)
-    return [c.copy(), *(x.copy() for x in flats)]
+    return support.execute_all(kernel, f.case, workers, end=end)
 
 
 def axes_of(roots, operands):

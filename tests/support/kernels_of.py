@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from support import Case, Laid, lay, load_isa, numpy_type, packed_families, panels_of, small, valid_of
+from support import Case, Extra, Laid, lay, load_isa, numpy_type, packed_families, panels_of, small, valid_of
 
 from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.kernels.cpu.packing import transpose
@@ -42,8 +42,8 @@ def folding(name, k, n, group):
     fields |= {"m": 1, "n": n, "k": k, "batch": 1, "b_k": n, "b_n": 1}
     a = heads.ravel()
     c = Laid(np.full(want.size, -1, np.int32), 0, 0, 0, 0, (1, 1, 1))
-    vectors = {"b_scale": a, "bias": a}
-    case = Case(Problem(1, n, k), fields, a, 0, codes.ravel(), 0, c, want, np.zeros(1), vectors)
+    operands = (Extra(a, 0, (0, 0, 1)),) * 2
+    case = Case(Problem(1, n, k), fields, a, 0, codes.ravel(), 0, c, want, np.zeros(1), operands)
     return lower_int4_repack(isa, kept), case, want
 
 

@@ -157,11 +157,10 @@ def _posed(word: str, most: int, *, matrix: bool) -> dict[str, Any]:
 
 def _kinds(word: str) -> dict[str, dict[str, Any]]:
     """What else may be asked of products of some types."""
-    a, b, to = types(word)
+    to = types(word)[2]
     found = {x: {x: True} for x in ("deterministic", "static", "grouped")}
     found |= {"": {}, "tf32": {"tf32": True}} if word == "f32" else {"": {}}
-    scaled = {"post": "scale"} if a in ("s8", "u8") and b in ("s8", "u4") else {}
-    return found | ({name: {"fused": str(x), **scaled} for name, x in epilogues().items()} if to != "s32" else {})
+    return found | ({name: {"fused": str(x)} for name, x in epilogues().items()} if to != "s32" else {})
 
 
 def _schedules(p: Problem, target: Target, vectors: tuple[int, int, int]) -> dict[str, Schedule]:

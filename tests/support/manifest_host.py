@@ -198,7 +198,7 @@ def _ends(word: str) -> dict[str, dict[str, Any]]:
         sources = ("f32", "bf16", "f16") if integers and a == "s8" else ()
         ends |= {f"of {x}": {"post": "scale", "source": x} for x in sources}
     if to in ("f32", "bf16"):
-        ends |= {name: {"fused": str(x), **({"post": "scale"} if integers else {})} for name, x in FUSIONS.items()}
+        ends |= {name: {"fused": str(x)} for name, x in FUSIONS.items()}
     return ends
 
 

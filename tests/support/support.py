@@ -8,6 +8,7 @@ import mmap
 import os
 import shutil
 from dataclasses import dataclass, field, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +18,10 @@ import pytest
 
 from portmm.host.detect import host_features
 from portmm.ir.interpreter import numpy_type
-from portmm.ir.nodes import VECTORS
 from portmm.schedule.cpu_candidates import candidates
-from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR
+from portmm.spec.dequantization import IDENTITY, OPERANDS, Dequantization, of_words
+from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, accumulator, types
+from portmm.spec.epilogue import AXES, PRODUCT
 from portmm.spec.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
 from portmm.target.target import load_isa, load_target, names_of
 
@@ -75,11 +77,32 @@ LAYOUTS = [
 """A packed B is always on the right, so that C runs by rows."""
 
 
+def ended(dtype: str, more: dict[str, Any]) -> dict[str, Any]:
+    """Fields of a problem: `post`, the words of a quantised product as in "scale+azero", are an epilogue."""
+    more = dict(more)
+    post, text = more.pop("post", ""), more.get("fused", "")
+    a, b, c = types(dtype)
+    if post and not text:
+        more["fused"] = of_words(post, "", dynamic=bool(more.get("source")))
+    elif not text and accumulator(a, b) == "s32" != c:
+        more["fused"] = IDENTITY
+    return more
+
+
+POSTS = ["+".join(("scale", *x)) for i in range(4) for x in combinations(("azero", "bzero", "bias"), i)]
+
+
+def post_of(p: Problem) -> str:
+    """The words of a problem's epilogue, if it is that of a quantised product."""
+    words = (x for x in POSTS if p.fused == of_words(x, "", dynamic=bool(p.source)))
+    return next(words, "")
+
+
 def packed_families(target: Any, dtype: str, post: str = "") -> list[str]:
     """The panel widths that a machine's own schedules would pack."""
+    more = ended(dtype, {"post": post.replace("+azero", "")})
     return sorted(
-        {s.family for s in candidates(Problem(64, 64, 64, dtype, post=post.replace("+azero", "")), target)},
-        key=lambda name: family(name).nr,
+        {s.family for s in candidates(Problem(64, 64, 64, dtype, **more), target)}, key=lambda name: family(name).nr
     )
 
 
@@ -88,12 +111,14 @@ def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any,
     a, b, c = layouts
     dtype, post = more.get("dtype", "f32"), more.get("post", "")
     families = packed_families(target, dtype, post) if b == "packed" else [""]
-    return [Problem(*size, a=a, b=b, c=c, family=f, **more) for f in families]
+    return [Problem(*size, a=a, b=b, c=c, family=f, **ended(dtype, more)) for f in families]
 
 
 def coded(size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "row", **more: Any) -> Problem:
     """A product with a weight of four bits."""
-    return Problem(*size, word, a=a, b="codes", family=str(Family("u4", nr, CODES_KR, group=group)), **more)
+    return Problem(
+        *size, word, a=a, b="codes", family=str(Family("u4", nr, CODES_KR, group=group)), **ended(word, more)
+    )
 
 
 def shape_of(s):
@@ -208,7 +233,6 @@ class Case:
     c: Laid
     want: np.ndarray
     bound: np.ndarray
-    vectors: dict[str, np.ndarray] = field(default_factory=dict)
     operands: tuple[Extra, ...] = ()
     numbers: np.ndarray = field(default_factory=lambda: np.zeros(1, np.float32))
 
@@ -219,10 +243,9 @@ class Case:
     def parts(self) -> tuple[object, ...]:
         """All that a run on these operands depends on."""
         extra = [x for y in self.operands for x in (y.flat, y.offset, y.steps)]
-        more = [x for name in sorted(self.vectors) for x in (name, self.vectors[name])]
         c = (self.c.flat, self.c.offset, self.c.item, self.c.row, self.c.col, self.c.shape)
         memory = (self.a, self.a_offset, self.b, self.b_offset, *c, self.numbers)
-        return (self.problem, sorted(self.fields.items()), *memory, self.want, self.bound, *more, *extra)
+        return (self.problem, sorted(self.fields.items()), *memory, self.want, self.bound, *extra)
 
     def check(self, c: np.ndarray, what: object = "") -> None:
         """C is the product, and nothing beside it was written."""
@@ -265,8 +288,8 @@ def case(p: Problem, seed: int = 0, *, floats: bool = False, shared: str = "") -
     flat, offset, item, steps, y = laid_b(p, y, gap, rng)
     fields |= steps | {"b_batch": 0 if shared == "b" else item}
     fields |= {"c_m": c.row, "c_n": c.col, "c_batch": c.item}
-    want, bound, vectors = expected(p, x, y, rng, floats=floats)
-    return Case(p, fields, a.flat, a.offset, flat, offset, c, want, bound, vectors)
+    want, bound, operands = expected(p, x, y, rng, floats=floats)
+    return Case(p, fields, a.flat, a.offset, flat, offset, c, want, bound, operands)
 
 
 def laid_b(p: Problem, y: np.ndarray, gap: int, rng: Any) -> tuple[np.ndarray, int, int, dict[str, int], np.ndarray]:
@@ -285,26 +308,25 @@ def laid_b(p: Problem, y: np.ndarray, gap: int, rng: Any) -> tuple[np.ndarray, i
 
 def expected(
     p: Problem, x: np.ndarray, y: np.ndarray, rng: Any, *, floats: bool
-) -> tuple[np.ndarray, np.ndarray, dict[str, np.ndarray]]:
-    """The exact product, how far from it a result may be, and the vectors of a quantised one."""
+) -> tuple[np.ndarray, np.ndarray, tuple[Extra, ...]]:
+    """The exact product, how far from it a result may be, and the operands of the epilogue of a quantised one."""
     rows = None
     if p.source:
         x, rows = by_rows(x)
     wide_x, wide_y = x.astype(np.float64), y.astype(np.float64)
     to, out = numpy_type(p.types[2]), BY_NAME[p.types[2]].eps
-    if p.post:
-        vectors, want = quantised(p, x, y, rng)
-        size = vectors.pop("size")
+    if post_of(p):
+        operands, vectors, want = quantised(p, x, y, rng)
+        size = vectors["size"]
         if rows is not None:  # scales of rows come from the rows
-            assert "bias" not in p.post, "a bias is not scaled by rows"
+            assert "bias" not in post_of(p), "a bias is not scaled by rows"
             want, size = (v / vectors["a_scale"][:, None] * rows[:, None] for v in (want, size))
-            vectors["a_scale"] = np.full_like(vectors["a_scale"], np.nan)
         # Three roundings in f32, one to the result.
         bound = 2.0**-21 * size + out * np.abs(want) + (0.5001 if not out else 0)
-        return want if out else np.clip(want, np.iinfo(to).min, np.iinfo(to).max), bound, vectors
+        return want if out else np.clip(want, np.iinfo(to).min, np.iinfo(to).max), bound, operands
     want = wide_x @ wide_y
     if not floats:
-        return want.astype(to).astype(np.float64), np.zeros(1), {}
+        return want.astype(to).astype(np.float64), np.zeros(1), ()
     # Each of k multiply-adds rounds at most twice, the result once: Higham, Accuracy and Stability, section 3.1.
     sizes = np.abs(wide_x) @ np.abs(wide_y)
     bound = 2 * (p.k + 1) * BY_NAME[p.acc].eps * sizes
@@ -312,7 +334,7 @@ def expected(
         bound = bound + (BY_NAME[p.types[0]].eps if p.types[0] == "bf16" else 0) * sizes
     # Halves of what small floats of eight bits are multiples of.
     least = {"e4m3": 2.0**-10, "e5m2": 2.0**-17}.get(p.types[2], 0.0)
-    return want, bound + (out * (np.abs(want) + bound) + least if p.types[2] != p.acc else 0), {}
+    return want, bound + (out * (np.abs(want) + bound) + least if p.types[2] != p.acc else 0), ()
 
 
 def by_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -377,34 +399,39 @@ LARGEST = 64
 """More than a scale times a code and an offset of `folded` come to."""
 
 
-def quantised(p: Problem, x: np.ndarray, y: np.ndarray, rng: Any) -> tuple[dict[str, Any], np.ndarray]:
-    """Inputs of a quantised product beside its operands, and its exact result."""
-    rows, columns = (p.m,), (-(-p.n // 64) * 64,)
+def quantised(
+    p: Problem, x: np.ndarray, y: np.ndarray, rng: Any
+) -> tuple[tuple[Extra, ...], dict[str, Any], np.ndarray]:
+    """Operands of the epilogue of a quantised product, all vectors for it, and its exact result."""
+    rows, columns, post = (p.m,), (-(-p.n // 64) * 64,), post_of(p)
     span = 1.0 if BY_NAME[p.types[2]].eps else 1e-2
     a_scale, b_scale = rng.random(rows).astype(np.float32) * span, rng.random(columns).astype(np.float32)
     bias = (rng.standard_normal(columns) * 10).astype(np.float32)
     a_zero, b_zero = rng.integers(-9, 99, rows).astype(np.int32), rng.integers(-9, 99, columns).astype(np.int32)
     wide_x, wide_y = x.astype(np.int64), y.astype(float if p.b == "codes" else np.int64)
-    if "azero" not in p.post:
+    if "azero" not in post:
         a_zero[:] = 0
-    if "bzero" not in p.post:
+    if "bzero" not in post:
         b_zero[:] = 0
     exact = (wide_x - a_zero[:, None]) @ (wide_y - b_zero[: p.n])
     scaled = exact * a_scale[:, None].astype(float) * b_scale[: p.n].astype(float)
-    want = scaled + (bias[: p.n] if "bias" in p.post else 0)
+    want = scaled + (bias[: p.n] if "bias" in post else 0)
     size = np.abs(scaled) + np.abs(bias[: p.n])
     if p.b == "codes":  # sums of codes and of offsets may cancel
         size = size + LARGEST * np.abs(wide_x).sum(-1)[0][:, None] * a_scale[:, None] * b_scale[: p.n]
     a_sum = -(wide_x.sum(-1)[0] - p.k * a_zero).astype(np.int32)
-    return {
+    vectors = {
         "a_scale": a_scale,
-        "b_scale": b_scale,
-        "bias": bias,
+        "b_scale": b_scale[: p.n],
+        "bias": bias[: p.n],
         "a_zero": -a_zero,
         "a_sum": a_sum,
-        "b_zero": b_zero,
+        "b_zero": b_zero[: p.n],
         "size": size,
-    }, want
+    }
+    names = Dequantization("azero" in post, "bzero" in post, "bias" in post, bool(p.source)).names
+    steps = {"m": (0, 1, 0), "n": (0, 0, 1)}
+    return tuple(Extra(vectors[x], 0, steps[OPERANDS[x].axes]) for x in names), vectors, want
 
 
 # -- running ----------------------------------------------------------------------
@@ -412,13 +439,21 @@ def quantised(p: Problem, x: np.ndarray, y: np.ndarray, rng: Any) -> tuple[dict[
 
 def interpret(kernel: Any, k: Case, workers: int = 1, shuffle: int = 0, c: np.ndarray | None = None) -> np.ndarray:
     """C as the interpreter computes it."""
+    return interpret_all(kernel, k, workers, shuffle, c)[0]
+
+
+def interpret_all(
+    kernel: Any, k: Case, workers: int = 1, shuffle: int = 0, c: np.ndarray | None = None
+) -> list[np.ndarray]:
+    """C and the operands of its epilogue as the interpreter leaves them."""
     from portmm.ir.interpreter import run
 
-    c = k.fresh() if c is None else c
-    arrays = {"a": (k.a, k.a_offset), "b": (k.b, k.b_offset), "c": (c, k.c.offset)}
-    arrays |= {name: (x, 0) for name, x in k.vectors.items()}
-    run(kernel, k.fields | {"workers": workers}, arrays, shuffle=shuffle)
-    return c
+    c, flats = k.fresh() if c is None else c, [x.flat.copy() for x in k.operands]
+    arrays = {"a": (k.a, k.a_offset), "b": (k.b, k.b_offset), "c": (c, k.c.offset), "numbers": (k.numbers, 0)}
+    arrays |= {f"x{i}": (x, k.operands[i].offset) for i, x in enumerate(flats)}
+    steps = {f"x{i}_{axis}": s for i, x in enumerate(k.operands) for axis, s in zip(PRODUCT, x.steps, strict=True)}
+    run(kernel, k.fields | {"workers": workers} | steps, arrays, shuffle=shuffle)
+    return [c, *flats]
 
 
 class Guarded:
@@ -455,6 +490,11 @@ def load(kernel: Any) -> Any:
 
 def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bool = True) -> np.ndarray:
     """C as the built kernel computes it, every operand beside a guard page."""
+    return execute_all(kernel, k, workers, code=code, end=end)[0]
+
+
+def execute_all(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bool = True) -> list[np.ndarray]:
+    """C and the operands of its epilogue as the built kernel leaves them, each beside a guard page."""
     from portmm.dispatch import cpu_kernels
     from portmm.runtime.cpu import runtime
 
@@ -465,17 +505,21 @@ def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bo
         k.problem.storage,
         k.problem.unit,
     )
-    a, b, c = (guarded(x, end=end) for x in (k.a, k.b, k.fresh()))
+    a, b, c, values, *flats = (
+        guarded(x, end=end) for x in (k.a, k.b, k.fresh(), k.numbers, *(x.flat for x in k.operands))
+    )
     at = {"a": a.ctypes.data + k.a_offset * a.itemsize, "b": b.ctypes.data + k.b_offset * b.itemsize}
     at["c"] = c.ctypes.data + k.c.offset * c.itemsize
     f = k.fields
     numbers = [f[x] for x in ("m", "n", "k", "batch")]
     for name, steps in (("a", "mk"), ("b", "kn"), ("c", "mn")):
         numbers += [at[name], *(f[f"{name}_{s}"] for s in steps), f[f"{name}_batch"]]
-    vectors = {name: guarded(x, end=end) for name, x in k.vectors.items()}
-    numbers += [None, *(vectors[name].ctypes.data if name in vectors else 0 for name in VECTORS)]
-    runtime().execute(route, *numbers)
-    return c.copy()
+    places = [
+        (x.ctypes.data + y.offset * x.itemsize, *y.steps, *(0,) * (len(AXES) - len(PRODUCT)))
+        for x, y in zip(flats, k.operands, strict=True)
+    ] or [(0,) * (1 + len(AXES))]
+    runtime().execute(route, *numbers, None, np.array(places, np.int64), values)
+    return [c.copy(), *(x.copy() for x in flats)]
 
 
 def same_as_before(kernel: Any, *parts: object) -> bool:
