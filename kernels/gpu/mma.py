@@ -88,9 +88,9 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     return work.kernel(body)
 
 
-def warps(s: Schedule, lanes: int, shares: int = 1) -> list[Stmt]:
-    """Coordinates of this warp's part of its block's tile; so many warps have `shares` of k of the same sums."""
-    warp, number = s.tiles[1], var("warp") // shares
+def warps(s: Schedule, lanes: int, slices: int = 1) -> list[Stmt]:
+    """Coordinates of this warp's part of its block's tile; `slices` of them have parts of k of the same sums."""
+    warp, number = s.tiles[1], var("warp") // slices
     across = s.block.n // warp.n
     return [
         Let("warp", var("thread") // lanes),

@@ -140,10 +140,10 @@ def slice_warps(s: Schedule) -> int:
 
 def _warps(work: Work) -> list[Stmt]:
     """Coordinates of this warp's part of its block's tile, and of its lanes."""
-    sums, shares = of(work.atom.acc_fragment), slice_warps(work.s)
+    sums, slices = of(work.atom.acc_fragment), slice_warps(work.s)
     return [
-        *warps(work.s, work.isa.warp, shares),
-        Let("share", var("warp") % shares),
+        *warps(work.s, work.isa.warp, slices),
+        Let("share", var("warp") % slices),
         Let("g", in_column(sums, var("lane"))),
         Let("t", in_row(sums, var("lane"))),
         Let("turned", reversed_bits(var("g"))),
