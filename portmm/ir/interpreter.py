@@ -74,8 +74,8 @@ class _Frame:
 
 
 @cache
-def _method(node: str) -> Any:
-    return getattr(_Machine, f"do_{node.lower()}")
+def _method(node: str) -> str:
+    return f"do_{node.lower()}"
 
 
 def _declares(body: tuple[Stmt, ...]) -> bool:
@@ -179,7 +179,7 @@ _WRITTEN: dict[str, Callable[[Verb, Registers, Atom, int], np.ndarray]] = {
 
 @dataclass(slots=True)
 class _Machine:
-    kernel: Kernel
+    kernel: Any
     word: Callable[[str], Atom]
     block: dict[str, int]
     pointers: dict[str, Typed]
@@ -197,7 +197,7 @@ class _Machine:
 
     def body(self, body: tuple[Stmt, ...], f: _Frame) -> None:
         for s in body:
-            _method(type(s).__name__)(self, s, f)
+            getattr(self, _method(type(s).__name__))(s, f)
 
     def value(self, x: Index, f: _Frame) -> int:
         """The value of an integer expression of the kernel."""

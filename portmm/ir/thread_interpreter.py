@@ -1,0 +1,117 @@
+"""Interpreter of kernels over a grid: the meaning of nodes for threads of a device.
+
+Owns `run_grid`. Threads of a block are threads of this process that meet at barriers; blocks run one after another. As
+in `ir.interpreter`, accesses are checked, and shared memory that was never written is NaN.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from threading import Barrier as Meeting
+from threading import BrokenBarrierError, Thread
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.ir.interpreter import UNWRITTEN, Address, _Frame, _Machine, _view, evaluate
+from portmm.spec.dtype import BY_NAME
+from portmm.target.device import CUDA_WARP
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portmm.ir.grid_kernel import GridKernel
+    from portmm.ir.thread_nodes import Barrier, Clear, Exchange, Shared, Vector
+
+PATIENCE = 20.0
+"""Seconds that threads wait for others at a barrier, which then will not come."""
+
+
+def run_grid(kernel: GridKernel, numbers: Mapping[str, Any], arrays: Mapping[str, Address]) -> None:
+    """Execute a kernel of a device on NumPy arrays.
+
+    Args:
+        kernel: the kernel.
+        numbers: its integers and floats by name.
+        arrays: pointers by name -> (1-D array, offset of element zero).
+
+    Raises:
+        IndexError: an access leaves its array.
+        KeyError: a register or name is read before it is written.
+        RuntimeError: not all threads of a block reach a barrier.
+    """
+    pointers = {x.name: _view(*arrays[x.name], x.dtype) for x in kernel.arguments if x.kind == "pointer"}
+    whole = {x.name: int(numbers[x.name]) for x in kernel.arguments if x.kind in ("int", "long")}
+    real = {x.name: np.full(1, numbers[x.name], np.float32) for x in kernel.arguments if x.kind == "float"}
+    blocks, slices = (range(evaluate(x, numbers)) for x in kernel.grid)
+    for part, block in product(slices, blocks):
+        meet = _Block(kernel.threads)
+        at = [whole | {"block": block, "slice": part, "thread": i} for i in range(kernel.threads)]
+        each = [_Thread(kernel, cache(kernel.isa.word), x, pointers, None, meet=meet) for x in at]
+        threads = [Thread(target=x.run, args=(real,)) for x in each]
+        for x in threads:
+            x.start()
+        for x in threads:
+            x.join()
+        if errors := sorted((x.error for x in each if x.error), key=lambda e: isinstance(e, BrokenBarrierError)):
+            lost = isinstance(errors[0], BrokenBarrierError)
+            raise RuntimeError(f"{kernel.name}: some threads do not reach a barrier") if lost else errors[0]
+
+
+class _Block:
+    """The threads of a block, with their shared memory."""
+
+    def __init__(self, threads: int) -> None:
+        self.all = Meeting(threads, timeout=PATIENCE)
+        sizes = [min(CUDA_WARP, threads - i) for i in range(0, threads, CUDA_WARP)]
+        self.warps = [Meeting(x, timeout=PATIENCE) for x in sizes]
+        self.exchanged: list[Any] = [None] * threads
+        self.shared: dict[str, np.ndarray] = {}
+
+    def abort(self) -> None:
+        """Release all threads that wait."""
+        for x in (self.all, *self.warps):
+            x.abort()
+
+
+@dataclass(slots=True)
+class _Thread(_Machine):
+    """One thread of a block."""
+
+    meet: _Block = field(kw_only=True)
+    error: BaseException | None = None
+
+    def run(self, registers: Mapping[str, np.ndarray]) -> None:
+        """Execute the body, and keep the error that ends it."""
+        try:
+            self.body(
+                self.kernel.body, _Frame(self.kernel.atom, dict(self.block), dict(self.pointers), dict(registers))
+            )
+        except BaseException as error:  # noqa: BLE001 - raised by the caller, in its thread
+            self.error = error
+            self.meet.abort()
+
+    def do_shared(self, s: Shared, f: _Frame) -> None:
+        raw = np.full(s.elements * BY_NAME[s.dtype].bytes, UNWRITTEN, np.uint8)
+        f.ptrs[s.name] = _view(self.meet.shared.setdefault(s.name, raw), 0, s.dtype)
+
+    def do_barrier(self, _: Barrier, __: _Frame) -> None:
+        self.meet.all.wait()
+
+    def do_exchange(self, s: Exchange, f: _Frame) -> None:
+        me = self.block["thread"]
+        self.meet.exchanged[me] = f.regs[s.x]
+        self.meet.warps[me // CUDA_WARP].wait()
+        f.regs[s.d] = self.meet.exchanged[me ^ s.mask]
+        self.meet.warps[me // CUDA_WARP].wait()
+
+    def do_vector(self, s: Vector, f: _Frame) -> None:
+        count = s.bytes // BY_NAME[f.ptrs[s.to.name][2]].bytes
+        (to, i, _), (src, j, _) = self.at(s.to, f, count), self.at(s.src, f, count)
+        to[i : i + count] = src[j : j + count]
+
+    def do_clear(self, s: Clear, f: _Frame) -> None:
+        array, at, _ = f.ptrs[s.name]
+        array[at : at + s.count] = 0
