@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
     from typing import Any
 
+    from portmm.spec.dequantization import Dequantization
     from portmm.trace.bind import Step
     from portmm.trace.tracer import Traced
 
@@ -27,20 +28,22 @@ VALUES = (acc(), Indices(NAMES))
 NOT_F64 = "expressions are in float32; convert float64 operands, or multiply without an epilogue"
 
 
-def fusible(traced: Traced, sums: str, usual: Callable[[], np.dtype[Any]]) -> Step:
+def fusible(traced: Traced, sums: str, usual: Callable[[], np.dtype[Any]], after: Dequantization | None = None) -> Step:
     """An epilogue as expressions of sums of a type, if it can be fused.
 
     Args:
         traced: the epilogue.
         sums: the accumulator's type.
         usual: the default type of a result.
+        after: the steps before it, whose vectors are the first operands.
 
     Raises:
         ScheduleError: it cannot be.
     """
     if sums == "f64":
         raise ScheduleError(NOT_F64)
-    step = bind_operands(traced, (), usual(), ends=True)
+    before, value = ((), None) if after is None else (after.operands, after.value())
+    step = bind_operands(traced, before, usual(), ends=True, sums=value)
     if not step.wide:
         raise ScheduleError("its first result is constant along a row")
     if step.fused.reductions or step.fused.column_reductions:

@@ -15,7 +15,7 @@ import numpy as np
 from portmm.arrays import libraries, numpy_arrays, numpy_fallback
 from portmm.ops.int4_panels import PackedInt4, largest_weight, pack_int4, unpack_int4
 from portmm.ops.linear_kernel import LinearKernel, LinearOptions, fused_kernel, kernel_of, layout_of
-from portmm.ops.linear_vectors import SAFE, is_default, last_step, scaled_in_float64, vectors_of, zero_point
+from portmm.ops.linear_vectors import SAFE, is_default, scaled_in_float64, vectors_of, zero_point
 from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class
@@ -169,10 +169,10 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     if kernel is not None and not kernel.rows[0] <= m <= kernel.rows[1]:
         kernel = user_function.ready(("linear", rank, m, key), build, values, rank)
     vectors = None
-    if kernel is not None and kernel.bound is not None:
+    if kernel is not None:
         unit = _unit(left, weight, options)
         vectors = vectors_of(left, (m, weight.shape[1]), kernel.source, bias, scaling, unit)
-    if kernel is None or kernel.bound is None or vectors is None:
+    if kernel is None or vectors is None:
         f32 = np.dtype(np.float32)
         usual = f32 if options.dtype is None else options.dtype
         names = ("x_scale", "x_zero", "w_scale", "w_zero", "out_scale", "out_zero")
@@ -262,10 +262,7 @@ def _run(  # noqa: PLR0917 - operands, then options
 
 def _without_kernel(kernel: LinearKernel, left: Array, weight: Any, out: Array, vectors: dict[str, Array]) -> None:
     """The product and its epilogue, computed by NumPy."""
-    if not kernel.plain:
-        out[...] = last_step(np.zeros(out.shape), vectors.get("bias"), out.dtype)
-        return
-    left = left.reshape(-1, weight.shape[0])
+    left = left.reshape(prod(left.shape[:-1]), weight.shape[0])
     if kernel.source:
         left, vectors["a_scale"] = numpy_fallback.quantized_rows(left)
     columns: Array = np.zeros(1, np.int64)

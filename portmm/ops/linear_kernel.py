@@ -19,7 +19,7 @@ from portmm.ops.int4_panels import pack_int4, unpack_int4
 from portmm.ops.prepack import pack, unpack
 from portmm.spec.dequantization import Dequantization
 from portmm.spec.dtype import spell
-from portmm.spec.epilogue import AXES, argument
+from portmm.spec.epilogue import AXES
 from portmm.spec.problem import Problem, family
 from portmm.spec.row_classes import row_class
 from portmm.util.memo import Memory, cached
@@ -59,14 +59,13 @@ class LinearKernel:
         rows: the least and the largest number of rows of x that it supports.
         dtype: of the result, in native order.
         source: the type that rows are quantized from, or "".
-        route: the kernel; None for empty sums.
+        route: the kernel; None where NumPy computes: for empty sums, and without a compiler.
         strides: of x, between rows and columns, in elements; None if it must be copied first.
         weight: the weight, if it had to be repacked.
         table: the operands of `vectors_of`, without addresses.
         bound: the operands of an epilogue, those first.
         results: columns and types of its results.
         several: it returns a tuple.
-        plain: there is no kernel, and NumPy computes.
     """
 
     rows: tuple[int, int]
@@ -79,7 +78,6 @@ class LinearKernel:
     bound: Any = None
     results: tuple[tuple[int, np.dtype[Any]], ...] = ()
     several: bool = False
-    plain: bool = False
 
 
 def layout_of(x: Array) -> tuple[Any, ...]:
@@ -95,35 +93,29 @@ def kernel_of(key: tuple[Any, ...], m: int, left: Array, weight: Any, options: L
     kernel: LinearKernel | None = _kernels.get(key) or _kernels.get((m, key))
     if kernel is None:
         kernel = _prepared(left, weight, options)
-        if kernel.weight is None and not kernel.plain:
+        if kernel.weight is None and kernel.route is not None:
             _kernels.keep(key if kernel.rows == row_class(m) else (m, key), kernel)
     return kernel
 
 
 def fused_kernel(left: Array, weight: Any, options: LinearOptions, traced: Any) -> LinearKernel | None:
     """The kernel of a product and its epilogue; None if they need two."""
-    from portmm.trace.bind import Bound, bind_operands, dense, substituted
+    from portmm.ops.epilogues import fusible
+    from portmm.trace.bind import Bound, dense
 
     if left.ndim != 2 or 0 in (*left.shape, *weight.shape):
         return None
     types, _ = _types_of(left.dtype, options.dtype, requantize=False, dynamic=options.dynamic)
-    how = options.dequantization
-    value = how.value(argument)
-    scaled = [
-        (substituted(x, lambda y: value if y.op == "acc" else None, {}), cast_to) for x, cast_to in traced.results
-    ]
-    step = bind_operands(replace(traced, results=tuple(scaled)), how.operands, types[2], ends=True)
-    if step.fused.reductions or step.fused.column_reductions or not step.wide or step.types[0] == np.int32:
-        return None
     try:
+        step = fusible(traced, "s32", lambda: types[2], options.dequantization)
         kernel = _prepared(left, weight, options, step)
     except ScheduleError:
         return None
-    if kernel.plain:
+    if kernel.route is None:
         return None
     (m, _), n = left.shape, weight.shape[1]
     size = (m, n, 1)
-    arguments = [tuple(map(int, row[1:4])) for row in _table(how)]
+    arguments = [tuple(map(int, row[1:4])) for row in _table(options.dequantization)]
     bound = Bound(traced, size, arguments, [dense(x, size) for x in step.axes[1:]])
     widths = [n if "n" in axes else 1 for axes in step.axes]
     served = kernel.rows if kernel.rows == (m, m) else bound.served(kernel.rows)
@@ -164,7 +156,7 @@ def _prepared(left: Array, weight: Any, options: LinearOptions, step: Any = None
             route, shared = routes.routed(replace(p, family=repacked.family))
     except BuildError as error:
         numpy_fallback.fall_back(error)
-        return LinearKernel((m, m), types[2], source, None, None, None, plain=True)
+        return LinearKernel((m, m), types[2], source, None, None, None)
     table = _table(options.dequantization)
     return LinearKernel(row_class(m) if shared else (m, m), types[2], source, route, strides, repacked, table)
 

@@ -1,7 +1,7 @@
 """The vectors that the epilogue of a quantized product reads.
 
 Owns the conversion of scales, zero points and a bias to vectors along rows and columns (`spec.dequantization`), and
-the epilogue by NumPy for empty sums, and for scales that are too large for a kernel.
+the epilogue by NumPy for scales that are too large for a kernel.
 """
 
 from __future__ import annotations
@@ -128,11 +128,6 @@ def vectors_of(  # noqa: PLR0917 - operands, then options
     zeros = 0 if a_zero is None else a_zero.astype(np.int64)
     sums = left.sum(axis=-1, dtype=np.int64).ravel() - left.shape[-1] * zeros
     return (*vectors, (-sums).astype(np.int32), b_zero)
-
-
-def last_step(sums: Array, shift: Array | None, dtype: np.dtype[Any]) -> Array:
-    """The epilogue of empty sums."""
-    return _rounded(sums if shift is None else sums + shift, dtype)
 
 
 def scaled_in_float64(

@@ -12,14 +12,11 @@ quantized output are part of a_scale, b_scale and bias.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from portmm.spec.epilogue import C, Fused, Operand, acc, column_sum, load, row_scale
 from portmm.spec.expr import Expr, real
 from portmm.spec.expr_functions import fma
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 IDENTITY = str(Fused((), ((C, acc()),)))
 """The epilogue that converts integer sums to elements of C."""
@@ -63,9 +60,9 @@ class Dequantization(NamedTuple):
         """These vectors."""
         return tuple([OPERANDS[name] for name in self.names])
 
-    def value(self, leaf: Callable[[int, str], Expr] = load) -> Expr:
-        """The expression of an element; `leaf` returns that of an operand by its number and type."""
-        x = {name: leaf(i, OPERANDS[name].dtype) for i, name in enumerate(self.names)}
+    def value(self) -> Expr:
+        """The expression of an element, whose first operands are `operands`."""
+        x = {name: load(i, OPERANDS[name].dtype) for i, name in enumerate(self.names)}
         total = acc("s32") if self.a_zero or self.b_zero else acc()
         if self.a_zero:
             total = total + x["a_zero"] * column_sum()

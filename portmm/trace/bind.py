@@ -98,16 +98,21 @@ def filled(template: Expr, values: list[Any]) -> Expr:
     return substituted(template, lambda x: values[x.args[0]] if x.op == "given" else None, {})
 
 
-def bind_operands(traced: Traced, arguments: tuple[Operand, ...], usual: np.dtype[Any], *, ends: bool) -> Step:
+def bind_operands(
+    traced: Traced, arguments: tuple[Operand, ...], usual: np.dtype[Any], *, ends: bool, sums: Expr | None = None
+) -> Step:
     """The expressions as a kernel takes them: arguments first, then captured operands, then results.
 
-    With `ends` they are the epilogue of a product: the first result is C.
+    With `ends` they are the epilogue of a product: the first result is C, and `sums`, an expression of the arguments,
+    takes the place of the product's sums.
     """
     first = len(arguments)
 
     def change(x: Expr) -> Expr | None:
         if x.op == "load":
             return load(x.args[0] + first, (*arguments, *traced.operands)[x.args[0] + first].dtype)
+        if x.op == "acc":
+            return sums
         return load(x.args[0], arguments[x.args[0]].dtype) if x.op == "given" else None
 
     done: dict[Expr, Expr] = {}
