@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import numpy as np
@@ -106,11 +106,7 @@ class Round:
     _turns: Iterator[Run] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._turns = self._endless()
-
-    def _endless(self) -> Iterator[Run]:
-        while True:
-            yield from self.runs
+        self._turns = cycle(self.runs)
 
     def __call__(self, count: int) -> None:
         """Compute `count` times."""

@@ -8,7 +8,6 @@ that whatever they compute can be tuned: weights packed or quantised, products w
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -24,6 +23,7 @@ from portmm.comparison.peers import Contender, Library, Run, Setup, UnsupportedE
 from portmm.comparison.process import Worker, reply
 from portmm.dispatch import config, cpu_kernels, cpu_routes, cpu_units, overrides
 from portmm.errors import BuildError, PortmmError, ScheduleError, TargetError
+from portmm.host import machine_load
 from portmm.ops import host_matmul
 from portmm.schedule.schedule import Schedule
 from portmm.schedule.text import parse
@@ -144,7 +144,7 @@ class Candidates:
                 return f"{type(error).__name__}: {error}".strip()[:REASON]
             return ""
 
-        with ThreadPoolExecutor(len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 2) as pool:
+        with ThreadPoolExecutor(machine_load.cores()) as pool:
             return {"state": "ok", "reasons": list(pool.map(one, map(_parsed, schedules)))}
 
     def check(self, schedule: str, workers: int) -> dict[str, Any]:

@@ -18,6 +18,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from typing import Any
 
 from portmm.dispatch.tuned_schedule import problem_text
@@ -227,14 +228,8 @@ def _candidate(trial: Trial) -> Candidate:
 
 def _chunks(items: Iterable[Any], size: int) -> Iterator[list[Any]]:
     """Lists of at most `size` items, drawn lazily from an iterable."""
-    some: list[Any] = []
-    for x in items:
-        some.append(x)
-        if len(some) == size:
-            yield some
-            some = []
-    if some:
-        yield some
+    drawn = iter(items)
+    return iter(lambda: list(islice(drawn, size)), [])
 
 
 def short_list(order: Sequence[Candidate], *, everything: bool) -> Sequence[Candidate]:

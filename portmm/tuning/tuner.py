@@ -135,7 +135,7 @@ def tune(
         rules,
         search,
         most or sys.maxsize,
-        lambda text: (progress or _silent)(max(0.0, rules.deadline - time.monotonic()), text),
+        lambda text: (progress or (lambda _left, _text: None))(max(0.0, rules.deadline - time.monotonic()), text),
         path,
     )
     interrupted = False
@@ -168,10 +168,6 @@ def _load(before: machine_load.Snapshot) -> tuple[str, ...]:
     return (
         (machine_load.sentence(load, machine_load.cores()),) if machine_load.is_busy(load, machine_load.cores()) else ()
     )
-
-
-def _silent(_left: float, _text: str) -> None:
-    pass
 
 
 def generator() -> str:
