@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import IN_PLACE_ROWS, capacity
@@ -59,40 +58,20 @@ def _schedule(isa: Isa, scores: tuple[int, int], values: tuple[int, int], querie
     )
 
 
-@dataclass(frozen=True, slots=True)
 class Geometry:
     """The sizes of tiles of a schedule, by their names in kernels.
 
     Attributes:
-        s: the schedule.
+        nr, mr: the first product's register tile: queries, and keys.
+        pv_n, pv_m: the second product's: columns of V, and queries.
+        queries: of a block.
     """
 
-    s: Schedule
+    __slots__ = ("mr", "nr", "pv_m", "pv_n", "queries")
 
-    @property
-    def nr(self) -> int:
-        """N of the first product's register tile: queries."""
-        return self.s.nr
-
-    @property
-    def mr(self) -> int:
-        """M of it: keys."""
-        return self.s.mr
-
-    @property
-    def pv_n(self) -> int:
-        """N of the second product's register tile: columns of V."""
-        return self.s.parallel.cell[1]
-
-    @property
-    def pv_m(self) -> int:
-        """M of it: queries."""
-        return self.s.parallel.cell[0]
-
-    @property
-    def queries(self) -> int:
-        """Queries of a block."""
-        return self.s.tile("L2").n
+    def __init__(self, s: Schedule) -> None:
+        self.nr, self.mr, self.queries = s.nr, s.mr, s.tile("L2").n
+        self.pv_m, self.pv_n = s.parallel.cell
 
 
 def keys_of(s: Schedule, target: Target, head: int) -> int:

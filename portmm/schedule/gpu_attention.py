@@ -28,7 +28,6 @@ a thread without enough spills. On CPUs under OpenCL, whose registers differ, re
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.errors import ScheduleError
@@ -121,88 +120,47 @@ def attention_schedule(  # noqa: PLR0917 - parts of one record
     )  # fmt: skip
 
 
-@dataclass(frozen=True, slots=True)
 class AttentionTiles:
     """The numbers of a schedule of attention, by their names there.
 
     Attributes:
         s: the schedule.
+        d, dv: elements of a head of Q and K, and of V.
+        queries: of a block; with `runs`, queries of all heads that share keys are adjacent.
+        keys: of a step.
+        rows: queries of a thread.
+        threads: of a block.
+        vectors: elements of Q, K, V and of the result that are moved at once.
+        loose: names of operands whose rows are not dense in memory.
+        runs: keys are partitioned into KV splits, which another kernel combines.
     """
 
-    s: Schedule
+    __slots__ = ("d", "dv", "keys", "loose", "queries", "rows", "runs", "s", "threads", "vectors")
 
-    @property
-    def d(self) -> int:
-        """Elements of a head of Q and K."""
-        return self.s.block.k
-
-    @property
-    def dv(self) -> int:
-        """Elements of a head of V."""
-        return self.s.static[1] if self.s.static else 0
-
-    @property
-    def queries(self) -> int:
-        """Queries of a block; with `runs`, queries of all heads that share keys are adjacent."""
-        return self.s.block.m
-
-    @property
-    def keys(self) -> int:
-        """Keys of a step."""
-        return self.s.block.n
-
-    @property
-    def rows(self) -> int:
-        """Queries of a thread."""
-        return self.s.mr
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.s.threads
-
-    @property
-    def vectors(self) -> tuple[int, int, int, int]:
-        """Elements of Q, K, V and of the result that are moved at once."""
-        s = self.s
-        return s.a.vector, s.b.vector, s.v.vector if s.v else 1, s.c.vector
-
-    @property
-    def loose(self) -> str:
-        """Names of operands whose rows are not dense in memory."""
-        plans = zip("qkvo", (self.s.a, self.s.b, self.s.v, self.s.c), strict=True)
-        return "".join(name for name, x in plans if x and x.layout == "any")
-
-    @property
-    def runs(self) -> bool:
-        """Whether keys are partitioned into KV splits, which another kernel combines."""
-        return self.s.parallel.over == "keys"
+    def __init__(self, s: Schedule) -> None:
+        self.s, self.runs, self.rows, self.threads = s, s.parallel.over == "keys", s.mr, s.threads
+        self.queries, self.keys, self.d, self.dv = s.block.m, s.block.n, s.block.k, s.static[1] if s.static else 0
+        self.vectors = s.a.vector, s.b.vector, s.v.vector if s.v else 1, s.c.vector
+        plans = zip("qkvo", (s.a, s.b, s.v, s.c), strict=True)
+        self.loose = "".join(name for name, x in plans if x and x.layout == "any")
 
 
 class Tiling(AttentionTiles):
-    """The numbers of a schedule of attention in plain threads."""
+    """The numbers of a schedule of attention in plain threads.
 
-    __slots__ = ()
+    Attributes:
+        columns: keys of a thread.
+        down: threads along queries.
+        across: threads along keys, and along columns of V.
+        chunks: of K.
+    """
 
-    @property
-    def down(self) -> int:
-        """Threads along queries."""
-        return self.queries // self.rows
+    __slots__ = ("across", "chunks", "columns", "down")
 
-    @property
-    def across(self) -> int:
-        """Threads along keys, and along columns of V."""
-        return self.keys // self.columns
-
-    @property
-    def columns(self) -> int:
-        """Keys of a thread."""
-        return self.s.nr
-
-    @property
-    def chunks(self) -> int:
-        """Chunks of K."""
-        return -(-self.d // DEPTH)
+    def __init__(self, s: Schedule) -> None:
+        super().__init__(s)
+        self.columns, self.chunks = s.nr, -(-self.d // DEPTH)
+        self.down, self.across = self.queries // self.rows, self.keys // s.nr
 
     @property
     def depth(self) -> int:

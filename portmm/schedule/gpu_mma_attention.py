@@ -62,49 +62,25 @@ MOST_RUNS = 128
 
 
 class MatrixTiling(AttentionTiles):
-    """The numbers of a schedule of attention for matrix units."""
+    """The numbers of a schedule of attention for matrix units.
 
-    __slots__ = ()
+    Attributes:
+        warps: of a block.
+        warp: lanes of a warp.
+        slots: tiles of K and V in shared memory.
+        copies: tiles are copied asynchronously, without registers; else through them, to two slots.
+        q_in_registers: fragments of Q stay in registers.
+        high: fragments of a warp along queries.
+        strips, columns: groups of eight keys, and of eight columns of V.
+    """
 
-    @property
-    def warps(self) -> int:
-        """Warps of a block."""
-        return self.queries // self.s.tile("warp").m
+    __slots__ = ("columns", "copies", "high", "q_in_registers", "slots", "strips", "warp", "warps")
 
-    @property
-    def warp(self) -> int:
-        """Lanes of a warp."""
-        return self.s.warp_lanes
-
-    @property
-    def slots(self) -> int:
-        """Tiles of K and V in shared memory."""
-        return self.s.stages
-
-    @property
-    def copies(self) -> bool:
-        """Whether tiles are copied asynchronously, without registers; else through them, to two slots."""
-        return self.s.b.asynchronous
-
-    @property
-    def q_in_registers(self) -> bool:
-        """Whether fragments of Q stay in registers."""
-        return self.s.a.at(REGISTERS) is not None
-
-    @property
-    def high(self) -> int:
-        """Fragments of a warp along queries."""
-        return self.queries // (self.warps * UNIT)
-
-    @property
-    def strips(self) -> int:
-        """Groups of eight keys."""
-        return self.keys // 8
-
-    @property
-    def columns(self) -> int:
-        """Groups of eight columns of V."""
-        return self.dv // 8
+    def __init__(self, s: Schedule) -> None:
+        super().__init__(s)
+        self.warps, self.warp, self.slots = self.queries // s.tile("warp").m, s.warp_lanes, s.stages
+        self.copies, self.q_in_registers = s.b.asynchronous, s.a.at(REGISTERS) is not None
+        self.high, self.strips, self.columns = self.queries // (self.warps * UNIT), self.keys // 8, self.dv // 8
 
     @property
     def shared_bytes(self) -> int:

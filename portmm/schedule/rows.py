@@ -5,7 +5,6 @@ Owns their candidates, footprint and work, on every kind of machine.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.block_program import of_rows
@@ -97,50 +96,21 @@ def kept_in(s: Schedule) -> str:
     return REGISTERS if s.program == "rows" and RowTiles(s).cells else ""
 
 
-@dataclass(frozen=True, slots=True)
 class RowTiles:
     """The numbers of a schedule over rows, by their names there: see `rows_schedule`.
 
     Attributes:
-        s: the schedule.
+        threads, subgroup, vector, exchange, warp: as there.
+        cells: maximum number of columns of a thread, 0 for any number.
+        width: number of columns of a subgroup in registers.
     """
 
-    s: Schedule
+    __slots__ = ("cells", "exchange", "subgroup", "threads", "vector", "warp", "width")
 
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return self.s.threads
-
-    @property
-    def subgroup(self) -> int:
-        """Threads of one row."""
-        return self.s.block.n // self.s.nr
-
-    @property
-    def cells(self) -> int:
-        """Maximum number of columns of a thread, 0 for any number."""
-        return self.width // self.subgroup
-
-    @property
-    def vector(self) -> int:
-        """Neighbouring columns that are moved at once."""
-        return self.s.nr
-
-    @property
-    def exchange(self) -> bool:
-        """Whether threads of a warp exchange registers."""
-        return self.s.c.by(SHUFFLE) is not None
-
-    @property
-    def warp(self) -> int:
-        """Threads of a warp."""
-        return self.s.warp_lanes
-
-    @property
-    def width(self) -> int:
-        """Number of columns of a subgroup in registers."""
-        return self.s.tiles[3].n
+    def __init__(self, s: Schedule) -> None:
+        self.threads, self.vector, self.warp = s.threads, s.nr, s.warp_lanes
+        self.subgroup, self.width = s.block.n // s.nr, s.tiles[3].n
+        self.cells, self.exchange = self.width // self.subgroup, s.c.by(SHUFFLE) is not None
 
 
 def candidates(
