@@ -34,7 +34,7 @@ MOST_LOADED = 1024
 lets a process have."""
 
 _loaded: dict[str, Any] = {}
-_codes = Memory("kernels", MOST_LOADED)
+_codes = Memory(MOST_LOADED, "kernels")
 _lock = locks.lock()
 
 

@@ -40,8 +40,8 @@ if TYPE_CHECKING:
 MOST_ROUTES = 4096
 """Routes kept before all are dropped: an endless series of new shapes must not fill memory."""
 
-_routes = Memory("routes", MOST_ROUTES)
-_stand_ins = Memory("routes", MOST_ROUTES)
+_routes = Memory(MOST_ROUTES, "routes")
+_stand_ins = Memory(MOST_ROUTES, "routes")
 
 
 def route_for(p: Problem, target: Target, threads: int) -> Any:

@@ -96,7 +96,7 @@ class Route:
         return tuple(launches), (self.workspace(p.m, p.n, p.batch), p.acc)
 
 
-_routes = Memory("routes", MOST_ROUTES)
+_routes = Memory(MOST_ROUTES, "routes")
 
 
 def route(p: Problem, on: Machine, vectors: Vectors) -> Route:

@@ -99,7 +99,7 @@ class Machine:
 
 MOST_KERNELS = 4096
 """Keys of compiled kernels kept before all are dropped: an endless series of schedules must not fill memory."""
-_loaded = Memory("kernels", MOST_KERNELS)
+_loaded = Memory(MOST_KERNELS, "kernels")
 _machines: dict[tuple[Any, ...], Machine] = {}
 _lock = locks.lock()
 

@@ -114,8 +114,8 @@ class FusedFunction:
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
         self.strict = strict
-        self.memo = Memory("calls", MOST_KINDS)
-        self.fast_path: tuple[Any, Memory] = (None, Memory("calls", MOST_KINDS))
+        self.memo = Memory(MOST_KINDS, "calls")
+        self.fast_path: tuple[Any, Memory] = (None, Memory(MOST_KINDS, "calls"))
         self.describe: Callable[[Any], bytes | None] = self.begin
         with _making:
             _functions.add(self)
@@ -155,7 +155,7 @@ class FusedFunction:
             captured = []
         elif description is not None:
             if settings.current() is not config:
-                self.fast_path = config, fast_path = settings.current(), Memory("calls", MOST_KINDS)
+                self.fast_path = config, fast_path = settings.current(), Memory(MOST_KINDS, "calls")
             fast_path.keep(description, program)
             program.simple = not program.guards.returned and not any(type(x) is int for x in args)
         try:

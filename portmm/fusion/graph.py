@@ -112,7 +112,7 @@ def refuse(text: str) -> TraceError:
     return TraceError(f"{file}, line {line}: {text}")
 
 
-_dtypes = Memory("calls", 1024)
+_dtypes = Memory(1024, "calls")
 
 
 def _dtype_of(plain: Callable[..., Any], values: tuple[Any, ...]) -> np.dtype[Any]:

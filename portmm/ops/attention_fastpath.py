@@ -22,7 +22,7 @@ Array = np.ndarray[Any, Any]
 MOST_KINDS = 1024
 """Kinds of calls remembered before the memo is emptied."""
 
-kinds = Memory("calls", MOST_KINDS)
+kinds = Memory(MOST_KINDS, "calls")
 """Kernels of kinds of calls: functions of q, k and v."""
 
 

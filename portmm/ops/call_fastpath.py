@@ -94,7 +94,7 @@ def see(function: Any, left: Array, right: Any, out: Any, dtype: Any) -> Seen | 
 def _captured(function: types.FunctionType) -> list[tuple[tuple[str], Any]]:
     """The values that a function captures, by their keys."""
     namespace, (cells, names) = function.__globals__, _keys(function.__code__)
-    values = [(key, x.cell_contents) for key, x in zip(cells, function.__closure__ or (), strict=True)]
+    values = [(cells[i], x.cell_contents) for i, x in enumerate(function.__closure__ or ())]
     return values + [(key, namespace[n]) for n, key in names if n in namespace]
 
 
@@ -157,7 +157,7 @@ def _number(x: Any, seen: Seen) -> Any:
     return resolve(x, dict(zip(seen.places[-len(seen.numbers) :], seen.numbers, strict=True)))
 
 
-_known = Memory("calls", MOST)
+_known = Memory(MOST, "calls")
 
 
 def known(seen: Seen, out: Any) -> FastPath | None:

@@ -25,7 +25,7 @@ NEARLY = 1.15
 MOST = 1024
 """Products remembered before the memo is emptied."""
 
-_first, _schedules, _routes = Memory("routes", MOST), Memory("routes", MOST), Memory("routes", MOST)
+_first, _schedules, _routes = Memory(MOST, "routes"), Memory(MOST, "routes"), Memory(MOST, "routes")
 
 
 def route(p: Problem) -> Any:

@@ -44,7 +44,7 @@ MOST_KINDS = 1024
 """Kinds of calls remembered before the memo is emptied."""
 TALLEST = 256
 """Rows of the largest tile: the last tile of a group is partial."""
-_ready = Memory("calls", MOST_KINDS)
+_ready = Memory(MOST_KINDS, "calls")
 
 
 # -- operands --------------------------------------------------------------------------

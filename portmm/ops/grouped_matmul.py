@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 MOST_ROUTES = 4096
 """Sizes of groups remembered before the memo is emptied."""
-_routes = Memory("routes", MOST_ROUTES)
+_routes = Memory(MOST_ROUTES, "routes")
 
 
 def grouped_matmul(

@@ -46,7 +46,7 @@ class PackedInt4(QuantizedMatrix):
     owner: Array
     shape: tuple[int, int]
     family: str
-    _calls: Memory = field(default_factory=lambda: Memory("calls", MOST_CALLS), repr=False)
+    _calls: Memory = field(default_factory=lambda: Memory(MOST_CALLS, "calls"), repr=False)
 
     @property
     def b_k(self) -> int:

@@ -29,7 +29,7 @@ LONGEST_GROUP = (2**31 - 1) // (128 * 15)
 MOST_CALLS = 1024
 """Kinds of calls remembered before the memo is emptied."""
 
-_kernels = Memory("calls", MOST_CALLS)
+_kernels = Memory(MOST_CALLS, "calls")
 
 Array = np.ndarray[Any, Any]
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 MOST_CLASSES = 4096
 """Routes of row classes remembered for calls through Python."""
 
-_classes = Memory("routes", MOST_CLASSES)
+_classes = Memory(MOST_CLASSES, "routes")
 
 
 def target_name() -> str:

@@ -144,7 +144,7 @@ class _Kind:
         )
 
 
-_kinds, _sets = Memory("routes", MOST_KINDS), Memory("routes", MOST_SETS)
+_kinds, _sets = Memory(MOST_KINDS, "routes"), Memory(MOST_SETS, "routes")
 
 
 def candidate_set(p: Problem, target: Target, rows: int | None = None) -> CandidateSet:

@@ -151,7 +151,7 @@ def _one_or_none() -> tuple[Expr, Expr]:
     return const(1.0), const(0.0)
 
 
-_ready = Memory("calls", MOST_KINDS)
+_ready = Memory(MOST_KINDS, "calls")
 
 
 @dataclass(slots=True)

@@ -25,7 +25,7 @@ CACHES = {
 class Memory(dict[Any, Any]):
     """A table of a cache, with a bounded number of keys: cleared when it is full, and by `forget_all`."""
 
-    def __init__(self, cache: str, most: int) -> None:
+    def __init__(self, most: int, cache: str = "calls") -> None:
         super().__init__()
         self.cache, self.most = cache, most
         _tables.append(weakref.ref(self, _tables.remove))

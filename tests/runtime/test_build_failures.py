@@ -297,7 +297,7 @@ def test_a_route_that_is_not_built_keeps_no_operands(monkeypatch):
 
     target = config.target()
     monkeypatch.setattr(cpu_routes, "_route", refuse)
-    monkeypatch.setattr(cpu_routes, "_routes", type(cpu_routes._routes)("routes", 8))
+    monkeypatch.setattr(cpu_routes, "_routes", type(cpu_routes._routes)(8))
     gone = first_call()
     assert gone() is None
 

@@ -35,7 +35,7 @@ def test_what_is_remembered_has_a_size_and_is_forgotten():
 
 
 def test_a_table_is_cleared_when_it_is_full():
-    table = memo.Memory("calls", 3)
+    table = memo.Memory(3, "calls")
     for i in range(10):
         assert table.keep(i, -i) == -i
         assert len(table) <= 3
