@@ -85,7 +85,7 @@ def routed(
 
 
 class _Building(NamedTuple):
-    """How the code of a selected schedule is obtained.
+    """A way to the code of a selected schedule.
 
     Attributes:
         target: the machine.

@@ -188,7 +188,7 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
 
 @cache
 def _fusing() -> tuple[Any, ...]:
-    """What only calls with an epilogue import, once: four imports in a function take two microseconds."""
+    """Functions that only calls with an epilogue import, once: four imports in a function take two microseconds."""
     from portmm.ops.epilogues import NAMES, VALUES
     from portmm.ops.fused_matmul import fit
     from portmm.ops.rowwise import over_rows

@@ -155,13 +155,13 @@ CASES = {
 def posed(monkeypatch):
     """The problems that matmul asks routes for."""
     asked = []
-    real = routes.routed
+    real = routes.routed_for_call
 
-    def watch(p):
+    def watch(p, **options):
         asked.append(p)
-        return real(p)
+        return real(p, **options)
 
-    monkeypatch.setattr(routes, "routed", watch)
+    monkeypatch.setattr(routes, "routed_for_call", watch)
     return asked
 
 
