@@ -133,7 +133,7 @@ def _block_program(program: BlockProgram, arrays: tuple[Any, ...]) -> None:
         route = cpu_routes.rows_route(program, (m, n, batch), config.target(), config.get_num_threads())
         table = np.array([(runtime().address(x), *s, 0) for x, s in zip(views, strides, strict=True)], np.int64)
         if m and batch:
-            runtime().execute(route, m, n, 1, batch, *(0,) * 12, *(None,) * 7, table, np.zeros(1, np.float32))
+            runtime().execute(route, m, n, 1, batch, *(0,) * 12, None, table, None)
         return
     from portmm.dispatch.grid_rows import launches
     from portmm.dispatch.machine import machine_of
