@@ -20,6 +20,7 @@ def cupy(monkeypatch):
     memo.forget_all()
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_calls_compile_nothing_more_on_a_device(cupy, monkeypatch):
     found = pm.warmup([(9, 40, 24), (8, 40, 24), (3, 9, 16, 32)], device="cuda")
     assert found.where == "cuda:0"

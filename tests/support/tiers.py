@@ -5,6 +5,8 @@ belongs:
 
     @pytest.mark.rest("why")   the rest has it: it asks other tools than a user has, or takes long for what it finds
     @pytest.mark.thin(n)       the fast tier has each n-th of its cases, the rest the others
+
+`THIN` does the same for all functions of modules whose many cases take most of the time.
 """
 
 from __future__ import annotations
@@ -21,11 +23,24 @@ if TYPE_CHECKING:
     from pathlib import Path
 
 
+THIN = {
+    2: "fuse/test_fuse_device kernels/test_device_codes kernels/test_grid_attention kernels/test_mma_attention "
+    "kernels/test_mma_types meaning/test_device_accuracy meaning/test_fused meaning/test_two_rows ops/test_determinism "
+    "ops/test_folded ops/test_grouped_device ops/test_prepack ops/test_rows_on_device ops/test_scaled_device "
+    "ops/test_without_compiler schedule/test_cost_tape schedule/test_schedule schedule/test_textbook",
+    3: "meaning/test_accuracy meaning/test_amx meaning/test_meaning meaning/test_narrow ops/test_attention "
+    "ops/test_device_calls",
+}
+"""Of each function of these modules, the fast tier has each n-th of the cases that its mark leaves."""
+_THIN = {f"{name}.py": n for n, names in THIN.items() for name in names.split()}
+
+
 def is_fast(item: pytest.Item, number: int) -> bool:
     """The fast tier has a test, which is the case of its function with a number."""
     thin = item.get_closest_marker("thin")
     elsewhere = item.get_closest_marker("rest") or item.get_closest_marker("emulated")
-    return elsewhere is None and (thin is None or number % thin.args[0] == 0)
+    module = "/".join(item.nodeid.partition("::")[0].split("/")[-2:])
+    return elsewhere is None and number % ((thin.args[0] if thin else 1) * _THIN.get(module, 1)) == 0
 
 
 def chosen(items: Iterable[pytest.Item], tier: str) -> tuple[list[pytest.Item], list[pytest.Item]]:

@@ -112,6 +112,7 @@ def test_a_worker_that_cannot_start_is_an_error(path):
 # --- the search ----------------------------------------------------------------
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_the_search_goes_beyond_the_candidates(rules, path):
     pytest.importorskip("optuna")
     rules(beyond="fast")
@@ -371,6 +372,7 @@ def test_real_kernels_of_every_kind_of_call(path):
     assert len(tuning_database.rows(path)) == len(kinds)
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_real_calls_that_find_cold_caches(path):
     kinds = (Case("plain", "x", 24, 40, 32), Case("codes", "x", 2, 64, 128, packed=True, dtype="f32-u4-f32", block=64))
     found = pm.tune(kinds, threads=1, budget_s=100, cold=True, turn_s=0.01, most=2, database=path)
