@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from portmm.util import locks
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
@@ -51,15 +53,16 @@ def run(argv: Sequence[str], seconds: float, *, folder: str | Path | None = None
     """
     import subprocess
 
-    child = subprocess.Popen(
-        argv,
-        cwd=folder,
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT if errors else subprocess.DEVNULL,
-        env=environment() if folder is None else {**environment(), "TMPDIR": str(folder)},
-        start_new_session=True,
-    )
+    with locks.starting:
+        child = subprocess.Popen(
+            argv,
+            cwd=folder,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT if errors else subprocess.DEVNULL,
+            env=environment() if folder is None else {**environment(), "TMPDIR": str(folder)},
+            start_new_session=True,
+        )
     try:
         output, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

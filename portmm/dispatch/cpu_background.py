@@ -89,7 +89,8 @@ def begin(key: Any, build: Callable[[], Any]) -> bool:
             _failed.remove(key)
             return False
         _waiting.setdefault(key, build)
-        if not _threads:
+        if not _threads or not _threads[0].is_alive():
+            _threads.clear()
             # No daemon: what was begun is in the cache when the process ends.
             thread = threading.Thread(target=_work, name="portmm-background")
             try:
@@ -104,6 +105,8 @@ def begin(key: Any, build: Callable[[], Any]) -> bool:
 def _work() -> None:
     while True:
         with _lock:
+            if not threading.main_thread().is_alive():
+                _waiting.clear()  # the process ends when the build that ran has ended
             if not _waiting:
                 _threads.clear()
                 return
@@ -113,7 +116,7 @@ def _work() -> None:
             build()
             failed = False
         with _lock:
-            del _waiting[key]
+            _waiting.pop(key, None)
             if failed:
                 _failed.add(key)
 

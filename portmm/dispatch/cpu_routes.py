@@ -114,7 +114,7 @@ class _Building(NamedTuple):
         wanted, target, kept = best.schedule, self.target, self.kept
         listed, key = best.listed, (best.schedule, id(target), best.rows, p.but_rows)
         other = _stand_ins.get(key)
-        if other is None:
+        if other is None or other not in listed.schedules or not is_loaded(other, target):
             seconds = partial(predicted, p, listed, best.workers)
             other = stand_in(p, wanted, listed.schedules, seconds, lambda s: is_loaded(s, target))
         if other is None or not cpu_background.begin((wanted, id(target)), lambda: code_of(wanted, target, kept)):

@@ -78,11 +78,15 @@ class BlockProgram:
     passes: tuple[Pass, ...]
 
     def __post_init__(self) -> None:
+        if self.loop not in ("m", "n"):
+            raise ScheduleError(f"the loop is along {self.loop!r}; passes go along 'm' or 'n'")
         known: set[Expr] = set()
         for one in self.passes:
             for x in one:
                 if isinstance(x, TileReduce) and x.value.op != REDUCED["nm".index(self.loop)]:
                     raise ScheduleError(f"{x.value!r} is no reduction along {self.loop}")
+                if isinstance(x, TileTransfer) and not 0 <= x.operand < len(self.operands):
+                    raise ScheduleError(f"operand {x.operand} is stored; there are {len(self.operands)}")
                 if isinstance(x, TileTransfer) and one is not self.passes[-1]:
                     raise ScheduleError(f"operand {x.operand} is stored before the last pass: do so there")
                 value = x.value.args[1] if isinstance(x, TileReduce) else x.value

@@ -20,12 +20,14 @@ from portmm.ir.block_program import BlockProgram
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ops import host_matmul
 from portmm.spec.dtype import BY_NAME, base
+from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.arrays.operand import Operand
     from portmm.ir.nodes import Kernel
+    from portmm.spec import epilogue
 
 
 def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c: Any = None, *others: Any) -> Any:
@@ -54,7 +56,7 @@ def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c:
         BuildError: the compiler failed.
     """
     if isinstance(kernel, BlockProgram):
-        arrays = tuple(x for x in (a, b, c, *others) if x is not None)
+        arrays = (a, *others) if b is c is None else (a, b, *others) if c is None else (a, b, c, *others)
         _block_program(kernel, arrays)
         return arrays[-1]
     if isinstance(kernel, GridKernel):
@@ -115,7 +117,8 @@ def _block_program(program: BlockProgram, arrays: tuple[Any, ...]) -> None:
 
     Raises:
         TypeError: an array is of another type than its operand, or elsewhere than the first.
-        ValueError: shapes do not match, an array cannot be written, or elements along n are not neighbours in memory.
+        ValueError: shapes do not match, an array cannot be written or shares memory with another one in part, or
+            elements along n are not neighbours in memory.
     """
     from portmm.arrays import interop, operand
 
@@ -126,6 +129,7 @@ def _block_program(program: BlockProgram, arrays: tuple[Any, ...]) -> None:
         written = {x for x, _ in program.fused.results}
         if fixed := [i for i, x in enumerate(views) if i in written and not x.flags.writeable]:
             raise ValueError(f"array {fixed[0]} is read-only; pass a writeable array")
+        _check_overlap(views, strides, written)
         from portmm.dispatch import cpu_routes
         from portmm.runtime.cpu import runtime
 
@@ -148,6 +152,37 @@ def _block_program(program: BlockProgram, arrays: tuple[Any, ...]) -> None:
     start(on, tuple((x, ()) for x in every), addresses, operands[0], (work, "f32"))
 
 
+def _check_overlap(views: list[Any], strides: list[tuple[int, ...]], written: set[int]) -> None:
+    """Check that what is written is another array in whole, or shares no memory with it.
+
+    Raises:
+        ValueError: it shares a part.
+    """
+    for i in written:
+        for j, x in enumerate(views):
+            same = x.ctypes.data == views[i].ctypes.data and strides[i] == strides[j]
+            if i != j and not same and np.may_share_memory(x, views[i]):
+                raise ValueError(f"array {i} is written and shares memory with array {j} in part: pass a copy")
+
+
+def _check_operand(i: int, x: epilogue.Operand, view: Any) -> None:
+    """Check that a block program can read an array.
+
+    Raises:
+        TypeError: it is of another type than its operand.
+        ValueError: it has too many dimensions, or is not addressable.
+    """
+    if isinstance(view, np.ndarray):
+        refuse_class(view, f"array {i}", matrix=False)
+    if not isinstance(view, np.ndarray) or numpy_arrays.name_of(view.dtype) != x.dtype:
+        actual = view.dtype if isinstance(view, np.ndarray) else f"a {type(view).__name__}"
+        raise TypeError(f"array {i} is of {actual}; the operand is an array of {x.dtype}, on the first one's device")
+    if view.ndim > 3:
+        raise ValueError(f"array {i} has shape {view.shape}; a block program takes (batch, m, n)")
+    if not numpy_arrays.addressable(view, view.dtype.newbyteorder("=")):
+        raise ValueError(f"array {i} is not aligned to its elements, or of another byte order; copy it first")
+
+
 def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
     """The extents of a batch, rows and columns, and the strides of each operand along them, in elements.
 
@@ -158,11 +193,7 @@ def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...]
     if len(views) != len(program.operands):
         raise ValueError(f"{len(views)} arrays for {len(program.operands)} operands: pass one for each, in order")
     for i, (x, view) in enumerate(zip(program.operands, views, strict=True)):
-        if not isinstance(view, np.ndarray) or numpy_arrays.name_of(view.dtype) != x.dtype:
-            actual = view.dtype if isinstance(view, np.ndarray) else f"a {type(view).__name__}"
-            raise TypeError(f"array {i} is of {actual}; the operand is an array of {x.dtype}, where the first one is")
-        if not numpy_arrays.addressable(view, view.dtype.newbyteorder("=")):
-            raise ValueError(f"array {i} is not aligned to its elements, or of another byte order; copy it first")
+        _check_operand(i, x, view)
     shape, strides = np.broadcast_shapes((1, 1, 1), *(x.shape for x in views)), []
     if program.loop == "m" and not shape[1]:
         raise ValueError(f"arrays of {shape} have no rows to reduce")
@@ -172,7 +203,7 @@ def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...]
             raise ValueError(f"array {i} is {view.shape}, operand {x} of {shape} takes {whole}")
         steps = np.broadcast_to(view, whole).strides
         strides.append(tuple(s // view.itemsize if axis in x.axes else 0 for axis, s in zip("bmn", steps, strict=True)))
-        if x.dense and "n" in x.axes and shape[2] > 1 and strides[-1][2] != 1:
+        if x.dense and "n" in x.axes and shape[2] > 1 and view.size and strides[-1][2] != 1:
             raise ValueError(f"elements of array {i} are {strides[-1][2]} apart along n: pass a contiguous one")
     return shape, strides
 

@@ -41,6 +41,10 @@ def register_dtype(name: str, dtype: np.dtype[Any]) -> None:
 
 
 def _dtype(name: str) -> np.dtype[Any]:
+    if name == "bf16" and name not in _DTYPES:
+        import ml_dtypes
+
+        register_dtype(name, np.dtype(ml_dtypes.bfloat16))
     if name not in _DTYPES:
         raise ValueError(f"dtype {name!r} is unknown; use {', '.join(map(repr, _DTYPES))}")
     return _DTYPES[name]

@@ -304,7 +304,8 @@ class Captures:
             self.unseen()
             raise
         base, _ = self.objects[id(owner)]
-        usual = key.isidentifier() and not keyword.iskeyword(key)
+        # The compiler normalizes other identifiers.
+        usual = key.isascii() and key.isidentifier() and not keyword.iskeyword(key)
         return self.wrapped(value, Place(f"{base}.{key}" if usual else f"getattr({base}, {key!r})", f"{name}.{key}"))
 
     def item(self, owner: Any, key: Any, name: str) -> Any:

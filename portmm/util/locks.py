@@ -6,6 +6,9 @@ A child has only the thread that forked. A lock that another thread of the paren
 for ever, so every lock is reinitialized in a child. That is sound because all structures that these locks guard are
 changed by single assignments: the locks keep work from being done twice, they do not hide intermediate states.
 
+A fork also waits while another thread starts a program: its child would inherit the pipes of the program, and the
+thread would wait for their end until that child ends.
+
 CPython reinitializes its global import lock, but not the lock of a module that another thread was importing: the
 child would wait for it for ever, too. First calls import modules, so a fork waits until imports of `PACKAGES` have
 ended, which takes milliseconds. An import that begins after the last check is dropped in the child, which repeats it.
@@ -35,6 +38,8 @@ POLL_SECONDS = 0.0002
 """Seconds between two checks, in which the importing thread has the interpreter."""
 
 _locks: WeakSet[Any] = WeakSet()
+starting = _thread.RLock()
+"""Held while a program is started, and during a fork."""
 _importing: dict[str, Any] = getattr(_bootstrap, "_module_locks", {})
 
 
@@ -83,9 +88,11 @@ def _before() -> None:
     until = time.monotonic() + IMPORT_SECONDS
     while (_imports_elsewhere() or _parses()) and time.monotonic() < until:
         time.sleep(POLL_SECONDS)
+    starting.acquire()
 
 
 def _in_child() -> None:
+    starting._at_fork_reinit()  # type: ignore[attr-defined]  # noqa: SLF001 - as below
     for each in _locks:
         each._at_fork_reinit()  # noqa: SLF001 - what threading and logging call
     for name in _imports_elsewhere():
@@ -95,4 +102,4 @@ def _in_child() -> None:
 
 
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_before, after_in_child=_in_child)
+    os.register_at_fork(before=_before, after_in_parent=starting.release, after_in_child=_in_child)

@@ -234,3 +234,30 @@ def test_the_cache_keeps_no_class_of_a_function_alive():
     del layer, bias
     gc.collect()
     assert held() is None
+
+
+def test_attributes_that_the_compiler_would_spell_otherwise():
+    class Scales:
+        pass
+
+    scales, x, name = Scales(), np.ones((4, 4), np.float32), "\ufb01"
+    scales.fi = 5.0
+
+    def ending(acc):
+        return acc * getattr(scales, name)
+
+    for value in (2.0, 3.0):
+        setattr(scales, name, value)
+        np.testing.assert_array_equal(pm.matmul(x, x, epilogue=ending), 4 * value)
+
+
+def test_a_nan_that_decides_is_equal_to_itself():
+    nan, x, traced = float("nan"), np.ones((4, 4), np.float32), []
+
+    def ending(acc):
+        traced.append(acc)
+        return acc + 1 if nan > 0 else acc - 1
+
+    for _ in range(10):
+        np.testing.assert_array_equal(pm.matmul(x, x, epilogue=ending), 3)
+    assert len(traced) < 5

@@ -120,3 +120,21 @@ def test_schedules_of_rows_are_schedules():
         assert found.program == s.program
         assert parse(spell(found)) == found
         assert not exceeded(footprint(found, program), capacities_of(load_target("h100"), dynamic=False))
+
+
+def test_what_a_launch_refuses_and_what_is_empty():
+    x = load(0, "f32")
+    more = BlockProgram("bm", "n", (Operand("f32", "bmn"), Operand("f32", "bmn")), ((TileTransfer(1, x + 1.0),),))
+    assert pm.launch(more, np.zeros((0, 2), np.float32), np.zeros((0, 2), np.float32)).shape == (0, 2)
+    memory = np.zeros(40, np.float32)
+    np.testing.assert_array_equal(pm.launch(more, memory[:36].reshape(1, 36), memory[:36].reshape(1, 36)), 1)
+    with pytest.raises(ValueError, match="shares memory"):
+        pm.launch(more, memory[:36].reshape(1, 36), memory[1:37].reshape(1, 36))
+    with pytest.raises(ValueError, match="block program takes"):
+        pm.launch(more, np.zeros((1, 1, 2, 3), np.float32), np.zeros((1, 1, 2, 3), np.float32))
+    with pytest.raises(TypeError, match="mask"):
+        pm.launch(more, np.ma.masked_array(np.ones((2, 3), np.float32)), np.zeros((2, 3), np.float32))
+    with pytest.raises(ScheduleError, match="operand 5"):
+        BlockProgram("bm", "n", (Operand("f32", "bmn"),), ((TileTransfer(5, x),),))
+    with pytest.raises(ScheduleError, match="loop"):
+        BlockProgram("bm", "q", (Operand("f32", "bmn"),), ((TileTransfer(0, x),),))

@@ -321,3 +321,8 @@ def test_a_scale_is_a_number_or_as_many_as_it_serves():
         for name in ("x_scale", "w_scale"):
             with pytest.raises(ValueError, match=f"{name} must be finite and not negative"):
                 pm.linear(x, w, **{name: scale})
+
+
+def test_a_vector_with_an_epilogue_is_refused_in_words():
+    with pytest.raises(ValueError, match="add a dimension of 1"):
+        pm.linear(np.ones(40, np.int8), np.ones((40, 24), np.int8), epilogue=lambda acc: acc + 1.5)

@@ -2,13 +2,17 @@
 
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 import portmm
+from portmm.build import child_process
 
 SOURCES = Path(portmm.__file__).parent
 
@@ -146,3 +150,26 @@ def test_every_lock_is_of_the_kind_that_children_find_free():
     }
     assert not found, f"made elsewhere than in util.locks: {sorted(found)}"
     assert os.register_at_fork  # what all of it rests on
+
+
+def test_a_fork_does_not_take_part_in_a_program_that_another_thread_starts():
+    """A child that had the pipes of a compiler would keep the parent waiting for their end."""
+    for _ in range(20):
+        done = []
+        thread = threading.Thread(target=lambda done=done: done.append(child_process.run(["true"], 20)))
+        thread.start()
+        children = []
+        for _ in range(3):
+            child = os.fork()
+            if not child:
+                time.sleep(3)
+                os._exit(0)
+            children.append(child)
+        start = time.monotonic()
+        thread.join()
+        took = time.monotonic() - start
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+        assert done
+        assert took < 2, "the child's end was awaited"

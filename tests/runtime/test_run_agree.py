@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -158,3 +160,15 @@ def test_plans_take_vectors():
     crooked = np.zeros(49, np.uint8)[1:].view(np.float32).reshape(3, 4)
     with pytest.raises(ValueError, match="not aligned"):
         pm.plan(crooked, b)
+
+
+def test_the_runtime_without_an_extension_knows_bfloat16_by_itself():
+    code = """
+import ml_dtypes, numpy as np, portmm as pm
+from portmm.runtime import cpu
+cpu._load = lambda code, path: cpu.load_cffi_runtime()
+x = np.ones((3, 40), ml_dtypes.bfloat16)
+print(pm.matmul(x, np.ones((40, 24), ml_dtypes.bfloat16), epilogue=lambda acc: acc + 1.5)[0, 0])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.strip() == "41.5", done.stderr
