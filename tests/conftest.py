@@ -106,7 +106,7 @@ def _anew():
 
 @pytest.fixture(autouse=True)
 def _built(monkeypatch):
-    """What a test began to build ends under the settings of that test."""
+    """Background builds of a test end under the settings of that test."""
     del monkeypatch  # undone after this
     yield
     cpu_background.wait()

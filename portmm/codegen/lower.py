@@ -20,7 +20,6 @@ from portmm.schedule.legality import inconsistent
 from portmm.schedule.programs import PROGRAMS
 from portmm.schedule.text import spell
 from portmm.spec.dtype import dequantized_types, types
-from portmm.spec.epilogue import parse as parse_fused
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
@@ -138,13 +137,6 @@ def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.pack on {isa.title}"))
 
 
-def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
-    """The kernel that computes epilogue expressions over rows, or reduces columns, in lanes of `real`."""
-    from portmm.ir.block_program import program_of
-
-    return lower_block(isa, real, program_of(parse_fused(text), "L1"))
-
-
 def lower_block(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
     """The kernel of a block program on a host, in lanes of `real`."""
     from portmm.schedule.rows import core_schedule
@@ -163,22 +155,6 @@ def _of_program(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tup
         return _header(name, isa, str(program.fused), f"portmm.fuse on {isa.title}")
 
     return tuple(replace(x, header=head(x.name)) for x in _built(s, isa, real, program))
-
-
-def lower_grid_rows(isa: Isa, text: str, s: Schedule) -> GridKernel:
-    """The kernel of a device that computes epilogue expressions over rows."""
-    from portmm.ir.block_program import program_of
-    from portmm.schedule.rows import kept_in
-
-    return lower_grid_block(isa, program_of(parse_fused(text), kept_in(s)), s)[0]
-
-
-def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
-    """The kernels of a device that reduce columns: two where they are `sliced`."""
-    from portmm.ir.block_program import program_of
-    from portmm.schedule.rows import columns_schedule
-
-    return lower_grid_block(isa, program_of(parse_fused(text)), columns_schedule(threads, sliced=sliced))
 
 
 def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:

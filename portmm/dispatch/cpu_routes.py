@@ -103,11 +103,11 @@ class _Building(NamedTuple):
         Raises:
             BuildError: the compiler failed.
         """
-        if self.background and known_code(best.schedule, self.target, self.kept) is None:
-            other = self._begin(best, p)
-            if other is not None:
-                return other
-        return _route(code_of(best.schedule, self.target, self.kept), p, best.workers, rows)
+        code = known_code(best.schedule, self.target, self.kept) if self.background else None
+        other = self._begin(best, p) if self.background and code is None else None
+        if other is not None:
+            return other
+        return _route(code or code_of(best.schedule, self.target, self.kept), p, best.workers, rows)
 
     def _begin(self, best: ClassSelection, p: Problem) -> StandIn | None:
         """Begin to build the code of the selected schedule if another one can take its place, which is returned."""

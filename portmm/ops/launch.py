@@ -30,6 +30,9 @@ if TYPE_CHECKING:
     from portmm.spec import epilogue
 
 
+Array = np.ndarray[Any, Any]
+
+
 def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c: Any = None, *others: Any) -> Any:
     """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each; or a block program over rows or columns.
 
@@ -108,6 +111,10 @@ def _check(name: str, x: Any, kernel: Kernel) -> None:
     if not isinstance(x, np.ndarray) or numpy_arrays.name_of(x.dtype) != wanted or x.ndim < 2:
         actual = f"an array of {x.dtype}, shape {x.shape}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
         raise TypeError(f"{name} is {actual}; this kernel takes matrices of {BY_NAME[wanted].numpy}")
+    _check_addressable(name, x)
+
+
+def _check_addressable(name: str, x: Array) -> None:
     if not numpy_arrays.addressable(x, x.dtype.newbyteorder("=")):
         raise ValueError(f"{name} is not aligned to its elements, or of another byte order; copy it first")
 
@@ -179,8 +186,7 @@ def _check_operand(i: int, x: epilogue.Operand, view: Any) -> None:
         raise TypeError(f"array {i} is of {actual}; the operand is an array of {x.dtype}, on the first one's device")
     if view.ndim > 3:
         raise ValueError(f"array {i} has shape {view.shape}; a block program takes (batch, m, n)")
-    if not numpy_arrays.addressable(view, view.dtype.newbyteorder("=")):
-        raise ValueError(f"array {i} is not aligned to its elements, or of another byte order; copy it first")
+    _check_addressable(f"array {i}", view)
 
 
 def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:

@@ -156,12 +156,12 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     scaling: tuple[Any, ...],
 ) -> Any:
     """The product with an epilogue: in one kernel, or with a second one over its rows."""
-    user_function_of, fit, over_rows, names_of_axes, values = _fusing()
+    user_function_type, fit, over_rows, names_of_axes, values = _fusing()
     if left.ndim < 2:
         raise ValueError(f"an epilogue takes matrices; got x of shape {left.shape}: add a dimension of 1")
     if options.requantize:
         raise ValueError(SCALED_TWICE)
-    user_function = user_function_of(epilogue)
+    user_function = user_function_type(epilogue)
     rank, m = 2 if left.ndim == 2 else 3, prod(left.shape[:-1])
 
     def build(traced: Any) -> LinearKernel | None:

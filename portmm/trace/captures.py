@@ -79,7 +79,7 @@ class Captures:
         self.equal: dict[Any, list[str]] = {}  # places of arrays and functions that guards do not tell apart
         self.compares_identities = False
 
-    # What differs between epilogues and fused functions.
+    # Placeholders of epilogues and of fused functions, which differ.
 
     def captured_array(self, x: Any, at: Place) -> Any:
         """The placeholder of an array in the host's memory or on a device."""

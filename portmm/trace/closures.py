@@ -123,7 +123,7 @@ class _Pair(NamedTuple):
 _FIELDS = (types.MemberDescriptorType, types.GetSetDescriptorType, type(vars(_Pair)["first"]))
 """Descriptors of the fields of instances."""
 _OF_CLASS = frozenset(("_fields", "_field_defaults", "_abc_impl", "__annotate__", "__annotate_func__"))
-"""What `NamedTuple`, `ABCMeta` and annotations add to classes."""
+"""Attributes that `NamedTuple`, `ABCMeta` and annotations add to classes."""
 
 
 def holds_only_items(container: Any) -> bool:

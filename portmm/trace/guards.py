@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 MOST_WAYS = 16
 """Results of one kind of call, which differ in what the function captures."""
 _FAILS = "Exception"
-"""What a captured value raises that is no longer there, or whose look-up is code of the user's."""
+"""Errors of a look-up: the captured value is no longer there, or a property or method of the user raises."""
 
 
 def place(function: str, *, cell: int = -1, name: str = "") -> str:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from traced_products import PRODUCT, W, X, rand
 
 import portmm as pm
 
@@ -16,12 +17,6 @@ QUICKLY = True
 pytestmark = pytest.mark.calls
 
 
-def rand(*shape):
-    return np.random.default_rng(len(shape)).random(shape, np.float32)
-
-
-X, W = rand(8, 16), rand(16, 24)
-PRODUCT = X @ W
 ONE, OTHER = rand(24), rand(24) + 1
 ACT = PAIR = None
 WAYS = [lambda f: pm.matmul(X, W, epilogue=f), lambda f: fused_of(f)(PRODUCT)]

@@ -7,15 +7,12 @@ import types
 
 import numpy as np
 import pytest
+from traced_products import rand
 
 import portmm as pm
 from portmm.errors import TraceError
 
 QUICKLY = "fast"
-
-
-def rand(*shape):
-    return np.random.default_rng(len(shape)).random(shape, np.float32)
 
 
 def shifted(s, t):

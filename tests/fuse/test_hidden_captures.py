@@ -10,6 +10,7 @@ import types
 
 import numpy as np
 import pytest
+from traced_products import PRODUCT, W, X, rand
 
 import portmm as pm
 from portmm.errors import TraceError
@@ -18,12 +19,6 @@ QUICKLY = True
 pytestmark = pytest.mark.calls
 
 
-def rand(*shape):
-    return np.random.default_rng(len(shape)).random(shape, np.float32)
-
-
-X, W = rand(8, 16), rand(16, 24)
-PRODUCT = X @ W
 S, N, V, BIAS = 0.5, 3, 0.0, rand(24)
 MODULE = types.ModuleType("settings_of_tests")
 sys.modules["settings_of_tests"] = MODULE

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from traced_products import PRODUCT, W, X, rand
 
 import portmm as pm
 from portmm.errors import TraceError
@@ -19,12 +20,6 @@ QUICKLY = True
 pytestmark = pytest.mark.calls
 
 
-def rand(*shape):
-    return np.random.default_rng(len(shape)).random(shape, np.float32)
-
-
-X, W = rand(8, 16), rand(16, 24)
-PRODUCT = X @ W
 LIKE = rand(24)
 
 

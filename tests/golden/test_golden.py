@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import pytest
 from places import GOLDEN
+from rows_lowered import lower_rows
 from support import ISAS
 
 from portmm.codegen.c_kernel import source
-from portmm.codegen.lower import lower, lower_grid, lower_int4_repack, lower_pack, lower_rows
+from portmm.codegen.lower import lower, lower_grid, lower_int4_repack, lower_pack
 from portmm.dispatch.machine import source as device_source
 from portmm.schedule.parts import ALL, Tile
 from portmm.schedule.text import of_flat

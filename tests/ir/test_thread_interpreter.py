@@ -6,9 +6,9 @@ import fused_cases
 import numpy as np
 import pytest
 from fused_cases import by_rows, columns, every_type, rows_case
+from rows_lowered import lower_grid_columns, lower_grid_rows
 from test_grid_rows import down
 
-from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
 from portmm.ir import thread_interpreter
 from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, const, var

@@ -19,11 +19,12 @@ import pytest
 import support
 from fused_cases import by_rows, epilogues, every_operation, every_type
 from kernels_of import folding
+from rows_lowered import lower_rows
 from support import pose, require, selection, small
 
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
-from portmm.codegen.lower import lower, lower_pack, lower_rows
+from portmm.codegen.lower import lower, lower_pack
 from portmm.schedule.cpu_candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.target.target import described, load_isa

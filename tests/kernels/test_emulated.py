@@ -18,9 +18,10 @@ import support
 import test_fused
 from fused_cases import by_rows, every_operation, every_type, gemm_case, rows_case
 from kernels_of import folding, packing_of_all_bits
+from rows_lowered import lower_rows
 from support import case, interpret, require, selection, small
 
-from portmm.codegen.lower import lower, lower_rows
+from portmm.codegen.lower import lower
 from portmm.schedule.cpu_candidates import candidates
 from portmm.target.target import load_isa
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from fused_cases import by_rows, columns, every_operation, every_type, rows_case
 from opencl_cpu import missing, opencl_device
+from rows_lowered import lower_grid_columns, lower_grid_rows
 
 import portmm as pm
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen import cuda, opencl
-from portmm.codegen.lower import lower_grid_columns, lower_grid_rows
 from portmm.dispatch.grid_rows import schedule_of
 from portmm.dispatch.machine import Machine
 from portmm.errors import NoCompilerError

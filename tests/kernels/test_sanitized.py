@@ -14,9 +14,10 @@ import pytest
 import support
 from fused_cases import by_rows, epilogues, every_operation, every_type, gemm_case, rows_case
 from kernels_of import folding
+from rows_lowered import lower_rows
 from support import HERE, case, require, selection, small
 
-from portmm.codegen.lower import lower, lower_rows
+from portmm.codegen.lower import lower
 from portmm.schedule.cpu_candidates import candidates
 from portmm.target.target import load_isa
 

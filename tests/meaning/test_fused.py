@@ -11,9 +11,10 @@ import support
 from fused_cases import by_rows, check_built, epilogues, every_operation, every_type, gemm_case, interpreted, rows_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from rows_lowered import lower_rows
 from support import EVERY_ISA, HERE, ISAS, require, runs_here, small
 
-from portmm.codegen.lower import lower, lower_rows
+from portmm.codegen.lower import lower
 from portmm.dispatch import config as of_portmm
 from portmm.dispatch.cpu_kernels import build_kernel
 from portmm.errors import ScheduleError

@@ -15,8 +15,9 @@ from fused_cases import by_rows, columns, epilogues, every_operation, every_type
 from grid_cases import MACHINE
 from manifest_case import Case, all_words, covering, few, on_device, smallest
 from manifest_host import forms
+from rows_lowered import lower_grid_columns, lower_grid_rows
 
-from portmm.codegen.lower import lower_grid, lower_grid_attention, lower_grid_columns, lower_grid_rows, lower_lines
+from portmm.codegen.lower import lower_grid, lower_grid_attention, lower_lines
 from portmm.errors import ScheduleError
 from portmm.schedule import gpu_attention_choice
 from portmm.schedule.gpu_attention import AttentionSizes

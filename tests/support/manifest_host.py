@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from fused_cases import by_rows, columns, epilogues, every_operation, every_type
 from manifest_case import Case, all_words, covering, few, on_host, smallest
+from rows_lowered import lower_rows
 from support import LAYOUTS, coded, pose, small
 
-from portmm.codegen.lower import lower, lower_attention, lower_int4_repack, lower_pack, lower_rows
+from portmm.codegen.lower import lower, lower_attention, lower_int4_repack, lower_pack
 from portmm.dispatch.cpu_units import attention_unit
 from portmm.errors import ScheduleError
 from portmm.host import microbenchmarks

@@ -1,0 +1,32 @@
+"""Kernels of expressions over rows and down columns, from their texts: by the block program of each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.codegen.lower import lower_block, lower_grid_block
+from portmm.ir.block_program import program_of
+from portmm.schedule.rows import columns_schedule, kept_in
+from portmm.spec.epilogue import parse
+
+if TYPE_CHECKING:
+    from portmm.ir.grid_kernel import GridKernel
+    from portmm.ir.nodes import Kernel
+    from portmm.schedule.schedule import Schedule
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+
+
+def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
+    """The kernel of a host, in lanes of `real`."""
+    return lower_block(isa, real, program_of(parse(text), "L1"))
+
+
+def lower_grid_rows(isa: Isa, text: str, s: Schedule) -> GridKernel:
+    """The kernel of a device over rows."""
+    return lower_grid_block(isa, program_of(parse(text), kept_in(s)), s)[0]
+
+
+def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
+    """The kernels of a device that reduce columns: two where they are `sliced`."""
+    return lower_grid_block(isa, program_of(parse(text)), columns_schedule(threads, sliced=sliced))
