@@ -24,8 +24,12 @@ from portmm.spec.row_classes import row_class
 
 REPEATS = 9
 K, N = 64, 96
+HEAD = 8
+"""Elements of a head: with more of them a call of attention takes a hundred times as long as what is measured."""
 CLASSES = (208, 288, 384, 480, 640, 896)
 """Last M of the classes that are looked at."""
+OF_CLASS = 7
+"""Values of M of each, beyond the two that are called first."""
 SHAPES = 100
 buffer = np.ones(1 << 20, np.float32)
 codes = np.ones(1 << 16, np.int8)
@@ -36,15 +40,17 @@ import sys, time
 import numpy as np, portmm as pm
 pm.set_num_threads(1)
 a, b, c = (np.ones((m, 768), np.float32) for m in (512, 768, 512))
-def sweep():
-    took = []
-    for m in range(1, 513):
-        start, used = time.perf_counter(), time.thread_time()
-        pm.matmul(a[:m], b, out=c[:m])
-        took.append((time.perf_counter() - start, time.thread_time() - used))
-    return np.array(took)
-first = sweep()
-print(*(first - np.min([sweep() for _ in range(3)], axis=0)).sum(axis=0))
+def seconds(m):
+    start, used = time.perf_counter(), time.thread_time()
+    pm.matmul(a[:m], b, out=c[:m])
+    return time.perf_counter() - start, time.thread_time() - used
+over = []
+for m in range(1, 513):
+    if m > 1:
+        seconds(m - 1)  # what lies in the caches is as for the calls that it is compared with
+    first = seconds(m)
+    over.append(np.subtract(first, np.median([seconds(m) for _ in range(3)], axis=0)))
+print(*np.sum(over, axis=0))
 """
 
 
@@ -69,7 +75,10 @@ def kinds():
         "epilogue": lambda m: pm.matmul(matrix(m, K), matrix(K, N), matrix(m, N, result), epilogue=relu),
         "batch": lambda m: pm.matmul(matrix(2 * m, K).reshape(2, m, K), matrix(K, N)),
         "stacks": lambda m: pm.matmul(matrix(2 * m, K).reshape(2, m, K), matrix(2 * K, N).reshape(2, K, N)),
-        "attention": lambda m: pm.attention(*[matrix(m, K).reshape(1, 1, m, K)] * 3),
+        "attention": lambda m: pm.attention(*[matrix(m, HEAD).reshape(1, 1, m, HEAD)] * 3),
+        "attention of one query": lambda m: pm.attention(
+            matrix(1, K).reshape(1, 1, 1, K), *[matrix(m, K).reshape(1, 1, m, K)] * 2
+        ),
     }
 
 
@@ -81,12 +90,12 @@ def seconds(call, *args):
 
 
 def second_shapes(kind):
-    """Microseconds of the first call of another M of a class, over a repeated call: the median."""
+    """Microseconds of the first call of another M of a class, over a repeated call: the median over shapes."""
     call, over = kinds()[kind], []
     for last in CLASSES:
         call(last)
         call(row_class(last)[0])  # what is done once per process is done by now
-        for m in (last - 1, last - 2):
+        for m in range(last - 1, last - 1 - OF_CLASS, -1):
             first = seconds(call, m)
             over.append(first - statistics.median(seconds(call, m) for _ in range(REPEATS)))
     return statistics.median(over) * 1e6

@@ -56,7 +56,12 @@ def route_for(p: Problem, target: Target, threads: int) -> Any:
 
 
 def routed(
-    p: Problem, target: Target, threads: int, kept: RouteCache | None = None, *, background: bool = False
+    p: Problem,
+    target: Target,
+    threads: int,
+    kept: RouteCache | None = None,
+    *,
+    later: Callable[[Any, tuple[int, int]], None] | None = None,
 ) -> tuple[Any, tuple[int, int] | None]:
     """A route for a problem, and the least and the largest M that it serves.
 
@@ -65,8 +70,8 @@ def routed(
         target: the machine.
         threads: the most threads to use.
         kept: the route cache of this target, which finds code built for it.
-        background: while the kernel is being built, the route may be another one with the same results, for this call
-            only, and None in place of a range.
+        later: if it is set, and while the kernel is being built, the route may be another one with the same results,
+            for this call only, and None in place of a range; `later` gets both when the kernel is there, in a thread.
 
     Raises:
         ScheduleError: no schedule is legal.
@@ -74,7 +79,7 @@ def routed(
         BuildError: the compiler failed.
     """
     own, served = (p.m, p.m), rows(p)
-    build, route = _Building(target, kept, background and not active()), None
+    build, route = _Building(target, kept, None if active() else later), None
     if served != own and not active():
         route = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads, build))
     if route is None:
@@ -90,12 +95,12 @@ class _Building(NamedTuple):
     Attributes:
         target: the machine.
         kept: the route cache.
-        background: another schedule may serve while code is being built.
+        later: gets a route whose code was built in the background, and its range of rows; None if calls wait.
     """
 
     target: Target
     kept: RouteCache | None
-    background: bool
+    later: Callable[[Any, tuple[int, int]], None] | None
 
     def route(self, best: ClassSelection, p: Problem, rows: int | None = None) -> Any:
         """The route of a selection for at most `rows` rows, or a `StandIn` while its code is built in the background.
@@ -103,24 +108,30 @@ class _Building(NamedTuple):
         Raises:
             BuildError: the compiler failed.
         """
-        code = known_code(best.schedule, self.target, self.kept) if self.background else None
-        other = self._begin(best, p) if self.background and code is None else None
-        if other is not None:
-            return other
-        return _route(code or code_of(best.schedule, self.target, self.kept), p, best.workers, rows)
+        if self.later is not None and known_code(best.schedule, self.target, self.kept) is None:
+            other = self._begin(best, p, rows)
+            if other is not None:
+                return other
+        return _route(code_of(best.schedule, self.target, self.kept), p, best.workers, rows)
 
-    def _begin(self, best: ClassSelection, p: Problem) -> StandIn | None:
+    def _begin(self, best: ClassSelection, p: Problem, rows: int | None) -> StandIn | None:
         """Begin to build the code of the selected schedule if another one can take its place, which is returned."""
-        wanted, target, kept = best.schedule, self.target, self.kept
+        wanted, target = best.schedule, self.target
         listed, key = best.listed, (best.schedule, id(target), best.rows, p.but_rows)
         other = _stand_ins.get(key)
         if other is None or other not in listed.schedules or not is_loaded(other, target):
             seconds = partial(predicted, p, listed, best.workers)
             other = stand_in(p, wanted, listed.schedules, seconds, lambda s: is_loaded(s, target))
-        if other is None or not cpu_background.begin((wanted, id(target)), lambda: code_of(wanted, target, kept)):
+        if other is None or not cpu_background.begin((*key, rows), partial(self._built, best, p, rows)):
             return None
         _stand_ins.keep(key, other)
         return StandIn(other, best.workers)
+
+    def _built(self, best: ClassSelection, p: Problem, rows: int | None) -> None:
+        """Build the code of the selected schedule, and hand its route on."""
+        route = _route(code_of(best.schedule, self.target, self.kept), p, best.workers, rows)
+        if self.later is not None:
+            self.later(route, (p.m, p.m) if rows is None else best.rows)
 
 
 def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> Any:

@@ -82,26 +82,21 @@ class _Repeated:
         self.numbers = np.array(numbers or [0], np.float32)
         self.sizes = shape.items * shape.heads, shape.heads, shape.group, shape.dv
         self.last = shape.m, shape.n, kernel.bound.template
-        # Of dense operands: elements of a row, heads, and whether those have a row for each query, or for each key.
+        # Of dense operands: strides of rows and columns, heads, and whether a row is of a query (1) or of a key (2).
         h, kv_heads = shape.heads, shape.heads // shape.group
         padded = kernel.kr > 1 and not kernel.run  # see `readable`
         d = -(-shape.d // kernel.k_step) * kernel.k_step if padded else shape.d
-        self.dense = [(d, h, True), (d, kv_heads, False), (shape.dv, kv_heads, False), (shape.dv, h, True)]
-        # Strides along items, rows, columns and heads, of which the first and the last depend on numbers of rows.
-        self.fixed = np.zeros_like(kernel.bound.template)
-        self.fixed[:4, 2:4] = [(width, 1) for width, *_ in self.dense]
-        if lse:
-            self.dense.append((1, h, True))
-            self.fixed[4, 2] = 1
+        dense = [(d, 1, h, 1), (d, 1, kv_heads, 2), (shape.dv, 1, kv_heads, 2), (shape.dv, 1, h, 1), (1, 0, h, 1)]
+        # For each operand the address, strides along items, rows, columns and heads: times 1, queries and keys.
+        self.strides = np.zeros((*kernel.bound.template.shape, 3), np.int64)
+        for strides, (row, column, many, of) in zip(self.strides, dense, strict=False):
+            strides[1, of], strides[2:4, 0], strides[4, of] = row * many, (row, column), row
 
     def template(self, m: int, n: int) -> Array:
         """The table of operands for m queries and n keys, without addresses."""
         last = self.last
         if last[0] != m or last[1] != n:
-            heads = [(width * (m if queries else n), many) for width, many, queries in self.dense]
-            template = self.fixed.copy()
-            template[:, 1::3] = [(step * many, step) for step, many in heads]
-            last = self.last = m, n, template
+            last = self.last = m, n, self.strides @ np.array((1, m, n), np.int64)
         return last[2]
 
     def __call__(self, q: Array, k: Array, v: Array) -> Any:

@@ -69,22 +69,21 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
         return kernel, True
     kept = route_cache.of_target(name)
     if kept is not None:
-        of_class = route_cache.question(p, (least, most), limit)
-        kernel = route_cache.route(kept, of_class, runtime(), p)
-        if kernel is not None:
-            return _classes.keep(key, kernel), True
-        if least < most:
-            of_m = route_cache.question(p, (p.m, p.m), limit)
-            if (kernel := route_cache.route(kept, of_m, runtime(), p)) is not None:
-                return kernel, False
+        for span in ((least, most), (p.m, p.m)):
+            kernel = route_cache.route(kept, route_cache.question(p, span, limit), runtime(), p)
+            if kernel is not None:
+                return (_classes.keep(key, kernel), True) if span == (least, most) else (kernel, False)
     from portmm.dispatch import cpu_routes
 
     target = config.target()
     threads = limit or config.get_num_threads()
-    kernel, served = cpu_routes.routed(p, target, threads, kept, background=background)
+
+    def keep(kernel: Any, served: tuple[int, int]) -> None:
+        if kept is not None:
+            route_cache.keep(kept, route_cache.question(p, served, limit), kernel, target)
+
+    kernel, served = cpu_routes.routed(p, target, threads, kept, later=keep if background else None)
     if served is None:
         return kernel, None
-    shared = served == (least, most)
-    if kept is not None:
-        route_cache.keep(kept, of_class if shared or least == most else of_m, kernel, target)
-    return (_classes.keep(key, kernel), True) if shared else (kernel, False)
+    keep(kernel, served)
+    return (_classes.keep(key, kernel), True) if served == (least, most) else (kernel, False)

@@ -12,8 +12,10 @@ import portmm as pm
 from portmm.dispatch import config, cpu_background, cpu_kernels, cpu_routes, cpu_selection
 from portmm.errors import BuildError
 from portmm.ops import routes
+from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 from portmm.spec.problem import Problem
+from portmm.spec.row_classes import rows
 from portmm.util.memo import forget_all
 
 N, K = 160, 200
@@ -28,7 +30,7 @@ def two(monkeypatch):
     cpu_background.wait()
     forget_all()
     runtime().clear_memo()
-    monkeypatch.setattr(routes.route_cache, "of_target", lambda _target: None)
+    monkeypatch.setattr(route_cache, "of_target", lambda _target: None)
     best = {m: cpu_selection.select_for_class(Problem(m, N, K), target, 1) for m in range(5, 300)}
     for m, first in best.items():
         for other in range(m + 1, 300):
@@ -61,6 +63,21 @@ def held(monkeypatch):
     monkeypatch.setattr(cpu_kernels, "_built", built)
     yield started, free
     free.set()
+
+
+def test_the_route_is_in_the_cache_when_its_kernel_is(two, held, monkeypatch):
+    m, other, *_ = two
+    _, free = held
+    kept = route_cache.RouteCache(route_cache.ROUTES + "background")
+    product(m)
+    monkeypatch.setattr(route_cache, "of_target", lambda _target: kept)
+    product(other)
+    p = Problem(other, N, K)
+    questions = [route_cache.question(p, x, 1) for x in (rows(p), (other, other))]
+    assert not any(q in kept.lines for q in questions)
+    free.set()
+    cpu_background.wait()
+    assert any(q in kept.lines for q in questions), "the next process finds it"
 
 
 def test_calls_are_served_while_a_kernel_is_built(two, held):
