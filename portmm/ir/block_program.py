@@ -95,8 +95,8 @@ class BlockProgram:
                     raise ScheduleError(f"no pass before has {missing[0]!r}: put a TileReduce of it in one")
             known |= {x.value for x in one if isinstance(x, TileReduce)}
         along = varies(self.fused.steps, self.operands)
-        for i, x in self.fused.results:
-            if lacking := sorted(along[x] - {*self.operands[i].axes}):
+        for i, value in self.fused.results:
+            if lacking := sorted(along[value] - {*self.operands[i].axes}):
                 raise ScheduleError(
                     f"operand {i} has no label {lacking[0]!r}, along which the value that is stored to it varies: "
                     f"points of the grid would overwrite each other; give the operand the label, or reduce along it"
