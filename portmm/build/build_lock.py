@@ -1,4 +1,8 @@
-"""Lock on the build of one kernel, shared by all processes."""
+"""Lock on the build of one kernel, shared by all processes.
+
+Programs that are started do not inherit its descriptor, and a forked child closes it: a lock is free as soon as the
+process that holds it ends, whatever its children do.
+"""
 
 from __future__ import annotations
 
@@ -8,6 +12,7 @@ from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from portmm.build.cache import usable_dir
+from portmm.util import locks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -16,6 +21,8 @@ if TYPE_CHECKING:
 LOCK_SECONDS = 60.0
 """Seconds to wait for another process that builds the same entry. Above any
 compilation of one kernel; a stopped process then costs time, not the result."""
+_held: set[int] = set()
+"""Descriptors of locks of this process. They change under `locks.starting`, which a fork waits for."""
 
 
 @contextmanager
@@ -32,20 +39,36 @@ def build_lock(key: str) -> Iterator[None]:
     try:
         yield
     finally:
-        if fd is not None and path is not None:
-            with suppress(OSError):
-                path.unlink()
-            os.close(fd)
+        with locks.starting:
+            if fd is not None and path is not None and fd in _held:  # not in a child that was forked meanwhile
+                with suppress(OSError):
+                    path.unlink()
+                _held.remove(fd)
+                os.close(fd)
+
+
+def _in_child() -> None:
+    for fd in _held:
+        os.close(fd)
+    _held.clear()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_in_child)
 
 
 def _acquire(path: Path) -> int | None:
     deadline = time.monotonic() + LOCK_SECONDS
     try:
-        while (fd := _try_lock(path)) is None and time.monotonic() < deadline:
+        while True:
+            with locks.starting:
+                if (fd := _try_lock(path)) is not None:
+                    _held.add(fd)
+            if fd is not None or time.monotonic() >= deadline:
+                return fd
             time.sleep(0.01)
     except OSError:
         return None
-    return fd
 
 
 def _try_lock(path: Path) -> int | None:

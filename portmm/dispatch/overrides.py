@@ -11,8 +11,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.dispatch import config
+from portmm.errors import ScheduleError
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
+from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.cpu_neighbourhood import unsound
+from portmm.schedule.text import spell
 from portmm.util.memo import forget_all
 
 if TYPE_CHECKING:
@@ -37,7 +42,16 @@ class Interception:
 
 
 def override(p: Problem, schedule: Schedule, workers: int) -> None:
-    """Compute a problem by a schedule and a number of threads from now on, legal or not."""
+    """Compute a problem by a schedule and a number of threads from now on.
+
+    Raises:
+        ScheduleError: the schedule is not legal for the problem on this target: it would compute another one.
+    """
+    target = config.target()
+    if why := unsound(schedule, p, target, candidates(p, target)):
+        raise ScheduleError(f"{spell(schedule)} is no schedule of {p} on {target.name}: {why}")
+    if workers < 1:
+        raise ScheduleError(f"{workers} threads cannot compute {p}: pass 1 or more")
     route_cache.close()
     _overrides[p] = schedule, workers
     renew()

@@ -41,8 +41,9 @@ def find(p: Problem, target: Target, threads: int) -> list[Tuned]:
     text, isa_key = problem_text(p), architecture(target)
     kept: list[Tuned] = []
     if path is not None and path.exists():
-        near = "problem = ? AND threads = ? AND (architecture = ? OR vendor = ?)"
-        kept = selected(path, near, (text, threads, isa_key, target.vendor))
+        # Rows of older versions spell a problem in another way: their field `post` was replaced by `fused`.
+        near = """(problem = ? OR problem LIKE '%"post"%') AND threads = ? AND (architecture = ? OR vendor = ?)"""
+        kept = [x for x in selected(path, near, (text, threads, isa_key, target.vendor)) if x.problem == p]
     known = kept + ([] if path is None else _shipped(target.vendor, isa_key).get((text, threads), []))
     wanted = {"chip": target.name, "architecture": isa_key, "vendor": target.vendor}
     matches = []

@@ -164,7 +164,8 @@ class Graph:
         self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any
     ) -> Node:
         """Record an operation."""
-        node = Node(kind, tuple(shape), dtype, inputs, plain, name, here(), len(self.nodes), **more)
+        line = ("", 0) if kind == "number" else here()  # no message names a number's
+        node = Node(kind, tuple(shape), dtype, inputs, plain, name, line, len(self.nodes), **more)
         self.nodes.append(node)
         return node
 

@@ -32,6 +32,7 @@ ARENA, TABLE, NUMBERS = "A", "t", "n"
 MOST_STATES = 2
 """States kept of a program without memory between kernels: calls in as many threads allocate nothing."""
 _USED = re.compile(r"\bS\[(\d+)\]")
+_LEAF = re.compile(r"\bL\d+")
 
 
 class ChangedError(Exception):
@@ -146,7 +147,9 @@ class Writer:
     def program(self, leaves: int, result: str) -> tuple[Callable[[Any], Any], str]:
         """The function of the arrays, weights and numbers of a call, and its text."""
         self.flush()
-        unpack = [f"{''.join(f'L{i}, ' for i in range(leaves))}= leaves"] if leaves else []
+        read = {*_LEAF.findall("\n".join([*self.lines, result]))}
+        named = [f"L{i}" if f"L{i}" in read else "_" for i in range(leaves)]
+        unpack = [f"{', '.join(named)}, = leaves"] if leaves else []
         body = ["T, W, N, S, w = state", *unpack, *self.lines]
         make = self.maker([*body, result])
         if self.arena.size:

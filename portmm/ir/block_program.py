@@ -68,8 +68,8 @@ class BlockProgram:
             stores.
 
     Raises:
-        ScheduleError: a value needs an accumulator that no earlier pass has, or that is along another label; or an
-            earlier pass stores.
+        ScheduleError: a value needs an accumulator that no earlier pass has, or that is along another label; an
+            earlier pass stores; or a value varies along a label that the operand lacks where it is stored.
     """
 
     grid: str
@@ -94,6 +94,13 @@ class BlockProgram:
                 if missing:
                     raise ScheduleError(f"no pass before has {missing[0]!r}: put a TileReduce of it in one")
             known |= {x.value for x in one if isinstance(x, TileReduce)}
+        along = varies(self.fused.steps, self.operands)
+        for i, value in self.fused.results:
+            if lacking := sorted(along[value] - {*self.operands[i].axes}):
+                raise ScheduleError(
+                    f"operand {i} has no label {lacking[0]!r}, along which the value that is stored to it varies: "
+                    f"points of the grid would overwrite each other; give the operand the label, or reduce along it"
+                )
 
     @property
     def accumulators(self) -> list[Expr]:

@@ -111,10 +111,17 @@ def _check(name: str, x: Any, kernel: Kernel) -> None:
     if not isinstance(x, np.ndarray) or numpy_arrays.name_of(x.dtype) != wanted or x.ndim < 2:
         actual = f"an array of {x.dtype}, shape {x.shape}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
         raise TypeError(f"{name} is {actual}; this kernel takes matrices of {BY_NAME[wanted].numpy}")
-    _check_addressable(name, x)
+    _check_readable(name, x)
 
 
-def _check_addressable(name: str, x: Array) -> None:
+def _check_readable(name: str, x: Array) -> None:
+    """Check that kernels read an array as it is.
+
+    Raises:
+        TypeError: its class has arithmetic of its own, or masks.
+        ValueError: it is not aligned, or of another byte order.
+    """
+    refuse_class(x, name, matrix=False)
     if not numpy_arrays.addressable(x, x.dtype.newbyteorder("=")):
         raise ValueError(f"{name} is not aligned to its elements, or of another byte order; copy it first")
 
@@ -176,17 +183,15 @@ def _check_operand(i: int, x: epilogue.Operand, view: Any) -> None:
     """Check that a block program can read an array.
 
     Raises:
-        TypeError: it is of another type than its operand.
+        TypeError: it is of another type than its operand, or of a class that is refused.
         ValueError: it has too many dimensions, or is not addressable.
     """
-    if isinstance(view, np.ndarray):
-        refuse_class(view, f"array {i}", matrix=False)
     if not isinstance(view, np.ndarray) or numpy_arrays.name_of(view.dtype) != x.dtype:
         actual = view.dtype if isinstance(view, np.ndarray) else f"a {type(view).__name__}"
         raise TypeError(f"array {i} is of {actual}; the operand is an array of {x.dtype}, on the first one's device")
     if view.ndim > 3:
         raise ValueError(f"array {i} has shape {view.shape}; a block program takes (batch, m, n)")
-    _check_addressable(f"array {i}", view)
+    _check_readable(f"array {i}", view)
 
 
 def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:

@@ -180,6 +180,11 @@ def _check(left: Array, weight: Any, types: numpy_arrays.DTypes, options: Linear
     if options.dynamic and options.w_zero:
         raise ValueError("w_zero is set: with dynamic rows the weight has none; quantize x first, and pass x_scale")
     if w_type == "s8":
+        if options.w_zero and numpy_arrays.name_of(types[0]) not in ("s8", "u8"):
+            raise ValueError(
+                f"w_zero is set, and x has dtype {left.dtype}: only products of integers have zero points; pass an "
+                "integer x with x_scale, or dequantize w first"
+            )
         return
     if options.x_zero or options.w_zero:
         raise ValueError("x_zero or w_zero is set: an int4 weight has zero points of its own only")

@@ -130,6 +130,8 @@ class CffiRuntime:
         if arrays:
             if not isinstance(more[0], np.ndarray):
                 raise TypeError("execute got arrays without a table")
+            if more[0].ndim != 2 or len(more[0]) < len(arrays):
+                raise ValueError(f"execute got {len(arrays)} arrays; the table has no row for each")
             more[0] = more[0][: len(arrays)].copy()
             more[0][:, 0] += [_address(x) for x in arrays]
         self.launch(route, tuple(map(_address, numbers[:16])), outer, *map(_address, more))

@@ -303,10 +303,15 @@ static PyObject *py_address(PyObject *module, PyObject *x) {
   return PyLong_FromVoidPtr(((array_object *)x)->data);
 }
 
-/* The operands of a call: the rows of a template, an array, with the addresses of `count` arrays added; 0 if wrong. */
+/* The operands of a call: the rows of a template, an array, with the addresses of `count` arrays added; 0 if wrong:
+ * it must have that many, as NumPy lays them out. */
 static int get_operands(PyObject *template, PyObject *const *arrays, Py_ssize_t count, portmm_operand *to) {
-  const portmm_operand *from = address_in(template);
-  if (!from) return PyErr_Occurred() ? 0 : (PyErr_Format(PyExc_TypeError, "execute got arrays without a table"), 0);
+  if (!PyObject_TypeCheck(template, array_type))
+    return PyErr_Format(PyExc_TypeError, "execute got arrays without a table"), 0;
+  const array_object *table = (array_object *)template;
+  const portmm_operand *from = (const portmm_operand *)table->data;
+  if (table->nd != 2 || table->shape[0] < count || table->strides[0] != sizeof *from)
+    return PyErr_Format(PyExc_ValueError, "execute got %zd arrays; the table has no row for each", count), 0;
   for (Py_ssize_t i = 0; i < count; i++) {
     char *p = address_in(arrays[i]);
     if (!p && PyErr_Occurred()) return 0;

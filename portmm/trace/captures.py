@@ -17,6 +17,7 @@ from weakref import ref
 import numpy as np
 
 from portmm.arrays.libraries import on_device
+from portmm.errors import TraceError
 from portmm.trace.builtin_queries import replaced_builtins
 from portmm.trace.closures import (
     PLAIN,
@@ -42,6 +43,9 @@ from portmm.weights.kinds import ON_HOST, weight_kind
 
 _UNCHANGING = (np.number, np.bool_, np.str_, np.bytes_, np.datetime64, np.timedelta64, itemgetter)
 """Types of values of libraries that never change."""
+
+MANY = 32
+"""Items from which a container of numbers is guarded as a whole."""
 
 
 class Place(NamedTuple):
@@ -77,6 +81,7 @@ class Captures:
         self.functions: dict[tuple[int, str], tuple[str, Any]] = {}
         self.objects: dict[int, tuple[str, Any]] = {}
         self.equal: dict[Any, list[str]] = {}  # places of arrays and functions that guards do not tell apart
+        self.open: set[int] = set()  # containers whose items are walked
         self.compares_identities = False
 
     # Placeholders of epilogues and of fused functions, which differ.
@@ -202,9 +207,29 @@ class Captures:
             self.guards.refuse(f"len({v}) != {len(x)}")
         if not holds_only_items(x):
             self.unseen()
+        if id(x) in self.open:
+            raise TraceError(f"{at.name} is a {type(x).__name__} that contains itself; capture one that does not")
+        self.open.add(id(x))
         items = x.items() if isinstance(x, dict) else enumerate(x)
-        replaced = [self.wrapped(y, self._item(v, i, at.name)) for i, y in items]
+        if len(x) < MANY or not _of_numbers(x.values() if isinstance(x, dict) else x):
+            replaced = [self.wrapped(y, self._item(v, i, at.name)) for i, y in items]
+        else:
+            replaced = self._numbers([*items], f"{v}.values()" if isinstance(x, dict) else v, v, at)
+        self.open.remove(id(x))
         return same_container(x, replaced, lambda key: self.rebound(key, self._named(key)))
+
+    def _numbers(self, items: list[tuple[Any, Any]], values: str, v: str, at: Place) -> list[Any]:
+        """The traced replacements of many plain values and floats, which are guarded together."""
+        replaced, keys = [], []
+        for i, y in items:
+            z = y
+            if isinstance(y, float):
+                item = self._item(v, i, at.name)
+                keys.append((item.text,))
+                z = y if self.by_value else self.captured_number(y, item)
+            replaced.append(z)
+        self.guards.values_of(values, [y for _, y in items], keys, by_value=self.by_value)
+        return replaced
 
     def _item(self, v: str, key: Any, name: str) -> Place:
         text = repr(key) if type(key) in (str, int) else self.guards.constant(key)
@@ -355,6 +380,11 @@ class Captures:
                 self.unseen()
             self.objects[id(x)] = v or "None", Namespace(self, x, name) if is_namespace else proxy(self, x, name)
         return self.objects[id(x)][1]
+
+
+def _of_numbers(values: Any) -> bool:
+    """Whether all are plain values, or floats that an array of doubles holds."""
+    return all(type(x) in (float, np.float64) or is_plain(x) for x in {type(x): x for x in values}.values())
 
 
 def _of_library(kind: type) -> bool:

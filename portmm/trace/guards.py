@@ -7,6 +7,7 @@ result of a trace with its guards, and `find`, which returns the result whose gu
 from __future__ import annotations
 
 import builtins
+from array import array
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -47,6 +48,10 @@ def _other_constant(x: Any, key: Any) -> bool:
     return not is_constant(x) or constant_key(x) != key
 
 
+def _bits(x: Iterable[Any]) -> bytes:
+    return array("d", x).tobytes()
+
+
 class Guards:
     """The guards of one trace, as the text of a Python function: compiled when a call is first compared with it.
 
@@ -63,9 +68,10 @@ class Guards:
         self.names: dict[str, Any] = {
             "ndarray": np.ndarray, "_no_array": _no_array, "_filled": filled,
             "_other_device_array": _other_device_array, "_other_constant": _other_constant,
+            "_bits": _bits,
         }  # fmt: skip
         self.returned: list[str] = []
-        self.numbers: dict[int, tuple[str, str, Any]] = {}  # guards of numbers by their values -> by their types
+        self.numbers: dict[int, tuple[str, str]] = {}  # lines that guard values -> those of types, and what is returned
         self.looked = 0
         self.values: Callable[[Any], Any] = self._compile
 
@@ -131,16 +137,35 @@ class Guards:
 
     def number(self, v: str, x: Any, key: Any) -> None:
         """Guard the value of a number that the function's control flow may depend on."""
-        self.numbers[len(self.lines)] = v, f"if type({v}) is not {self.constant(type(x))}: return None", key
+        self.numbers[len(self.lines)] = f"if type({v}) is not {self.constant(type(x))}: return None", self._item(v, key)
         self.equal(v, x)
+
+    def values_of(self, v: str, x: Iterable[Any], keys: list[Any], *, by_value: bool) -> None:
+        """Guard the types of many plain values and floats, and the values of the former; see `returns` for keys.
+
+        Floats are returned; with `by_value` their values are guarded as those of a `number`.
+        """
+        items = [*x]
+        self.refuse(f"[*map(type, {v})] != {self.constant([*map(type, items)])}")
+        if plain := [y for y in items if not isinstance(y, float)]:
+            some = f"y for y in {v} if not isinstance(y, float)" if keys else f"*{v}"
+            self.refuse(f"[{some}] != {self.constant(plain)}")
+            v = self.look(f"[y for y in {v} if isinstance(y, float)]") if keys else v
+        if not keys:
+            return
+        returned = f"**dict(zip({self.constant(keys)}, {v}))" if self.named else f"*map(float, {v})"
+        if by_value:
+            self.numbers[len(self.lines)] = "", returned
+            self.refuse(f"_bits({v}) != {_bits([y for y in items if isinstance(y, float)])!r}")
+        else:
+            self.returned.append(returned)
 
     def without_values(self) -> Guards:
         """The same guards for any values of such numbers, which are returned."""
         other = Guards(named=self.named)
         other.names = self.names
-        other.lines = [self.numbers[i][1] if i in self.numbers else x for i, x in enumerate(self.lines)]
-        for v, _, key in self.numbers.values():
-            other.returns(v, key)
+        other.lines = [self.numbers[i][0] if i in self.numbers else x for i, x in enumerate(self.lines)]
+        other.returned = [x for _, x in self.numbers.values()]
         return other
 
     def distinct(self, names: list[str]) -> None:
@@ -149,7 +174,10 @@ class Guards:
 
     def returns(self, v: str, key: Any, text: str = "{}") -> None:
         """Return a value that was looked up, under a key."""
-        self.returned.append(f"{key!r}: {text.format(v)}" if self.named else text.format(v))
+        self.returned.append(self._item(text.format(v), key))
+
+    def _item(self, text: str, key: Any) -> str:
+        return f"{key!r}: {text}" if self.named else text
 
     def _compile(self, function: Any) -> Any:
         result = f"{{{', '.join(self.returned)}}}" if self.named else f"[{', '.join(self.returned)}]"

@@ -135,21 +135,32 @@ def _values_of(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def arity(function: Any, most: int) -> int:
-    """The number of values that a function takes: its parameters without defaults, at most `most`."""
+def arity(function: Any, most: int, bound: int = 0, named: frozenset[str] = frozenset()) -> int:
+    """The number of values that a function takes: its parameters without defaults, all if each has one, at most `most`.
+
+    Args:
+        function: the function.
+        most: number of values that there are.
+        bound: number of its parameters that have their values already.
+        named: parameters that are passed by name; those from the first of them on are no values.
+    """
     function = getattr(function, "__wrapped__", function)
     if isinstance(function, np.ufunc):
-        return min(most, function.nin)
+        return min(most, function.nin - bound)
     if isinstance(function, partial):
-        return arity(function.func, most + len(function.args)) - len(function.args)
+        return arity(function.func, most, bound + len(function.args), named | function.keywords.keys())
     code: types.CodeType | None = getattr(function, "__code__", None)
     method = isinstance(function, types.MethodType)
     if code is None:
         code, method = getattr(type(function).__call__, "__code__", None), True
-    if code is None or code.co_flags & 0x04:  # *args
+    if code is None:
         return most
-    names = code.co_argcount - method
-    return min(most, names - len(getattr(function, "__defaults__", None) or ()) or names)
+    names = code.co_varnames[method + bound : code.co_argcount]
+    free = next((i for i, x in enumerate(names) if x in named), len(names))
+    if code.co_flags & 0x04 and free == len(names):  # *args
+        return most
+    without_default = max(0, len(names) - len(getattr(function, "__defaults__", None) or ()))
+    return min(most, free, without_default or len(names))
 
 
 def _result(x: Any, tracer: Tracer) -> tuple[Expr, Any]:

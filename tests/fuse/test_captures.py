@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 import types
 
 import numpy as np
@@ -80,6 +81,45 @@ def test_numbers_by_value_are_told_by_their_bits(zero):
     assert (got == math.copysign(1.0, zero)).all()
 
 
+# -- long lists and dicts of numbers -----------------------------------------------------
+
+
+SIGN = lambda v: math.copysign(1.0, v) if v == v else 7.0  # noqa: E731, PLR0124 - a NaN equals nothing
+
+
+@pytest.mark.parametrize("kind", [list, lambda x: dict(enumerate(x))], ids=["list", "dict"])
+@pytest.mark.parametrize("others", [[0.5], [3], [0.5, 3, True, None]], ids=["floats", "integers", "mixed"])
+def test_items_of_long_containers_are_told_by_type_and_value(others, kind):
+    values, x, w = kind(others * 50), rand(8, 16), rand(16, 32)
+    by_type = {int: 2.0, float: 3.0, bool: 5.0, np.float64: 7.0, np.int64: 11.0}
+
+    def scaled(acc):
+        return acc * by_type[type(values[7])] + values[7]
+
+    def signed(acc):
+        return acc * 0 + SIGN(values[7])
+
+    product, whole, sign = pm.matmul(x, w), pm.fuse(lambda x: scaled(x @ w)), pm.fuse(lambda x: signed(x @ w))
+    for value in (1, 1.0, True, np.float64(1), np.int64(1), 0.0, -0.0, 4, 4.5, math.nan, math.nan, 1, 1.0):
+        values[7] = value
+        want = product * by_type[type(value)] + value
+        for _ in range(2):
+            np.testing.assert_allclose(pm.matmul(x, w, epilogue=scaled), want, rtol=1e-5, atol=1e-5)
+            np.testing.assert_allclose(whole(x), want, rtol=1e-5, atol=1e-5)
+            assert (pm.matmul(x, w, epilogue=signed) == SIGN(value)).all()
+            assert (sign(x) == SIGN(value)).all()
+
+
+def test_a_list_of_a_hundred_thousand_numbers_is_guarded_at_once():
+    values, x, w = [0.5 * i for i in range(100_000)], rand(8, 16), rand(16, 32)
+    want, whole = pm.matmul(x, w) * 1.5, pm.fuse(lambda x: (x @ w) * values[3])
+    start = time.process_time()
+    for _ in range(3):
+        np.testing.assert_allclose(pm.matmul(x, w, epilogue=lambda acc: acc * values[3]), want, rtol=1e-5, atol=1e-5)
+        np.testing.assert_allclose(whole(x), want, rtol=1e-5, atol=1e-5)
+    assert time.process_time() - start < 3
+
+
 # -- what cannot be traced ---------------------------------------------------------------
 
 
@@ -112,6 +152,15 @@ def test_errors_name_the_line(function, said):
     with pytest.raises(TraceError, match=f"test_captures.py, line .*{said}"):
         pm.matmul(rand(8, 16), rand(16, 32), epilogue=function)
     np.testing.assert_array_equal(BIAS, before)
+
+
+def test_a_list_that_contains_itself_is_refused():
+    values, x, w = [2.0], rand(8, 16), rand(16, 32)
+    values.append({"all": values})
+    whole = pm.fuse(lambda x: x * values[0])
+    for call in (lambda: pm.matmul(x, w, epilogue=lambda acc: acc * values[0]), lambda: whole(x)):
+        with pytest.raises(TraceError, match=r"values\[1\]\['all'\] is a list that contains itself"):
+            call()
 
 
 def test_what_is_no_function_of_one_value_is_refused():

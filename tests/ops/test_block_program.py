@@ -18,7 +18,7 @@ from portmm.schedule.program import capacities_of, exceeded
 from portmm.schedule.programs import PROGRAMS
 from portmm.schedule.rows import core_schedule, footprint
 from portmm.schedule.text import parse, spell
-from portmm.spec.epilogue import Operand, column_reduction, load, reduction
+from portmm.spec.epilogue import Operand, column_reduction, index, load, reduction
 from portmm.target.target import load_isa, load_target
 from portmm.util import memo
 
@@ -107,6 +107,12 @@ def test_records_say_what_is_missing():
         BlockProgram("bn", "m", operands, ((TileReduce(total),), (store,)))
     with pytest.raises(ScheduleError, match="stored before the last"):
         BlockProgram("bm", "n", operands, ((TileTransfer(1, X),), (TileReduce(total),)))
+    for labels, lacking, value in [
+        ("bm", "n", X), ("bn", "m", X), ("mn", "b", X), ("bm", "n", index("n")), ("b", "m", total),
+    ]:  # fmt: skip
+        passes = ((TileReduce(total),), (TileTransfer(1, value),))
+        with pytest.raises(ScheduleError, match=f"operand 1 has no label '{lacking}'"):
+            BlockProgram("bm", "n", (operands[0], Operand("f32", labels)), passes)
     assert lower_block(load_isa("avx2"), load_isa("avx2").atom("f32"), COLUMNS).name
 
 

@@ -53,6 +53,8 @@ def test_what_does_not_fit_is_refused():
         pm.launch(kernel, a, b, [c])
     with pytest.raises(ValueError, match="copy it first"):
         pm.launch(kernel, a, b.astype(">f4"), c)
+    with pytest.raises(TypeError, match="masked array"):
+        pm.launch(kernel, np.ma.masked_array(a), b, c)
     c.flags.writeable = False
     with pytest.raises(ValueError, match="read-only"):
         pm.launch(kernel, a, b, c)

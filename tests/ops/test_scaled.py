@@ -160,6 +160,7 @@ def test_leading_dimensions_are_rows():
         ({"bias": np.zeros(3)}, ValueError, "bias"),
         ({"dynamic": True}, TypeError, "quantized"),
         ({"x": np.zeros((4, 6), np.float32), "dynamic": True, "w_zero": 3}, ValueError, "quantize x first"),
+        ({"x": np.zeros((4, 6), np.float32), "w_zero": 3}, ValueError, "w_zero is set, and x has dtype float32"),
         ({"x": np.zeros((4, 6))}, TypeError, "float64"),
         ({"dtype": ["f4"]}, TypeError, "tuples"),
         ({"x": np.zeros((4, 5), np.int8)}, ValueError, "x has 5 columns"),

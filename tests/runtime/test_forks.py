@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 import portmm
-from portmm.build import child_process
+from portmm.build import build_lock, child_process
 
 SOURCES = Path(portmm.__file__).parent
 
@@ -107,6 +107,25 @@ print("done")
 """
 )
 
+BUILDING = """
+import os, threading, time
+from portmm.build.build_lock import build_lock
+held = threading.Event()
+def build():
+    with build_lock("key"):
+        held.set()
+        time.sleep(60)
+threading.Thread(target=build, daemon=True).start()
+held.wait()
+pid = os.fork()
+if not pid:
+    os.close(1)
+    time.sleep(60)
+    os._exit(0)
+print(pid, flush=True)
+time.sleep(60)
+"""
+
 LOCKS = [
     (".".join(("portmm", *path.relative_to(SOURCES).with_suffix("").parts)), name)
     for path in sorted(SOURCES.rglob("*.py"))
@@ -173,3 +192,19 @@ def test_a_fork_does_not_take_part_in_a_program_that_another_thread_starts():
             os.waitpid(child, 0)
         assert done
         assert took < 2, "the child's end was awaited"
+
+
+def test_a_child_does_not_keep_the_build_lock_of_a_killed_parent(tmp_path, monkeypatch):
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
+    with subprocess.Popen([sys.executable, "-c", BUILDING], stdout=subprocess.PIPE, text=True) as parent:
+        child = int(parent.stdout.readline())
+        try:
+            assert build_lock._try_lock(tmp_path / "key.lock") is None
+            parent.kill()
+            parent.wait()
+            os.kill(child, 0)  # it lives
+            fd = build_lock._try_lock(tmp_path / "key.lock")
+            assert fd is not None
+            os.close(fd)
+        finally:
+            os.kill(child, signal.SIGKILL)

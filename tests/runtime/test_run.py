@@ -117,6 +117,11 @@ def test_execute_refuses_nonsense(rt):
         rt.execute(route, 1, 2)
     with pytest.raises(TypeError):
         rt.execute(route, *["x"] * 16)
+    for table in (np.zeros((1, 5), np.int64), np.zeros(10, np.int64)):
+        with pytest.raises(ValueError, match="2 arrays; the table has no row for each"):
+            rt.execute(route, *[0] * 16, None, table, None, x, x)
+    with pytest.raises(TypeError, match="without a table"):
+        rt.execute(route, *[0] * 16, None, None, None, x, x)
 
 
 def test_a_sum_over_nothing_is_zero(rt):

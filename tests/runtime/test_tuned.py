@@ -19,13 +19,15 @@ from portmm.dispatch import (
     cpu_routes,
     cpu_selection,
     cpu_units,
+    overrides,
     schedule_choice,
     tuned_lookup,
     tuned_schedule,
     tuning_database,
 )
 from portmm.dispatch.tuned_schedule import Tuned
-from portmm.errors import DatabaseError
+from portmm.errors import DatabaseError, ScheduleError
+from portmm.host.detect import host
 from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_neighbourhood import KNOBS, neighbourhood_of, skeleton, unsound
 from portmm.schedule.parts import Tile
@@ -96,6 +98,18 @@ def test_problems_of_older_versions_are_read():
     del old["fused"]
     assert tuned_schedule.problem_from(json.dumps(old)) == p
     assert tuned_schedule.problem_from(json.dumps(values)) == p
+
+
+def test_rows_of_older_versions_are_found(base):
+    p = Problem(16, 64, 64, "s8-s8-f32", b="packed", family="s8x32k4s", fused=Dequantization(bias=True).text)
+    x, other = replace(finding(), problem=p), replace(finding(), problem=replace(p, n=128))
+    tuning_database.record(base, [x, other])
+    values = json.loads(tuned_schedule.problem_text(p)) | {"post": "scale+bias"}
+    del values["fused"]
+    with tuning_database.opened(base, write=True) as connection:
+        connection.execute("UPDATE findings SET problem = ? WHERE problem LIKE '%64%64%'", (json.dumps(values),))
+    assert tuned_lookup.find(p, HERE, 1) == [x]
+    assert tuned_lookup.tuned_rows(p, HERE, 1) == {16}
 
 
 def test_merge_takes_what_is_better(base, tmp_path):
@@ -266,6 +280,15 @@ def test_unsound(how):
     assert unsound(BREAKS[how](s), LARGE, HERE, candidates(LARGE, HERE))
 
 
+def test_an_override_must_be_legal():
+    p = Problem(64, 64, 64)
+    s = next(x for x in candidates(p, host()) if x.b.packed)
+    for wrong, workers in ((replace(s, tiles=(s.tiles[0]._replace(m=s.mr + 50), *s.tiles[1:])), 1), (s, 0)):
+        with pytest.raises(ScheduleError, match="64 x 64 x 64"):
+            overrides.override(p, wrong, workers)
+    assert not overrides.active()
+
+
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("dtype", ["f32", "bf16-bf16-f32", "s8-s8-s32"])
 def test_what_is_sound_is_right(base, dtype):
@@ -338,7 +361,6 @@ def test_explain_says_tuned(base):
 
 
 def test_calls_choose_again_after_tuning(base):
-    from portmm.dispatch import overrides
     from portmm.ops import routes
 
     a, b = np.ones((333, 222), np.float32), np.ones((222, 444), np.float32)
