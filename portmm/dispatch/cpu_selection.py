@@ -27,8 +27,8 @@ from portmm.spec.row_classes import rows
 from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
-    from portmm.schedule.cpu_cost import Cost, Costs
-    from portmm.schedule.cpu_cost_terms import Array
+    from portmm.schedule.cpu_cost import Array
+    from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -188,7 +188,7 @@ def _seconds(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tupl
     return every[0] if len(every) == 1 else np.stack(every, axis=2).reshape(len(ms), -1)
 
 
-def candidate_costs(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...]) -> list[Costs]:
+def candidate_costs(p: Problem, listed: CandidateSet, ms: tuple[int, ...], counts: tuple[int, ...]) -> list[Cost]:
     """Costs of candidates for problems that differ in M from `p`, for each number of threads."""
     q = p.transposed() if p.c == "col" else p
     return costs(listed.table, q, ms, counts)

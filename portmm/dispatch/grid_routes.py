@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
     from portmm.dispatch.machine import Machine
     from portmm.ir.grid_kernel import GridKernel
-    from portmm.schedule.cpu_cost import Cost
+    from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.isa import Isa

@@ -15,7 +15,7 @@ from portmm.util.user_warnings import warn
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.schedule.cpu_cost import Cost
+    from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.target import Target

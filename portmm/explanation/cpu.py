@@ -19,7 +19,7 @@ from portmm.explanation.summary import SHOWN, Selected
 from portmm.host import detect
 from portmm.host.calibrate import measured
 from portmm.schedule import cpu_textbook
-from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE
+from portmm.schedule.cpu_table import DEFAULT_BYTES_PER_CYCLE
 from portmm.schedule.legality import footprint
 from portmm.spec.problem import Problem
 from portmm.target.model import CPU as MODEL
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from portmm.build.shared_object import Artifact
     from portmm.explanation.gpu import GridExplanation
     from portmm.ir.nodes import Kernel
-    from portmm.schedule.cpu_cost import Cost
+    from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
 

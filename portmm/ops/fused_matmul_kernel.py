@@ -247,7 +247,7 @@ def _better_unfused(p: Problem, step: Step) -> bool:
     alone = replace(p, fused="", dtype=spell(*p.types[:2], p.acc))
     passes = p.batch * p.m * p.n * BY_NAME["f32"].bytes * (2 + len(step.fused.operands)) / BYTES_PER_SECOND
     seconds = [cpu_selection.choose(x, target, threads).cost.seconds for x in (p, alone)]
-    return seconds[1] + passes + CALL < seconds[0]
+    return bool(seconds[1] + passes + CALL < seconds[0])
 
 
 def _item_stride(x: numpy_arrays.Operand, size: tuple[int, int, int]) -> int:

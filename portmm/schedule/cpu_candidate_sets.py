@@ -15,10 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.schedule.cost_tape import Tape
 from portmm.schedule.cpu_blocking import MOST_PACKED, TALLEST
 from portmm.schedule.cpu_candidates import legal_of, proposals, units
-from portmm.schedule.cpu_cost_table import Table, table
-from portmm.schedule.cpu_cost_tape import Tape
 from portmm.schedule.cpu_gemm import (
     DOT_TILES,
     FEW_BYTES,
@@ -29,6 +28,7 @@ from portmm.schedule.cpu_gemm import (
     STREAM_DEPTHS,
     THIN_ROWS,
 )
+from portmm.schedule.cpu_table import Table
 from portmm.schedule.cpu_textbook import follows
 from portmm.schedule.legality import illegal
 from portmm.spec.dtype import BY_NAME
@@ -36,7 +36,7 @@ from portmm.target.model import CPU as MODEL
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from portmm.schedule.cpu_cost_columns import Flags
+    from portmm.schedule.cpu_cost import Flags
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -227,5 +227,5 @@ def _tabulated(p: Problem, target: Target, schedules: list[Schedule]) -> Candida
     isas = [target.isa(s.isa) for s in schedules]
     atoms = [isa.atom(s.dtype, s.atom.lanes) if isa else None for isa, s in zip(isas, schedules, strict=True)]
     flags = [follows(s, p, target) for s in schedules]
-    costs = table(q, schedules, [x for x in atoms if x is not None], target)
+    costs = Table(q, schedules, [x for x in atoms if x is not None], target)
     return CandidateSet(tuple(schedules), costs, np.array(flags), any(flags), all(flags))

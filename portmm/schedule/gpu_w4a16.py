@@ -23,7 +23,8 @@ from portmm.schedule.gpu_variants import (
     staged,
 )
 from portmm.schedule.parts import ASYNC, AtomUse
-from portmm.schedule.program import Program, Waves, Work
+from portmm.schedule.program import Program, Waves
+from portmm.schedule.roofline import Work
 from portmm.spec.dtype import BY_NAME, CODES_KR, size, spell
 from portmm.target.device import PARTS
 from portmm.target.model import DEVICE as MODEL

@@ -20,7 +20,8 @@ from portmm.schedule.gpu_variants import (
     with_stages,
 )
 from portmm.schedule.parts import TMA, AtomUse, Parallel
-from portmm.schedule.program import Program, Waves, Work, compulsory
+from portmm.schedule.program import Program, Waves, compulsory
+from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME
 from portmm.target.device import RESERVED

@@ -13,9 +13,8 @@ from portmm.dispatch import cpu_selection, cpu_units
 from portmm.dispatch.cpu_selection import candidate_costs, select_for_class
 from portmm.errors import ScheduleError
 from portmm.runtime import cpu as cpu_runtime
-from portmm.schedule.cost_tape import OPERATIONS
+from portmm.schedule.cost_tape import OPERATIONS, Tape
 from portmm.schedule.cpu_candidate_sets import CandidateSet, candidate_set
-from portmm.schedule.cpu_cost_tape import Tape
 from portmm.spec.dequantization import Dequantization
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
