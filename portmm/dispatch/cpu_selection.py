@@ -34,8 +34,6 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 ANALYTICAL = "analytical"
-MOST_LOSS = 1.02
-"""Predicted time over the best up to which all M of a class share one schedule: the model is less exact than that."""
 
 
 def choose(p: Problem, target: Target, threads: int = 1, *, tuned: bool = True) -> Choice:
@@ -160,15 +158,15 @@ def _fastest(
         return max([row[i] / best for row, best in zip(every, least, strict=True)])
 
     # Of equals, the first candidate, on one thread.
-    first, origin, allowed = last.index(least[-1]), ANALYTICAL, MOST_LOSS
+    first, origin, allowed = last.index(least[-1]), ANALYTICAL, MODEL.class_loss
     if not target.searches and listed.some_textbook:
         near = sorted([i for i, x in enumerate(last) if MODEL.within * x <= least[-1]], key=last.__getitem__)
         ranked = [(last[i], listed.schedules[i // len(counts)]) for i in near]
         index = near[preferred(ranked, p, target, [bool(textbook[i]) for i in near])]
         if index != first:
-            first, origin, allowed = index, ORIGIN, MOST_LOSS / MODEL.within
+            first, origin, allowed = index, ORIGIN, MODEL.class_loss / MODEL.within
     if loss(first) > allowed:
-        good = [i for i in range(len(last)) if loss(i) <= MOST_LOSS] if origin == ANALYTICAL else []
+        good = [i for i in range(len(last)) if loss(i) <= MODEL.class_loss] if origin == ANALYTICAL else []
         if not good:
             return None
         first = min(good, key=last.__getitem__)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from portmm.errors import DatabaseError
 from portmm.schedule.cpu_neighbourhood import unsound
+from portmm.target.model import CPU as MODEL
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
@@ -19,9 +20,6 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
-
-TRUST = 1.25
-"""Predicted time over the model's best up to which a schedule tuned on another chip is used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +82,7 @@ def overlaid(
                 _warn_once(f"a tuned schedule is not used, here or for other sizes: {why}; tune again, {p}")
             continue
         terms = predict(p, x.schedule, target, x.workers)
-        if own or terms.seconds <= TRUST * least:
+        if own or terms.seconds <= MODEL.trust * least:
             others = ((choice.schedule, choice.cost), *choice.runners_up)
             rest = tuple((s, c) for s, c in others if s != x.schedule)
             return Choice(p, target, x.workers, x.schedule, terms, rest, f"tuned on {x.title or x.chip}")

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
 from portmm.schedule.cpu_table import LINE, WHOLE, Table
 from portmm.schedule.roofline import Cost, Work, roofline
 from portmm.target.model import CPU as MODEL
@@ -69,12 +68,12 @@ def timed(v: Extents, workers: int, among: Shares) -> Cost:
     scale = v.batch / t.hertz
     packers = threads
     if "once" in t.some:
-        most = np.ceil(v.n * t.b / RUN_BYTES) * np.ceil(v.k / PACK_ROWS)
+        most = np.ceil(v.n * t.b / MODEL.run_bytes) * np.ceil(v.k / MODEL.pack_rows)
         packers = np.where(t.once, np.minimum(threads, most), threads)
     added = {"tiles": own.waiting * (share * scale), "packing": packing * scale / packers}
     if "over_k" in t.some:
         sums = 2 * v.outward(v.m * v.n * tasks * t.c)
-        added["sums"] = t.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(v.n / SUM_COLUMNS)))
+        added["sums"] = t.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(v.n / MODEL.sum_columns)))
     if workers > 1:
         phases = np.where(t.over_batch, 1.0, np.where(t.over_k, 2.0 * v.batch, v.batch)) + t.once * v.batch
         added["threads"] = phases * MODEL.fork_seconds + tasks * MODEL.task_seconds
@@ -185,7 +184,7 @@ def tile_setup(v: Extents) -> Array:
     # A sum over lanes halves them repeatedly, with a shuffle and an addition each time.
     each = np.where(v.passes > 1, t.carried_on, t.carried)
     one = (v.counts * (MODEL.tile_cycles + t.latency + v.mr_variants * (t.vectors * each))).sum(axis=0)
-    cycles: Array = one * (v.visits * v.passes) + np.where(t.static, 0.0, 40.0)
+    cycles: Array = one * (v.visits * v.passes) + np.where(t.static, 0.0, MODEL.kernel_cycles)
     if "finishes" in t.some:
         cycles = cycles + t.finishes * (MODEL.finish * v.m * np.ceil(v.n / t.vector))
     if "tiled" in t.some:

@@ -164,7 +164,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> d
         "crowded": (MODEL.thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "apart": 1.0 + MODEL.apart / lines,
         "runs": 1.0 + (MODEL.short_ahead if prefetches else MODEL.short_runs) / lines,
-        "copy_a": _copying(s, atom, "a"), "copy_b": _copying(s, atom, "b"), "packs": 50.0 * pack_a + 50.0 * pack_b,
+        "copy_a": _copying(s, atom, "a"), "copy_b": _copying(s, atom, "b"), "packs": MODEL.pack_cycles * (pack_a + pack_b),
         "carried": carried, "carried_on": MODEL.carried if atom.tiled else carried,
         "tiled": atom.tiled, "over_k": over_k, "over_batch": over_batch,
         "pack_a": pack_a, "pack_b": pack_b, "once": once, "ahead": ahead, "left": left != atom.left,
@@ -185,7 +185,7 @@ def _copying(s: Schedule, atom: Atom, operand: str) -> float:
     if not packed:
         return 0.0
     if layout == "any" or (layout != straight and atom.n == 1):
-        each = 1.5
+        each: float = MODEL.copy_element
     else:
         # A transposed block of L x L elements takes L log2(L) shuffles.
         copy = MODEL.copy_once if s.b.once and straight == "row" else MODEL.copy_passing

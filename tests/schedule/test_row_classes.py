@@ -10,7 +10,7 @@ import pytest
 
 import portmm as pm
 from portmm.dispatch import config, cpu_background, cpu_kernels, cpu_routes, cpu_selection, cpu_units, tuned_lookup
-from portmm.dispatch.cpu_selection import MOST_LOSS, candidate_costs, select_for_class
+from portmm.dispatch.cpu_selection import candidate_costs, select_for_class
 from portmm.ops import host_matmul, routes
 from portmm.schedule.cpu_candidate_sets import candidate_set
 from portmm.schedule.cpu_candidates import candidates
@@ -69,7 +69,7 @@ def test_a_class_has_one_choice_that_is_legal_and_near_the_best_throughout(name)
             seconds = [candidate_costs(one, listed, (m,), (w,))[0].seconds[0] for w in {1, threads}]
             mine = candidate_costs(one, listed, (m,), (found.workers,))[0].seconds[0][found.index]
             fair = ~listed.textbook if target.searches else np.ones(len(listed.schedules), bool)
-            loss = MOST_LOSS / (1.0 if target.searches else CPU.within)
+            loss = CPU.class_loss / (1.0 if target.searches else CPU.within)
             assert mine <= loss * min(x[fair].min() for x in seconds)
 
 
