@@ -128,10 +128,8 @@ def candidates(
 def slices(size: Size, threads: int, target: Target) -> int:
     """Slices of each column for blocks of `threads`."""
     m, n, batch = size
-    blocks = -(-n // threads) * batch
-    return min(
-        m // int(DEVICE.least_rows), -(-DEVICE.column_waves * device_of(target).processors // blocks), MOST_SLICES
-    )
+    blocks, wanted = -(-n // threads) * batch, int(DEVICE.column_waves) * device_of(target).processors
+    return min(m // int(DEVICE.least_rows), -(-wanted // blocks), MOST_SLICES)
 
 
 def _reducing(program: BlockProgram, n: int, neighbours: int, target: Target, *, exchange: bool) -> Schedule:
