@@ -241,12 +241,12 @@ def fused_problem(
 
 def _better_unfused(p: Problem, step: Step) -> bool:
     """Whether kernels that cannot fuse, dot products with a column-major B, gain more than another pass costs."""
-    from portmm.dispatch import cpu_selection
+    from portmm.dispatch import schedule_choice
 
     target, threads = config.target(), config.get_num_threads()
     alone = replace(p, fused="", dtype=spell(*p.types[:2], p.acc))
     passes = p.batch * p.m * p.n * BY_NAME["f32"].bytes * (2 + len(step.fused.operands)) / CPU.least_bandwidth
-    seconds = [cpu_selection.choose(x, target, threads).cost.seconds for x in (p, alone)]
+    seconds = [schedule_choice.choose(x, target, threads).cost.seconds for x in (p, alone)]
     return bool(seconds[1] + passes + CALL < seconds[0])
 
 

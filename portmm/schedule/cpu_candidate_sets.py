@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.schedule.candidates import legal_of, proposals, units
 from portmm.schedule.cost_tape import Tape
-from portmm.schedule.cpu_candidates import legal_of, proposals, units
 from portmm.schedule.cpu_gemm import (
     DOT_TILES,
 )

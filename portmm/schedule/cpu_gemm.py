@@ -1,6 +1,6 @@
 """Candidates of the gemm and dot programs of CPUs: register tiles, blockings and packings.
 
-Block sizes are those of `cpu_blocking`. Schedules have C by rows, and the widest atom: `cpu_candidates` sets others.
+Block sizes are those of `cpu_blocking`. Schedules have C by rows, and the widest atom: `candidates` sets others.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from support import HERE, LAYOUTS, SEVEN, TINY, case, check_built, execute, inte
 from portmm.codegen.lower import lower
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.target.model import CPU
 

@@ -9,7 +9,7 @@ import pytest
 import portmm.targets
 from portmm.codegen.lower import grid_atom
 from portmm.errors import TargetError
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_cost import cost, epilogue
 from portmm.schedule.programs import PROGRAMS
 from portmm.spec.epilogue import C as RESULT
