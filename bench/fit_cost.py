@@ -23,7 +23,8 @@ from exhaustive import problem_of, write
 from portmm.codegen.lower import atom_of
 from portmm.comparison.shapes import cases
 from portmm.dispatch import config, cpu_units
-from portmm.schedule import cpu_cost, cpu_cost_table
+from portmm.schedule import cpu_cost
+from portmm.schedule.cpu_table import Table
 from portmm.schedule.text import parse
 from portmm.target.model import CPU as MODEL
 
@@ -63,7 +64,7 @@ class Search:
         q = p.transposed() if p.c == "col" else p
         rows, schedules, atoms = zip(*self.tried, strict=True)
         counts = sorted({row["workers"] for row in rows})
-        every = cpu_cost.costs(cpu_cost_table.table(q, schedules, atoms, self.target), q, (q.m,), counts)
+        every = cpu_cost.costs(Table(q, schedules, atoms, self.target), q, (q.m,), counts)
         seconds = {count: x.seconds[0].tolist() for count, x in zip(counts, every, strict=True)}
         return [seconds[row["workers"]][i] for i, row in enumerate(rows)]
 

@@ -48,8 +48,10 @@ class Row:
 
     def predicted(self, factors):
         """Seconds, with a factor for each term."""
-        hidden = [x * factors.get(name, 1.0) for name, x in self.overlapped.items()]
-        return roofline(hidden, [x * factors.get(name, 1.0) for name, x in self.added.items()], MODEL.exposed)
+        hidden, added = (
+            {name: x * factors.get(name, 1.0) for name, x in terms.items()} for terms in (self.overlapped, self.added)
+        )
+        return roofline(hidden, {}, added, MODEL.exposed).seconds
 
 
 def measured(surveys):

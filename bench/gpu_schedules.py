@@ -23,7 +23,7 @@ from portmm.dispatch.schedule_choice import Choice
 from portmm.dispatch.tuned_schedule import problem_text
 from portmm.errors import PortmmError
 from portmm.schedule import gpu_attention, gpu_attention_choice, gpu_mma_attention
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_cost import cost
 from portmm.schedule.text import spell
 from portmm.util.memo import forget_all

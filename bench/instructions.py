@@ -19,8 +19,8 @@ import support
 
 from portmm.build.compiler import find_compiler
 from portmm.codegen.lower import lower, lower_pack
-from portmm.dispatch.cpu_selection import choose
 from portmm.dispatch.cpu_units import family, family_of_codes, isa_of
+from portmm.dispatch.schedule_choice import choose
 from portmm.schedule.text import spell
 from portmm.spec.problem import Problem
 from portmm.spec.problem import family as family_of

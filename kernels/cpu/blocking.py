@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import ceil_div, const, maximum, minimum, round_up, var
 from portmm.kernels.cpu.packing import line_of
-from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES
 from portmm.schedule.schedule import finishes, shifts
 from portmm.spec.dtype import BY_NAME, CODES_KR
+from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN, STEP, BlockOfK, block_of_k, chained, runs_in
 
 if TYPE_CHECKING:
@@ -188,13 +188,13 @@ class Blocks:
     @property
     def near(self) -> int:
         """Number of panels of B that are packed together: as many as stay in L2, or a long run of each row."""
-        n = RUN_BYTES // self.atom_bytes if self.s.b.once else self.s.tiles[2].n
+        n = MODEL.run_bytes // self.atom_bytes if self.s.b.once else self.s.tiles[2].n
         return max(1, n // self.s.nr)
 
     @property
     def cuts(self) -> Index:
         """Number of tasks along k that pack B, where all of it is packed first; column sums need all of k in one."""
-        return const(1) if self.unshifts else ceil_div(self.k, PACK_ROWS)
+        return const(1) if self.unshifts else ceil_div(self.k, MODEL.pack_rows)
 
     @property
     def read_types(self) -> tuple[str, str]:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.prepack import entry_of
-from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.kernel_name import KernelName
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 def build(isa: Isa, atom: Atom, kept: Family) -> Kernel:
     """Kernel that repacks an int4 weight: C[panel] = scales, offsets and words of a packed layout."""
     n, task, nr = var("n"), var("task"), kept.nr
-    near, strip = max(1, RUN_BYTES // nr), PACK_ROWS // CODES_KR
+    near, strip = max(1, MODEL.run_bytes // nr), MODEL.pack_rows // CODES_KR
     units, groups = ceil_div(var("k"), CODES_KR), ceil_div(ceil_div(n, nr), near)
     body: tuple[Stmt, ...] = (
         Let("column", task % groups * (near * nr)),

@@ -10,9 +10,9 @@ from portmm.ir.nodes import Call, For, Function, If, Let, LetPtr, Parallel, Para
 from portmm.kernels.cpu import packing
 from portmm.kernels.cpu.blocking import N
 from portmm.kernels.cpu.int4_panels import dequantize
-from portmm.schedule.cpu_blocking import PACK_ROWS
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.problem import family
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -49,7 +49,7 @@ class _Place:
 def _place(g: Operands) -> _Place:
     if g.s.b.once:  # at their position among all panels
         row, step = var("p_first"), g.b_step
-        depth = minimum(g.k - row, g.k if g.unshifts else PACK_ROWS)
+        depth = minimum(g.k - row, g.k if g.unshifts else MODEL.pack_rows)
         above = row * g.s.nr
         return _Place(
             row, depth, Ptr("work"), step, Ptr("panels", above + Q * step), Ptr("panels", above + FIRST * step)
@@ -63,7 +63,7 @@ def pack_once(g: Operands) -> Stmt:
     panels, cuts = ceil_div(N, g.s.nr), g.cuts
     body = (
         Let("jg", var("task") // cuts * g.near),
-        Let("p_first", var("task") % cuts * PACK_ROWS),
+        Let("p_first", var("task") % cuts * MODEL.pack_rows),
         *pack_panels(g, panels),
     )
     task = Function("pack_share", "task", (Param("item"),), body, "Some rows of a few panels of B")

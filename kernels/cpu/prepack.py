@@ -19,9 +19,9 @@ from portmm.ir.abi import HUGE_PAGE
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Move, Parallel
 from portmm.kernels.cpu.packing import pack_b, pack_b_rows, sum_columns, sum_units, sums_at
-from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.spec.kernel_name import KernelName
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -42,13 +42,13 @@ def build(isa: Isa, atom: Atom, nr: int, layout: str, storage: str) -> Kernel:
     if kr == 1:
         atom, storage = _mover(isa, atom, storage)
         to = storage
-    near = max(1, RUN_BYTES // (nr * BY_NAME[to].bytes)) if layout == "row" else 1
+    near = max(1, MODEL.run_bytes // (nr * BY_NAME[to].bytes)) if layout == "row" else 1
     cut = layout == "row" and not sums
-    groups, cuts = ceil_div(ceil_div(var("n"), nr), near), ceil_div(k, PACK_ROWS) if cut else const(1)
+    groups, cuts = ceil_div(ceil_div(var("n"), nr), near), ceil_div(k, MODEL.pack_rows) if cut else const(1)
     body: tuple[Stmt, ...] = (
         Let("item", task // (groups * cuts)),
-        Let("row", task // groups % cuts * PACK_ROWS if cut else const(0)),
-        Let("rows", minimum(k - var("row"), PACK_ROWS) if cut else k),
+        Let("row", task // groups % cuts * MODEL.pack_rows if cut else const(0)),
+        Let("rows", minimum(k - var("row"), MODEL.pack_rows) if cut else k),
         Let("panel", task % groups * near),
         *_panels(isa, atom, nr, near, layout, storage, to, sums),
     )

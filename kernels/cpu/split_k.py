@@ -8,7 +8,7 @@ from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Add, For, Function, Let, LetPtr, Move, Parallel, Param
 from portmm.kernels.cpu.blocking import WORKERS, M, N
 from portmm.kernels.cpu.summation_runs import extents_of_k
-from portmm.schedule.cpu_blocking import SUM_COLUMNS
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
@@ -31,11 +31,11 @@ def split_k(g: Operands, blocks: Stmt) -> tuple[Stmt, ...]:
         LetPtr("cp", partial + task * (M * N), g.atom.acc),
         blocks,
     )
-    segments = ceil_div(N, SUM_COLUMNS)
+    segments = ceil_div(N, MODEL.sum_columns)
     total = (
         Let("i", task // segments),
-        Let("j_first", task % segments * SUM_COLUMNS),
-        Let("j_last", minimum(N, var("j_first") + SUM_COLUMNS)),
+        Let("j_first", task % segments * MODEL.sum_columns),
+        Let("j_last", minimum(N, var("j_first") + MODEL.sum_columns)),
         *counts,
         *_sum(g, partial),
     )

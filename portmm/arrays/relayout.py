@@ -14,19 +14,19 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays.interop import empty_like
 from portmm.arrays.operand import address
 from portmm.codegen.lower import lower_lines
-from portmm.dispatch import grid_routes
+from portmm.dispatch import schedule_choice
 from portmm.dispatch.launches import bind
 from portmm.errors import ScheduleError
 from portmm.kernels.gpu.transpose import ALIGNED, lines
-from portmm.schedule.gpu_candidates import units
+from portmm.schedule.candidates import units
 from portmm.schedule.gpu_cost import copying
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
     from portmm.arrays.operand import Operand
-    from portmm.dispatch.grid_routes import Vectors
     from portmm.dispatch.launches import Launch
     from portmm.dispatch.machine import Machine
+    from portmm.schedule.program import Vectors
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
 
@@ -73,14 +73,15 @@ def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tupl
     candidates = [x for x in SIDES if _hinders(p, vectors, x)]
     if not candidates or p.deterministic or p.grouped or p.b == "codes":
         return "", 0.0
-    best_sides, copy_seconds, best_seconds = "", 0.0, grid_routes.choose(p, target, vectors).cost.seconds
+    best_sides, copy_seconds, best_seconds = "", 0.0, schedule_choice.choose(p, target, vectors=vectors).cost.seconds
     for count in range(1, len(candidates) + 1):
         for sides in combinations(candidates, count):
             spent = sum(copying(_bytes(p, x, x in once), target) for x in sides)
             if spent >= best_seconds:
                 continue
             try:
-                rest = grid_routes.choose(after_copies(p, sides), target, vectors_after_copies(p, vectors, sides))
+                moved = vectors_after_copies(p, vectors, sides)
+                rest = schedule_choice.choose(after_copies(p, sides), target, vectors=moved)
             except ScheduleError:
                 continue
             if rest.schedule.program in ("simt", "direct", "stream"):

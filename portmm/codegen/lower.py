@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.errors import ScheduleError
 from portmm.ir.index import const
 from portmm.ir.nodes import Let
-from portmm.schedule.cpu_candidates import PACKED_VECTORS
+from portmm.schedule.candidates import PACKED_VECTORS
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
 from portmm.schedule.programs import PROGRAMS

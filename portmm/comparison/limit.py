@@ -32,7 +32,7 @@ from portmm.host.detect import host, resolve
 from portmm.host.gauge import Gauge
 from portmm.host.host_probe import CPUINFO, processors, text_of
 from portmm.runtime import cuda, device_facts, opencl
-from portmm.schedule.cpu_candidates import units
+from portmm.schedule.candidates import units
 from portmm.target.cache_levels import MemoryLevel
 from portmm.target.target import GENERIC_DEVICES, Target
 

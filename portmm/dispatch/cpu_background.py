@@ -12,6 +12,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from portmm.target.model import CPU as MODEL
 from portmm.util import locks
 
 if TYPE_CHECKING:
@@ -20,8 +21,6 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
 
-MOST_LOSS = 0.01
-"""Predicted seconds that a call may lose by another kernel: a tenth of what a compiler takes."""
 PROGRAM = "gemm"
 """The program whose schedules add in one order: summation runs, one after the other (see `target.summation`)."""
 TYPES = ("f32", "f64")
@@ -76,7 +75,7 @@ def stand_in(
         return None
     predicted = seconds()
     best = min(usable, key=predicted.__getitem__)
-    return listed[best] if predicted[best] - predicted[listed.index(wanted)] <= MOST_LOSS else None
+    return listed[best] if predicted[best] - predicted[listed.index(wanted)] <= MODEL.stand_in_loss else None
 
 
 def begin(key: Any, build: Callable[[], Any]) -> bool:

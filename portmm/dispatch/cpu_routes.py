@@ -15,9 +15,9 @@ from portmm.codegen.lower import lower_attention, lower_block, lower_int4_repack
 from portmm.dispatch import cpu_background
 from portmm.dispatch.cpu_background import StandIn, stand_in
 from portmm.dispatch.cpu_kernels import Code, code_of, is_loaded, known_code, loaded_program
-from portmm.dispatch.cpu_selection import ClassSelection, check, choose, predicted, select_for_class
 from portmm.dispatch.cpu_units import int4_unit, unit_for
 from portmm.dispatch.overrides import active, schedule_for
+from portmm.dispatch.schedule_choice import ClassSelection, check, choose, predicted, select_for_class
 from portmm.errors import BuildError, DatabaseError
 from portmm.ir.index import meaning
 from portmm.spec.dtype import BY_NAME, types

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError, TargetError
-from portmm.schedule.cpu_candidates import PACKED_VECTORS, units
-from portmm.schedule.cpu_cost_table import macs_per_cycle
+from portmm.schedule.candidates import PACKED_VECTORS, units
+from portmm.schedule.cpu_table import macs_per_cycle
 from portmm.spec.dtype import CODES_KR, types
 from portmm.spec.problem import Family
 from portmm.target.supports import lacks

@@ -1,6 +1,6 @@
 """Dispatch of problems to compiled kernels on a device.
 
-Owns the selection of a schedule for a device, and the memo of kernels compiled for it.
+Owns the memo of kernels compiled for a device.
 """
 
 from __future__ import annotations
@@ -9,12 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portmm.codegen.lower import grid_atom, lower_grid
+from portmm.codegen.lower import lower_grid
+from portmm.dispatch.cpu_units import isa_of
 from portmm.dispatch.launches import Launch, bind
-from portmm.dispatch.schedule_choice import Choice, overlaid
-from portmm.errors import ScheduleError
-from portmm.schedule.gpu_candidates import candidates
-from portmm.schedule.gpu_cost import cost
+from portmm.dispatch.schedule_choice import Choice, choose
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -22,48 +20,12 @@ if TYPE_CHECKING:
 
     from portmm.dispatch.machine import Machine
     from portmm.ir.grid_kernel import GridKernel
-    from portmm.schedule.cpu_cost import Cost
+    from portmm.schedule.program import Vectors
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
-    from portmm.target.isa import Isa
-    from portmm.target.target import Target
 
 MOST_ROUTES = 4096
 """Routes kept before all are dropped: an endless series of new shapes must not fill memory."""
-
-Vectors = tuple[int, int, int]
-
-
-def choose(p: Problem, target: Target, vectors: Vectors, *, tuned: bool = True) -> Choice:
-    """The schedule measured to be fastest, or the one with the least predicted time; the first of equals.
-
-    Args:
-        p: the problem.
-        target: the device.
-        vectors: elements of a vector access to A, B and C.
-        tuned: look in the database of tuned schedules.
-
-    Raises:
-        ScheduleError: no schedule is legal, or the product is empty.
-    """
-    if 0 in (p.m, p.n, p.k, p.batch):
-        raise ScheduleError(f"{p} has no products: there is nothing to choose")
-    listed = candidates(p, target, vectors)
-    timed = [(_predicted(p, s, target), s) for s in listed]
-    ranked = sorted(enumerate(timed), key=lambda x: (x[1][0].seconds, x[0]))
-    (_, (terms, best)), *rest = ranked
-    choice = Choice(p, target, 1, best, terms, tuple((s, c) for _, (c, s) in rest))
-    return overlaid(choice, listed, 1, _predicted) if tuned else choice
-
-
-def _predicted(p: Problem, s: Schedule, target: Target, _workers: int = 1) -> Cost:
-    return cost(p, s, grid_atom(_isa(s, target), s), target)
-
-
-def _isa(s: Schedule, target: Target) -> Isa:
-    isa = target.isa(s.isa)
-    assert isa is not None  # noqa: S101 - candidates are the target's
-    return isa
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -110,7 +72,7 @@ def route(p: Problem, on: Machine, vectors: Vectors) -> Route:
     key = (p, on.key, vectors)
     kept: Route | None = _routes.get(key)
     if kept is None:
-        choice = choose(p, on.target, vectors)
+        choice = choose(p, on.target, vectors=vectors)
         kept = _routes.keep(key, Route(choice, *_code(choice.schedule, on)))
     return kept
 
@@ -123,7 +85,11 @@ def routes(requested: Sequence[tuple[Problem, Vectors]], on: Machine, compilers:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    new = [choose(p, on.target, vectors).schedule for p, vectors in requested if (p, on.key, vectors) not in _routes]
+    new = [
+        choose(p, on.target, vectors=vectors).schedule
+        for p, vectors in requested
+        if (p, on.key, vectors) not in _routes
+    ]
     with ThreadPoolExecutor(compilers) as pool:
         list(pool.map(lambda s: _code(s, on), dict.fromkeys(new)))
     return [route(p, on, vectors) for p, vectors in requested]
@@ -131,5 +97,5 @@ def routes(requested: Sequence[tuple[Problem, Vectors]], on: Machine, compilers:
 
 def _code(s: Schedule, on: Machine) -> tuple[tuple[GridKernel, ...], tuple[Any, ...]]:
     """The kernels of a schedule and their compiled functions, which serve other sizes too."""
-    loaded = on.loaded(s, lambda: lower_grid(s, _isa(s, on.target)))
+    loaded = on.loaded(s, lambda: lower_grid(s, isa_of(s, on.target)))
     return tuple([kernel for kernel, _ in loaded]), tuple([function for _, function in loaded])

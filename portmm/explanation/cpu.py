@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays import libraries
 from portmm.arrays.problem_of import problem_of_call
 from portmm.codegen.c_kernel import source
-from portmm.dispatch import config, cpu_kernels, cpu_selection, cpu_units
+from portmm.dispatch import config, cpu_kernels, cpu_units, schedule_choice
 from portmm.errors import ScheduleError, TargetError
 from portmm.explanation.summary import SHOWN, Selected
 from portmm.host import detect
 from portmm.host.calibrate import measured
 from portmm.schedule import cpu_textbook
-from portmm.schedule.cpu_cost_table import DEFAULT_BYTES_PER_CYCLE
+from portmm.schedule.cpu_table import DEFAULT_BYTES_PER_CYCLE
 from portmm.schedule.legality import footprint
 from portmm.spec.problem import Problem
 from portmm.target.model import CPU as MODEL
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from portmm.build.shared_object import Artifact
     from portmm.explanation.gpu import GridExplanation
     from portmm.ir.nodes import Kernel
-    from portmm.schedule.cpu_cost import Cost
+    from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
 
@@ -249,6 +249,6 @@ def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] 
         from portmm.explanation import gpu as gpu_explanation
 
         return gpu_explanation.explained(replace(p, tf32=p.tf32 or config.rounds(p.dtype)), target, notes=notes)
-    choice = cpu_selection.choose(p, target, threads)
+    choice = schedule_choice.choose(p, target, threads)
     kernel = cpu_kernels.kernel_of(choice.schedule, cpu_units.isa_of(choice.schedule, target))
     return Explanation(choice, kernel, source(kernel), notes)

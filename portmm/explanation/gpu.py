@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import relayout
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.grid_routes import choose
 from portmm.dispatch.machine import machine_of, source
+from portmm.dispatch.schedule_choice import choose
 from portmm.explanation.summary import Selected
 from portmm.ops.grid_product import adopted, question
 from portmm.schedule.gpu_variants import VECTOR_BYTES
@@ -109,7 +109,7 @@ def explained(
     assert target.device is not None  # noqa: S101 - checked by `explain`
     language = language or target.device.language
     target = replace(target, device=replace(target.device, language=language))
-    choice = choose(p, target, moved or vectors(p))
+    choice = choose(p, target, vectors=moved or vectors(p))
     isa = target.isa(choice.schedule.isa)
     assert isa is not None  # noqa: S101 - candidates are the target's
     return GridExplanation(choice, lower_grid(choice.schedule, isa), language, notes)

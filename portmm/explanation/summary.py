@@ -14,7 +14,7 @@ from portmm.util.text import flop, size, terms, time
 
 if TYPE_CHECKING:
     from portmm.dispatch.schedule_choice import Choice
-    from portmm.schedule.cpu_cost import Cost
+    from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -57,7 +57,7 @@ class Selected:
     @property
     def seconds(self) -> float:
         """The predicted time."""
-        return self.choice.cost.seconds
+        return float(self.choice.cost.seconds)
 
     @property
     def gflops(self) -> float:

@@ -57,13 +57,13 @@ def _find(p: Problem, but_rows: Any) -> Any:
         return kernel or routes.route(p)
     if kernel is not None:
         return kernel
-    from portmm.dispatch import cpu_routes, cpu_selection
+    from portmm.dispatch import cpu_routes, schedule_choice
 
     target, threads = config.target(), config.get_num_threads()
     schedules = _schedules.get(but_rows)
     if schedules is None:
-        schedules = _schedules[but_rows] = [cpu_selection.choose(first, target, threads).schedule]
-    choice = cpu_selection.choose(p, target, threads)
+        schedules = _schedules[but_rows] = [schedule_choice.choose(first, target, threads).schedule]
+    choice = schedule_choice.choose(p, target, threads)
     costs = {choice.schedule: choice.cost.seconds} | {s: c.seconds for s, c in choice.runners_up}
     known = [s for s in schedules if costs.get(s, float("inf")) <= NEARLY * choice.cost.seconds]
     if not known:

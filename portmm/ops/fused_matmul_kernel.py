@@ -18,10 +18,10 @@ from portmm.errors import ScheduleError
 from portmm.ops import host_matmul, routes
 from portmm.ops.epilogues import VALUES, fusible
 from portmm.ops.prepack import current, is_packed
-from portmm.schedule.rows import BYTES_PER_SECOND
 from portmm.spec.dtype import BY_NAME, accumulator, spell
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import row_class
+from portmm.target.model import CPU
 from portmm.trace.bind import Bound, dense, native, typed
 from portmm.trace.tracer import trace
 from portmm.weights.kinds import WeightKind, weight_kind
@@ -241,13 +241,13 @@ def fused_problem(
 
 def _better_unfused(p: Problem, step: Step) -> bool:
     """Whether kernels that cannot fuse, dot products with a column-major B, gain more than another pass costs."""
-    from portmm.dispatch import cpu_selection
+    from portmm.dispatch import schedule_choice
 
     target, threads = config.target(), config.get_num_threads()
     alone = replace(p, fused="", dtype=spell(*p.types[:2], p.acc))
-    passes = p.batch * p.m * p.n * BY_NAME["f32"].bytes * (2 + len(step.fused.operands)) / BYTES_PER_SECOND
-    seconds = [cpu_selection.choose(x, target, threads).cost.seconds for x in (p, alone)]
-    return seconds[1] + passes + CALL < seconds[0]
+    passes = p.batch * p.m * p.n * BY_NAME["f32"].bytes * (2 + len(step.fused.operands)) / CPU.least_bandwidth
+    seconds = [schedule_choice.choose(x, target, threads).cost.seconds for x in (p, alone)]
+    return bool(seconds[1] + passes + CALL < seconds[0])
 
 
 def _item_stride(x: numpy_arrays.Operand, size: tuple[int, int, int]) -> int:

@@ -148,11 +148,11 @@ def _build_ahead(a: Any, b: Any, out: Any) -> None:
     if not (isinstance(a, np.ndarray) and isinstance(b, np.ndarray)):
         return
     with suppress(PortmmError, TypeError, ValueError):
-        from portmm.dispatch import cpu_kernels, cpu_selection, cpu_units
+        from portmm.dispatch import cpu_kernels, cpu_units, schedule_choice
 
         call = reduced(a, b, out)[0]
         if call is not None:
-            choice = cpu_selection.choose(call.problem, config.target(), config.get_num_threads())
+            choice = schedule_choice.choose(call.problem, config.target(), config.get_num_threads())
             isa = cpu_units.isa_of(choice.schedule, choice.target)
             cpu_kernels.build_kernel(cpu_kernels.kernel_of(choice.schedule, isa))
 

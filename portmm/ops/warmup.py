@@ -129,7 +129,7 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
 
     from portmm.arrays import numpy_arrays
     from portmm.arrays.problem_of import problem_of_call
-    from portmm.dispatch import cpu_kernels, cpu_selection, cpu_units
+    from portmm.dispatch import cpu_kernels, cpu_units, schedule_choice
     from portmm.ops import host_matmul, routes
 
     host_matmul.begin()
@@ -143,7 +143,7 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
         )
         p = problem_of_call(left, right if b == "row" else right.swapaxes(-1, -2), dtype=word)
         routes.route(p)
-        choice = cpu_selection.choose(p, config.target(), config.get_num_threads())
+        choice = schedule_choice.choose(p, config.target(), config.get_num_threads())
         names[choice.schedule] = cpu_kernels.kernel_of(
             choice.schedule, cpu_units.isa_of(choice.schedule, choice.target)
         ).name

@@ -371,7 +371,7 @@ def clear_memo() -> None:
 
 
 def replayer() -> Callable[..., Any] | None:
-    """The extension's function that replays a `cpu_cost_tape.Tape`; None if it is not loaded."""
+    """The extension's function that replays a `cost_tape.Tape`; None if it is not loaded."""
     return getattr(_loaded[0], "tape", None) if _loaded else None
 
 

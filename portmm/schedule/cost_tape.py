@@ -1,8 +1,9 @@
-"""Functions of columns of numbers as a list of operations.
+"""The cost model of CPU schedules as a list of operations on the columns of one table.
 
-Owns `Recorder` and `Recorded`: what a cost model's functions do to columns, recorded by running them once on
-`Recorded` in place of arrays, so that the C of the runtime can repeat it without a call of NumPy for each step. Both
-do the same operations on float64 in the same order, so that results are the same to the bit.
+Owns `Tape`: what the model's functions do to columns, recorded by running them once on `Recorded` in place of arrays,
+so that the C of the runtime can repeat it without a call of NumPy for each step. Both do the same operations on
+float64 in the same order, so that results are the same to the bit. Columns that depend on the table alone are computed
+when the tape is recorded.
 
 A column has an element for each value of M and candidate. An operation is five integers: its number in
 `OPERATIONS`, the column that it writes, and up to three columns that it reads.
@@ -10,14 +11,21 @@ A column has an element for each value of M and candidate. An operation is five 
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.schedule.cpu_cost import Array, Extents, reached, shared, timed
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-Array = np.ndarray[Any, np.dtype[np.float64]]
+    from portmm.schedule.cpu_table import Table
+    from portmm.spec.problem import Problem
+
+SHARED = 4
+"""Number of columns about several threads, as `cpu_cost.shared` returns them."""
 
 OPERATIONS = (
     *("add", "subtract", "multiply", "divide", "minimum", "maximum", "ceil", "floor", "remainder"),
@@ -150,3 +158,53 @@ def placed(recorder: Recorder, result: int, inputs: int) -> np.ndarray[Any, np.d
             where[slot], most = most, most + 1
         code.append((number, where[slot], *at, *(0,) * (3 - len(at))))
     return np.array(code, np.int32)
+
+
+@dataclass(frozen=True, slots=True)
+class Tape:
+    """Operations that predict the seconds of all candidates of a table.
+
+    Attributes:
+        code: the operations, five integers each; the last computes the predictions.
+        constants: the first columns.
+        shape: number of values of M, and of candidates.
+        several: threads share the work; the columns of `shared` follow the constants.
+    """
+
+    code: np.ndarray[Any, np.dtype[np.int32]]
+    constants: Array
+    shape: tuple[int, int]
+    several: bool
+
+    @classmethod
+    def of(cls, t: Table, rows: int, *, several: bool) -> Tape:
+        """The tape of a table, for a number of values of M, and one thread or several."""
+        names = [level.name for level in t.target.levels] if "strided" in t.some else []
+        among = SHARED if several else 0
+        recorder = Recorder((rows, t.count), among + 4 + len(names))
+        sizes = [recorder.input(among + i) for i in range(4 + len(names))]
+        v = Extents(t, (sizes[0], sizes[1], sizes[2], sizes[3]), dict(zip(names, sizes[4:], strict=True)))
+        parts: Any = tuple([recorder.input(i) for i in range(among)]) if several else shared(v, 1)
+        seconds = timed(v, 2 if several else 1, parts).seconds
+        constants = np.array([np.frombuffer(x, np.float64) for x in recorder.constants])
+        return cls(placed(recorder, seconds.slots[0], among + 4 + len(names)), constants, recorder.shape, several)
+
+    def replayed(self, run: Callable[..., Array], t: Table, q: Problem, rows: Sequence[int], workers: int) -> Array:
+        """Predicted seconds, by value of M, then by candidate.
+
+        Args:
+            run: interpreter of the operations.
+            t: the table that the tape was recorded from.
+            q: a problem of the kind that the table is for, with C by rows, at any M.
+            rows: values of M, as many as the tape is for.
+            workers: threads that share the work.
+        """
+        sizes = [*rows]
+        for x in (q.n, q.k, q.batch, *reached(t, q.n).values()):
+            sizes += [x] * len(rows)  # type: ignore[list-item]
+        among = None
+        if self.several:
+            parts = shared(Extents.of(t, q, rows), workers)
+            among = np.array([np.broadcast_to(x, self.shape).ravel() for x in parts])
+        columns = np.array(sizes, np.float64).reshape(-1, len(rows))  # from a flat list, in half the time
+        return run(self.code, self.constants, columns, among).reshape(self.shape)

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.cpu_blocking import IN_PLACE_ROWS, capacity
+from portmm.schedule.cpu_blocking import capacity
 from portmm.schedule.parts import ALL, PACKED, OperandPlan, Parallel, Tile
 from portmm.schedule.program import Program
 from portmm.schedule.schedule import Schedule
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from portmm.schedule.program import Footprint
@@ -15,31 +16,24 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-QUERIES = 64
-"""Approximate number of queries of a block: for each key that is read, as many multiply-adds per element."""
-MOST_KEYS = 512
-"""Maximum number of keys of a block: more make rescaling of sums cheaper, which is cheap by then."""
-UNKNOWN_L2 = 1 << 18
-"""Bytes of the near cache of a target whose caches are not described."""
-
 
 def attention_schedule(isa: Isa, atom: Atom) -> Schedule:
-    """A schedule with the fewest loads per multiply-add, of blocks of about `QUERIES`.
+    """A schedule with the fewest loads per multiply-add, of blocks of about `queries`.
 
     The first product is K . Q^T: its rows are keys, its columns queries.
     """
     if atom.tiled:
         side = 2 * atom.m  # two by two tiles of sums: of keys, or columns of V, by queries, in strips of a tile
-        return _schedule(isa, (atom.n, side), (2 * atom.n, side), QUERIES)
+        return _schedule(isa, (atom.n, side), (2 * atom.n, side), MODEL.queries)
 
     def rows(v: int) -> int:
-        return min(IN_PLACE_ROWS, (isa.registers - v - 1) // v)
+        return min(int(MODEL.in_place_rows), (isa.registers - v - 1) // v)
 
     first = min((v for v in (1, 2, 3, 4) if rows(v) > 0), key=lambda v: (v + rows(v)) / (v * rows(v)))
     first = first if isa.registers >= 32 else min(first, 2)
     nr, pv_m = first * atom.n, rows(2)
     step = next(x for x in range(nr, nr * pv_m + 1, nr) if x % pv_m == 0)
-    return _schedule(isa, (nr, rows(first)), (2 * atom.n, pv_m), max(1, QUERIES // step) * step)
+    return _schedule(isa, (nr, rows(first)), (2 * atom.n, pv_m), max(1, MODEL.queries // step) * step)
 
 
 def _schedule(isa: Isa, scores: tuple[int, int], values: tuple[int, int], queries: int) -> Schedule:
@@ -76,9 +70,9 @@ class Geometry:
 
 def keys_of(s: Schedule, target: Target, head: int) -> int:
     """Keys of a block: as many as fit half of L2 with their scores, K and V, in whole tiles of both products."""
-    near = capacity(target, "L2") or capacity(target, "L1") or UNKNOWN_L2
+    near = capacity(target, "L2") or capacity(target, "L1") or MODEL.unknown_l2
     step = s.mr * 2
-    return max(1, min(MOST_KEYS, near // 2 // footprint(s, 1, head)["L2"]) // step) * step
+    return max(1, min(int(MODEL.most_keys), near // 2 // footprint(s, 1, head)["L2"]) // step) * step
 
 
 def footprint(s: Schedule, keys: int, head: int) -> Footprint:

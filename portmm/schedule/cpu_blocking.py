@@ -22,20 +22,6 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-RUN_BYTES = 1024
-"""Bytes of a row of B that are packed at once: long enough for a hardware prefetcher."""
-PACK_ROWS = 256
-"""Rows of k that one task packs where all of B is packed at once: enough tasks for
-every thread of a large machine, each long enough to be worth its overhead."""
-SUM_COLUMNS = 1024
-"""Columns of C that one task sums where threads share k: these stay in L1."""
-MOST_PACKED = 1 << 29
-"""Bytes of B up to which a packed copy of all of it is affordable."""
-IN_PLACE_ROWS = 8
-"""Rows of A that can be addressed without running out of integer registers."""
-TALLEST = 14
-"""Largest useful MR: B is then loaded once per 14 uses."""
-
 
 def widths(isa: Isa, atom: Atom, p: Problem) -> list[int]:
     """Values of NR that suit the problem."""
@@ -51,7 +37,7 @@ def widths(isa: Isa, atom: Atom, p: Problem) -> list[int]:
 def tallest(isa: Isa, atom: Atom, nr: int) -> int:
     """Largest MR: rows of accumulators that fit the registers with NR columns of B and a left fragment."""
     v = nr // atom.n
-    return min(TALLEST, (isa.registers - v - 1) // v) * atom.m
+    return int(min(MODEL.tallest, (isa.registers - v - 1) // v) * atom.m)
 
 
 def least_of(mr: int) -> int:
@@ -97,7 +83,7 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
     most = room // (mr * a + nr * b)
     kc = whole_run(max(atom.deep, (int(fits * depth) if l2 else fits) // atom.deep * atom.deep), atom, most)
     mc = max(mr, int(room // (kc * a) * MODEL.a_share) // mr * mr)
-    near = max(1, min(RUN_BYTES // (nr * b), int(room // (kc * b) * MODEL.b_share) // nr)) * nr
+    near = max(1, min(MODEL.run_bytes // (nr * b), int(room // (kc * b) * MODEL.b_share) // nr)) * nr
     nc = max(near, int((l3 or 8 * l2) * MODEL.c_share) // c // mc // near * near)
     return (
         register_tile(mr, nr, least_of(mr)),
@@ -133,4 +119,4 @@ def fits_l2(p: Problem, target: Target) -> bool:
 
 def may_pack_once(p: Problem, atom: Atom) -> bool:
     """Whether B may be packed as a whole, before it is used."""
-    return p.b != "packed" and -(-p.k // atom.k_pack) * p.n * BY_NAME[atom.right].bytes <= MOST_PACKED
+    return p.b != "packed" and -(-p.k // atom.k_pack) * p.n * BY_NAME[atom.right].bytes <= MODEL.most_packed

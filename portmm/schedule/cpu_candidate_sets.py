@@ -15,20 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.cpu_blocking import MOST_PACKED, TALLEST
-from portmm.schedule.cpu_candidates import legal_of, proposals, units
-from portmm.schedule.cpu_cost_table import Table, table
-from portmm.schedule.cpu_cost_tape import Tape
+from portmm.schedule.candidates import legal_of, proposals, units
+from portmm.schedule.cost_tape import Tape
 from portmm.schedule.cpu_gemm import (
     DOT_TILES,
-    FEW_BYTES,
-    FEW_ROWS,
-    INT4_BLOCK,
-    SPLIT_DEPTH,
-    SPLIT_STEPS,
-    STREAM_DEPTHS,
-    THIN_ROWS,
 )
+from portmm.schedule.cpu_table import Table
 from portmm.schedule.cpu_textbook import follows
 from portmm.schedule.legality import illegal
 from portmm.spec.dtype import BY_NAME
@@ -36,7 +28,7 @@ from portmm.target.model import CPU as MODEL
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from portmm.schedule.cpu_cost_columns import Flags
+    from portmm.schedule.cpu_cost import Flags
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -124,18 +116,18 @@ class _Kind:
         m, n, k = (p.n, rows, p.k) if self.swap else (rows, p.n, p.k)
         if self.exact:
             return m, n, k, p.batch
-        split = not self.chains and k > SPLIT_DEPTH * max(m, n)
+        split = not self.chains and k > MODEL.split_depth * max(m, n)
         batched: tuple[Any, ...] = ()
         if p.batch > 1:
             size = replace(p, m=rows).bytes
-            batched = (size // p.batch <= self.private, size > self.l2, size > FEW_BYTES * p.batch)
+            batched = (size // p.batch <= self.private, size > self.l2, size > MODEL.few_bytes * p.batch)
         return (
-            m if m <= self.max_m else (m <= FEW_ROWS, m <= INT4_BLOCK),
+            m if m <= self.max_m else (m <= MODEL.few_rows, m <= MODEL.int4_block),
             n if n <= self.max_n else -gcd(n, self.n_divisor),
             *(min(-(-m // strip), 3) for strip in self.strips),
-            *(-(-k // pack) * n * each <= MOST_PACKED for pack, each in self.packs),
+            *(-(-k // pack) * n * each <= MODEL.most_packed for pack, each in self.packs),
             k * n * BY_NAME[p.types[1]].bytes > self.l2,
-            *(k > SPLIT_STEPS * depth for depth in STREAM_DEPTHS),
+            *(k > MODEL.split_steps * depth for depth in MODEL.stream_depths),
             *(n <= most for most in self.few),
             (bisect_left(REACHES, m), bisect_left(REACHES, n), bisect_left(REACHES, k)),
             k if split or self.exact_k else 0,
@@ -205,7 +197,7 @@ def _kind(p: Problem, target: Target) -> _Kind:
         target,
         swap,
         exact=p.static,
-        max_m=max(THIN_ROWS, *(TALLEST * atom.m for _, atom in pairs if not atom.tiled), 0),
+        max_m=max(MODEL.thin_rows, *(MODEL.tallest * atom.m for _, atom in pairs if not atom.tiled), 0),
         max_n=max(WIDEST * max(vectors), *(nr for _, nr in DOT_TILES)),
         # Without masks, B is read in place only if panels cover all of its columns.
         n_divisor=1
@@ -227,5 +219,5 @@ def _tabulated(p: Problem, target: Target, schedules: list[Schedule]) -> Candida
     isas = [target.isa(s.isa) for s in schedules]
     atoms = [isa.atom(s.dtype, s.atom.lanes) if isa else None for isa, s in zip(isas, schedules, strict=True)]
     flags = [follows(s, p, target) for s in schedules]
-    costs = table(q, schedules, [x for x in atoms if x is not None], target)
+    costs = Table(q, schedules, [x for x in atoms if x is not None], target)
     return CandidateSet(tuple(schedules), costs, np.array(flags), any(flags), all(flags))

@@ -1,108 +1,49 @@
-"""Cost model of CPU schedules: predicted time, by term.
+"""Cost model of CPU schedules: multiply-adds, tiles, packing, traffic of cache levels, and load balance of threads.
 
-Owns the cost model; its terms are in `cpu_cost_terms`. Predicted time is the largest
-of the terms that overlap (multiply-adds, loads, traffic of each level), a share
-of the others, since overlap is never perfect, and those that do not overlap
-(packing, tile set-up, forking). All terms are kept, so that `explain` can show
-the reasons of a selection. Rates are measured ones where the target has them,
-described ones otherwise. Most of the constants were fitted to the times of
-every candidate on one thread of a Zen 4, with AVX-512 and with AVX2
-(`bench/exhaustive.py`, `bench/fit_cost.py`); docs/performance.md compares
-selected schedules with the best candidates.
+Owns the work of the programs of CPUs, each term by value of M, then by candidate, and the times that follow from it.
+Rates are measured ones where the target has them, described ones otherwise. Most of the constants were fitted to the
+times of every candidate on one thread of a Zen 4, with AVX-512 and with AVX2 (`bench/exhaustive.py`,
+`bench/fit_cost.py`); docs/performance.md compares selected schedules with the best candidates.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from heapq import heapreplace
+from math import gcd
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.cpu_blocking import PACK_ROWS, RUN_BYTES, SUM_COLUMNS
-from portmm.schedule.cpu_cost_table import hertz, table
-from portmm.schedule.cpu_cost_terms import Extents, Sizes, compute, packing_b, shared, tile_setup, traffic
-from portmm.schedule.roofline import roofline
+from portmm.schedule.cpu_table import LINE, WHOLE, Table
+from portmm.schedule.roofline import Cost, Work, roofline
 from portmm.target.model import CPU as MODEL
+from portmm.util.memo import cached
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.schedule.cpu_cost_table import Table
-    from portmm.schedule.cpu_cost_terms import Array
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.target import Target
 
-OPTIONAL = frozenset(("L3", "memory", "sums"))
-"""Terms that only some problems and schedules have."""
+MOST_SIMULATED = 64
+"""Maximum number of tasks whose scheduling is simulated; with more, simulation would take longer than it saves."""
 
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Predicted seconds, by term.
-
-    Attributes:
-        seconds: the prediction.
-        overlapped: terms of which the largest counts.
-        added: terms that add up.
-    """
-
-    seconds: float
-    overlapped: dict[str, float]
-    added: dict[str, float]
-
-    @property
-    def bound(self) -> str:
-        """The largest overlapped term."""
-        return max(self.overlapped, key=self.overlapped.__getitem__)
+Array = np.ndarray[Any, np.dtype[np.float64]]
+"""Numbers by value of M, or one for all of them, then by candidate."""
+Flags = np.ndarray[Any, np.dtype[np.bool_]]
+Shares = tuple[Any, Any, Any, Any]
+"""Column blocks, tasks, threads with at least one, and the part of the work that the busiest thread does."""
 
 
 def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) -> Cost:
-    """Predict the time of schedule `s` for problem `p` on `target`.
-
-    Args:
-        p: the problem, with C in the caller's layout.
-        s: a legal schedule for it.
-        atom: the schedule's atom.
-        target: the machine.
-        workers: threads that share the work.
-
-    Returns:
-        Seconds, with terms.
-    """
+    """Predict the time of a legal schedule for a problem, with C in the caller's layout, by a number of threads."""
     q = p.transposed() if s.atom.swap else p
-    return costs(table(q, (s,), (atom,), target), q, (q.m,), (workers,))[0].at(0)[0]
+    return costs(Table(q, (s,), (atom,), target), q, (q.m,), (workers,))[0].at(0)[0]
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """Predicted seconds of candidates, by value of M, then by candidate.
-
-    Attributes:
-        seconds: the predictions.
-        overlapped: terms of which the largest counts; 0 for levels that no data comes from.
-        added: terms that add up.
-    """
-
-    seconds: Array
-    overlapped: dict[str, Array]
-    added: dict[str, Array]
-
-    def at(self, row: int) -> list[Cost]:
-        """The costs of all candidates for one value of M."""
-        shape = self.seconds.shape
-
-        def terms(arrays: dict[str, Array]) -> list[dict[str, float]]:
-            every = [np.broadcast_to(x, shape)[row].tolist() for x in arrays.values()]
-            named = (dict(zip(arrays, one, strict=True)) for one in zip(*every, strict=True))
-            return [{name: x for name, x in one.items() if x or name not in OPTIONAL} for one in named]
-
-        seconds = self.seconds[row].tolist()
-        return list(map(Cost, seconds, terms(self.overlapped), terms(self.added)))
-
-
-def costs(t: Table, q: Problem, rows: Sequence[int], workers: Sequence[int]) -> list[Costs]:
+def costs(t: Table, q: Problem, rows: Sequence[int], workers: Sequence[int]) -> list[Cost]:
     """Predict the times of all candidates of a table.
 
     Args:
@@ -114,63 +55,268 @@ def costs(t: Table, q: Problem, rows: Sequence[int], workers: Sequence[int]) -> 
     Returns:
         The predictions for each number of threads.
     """
-    v = Extents.of(t, Sizes.of(t, q, rows))
-    work = Work.of(v)
-    return [timed(v, work, n, shared(v, n)) for n in workers]
+    v = Extents.of(t, q, rows)
+    return [timed(v, n, shared(v, n)) for n in workers]
 
 
-@dataclass(frozen=True, slots=True)
-class Work:
-    """Cycles of one item, for any number of threads.
-
-    Attributes:
-        overlapped: multiply-adds, and the loads of each level.
-        slowed: the loads of the levels that are slower where threads split rows of B.
-        setup: of register tiles.
-        packing: of B.
-    """
-
-    overlapped: dict[str, Array]
-    slowed: dict[str, Array]
-    setup: Array
-    packing: Array
-
-    @classmethod
-    def of(cls, v: Extents) -> Work:
-        """The work of problems."""
-        loads, slowed = traffic(v)
-        return cls({"compute": compute(v), **loads}, slowed, tile_setup(v), packing_b(v))
-
-
-def timed(v: Extents, work: Work, workers: int, among: tuple[Array, Array, Array, Array]) -> Costs:
-    """Times of partitioned work that several threads share.
-
-    Args:
-        v: the problems.
-        work: their cycles.
-        workers: threads that share it.
-        among: the partition among threads, as `shared` returns it.
-    """
-    t, q, x = v.t, v.sizes, v.t.x
-    column_blocks, tasks, threads, share = among
-    # A block of A is packed once per block of columns.
-    packing = work.packing + (v.m * v.k) * column_blocks * t.copy_a if "pack_a" in t.some else work.packing
-    scale = q.batch / hertz(t.target)
-    part = share * scale
-    overlapped = {name: each * part for name, each in work.overlapped.items()}
-    if workers > 1:
-        slowed = {name: np.where(threads > 1, each, work.overlapped[name]) for name, each in work.slowed.items()}
-        overlapped |= {name: each * part for name, each in slowed.items()}
+def timed(v: Extents, workers: int, among: Shares) -> Cost:
+    """Times of work that several threads share, partitioned as `shared` returns it."""
+    t, (column_blocks, tasks, threads, share) = v.t, among
+    own, packing = work(v, threads if workers > 1 else None), packing_b(v)
+    if "pack_a" in t.some:  # a block of A is packed once per block of columns
+        packing = packing + (v.m * v.k) * column_blocks * t.copy_a
+    scale = v.batch / t.hertz
     packers = threads
     if "once" in t.some:
-        most = np.ceil(q.n * x.b / RUN_BYTES) * np.ceil(v.k / PACK_ROWS)
-        packers = np.where(x.once, np.minimum(threads, most), threads)
-    added = {"tiles": work.setup * part, "packing": packing * scale / packers}
+        most = np.ceil(v.n * t.b / MODEL.run_bytes) * np.ceil(v.k / MODEL.pack_rows)
+        packers = np.where(t.once, np.minimum(threads, most), threads)
+    added = {"tiles": own.waiting * (share * scale), "packing": packing * scale / packers}
     if "over_k" in t.some:
-        sums = 2 * v.outward(v.m * q.n * tasks * x.c)
-        added["sums"] = x.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(q.n / SUM_COLUMNS)))
+        sums = 2 * v.outward(v.m * v.n * tasks * t.c)
+        added["sums"] = t.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(v.n / MODEL.sum_columns)))
     if workers > 1:
-        phases = np.where(x.over_batch, 1.0, np.where(x.over_k, 2.0 * q.batch, q.batch)) + x.once * q.batch
+        phases = np.where(t.over_batch, 1.0, np.where(t.over_k, 2.0 * v.batch, v.batch)) + t.once * v.batch
         added["threads"] = phases * MODEL.fork_seconds + tasks * MODEL.task_seconds
-    seconds = roofline([*overlapped.values()], [*added.values()], MODEL.exposed)
-    return Costs(seconds, overlapped, added)
+    return roofline(own.counts, t.rates, added, MODEL.exposed, scale=share * scale)
+
+
+def work(v: Extents, threads: Any = None) -> Work:
+    """Work of one item: cycles of multiply-adds, bytes of each level, and cycles of tiles; `threads` if several."""
+    return Work({"compute": compute(v), **traffic(v, threads)}, tile_setup(v))
+
+
+class Extents:
+    """Problems that differ in M, partitioned into the blocks of each candidate.
+
+    Attributes:
+        t: the candidates.
+        m: values of M, as a column.
+        n, elements, batch: N, K and the number of items, which all of them share.
+        reached: number of sets of a level that rows of a B in place start in, by the level's name.
+        k: steps of a full sum: units of k.
+        visits: calls of the micro-kernel along N.
+        blocks: blocks of rows.
+        slices: register tiles along M.
+        passes: blocks of k.
+        depth: units of k of a block.
+        rows: rows of a block.
+        fewest: blocks of NC columns.
+        mr_variants: rows of the register tiles: at most two values.
+        counts: number of register tiles with each.
+    """
+
+    def __init__(self, t: Table, sizes: tuple[Any, Any, Any, Any], reached: dict[str, Any]) -> None:
+        self.t, self.reached, (m, n, k, self.batch) = t, reached, sizes
+        self.m, self.n, self.elements = m, n, k
+        self.k = np.ceil(k / t.k_pack)
+        self.visits, self.fewest = np.ceil(n / t.visit_n), np.ceil(n / t.nc)
+        self.blocks, self.rows = np.ceil(m / t.mc), np.minimum(m, t.mc)
+        self.passes, self.depth = np.ceil(self.k / t.kc), np.minimum(self.k, t.kc)
+        self.slices = np.ceil(m / t.mr)
+        low = np.floor(m / self.slices)
+        taller = m - low * self.slices
+        self.mr_variants, self.counts = np.stack((low + 1, low)), np.stack((taller, self.slices - taller))
+
+    @classmethod
+    def of(cls, t: Table, q: Problem, rows: Sequence[int]) -> Extents:
+        """The extents of a problem, for several values of M."""
+        m = np.array(rows, np.float64)[:, np.newaxis]
+        return cls(t, (m, float(q.n), float(q.k), float(q.batch)), reached(t, q.n))
+
+    def home(self, size: Array) -> Any:
+        """The index of the nearest level with room for `size` bytes; that of memory is last."""
+        return np.searchsorted(self.t.reach, size)
+
+    def outward(self, size: Array) -> Any:
+        """Cycles to move `size` bytes between a core and the nearest level with room for them."""
+        return size / np.choose(self.home(size), self.t.bandwidth)
+
+
+def reached(t: Table, n: int) -> dict[str, float]:
+    """Number of sets of each level that rows of a B in place of `n` columns start in."""
+    row = int(n * t.strided_bytes)
+    return {name: float(sets // gcd(max(1, row // line), sets)) for name, line, sets in t.sets}
+
+
+def compute(v: Extents) -> Array:
+    """Cycles of one item: per step of k, the slowest of mac ports, load ports and latency."""
+    t, mr = v.t, v.mr_variants
+    # The time of a tile is proportional to its rows.
+    strips = np.ceil(mr / t.strip_rows) if "strips" in t.some else mr
+    macs = strips * (t.vectors / np.where(t.tiled, t.m, 1.0))
+    if "decodes" in t.some:
+        macs = np.where(t.decodes, mr * t.vectors * (1 + _group_ends(v)) + MODEL.decode * t.vectors + mr, macs)
+    if t.some & {"left", "right"}:
+        macs = macs + MODEL.convert * (mr * t.left + t.vectors * t.right) * t.rate
+    loads = (strips + t.vectors * t.deep) / MODEL.loads_per_cycle
+    # A chain advances one step per latency, however far it is unrolled.
+    step = np.maximum(np.maximum(macs / t.rate, loads), t.latency) + MODEL.conflicts * loads
+    cycles: Array = (v.counts * (step + t.steps)).sum(axis=0) * (v.visits * np.ceil(v.k / t.covers))
+    if "tiled" in t.some:
+        cycles = cycles * np.where(t.tiled & ~_b_fits(v, "L1"), MODEL.both_far, 1.0)
+    return cycles * _crowding(v) * np.where(_short(v), t.apart, 1.0)
+
+
+def _group_ends(v: Extents) -> Array:
+    """Cost of scaling a group's integer sums, per multiply-add of the group."""
+    t = v.t
+    waiting = 2 * v.mr_variants * np.floor(t.vectors / t.panels) > t.registers
+    return np.where(t.spans, (MODEL.group_end + MODEL.group_waits * waiting) * t.k_pack / np.maximum(t.group, 1.0), 0.0)
+
+
+def _short(v: Extents) -> Any:
+    """Whether B is read in place, in rows with a stride."""
+    return v.t.strided & (v.n > v.t.visit_n)
+
+
+def _crowding(v: Extents) -> Array | float:
+    """Slowdown by rows of an A in place that start in one set of L1, where B and C need ways too."""
+    level = v.t.target.level("L1")
+    if level is None or "rows_in_place" not in v.t.some:
+        return 1.0
+    aligned = (v.elements * v.t.a) % (level.bytes // level.ways) == 0
+    return np.where(aligned & (v.m != 1), v.t.crowded, 1.0)
+
+
+def tile_setup(v: Extents) -> Array:
+    """Cycles to start and finish register tiles: one access to C per vector and block of k."""
+    t = v.t
+    # A sum over lanes halves them repeatedly, with a shuffle and an addition each time.
+    each = np.where(v.passes > 1, t.carried_on, t.carried)
+    one = (v.counts * (MODEL.tile_cycles + t.latency + v.mr_variants * (t.vectors * each))).sum(axis=0)
+    cycles: Array = one * (v.visits * v.passes) + np.where(t.static, 0.0, MODEL.kernel_cycles)
+    if "finishes" in t.some:
+        cycles = cycles + t.finishes * (MODEL.finish * v.m * np.ceil(v.n / t.vector))
+    if "tiled" in t.some:
+        cycles = cycles + t.tiled * (MODEL.configure * v.blocks)
+    return cycles
+
+
+def packing_b(v: Extents) -> Any:
+    """Cycles to pack B: a panel once per block of rows, or all of it once for all threads."""
+    t = v.t
+    cycles = t.packs
+    if "pack_b" in t.some:
+        columns = (
+            v.visits * t.visit_n
+            if "panels" not in t.some
+            else np.ceil(v.n * t.panels / t.visit_n) * t.visit_n / t.panels
+        )
+        cycles = cycles + v.k * columns * np.where(t.once, 1.0, v.blocks) * t.copy_b
+    if "once" in t.some:
+        # The copy is written to, and read from, the level that it fits; half of that overlaps.
+        cycles = cycles + t.once * v.outward(v.k * v.n * t.b)
+    return cycles
+
+
+def _b_fits(v: Extents, name: str) -> Flags:
+    """Whether a panel of B and a slice of A fit a level."""
+    t, level = v.t, v.t.target.level(name)
+    fits: Flags = (t.visit_n * t.b + t.mr * t.a) * v.depth <= (level.bytes if level else WHOLE)
+    return fits
+
+
+def _b_stays(v: Extents, name: str) -> Flags:
+    """Whether a panel of B stays in a level while the slices of A pass.
+
+    Rows of a B in place have a stride; no more of them fit than the sets that
+    the stride reaches have ways. This holds in L1, whose sets follow virtual
+    addresses, and in L2, where matrices are in large pages
+    and the next panel is prefetched meanwhile.
+    """
+    t, level, fits = v.t, v.t.target.level(name), _b_fits(v, name)
+    if level is None or "strided" not in v.t.some:
+        return fits
+    sets = level.bytes // (level.line * level.ways)
+    lines = np.maximum(1.0, t.visit_n * t.b // level.line)
+    panels = np.where(t.ahead, 2.0, 1.0) if name != "L1" else 1.0
+    room = level.ways * np.minimum(v.reached[name], sets // lines)
+    stays: Flags = fits & (~t.strided | (np.minimum(t.kc, v.elements) * panels <= room))
+    return stays
+
+
+def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
+    """Bytes of each level's loads for one item; more of the levels that are slower where threads split rows of B."""
+    t, levels = v.t, v.t.target
+    names = [level.name for level in levels.levels]
+    capacity = {level.name: levels.counted(level.name) for level in levels.levels}
+    stays, short = _b_stays(v, "L1"), _short(v)
+    across = v.visits * t.visit_n * v.k
+    # Registers <- L1: every step of k reads MR of A and NR of B per tile.
+    reads = v.visits * v.m * v.k * t.a + v.slices * across * t.b
+    # L1 <- L2: a block of A passes once per visit, B once if it stays.
+    block = v.rows * v.depth * t.a
+    a_once = v.m * v.k
+    a_l2 = a_once * np.where(block <= capacity.get("L1", 0) // 2, 1.0, v.visits)
+    b_l2 = across * np.where(stays, v.blocks, v.slices * np.where(short, t.runs, 1.0))
+    c_once = v.m * v.n
+    c_again = c_once * (2 * v.passes - 2)
+    # Between passes over k, the block of C stays in the nearest level with room for it.
+    c_home = v.home(np.minimum(c_once, v.rows * np.minimum(t.nc, v.n)) * t.c)
+    near = names.index("L1") if "L1" in names else WHOLE
+    l2 = a_l2 * t.a + b_l2 * t.b + (c_once + c_again * (c_home != near)) * t.c
+    home = v.home(_bytes(v))
+    nearest = sum(name in ("L1", "L2") for name in names)
+    beyond = home >= nearest
+    # L2 <- further out: B once per block of rows, C once per pass, A again if its block does not fit.
+    a_fits = block <= capacity.get("L2", 0)
+    b_again = np.where(a_fits & _b_stays(v, "L2"), v.blocks, v.slices)
+    b_bytes, a_bytes = v.k * v.n * t.b_far, a_once * t.a_far
+    c_far = c_once * t.elements[2] + c_again * t.c * (c_home >= nearest)
+    outer = b_bytes * b_again + c_far + a_bytes * np.where(a_fits, 1.0, v.visits)
+    slow = np.where(short & (v.depth > MODEL.streams), t.runs, 1.0)
+    slow = slow * np.where(
+        short & ~t.prefetches & (v.depth * t.visit_n * t.b > MODEL.fills * LINE), MODEL.overfull, 1.0
+    )
+    far = b_bytes * np.where(b_bytes > capacity.get("L3", 0), b_again, 1.0)
+    c_last = c_once * t.elements[2] + c_again * t.c * (c_home == len(names))
+    in_memory = home == len(names)
+
+    if threads is not None and t.cut.any():
+        slow = slow * np.where(short & t.cut & (threads > 1), MODEL.cut_runs, 1.0)
+    from_memory, from_beyond = far * slow + c_last + a_bytes, beyond * (outer * slow)
+    if "L3" in names:
+        return {"L1": reads, "L2": l2, "L3": from_beyond, "memory": in_memory * from_memory}
+    return {"L1": reads, "L2": l2, "memory": np.where(in_memory, from_memory, from_beyond)}
+
+
+def _bytes(v: Extents) -> Any:
+    """Compulsory traffic, as in `Problem.bytes`, by value of M."""
+    a, b, c = v.t.elements
+    return v.batch * (v.m * v.elements * a + v.elements * v.n * b + v.m * v.n * c)
+
+
+def shared(v: Extents, workers: int) -> Shares:
+    """The partition of work among threads: a task is taken by the next thread that is free."""
+    t = v.t
+    if workers == 1:
+        one = np.ones(1)
+        return np.where(t.over_k | t.over_batch, 1.0, v.fewest), one, one, one
+    first, of = t.firsts, t.group_of
+    visits, blocks, fewest, passes = v.visits[first], v.blocks[:, first], v.fewest[first], v.passes[first]
+    over_k, over_batch = t.over_k[first], t.over_batch[first]
+
+    def cut(threads: Any) -> tuple[Array, Array]:
+        column_blocks = np.maximum(fewest, np.minimum(visits, np.ceil((threads - 1) * 4 / blocks)))
+        tasks = np.where(over_k, np.minimum(threads, passes), blocks * column_blocks)
+        return column_blocks, np.where(over_batch, np.minimum(v.batch, threads * 4), tasks)
+
+    column_blocks, tasks = cut(workers)
+    packed = np.where(over_k | over_batch, 1.0, column_blocks)[:, of]
+    threads = np.minimum(workers, tasks)
+    parts, mine = cut(threads)
+    share = np.ceil(mine / threads) / mine
+    played = ~(over_k | over_batch) & (threads > 1) & (mine <= MOST_SIMULATED)
+    for i, j in zip(*map(np.ndarray.tolist, played.nonzero()), strict=True):
+        share[i, j] = _busiest(int(visits[j]), int(parts[i, j]), int(blocks[i, j]), int(threads[i, j]))
+    return packed, tasks[:, of], threads[:, of], np.where(threads == 1, 1.0, share)[:, of]
+
+
+@cached("routes", 4096)
+def _busiest(visits: int, column_blocks: int, blocks: int, threads: int) -> float:
+    """Part of all calls of the micro-kernel that the busiest thread makes, each taking the next task when free."""
+    low, wider = divmod(visits, column_blocks)
+    load = [0] * threads  # a heap
+    for task in range(column_blocks * blocks):
+        heapreplace(load, load[0] + low + (task % column_blocks < wider))
+    return max(load) / (visits * blocks)

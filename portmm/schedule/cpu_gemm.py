@@ -1,6 +1,6 @@
 """Candidates of the gemm and dot programs of CPUs: register tiles, blockings and packings.
 
-Block sizes are those of `cpu_blocking`. Schedules have C by rows, and the widest atom: `cpu_candidates` sets others.
+Block sizes are those of `cpu_blocking`. Schedules have C by rows, and the widest atom: `candidates` sets others.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import (
-    IN_PLACE_ROWS,
-    RUN_BYTES,
     base_schedule,
     blocking,
     capacity,
@@ -38,30 +36,12 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-STREAM_DEPTHS = (8, 32)
-"""KC when B is streamed in place: few rows, so that each is read along its length."""
 REPACK_DEPTHS = (64, RUN)
 """KC when int4 or int8 values of B are repacked for a few rows: repacked rows stay in L1, or are a run."""
-INTERLEAVED_DEPTHS = (8, 32)
-"""KC, in units, when B is interleaved for a few rows: long runs of a few rows at a time."""
-DEINT4_ROWS = 4
-"""Rows of A that are multiplied by quantized values without repacking; for more, repacking first is faster."""
 INT4_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
 """Values of MR for units that are multiplied by a word of quantized values at once."""
-INT4_BLOCK = 256
-"""MC that keeps units of A in L2 while panels of quantized values are streamed."""
-THIN_ROWS = 16
-"""M up to which all of A stays in registers or L1 and B is streamed once."""
 DOT_TILES = ((4, 4), (2, 4), (1, 4), (1, 8), (4, 1), (1, 1))
 """MR x NR of the dot program."""
-FEW_ROWS = 64
-"""M up to which a B in place may be better streamed than packed."""
-FEW_BYTES = 2048
-"""Bytes of an item of a batch up to which the hardware prefetcher is fast enough."""
-SPLIT_DEPTH = 16
-"""K per M or N from which threads may share k: C is then small compared with the operands."""
-SPLIT_STEPS = 16
-"""Blocks of k from which threads may share a stream along k."""
 AHEAD = OperandPlan(stagings=(PREFETCHED,))
 OVER_K = Parallel("k")
 
@@ -102,10 +82,10 @@ def dots(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> 
 def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Schedules for large products: A and B packed, or either read in place."""
     depth = -(-p.k // atom.k_pack)
-    split = not p.deterministic and p.k > SPLIT_DEPTH * max(p.m, p.n)
+    split = not p.deterministic and p.k > MODEL.split_depth * max(p.m, p.n)
     for nr in widths(isa, atom, p):
         top = tallest(isa, atom, nr)
-        for mr in dict.fromkeys((top, top - 2, min(top, IN_PLACE_ROWS))):
+        for mr in dict.fromkeys((top, top - 2, min(top, MODEL.in_place_rows))):
             if mr < 1 or p.m <= mr:
                 continue
             tiles = whole_depth(
@@ -120,8 +100,8 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
                 if split and depth > 2 * s.kc and _adds_up(s, p, atom):
                     yield replace(s, parallel=OVER_K)
             yield from _textbook(base, p, isa, atom, target)
-            if _both_in_place(p, isa, atom, nr) and mr <= IN_PLACE_ROWS and p.m <= FEW_ROWS:
-                stream = tuple([t._replace(k=min(t.k, 2 * STREAM_DEPTHS[-1])) for t in base.tiles[1:]])
+            if _both_in_place(p, isa, atom, nr) and mr <= MODEL.in_place_rows and p.m <= MODEL.few_rows:
+                stream = tuple([t._replace(k=min(t.k, 2 * MODEL.stream_depths[-1])) for t in base.tiles[1:]])
                 yield replace(base, tiles=(base.tiles[0], *stream))
 
 
@@ -130,7 +110,7 @@ def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) 
     top = tallest(isa, atom, base.nr)
     for tiles in blockings(p, target, atom, base.mr, base.nr):
         for s in _packings(replace(base, tiles=tiles), p, isa, atom):
-            if s.mr == (top if s.a.packed else min(top, IN_PLACE_ROWS)) and fits(s, p, atom):
+            if s.mr == (top if s.a.packed else min(top, MODEL.in_place_rows)) and fits(s, p, atom):
                 yield s
 
 
@@ -140,7 +120,7 @@ def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom, pack_b: Staging = P
     s = replace(s, a=a.with_pack(PACKED), b=b if p.b == "packed" else b.with_pack(pack_b))
     yield s
     # A static kernel has the strides of A as constants, and so no rows to address.
-    few = p.a == "col" or (p.a == "row" and (s.mr <= IN_PLACE_ROWS or p.static))
+    few = p.a == "col" or (p.a == "row" and (s.mr <= MODEL.in_place_rows or p.static))
     if few and _a_in_place(p, isa, atom):
         yield replace(s, a=a)
         if _in_place(p, isa, atom, s.nr):
@@ -170,7 +150,7 @@ def _both_in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
 
 def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
     """Schedules for an M of a few rows: every row in registers, B is streamed once."""
-    if p.m > THIN_ROWS:
+    if p.m > MODEL.thin_rows:
         return
     if p.b == "codes" and not p.deterministic:
         yield from _decoded(p, isa, atom)
@@ -199,8 +179,8 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
     """
     nr = base.nr
     if atom.k_pack > 1 and p.b == "row":
-        near = max(1, RUN_BYTES // (nr * BY_NAME[p.types[1]].bytes)) * nr
-        for kc in INTERLEAVED_DEPTHS:
+        near = max(1, MODEL.run_bytes // (nr * BY_NAME[p.types[1]].bytes)) * nr
+        for kc in MODEL.interleaved_depths:
             tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
             yield replace(base, tiles=(*tiles[:2], tiles[2]._replace(n=near), tiles[3]))
     if not _in_place(p, isa, atom, nr):
@@ -209,19 +189,19 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
     yield in_place
     if not _a_in_place(p, isa, atom):
         return
-    for kc in STREAM_DEPTHS:
+    for kc in MODEL.stream_depths:
         tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
         prefetch = rows_ahead if p.m >= MODEL.rows_ahead_from else 0
         s = replace(in_place, tiles=tiles, a=base.a.with_pack(None), b=in_place.b.prefetched(prefetch))
         yield s
-        if not p.deterministic and p.k > SPLIT_STEPS * kc and _adds_up(s, p, atom):
+        if not p.deterministic and p.k > MODEL.split_steps * kc and _adds_up(s, p, atom):
             yield replace(s, parallel=OVER_K)
 
 
 def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """Schedules for an M of a few rows, times quantized values without repacking, a few rows at a time."""
     for nr in widths(isa, atom, p):
-        for mr in range(min(p.m, DEINT4_ROWS), 0, -1):  # illegal ones, of too many registers, are dropped later
+        for mr in range(min(p.m, MODEL.decoded_rows), 0, -1):  # illegal ones, of too many registers, are dropped later
             base = _int4_schedule(p, isa, mr, nr)
             yield base
             if p.a == "row" and _a_in_place(p, isa, atom):
@@ -237,8 +217,8 @@ def _int4_interleaved(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     for nr in widths(isa, atom, p):
         for mr in dict.fromkeys(min(p.m, x) for x in INT4_ROWS):
             yield _int4_schedule(p, isa, mr, nr)
-            if p.m > INT4_BLOCK:
-                yield _int4_schedule(p, isa, mr, nr, INT4_BLOCK // mr * mr)
+            if p.m > MODEL.int4_block:
+                yield _int4_schedule(p, isa, mr, nr, MODEL.int4_block // mr * mr)
 
 
 def _int4_schedule(p: Problem, isa: Isa, mr: int, nr: int, mc: int = ALL) -> Schedule:
@@ -249,10 +229,10 @@ def _int4_schedule(p: Problem, isa: Isa, mr: int, nr: int, mc: int = ALL) -> Sch
 def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Schedules for products that fit a private cache: no loop over blocks, one item after the other."""
     # A batch that does not stay in L2 is prefetched an item ahead.
-    ahead = p.bytes > capacity(target, "L2") and p.bytes > FEW_BYTES * p.batch
+    ahead = p.bytes > capacity(target, "L2") and p.bytes > MODEL.few_bytes * p.batch
     for nr in widths(isa, atom, p):
         top = tallest(isa, atom, nr)
-        for limit in dict.fromkeys((top, min(top, IN_PLACE_ROWS))):
+        for limit in dict.fromkeys((top, min(top, MODEL.in_place_rows))):
             slices = -(-p.m // limit)
             # The tallest of equal slices; a kernel for any M keeps the limit itself.
             mr = -(-p.m // slices) if p.static or slices == 1 else limit

@@ -13,9 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.cpu_blocking import IN_PLACE_ROWS, blocking, least_of, register_tile, tallest
+from portmm.schedule.cpu_blocking import blocking, least_of, register_tile, tallest
 from portmm.schedule.legality import illegal
 from portmm.schedule.parts import ALL, Tile
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -122,7 +123,7 @@ def _too_tall(s: Schedule, q: Problem, isa: Isa, atom: Atom) -> str:
 def _tallest(s: Schedule, isa: Isa, atom: Atom) -> int:
     """Largest MR that fits the registers with a panel; each row of an A in place takes an integer register, too."""
     most = tallest(isa, atom, s.nr)
-    return min(most, IN_PLACE_ROWS) if not s.a.packed and s.a.layout == "row" and not s.static else most
+    return min(most, MODEL.in_place_rows) if not s.a.packed and s.a.layout == "row" and not s.static else most
 
 
 @dataclass(frozen=True, slots=True)

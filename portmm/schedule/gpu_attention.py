@@ -56,12 +56,6 @@ FEWEST = ((4, 64, 4, 16), (4, 16, 4, 16))
 FEW = ((16, 64, 8, 16), (16, 32, 8, 16), (16, 16, 4, 16))
 """The same for few queries, up to 4 and up to 16. Each row of threads reads all of K from shared memory, which limits
 them where memory does not: 4 rows of 16 threads take half of the time of 8 rows, at any number of queries."""
-RUN = 256
-"""Minimum number of keys of a KV split."""
-BUSY = 512
-"""Threads per processor that KV splits aim for: four vectors in flight of each of them are some 32 KB."""
-MOST_RUNS = 128
-"""Maximum number of KV splits: a second kernel combines them."""
 
 
 class AttentionSizes(NamedTuple):
@@ -261,7 +255,7 @@ def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
     """
     has = capacities_of(target, dynamic=False)
     together = shape.queries * shape.group
-    runs = shape.queries <= FEW[0][0] and together <= TILES[0][0] and shape.keys >= 2 * RUN
+    runs = shape.queries <= FEW[0][0] and together <= TILES[0][0] and shape.keys >= 2 * MODEL.split_keys
     rows = together if runs else shape.queries
     legal = []
     for queries, keys, down, across in FEWEST if rows <= FEWEST[0][0] else FEW if rows <= FEW[0][0] else TILES:
@@ -301,8 +295,8 @@ def work(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int, 
 def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int]:
     """Number of KV splits, and the keys of each: a function of the sizes and the device alone."""
     blocks = shape.heads // shape.group
-    wanted = max(1, -(-(BUSY // s.threads) * device_of(target).processors // blocks))
-    return split_keys(s, shape, min(MOST_RUNS, wanted, -(-shape.keys // RUN)))
+    wanted = max(1, -(-(MODEL.split_threads // s.threads) * device_of(target).processors // blocks))
+    return split_keys(s, shape, min(MODEL.most_splits, wanted, -(-shape.keys // MODEL.split_keys)))
 
 
 def split_keys(s: Schedule, shape: AttentionSizes, wanted: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.schedule import gpu_attention, gpu_mma_attention
-from portmm.schedule.gpu_candidates import units
+from portmm.schedule.candidates import units
 from portmm.schedule.programs import PROGRAMS
 
 if TYPE_CHECKING:

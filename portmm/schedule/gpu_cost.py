@@ -9,11 +9,10 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.cpu_cost import Cost
 from portmm.schedule.gpu_variants import at_once, blocks, device_of
 from portmm.schedule.legality import occupancy
 from portmm.schedule.programs import PROGRAMS
-from portmm.schedule.roofline import roofline
+from portmm.schedule.roofline import Cost, roofline
 from portmm.spec.dtype import size
 from portmm.spec.epilogue import parse
 from portmm.spec.expr_ops import OPS
@@ -21,7 +20,6 @@ from portmm.target.device import PARTS
 from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
-    from portmm.schedule.program import Work
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -30,7 +28,7 @@ if TYPE_CHECKING:
 
 def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     """The predicted time of a schedule that is legal for a problem."""
-    work: Work = PROGRAMS[s.program].work(p, s, atom, target, occupancy(s, target))
+    work = PROGRAMS[s.program].work(p, s, atom, target, occupancy(s, target))
     hertz, plain = _hertz(target), target.rates.get("simt_f32", MODEL.default_rate)
     own = target.rates.get(atom.name, MODEL.default_matrix_rate if atom.unit else plain)
     rates = {
@@ -43,10 +41,8 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     counts = work.counts | {"memory": work.counts["memory"] + moved}
     if operations:
         counts["epilogue"] = operations / min(device_of(target).processors, blocks(s, p) * s.parallel.split)
-    overlapped = {name: count / rates[name] / hertz for name, count in counts.items()}
     added = {"waiting": work.waiting / hertz, "launch": MODEL.launch} | _slices(p, s, target)
-    seconds = float(roofline([*overlapped.values()], [*added.values()], MODEL.exposed))
-    return Cost(seconds, overlapped, added)
+    return roofline(counts, rates, added, MODEL.exposed, hertz=hertz)
 
 
 def epilogue(p: Problem) -> tuple[float, float]:

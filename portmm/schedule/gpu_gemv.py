@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.gpu_variants import device_of, on_gpu, partitioned, schedule_of
 from portmm.schedule.parts import ALL, LOAD, AtomUse, Tile
-from portmm.schedule.program import Program, Waves, Work, compulsory
+from portmm.schedule.program import Program, Waves, compulsory
+from portmm.schedule.roofline import Work
 from portmm.spec.dtype import BY_NAME, CODES_KR, size
 from portmm.target.model import DEVICE as MODEL
 
@@ -30,13 +31,6 @@ ROWS = 8
 """Maximum M: with more rows, multiply-adds take longer than B."""
 BANKS = 32
 SPLITS = (2, 4, 8, 16, 32, 64)
-SUMS = 31
-"""Sums of a thread that leave room for enough threads."""
-UNROLLED = 256
-"""Maximum number of unrolled multiply-adds, of all elements that a thread loads at once: compilers are slow with more.
-"""
-IN_FLIGHT = 128
-"""Maximum number of bytes in flight of a thread: 200 such threads have enough in flight for a processor."""
 
 
 def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
@@ -54,7 +48,7 @@ def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vector
     for nr, shared, across in shapes:
         loads = -(-p.k // (shared * width * atom.k_pack))
         elements = nr * (vector if k_contiguous else 1)
-        most = min(loads, UNROLLED // (p.m * nr * width), int(IN_FLIGHT // (size(p.types[1]) * elements)))
+        most = min(loads, MODEL.unrolled // (p.m * nr * width), int(MODEL.in_flight // (size(p.types[1]) * elements)))
         for unroll in _unrolls(most):
             one = _schedule(p, isa, atom, (nr, unroll, shared, across), (width, vector, vectors[0]), target)
             yield from _split(one, p, target)
@@ -76,7 +70,7 @@ def _along_k(warp: int) -> Iterator[tuple[int, int, int]]:
 
 def _along_n(warp: int, vector: int, m: int) -> Iterator[tuple[int, int, int]]:
     """The same where n is contiguous in B: a thread's columns are those of a vector, or, of many sums, half."""
-    for nr in (vector, vector // 2) if vector * m > SUMS else (vector,):
+    for nr in (vector, vector // 2) if vector * m > MODEL.gemv_sums else (vector,):
         for across in (warp // 16, warp // 8, warp // 4, warp // 2, warp):
             for threads in (4 * warp, 8 * warp, 16 * warp, 32 * warp):
                 if across:

@@ -19,7 +19,8 @@ from portmm.schedule.gpu_variants import (
     staged,
 )
 from portmm.schedule.parts import THROUGH, AtomUse
-from portmm.schedule.program import Program, Waves, Work, compulsory
+from portmm.schedule.program import Program, Waves, compulsory
+from portmm.schedule.roofline import Work
 from portmm.spec.dtype import BY_NAME, FP8
 from portmm.target.device import PARTS
 from portmm.target.model import DEVICE as MODEL

@@ -54,11 +54,6 @@ FEW = 16
 """Queries of a head up to which those of all heads that share keys form one tile, and keys are split (KV splits)."""
 MOST_TOGETHER = 64
 """Maximum number of rows of such a tile."""
-RUN = 256
-"""Minimum number of keys of a KV split."""
-BUSY = 4
-"""Blocks per processor that KV splits aim for."""
-MOST_RUNS = 128
 
 
 class MatrixTiling(AttentionTiles):
@@ -165,7 +160,7 @@ def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
         return []
     device, copies, has = device_of(target), asynchronous(target), capacities_of(target, dynamic=True)
     together = shape.queries * shape.group
-    runs = shape.queries <= FEW and shape.keys >= 2 * RUN
+    runs = shape.queries <= FEW and shape.keys >= 2 * MODEL.split_keys
     rows = together if runs else shape.queries
     q, k, v, o = (min(x, VECTOR_BYTES // SIZE) for x in shape.vectors)
     legal = []
@@ -212,7 +207,7 @@ def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
     softmax = scores * (MODEL.score_operations / plain + 1 / MODEL.powers) + t.queries * t.dv / plain
     rows = shape.queries * (shape.group if t.runs else 1)
     blocks = shape.heads // (shape.group if t.runs else 1) * -(-rows // t.queries)
-    blocks *= min(MOST_RUNS, -(-shape.keys // RUN)) if t.runs else 1
+    blocks *= min(MODEL.most_splits, -(-shape.keys // MODEL.split_keys)) if t.runs else 1
     together = min(occupancy(t, device), -(-blocks // device.processors))
     waits = 1 + MODEL.warps_hiding / (together * t.warps)
     if t.runs:
@@ -226,8 +221,8 @@ def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int
     """Number of KV splits, and the keys of each: a function of the sizes and the device alone."""
     device = device_of(target)
     blocks = shape.heads // shape.group * -(-shape.queries * shape.group // s.block.m)
-    busy = min(BUSY, occupancy(MatrixTiling(s), device)) * device.processors
-    return split_keys(s, shape, min(MOST_RUNS, max(1, busy // blocks), -(-shape.keys // RUN)))
+    busy = min(MODEL.split_blocks, occupancy(MatrixTiling(s), device)) * device.processors
+    return split_keys(s, shape, min(MODEL.most_splits, max(1, busy // blocks), -(-shape.keys // MODEL.split_keys)))
 
 
 PROGRAM = Program("gpu.mma_attention", candidates, footprint, time, device=True, dynamic_shared=True)

@@ -24,7 +24,8 @@ from portmm.schedule.gpu_variants import (
     staged,
 )
 from portmm.schedule.parts import LOAD, THROUGH, AtomUse, Parallel
-from portmm.schedule.program import Program, Waves, Work, compulsory
+from portmm.schedule.program import Program, Waves, compulsory
+from portmm.schedule.roofline import Work
 from portmm.spec.dtype import BY_NAME, CODES_KR, size
 from portmm.target.model import DEVICE as MODEL
 from portmm.target.summation import sets

@@ -23,6 +23,7 @@ from portmm.schedule.parts import (
     Tile,
 )
 from portmm.schedule.schedule import Schedule
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -42,10 +43,6 @@ GROUP = 8
 """Rows of tiles that are scheduled together, so that B stays in L2 between them."""
 TICKET = 16
 """Bytes of shared memory that tell the threads of a block whether it is the last of its tile."""
-AHEAD = 64
-"""Registers for the sums of slices in flight."""
-BUSY = 2
-"""Blocks per processor from which k need not be split."""
 
 
 def device_of(target: Target) -> Device:
@@ -104,7 +101,7 @@ def schedule_of(  # noqa: PLR0917 - parts of one record
 
 def at_once(s: Schedule) -> int:
     """Number of slices whose sums the last block of a tile reads at once."""
-    return max(1, min(s.parallel.split, AHEAD // (s.mr * s.nr)))
+    return max(1, min(s.parallel.split, int(MODEL.slices_ahead) // (s.mr * s.nr)))
 
 
 def with_stages(s: Schedule, stages: int, method: str) -> Schedule:
@@ -126,7 +123,7 @@ def staged(
     s: Schedule, p: Problem, target: Target, stages: tuple[int, ...], splits: tuple[int, ...], *, copies: bool
 ) -> Iterator[Schedule]:
     """Variants of a schedule by stages, and by slices of k where there are few blocks."""
-    most, tiles = BUSY * device_of(target).processors, blocks(s, p)
+    most, tiles = MODEL.busy_blocks * device_of(target).processors, blocks(s, p)
     for number in stages:
         filled = with_stages(s, number, ASYNC if copies else THROUGH)
         yield from (partitioned(filled, split=x) for x in splits if x == 1 or tiles * x <= most)

@@ -23,7 +23,8 @@ from portmm.schedule.gpu_variants import (
     staged,
 )
 from portmm.schedule.parts import ASYNC, AtomUse
-from portmm.schedule.program import Program, Waves, Work
+from portmm.schedule.program import Program, Waves
+from portmm.schedule.roofline import Work
 from portmm.spec.dtype import BY_NAME, CODES_KR, size, spell
 from portmm.target.device import PARTS
 from portmm.target.model import DEVICE as MODEL
@@ -61,12 +62,6 @@ LARGE = 32 * 64
 ROUND = 4 * CODES_KR
 """Elements of k in the words of four lanes: all of one group."""
 SPLITS = (1, 2, 4, 8)
-BIT_OPERATIONS, FLOAT_OPERATIONS = 16, 12
-"""Instructions that dequantize a word to eight rounded floats: on bits, and on floats."""
-PER_WORD = 10
-"""Instructions that dequantize a word to eight floats: see `kernels.gpu.w4a16`."""
-PER_ATOM = 8
-"""Instructions that scale the sums of an atom."""
 
 
 def serves(p: Problem, atom: Atom) -> bool:
@@ -166,10 +161,10 @@ def instructions(s: Schedule) -> tuple[float, float]:
     if s.program == "dequant":
         words, warps = s.block.n / CODES_KR / s.warp_lanes, s.threads // s.warp_lanes
         multiplied = warps * ((warp.m // 16) * (warp.n // 8) + (warp.m + warp.n) / 32) / 16
-        return BIT_OPERATIONS * words, (FLOAT_OPERATIONS + 1.5) * words + multiplied
+        return MODEL.bit_operations * words, (MODEL.float_operations + 1.5) * words + multiplied
     rows, columns = warp.m // 8, warp.n // 16
-    words = 2 * columns * PER_WORD / ROUND
-    scaled = (PER_ATOM * rows * columns + 4 * rows + 4 * columns) / span(s)
+    words = 2 * columns * MODEL.word_operations / ROUND
+    scaled = (MODEL.atom_operations * rows * columns + 4 * rows + 4 * columns) / span(s)
     loads = (rows + 2 * columns) / ROUND
     multiplied = rows * (2 * columns + 1) / ROUND
     warps = s.threads // s.warp_lanes // warps_along_k(s)

@@ -20,7 +20,8 @@ from portmm.schedule.gpu_variants import (
     with_stages,
 )
 from portmm.schedule.parts import TMA, AtomUse, Parallel
-from portmm.schedule.program import Program, Waves, Work, compulsory
+from portmm.schedule.program import Program, Waves, compulsory
+from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME
 from portmm.target.device import RESERVED
@@ -56,10 +57,6 @@ FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Rows of A that replace the atom's columns."""
 MOST_COLUMNS = 256
 SPLITS = (1, 2, 4, 8, 16)
-ENTRY = 168
-"""Maximum number of registers of a thread at the start of a block of three warpgroups."""
-DOWN, UP = 40, 232
-"""Registers of a thread of the producer warpgroup after it releases some, and of two consumers that take these."""
 
 
 # -- the shape of a schedule ---------------------------------------------------
@@ -115,13 +112,14 @@ def sum_registers(s: Schedule) -> int:
 
 def budgets(s: Schedule) -> tuple[int, int]:
     """Registers of a thread of the producer and of the consumer warpgroups; zeros where they stay as allocated."""
-    return (DOWN, UP) if s.parallel.warpgroups > 1 and sum_registers(s) + MODEL.wgmma_addresses > ENTRY else (0, 0)
+    exchanged = s.parallel.warpgroups > 1 and sum_registers(s) + MODEL.wgmma_addresses > MODEL.entry_registers
+    return (MODEL.producer_registers, MODEL.consumer_registers) if exchanged else (0, 0)
 
 
 def registers(s: Schedule) -> int:
     """Registers of a thread at the start of a block."""
     own = int(sum_registers(s) + MODEL.wgmma_addresses)
-    return min(own, ENTRY) if s.parallel.warpgroups > 1 else own
+    return min(own, MODEL.entry_registers) if s.parallel.warpgroups > 1 else own
 
 
 def stage_bytes(s: Schedule) -> int:
@@ -180,7 +178,7 @@ def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vector
         parallel = Parallel(warpgroups=groups, pingpong=pingpong, persistent=0 if p.grouped else 1, grouped=p.grouped)
         moved = (ALIGNED // sizes[0], ALIGNED // sizes[1], stored or 1)
         one = schedule_of("wgmma", p, isa, tiles, TMA, moved, AtomUse(swap=swap), parallel)
-        if sum_registers(one) + MODEL.wgmma_addresses > UP:
+        if sum_registers(one) + MODEL.wgmma_addresses > MODEL.consumer_registers:
             continue
         if not panel(one) or not stored:
             one = replace(one, c=one.c.moved(min(2, vectors[2])))

@@ -11,6 +11,7 @@ from portmm.schedule.gpu_variants import TICKET, device_of
 from portmm.schedule.program import capacities_of, exceeded, footprint_of
 from portmm.schedule.programs import PROGRAMS
 from portmm.target.device import PARTS, RESERVED
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from portmm.schedule.program import Footprint
@@ -24,8 +25,6 @@ NOUNS = {
     "registers": "registers", "shared": "bytes of shared memory", "threads": "threads in a block",
     "processor": "registers in a processor",
 }  # fmt: skip
-MOST_OCCUPANCY = 8
-"""Blocks on a processor that are counted: more hide nothing that these do not."""
 
 
 def footprint(s: Schedule, p: Problem, atom: Atom) -> Footprint:
@@ -82,7 +81,7 @@ def shared_bytes(s: Schedule) -> int:
 
 def occupancy(s: Schedule, target: Target) -> int:
     """Number of blocks that run on a processor at once."""
-    device, most = device_of(target), [MOST_OCCUPANCY]
+    device, most = device_of(target), [int(MODEL.most_occupancy)]
     registers, shared = _of_block(s)
     if device.registers:
         each = -(-registers // 8) * 8  # registers are allocated in groups of 8

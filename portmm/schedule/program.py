@@ -1,6 +1,6 @@
 """Block programs as records: all that selection knows of one.
 
-Owns `Program`, the work of a kernel on a device, and what its waves of blocks are. A program's page is a module that
+Owns `Program`, and what the waves of blocks of a kernel on a device are. A program's page is a module that
 enumerates its candidates and counts what these need and do.
 """
 
@@ -54,22 +54,6 @@ class Waves(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Work:
-    """Work of the busiest processor for a kernel, in counts: a roofline divides them by rates.
-
-    Attributes:
-        counts: by the name of a term: multiply-adds, bytes, words, vectors, instructions, or cycles of latency; of
-            memory, bytes that all processors load and store.
-        waiting: cycles that nothing overlaps.
-        filled: share of the rate of its units that a processor's warps reach.
-    """
-
-    counts: dict[str, float]
-    waiting: float
-    filled: float = 1.0
-
-
-@dataclass(frozen=True, slots=True)
 class Program:
     """A block program.
 
@@ -78,8 +62,8 @@ class Program:
         candidates: schedules for a problem, an ISA and its atom on a target, legal or not; those of attention, and of
             `rows`, for sizes.
         footprint: what a schedule needs of each level.
-        work: what a schedule does: of a device, `Work`, with the number of blocks that fit a processor; of a CPU,
-            columns of all candidates at once; of attention, what candidates are ordered by.
+        work: what a schedule does, as `Work`: of a device, for the number of blocks that fit a processor; of a CPU,
+            of all candidates at once; of attention, what candidates are ordered by.
         device: it is for devices.
         dynamic_shared: it may have more shared memory than a kernel has statically.
         grouped: it supports grouped matmuls, whose blocks find the group of their rows.

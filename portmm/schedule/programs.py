@@ -5,7 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 
 from portmm.schedule import cpu_gemm, cpu_tile_candidates, gpu_gemv, gpu_mma, gpu_simt, gpu_w4a16, gpu_wgmma
-from portmm.schedule.cpu_cost import Work
+from portmm.schedule.cpu_cost import work
 from portmm.schedule.cpu_footprint import footprint
 from portmm.schedule.program import Program
 
@@ -29,9 +29,9 @@ class Registry(dict[str, Program]):
 
 PROGRAMS = Registry(
     {
-        "gemm": Program("cpu.gemm", cpu_gemm.candidates, footprint, Work.of),
-        "dot": Program("cpu.dot", cpu_gemm.dots, footprint, Work.of),
-        "tiles": Program("cpu.tile_gemm", cpu_tile_candidates.candidates, footprint, Work.of),
+        "gemm": Program("cpu.gemm", cpu_gemm.candidates, footprint, work),
+        "dot": Program("cpu.dot", cpu_gemm.dots, footprint, work),
+        "tiles": Program("cpu.tile_gemm", cpu_tile_candidates.candidates, footprint, work),
         "simt": gpu_simt.SIMT,
         "direct": gpu_simt.NAIVE,
         "stream": gpu_gemv.PROGRAM,

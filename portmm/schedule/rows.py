@@ -10,9 +10,11 @@ from typing import TYPE_CHECKING
 from portmm.ir.block_program import of_rows
 from portmm.schedule.gpu_variants import device_of, on_gpu
 from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, SHUFFLE, OperandPlan, Parallel, Staging, Tile
-from portmm.schedule.program import Program, Work, capacities_of, exceeded, footprint_of
+from portmm.schedule.program import Program, capacities_of, exceeded, footprint_of
+from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import Schedule
 from portmm.target.device import CUDA_WARP
+from portmm.target.model import CPU, DEVICE
 
 if TYPE_CHECKING:
     from portmm.ir.block_program import BlockProgram
@@ -23,40 +25,22 @@ if TYPE_CHECKING:
 
 Size = tuple[int, int, int]
 """Rows, columns, items of a batch."""
-CHAINS = 4
-"""Independent accumulators of a sum: an addition takes four cycles."""
-RUN = 64
-"""Vectors of a chain after which sums restart (`summation`), and sums of runs after which theirs do: a row of a
-million elements has 16 thousand runs of one lane. Errors are NumPy's, whose sums are pairwise."""
-GROUP = 128
-"""Columns of a group: eight cache lines of f32, a run that prefetchers follow."""
-BYTES_PER_SECOND = 8e9
-"""Least bandwidth of a core: rows that one core processes in less than FORK seconds use one thread."""
-FORK = 20e-6
-USUAL = 256
-"""Threads of a block: enough to hide latencies, few enough for several blocks on a multiprocessor."""
-LEAST = 128
 LANES = 16
 """Threads of a row under OpenCL on a CPU: a vector of 512 bits."""
-MOST_REGISTERS = 32
-"""Registers of a thread for values of its columns; loops over them are unrolled."""
-LEAST_ROWS = 32
-"""The least number of rows that is worth a slice of a column."""
-WAVES = 4
-"""Blocks per multiprocessor up to which columns are cut into slices."""
 MOST_SLICES = 65535
 """CUDA C++ Programming Guide: blocks along the second axis of a grid."""
 
 
 def core_schedule(program: BlockProgram, isa: Isa, real: Atom) -> Schedule:
     """The schedule of cores: chains of vectors along a row, in runs; or vectors of columns, in groups."""
-    down, far = program.loop == "m", Tile("L3", ALL, ALL, ALL)
-    if down:
-        tiles = (Tile(REGISTERS, 1, real.n, 1), Tile("L1", ALL, real.n, ALL), Tile("L2", ALL, GROUP, ALL), far)
+    if program.loop == "m":
+        near = (Tile(REGISTERS, 1, real.n, 1), Tile("L1", ALL, real.n, ALL), Tile("L2", ALL, CPU.column_group, ALL))
     else:
-        width = CHAINS * real.n
-        tiles = (Tile(REGISTERS, 1, width, 1), Tile("L1", 1, RUN * width, ALL), Tile("L2", 1, ALL, ALL), far)
-    return Schedule("columns" if down else "rows", isa.name, "f32", tiles, parallel=Parallel("batch"))
+        width = CPU.chains * real.n
+        run = Tile("L1", 1, CPU.run_vectors * width, ALL)
+        near = (Tile(REGISTERS, 1, width, 1), run, Tile("L2", 1, ALL, ALL))
+    tiles, name = (*near, Tile("L3", ALL, ALL, ALL)), "columns" if program.loop == "m" else "rows"
+    return Schedule(name, isa.name, "f32", tiles, parallel=Parallel("batch"))
 
 
 def rows_schedule(  # noqa: PLR0917 - parts of one record
@@ -135,7 +119,7 @@ def candidates(
     if not on_gpu(target):
         # OpenCL compilers for CPUs vectorize over neighbouring columns.
         return (rows_schedule(LANES, LANES) if reduces else rows_schedule(4 * LANES, min(4 * LANES, _power(n)), 4),)
-    threads = min(USUAL, device.block_threads)
+    threads = min(DEVICE.row_threads, device.block_threads)
     if not reduces:
         return (rows_schedule(threads, min(threads, _power(-(-n // neighbours))), max(neighbours, 4), neighbours),)
     return (_reducing(program, n, neighbours, target, exchange=exchange),)
@@ -144,8 +128,8 @@ def candidates(
 def slices(size: Size, threads: int, target: Target) -> int:
     """Slices of each column for blocks of `threads`."""
     m, n, batch = size
-    blocks = -(-n // threads) * batch
-    return min(m // LEAST_ROWS, -(-WAVES * device_of(target).processors // blocks), MOST_SLICES)
+    blocks, wanted = -(-n // threads) * batch, int(DEVICE.column_waves) * device_of(target).processors
+    return min(m // int(DEVICE.least_rows), -(-wanted // blocks), MOST_SLICES)
 
 
 def _reducing(program: BlockProgram, n: int, neighbours: int, target: Target, *, exchange: bool) -> Schedule:
@@ -153,11 +137,11 @@ def _reducing(program: BlockProgram, n: int, neighbours: int, target: Target, *,
     device, has = device_of(target), capacities_of(target, dynamic=True)
     most, vectors = 1 << min(device.block_threads, 1024).bit_length() - 1, -(-n // neighbours)
     kept = len(of_rows(program.fused, REGISTERS).tiles)
-    room = max(1, MOST_REGISTERS // max(1, kept) // neighbours)
-    subgroup = min(_power(-(-vectors // max(1, 4 // neighbours))), USUAL, most)
+    room = max(1, DEVICE.row_registers // max(1, kept) // neighbours)
+    subgroup = min(_power(-(-vectors // max(1, 4 // neighbours))), DEVICE.row_threads, most)
     while subgroup < most and _power(-(-vectors // subgroup)) > room:
         subgroup *= 2
-    threads = max(subgroup, min(LEAST, most))
+    threads = max(subgroup, min(DEVICE.least_row_threads, most))
     while True:
         columns = _power(-(-vectors // subgroup))
         s = rows_schedule(
@@ -188,7 +172,7 @@ def work(program: BlockProgram, size: Size) -> Work:
 
 def workers(program: BlockProgram, size: Size, threads: int) -> int:
     """Threads of the host for rows, columns and items: one where there is little work."""
-    return threads if work(program, size).counts["memory"] > FORK * BYTES_PER_SECOND else 1
+    return threads if work(program, size).counts["memory"] > CPU.fork_rows * CPU.least_bandwidth else 1
 
 
 PROGRAM = Program("blocks", candidates, footprint, work)

@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from portmm.dispatch.cpu_selection import schedule_cost
-from portmm.schedule.cpu_candidates import candidates
+from portmm.dispatch.schedule_choice import schedule_cost
+from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_neighbourhood import Neighbourhood, neighbourhood_of
 from portmm.schedule.cpu_textbook import preferred
 from portmm.schedule.schedule import Schedule

@@ -32,7 +32,7 @@ from portmm.ir.index import (
 )
 from portmm.ir.interpreter import evaluate
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Move, Param, Switch, Verb
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.dtype import F32
 from portmm.spec.problem import Problem
 

@@ -25,7 +25,7 @@ from support import pose, require, selection, small
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_pack
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.target.target import described, load_isa
 

@@ -11,10 +11,10 @@ import pytest
 from grid_cases import MACHINE, compiled, kernels_of
 
 import portmm as pm
-from portmm.dispatch.grid_routes import choose
+from portmm.dispatch.schedule_choice import choose
 from portmm.errors import PackError
 from portmm.ops import int4_words
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.text import varied
 from portmm.spec.problem import Family, Problem
 from portmm.target.target import load_target
@@ -129,4 +129,4 @@ def test_what_cannot_be():
 def test_decode_on_a_gpu_streams_and_prefill_tiles():
     h200 = load_target("h200")
     for m, program in ((1, "stream"), (512, "dequant")):
-        assert choose(posed("bf16-u4-bf16", m, 4096, 4096, 128), h200, (8, 32, 8)).schedule.program == program
+        assert choose(posed("bf16-u4-bf16", m, 4096, 4096, 128), h200, vectors=(8, 32, 8)).schedule.program == program

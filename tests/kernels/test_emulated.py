@@ -22,7 +22,7 @@ from rows_lowered import lower_rows
 from support import case, interpret, require, selection, small
 
 from portmm.codegen.lower import lower
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.target.target import load_isa
 
 pytestmark = pytest.mark.emulated

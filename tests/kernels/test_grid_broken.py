@@ -20,7 +20,7 @@ from portmm.dispatch.machine import source
 from portmm.ir.index import Index
 from portmm.ir.nodes import For, If
 from portmm.ir.thread_nodes import Barrier, CopyCommit, CopyWait, Vector
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.text import flat, varied
 
 pytestmark = pytest.mark.rest("of the shim itself")

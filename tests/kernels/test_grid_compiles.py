@@ -9,8 +9,8 @@ import pytest
 
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.grid_routes import choose
 from portmm.dispatch.machine import source
+from portmm.dispatch.schedule_choice import choose
 from portmm.errors import NoCompilerError
 from portmm.schedule.gpu_variants import asynchronous
 from portmm.schedule.legality import device_registers, shared_bytes
@@ -63,7 +63,7 @@ def most_registers(s, target):
 def test_what_is_chosen_compiles(chip, at):
     nvrtc()
     target, (p, vectors) = load_target(chip), PROBLEMS[at]
-    s = choose(p, target, vectors).schedule
+    s = choose(p, target, vectors=vectors).schedule
     assert s.a.asynchronous <= asynchronous(target)
     assert s.parallel.occupancy > 0
     for kernel in lower_grid(s, target.isa(s.isa)):

@@ -10,7 +10,7 @@ from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import grid_atom, lower_grid
 from portmm.dispatch.machine import source
 from portmm.errors import NoCompilerError, ScheduleError
-from portmm.schedule.gpu_candidates import candidates, units
+from portmm.schedule.candidates import candidates, units
 from portmm.schedule.gpu_cost import cost
 from portmm.schedule.gpu_variants import asynchronous
 from portmm.spec.problem import Problem

@@ -9,7 +9,7 @@ import pytest
 from fused_cases import epilogues
 from grid_cases import MACHINE, check_run, fused_case, kernels_of, rounded
 
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.text import varied
 from portmm.spec.problem import Problem
 

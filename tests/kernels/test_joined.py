@@ -12,10 +12,10 @@ from fused_cases import epilogues
 from grid_cases import MACHINE, check_run, fused_case, kernels_of, run
 
 import portmm as pm
-from portmm.dispatch.grid_routes import choose
+from portmm.dispatch.schedule_choice import choose
 from portmm.errors import DeviceError
 from portmm.runtime import cuda
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.text import parse, spell, varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
@@ -78,7 +78,7 @@ def test_they_end_in_expressions(case):
 
 
 def test_one_launch_costs_less():
-    choice = choose(Problem(16, 4096, 4096, "bf16", b="col"), A100, (8, 8, 8))
+    choice = choose(Problem(16, 4096, 4096, "bf16", b="col"), A100, vectors=(8, 8, 8))
     s = choice.schedule
     assert s.parallel.fixup
     assert parse(spell(s)) == s

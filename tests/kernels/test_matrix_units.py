@@ -17,7 +17,7 @@ from grid_cases import check_run, kernels_of, rounded
 
 from portmm.codegen.lower import grid_atom, lower_grid
 from portmm.dispatch.machine import source
-from portmm.schedule.gpu_candidates import candidates, units
+from portmm.schedule.candidates import candidates, units
 from portmm.schedule.gpu_cost import cost
 from portmm.schedule.gpu_mma_attention import unit
 from portmm.schedule.gpu_w4a16 import serves

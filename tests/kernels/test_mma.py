@@ -10,7 +10,7 @@ from fused_cases import epilogues
 from grid_cases import check_run, fused_case, kernels_of, rounded
 from places import MACHINES
 
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.text import parse, spell, varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target

@@ -16,10 +16,10 @@ from test_grid_compiles import most_registers, nvrtc
 import portmm as pm
 from portmm.build.nvrtc import compile_cuda
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.grid_routes import choose
 from portmm.dispatch.machine import source
+from portmm.dispatch.schedule_choice import choose
 from portmm.ops import int4_words
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_w4a16 import PROGRAMS
 from portmm.schedule.legality import shared_bytes
 from portmm.schedule.text import varied
@@ -147,7 +147,7 @@ PROBLEMS = (
 def test_what_is_chosen_compiles(what):
     nvrtc()
     target, p = load_target(what[0]), what[1]
-    s = choose(p, target, (8, 32, 8)).schedule
+    s = choose(p, target, vectors=(8, 32, 8)).schedule
     assert s.program in PROGRAMS
     kernel = lower_grid(s, target.isa(s.isa))[0]
     assert kernel.shared_bytes == shared_bytes(s)
@@ -165,7 +165,7 @@ def test_codes_are_predicted_to_be_faster(chip, most, shape):
     for m, least in [
         x for x in ((1, 1.8), (4, 1.5), (16, 1.3), (32, 1.1), (64, 1.2), (128, 0.97), (512, 0.97)) if x[0] <= most
     ]:
-        coded_ = choose(posed("bf16-u4-bf16", m, *shape, 128), target, (8, 32, 8)).cost
-        floats = choose(Problem(m, *shape, "bf16", b="col"), target, (8, 8, 8)).cost
+        coded_ = choose(posed("bf16-u4-bf16", m, *shape, 128), target, vectors=(8, 32, 8)).cost
+        floats = choose(Problem(m, *shape, "bf16", b="col"), target, vectors=(8, 8, 8)).cost
         assert floats.seconds > least * coded_.seconds, (m, floats.seconds / coded_.seconds)
         assert "dequantising" in coded_.overlapped or m == 1

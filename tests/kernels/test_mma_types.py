@@ -13,9 +13,9 @@ from test_mma import BY_K, BY_ROW, FEW, MATRIX, ROWS, TURNED, check, posed, sche
 
 from portmm.build.nvrtc import compile_cuda
 from portmm.codegen.lower import lower_lines
-from portmm.dispatch.grid_routes import choose
 from portmm.dispatch.machine import source
-from portmm.schedule.gpu_candidates import candidates
+from portmm.dispatch.schedule_choice import choose
+from portmm.schedule.candidates import candidates
 from portmm.schedule.text import varied
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
@@ -103,7 +103,7 @@ ASSEMBLED = [(x, i) for j, x in enumerate(CHIPS) for i in range(len(LARGE)) if (
 def test_what_is_chosen_compiles(chip, at):
     nvrtc()
     target, (p, vectors) = load_target(chip), LARGE[at]
-    s = choose(p, target, vectors).schedule
+    s = choose(p, target, vectors=vectors).schedule
     assert s.program in ("mma", "wgmma")
     kernel = kernels_of(s, target)[0]
     made = compile_cuda(source(kernel, "cuda"), kernel.name, target.device.architecture)

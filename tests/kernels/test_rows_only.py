@@ -21,7 +21,7 @@ from support import case, check_built, pose, small
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.target.target import load_isa
 
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="no cross compiler for x86_64")

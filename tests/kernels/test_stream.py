@@ -12,11 +12,11 @@ from grid_cases import MACHINE, check_run, fused_case, kernels_of, rounded
 import portmm as pm
 from portmm.build import nvrtc
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.grid_routes import choose
 from portmm.dispatch.machine import source
+from portmm.dispatch.schedule_choice import choose
 from portmm.errors import NoCompilerError
 from portmm.schedule import gpu_gemv
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.legality import occupancy
 from portmm.schedule.text import varied
 from portmm.spec.problem import Problem
@@ -105,7 +105,7 @@ DECODE = (
 @pytest.mark.parametrize("b", ["row", "col"])
 @pytest.mark.parametrize(("dtype", "vectors"), DECODE)
 def test_a_row_is_bound_by_memory(dtype, vectors, b):
-    choice = choose(Problem(1, 4096, 4096, dtype, b=b), H200, vectors)
+    choice = choose(Problem(1, 4096, 4096, dtype, b=b), H200, vectors=vectors)
     s, device = choice.schedule, H200.device
     assert s.program == "stream"
     assert s.parallel.split == 1, "a second kernel takes longer than it saves"
@@ -126,7 +126,7 @@ def test_what_is_chosen_spills_nothing_in_its_loop(m, dtype, vectors, b):
         nvrtc.find_nvrtc()
     except NoCompilerError as error:
         opencl_cpu.missing(str(error))
-    s = choose(Problem(m, 4096, 4096, dtype, b=b), H200, vectors).schedule
+    s = choose(Problem(m, 4096, 4096, dtype, b=b), H200, vectors=vectors).schedule
     kernel = lower_grid(s, H200.isa(s.isa))[0]
     made = nvrtc.compile_cuda(source(kernel, "cuda"), kernel.name, "90a")
     assert made.registers <= 1.2 * gpu_gemv.registers(s)
@@ -135,7 +135,7 @@ def test_what_is_chosen_spills_nothing_in_its_loop(m, dtype, vectors, b):
 
 
 def test_few_columns_split_k():
-    s = choose(Problem(1, 64, 65536, "bf16"), H200, (8, 8, 8)).schedule
+    s = choose(Problem(1, 64, 65536, "bf16"), H200, vectors=(8, 8, 8)).schedule
     assert (s.program, s.parallel.split > 1) == ("stream", True)
 
 

@@ -22,12 +22,12 @@ import portmm as pm
 from portmm.arrays import operand
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch import grid_routes
-from portmm.dispatch.grid_routes import choose
+from portmm.dispatch import schedule_choice
 from portmm.dispatch.machine import source
+from portmm.dispatch.schedule_choice import choose
 from portmm.errors import DeviceError, NoCompilerError
 from portmm.runtime import tensor_map
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_wgmma import LINE, STRIP, budgets, panel, registers, staged
 from portmm.schedule.legality import illegal
 from portmm.schedule.legality import shared_bytes as shared_of
@@ -170,7 +170,7 @@ def test_calls_reach_them(m, k, dtype, monkeypatch):
     on = install(monkeypatch)
     rng = np.random.default_rng(m)
     a, b = rng.standard_normal((m, k)).astype(dtype), rng.standard_normal((192, k)).astype(dtype)
-    monkeypatch.setattr(grid_routes, "candidates", lambda *x: [s for s in candidates(*x) if s.program == "wgmma"])
+    monkeypatch.setattr(schedule_choice, "candidates", lambda *x: [s for s in candidates(*x) if s.program == "wgmma"])
     found = pm.matmul(on.array(a), on.array(b).T).get()
     wanted = a.astype(np.float64) @ b.T.astype(np.float64)
     np.testing.assert_allclose(found.astype(np.float64), wanted, rtol=2.0**-7, atol=1e-4 * k)
@@ -306,7 +306,7 @@ def test_machine_code(name, tmp_path):
     ],
 )
 def test_choices(size, vectors, wanted):
-    s = choose(posed("bf16", BY_K, size), H200, vectors).schedule
+    s = choose(posed("bf16", BY_K, size), H200, vectors=vectors).schedule
     assert wanted(s), s
     assert parse(spell(s)) == s
     if s.parallel.persistent:

@@ -17,7 +17,7 @@ from portmm.codegen.lower import lower
 from portmm.ir.index import var
 from portmm.ir.interpreter import evaluate
 from portmm.kernels.cpu.blocking import run_of
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.parts import ALL
 from portmm.target.summation import RUN, STEP
 from portmm.target.target import described

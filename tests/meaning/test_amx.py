@@ -24,11 +24,11 @@ from portmm.build import shared_object as building
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_pack
-from portmm.dispatch import cpu_selection, cpu_units
+from portmm.dispatch import cpu_units, schedule_choice
 from portmm.errors import ScheduleError
 from portmm.host import gauge, microbenchmarks
 from portmm.ir.nodes import Configure, Function, If, walk
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.text import parse, spell
 from portmm.spec.dtype import types
 from portmm.spec.problem import Problem, family
@@ -208,13 +208,13 @@ def test_tiles_are_chosen_where_they_pay(chip, name, word):
     kept = cpu_units.family(word, target)
     for b in ("row", "packed"):
         many = Problem(1024, 1024, 1024, word, b=b, family=kept if b == "packed" else "")
-        assert cpu_selection.choose(many, target).schedule.isa == name
+        assert schedule_choice.choose(many, target).schedule.isa == name
     # One packed weight serves both, but vectors of this chip multiply no pairs of f16.
     due = {"tiles"} if name == "amx_fp16" else {"tiles", "gemm"}
     assert {s.program for s in candidates(many, target)} == due
     one = Problem(1, 4096, 4096, word, b="packed", family=kept)
     assert {s.program for s in candidates(one, target)} == due
-    assert cpu_selection.choose(replace(one, m=16), target).schedule.isa == name
+    assert schedule_choice.choose(replace(one, m=16), target).schedule.isa == name
 
 
 @pytest.mark.parametrize("b", ["row", "packed"])

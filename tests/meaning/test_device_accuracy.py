@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from grid_cases import MACHINE, OLDER, kernels_of, run
 
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_gemv import k_threads
 from portmm.schedule.gpu_simt import sums_in_shared
 from portmm.spec.problem import Problem

@@ -19,7 +19,7 @@ from portmm.dispatch import config as of_portmm
 from portmm.dispatch.cpu_kernels import build_kernel
 from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.epilogue import Fused, Operand, extent, index, load, number, parse, reduction
 from portmm.spec.expr import apply, real
 from portmm.spec.expr_functions import bits, fma, from_bits, select, sqrt

@@ -13,8 +13,7 @@ from support import HERE, LAYOUTS, SEVEN, TINY, case, check_built, execute, inte
 from portmm.codegen.lower import lower
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
-from portmm.schedule.cpu_blocking import RUN_BYTES
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.target.model import CPU
 
@@ -94,7 +93,7 @@ def test_deep_products(size, workers):
 
 def test_wide_products():
     """B is packed first, in more runs of columns than one."""
-    p = Problem(9, 2 * RUN_BYTES // 4 + 5, 3)
+    p = Problem(9, 2 * CPU.run_bytes // 4 + 5, 3)
     k = case(p)
     found = {s.nr: (s, kernel) for s, kernel in kernels(p, SEVEN) if s.b.once}
     assert found

@@ -9,7 +9,7 @@ import support
 from support import EVERY_ISA, LAYOUTS, case, check_built, execute, interpret, pose, runs_here, small
 
 from portmm.codegen.lower import lower, lower_pack
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.dtype import types
 from portmm.target.target import load_isa
 

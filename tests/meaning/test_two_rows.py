@@ -23,12 +23,12 @@ from test_emulated import foreign_driver  # noqa: F401 - a fixture
 from portmm.build import compiler as shipped
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_pack
-from portmm.dispatch import cpu_selection, cpu_units
+from portmm.dispatch import cpu_units, schedule_choice
 from portmm.errors import TargetError
 from portmm.host import microbenchmarks
 from portmm.ir.interpreter import run
 from portmm.ir.nodes import FIELDS
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.text import parse, spell
 from portmm.spec.problem import Problem, family
 from portmm.target.target import load_isa, load_target, parse_isa
@@ -154,11 +154,11 @@ def test_they_are_chosen_where_they_pay(chip, name, word):
     assert kept == {"neon_smmla": "s8x8k8s", "neon_bfmmla": "bf16x8k4"}[name]
     for b in ("row", "packed"):
         many = Problem(1024, 1024, 1024, word, b=b, family=kept if b == "packed" else "")
-        assert cpu_selection.choose(many, target).schedule.isa == name
-    one = cpu_selection.choose(Problem(1, 4096, 4096, word, b="packed", family=kept), target)
+        assert schedule_choice.choose(many, target).schedule.isa == name
+    one = schedule_choice.choose(Problem(1, 4096, 4096, word, b="packed", family=kept), target)
     assert one.schedule.isa == name, "a packed weight has one layout"
     # To weave eight rows of B for one product each does not pay.
-    assert cpu_selection.choose(Problem(1, 4096, 4096, word), target).schedule.isa != name
+    assert schedule_choice.choose(Problem(1, 4096, 4096, word), target).schedule.isa != name
 
 
 def test_a_machine_that_lacks_them_takes_none():

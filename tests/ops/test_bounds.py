@@ -8,7 +8,7 @@ import pytest
 
 import portmm as pm
 from portmm.arrays import numpy_arrays
-from portmm.dispatch import config, cpu_kernels, cpu_selection, cpu_units
+from portmm.dispatch import config, cpu_kernels, cpu_units, schedule_choice
 from portmm.fusion import fuse, horizontal_fusion
 from portmm.ir.nodes import Kernel
 from portmm.ops import linear_vectors
@@ -112,7 +112,7 @@ def test_what_is_loaded_keeps_no_loops():
     assert (pm.matmul(ones(33, 6), ones(6, 4)) == 6).all()
     assert cpu_kernels.kernel_of.cache_info().maxsize <= 64
     target = config.target()
-    schedule = cpu_selection.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, target).schedule
+    schedule = schedule_choice.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, target).schedule
     found, kernel = (
         cpu_kernels.code_of(schedule, target),
         cpu_kernels.kernel_of(schedule, cpu_units.isa_of(schedule, target)),

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm.dispatch import config, cpu_selection
+from portmm.dispatch import config, schedule_choice
 from portmm.ops import host_matmul, routes
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import row_class
@@ -212,7 +212,7 @@ def test_a_new_class_with_a_known_kernel_takes_few_calls():
     for k in range(64, 64 + 12):
         about = ("f32", 200, 96, k, "row", "row", "row", "", True)
         counts.append(calls(host_matmul._resolve, *about))
-    candidates = len(cpu_selection.choose(Problem(200, 96, 70), config.target()).runners_up)
+    candidates = len(schedule_choice.choose(Problem(200, 96, 70), config.target()).runners_up)
     assert candidates > 20
     assert min(counts) <= LIMIT
 

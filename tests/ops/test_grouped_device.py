@@ -16,7 +16,7 @@ from portmm.codegen.lower import lower_grid
 from portmm.dispatch.launches import bind
 from portmm.dispatch.machine import source
 from portmm.errors import ScheduleError
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.text import parse, spell
 from portmm.spec.dtype import BY_NAME, types
 from portmm.spec.problem import Problem

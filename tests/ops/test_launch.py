@@ -10,7 +10,7 @@ from support import HERE
 import portmm as pm
 from portmm.codegen.lower import lower
 from portmm.errors import TargetError
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa
 

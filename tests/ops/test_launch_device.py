@@ -14,7 +14,7 @@ from portmm.ir.grid_kernel import Argument, GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, var
 from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
 from portmm.ir.thread_nodes import Clear
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa
 from portmm.util import memo

@@ -13,7 +13,7 @@ from emulated_cuda import install
 import portmm as pm
 from portmm.arrays import relayout
 from portmm.codegen.lower import lower_lines
-from portmm.dispatch import grid_routes
+from portmm.dispatch import schedule_choice
 from portmm.dispatch.machine import source
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
@@ -32,12 +32,12 @@ def cupy(monkeypatch):
 @pytest.fixture
 def tensor_cores(monkeypatch):
     """Small products, too, by units that multiply fragments, in tiles that the shim compiles fast."""
-    every = grid_routes.candidates
+    every = schedule_choice.candidates
 
     def some(*given):
         return [s for s in every(*given) if s.program == "mma" and s.mr * s.nr <= 16 and s.parallel.split == 1]
 
-    monkeypatch.setattr(grid_routes, "candidates", some)
+    monkeypatch.setattr(schedule_choice, "candidates", some)
 
 
 KINDS = {"u8": np.uint8, "f16": np.uint16, "s32": np.int32}

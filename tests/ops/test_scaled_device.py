@@ -8,7 +8,7 @@ import pytest
 from emulated_cuda import install
 
 import portmm as pm
-from portmm.dispatch import grid_routes
+from portmm.dispatch import schedule_choice
 from portmm.util import memo
 
 
@@ -16,13 +16,13 @@ from portmm.util import memo
 def cupy(monkeypatch):
     """A device whose kernels are those of tensor cores, in tiles that the shim compiles fast."""
     memo.forget_all()
-    every = grid_routes.candidates
+    every = schedule_choice.candidates
 
     def some(*given):
         found = every(*given)
         return [s for s in found if s.program == "mma" and s.mr * s.nr <= 16 and s.parallel.split == 1] or found
 
-    monkeypatch.setattr(grid_routes, "candidates", some)
+    monkeypatch.setattr(schedule_choice, "candidates", some)
     yield install(monkeypatch)
     memo.forget_all()
 

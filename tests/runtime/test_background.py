@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm.dispatch import config, cpu_background, cpu_kernels, cpu_routes, cpu_selection
+from portmm.dispatch import config, cpu_background, cpu_kernels, cpu_routes, schedule_choice
 from portmm.errors import BuildError
 from portmm.ops import routes
 from portmm.runtime import route_cache
@@ -31,7 +31,7 @@ def two(monkeypatch):
     forget_all()
     runtime().clear_memo()
     monkeypatch.setattr(route_cache, "of_target", lambda _target: None)
-    best = {m: cpu_selection.select_for_class(Problem(m, N, K), target, 1) for m in range(5, 300)}
+    best = {m: schedule_choice.select_for_class(Problem(m, N, K), target, 1) for m in range(5, 300)}
     for m, first in best.items():
         for other in range(m + 1, 300):
             second = best[other]
@@ -136,7 +136,7 @@ def test_schedules_in_the_place_of_others_give_the_same_bits(dtype):
     """Each candidate that may serve for the selected one."""
     target, rng = config.target(), np.random.default_rng(0)
     p = Problem(37, 83, 1000, dtype)
-    best = cpu_selection.select_for_class(p, target, 1)
+    best = schedule_choice.select_for_class(p, target, 1)
     alike = [s for s in best.listed.schedules if cpu_background.same_results(s, best.schedule)]
     assert best.schedule.program != cpu_background.PROGRAM or best.schedule in alike
     kind = np.dtype(np.float64 if dtype == "f64" else np.float32)

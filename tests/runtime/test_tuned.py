@@ -17,7 +17,6 @@ from portmm.cli.main import app
 from portmm.dispatch import (
     cpu_kernels,
     cpu_routes,
-    cpu_selection,
     cpu_units,
     overrides,
     schedule_choice,
@@ -28,7 +27,7 @@ from portmm.dispatch import (
 from portmm.dispatch.tuned_schedule import Tuned
 from portmm.errors import DatabaseError, ScheduleError
 from portmm.host.detect import host
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_neighbourhood import KNOBS, neighbourhood_of, skeleton, unsound
 from portmm.schedule.parts import Tile
 from portmm.schedule.text import varied
@@ -52,7 +51,7 @@ def base(tmp_path, monkeypatch):
 
 def finding(p=LARGE, target=HERE, threads=1, which=3, **more):
     """A finding whose schedule is not the model's choice."""
-    choice = cpu_selection.choose(p, target, threads, tuned=False)
+    choice = schedule_choice.choose(p, target, threads, tuned=False)
     facts = {"chip": target.name, "architecture": tuned_schedule.architecture(target), "vendor": target.vendor}
     s = choice.runners_up[which][0]
     return Tuned(**({"problem": p, "threads": threads, "schedule": s, "workers": 1, "seconds": 1.0} | facts
@@ -168,9 +167,9 @@ def test_damage_is_told_once_and_harms_nothing(base, damage):
             raw.execute(ROWS[damage])
         raw.close()
     with pytest.warns(RuntimeWarning):
-        choice = cpu_selection.choose(LARGE, HERE, 1)
+        choice = schedule_choice.choose(LARGE, HERE, 1)
     assert choice.origin == "analytical"
-    assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"
+    assert schedule_choice.choose(LARGE, HERE, 1).origin == "analytical"
     if damage in ("text", "cut", "version", "folder"):
         with pytest.raises(DatabaseError, match="PORTMM_TUNED"):
             tuning_database.record(base, [finding()])
@@ -191,8 +190,8 @@ def test_chip_before_architecture_before_vendor(base):
 def test_choice_says_where_it_comes_from(base):
     x = finding(title="Xeon of tests")
     tuning_database.record(base, [x])
-    choice = cpu_selection.choose(LARGE, HERE, 1)
-    analytical = cpu_selection.choose(LARGE, HERE, 1, tuned=False)
+    choice = schedule_choice.choose(LARGE, HERE, 1)
+    analytical = schedule_choice.choose(LARGE, HERE, 1, tuned=False)
     assert (choice.schedule, choice.workers, choice.origin) == (x.schedule, 1, "tuned on Xeon of tests")
     assert choice.runners_up[0] == (analytical.schedule, analytical.cost)
     assert x.schedule not in [s for s, _ in choice.runners_up]
@@ -200,22 +199,22 @@ def test_choice_says_where_it_comes_from(base):
 
 
 def test_neighbours_are_believed_only_where_the_model_agrees(base):
-    slow = max(range(len(cpu_selection.choose(LARGE, HERE).runners_up)), key=int)
+    slow = max(range(len(schedule_choice.choose(LARGE, HERE).runners_up)), key=int)
     tuning_database.record(base, [finding(chip="granite_rapids", which=slow)])
-    assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"
+    assert schedule_choice.choose(LARGE, HERE, 1).origin == "analytical"
     tuning_database.record(base, [finding(which=slow)])
-    assert cpu_selection.choose(LARGE, HERE, 1).origin.startswith("tuned")
+    assert schedule_choice.choose(LARGE, HERE, 1).origin.startswith("tuned")
 
 
 def test_off(base, monkeypatch):
     tuning_database.record(base, [finding()])
     monkeypatch.setenv("PORTMM_TUNED", "off")
-    assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"
+    assert schedule_choice.choose(LARGE, HERE, 1).origin == "analytical"
 
 
 def test_a_limited_chip_is_another(base):
     tuning_database.record(base, [finding()])
-    assert cpu_selection.choose(LARGE, HERE.limited_to("avx2"), 1).origin == "analytical"
+    assert schedule_choice.choose(LARGE, HERE.limited_to("avx2"), 1).origin == "analytical"
 
 
 def test_unsound_findings_are_told_and_not_used(base):
@@ -223,7 +222,7 @@ def test_unsound_findings_are_told_and_not_used(base):
     tiles = (*s.tiles[:2], s.tiles[2]._replace(m=s.mc + 1), s.tiles[3]._replace(m=s.mc + 1))
     tuning_database.record(base, [replace(finding(), schedule=replace(s, tiles=tiles))])
     with pytest.warns(RuntimeWarning, match="whole tiles"):
-        assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"
+        assert schedule_choice.choose(LARGE, HERE, 1).origin == "analytical"
 
 
 # -- what is sound
@@ -312,7 +311,7 @@ def test_what_is_sound_is_right(base, dtype):
         tried += 1
         tuning_database.record(base, [Tuned(p, 1, s, 1, 1.0, 1.0, **facts)])
         cpu_kernels.forget()
-        choice = cpu_selection.choose(p, target, 1)
+        choice = schedule_choice.choose(p, target, 1)
         assert choice.schedule == s
         from portmm.runtime.cpu import runtime
 
@@ -369,7 +368,7 @@ def test_calls_choose_again_after_tuning(base):
     pm.matmul(a, b)
     before = routes.route(p).kernel.symbol
     target = pm.explain(a, b).target
-    choice = cpu_selection.choose(p, target, 1)
+    choice = schedule_choice.choose(p, target, 1)
     other = next(
         s for s, _ in choice.runners_up if cpu_kernels.kernel_of(s, cpu_units.isa_of(s, target)).name != before
     )
@@ -401,7 +400,7 @@ def test_processes_that_come_later_use_it(base, tmp_path):
     before = symbol("off")
     p = Problem(333, 444, 222)
     target = pm.explain((333, 222), (222, 444)).target
-    choice = cpu_selection.choose(p, target, 1)
+    choice = schedule_choice.choose(p, target, 1)
     other = next(
         s for s, _ in choice.runners_up if cpu_kernels.kernel_of(s, cpu_units.isa_of(s, target)).name not in before
     )
@@ -422,4 +421,4 @@ def test_other_toml(tmp_path, text):
 
 def test_what_loses_is_not_used(base):
     tuning_database.record(base, [finding(seconds=2.0)])
-    assert cpu_selection.choose(LARGE, HERE, 1).origin == "analytical"
+    assert schedule_choice.choose(LARGE, HERE, 1).origin == "analytical"

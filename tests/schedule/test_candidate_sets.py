@@ -10,11 +10,11 @@ from support import SEVEN, TINY
 
 from portmm.codegen.lower import atom_of
 from portmm.dispatch import cpu_units
-from portmm.dispatch.cpu_selection import candidate_costs
+from portmm.dispatch.schedule_choice import candidate_costs
 from portmm.errors import ScheduleError
-from portmm.schedule import cpu_candidates as enumeration
+from portmm.schedule import candidates as enumeration
+from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_candidate_sets import candidate_set
-from portmm.schedule.cpu_candidates import candidates
 from portmm.schedule.cpu_cost import cost
 from portmm.spec.dequantization import Dequantization
 from portmm.spec.problem import Problem

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 from test_candidate_sets import MACHINES as SEARCHED
 
-from portmm.dispatch import cpu_selection, cpu_units
-from portmm.dispatch.cpu_selection import candidate_costs, select_for_class
+from portmm.dispatch import cpu_units, schedule_choice
+from portmm.dispatch.schedule_choice import candidate_costs, select_for_class
 from portmm.errors import ScheduleError
 from portmm.runtime import cpu as cpu_runtime
-from portmm.schedule.cost_tape import OPERATIONS
+from portmm.schedule.cost_tape import OPERATIONS, Tape
 from portmm.schedule.cpu_candidate_sets import CandidateSet, candidate_set
-from portmm.schedule.cpu_cost_tape import Tape
 from portmm.spec.dequantization import Dequantization
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
@@ -91,7 +90,7 @@ def test_both_evaluators_select_the_same(name, run, monkeypatch):
     target, rng = MACHINES[name], random.Random(name)  # noqa: S311 - no secret
     asked = [(p, rng.choice((1, 1, 2, 8))) for p in some(target, rng, PROBLEMS)]
     with monkeypatch.context() as m:
-        m.setattr(cpu_selection, "replayer", lambda: None)
+        m.setattr(schedule_choice, "replayer", lambda: None)
         by_numpy = [select_for_class(p, target, threads) for p, threads in asked]
     replays = []
 
@@ -99,7 +98,7 @@ def test_both_evaluators_select_the_same(name, run, monkeypatch):
         replays.append(args)
         return run(*args)
 
-    monkeypatch.setattr(cpu_selection, "replayer", lambda: counted)
+    monkeypatch.setattr(schedule_choice, "replayer", lambda: counted)
     monkeypatch.setattr(CandidateSet, "tape", lambda x, rows, *, several: Tape.of(x.table, rows, several=several))
     for (p, threads), one in zip(asked, by_numpy, strict=True):
         other = select_for_class(p, target, threads)

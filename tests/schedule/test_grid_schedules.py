@@ -15,7 +15,7 @@ from portmm.ir.index import const
 from portmm.ir.interpreter import evaluate
 from portmm.kernels.gpu.simt import Work
 from portmm.runtime.device_facts import Facts
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_cost import cost
 from portmm.schedule.gpu_variants import asynchronous, on_gpu
 from portmm.schedule.legality import device_registers, illegal, occupancy, shared_bytes

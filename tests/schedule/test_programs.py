@@ -9,7 +9,7 @@ import pytest
 import portmm.targets
 from portmm.codegen.lower import grid_atom
 from portmm.errors import TargetError
-from portmm.schedule.gpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_cost import cost, epilogue
 from portmm.schedule.programs import PROGRAMS
 from portmm.spec.epilogue import C as RESULT
@@ -53,10 +53,12 @@ def test_constants_say_where_they_were_measured(name):
     folder = Path(portmm.targets.__path__[0])
     rows = model._constants(name)
     named = set()
-    for path in Path(model.__file__).parents[1].joinpath("schedule").glob("*.py"):
+    folders = [Path(package.__path__[0]) for package in (portmm, portmm.kernels)]
+    for path in (path for folder in folders for path in folder.rglob("*.py")):
         text = path.read_text()
-        if f"import {name.upper()} as MODEL" in text:
-            named |= set(re.findall(r"\bMODEL\.(\w+)", text))
+        imported = re.search(rf"from portmm.target.model import .*\b{name.upper()}( as MODEL)?", text)
+        if imported:
+            named |= set(re.findall(rf"\b{'MODEL' if imported[1] else name.upper()}\.(\w+)", text))
     assert named == set(rows)
     assert (folder / "model" / f"{name}.toml").read_text().count("measured = ") == len(rows)
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm.dispatch import config, cpu_background, cpu_kernels, cpu_routes, cpu_selection, cpu_units, tuned_lookup
-from portmm.dispatch.cpu_selection import MOST_LOSS, candidate_costs, select_for_class
+from portmm.dispatch import config, cpu_background, cpu_kernels, cpu_routes, cpu_units, schedule_choice, tuned_lookup
+from portmm.dispatch.schedule_choice import candidate_costs, select_for_class
 from portmm.ops import host_matmul, routes
+from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_candidate_sets import candidate_set
-from portmm.schedule.cpu_candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import PER_OCTAVE, SINGLE, row_class, rows
 from portmm.target.model import CPU
@@ -63,13 +63,13 @@ def test_a_class_has_one_choice_that_is_legal_and_near_the_best_throughout(name)
             one = replace(p, m=m)
             again = select_for_class(one, target, threads)
             assert (again.schedule, again.workers) == (found.schedule, found.workers)
-            assert cpu_selection.choose(one, target, threads, tuned=False).schedule == found.schedule
+            assert schedule_choice.choose(one, target, threads, tuned=False).schedule == found.schedule
             assert found.schedule in candidates(one, target)
             listed = candidate_set(one, target)
             seconds = [candidate_costs(one, listed, (m,), (w,))[0].seconds[0] for w in {1, threads}]
             mine = candidate_costs(one, listed, (m,), (found.workers,))[0].seconds[0][found.index]
             fair = ~listed.textbook if target.searches else np.ones(len(listed.schedules), bool)
-            loss = MOST_LOSS / (1.0 if target.searches else CPU.within)
+            loss = CPU.class_loss / (1.0 if target.searches else CPU.within)
             assert mine <= loss * min(x[fair].min() for x in seconds)
 
 

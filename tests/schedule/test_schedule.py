@@ -8,7 +8,7 @@ from support import LAYOUTS, SEVEN, TINY, pose
 
 from portmm.codegen.lower import lower
 from portmm.errors import ScheduleError
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_cost import cost
 from portmm.schedule.legality import footprint, illegal
 from portmm.schedule.parts import ALL

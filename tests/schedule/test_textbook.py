@@ -11,10 +11,10 @@ from support import HERE, TINY
 
 import portmm as pm
 from portmm.dispatch import overrides
-from portmm.dispatch.cpu_selection import choose
+from portmm.dispatch.schedule_choice import choose
 from portmm.host import detect
 from portmm.host.host_probe import CPU
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_textbook import DEPTH, follows, preferred
 from portmm.spec.problem import Problem
 from portmm.target.model import CPU as MODEL

@@ -7,7 +7,7 @@ from support import Case, Extra, Laid, lay, load_isa, numpy_type, packed_familie
 
 from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.kernels.cpu.packing import transpose
-from portmm.schedule.cpu_candidates import PACKED_VECTORS
+from portmm.schedule.candidates import PACKED_VECTORS
 from portmm.spec.dtype import CODES_AT, CODES_KR
 from portmm.spec.problem import Family, Problem, family
 

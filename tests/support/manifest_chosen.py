@@ -13,7 +13,7 @@ from fused_cases import epilogues
 from manifest_case import Case, few, on_device, on_host
 
 from portmm.codegen.lower import lower, lower_grid
-from portmm.dispatch import cpu_selection, cpu_units, grid_routes
+from portmm.dispatch import cpu_units, schedule_choice
 from portmm.spec.dtype import BY_NAME, CODES_KR, types
 from portmm.spec.problem import Family, Problem
 from portmm.target.target import load_target
@@ -72,7 +72,7 @@ def _on_host(p: Problem, target: Target) -> Kernel:
         p = replace(p, b="codes", family=str(cpu_units.family_of_codes(target, GROUP)))
     elif p.b == "packed":
         p = replace(p, family=cpu_units.family(p.dtype, target))
-    s = cpu_selection.choose(p, target, THREADS, tuned=False).schedule
+    s = schedule_choice.choose(p, target, THREADS, tuned=False).schedule
     return lower(s, cpu_units.isa_of(s, target))
 
 
@@ -85,5 +85,5 @@ def _on_device(p: Problem, target: Target) -> tuple[GridKernel, ...]:
     first, second, last = (16 // BY_NAME[x].bytes for x in p.types)
     if p.types[1] == "u4":
         p, second = replace(p, b="codes", family=str(Family("u4", 1, CODES_KR, group=GROUP))), GROUP
-    s = grid_routes.choose(p, target, (first, second, last), tuned=False).schedule
+    s = schedule_choice.choose(p, target, vectors=(first, second, last), tuned=False).schedule
     return lower_grid(s, target.isa(s.isa))

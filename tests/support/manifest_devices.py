@@ -20,8 +20,8 @@ from rows_lowered import lower_grid_columns, lower_grid_rows
 from portmm.codegen.lower import lower_grid, lower_grid_attention, lower_lines
 from portmm.errors import ScheduleError
 from portmm.schedule import gpu_attention_choice
+from portmm.schedule.candidates import candidates, units
 from portmm.schedule.gpu_attention import AttentionSizes
-from portmm.schedule.gpu_candidates import candidates, units
 from portmm.schedule.rows import rows_schedule
 from portmm.spec.dtype import BY_NAME, CODES_KR, types
 from portmm.spec.problem import Family, Problem

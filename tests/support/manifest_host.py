@@ -20,7 +20,7 @@ from portmm.errors import ScheduleError
 from portmm.host import microbenchmarks
 from portmm.kernels.cpu.attention_geometry import Form
 from portmm.kernels.cpu.online_softmax import Bounds
-from portmm.schedule.cpu_candidates import PACKED_VECTORS, candidates
+from portmm.schedule.candidates import PACKED_VECTORS, candidates
 from portmm.spec.dtype import CODES_KR, types
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, number, parse
 from portmm.spec.expr import apply

@@ -18,7 +18,7 @@ import pytest
 
 from portmm.host.detect import host_features
 from portmm.ir.interpreter import numpy_type
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.dequantization import IDENTITY, OPERANDS, Dequantization, of_words
 from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, accumulator, types
 from portmm.spec.epilogue import AXES, PRODUCT

@@ -15,7 +15,7 @@ from portmm.comparison.limit import MEMORY, Limits, Machine, level_of
 from portmm.comparison.peers import Setup, environment, removed
 from portmm.comparison.process import LOG, SEE, WorkerError, last_words
 from portmm.comparison.text import notes
-from portmm.dispatch import config, cpu_selection, tuned_schedule, tuning_database
+from portmm.dispatch import config, schedule_choice, tuned_schedule, tuning_database
 from portmm.dispatch.tuned_schedule import Tuned
 from portmm.host import machine_load
 from portmm.host.detect import host
@@ -203,7 +203,7 @@ def test_a_comparison_uses_what_was_tuned_into_another_database(monkeypatch, tmp
     monkeypatch.setenv("PORTMM_TUNED", str(path))
     here = config.target()
     p = SMALL.problem
-    choice = cpu_selection.choose(p, here, 1, tuned=False)
+    choice = schedule_choice.choose(p, here, 1, tuned=False)
     facts = {"chip": here.name, "architecture": tuned_schedule.architecture(here), "vendor": here.vendor}
     row = Tuned(problem=p, threads=1, schedule=choice.runners_up[0][0], workers=1, seconds=1.0, analytical=3.2,
                 date="2026-01-01", **facts)  # fmt: skip

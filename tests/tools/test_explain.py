@@ -12,7 +12,6 @@ from support import require
 
 import portmm as pm
 from portmm.dispatch import config
-from portmm.dispatch.cpu_selection import MOST_LOSS
 from portmm.explanation.cpu import target_called
 from portmm.explanation.summary import SHOWN
 from portmm.host import calibrate, detect
@@ -60,7 +59,8 @@ def test_every_chip_explains_and_emits(chip, dtype):
         assert found.seconds > 0
         others = [cost.seconds for s, cost in found.runners_up if not (target.searches and follows(s, problem, target))]
         # The choice is that of a class of row counts, of which this is one.
-        assert all(MOST_LOSS * x >= found.seconds * (CPU.within if found.origin == "textbook" else 1) for x in others)
+        least = found.seconds * (CPU.within if found.origin == "textbook" else 1)
+        assert all(CPU.class_loss * x >= least for x in others)
         assert found.source.count(f"void {found.kernel.name}(") == 1
         assert f"--schedule {spell(found.schedule)} " in found.source
         assert parse(spell(found.schedule)) == found.schedule

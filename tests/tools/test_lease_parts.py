@@ -14,7 +14,7 @@ import pytest
 from bench_scripts import BENCH, jobs
 
 from portmm.build import nvrtc
-from portmm.dispatch import grid_routes, tuned_schedule, tuning_database
+from portmm.dispatch import schedule_choice, tuned_schedule, tuning_database
 from portmm.schedule.text import spell
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
@@ -272,7 +272,7 @@ def test_the_fastest_schedules_can_be_read_as_tuned_ones(bench, tmp_path, monkey
     database = tmp_path / "tuned.sqlite"
     tuning_database.merge(database, [toml])
     monkeypatch.setenv("PORTMM_TUNED", str(database))
-    choice = grid_routes.choose(problem, load_target("h100"), (8, 8, 8))
+    choice = schedule_choice.choose(problem, load_target("h100"), vectors=(8, 8, 8))
     assert choice.schedule == ranked[1][1]
     assert "tuned on" in choice.origin
 

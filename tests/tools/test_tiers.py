@@ -17,7 +17,7 @@ from places import HELPERS
 
 from portmm.build import compiler
 from portmm.codegen.lower import lower
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.problem import Problem
 
 
