@@ -27,7 +27,8 @@ class Operands(Workspace):
         """Address of an element of an operand in place, by units of k, and the operand's strides."""
         layout = operand(name, word)
         units = layout.slice(1 - "ab".index(name), 0, "units", self.s.atom.kr)
-        return self.operand(name, offset(units, index, other)), *strides(layout)
+        step, other_step = strides(layout)
+        return self.operand(name, offset(units, index, other)), step, other_step
 
     def left(self, row: Index, unit: Index) -> tuple[Ptr, Index, Index]:
         """Address of an element of A in place, and its strides: of the operand, or of its quantised rows."""

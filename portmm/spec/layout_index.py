@@ -153,8 +153,9 @@ def evaluate(x: Sum, value: Callable[[Leaf], Any]) -> Any:
     """The value of a sum from those of its variables, which have operators; strides are multiplied first."""
     total, constant = (x.constant, 0) if x.terms and x.terms[0][1] < 0 else (None, x.constant)
     for product, times in x.terms:
-        near = [_operation(y, value) if isinstance(y, Operation) else value(y) for y in product if not _is_size(y)]
-        far = [value(y) for y in product if _is_size(y)] + ([abs(times)] if abs(times) != 1 else [])
+        values = [(value(y) if isinstance(y, Leaf) else _operation(y, value), _is_size(y)) for y in product]
+        near, far = [x for x, is_size in values if not is_size], [x for x, is_size in values if is_size]
+        far += [abs(times)] if abs(times) != 1 else []
         term: Any = reduce(operator.mul, [*near, reduce(operator.mul, far)] if far else near)
         total = term if total is None else total + term if times > 0 else total - term
     if total is None:

@@ -45,9 +45,9 @@ def operand(name: str, word: str, axes: str = "") -> Layout:
         word: "row" or "col", whose elements are contiguous, or "any"; columns of int4 values are as those of "col".
         axes: order of the coordinate.
     """
-    rows, columns = {"a": "mk", "b": "kn", "c": "mn"}[name]
-    contiguous = {"row": columns, "col": rows, "codes": rows}.get(word)
-    axes = axes or rows + columns
+    own = {"a": "mk", "b": "kn", "c": "mn"}[name]
+    contiguous = {"row": own[1], "col": own[0], "codes": own[0]}.get(word)
+    axes = axes or own
     return Layout(tuple(axes), tuple(1 if x == contiguous else f"{name}_{x}" for x in axes))
 
 
