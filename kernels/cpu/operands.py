@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portmm.ir.address import offset, strides
 from portmm.ir.index import Ptr, const, var
 from portmm.kernels.cpu.blocking import N
 from portmm.kernels.cpu.workspace import Workspace
+from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -21,28 +23,30 @@ class Operands(Workspace):
         """Address of an element of A, B or C of the current item."""
         return Ptr(name, var("item") * var(f"{name}_batch") + offset)
 
+    def strided(self, name: str, word: str, index: Index, other: Index) -> tuple[Ptr, Index, Index]:
+        """Address of an element of an operand in place, by units of k, and the operand's strides."""
+        layout = operand(name, word)
+        units = layout.slice(1 - "ab".index(name), 0, "units", self.s.atom.kr)
+        step, other_step = strides(layout)
+        return self.operand(name, offset(units, index, other)), step, other_step
+
     def left(self, row: Index, unit: Index) -> tuple[Ptr, Index, Index]:
         """Address of an element of A in place, and its strides: of the operand, or of its quantised rows."""
-        s = self.s
-        if s.a.source:
-            return Ptr("codes", row * self.quantised_step + unit * s.atom.kr), self.quantised_step, const(1)
+        if self.s.a.source:
+            return Ptr("codes", row * self.quantised_step + unit * self.s.atom.kr), self.quantised_step, const(1)
         # One stride is 1 by layout: as a constant it becomes part of an address.
-        a_m = const(1) if s.a.layout == "col" else var("a_m")
-        a_k = const(1) if s.a.layout == "row" else var("a_k")
-        return self.operand("a", row * a_m + unit * (a_k * s.atom.kr)), a_m, a_k
+        return self.strided("a", self.s.a.layout, row, unit)
 
     def unpacked_a(self) -> tuple[Ptr, Index, Index]:
         """Address and strides of the slice of A that is to be packed."""
         row = var("row") + var("r")
         if self.s.a.source:
             return self.left(row, self.pc)
-        a_m, a_k = var("a_m"), var("a_k")
-        return self.operand("a", row * a_m + self.pc * (a_k * self.s.atom.kr)), a_m, a_k
+        return self.strided("a", "any", row, self.pc)
 
     def source(self, column: Index, row: Index) -> Ptr:
         """Address of an element of B in place."""
-        b_n = const(1) if self.s.b.layout == "row" else var("b_n")
-        return self.operand("b", row * (var("b_k") * self.s.atom.kr) + column * b_n)
+        return self.strided("b", "row" if self.s.b.layout == "row" else "any", row, column)[0]
 
     def result(self, row: Index, column: Index) -> Ptr:
         """Address of an element of C, or of this run's own C, or of the sum that will become it."""

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portmm.ir.address import strides
 from portmm.ir.index import Ptr, const, var
+from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -53,8 +55,7 @@ def _deeper(g: Operands) -> Index:
 def _next_a(g: Operands, height: int) -> list[Index | Ptr]:
     """Prefetch operands of A: the same slice in the next block of k, or after the last block the next slice."""
     s, deeper = g.s, _deeper(g)
-    a_m = const(1) if s.a.layout == "col" else var("a_m")
-    a_k = const(1) if s.a.layout == "row" else var("a_k")
+    a_m, a_k = strides(operand("a", s.a.layout))
     here = (var("row") + var("r")) * a_m + g.pc * a_k
     there = deeper * (var("kd") * a_k) + (1 - deeper) * (a_m * height)
     if s.a.layout == "col":

@@ -8,8 +8,10 @@ vectors, and shorter powers of two, are swizzled (`layouts.swizzled`); others ar
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
 
+from portmm.ir.address import offset
 from portmm.ir.fragment_index import coordinate
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, Let, LetPtr
@@ -38,9 +40,15 @@ def pitch(width: int) -> int:
     return width if vectors % EIGHT == 0 or vectors in (2, 4) else width + PER_VECTOR
 
 
+@cache
+def rows_of(name: str) -> Layout:
+    """Layout of rows of an operand, whose elements are contiguous."""
+    return Layout(("n", "d"), (f"{name}_n", 1))
+
+
 @dataclass(frozen=True, slots=True)
 class HeadTile(MmaTile):
-    """Tile of rows of an operand of attention, whose k are the elements of a head; `row_step` apart in memory."""
+    """Tile of rows of an operand of attention, whose k are the elements of a head."""
 
     @property
     def pitch(self) -> int:
@@ -56,8 +64,7 @@ class HeadTile(MmaTile):
         """Offset of an element of a vector of a row, in a tile."""
         padded = Layout(("lines", "vectors", PER_VECTOR), (self.pitch, PER_VECTOR, 1))
         layout = padded if self.pitch != self.width else swizzled(self.width, self.bytes)
-        offset: Index = layout.offset((line, vector, element))
-        return offset
+        return offset(layout, line, vector, element)
 
     # -- from global memory ----------------------------------------------------
 
@@ -84,24 +91,25 @@ class HeadTile(MmaTile):
             return ()
         n, across = self.name, self.width // self.vector
         line, piece = var("thread") // across, var("thread") % across
+        source = Ptr(f"{n}_item", offset(self.layout, line, piece * PER_VECTOR))
         return (
             Let(f"{n}_row", line),
-            LetPtr(f"{n}_from", Ptr(f"{n}_item", line * self.row_step + piece * PER_VECTOR), self.dtype, readonly=True),
+            LetPtr(f"{n}_from", source, self.dtype, readonly=True),
             Let(f"{n}_to", self.at(line, piece)),
         )
 
     def rows_from(self, how: str, to: Ptr, first: Index, end: Index) -> tuple[Stmt, ...]:
         """Transfer of the rows of memory from `first` on, zeros from `end` on: see `moved`."""
-        n, step, turn = self.name, self.row_step, var("turn")
+        n, turn = self.name, var("turn")
         if not self.down:
             row = first + var("line")
-            return self.tile(how, to, row * step, row.lt(end))
+            return self.tile(how, to, offset(self.layout, row, 0), row.lt(end))
         # The swizzles of rows further down differ in bits that the first rows' numbers do not have.
         at = var(f"{n}_to") + turn * (self.down * self.pitch)
         if self.down < EIGHT and self.pitch == self.width:
             at = (var(f"{n}_to") ^ turn * self.down % EIGHT * PER_VECTOR) + turn * (self.down * self.pitch)
         row = first + turn * self.down
-        one = self.moved(how, to + at, Ptr(f"{n}_from", row * step), (row + var(f"{n}_row")).lt(end))
+        one = self.moved(how, to + at, Ptr(f"{n}_from", offset(self.layout, row, 0)), (row + var(f"{n}_row")).lt(end))
         count = self.rows // self.down
         return (For("turn", const(0), const(count), const(1), one, self.unroll(how, count, MOST_TURNS)),)
 

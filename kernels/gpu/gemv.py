@@ -26,13 +26,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portmm.ir.address import offset
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Add, For, If, Let, LetPtr, Mac, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Shared, Vector
 from portmm.kernels.gpu import w4a16_gemv
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
 from portmm.kernels.gpu.product import block_tile
-from portmm.kernels.gpu.slice_k import Work, a_step, each, of
+from portmm.kernels.gpu.slice_k import Work, each, of
 from portmm.kernels.gpu.summation_runs import in_runs_shared
 from portmm.schedule import gpu_gemv
 from portmm.spec.dtype import BY_NAME
@@ -99,17 +100,18 @@ def _addresses(work: Work) -> list[Stmt]:
     a, b = work.units
     stmts: list[Stmt] = [Let("own", var("column_0") + var("cell_n") * s.nr)]
     mine = var("mine") * s.atom.kr
+    of_a, of_b = work.operands
     for i in range(s.mr):
-        row = minimum(var("row_0") + i, var("m") - 1) * (const(1) if s.a.layout == "col" else var("a_m"))
-        stmts.append(LetPtr(f"a_{i}", Ptr("a_item", row + mine * a_step(s)), a, readonly=True))
+        row = minimum(var("row_0") + i, var("m") - 1)
+        stmts.append(LetPtr(f"a_{i}", Ptr("a_item", offset(of_a, row, mine)), a, readonly=True))
     if work.codes:
         return [*stmts, *w4a16_gemv.addresses(work)]
     if not work.along_k:
-        column = minimum(var("own"), var("n") - s.nr) * (var("b_n") if s.b.layout == "any" else const(1))
-        return [*stmts, LetPtr("b_0", Ptr("b_item", column + mine * var("b_k")), b, readonly=True)]
+        first = Ptr("b_item", offset(of_b, minimum(var("own"), var("n") - s.nr), mine))
+        return [*stmts, LetPtr("b_0", first, b, readonly=True)]
     for j in range(s.nr):
-        column = minimum(var("own") + j, var("n") - 1) * var("b_n")
-        stmts.append(LetPtr(f"b_{j}", Ptr("b_item", column + mine), b, readonly=True))
+        column = minimum(var("own") + j, var("n") - 1)
+        stmts.append(LetPtr(f"b_{j}", Ptr("b_item", offset(of_b, column, mine)), b, readonly=True))
     return stmts
 
 
@@ -138,7 +140,7 @@ def _pieces(work: Work, u: Index) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
         n = work.width
         loads = [Vector(Ptr("b_next", (u * s.nr + j) * n), Ptr(f"b_{j}", at), n * size) for j in range(s.nr)]
     else:
-        loads = [Vector(Ptr("b_next", u * s.nr), Ptr("b_0", at * var("b_k")), s.nr * size)]
+        loads = [Vector(Ptr("b_next", u * s.nr), Ptr("b_0", offset(work.operands[1], 0, at)), s.nr * size)]
     return tuple(loads), _multiplied(work, u, at)
 
 
@@ -155,7 +157,7 @@ def _multiplied(work: Work, u: Index, at: Index) -> tuple[Stmt, ...]:
         src, b_part = b_part, Ptr("b_part", j * chunk + f)
         body += each("j", s.nr, *each("f", chunk, Move(b_part, src)))
     for i in range(s.mr):
-        body.append(Vector(Ptr("a_next"), Ptr(f"a_{i}", (at + e) * a_step(s)), chunk * size))
+        body.append(Vector(Ptr("a_next"), Ptr(f"a_{i}", offset(work.operands[0], 0, at + e)), chunk * size))
         if work.units[0] != acc:
             src, a_part = Ptr("a_next", f), Ptr("a_part", f)
             body += each("f", chunk, Move(a_part, src))

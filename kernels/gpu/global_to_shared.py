@@ -22,6 +22,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.address import offset
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import If, Let, LetPtr, Mac, Move, Scratch
 from portmm.ir.thread_nodes import Codes, CopyAsync, Interleave, Shared, Vector
@@ -128,7 +129,7 @@ class Transfer(OperandTile):
         n = self.name
         last = self.end - self.lines
         row = minimum(self.first + var(f"{n}_row"), last)
-        at = row * self.row_step + var(f"{n}_at") * self.k_step
+        at = offset(self.layout, row, var(f"{n}_at"))
         return (
             Let(f"{n}_at", k + var(f"{n}_unit") * self.kr),
             LetPtr(f"{n}_from", Ptr(f"{n}_item", at), self.dtype, readonly=True),
@@ -145,7 +146,7 @@ class Transfer(OperandTile):
             body.append(or_zeros(at.lt(end), to, src, self.vector, size))
         else:
             body += [
-                or_zeros((at + j).lt(end), to + j * self.lines, src + const(j) * self.k_step, self.lines, size)
+                or_zeros((at + j).lt(end), to + j * self.lines, src + offset(self.layout, 0, j), self.lines, size)
                 for j in range(self.kr)
             ]
         return self._each(tuple(body))
@@ -202,7 +203,7 @@ class Transfer(OperandTile):
         body: list[Stmt] = list(self._source(k))
         for u in range(self.units):
             where = (unit + u) * self.rows + (row ^ self.swizzle(unit))
-            body.append(CopyAsync(tile + where, src + const(u) * self.k_step, self.copies, (at + u).lt(end)))
+            body.append(CopyAsync(tile + where, src + offset(self.layout, 0, u), self.copies, (at + u).lt(end)))
         return self._each(tuple(body))
 
 

@@ -29,7 +29,7 @@ from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Vector
 from portmm.kernels.gpu import attention_tiles
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks
-from portmm.kernels.gpu.attention_tiles import PER_VECTOR, SIZE, HeadTile, shared
+from portmm.kernels.gpu.attention_tiles import PER_VECTOR, SIZE, HeadTile, rows_of, shared
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.online_softmax import PAIR, FragmentSoftmax
@@ -83,7 +83,7 @@ class Work(AttentionBlocks):
         rows, width = t.queries if name in "qo" else t.keys, t.dv if name in "vo" else t.d
         none = const(0)  # of first rows: transfers say which
         return HeadTile(
-            name, self.form.dtype, "k", t.vectors[i], rows, width, t.threads, 1, var(f"{name}_n"), const(1), none, none
+            name, self.form.dtype, rows_of(name), t.vectors[i], rows, width, t.threads, 1, none, none
         )  # fmt: skip
 
     @property

@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.address import offset
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import Let, LetPtr, Scratch
 from portmm.ir.thread_nodes import WHOLE, CopyAsync, Shared, Vector
@@ -60,8 +61,7 @@ class MmaTile(OperandTile):
     def at(self, line: Index, vector: Index, element: Index | int = 0) -> Index:
         """Offset of an element of a vector of a line, in a tile."""
         layout = swizzled(self.width, self.bytes, PAIR if self.by_words else 1)
-        offset: Index = layout.offset((line, vector, element))
-        return offset
+        return offset(layout, line, vector, element)
 
     @property
     def by_words(self) -> bool:
@@ -108,7 +108,7 @@ class MmaTile(OperandTile):
         # Of addresses that are not clamped, compilers keep one and a step.
         there = deep.lt(end) if self.clamped else row.lt(self.end) * deep.lt(end)
         to = Ptr(f"{n}_tile", stage * self.size)
-        return (self.each(how, to, row * self.row_step + deep * self.k_step, there, place, prefix=f"{n}_"),)
+        return (self.each(how, to, offset(self.layout, row, deep), there, place, prefix=f"{n}_"),)
 
     def each(
         self, how: str, to: Ptr, source: Index, there: Index, place: tuple[Stmt, ...] = (), *,

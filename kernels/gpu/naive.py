@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portmm.ir.address import offset
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, LetPtr, Mac, Move, Scratch
 from portmm.ir.thread_nodes import Clear
@@ -26,6 +27,7 @@ from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.product import Product, block_tile, bottom, depth
 from portmm.kernels.gpu.simt import threads
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs
+from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
@@ -52,11 +54,10 @@ def _summed(s: Schedule, atom: Atom, *, edge: bool) -> tuple[Stmt, ...]:
     """Loop over k; past the `edge` the last row and the last column are read again."""
     i, j = var("i"), var("j")
     mac = Mac(Ptr(current(atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
-    a_step = const(1) if s.a.layout == "row" else var("a_k")
-    b_step = const(1) if s.b.layout == "col" else var("b_k")
+    a, b = operand("a", s.a.layout), operand("b", s.b.layout)
     steps: tuple[Stmt, ...] = (
-        *(Move(Ptr("a_part", const(x)), Ptr(f"a_{x}", var("at") * a_step)) for x in range(s.mr)),
-        *(Move(Ptr("b_part", const(x)), Ptr(f"b_{x}", var("at") * b_step)) for x in range(s.nr)),
+        *(Move(Ptr("a_part", const(x)), Ptr(f"a_{x}", offset(a, 0, var("at")))) for x in range(s.mr)),
+        *(Move(Ptr("b_part", const(x)), Ptr(f"b_{x}", offset(b, var("at"), 0))) for x in range(s.nr)),
         unrolled("i", s.mr, unrolled("j", s.nr, mac)),
     )
     loop = For("at", const(0), depth(s), const(1), steps, s.block.k)
@@ -65,17 +66,16 @@ def _summed(s: Schedule, atom: Atom, *, edge: bool) -> tuple[Stmt, ...]:
 
 def _addresses(s: Schedule, *, edge: bool) -> list[Stmt]:
     """Addresses of a thread's rows of A and columns of B."""
-    a_step = const(1) if s.a.layout == "col" else var("a_m")
-    b_step = const(1) if s.b.layout == "row" else var("b_n")
+    a, b = operand("a", s.a.layout), operand("b", s.b.layout)
     addresses: list[Stmt] = []
     for x in range(s.mr):
         at = _at(s.parallel.cell[0], s.block.m // s.mr, x, "row_0", "cell_m")
         at = minimum(at, bottom(s) - 1) if edge else at
-        addresses.append(LetPtr(f"a_{x}", Ptr("a_item", at * a_step), s.types[0], readonly=True))
+        addresses.append(LetPtr(f"a_{x}", Ptr("a_item", offset(a, at, 0)), s.types[0], readonly=True))
     for x in range(s.nr):
         at = _at(s.parallel.cell[1], s.block.n // s.nr, x, "column_0", "cell_n")
         at = minimum(at, var("n") - 1) if edge else at
-        addresses.append(LetPtr(f"b_{x}", Ptr("b_item", at * b_step), s.types[1], readonly=True))
+        addresses.append(LetPtr(f"b_{x}", Ptr("b_item", offset(b, 0, at)), s.types[1], readonly=True))
     return addresses
 
 

@@ -7,12 +7,10 @@ from typing import TYPE_CHECKING
 from portmm.ir.grid_kernel import Argument
 from portmm.spec.dtype import accumulator
 from portmm.spec.epilogue import operand_types, parse
+from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
-
-_CONTIGUOUS = {"row": 1, "col": 0}
-"""Layout of a matrix -> its contiguous axis."""
 
 
 def integers(*names: str) -> list[Argument]:
@@ -33,20 +31,19 @@ def read(name: str, dtype: str) -> Argument:
 def of_product(s: Schedule) -> tuple[Argument, ...]:
     """Parameters of the kernel of a product; with slices of k, it stores sums to scratch for another kernel."""
     a, b, _ = s.types
-    params = [*integers("m", "n", "k"), read("a", a), *_strides("a", s.a.layout, "mk")]
+    params = [*integers("m", "n", "k"), read("a", a), *_strides("a", s.a.layout)]
     if s.b.layout == "codes":
         # int4 weights: `words` of each column, and the scales and offsets of its `groups`.
         params += [read("b", "s32"), read("scales", "f32"), read("offsets", "f32"), *longs("words", "groups")]
     else:
-        params += [read("b", b), *_strides("b", s.b.layout, "kn")]
+        params += [read("b", b), *_strides("b", s.b.layout)]
     params += integers("batch")
     params += [read("ends", "s32")] if s.parallel.grouped else []
     return (*params, *(sums(s) if s.slices else (*of_fixup(s), *of_results(s))))
 
 
-def _strides(name: str, layout: str, axes: str) -> list[Argument]:
-    contiguous = axes[_CONTIGUOUS[layout]] if layout in _CONTIGUOUS else ""
-    return longs(*(f"{name}_{x}" for x in (*axes, "batch") if x != contiguous))
+def _strides(name: str, layout: str) -> list[Argument]:
+    return longs(*(str(x) for x in operand(name, layout).stride if x != 1), f"{name}_batch")
 
 
 def sums(s: Schedule) -> list[Argument]:
@@ -62,7 +59,7 @@ def of_fixup(s: Schedule) -> list[Argument]:
 
 def of_results(s: Schedule) -> list[Argument]:
     """Parameters of C, and of the operands of fused expressions."""
-    c = [Argument("c", "pointer", s.types[2]), *longs("c_m", *(() if s.c.layout == "row" else ("c_n",)), "c_batch")]
+    c = [Argument("c", "pointer", s.types[2]), *_strides("c", s.c.layout)]
     return [*c, *of_fused(s.epilogue)] if s.epilogue else c
 
 

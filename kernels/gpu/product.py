@@ -15,6 +15,7 @@ from portmm.ir.nodes import Let, LetPtr, Read, Scratch
 from portmm.ir.thread_nodes import Do, Leave
 from portmm.kernels.gpu import parameters
 from portmm.spec.dtype import BY_NAME
+from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -22,10 +23,10 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.layout import Layout
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
-_ALONG = {"a": {"row": "k", "col": "row"}, "b": {"row": "row", "col": "k", "codes": "k"}}
 _ONE = (Ptr("b"), "s32")
 """Pointer of int4 weights, which are the same for all items."""
 _GROUP = ("owner", "row_begin", "row_end", "tile")
@@ -39,30 +40,32 @@ class OperandTile:
     Attributes:
         name: "a" or "b".
         dtype: type of its elements in memory.
-        along: "k" or "row", the contiguous axis in memory; "any" if there is none.
+        layout: of the operand in memory: of its row (of A, or its column of B) and k.
         vector: elements that a thread moves at once.
         rows: rows of A, or columns of B.
         depth: elements of k, or units of several that one instruction multiplies.
         threads: threads that move it.
         stages: tiles in shared memory.
-        row_step: stride in elements between rows.
-        k_step: stride in elements along k.
         first: the block's first row.
         end: number of rows of the operand.
     """
 
     name: str
     dtype: str
-    along: str
+    layout: Layout
     vector: int
     rows: int
     depth: int
     threads: int
     stages: int
-    row_step: Index
-    k_step: Index
     first: Index
     end: Index
+
+    @property
+    def along(self) -> str:
+        """The contiguous axis in memory, "k" or "row"; "any" if there is none."""
+        row, k = self.layout.stride
+        return "k" if k == 1 else "row" if row == 1 else "any"
 
     @property
     def bytes(self) -> int:
@@ -96,12 +99,9 @@ class Product:
         """Tile of an operand of a block; a kind of tile may take `more`."""
         s, i = self.s, "ab".index(name)
         plan, rows, end = ((s.a, s.block.m, bottom(s)), (s.b, s.block.n, var("n")))[i]
-        along = _ALONG[name].get(plan.layout, "any")
-        row_step = const(1) if along == "row" else var(f"{name}_{'mn'[i]}")
-        k_step = const(1) if along == "k" else var(f"{name}_k")
+        layout, first = operand(name, plan.layout, ("mk", "nk")[i]), var(("row_0", "column_0")[i])
         return kind(
-            name, s.types[i], along, plan.vector, rows, s.block.k, s.threads, s.stages, row_step, k_step,
-            var(("row_0", "column_0")[i]), end, *more,
+            name, s.types[i], layout, plan.vector, rows, s.block.k, s.threads, s.stages, first, end, *more
         )  # fmt: skip
 
     def kernel(self, body: Iterable[Stmt]) -> GridKernel:

@@ -12,11 +12,12 @@ from portmm.ir.index import Ptr, const, var
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.product import Product
 from portmm.schedule import gpu_gemv
+from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.schedule.schedule import Schedule
+    from portmm.spec.layout import Layout
 
 ONE_ROUND = 8
 """Maximum number of threads with the same columns whose sums are added in one round."""
@@ -73,6 +74,11 @@ class Work(Product):
         return min(self.s.a.vector // self.s.atom.kr, self.width) if self.s.a.layout == "row" else 1
 
     @property
+    def operands(self) -> tuple[Layout, Layout]:
+        """Layouts of A (m, k) and B (n, k)."""
+        return operand("a", self.s.a.layout), operand("b", self.s.b.layout, "nk")
+
+    @property
     def outputs(self) -> int:
         """Number of elements of C of a block."""
         return self.s.mr * self.s.block.n
@@ -96,8 +102,3 @@ def each(name: str, count: int, *body: Stmt) -> tuple[Stmt, ...]:
 def of(name: str, count: int) -> Index:
     """Index of a loop by `each`."""
     return const(0) if count == 1 else var(name)
-
-
-def a_step(s: Schedule) -> Index:
-    """Stride of A along k."""
-    return const(1) if s.a.layout == "row" else var("a_k")

@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from portmm.ir.address import offset
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, var
 from portmm.ir.nodes import Add, For, If, Let, Move, Scratch
@@ -25,6 +26,7 @@ from portmm.kernels.gpu.loops import unrolled
 from portmm.schedule.gpu_variants import TICKET, at_once
 from portmm.spec.dtype import accumulator
 from portmm.spec.epilogue import parse
+from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -76,9 +78,8 @@ def reduction(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     c = s.types[2]
     each = ceil_div(var("n"), THREADS)
     column, row = var("column"), var("row")
-    step = const(1) if s.c.layout == "row" else var("c_n")
     work = Ptr("work", var("item") * var("work_batch") + row * var("n") + column)
-    to = Ptr("c", var("item") * var("c_batch") + row * var("c_m") + column * step)
+    to = Ptr("c", var("item") * var("c_batch") + offset(operand("c", s.c.layout), row, column))
     more = For(
         "i", const(1), const(s.parallel.split), const(1),
         (Add(Ptr("sum"), work + var("i") * (var("batch") * var("work_batch"))),),

@@ -38,6 +38,7 @@ from portmm.kernels.gpu.mma import warps
 from portmm.kernels.gpu.product import Product, block_tile, slice_of_k
 from portmm.kernels.gpu.w4a16_tiles import LANES, Scales, Tile, reversed_bits
 from portmm.spec.dtype import CODES_KR
+from portmm.spec.layout import Layout
 from portmm.target.fragment import Fragment
 
 if TYPE_CHECKING:
@@ -101,7 +102,8 @@ class Work(Product):
     def b(self) -> Tile:
         """Tile of the words of B."""
         words = self.tile(Tile, "b", PAIR, 0)
-        return replace(words, dtype="s32", vector=LANES, depth=words.depth // CODES_KR, row_step=var("words"))
+        layout = Layout(("n", "words"))
+        return replace(words, dtype="s32", vector=LANES, depth=words.depth // CODES_KR, layout=layout)
 
     def scales(self, name: str) -> Scales:
         """Tile of the scales, or of the offsets."""

@@ -10,11 +10,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portmm.ir.address import offset
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import Add, LetPtr, Mac, Move, Scratch
 from portmm.ir.thread_nodes import Clear, Codes, Vector
 from portmm.kernels.gpu.loops import or_zeros
-from portmm.kernels.gpu.slice_k import a_step, each, of
+from portmm.kernels.gpu.slice_k import each, of
 from portmm.spec.dtype import BY_NAME, CODES_KR
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ def _word(work: Work, first: Index, at: Index) -> tuple[Stmt, ...]:
     h = of("h", CODES_KR // chunk) * chunk
     for i in range(s.mr):
         there = (var("mine") + at + h).lt(var("k_end"))
-        src = Ptr(f"a_{i}", (at + h) * a_step(s))
+        src = Ptr(f"a_{i}", offset(work.operands[0], 0, at + h))
         body += each("h", CODES_KR // chunk, or_zeros(there, Ptr("a_next", h), src, chunk, size))
         body += each(
             "f", CODES_KR, Move(Ptr("a_part", f), Ptr("a_next", f)), Add(Ptr("total", const(i)), Ptr("a_part", f))

@@ -150,11 +150,13 @@ def leaves(x: Sum) -> Iterator[Leaf]:
 
 
 def evaluate(x: Sum, value: Callable[[Leaf], Any]) -> Any:
-    """The value of a sum from those of its variables, which have operators."""
+    """The value of a sum from those of its variables, which have operators; strides are multiplied first."""
     total, constant = (x.constant, 0) if x.terms and x.terms[0][1] < 0 else (None, x.constant)
     for product, times in x.terms:
-        values = [value(y) if isinstance(y, Leaf) else _operation(y, value) for y in product]
-        term: Any = reduce(operator.mul, values) if abs(times) == 1 else reduce(operator.mul, values) * abs(times)
+        values = [(value(y) if isinstance(y, Leaf) else _operation(y, value), _is_size(y)) for y in product]
+        near, far = [x for x, is_size in values if not is_size], [x for x, is_size in values if is_size]
+        far += [abs(times)] if abs(times) != 1 else []
+        term: Any = reduce(operator.mul, [*near, reduce(operator.mul, far)] if far else near)
         total = term if total is None else total + term if times > 0 else total - term
     if total is None:
         return constant
@@ -232,7 +234,11 @@ def divisor(x: Sum) -> int:
 
 def _term(product: Product, times: int) -> tuple[Product, int]:
     """Coordinates first, sizes last; the coefficient follows."""
-    return tuple(sorted(product, key=lambda x: (isinstance(x, Leaf) and x.extent is None, str(x)))), times
+    return tuple(sorted(product, key=lambda x: (_is_size(x), str(x)))), times
+
+
+def _is_size(x: Factor) -> bool:
+    return isinstance(x, Leaf) and x.extent is None
 
 
 def _joined(terms: dict[Product, int], constant: int) -> Sum:
@@ -331,17 +337,19 @@ def _exclusive(x: Sum, y: Sum) -> Sum:
 
 @dataclass(frozen=True, slots=True)
 class _Text:
-    """An expression as text, with the precedence of its operator: "^" 0, "+" 1, "*" 2."""
+    """An expression as text, with its operator, and the precedence of that: "^" 0, "+" 1, "*" 2."""
 
     text: str
     level: int = 3
+    op: str = ""
 
     def _with(self, op: str, other: _Text | int, level: int, *, left: bool = True) -> _Text:
         right = other if isinstance(other, _Text) else _Text(str(other))
         one, two = (self, right) if left else (right, self)
         first = f"({one.text})" if one.level < level or one.level == 0 else one.text
-        second = f"({two.text})" if two.level < level + (op != "+") or two.level == 0 else two.text
-        return _Text(f"{first} {op} {second}", level)
+        apart = two.level < level + (op != "+") and not op == two.op == "*"
+        second = f"({two.text})" if apart or two.level == 0 else two.text
+        return _Text(f"{first} {op} {second}", level, op)
 
     def __add__(self, other: _Text | int) -> _Text:
         return self._with("+", other, 1)

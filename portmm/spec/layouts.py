@@ -36,6 +36,21 @@ def column_major(*shape: Size) -> Layout:
     return Layout(shape, tuple(reversed(row_major(*reversed(shape)).stride)))
 
 
+@cache
+def operand(name: str, word: str, axes: str = "") -> Layout:
+    """Layout of a matrix of a product, with strides that are arguments of kernels: a_m and a_k of A.
+
+    Args:
+        name: "a" of axes m and k, "b" of k and n, or "c" of m and n.
+        word: "row" or "col", whose elements are contiguous, or "any"; columns of int4 values are as those of "col".
+        axes: order of the coordinate.
+    """
+    own = {"a": "mk", "b": "kn", "c": "mn"}[name]
+    contiguous = {"row": own[1], "col": own[0], "codes": own[0]}.get(word)
+    axes = axes or own
+    return Layout(tuple(axes), tuple(1 if x == contiguous else f"{name}_{x}" for x in axes))
+
+
 def panels(k: Size, n: Size, nr: int, kr: int = 1, step: Size | None = None, *, items: Size = 0) -> Layout:
     """Operand (k, n) in panels [k / KR][NR][KR] of NR columns; KR neighbours along k are a unit.
 

@@ -1,0 +1,22 @@
+"""Addresses of elements of layouts, as index expressions of kernels."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.ir.index import Index, const, var
+from portmm.spec.layout_index import evaluate
+
+if TYPE_CHECKING:
+    from portmm.spec.layout import Layout
+
+
+def offset(layout: Layout, *index: Index | int, **sizes: Index) -> Index:
+    """Offset of an element; names of sizes and strides are variables of a kernel, or have a value here."""
+    value: Index | int = layout.offset(index, lambda name: sizes.get(name) or var(name))
+    return value if isinstance(value, Index) else const(value)
+
+
+def strides(layout: Layout) -> list[Index]:
+    """Strides of the axes of an array in memory."""
+    return [const(0) + evaluate(x, lambda leaf: var(leaf.name)) for x in layout.stride]
