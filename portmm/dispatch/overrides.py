@@ -15,7 +15,7 @@ from portmm.dispatch import config
 from portmm.errors import ScheduleError
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
-from portmm.schedule.cpu_candidates import candidates
+from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_neighbourhood import unsound
 from portmm.schedule.text import spell
 from portmm.util.memo import forget_all
