@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 LOCK_SECONDS = 60.0
 """Seconds to wait for another process that builds the same entry. Above any
 compilation of one kernel; a stopped process then costs time, not the result."""
-_held: set[int] = set()
+_locked: set[int] = set()
 """Descriptors of locks of this process. They change under `locks.starting`, which a fork waits for."""
 
 
@@ -40,17 +40,17 @@ def build_lock(key: str) -> Iterator[None]:
         yield
     finally:
         with locks.starting:
-            if fd is not None and path is not None and fd in _held:  # not in a child that was forked meanwhile
+            if fd is not None and path is not None and fd in _locked:  # not in a child that was forked meanwhile
                 with suppress(OSError):
                     path.unlink()
-                _held.remove(fd)
+                _locked.remove(fd)
                 os.close(fd)
 
 
 def _in_child() -> None:
-    for fd in _held:
+    for fd in _locked:
         os.close(fd)
-    _held.clear()
+    _locked.clear()
 
 
 if hasattr(os, "register_at_fork"):
@@ -63,7 +63,7 @@ def _acquire(path: Path) -> int | None:
         while True:
             with locks.starting:
                 if (fd := _try_lock(path)) is not None:
-                    _held.add(fd)
+                    _locked.add(fd)
             if fd is not None or time.monotonic() >= deadline:
                 return fd
             time.sleep(0.01)

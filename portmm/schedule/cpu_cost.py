@@ -33,7 +33,7 @@ MOST_SIMULATED = 64
 Array = np.ndarray[Any, np.dtype[np.float64]]
 """Numbers by value of M, or one for all of them, then by candidate."""
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
-Shares = tuple[Any, Any, Any, Any]
+Partition = tuple[Any, Any, Any, Any]
 """Column blocks, tasks, threads with at least one, and the part of the work that the busiest thread does."""
 
 
@@ -59,7 +59,7 @@ def costs(t: Table, q: Problem, rows: Sequence[int], workers: Sequence[int]) -> 
     return [timed(v, n, shared(v, n)) for n in workers]
 
 
-def timed(v: Extents, workers: int, among: Shares) -> Cost:
+def timed(v: Extents, workers: int, among: Partition) -> Cost:
     """Times of work that several threads share, partitioned as `shared` returns it."""
     t, (column_blocks, tasks, threads, share) = v.t, among
     own, packing = work(v, threads if workers > 1 else None), packing_b(v)
@@ -286,7 +286,7 @@ def _bytes(v: Extents) -> Any:
     return v.batch * (v.m * v.elements * a + v.elements * v.n * b + v.m * v.n * c)
 
 
-def shared(v: Extents, workers: int) -> Shares:
+def shared(v: Extents, workers: int) -> Partition:
     """The partition of work among threads: a task is taken by the next thread that is free."""
     t = v.t
     if workers == 1:
