@@ -35,6 +35,7 @@ def pytest_configure(config: pytest.Config) -> None:
     Workers have the cache of the process that started them: what one has compiled, the others find.
     """
     os.environ["PORTMM_TUNED"] = "off"
+    os.environ["PORTMM_RACE"] = "off"  # tests of races set it
     config.pluginmanager.register(tiers.Tiers(config))
     if hasattr(config, "workerinput"):
         return

@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import signal
 from contextlib import suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,9 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
     from pathlib import Path
 
+LOWEST_PRIORITY = 19
+background: ContextVar[bool] = ContextVar("background", default=False)
+"""Set where programs that are started should leave processors to others."""
 GRACE_SECONDS = 1.0
 """Seconds to wait for processes that were killed: one that waits for a dead file server cannot end."""
 
@@ -63,6 +67,9 @@ def run(argv: Sequence[str], seconds: float, *, folder: str | Path | None = None
             env=environment() if folder is None else {**environment(), "TMPDIR": str(folder)},
             start_new_session=True,
         )
+    if background.get():
+        with suppress(OSError):
+            os.setpriority(os.PRIO_PGRP, child.pid, LOWEST_PRIORITY)
     try:
         output, _ = child.communicate(timeout=seconds)
     except subprocess.TimeoutExpired:

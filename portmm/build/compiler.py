@@ -146,9 +146,14 @@ def _stamp(argv: tuple[str, ...], path: str) -> str:
     return "\n".join(lines)
 
 
+BACKGROUND_LIMIT = 10
+"""A program of the lowest priority beside busy ones may have a tenth of a processor."""
+
+
 def limit_seconds(kind: str) -> float:
-    """Time limit of one compilation by a compiler of this kind."""
-    return ZIG_COMPILE_SECONDS if kind == "zig" else COMPILE_SECONDS
+    """Time limit of one compilation by a compiler of this kind; longer where it leaves processors to others."""
+    seconds = ZIG_COMPILE_SECONDS if kind == "zig" else COMPILE_SECONDS
+    return seconds * (BACKGROUND_LIMIT if child_process.background.get() else 1)
 
 
 def _query_version(argv: tuple[str, ...]) -> str:

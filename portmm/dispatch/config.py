@@ -37,12 +37,14 @@ class Config:
         threads: the most threads that one call may use; 0 for all cores.
         deterministic: results do not depend on threads or on the other rows.
         tf32: products of float32 on a device may round their operands to tf32.
+        race: the first calls of a kind may try several schedules; None: PORTMM_RACE decides, and if it is not set, yes.
     """
 
     target: str = ""
     threads: int = 0
     deterministic: bool = False
     tf32: bool = False
+    race: bool | None = None
 
 
 _default = Config()
@@ -59,6 +61,17 @@ def current() -> Config:
 def overridden() -> bool:
     """Test whether some thread is inside a `config` block, so that defaults may not apply."""
     return _depth > 0
+
+
+def target_name() -> str:
+    """Name of the configured target; empty for this machine."""
+    return current().target or os.environ.get("PORTMM_TARGET", "")
+
+
+def race() -> bool:
+    """Test whether the first calls of a kind may try several schedules."""
+    setting = current().race
+    return os.environ.get("PORTMM_RACE", "") not in ("0", "off") if setting is None else setting
 
 
 def rounds(dtype: str) -> bool:
@@ -121,6 +134,7 @@ def config(
     threads: int | None = None,
     deterministic: bool | None = None,
     tf32: bool | None = None,
+    race: bool | None = None,
 ) -> Iterator[Config]:
     """Change settings for a block of code; blocks nest, and each thread has its own.
 
@@ -132,6 +146,8 @@ def config(
         tf32: products of float32 by float32 on a device may round each element of A and B to tf32, 11 bits of
             precision: by at most 2**-11 of it, half away from zero. Tensor cores then multiply them, and sums
             stay in float32. Off by default, and where results are deterministic.
+        race: while a kind of product is called for the first times, several schedules with the same results are tried
+            in turn, and the fastest stays. On by default; False where every call should take the same time.
 
     Yields:
         The settings of the block.
@@ -148,6 +164,7 @@ def config(
         outer.threads if threads is None else _checked(threads),
         outer.deterministic if deterministic is None else deterministic,
         outer.tf32 if tf32 is None else tf32,
+        outer.race if race is None else race,
     )
     if target is not None:
         _resolve(target)
@@ -162,13 +179,13 @@ def config(
         _changed()
 
 
-def target() -> Target:
-    """The target of calls.
+def target(name: str | None = None) -> Target:
+    """The target of calls, or that of a name in the settings.
 
     Raises:
         TargetError: PORTMM_TARGET or the configured name is unknown or cannot run here.
     """
-    return _resolve(current().target or os.environ.get("PORTMM_TARGET", ""))
+    return _resolve(target_name() if name is None else name)
 
 
 def _resolve(name: str) -> Target:

@@ -12,6 +12,7 @@ import threading
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from portmm.build import child_process
 from portmm.target.model import CPU as MODEL
 from portmm.util import locks
 
@@ -102,6 +103,7 @@ def begin(key: Any, build: Callable[[], Any]) -> bool:
 
 
 def _work() -> None:
+    child_process.background.set(True)
     while True:
         with _lock:
             if not threading.main_thread().is_alive():

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays import libraries
 from portmm.arrays.problem_of import problem_of_call
 from portmm.codegen.c_kernel import source
-from portmm.dispatch import config, cpu_kernels, cpu_units, schedule_choice
+from portmm.dispatch import config, cpu_kernels, cpu_race, cpu_units, schedule_choice
 from portmm.errors import ScheduleError, TargetError
 from portmm.explanation.summary import SHOWN, Selected
 from portmm.host import detect
@@ -249,6 +249,6 @@ def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] 
         from portmm.explanation import gpu as gpu_explanation
 
         return gpu_explanation.explained(replace(p, tf32=p.tf32 or config.rounds(p.dtype)), target, notes=notes)
-    choice = schedule_choice.choose(p, target, threads)
+    choice = cpu_race.raced(schedule_choice.choose(p, target, threads), config.limit())
     kernel = cpu_kernels.kernel_of(choice.schedule, cpu_units.isa_of(choice.schedule, target))
     return Explanation(choice, kernel, source(kernel), notes)

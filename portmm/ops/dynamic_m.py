@@ -7,7 +7,6 @@ a kernel serves any number of rows, and compiling another takes as long as a tho
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,7 @@ def route(p: Problem) -> Any:
 
 
 def _find(p: Problem, but_rows: Any) -> Any:
-    cache = route_cache.of_target(config.current().target or os.environ.get("PORTMM_TARGET", ""))
+    cache = route_cache.of_target(config.target_name())
     question = route_cache.question(p, (p.m, p.m), config.limit())
     kernel = None if cache is None else route_cache.route(cache, question, runtime(), p)
     first = _first.setdefault(but_rows, p)

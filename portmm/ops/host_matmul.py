@@ -112,7 +112,7 @@ def _is_due() -> bool:
 
 
 def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
-    kept = route_cache.of_target(routes.target_name())
+    kept = route_cache.of_target(config.target_name())
     try:
         if kept is None or not kept.lines:
             _build_ahead(a, b, out)
@@ -162,7 +162,7 @@ def _settings() -> None:
     if rt is not None:
         rt.set_override(config.overridden())
         if not config.overridden():
-            kept = None if config.limit() else route_cache.of_target(routes.target_name())
+            kept = None if config.limit() else route_cache.of_target(config.target_name())
             rt.set_num_threads(kept.cores if kept and kept.cores else config.get_num_threads())
 
 

@@ -6,10 +6,9 @@ selected and built now.
 
 from __future__ import annotations
 
-import os
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch import config
+from portmm.dispatch import config, cpu_race
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import rows
@@ -22,11 +21,6 @@ MOST_CLASSES = 4096
 """Routes of row classes remembered for calls through Python."""
 
 _classes = Memory(MOST_CLASSES, "routes")
-
-
-def target_name() -> str:
-    """Name of the target that is configured; empty for this machine."""
-    return config.current().target or os.environ.get("PORTMM_TARGET", "")
 
 
 def route(p: Problem) -> Any:
@@ -60,7 +54,7 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    name, limit = target_name(), config.limit()
+    name, limit = config.target_name(), config.limit()
     least, most = rows(p)
     but_rows = p.but_rows
     key = (most, but_rows, name, limit)
@@ -70,8 +64,11 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
     kept = route_cache.of_target(name)
     if kept is not None:
         for span in ((least, most), (p.m, p.m)):
-            kernel = route_cache.route(kept, route_cache.question(p, span, limit), runtime(), p)
+            line = route_cache.question(p, span, limit)
+            kernel = route_cache.route(kept, line, runtime(), p)
             if kernel is not None:
+                if not route_cache.remark(kept, line):
+                    cpu_race.enter(kernel, p, span, kept)
                 return (_classes.keep(key, kernel), True) if span == (least, most) else (kernel, False)
     from portmm.dispatch import cpu_routes
 
@@ -86,4 +83,5 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
     if served is None:
         return kernel, None
     keep(kernel, served)
+    cpu_race.enter(kernel, p, served, kept)
     return (_classes.keep(key, kernel), True) if served == (least, most) else (kernel, False)

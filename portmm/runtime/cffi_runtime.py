@@ -95,6 +95,19 @@ class CffiRuntime:
         return Kernel(path, symbol, function)
 
     @staticmethod
+    def race(route: Route, task: Callable[..., None], after: float) -> None:
+        """Nothing: only the extension times single calls well enough."""
+
+    @staticmethod
+    def start_race(route: Route, rivals: tuple[Route, ...]) -> None:
+        """Nothing, likewise."""
+
+    @staticmethod
+    def racing(_route: Route) -> str:
+        """An empty string: no route races."""
+        return ""
+
+    @staticmethod
     def register_dtype(name: str, dtype: np.dtype[Any]) -> None:
         """See `Runtime`."""
         register_dtype(name, dtype)

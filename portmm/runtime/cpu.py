@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from portmm.errors import BuildError
 
 _C_ONLY = ("pool.c", "host.c")
-_WITH_PYTHON = ("extension.c", "memo.c", "matmul.c", "tape.c", "plan.c", "general.c", "module.c")
+_WITH_PYTHON = ("extension.c", "race.c", "memo.c", "matmul.c", "tape.c", "plan.c", "general.c", "module.c")
 
 # -Og halves the compile time of -O2 for five nanoseconds a call. -lc brings
 # libc back, which kernels do without; libgcc, which has the out-of-line atomics
@@ -67,6 +67,19 @@ class Runtime(Protocol):
         `dtype` names the types of A, B and C, "f32" or "u8-s8-s32"; offsets of B
         count `unit` elements.
         """
+
+    def race(self, route: Any, task: Callable[..., None], after: float) -> None:
+        """Let a route race, once: task(route) is to bring rivals, and later task(route, winner, ratio) is called.
+
+        Rivals are asked for after calls that took `after` seconds together. The ratio is that of the winner's time to
+        the time of the route's own kernel.
+        """
+
+    def start_race(self, route: Any, rivals: tuple[Any, ...]) -> None:
+        """Begin the race of a route that waits, with at most three routes of the same results; without any, end it."""
+
+    def racing(self, route: Any) -> str:
+        """State of a route: "counting" calls, "waiting" for rivals, "running", or "done"; "" if it does not race."""
 
     def register_dtype(self, name: str, dtype: Any) -> None:
         """Register the NumPy dtype of "bf16", which NumPy does not define."""

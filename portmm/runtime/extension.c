@@ -204,9 +204,14 @@ typedef struct {
   kernel_object *kernel;
   PyObject *dtype;
   int elements[3]; /* of A, B and C */
+  struct race *race; /* NULL: it does not race */
 } route_object;
 
+static void free_race(route_object *r);
+static int run_racing(route_object *r, portmm_args *p, const long *offsets, long count);
+
 static void route_dealloc(route_object *r) {
+  free_race(r);
   Py_XDECREF(r->kernel);
   Py_XDECREF(r->dtype);
   Py_TYPE(r)->tp_free((PyObject *)r);
@@ -242,6 +247,7 @@ static PyObject *py_make_route(PyObject *module, PyObject *args) {
   if (!r) return NULL;
   r->kernel = (kernel_object *)Py_NewRef(kernel);
   r->dtype = Py_NewRef(dtype);
+  r->race = NULL;
   memcpy(r->elements, found, sizeof found);
   r->launch = (launch){r->kernel->function, (size_t)work, workers,
                        {elements[found[0]].bytes, elements[found[1]].bytes * unit, elements[found[2]].bytes}};
@@ -252,7 +258,7 @@ static PyObject *py_make_route(PyObject *module, PyObject *args) {
 
 /* Launch in the caller's argument block, with the GIL released when the work is worth it. The caller holds a
  * reference to the route: another thread may drop it from the memo meanwhile. */
-static int run_route(const route_object *r, portmm_args *p, const long *offsets, long count) {
+static int run_kernel(const route_object *r, portmm_args *p, const long *offsets, long count) {
   int failed;
   if (2.0 * (double)p->m * (double)p->n * (double)p->k * (double)p->batch * (double)count > RELEASE_GIL_FLOPS) {
     Py_BEGIN_ALLOW_THREADS
@@ -263,6 +269,11 @@ static int run_route(const route_object *r, portmm_args *p, const long *offsets,
   }
   if (failed) PyErr_Format(PyExc_MemoryError, "no memory for a workspace of %zu bytes", r->launch.work);
   return failed;
+}
+
+/* The same by the kernel that a race has found, or tries. */
+INLINE int run_route(route_object *r, portmm_args *p, const long *offsets, long count) {
+  return __builtin_expect(r->race != NULL, 0) ? run_racing(r, p, offsets, count) : run_kernel(r, p, offsets, count);
 }
 
 enum { NUMBERS = 13, STEP_WORDS = 20 };
@@ -349,7 +360,7 @@ static PyObject *py_execute(PyObject *module, PyObject *const *args, Py_ssize_t 
   p.c = pointers[2];
   p.operands = table[0];
   p.numbers = table[1];
-  int failed = run_route((const route_object *)args[0], &p, outer.buf, outer.len / (Py_ssize_t)(3 * sizeof(long)));
+  int failed = run_route((route_object *)args[0], &p, outer.buf, outer.len / (Py_ssize_t)(3 * sizeof(long)));
   if (outer.obj) PyBuffer_Release(&outer);
   return failed ? NULL : Py_NewRef(Py_None);
 }
@@ -364,7 +375,7 @@ static PyObject *py_execute_all(PyObject *module, PyObject *const *args, Py_ssiz
   const long *w = PyLong_AsVoidPtr(args[1]);
   if (!w) return PyErr_Occurred() ? NULL : PyErr_Format(PyExc_ValueError, "execute_all got no address");
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(args[0]); i++, w += STEP_WORDS) {
-    const route_object *route = (const route_object *)PyTuple_GET_ITEM(args[0], i);
+    route_object *route = (route_object *)PyTuple_GET_ITEM(args[0], i);
     if (Py_TYPE((PyObject *)route) != &route_type) return PyErr_Format(PyExc_TypeError, "execute_all takes routes");
     portmm_args p = {.m = w[0], .n = w[1], .k = w[2], .batch = w[3],
                            .a = (void *)w[4], .a_m = w[5], .a_k = w[6], .a_batch = w[7],

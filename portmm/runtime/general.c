@@ -137,7 +137,7 @@ static PyObject *multiply_stacks(PyObject *a_object, PyObject *b_object, PyObjec
       p.a_batch = a_step;
       p.b_batch = b_step;
       p.c_batch = c_step;
-      if (run_route((const route_object *)route, &p, origin, 1)) Py_CLEAR(result);
+      if (run_route((route_object *)route, &p, origin, 1)) Py_CLEAR(result);
     }
   }
   Py_DECREF(route);

@@ -339,7 +339,7 @@ static PyObject *multiply(PyObject *a_object, PyObject *b_object, PyObject *out)
     c.data = ((array_object *)result)->data;
     set_product(&p, &a, &b, &c, 1);
     if (packed) p.b_batch = packed->b_batch;
-    if (run_route((const route_object *)route, &p, origin, 1)) Py_CLEAR(result);
+    if (run_route((route_object *)route, &p, origin, 1)) Py_CLEAR(result);
   }
   Py_DECREF(route);
   return result;

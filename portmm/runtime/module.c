@@ -145,6 +145,9 @@ static PyObject *py_describe(PyObject *module, PyObject *const *args, Py_ssize_t
 static PyMethodDef functions[] = {
     {"load", py_load, METH_VARARGS, "load(path, symbol, file=path) -> Kernel"},
     {"make_route", py_make_route, METH_VARARGS, "make_route(kernel, work_bytes, workers, dtype, unit=1) -> Route"},
+    {"race", py_race, METH_VARARGS, "race(route, task, after): let a route race after calls of some seconds"},
+    {"start_race", py_start_race, METH_VARARGS, "start_race(route, rivals): begin its rounds"},
+    {"racing", py_racing, METH_O, "racing(route) -> its state, or an empty string"},
     {"register_dtype", py_register_dtype, METH_VARARGS, "register_dtype(name, dtype): arrays of a type from elsewhere"},
     {"execute", FUNCTION(py_execute), METH_FASTCALL, "execute(route, m, n, k, batch, a, ..., c_batch, outer=None)"},
     {"execute_all", FUNCTION(py_execute_all), METH_FASTCALL, "execute_all(routes, words): kernels in a row"},

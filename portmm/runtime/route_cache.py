@@ -73,7 +73,7 @@ class RouteCache:
         cores: of the target here; 0 in a new cache.
         runtime: key of the extension module, or empty.
         depends: files that the routes depend on, with their state.
-        lines: question -> "key, symbol, workspace bytes, workers", separated by tabs.
+        lines: question -> "key, symbol, workspace bytes, workers", and maybe a remark, separated by tabs.
         codes: a schedule's spelling -> "key, symbol, workspace", likewise; a workspace is a spelled `index`.
         size: lines in the file as last known to this process, stale and damaged ones too.
         files: names of the files of `depends`, set with the first stored route; the cache's name determines them.
@@ -255,7 +255,7 @@ def route(kept: RouteCache, question: str, runtime: Any, p: Problem) -> Any:
     fields = _loaded(kept.lines.get(question, ""), runtime)
     if fields is None:
         return None
-    kernel, work, workers = fields
+    kernel, work, workers, *_ = fields
     return runtime.make_route(kernel, int(work), int(workers), p.storage, p.unit)
 
 
@@ -285,9 +285,15 @@ def _loaded(line: str, runtime: Any) -> tuple[Any, ...] | None:
     return kernel, *about
 
 
-def keep(kept: RouteCache, question: str, answer: Any, target: Target) -> None:
-    """Store the route of a question."""
-    about = f"{answer.kernel.symbol}\t{answer.work_bytes}\t{answer.workers}"
+def remark(kept: RouteCache, question: str) -> str:
+    """Remark that was stored beside the route of a question; empty if there is none, or no route."""
+    fields = kept.lines.get(question, "").split("\t")
+    return fields[4] if len(fields) > 4 else ""
+
+
+def keep(kept: RouteCache, question: str, answer: Any, target: Target, remark: str = "") -> None:
+    """Store the route of a question, and a remark about it."""
+    about = f"{answer.kernel.symbol}\t{answer.work_bytes}\t{answer.workers}" + (f"\t{remark}" if remark else "")
     _keep(kept, kept.lines, question, answer.kernel, about, target)
 
 

@@ -1,0 +1,200 @@
+"""Races between schedules in the calls of users: bounded, invisible in results, and known to other processes."""
+
+from __future__ import annotations
+
+import threading
+import uuid
+
+import numpy as np
+import pytest
+
+import portmm as pm
+from portmm.build import child_process, compiler
+from portmm.dispatch import config, cpu_background, cpu_race, cpu_routes, schedule_choice
+from portmm.ops import routes
+from portmm.runtime import route_cache
+from portmm.runtime.cpu import runtime
+from portmm.schedule.candidates import candidates
+from portmm.spec.problem import Problem
+from portmm.util.memo import forget_all
+
+M, N, K = 100, 128, 120
+CALLS = 120
+
+
+@pytest.fixture
+def extension():
+    """The run time, if it is the one that times calls."""
+    pm.matmul(np.ones((2, 2), np.float32), np.ones((2, 2), np.float32))
+    if not hasattr(runtime(), "__file__"):
+        pytest.skip("only the extension times calls")
+    return runtime()
+
+
+@pytest.fixture
+def racing(extension, monkeypatch):
+    """Races are on, and no route is known."""
+    monkeypatch.setenv("PORTMM_RACE", "on")
+    monkeypatch.setattr(cpu_race, "AFTER_SECONDS", 0.0)
+    kept = route_cache.RouteCache(f"{route_cache.ROUTES}{uuid.uuid4().hex}")
+    monkeypatch.setattr(route_cache, "of_target", lambda _target: kept)
+    cpu_background.wait()
+    forget_all()
+    extension.clear_memo()
+    with pm.config(threads=1):
+        yield extension
+    cpu_background.wait()
+    forget_all()
+    extension.clear_memo()
+
+
+def operands(seed=0):
+    rng = np.random.default_rng(seed)
+    return rng.standard_normal((M, K), np.float32), rng.standard_normal((K, N), np.float32)
+
+
+def fast_and_slow():
+    """Routes of the selected schedule, and of one in plain C."""
+    p, here = Problem(M, N, K), config.target()
+    plain = here.limited_to("scalar")
+    best = schedule_choice.choose(p, here, tuned=False).schedule
+    return tuple(cpu_routes.route_by(s, p, t, 1) for s, t in ((best, here), (next(iter(candidates(p, plain))), plain)))
+
+
+def call(route, c):
+    a, b = operands()
+    runtime().execute(route, M, N, K, 1, a, K, 1, 0, b, N, 1, 0, c, N, 1, 0, None)
+
+
+def race(extension, own, rivals):
+    """What a race of routes tells its task, and its calls."""
+    told = []
+    extension.race(own, lambda *x: told.append(x), 0.0)
+    c = np.empty((M, N), np.float32)
+    calls = 0
+    while calls < CALLS and extension.racing(own) != "done":
+        calls += 1
+        call(own, c)
+        if extension.racing(own) == "waiting":
+            extension.start_race(own, rivals)
+    np.testing.assert_allclose(c, np.matmul(*operands()), rtol=1e-4, atol=1e-4)
+    return told, calls
+
+
+def test_a_faster_rival_wins(extension):
+    fast, slow = fast_and_slow()
+    told, _ = race(extension, slow, (fast,))
+    (asked,), (route, winner, ratio) = told
+    assert asked is route is slow
+    assert winner is fast
+    assert ratio < 0.9
+
+
+def test_a_slow_rival_is_soon_out(extension):
+    fast, slow = fast_and_slow()
+    told, calls = race(extension, fast, (slow,))
+    assert told[-1] == (fast, fast, 1.0)
+    assert calls < 15
+
+
+def test_races_without_rivals_end(extension):
+    fast, _ = fast_and_slow()
+    told, _ = race(extension, fast, ())
+    assert told == [(fast,)]
+    assert not extension.racing(fast)
+
+
+def test_an_error_of_the_task_is_no_error_of_the_call(extension, monkeypatch):
+    fast, _ = fast_and_slow()
+    said = []
+    monkeypatch.setattr("sys.unraisablehook", lambda x: said.append(x.exc_type))
+    extension.race(fast, lambda *_: 1 / 0, 0.0)
+    for _ in range(20):
+        call(fast, np.empty((M, N), np.float32))
+    assert said == [ZeroDivisionError]
+
+
+def test_rivals_are_checked(extension):
+    fast, _ = fast_and_slow()
+    with pytest.raises(TypeError, match="no route for f32"):
+        extension.start_race(fast, (1,))
+    with pytest.raises(ValueError, match="at most 3"):
+        extension.start_race(fast, (fast,) * 4)
+
+
+def test_calls_race_and_the_next_process_knows_the_winner(racing):
+    a, b = operands()
+    p = Problem(M, N, K)
+    results, states = set(), []
+    for _ in range(CALLS):
+        results.add(pm.matmul(a, b).tobytes())
+        state = racing.racing(routes.route(p))
+        states += [state] if states[-1:] != [state] else []
+        if state == "waiting":
+            cpu_background.wait()
+    assert len(results) == 1
+    assert states[-2:] == ["running", "done"]
+    cpu_background.wait()
+    kept = route_cache.of_target("")
+    (remark,) = [x for q in kept.lines if (x := route_cache.remark(kept, q))]
+    assert remark.startswith(cpu_race.RACED)
+    assert "raced: " in pm.explain(a, b, threads=1).summary()
+    forget_all()
+    racing.clear_memo()
+    assert pm.matmul(a, b).tobytes() in results
+    assert not racing.racing(routes.route(p)), "what was raced is not raced again"
+
+
+@pytest.mark.parametrize("how", ["setting", "environment"])
+def test_races_can_be_turned_off(racing, monkeypatch, how):
+    a, b = operands()
+    if how == "environment":
+        monkeypatch.setenv("PORTMM_RACE", "off")
+    with pm.config(race=None if how == "environment" else False):
+        pm.matmul(a, b)
+        assert not racing.racing(routes.route(Problem(M, N, K)))
+
+
+@pytest.mark.usefixtures("racing")
+def test_threads_race():
+    a, b = operands()
+    want, wrong = pm.matmul(a, b).tobytes(), []
+
+    def calls():
+        wrong.extend(1 for _ in range(CALLS) if pm.matmul(a, b).tobytes() != want)
+
+    threads = [threading.Thread(target=calls) for _ in range(4)]
+    for x in threads:
+        x.start()
+    for x in threads:
+        x.join()
+    assert not wrong
+
+
+def test_calls_of_little_time_do_not_race(racing, monkeypatch):
+    monkeypatch.setattr(cpu_race, "AFTER_SECONDS", 1000.0)
+    a, b = operands()
+    for _ in range(CALLS):
+        pm.matmul(a, b)
+    assert racing.racing(routes.route(Problem(M, N, K))) == "counting"
+
+
+def test_rivals_have_other_tiles_first():
+    p, target = Problem(200, 300, 400), config.target()
+    best = schedule_choice.select_for_class(p, target, 1)
+    seconds = schedule_choice.predicted(p, best.listed, 1)
+    rivals = cpu_race.rivals_of(best.schedule, best.listed.schedules, seconds)
+    assert len(rivals) <= cpu_race.MOST_RIVALS
+    assert best.schedule not in rivals
+    assert all(cpu_background.same_results(s, best.schedule) for s in rivals)
+
+
+def test_compilers_in_the_background_leave_processors_to_others():
+    child_process.background.set(True)
+    try:
+        done = child_process.run(["sh", "-c", "sleep 0.2; nice"], 10)
+        slow = compiler.limit_seconds("gcc")
+    finally:
+        child_process.background.set(False)
+    assert done.output.strip() == str(child_process.LOWEST_PRIORITY)
+    assert slow > compiler.limit_seconds("gcc")
