@@ -16,7 +16,7 @@ from portmm.arrays.libraries import on_device
 from portmm.dispatch import config
 from portmm.errors import TargetError
 from portmm.host.detect import missing
-from portmm.ir.block_program import BlockProgram
+from portmm.ir.block_program import BlockProgram, TileGemm
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ops import host_matmul
 from portmm.spec.dtype import BY_NAME, base
@@ -34,7 +34,7 @@ Array = np.ndarray[Any, Any]
 
 
 def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c: Any = None, *others: Any) -> Any:
-    """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each; or a block program over rows or columns.
+    """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each; or a block program.
 
     Nothing restricts what a kernel does. Threads are those of
     `config` and `set_num_threads`. A kernel of a device (`GridKernel`) takes arrays on one, and is launched on the
@@ -43,7 +43,8 @@ def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c:
     Args:
         kernel: a kernel, made for this machine's instructions, or a record, which is lowered for where arrays are.
         a: (m, k) or (batch, m, k), of the type that the kernel reads, with any strides. Of a record, a and all others
-            are its operands in order, each of which is broadcast along the labels that it does not have.
+            are its operands in order. Those of rows and columns are broadcast along the labels that they do not have;
+            those of products and attention have a dimension for each label.
         b: (k, n) or (batch, k, n), likewise.
         c: (m, n) or (batch, m, n), written.
         others: further operands of a record.
@@ -60,7 +61,12 @@ def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c:
     """
     if isinstance(kernel, BlockProgram):
         arrays = (a, *others) if b is c is None else (a, b, *others) if c is None else (a, b, c, *others)
-        _block_program(kernel, arrays)
+        if any(isinstance(x, TileGemm) for one in kernel.passes for x in one):
+            from portmm.ops.launch_products import launch_products
+
+            launch_products(kernel, arrays)
+        else:
+            _block_program(kernel, arrays)
         return arrays[-1]
     if isinstance(kernel, GridKernel):
         _on_device(kernel, a, b, c)

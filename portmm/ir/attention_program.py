@@ -1,0 +1,216 @@
+"""Block programs of attention: two contractions with an online softmax between them, in one pass along the keys.
+
+Owns `Form`, the kind of attention that a kernel computes, `of_attention`, its record, and `attention_of`, what kernels
+read of a record.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from itertools import product
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from portmm.errors import ScheduleError
+from portmm.ir.block_program import REDUCED, BlockProgram, TileGemm, TileReduce, TileTransfer
+from portmm.spec.epilogue import C, Fused, Operand, acc, contraction, extent, index, load
+from portmm.spec.expr import Expr, apply, const, node, ordered, substituted
+from portmm.spec.expr_functions import select
+from portmm.spec.vector_math import exp, log
+
+if TYPE_CHECKING:
+    from portmm.ir.block_program import Pass
+
+LOWEST = -3.0e38
+"""Maximum of no scores: less than any, and finite, as -inf - -inf is NaN."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """Mask of the keys that a query sees, in addition to the score's own.
+
+    Attributes:
+        causal: no keys after its own position.
+        window: no keys as far away as the width of the window.
+    """
+
+    causal: bool = False
+    window: bool = False
+
+    def __bool__(self) -> bool:
+        return self.causal or self.window
+
+    def seen(self, at: Expr, to: Expr, width: Expr) -> Expr:
+        """Whether a key is seen from a position."""
+        seen = to <= at if self.causal else None
+        if self.window:
+            near = at - width < to
+            seen = near if seen is None else seen & near
+            seen = seen if self.causal else seen & (to < at + width)
+        assert seen is not None  # noqa: S101 - there are bounds
+        return seen
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """Kind of attention that a kernel computes.
+
+    Attributes:
+        score: expression of a score in terms of its product, and the operands that it reads.
+        dtype: type of Q, K and V.
+        to: type of the result.
+        bounds: the mask of keys.
+        lengths: each item has a number of keys of its own.
+        starts: each item has a position of its own for its first query.
+        lse: the logarithms of sums of exponentials are stored.
+    """
+
+    score: Fused
+    dtype: str
+    to: str
+    bounds: Bounds = Bounds()
+    lengths: bool = False
+    starts: bool = False
+    lse: bool = False
+
+
+class Places(NamedTuple):
+    """Numbers of the operands of attention in a record."""
+
+    q: int
+    k: int
+    v: int
+    o: int
+    lse: int | None = None
+    lengths: int | None = None
+    starts: int | None = None
+
+
+def of_attention(form: Form, loop: str = "n", window: int | None = None) -> BlockProgram:
+    """The record of a kind of attention, whose operands are those of the score, then in the order of `Places`.
+
+    Labels are items b, heads h, elements d of a head of Q and K, and e of one of V; heads of K and V each serve a block
+    of heads of Q.
+
+    Args:
+        form: the kind.
+        loop: the label of keys, "n" or "m"; the other one is that of queries, in the score too.
+        window: the width of a window, by default the extent of a label w.
+    """
+    queries, first = "nm"["nm".index(loop) - 1], len(form.score.operands)
+    operands = [*form.score.operands, Operand(form.dtype, f"bh{queries}d")]
+    operands += [Operand(form.dtype, f"bH{loop}{x}") for x in "de"] + [Operand(form.to, f"bh{queries}e")]
+    more: list[int | None] = []
+    for there, dtype, axes in (
+        (form.lse, "f32", f"bh{queries}"),
+        (form.lengths, "s32", "b"),
+        (form.starts, "s32", "b"),
+    ):
+        more.append(len(operands) if there else None)
+        operands += [Operand(dtype, axes)] if there else []
+    at = Places(first, first + 1, first + 2, first + 3, *more)
+    score = form.score.results[0][1]
+    width = extent("w") if window is None else const(window, "s32")
+    return BlockProgram(f"bh{queries}", loop, tuple(operands), _passes(score, form, at, width, loop))
+
+
+def _passes(score: Expr, form: Form, at: Places, width: Expr, loop: str, *, guarded: bool = True) -> tuple[Pass, ...]:
+    """The passes of attention; `guarded`: a query that sees no key has a result of zeros."""
+    queries, one = "nm"["nm".index(loop) - 1], REDUCED["nm".index(loop)]
+    dot = contraction(load(at.q, form.dtype), load(at.k, form.dtype), "d")
+    score = substituted(score, lambda x: dot if x.op == "acc" else None, {})
+    seen = []
+    if form.bounds:
+        start = extent(loop) - extent(queries) if at.starts is None else load(at.starts, "s32")
+        seen.append(form.bounds.seen(index(queries) + start, index(loop), width))
+    seen += [] if at.lengths is None else [index(loop) < load(at.lengths, "s32")]
+    if seen:
+        score = select(seen[0] if len(seen) == 1 else seen[0] & seen[1], score, float("-inf"))
+    top = node(one, ("max", score), "f32")
+    most = apply("max", top, LOWEST) if guarded else top
+    weight = exp(score - most)
+    total = node(one, ("add", weight), "f32")
+    mixed = contraction(weight, load(at.v, form.dtype), loop)
+    result = mixed / (select(total > 0.0, total, 1.0) if guarded else total)
+    stores = [TileTransfer(at.o, result), *([] if at.lse is None else [TileTransfer(at.lse, most + log(total))])]
+    return (TileGemm(dot), TileReduce(top), TileReduce(total, most), TileGemm(mixed, most)), tuple(stores)
+
+
+class Attention(NamedTuple):
+    """What kernels of attention read of a record.
+
+    Attributes:
+        form: the kind.
+        at: numbers of operands.
+        reads: numbers of those that the score reads.
+        window: the width of a window that is a literal, or None.
+    """
+
+    form: Form
+    at: Places
+    reads: tuple[int, ...]
+    window: int | None
+
+
+def attention_of(program: BlockProgram) -> Attention:
+    """The attention that a record computes: its labels are as in `of_attention`, its operands in any order.
+
+    Raises:
+        ScheduleError: no kernel of attention computes it.
+    """
+    gemms = [x.value for one in program.passes for x in one if isinstance(x, TileGemm)]
+    tops = [x.value for one in program.passes for x in one if isinstance(x, TileReduce) and x.value.args[0] == "max"]
+    stores = [x.operand for x in program.passes[-1] if isinstance(x, TileTransfer)]
+    if len(gemms) == 2 and len(tops) == 1 and program.loop in ("n", "m") and len(stores) in (1, 2):
+        loads = [x for x in (*gemms[0].inner, gemms[1].args[2]) if x.op == "load"]
+        if len(loads) == 3:
+            parts = [x.args[0] for x in loads] + stores
+            found = _found(program, gemms[0], tops[0].args[1], parts)
+            if found is not None:
+                return found
+    raise ScheduleError("kernels of attention take the passes of attention_program.of_attention, with any score")
+
+
+def _found(program: BlockProgram, dot: Expr, masked: Expr, parts: list[int]) -> Attention | None:
+    """The attention whose record is a given one, of those with this product, these scores, and q, k, v, o and lse."""
+    every, loop = program.operands, program.loop
+    items: list[int | None] = [i for i, x in enumerate(every) if x.dtype == "s32" and x.axes == "b" and i not in parts]
+    dtype, to = every[parts[0]].dtype, every[parts[3]].dtype
+    literals = [x for x in ordered((masked,)) if x.op == "const" and x.dtype == "s32"]
+    lse = parts[4] if len(parts) == 5 else None
+    loaded = {x.args[0] for x in ordered((masked,)) if x.op == "load"}
+    # What bounds say is no part of the score, so that kernels skip blocks of keys: fewer of them are tried later.
+    ways = product((True, False), (True, False), (*items, None), (*items, None), (True, False))
+    for causal, window, lengths, starts, guarded in ways:
+        bounds = Bounds(causal, window)
+        inner = masked.args[1] if (bounds or lengths is not None) and masked.op == "select" else masked
+        at = Places(*parts[:4])._replace(lse=lse, lengths=lengths, starts=starts)
+        reads = tuple(i for i in range(len(every)) if i not in at)
+        if lengths is not None and (lengths == starts or lengths not in loaded):
+            continue
+        if starts is not None and (starts in loaded) != bool(bounds):
+            continue
+        for width in (extent("w"), *literals) if window else (extent("w"),):
+            form = Form(Fused((), ()), dtype, to, bounds, lengths is not None, starts is not None, lse is not None)
+            score = substituted(inner, lambda x: acc() if x is dot else None, {})
+            if _same(_passes(score, form, at, width, loop, guarded=guarded), program.passes):
+                form = replace(form, score=_alone(score, reads, every))
+                return Attention(form, at, reads, width.args[0] if width.op == "const" else None)
+    return None
+
+
+def _alone(score: Expr, reads: tuple[int, ...], every: tuple[Operand, ...]) -> Fused:
+    """A score with the operands that it reads."""
+
+    def change(x: Expr) -> Expr | None:
+        return load(reads.index(x.args[0]), every[x.args[0]].dtype) if x.op == "load" else None
+
+    return Fused(tuple(every[i] for i in reads), ((C, substituted(score, change, {})),))
+
+
+def _same(one: tuple[Pass, ...], other: tuple[Pass, ...]) -> bool:
+    """Whether passes are equal: equal expressions are one object."""
+
+    def key(x: Any) -> tuple[Any, ...]:
+        return type(x), id(x.value), id(getattr(x, "rescaled", None)), getattr(x, "operand", None)
+
+    return [list(map(key, x)) for x in one] == [list(map(key, x)) for x in other]
