@@ -11,7 +11,7 @@ from emulated_cuda import install
 
 import portmm as pm
 from portmm.codegen.lower import lower_program
-from portmm.dispatch import config, cpu_selection
+from portmm.dispatch import config, schedule_choice
 from portmm.errors import ScheduleError
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.block_meaning import run
@@ -96,7 +96,7 @@ def test_attention_without_keys_is_zero():
 def test_a_schedule_is_lowered_for_a_record():
     p = Problem(64, 64, 64, fused=str(Fused((Operand("f32", "n"),), ((C, acc() + load(0, "f32")),))))
     target = config.target()
-    s = cpu_selection.choose(p, target, 1).schedule
+    s = schedule_choice.choose(p, target, 1).schedule
     (kernel,) = lower_program(of_product(p), replace(s, epilogue=""), target.isa(s.isa))
     assert kernel.operands == (("f32", False),)
     with pytest.raises(ScheduleError, match="multiplies"):
@@ -113,7 +113,7 @@ def test_what_a_launch_refuses():
         pm.launch(TWO, a, b[0], more, c, c.copy())
     with pytest.raises(ValueError, match="shares memory"):
         pm.launch(TWO, a, b, more, c, c)
-    with pytest.raises(TypeError, match="f64"):
+    with pytest.raises(TypeError, match="float64"):
         pm.launch(TWO, a.astype(np.float64), b, more, c, c.copy())
     with pytest.raises(TypeError, match="list"):
         pm.launch(TWO, a, b, [1.0] * 5, c, c.copy())
