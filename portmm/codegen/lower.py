@@ -12,10 +12,8 @@ from shlex import quote
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
-from portmm.ir.attention_program import attention_of
 from portmm.ir.index import const
 from portmm.ir.nodes import Let
-from portmm.ir.product_program import product_of
 from portmm.schedule.candidates import PACKED_VECTORS
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
@@ -154,9 +152,13 @@ def lower_program(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom | Non
     if s.program in ("rows", "columns"):
         kernels, text, call = _built(s, isa, atom or _one(isa), program), str(program.fused), "fuse"
     elif "attention" in s.program and atom is not None:
+        from portmm.ir.attention_program import attention_of
+
         form = attention_of(program).form
         kernels, text, call = _attention(form, s, isa, atom, program.loop), str(form.score), "attention"
     else:
+        from portmm.ir.product_program import product_of
+
         found = product_of(program)
         if found.dtype != s.dtype:
             raise ScheduleError(f"the schedule multiplies {s.dtype}, the program {found.dtype}")

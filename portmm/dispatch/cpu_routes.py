@@ -20,7 +20,6 @@ from portmm.dispatch.overrides import active, schedule_for
 from portmm.dispatch.schedule_choice import ClassSelection, check, choose, predicted, select_for_class
 from portmm.errors import BuildError, DatabaseError
 from portmm.ir.index import meaning
-from portmm.schedule.rows import core_schedule
 from portmm.spec.dtype import BY_NAME, types
 from portmm.spec.row_classes import rows
 from portmm.util.memo import Memory
@@ -245,6 +244,8 @@ def rows_route(program: BlockProgram, size: tuple[int, int, int], target: Target
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    from portmm.schedule.rows import core_schedule
+
     isa, atom = unit_for(program.fused, target)
     real = isa.vector("f32", atom.n)
     assert real is not None  # noqa: S101 - `unit_for` finds it

@@ -16,12 +16,15 @@ from portmm.spec.epilogue import C, Fused, Operand, acc, contraction, extent, in
 from portmm.spec.expr import Expr, apply, const, node, ordered, substituted
 from portmm.spec.expr_functions import select
 from portmm.spec.vector_math import exp, log
+from portmm.util.memo import cached
 
 if TYPE_CHECKING:
     from portmm.ir.block_program import Pass
 
 LOWEST = -3.0e38
 """Maximum of no scores: less than any, and finite, as -inf - -inf is NaN."""
+
+REFUSED = "kernels of attention take the passes of attention_program.of_attention, with any score"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +88,7 @@ class Places(NamedTuple):
     starts: int | None = None
 
 
+@cached("kernels", 256)
 def of_attention(form: Form, loop: str = "n", window: int | None = None) -> BlockProgram:
     """The record of a kind of attention, whose operands are those of the score, then in the order of `Places`.
 
@@ -110,7 +114,9 @@ def of_attention(form: Form, loop: str = "n", window: int | None = None) -> Bloc
     at = Places(first, first + 1, first + 2, first + 3, *more)
     score = form.score.results[0][1]
     width = extent("w") if window is None else const(window, "s32")
-    return BlockProgram(f"bh{queries}", loop, tuple(operands), _passes(score, form, at, width, loop))
+    program = BlockProgram(f"bh{queries}", loop, tuple(operands), _passes(score, form, at, width, loop))
+    program.__dict__["attention"] = Attention(form, at, tuple(range(first)), window)
+    return program
 
 
 def _passes(score: Expr, form: Form, at: Places, width: Expr, loop: str, *, guarded: bool = True) -> tuple[Pass, ...]:
@@ -157,45 +163,44 @@ def attention_of(program: BlockProgram) -> Attention:
     Raises:
         ScheduleError: no kernel of attention computes it.
     """
-    gemms = [x.value for one in program.passes for x in one if isinstance(x, TileGemm)]
-    tops = [x.value for one in program.passes for x in one if isinstance(x, TileReduce) and x.value.args[0] == "max"]
-    stores = [x.operand for x in program.passes[-1] if isinstance(x, TileTransfer)]
-    if len(gemms) == 2 and len(tops) == 1 and program.loop in ("n", "m") and len(stores) in (1, 2):
-        loads = [x for x in (*gemms[0].inner, gemms[1].args[2]) if x.op == "load"]
-        if len(loads) == 3:
-            parts = [x.args[0] for x in loads] + stores
-            found = _found(program, gemms[0], tops[0].args[1], parts)
-            if found is not None:
-                return found
-    raise ScheduleError("kernels of attention take the passes of attention_program.of_attention, with any score")
-
-
-def _found(program: BlockProgram, dot: Expr, masked: Expr, parts: list[int]) -> Attention | None:
-    """The attention whose record is a given one, of those with this product, these scores, and q, k, v, o and lse."""
-    every, loop = program.operands, program.loop
-    items: list[int | None] = [i for i, x in enumerate(every) if x.dtype == "s32" and x.axes == "b" and i not in parts]
-    dtype, to = every[parts[0]].dtype, every[parts[3]].dtype
+    if "attention" in program.__dict__:
+        known: Attention = program.__dict__["attention"]
+        return known
+    every, loop, (gemms, tops, stores) = program.operands, program.loop, _parts(program)
+    loads = [x.args[0] for y in gemms for x in y.inner if x.op == "load"]
+    if not (len(gemms) == 2 and len(tops) == 1 and loop in ("n", "m") and len(loads) == 3 and 1 <= len(stores) <= 2):
+        raise ScheduleError(REFUSED)
+    dot, masked = gemms[0], tops[0].args[1]
+    items = [i for i, x in enumerate(every) if x.dtype == "s32" and x.axes == "b" and i not in (*loads, *stores)]
     literals = [x for x in ordered((masked,)) if x.op == "const" and x.dtype == "s32"]
-    lse = parts[4] if len(parts) == 5 else None
     loaded = {x.args[0] for x in ordered((masked,)) if x.op == "load"}
+    some: tuple[int | None, ...] = (*items, None)
     # What bounds say is no part of the score, so that kernels skip blocks of keys: fewer of them are tried later.
-    ways = product((True, False), (True, False), (*items, None), (*items, None), (True, False))
-    for causal, window, lengths, starts, guarded in ways:
-        bounds = Bounds(causal, window)
+    for causal, window, lengths, starts, guarded in product((True, False), (True, False), some, some, (True, False)):
+        bounds, at = Bounds(causal, window), Places(*loads, *stores)._replace(lengths=lengths, starts=starts)
+        used = (lengths is None or lengths in loaded) and (starts is None or (starts in loaded) == bool(bounds))
+        if not used or (lengths == starts is not None):
+            continue
         inner = masked.args[1] if (bounds or lengths is not None) and masked.op == "select" else masked
-        at = Places(*parts[:4])._replace(lse=lse, lengths=lengths, starts=starts)
         reads = tuple(i for i in range(len(every)) if i not in at)
-        if lengths is not None and (lengths == starts or lengths not in loaded):
-            continue
-        if starts is not None and (starts in loaded) != bool(bounds):
-            continue
+        there = lengths is not None, starts is not None, at.lse is not None
+        form = Form(Fused((), ()), every[at.q].dtype, every[at.o].dtype, bounds, *there)
+        score = substituted(inner, lambda x: acc() if x is dot else None, {})
         for width in (extent("w"), *literals) if window else (extent("w"),):
-            form = Form(Fused((), ()), dtype, to, bounds, lengths is not None, starts is not None, lse is not None)
-            score = substituted(inner, lambda x: acc() if x is dot else None, {})
             if _same(_passes(score, form, at, width, loop, guarded=guarded), program.passes):
                 form = replace(form, score=_alone(score, reads, every))
                 return Attention(form, at, reads, width.args[0] if width.op == "const" else None)
-    return None
+    raise ScheduleError(REFUSED)
+
+
+def _parts(program: BlockProgram) -> tuple[list[Expr], list[Expr], list[int]]:
+    """The contractions and the maxima of a record, and the numbers of its results."""
+    every = [x for one in program.passes for x in one]
+    return (
+        [x.value for x in every if isinstance(x, TileGemm)],
+        [x.value for x in every if isinstance(x, TileReduce) and x.value.args[0] == "max"],
+        [x.operand for x in every if isinstance(x, TileTransfer)],
+    )
 
 
 def _alone(score: Expr, reads: tuple[int, ...], every: tuple[Operand, ...]) -> Fused:

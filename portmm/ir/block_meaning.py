@@ -7,25 +7,27 @@ int64 between tiles, so that the extents of tiles change results by roundings of
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.ir.block_program import ACCUMULATED, TileGemm, TileReduce, TileTransfer
+from portmm.ir.block_program import TileGemm, TileReduce, TileTransfer
 from portmm.spec.epilogue import REDUCTIONS, summed, varies
 from portmm.spec.expr_ops import NUMPY, OPS
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from portmm.ir.block_program import BlockProgram, Operator
+    from portmm.ir.block_program import BlockProgram, Pass
     from portmm.spec.expr import Expr
 
 Array = np.ndarray[Any, Any]
 Tile = dict[str, range]
 """The part of each label that a tile has."""
+Values = dict["Expr", Array]
+_WIDE = {"s32": np.int64, "f32": np.float64}
+"""Type of expressions -> that of accumulators."""
 
 
 def run(
@@ -48,136 +50,115 @@ def run(
         ValueError: shapes do not match.
     """
     for x, array in zip(program.operands, arrays, strict=True):
-        if array.ndim != len(x.axes):
-            raise ValueError(f"an array of shape {array.shape} for an operand along {x.axes}")
-        for label, extent in zip(x.axes, array.shape, strict=True):
-            if extents.setdefault(label, extent) != extent:
-                raise ValueError(f"{label} has extents {extents[label]} and {extent}")
+        if array.ndim != len(x.axes) or any(
+            extents.setdefault(y, n) != n for y, n in zip(x.axes, array.shape, strict=True)
+        ):
+            raise ValueError(f"an array of shape {array.shape} for an operand along {x.axes}; others have {extents}")
     for label in filter(str.isupper, extents):
         if not extents[label] or extents[label.lower()] % extents[label]:
             raise ValueError(f"{extents[label.lower()]} of {label.lower()} in {extents[label]} equal blocks")
-    of, step = {x: extents[x] for x in extents if x.islower()}, tiles or {}
-    whole = {x: range(n) for x, n in of.items()}
-    parts = [[range(at, min(at + by, n)) for at in range(0, n, by)] for n, by in (
-        (of[x], step.get(x, of[x]) or 1) for x in program.grid if x in of)]  # fmt: skip
-    by = step.get(program.loop, of[program.loop]) or 1
-    along = [range(at, min(at + by, of[program.loop])) for at in range(0, of[program.loop], by)]
-    for part in product(*parts):
-        here = whole | dict(zip((x for x in program.grid if x in of), part, strict=True))
-        _Point(program, arrays, numbers, extents, here).passes(along)
+
+    def parts(label: str) -> list[range]:
+        n = extents[label]
+        by = (tiles or {}).get(label, n) or 1
+        return [range(at, min(at + by, n)) for at in range(0, n, by)]
+
+    whole, grid = {x: range(n) for x, n in extents.items() if x.islower()}, [x for x in program.grid if x in extents]
+    with np.errstate(all="ignore"):
+        for here in product(*map(parts, grid)):
+            tile = whole | dict(zip(grid, here, strict=True))
+            _Point(program, arrays, numbers, extents).passes(tile, parts(program.loop))
 
 
-@dataclass
 class _Point:
-    """A tile of the grid.
+    """A tile of the grid, with its accumulators."""
 
-    Attributes:
-        extents: of all labels.
-        here: the part of each label that it has.
-        state: accumulators.
-    """
+    def __init__(
+        self, program: BlockProgram, arrays: Sequence[Array], numbers: Sequence[float], extents: Mapping[str, int]
+    ) -> None:
+        self.program, self.arrays = program, arrays
+        self.source: dict[str, Any] = {"number": numbers, "extent": extents}
+        self.real = np.float64 if any(x.dtype == np.float64 for x in arrays) else np.float32
+        self.state: Values = {}
 
-    program: BlockProgram
-    arrays: Sequence[Array]
-    numbers: Sequence[float]
-    extents: Mapping[str, int]
-    here: Tile
-    state: dict[Expr, Array] = field(default_factory=dict)
-
-    def passes(self, along: list[range]) -> None:
+    def passes(self, here: Tile, along: list[range]) -> None:
         """All passes over the tiles of the loop."""
-        loop, nothing = self.program.loop, np.errstate(all="ignore")
-        axes = varies(self.program.fused.steps, self.program.operands)
-        with nothing:
-            for one in self.program.passes:
-                for x in one:
-                    if self.program.carried(x):
-                        start = REDUCTIONS[x.value.args[0]] if isinstance(x, TileReduce) else 0
-                        shape = [len(r) if y in axes[x.value] else 1 for y, r in self.here.items()]
-                        self.state[x.value] = np.full(shape, start, np.int64 if x.value.dtype == "s32" else np.float64)
-                for part in along:
-                    self._step(one, self.here | {loop: part})
-                for x in one:
-                    if isinstance(x, TileTransfer) and loop not in self.program.operands[x.operand].axes:
-                        self._store(x, self.here | {loop: range(0)})
+        axes, loop = varies(self.program.fused.steps, self.program.operands), self.program.loop
+        for one in self.program.passes:
+            for x in filter(self.program.carried, one):
+                start = REDUCTIONS[x.value.args[0]] if isinstance(x, TileReduce) else 0
+                shape = [len(r) if y in axes[x.value] else 1 for y, r in here.items()]
+                self.state[x.value] = np.full(shape, start, _WIDE[x.value.dtype])
+            for part in along:
+                self._step(one, here | {loop: part})
+            for x in one:
+                if isinstance(x, TileTransfer) and loop not in self.program.operands[x.operand].axes:
+                    self._store(x, here | {loop: range(0)})
 
-    def _step(self, one: Sequence[Operator], tile: Tile) -> None:
+    def _step(self, one: Pass, tile: Tile) -> None:
         """A tile of the loop in a pass."""
-        values: dict[Expr, Any] = {}
-        before = dict(self.state)
+        known: Values = {}
+        before = _Point(self.program, self.arrays, *self.source.values())
+        before.state = dict(self.state)
         for x in one:
-            if isinstance(x, TileTransfer):
-                if self.program.loop in self.program.operands[x.operand].axes:
-                    self._store(x, tile)
+            if isinstance(x, TileTransfer) and self.program.loop in self.program.operands[x.operand].axes:
+                self._store(x, tile)
             elif isinstance(x, (TileReduce, TileGemm)) and self.program.carried(x):
-                kept, axis = self.state[x.value], list(tile).index(self.program.loop)
+                kept = self.state[x.value]
                 if x.rescaled is not None:
-                    then, now = self._value(x.rescaled, tile, before, {}), self._value(x.rescaled, tile, self.state, {})
+                    then, now, known = before.value(x.rescaled, tile, {}), self.value(x.rescaled, tile, {}), {}
                     kept = kept * np.exp(then - now, dtype=np.float64)
-                values = {} if x.rescaled is not None else values
-                more = self._sum(x.value, tile, values, axis)
+                more = self._sum(x.value, tile, known)
                 self.state[x.value] = np.maximum(kept, more) if x.value.args[0] == "max" else kept + more
 
-    def _sum(self, x: Expr, tile: Tile, values: dict[Expr, Any], axis: int) -> Array:
-        """The reduction of a tile along an axis."""
-        terms = [self._value(y, tile, self.state, values) for y in x.inner]
-        wide = np.int64 if x.dtype == "s32" else np.float64
-        if x.op == "contract":
-            left, right = (y.astype(wide) for y in terms)
-            terms = [left * right]
-        shape = list(terms[0].shape)
-        shape[axis] = len(list(tile.values())[axis])
-        every = np.broadcast_to(terms[0], shape)
-        if x.args[0] == "max":
-            return np.asarray(every.max(axis=axis, keepdims=True))
-        return np.asarray(every.sum(axis=axis, keepdims=True, dtype=wide))
+    def _sum(self, x: Expr, tile: Tile, known: Values) -> Array:
+        """The sum or maximum of a tile along the label of an expression."""
+        terms, axis = [self.value(y, tile, known).astype(_WIDE[x.dtype]) for y in x.inner], list(tile).index(summed(x))
+        every = terms[0] * terms[1] if x.op == "contract" else terms[0]
+        shape = (*every.shape[:axis], len(tile[summed(x)]), *every.shape[axis + 1 :])
+        reduce = np.max if x.args[0] == "max" else np.sum
+        return np.asarray(reduce(np.broadcast_to(every, shape), axis=axis, keepdims=True))
 
-    def _value(self, x: Expr, tile: Tile, state: Mapping[Expr, Array], values: dict[Expr, Any]) -> Array:
-        """An expression in a tile."""
-        if x not in values:
-            values[x] = self._computed(x, tile, state, values)
-        found: Array = values[x]
-        return found
-
-    def _computed(self, x: Expr, tile: Tile, state: Mapping[Expr, Array], values: dict[Expr, Any]) -> Array:
-        double = any(y.dtype == np.float64 for y in self.arrays)
-        to = np.float64 if double and x.dtype == "f32" else NUMPY[x.dtype]
-        if x.op in ACCUMULATED and x in state:
-            return state[x].astype(to)
-        if x.op == "contract":
-            return self._sum(x, tile, values, list(tile).index(summed(x))).astype(to)
-        if x.op == "load":
-            return self._loaded(x.args[0], tile).astype(to)
-        if x.op == "index":
-            return self._along(x.args[0], tile, np.array(tile[x.args[0]], np.int32))
-        if x.op in ("const", "number", "extent"):
-            source: Any = {"number": self.numbers, "extent": self.extents}.get(x.op)
-            return np.full((1,) * len(tile), x.args[0] if source is None else source[x.args[0]], to)
-        if x.op in OPS:
-            return np.asarray(OPS[x.op][1](*(self._value(y, tile, state, values) for y in x.inner)))
-        raise ValueError(f"{x!r} has no meaning in a block program")
-
-    @staticmethod
-    def _along(label: str, tile: Tile, row: Array) -> Array:
-        """A vector along a label."""
-        return row.reshape([len(row) if y == label else 1 for y in tile])
+    def value(self, x: Expr, tile: Tile, known: Values) -> Array:
+        """An expression in a tile; `known` ones are remembered."""
+        if x in known:
+            return known[x]
+        to = self.real if x.dtype == "f32" else NUMPY[x.dtype]
+        if x in self.state:
+            found = self.state[x]
+        elif x.op == "contract":
+            found = self._sum(x, tile, known)
+        elif x.op == "load":
+            found = np.asarray(self.arrays[x.args[0]][self._at(x.args[0], tile)])
+            found = found.reshape(found.shape or [1] * len(tile))
+        elif x.op == "index":
+            found = _along(x.args[0], tile, np.array(tile[x.args[0]]))
+        elif x.op in OPS:
+            found = OPS[x.op][1](*(self.value(y, tile, known) for y in x.inner))
+        else:
+            number = x.args[0] if x.op == "const" else self.source[x.op][x.args[0]]
+            found = np.full([1] * len(tile), number)
+        known[x] = np.asarray(found, to)
+        return known[x]
 
     def _at(self, operand: int, tile: Tile) -> tuple[Array, ...]:
         """Indices of the elements of an operand in a tile, in the order of its labels."""
-        rows = [(y, np.array(tile[y.lower()], np.int64)) for y in self.program.operands[operand].axes]
-        each = [r * self.extents[y] // self.extents[y.lower()] if y.isupper() else r for y, r in rows]
-        return tuple(self._along(y.lower(), tile, r) for (y, _), r in zip(rows, each, strict=True))
-
-    def _loaded(self, operand: int, tile: Tile) -> Array:
-        found: Array = self.arrays[operand][self._at(operand, tile)]
-        return found.reshape(found.shape or (1,) * len(tile))
+        extents, found = self.source["extent"], []
+        for y in self.program.operands[operand].axes:
+            row = np.array(tile[y.lower()], np.int64)
+            found.append(_along(y.lower(), tile, row * extents[y] // extents[y.lower()] if y.isupper() else row))
+        return tuple(found)
 
     def _store(self, x: TileTransfer, tile: Tile) -> None:
         """A result, rounded to integers and limited where its operand has these."""
-        to, value = self.arrays[x.operand], self._value(x.value, tile, self.state, {})
+        to, value, axes = self.arrays[x.operand], self.value(x.value, tile, {}), self.program.operands[x.operand].axes
         if to.dtype.kind in "iu" and value.dtype.kind == "f":
             limits = np.iinfo(to.dtype)
             value = np.clip(np.rint(value), limits.min, limits.max)
-        axes = self.program.operands[x.operand].axes
         shape = [len(r) if y in axes else 1 for y, r in tile.items()]
         to[self._at(x.operand, tile)] = np.broadcast_to(value, shape).astype(to.dtype)
+
+
+def _along(label: str, tile: Tile, row: Array) -> Array:
+    """A vector along a label."""
+    return row.reshape([len(row) if y == label else 1 for y in tile])

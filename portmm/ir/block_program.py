@@ -181,24 +181,24 @@ class BlockProgram:
 
 def accumulated(roots: Sequence[Expr]) -> set[Expr]:
     """The sums and maxima that values need, but not those that these need."""
-    found, stack = set(), list(roots)
+    seen, stack = set(), list(roots)
     while stack:
         x = stack.pop()
-        if x.op in ACCUMULATED:
-            found.add(x)
-        else:
-            stack += x.inner
-    return found
+        if x not in seen:
+            seen.add(x)
+            stack += () if x.op in ACCUMULATED else x.inner
+    return {x for x in seen if x.op in ACCUMULATED}
 
 
 def decays(x: Expr, r: Expr) -> bool:
     """Whether what an expression sums is exp(y - r) times values, none of which, nor y, depends on r."""
+    if x.op in ACCUMULATED:
+        return x.args[0] != "max" and _one_decays(x.inner, r)
     apart = accumulated([r])
     subtracted = (y.args[0] for y in ordered((x,)) if y.op == "sub" and y.args[1] is r)
     if any(exp(y - r) is x and not apart & accumulated([y]) for y in subtracted):
         return True
-    sums = x.op in ACCUMULATED and x.args[0] != "max"
-    return (sums or x.op == "mul") and _one_decays(x.inner, r)
+    return x.op == "mul" and _one_decays(x.inner, r)
 
 
 def _one_decays(values: tuple[Expr, ...], r: Expr) -> bool:
