@@ -159,10 +159,10 @@ def lower_program(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom | Non
     else:
         from portmm.ir.product_program import product_of
 
-        found = product_of(program)
-        if found.dtype != s.dtype:
-            raise ScheduleError(f"the schedule multiplies {s.dtype}, the program {found.dtype}")
-        s = replace(s, epilogue=found.epilogue)
+        product = product_of(program)
+        if product.dtype != s.dtype:
+            raise ScheduleError(f"the schedule multiplies {s.dtype}, the program {product.dtype}")
+        s = replace(s, epilogue=product.epilogue)
         return lower_grid(s, isa) if s.on_device else (lower(s, isa),)
     return tuple(replace(x, header=_header(x.name, isa, text, f"portmm.{call} on {isa.title}")) for x in kernels)
 

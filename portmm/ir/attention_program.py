@@ -142,7 +142,7 @@ def _passes(score: Expr, form: Form, at: Places, width: Expr, loop: str, *, guar
 
 
 class Attention(NamedTuple):
-    """What kernels of attention read of a record.
+    """Parts of a record that kernels of attention read.
 
     Attributes:
         form: the kind.

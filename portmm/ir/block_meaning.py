@@ -125,29 +125,29 @@ class _Point:
             return known[x]
         to = self.real if x.dtype == "f32" else NUMPY[x.dtype]
         if x in self.state:
-            found = self.state[x]
+            result = self.state[x]
         elif x.op == "contract":
-            found = self._sum(x, tile, known)
+            result = self._sum(x, tile, known)
         elif x.op == "load":
-            found = np.asarray(self.arrays[x.args[0]][self._at(x.args[0], tile)])
-            found = found.reshape(found.shape or [1] * len(tile))
+            result = np.asarray(self.arrays[x.args[0]][self._at(x.args[0], tile)])
+            result = result.reshape(result.shape or [1] * len(tile))
         elif x.op == "index":
-            found = _along(x.args[0], tile, np.array(tile[x.args[0]]))
+            result = _along(x.args[0], tile, np.array(tile[x.args[0]]))
         elif x.op in OPS:
-            found = OPS[x.op][1](*(self.value(y, tile, known) for y in x.inner))
+            result = OPS[x.op][1](*(self.value(y, tile, known) for y in x.inner))
         else:
             number = x.args[0] if x.op == "const" else self.source[x.op][x.args[0]]
-            found = np.full([1] * len(tile), number)
-        known[x] = np.asarray(found, to)
+            result = np.full([1] * len(tile), number)
+        known[x] = np.asarray(result, to)
         return known[x]
 
     def _at(self, operand: int, tile: Tile) -> tuple[Array, ...]:
         """Indices of the elements of an operand in a tile, in the order of its labels."""
-        extents, found = self.source["extent"], []
+        extents, indices = self.source["extent"], []
         for y in self.program.operands[operand].axes:
             row = np.array(tile[y.lower()], np.int64)
-            found.append(_along(y.lower(), tile, row * extents[y] // extents[y.lower()] if y.isupper() else row))
-        return tuple(found)
+            indices.append(_along(y.lower(), tile, row * extents[y] // extents[y.lower()] if y.isupper() else row))
+        return tuple(indices)
 
     def _store(self, x: TileTransfer, tile: Tile) -> None:
         """A result, rounded to integers and limited where its operand has these."""

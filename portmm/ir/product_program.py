@@ -51,7 +51,7 @@ def of_product(p: Problem) -> BlockProgram:
 
 
 class Product(NamedTuple):
-    """What kernels of products read of a record.
+    """Parts of a record that kernels of products read.
 
     Attributes:
         a, b: numbers of the operands that are multiplied.

@@ -203,21 +203,21 @@ def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...]
 
 def _product(x: _Launch) -> None:
     """A product with expressions of its sums."""
-    found = product_of(x.program)
-    axes = [x.program.operands[i].axes for i in (found.a, found.b, *(i for i, _ in found.results))]
+    parts = product_of(x.program)
+    axes = [x.program.operands[i].axes for i in (parts.a, parts.b, *(i for i, _ in parts.results))]
     batch = "b" * ("b" in axes[0] + axes[1])
     if any(("b" in y) > bool(batch) for y in axes[2:]):
         raise ScheduleError("a result has a batch, and neither of the operands that are multiplied")
-    a, b = (x.along(i, batch * ("b" in y) + z) for i, y, z in zip((found.a, found.b), axes, ("mk", "kn"), strict=False))
-    outs = [x.along(i, batch + "mn") for i, _ in found.results]
-    if found.plain:
+    a, b = (x.along(i, batch * ("b" in y) + z) for i, y, z in zip((parts.a, parts.b), axes, ("mk", "kn"), strict=False))
+    outs = [x.along(i, batch + "mn") for i, _ in parts.results]
+    if parts.plain:
         if x.there:
             grid_product.multiply(Product(a, b, outs[0]))
         else:
             host_matmul.product(a, b, outs[0])
         return
-    values = [(y, numpy_arrays.numpy_of(x.program.operands[i].dtype)) for i, y in found.results]
-    traced, closure = x.traced(values, found.reads)
+    values = [(y, numpy_arrays.numpy_of(x.program.operands[i].dtype)) for i, y in parts.results]
+    traced, closure = x.traced(values, parts.reads)
     if x.there:
         call = grid_product.prepared(Product(a, b, outs[0]), "", traced)
         x.copied(call.run({"a": a, "b": b}, a, outs[0], closure), outs)
@@ -233,18 +233,18 @@ def _product(x: _Launch) -> None:
 
 def _attention(x: _Launch) -> None:
     """Attention."""
-    found = attention_of(x.program)
+    parts = attention_of(x.program)
     if x.program.loop != "n":
         raise ScheduleError("attention is launched with its keys along n, whatever kernels have along lanes")
-    at, form = found.at, found.form
-    if form.bounds.window and found.window is None:
+    at, form = parts.at, parts.form
+    if form.bounds.window and parts.window is None:
         raise ScheduleError("the window of a program that is launched is a literal")
     q, k, v = (x.along(i, y) for i, y in ((at.q, "bhmd"), (at.k, "bHnd"), (at.v, "bHne")))
     outs = [x.along(at.o, "bhme")] + ([] if at.lse is None else [x.along(at.lse, "bhm")])
     many, starts = (None if i is None else (x.there or x.views)[i] for i in (at.lengths, at.starts))
-    traced, closure = x.traced([(form.score.results[0][1], None)], found.reads)
+    traced, closure = x.traced([(form.score.results[0][1], None)], parts.reads)
     if x.there:
-        options = grid_attention.Options(None, None, None, form.bounds.causal, found.window, many, starts, form.lse)
+        options = grid_attention.Options(None, None, None, form.bounds.causal, parts.window, many, starts, form.lse)
         x.copied(grid_attention.launch((q, k, v, outs[0]), options, traced, closure), outs)
         return
     shape = shape_of(q, k, v)
@@ -256,7 +256,7 @@ def _attention(x: _Launch) -> None:
     else:
         flags = (form.bounds.causal, not form.bounds.window, form.lse, many is None, starts is None)
         kernel = make_kernel(traced, shape, flags, dense[0])
-        far = shape.n if found.window is None else min(found.window, shape.m + shape.n)
+        far = shape.n if parts.window is None else min(parts.window, shape.m + shape.n)
         results = [dense[0], *(y[..., None] for y in dense[1:]), *(y for y in (many, starts) if y is not None)]
         kernel.execute(shape, shape.operands, closure, results, far)
     x.copied(dense, outs)
