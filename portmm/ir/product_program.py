@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import BlockProgram, TileGemm, TileTransfer
-from portmm.spec.dtype import spell, types
+from portmm.spec.dtype import accumulator, spell, types
 from portmm.spec.epilogue import C, Fused, Operand, acc, column_sum, contraction, load, parse
 from portmm.spec.expr import Expr, const, ordered, real, substituted
 
@@ -79,8 +79,9 @@ class Product(NamedTuple):
     @property
     def plain(self) -> bool:
         """Whether the sums are the only result."""
-        value, to = self.results[0][1], types(self.dtype)[2]
-        return len(self.results) == 1 and value.op == "acc" and (value.dtype == "s32") == (to == "s32")
+        (_, value), (a, b, c) = self.results[0], types(self.dtype)
+        whole = value.dtype == c == "s32"
+        return len(self.results) == 1 and value.op == "acc" and whole == (accumulator(a, b) == "s32")
 
 
 def product_of(program: BlockProgram) -> Product:

@@ -18,6 +18,7 @@ from portmm.dispatch import config, cpu_routes
 from portmm.dispatch.grid_rows import launches
 from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
+from portmm.ir import block_meaning
 from portmm.ir.attention_program import attention_of
 from portmm.ir.block_program import TileGemm
 from portmm.ir.product_program import product_of
@@ -215,6 +216,9 @@ def _product(x: _Launch) -> None:
             grid_product.multiply(Product(a, b, outs[0]))
         else:
             host_matmul.product(a, b, outs[0])
+        return
+    if not x.there and 0 in (*a.shape, *b.shape):
+        block_meaning.run(x.program, x.views)
         return
     values = [(y, numpy_arrays.numpy_of(x.program.operands[i].dtype)) for i, y in parts.results]
     traced, closure = x.traced(values, parts.reads)

@@ -17,6 +17,7 @@ from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.block_meaning import run
 from portmm.ir.block_program import BlockProgram, TileGemm, TileTransfer
 from portmm.ir.product_program import of_product
+from portmm.spec.dequantization import IDENTITY
 from portmm.spec.epilogue import C, Fused, Operand, acc, contraction, load, number
 from portmm.spec.problem import Problem
 from portmm.util import memo
@@ -143,3 +144,15 @@ def test_results_need_not_be_dense():
     pm.launch(TWO, a, b, more, one, two)
     np.testing.assert_allclose(one, a.T @ b + more[:, None], rtol=1e-5)
     np.testing.assert_allclose(two, 2 * (a.T @ b), rtol=1e-5)
+
+
+def test_empty_sums_and_sums_of_integers_as_reals():
+    one, two = np.empty((1, 5, 6), "f4"), np.empty((1, 5, 6), "f4")
+    pm.launch(TWO, np.empty((0, 5), "f4"), np.empty((1, 0, 6), "f4"), np.arange(5, dtype="f4"), one, two)
+    np.testing.assert_array_equal(one, np.broadcast_to(np.arange(5)[:, None], (1, 5, 6)))
+    assert not two.any()
+    program = of_product(Problem(7, 8, 9, "s8-s8-f32", fused=IDENTITY))
+    rng = np.random.default_rng(5)
+    a, b = rng.integers(-9, 9, (7, 9)).astype("i1"), rng.integers(-9, 9, (9, 8)).astype("i1")
+    got = pm.launch(program, a, b, np.empty((7, 8), "f4"))
+    np.testing.assert_array_equal(got, a.astype("i4") @ b.astype("i4"))
