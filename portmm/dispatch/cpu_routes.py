@@ -261,4 +261,10 @@ def program_route(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom, fiel
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    return route_of(*loaded_program(lambda: lower_program(program, s, isa, atom)[0]), fields, "f32")
+    return route_of(*loaded_program(_lowered, program, s, isa, atom), fields, "f32")
+
+
+def _lowered(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom) -> Kernel:
+    """The kernel of a host."""
+    kernel: Kernel = lower_program(program, s, isa, atom)[0]
+    return kernel

@@ -11,7 +11,7 @@ from emulated_cuda import install
 
 import portmm as pm
 from portmm.codegen.lower import lower_program
-from portmm.dispatch import config, schedule_choice
+from portmm.dispatch import config, cpu_kernels, schedule_choice
 from portmm.errors import ScheduleError
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.block_meaning import run
@@ -156,3 +156,13 @@ def test_empty_sums_and_sums_of_integers_as_reals():
     a, b = rng.integers(-9, 9, (7, 9)).astype("i1"), rng.integers(-9, 9, (9, 8)).astype("i1")
     got = pm.launch(program, a, b, np.empty((7, 8), "f4"))
     np.testing.assert_array_equal(got, a.astype("i4") @ b.astype("i4"))
+
+
+def test_kernels_of_records_are_lowered_once():
+    program = of_attention(Form(Fused((), ((C, acc() * 0.25),)), "f32", "f32"))
+    for queries in (40, 40, 35):  # of one class
+        x = np.ones((1, 2, queries, 8), "f4")
+        pm.launch(program, x, x, x, np.empty_like(x))
+        if queries == 40:
+            lowered = cpu_kernels.loaded_program.cache_info().misses
+    assert cpu_kernels.loaded_program.cache_info().misses == lowered
