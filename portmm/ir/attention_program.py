@@ -6,7 +6,6 @@ read of a record.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -27,8 +26,7 @@ LOWEST = -3.0e38
 REFUSED = "kernels of attention take the passes of attention_program.of_attention, with any score"
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
+class Bounds(NamedTuple):
     """Mask of the keys that a query sees, in addition to the score's own.
 
     Attributes:
@@ -53,8 +51,7 @@ class Bounds:
         return seen
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
+class Form(NamedTuple):
     """Kind of attention that a kernel computes.
 
     Attributes:
@@ -188,7 +185,7 @@ def attention_of(program: BlockProgram) -> Attention:
         score = substituted(inner, lambda x: acc() if x is dot else None, {})
         for width in (extent("w"), *literals) if window else (extent("w"),):
             if _same(_passes(score, form, at, width, loop, guarded=guarded), program.passes):
-                form = replace(form, score=_alone(score, reads, every))
+                form = form._replace(score=_alone(score, reads, every))
                 return Attention(form, at, reads, width.args[0] if width.op == "const" else None)
     raise ScheduleError(REFUSED)
 

@@ -9,7 +9,7 @@ where expressions need them.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.errors import ScheduleError
 from portmm.spec.epilogue import Fused, summed, varies
@@ -31,8 +31,7 @@ WORTH_KEEPING = 6
 """Operations from which a value is kept for a later pass: a store and a load take as long as some of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class TileMap:
+class TileMap(NamedTuple):
     """A value that a pass leaves in a tile along the loop, for later passes.
 
     Attributes:
@@ -44,8 +43,7 @@ class TileMap:
     level: str
 
 
-@dataclass(frozen=True, slots=True)
-class TileReduce:
+class TileReduce(NamedTuple):
     """A sum or maximum along the loop, in an accumulator that later passes read: see `epilogue.reduction`.
 
     Attributes:
@@ -58,8 +56,7 @@ class TileReduce:
     rescaled: Expr | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TileGemm:
+class TileGemm(NamedTuple):
     """A sum of products, by the units for these: see `epilogue.contraction`.
 
     Along the loop it is in an accumulator that later passes read; along another label it is a tile of its pass.
@@ -73,8 +70,7 @@ class TileGemm:
     rescaled: Expr | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TileTransfer:
+class TileTransfer(NamedTuple):
     """A result that is stored to an operand, by its number."""
 
     operand: int

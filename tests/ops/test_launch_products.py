@@ -130,7 +130,7 @@ def test_what_a_launch_refuses():
     with pytest.raises(ScheduleError, match="window"):
         pm.launch(of_attention(windowed), *x)
     with pytest.raises(ScheduleError, match="along n"):
-        pm.launch(of_attention(replace(windowed, bounds=Bounds()), "m"), *x)
+        pm.launch(of_attention(windowed._replace(bounds=Bounds()), "m"), *x)
     alone = BlockProgram("bmn", "k", tuple(Operand("f32", x) for x in ("mk", "kn", "bmn")), (
         (TileGemm(SUMS),), (TileTransfer(2, SUMS),)))  # fmt: skip
     with pytest.raises(ScheduleError, match="batch"):
