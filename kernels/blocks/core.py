@@ -61,7 +61,7 @@ def _kernel(  # noqa: PLR0917 - two callers
     name: str, isa: Isa, real: Atom, program: BlockProgram, share: Function, tasks: Index, work: Index
 ) -> Kernel:
     entry = Function("entry", "entry", (), (Parallel(share, tasks),), f"All {name}")
-    operands = operand_types(str(program.fused))
+    operands = operand_types(program.fused)
     return Kernel(f"portmm_{name}_{real.name}", isa, real, entry, work + 64, operands=operands)
 
 

@@ -53,7 +53,7 @@ def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tuple[Gri
         return _columns(isa, real, program, s)
     fused, form = program.fused, RowTiles(s)
     row = _Row(program, Elements(isa, real, fused, inner=var("row"), row=var("row")), form=form)
-    params = (*parameters.integers("m", "n", "batch"), *parameters.of_fused(str(fused)))
+    params = (*parameters.integers("m", "n", "batch"), *parameters.of_fused(fused))
     blocks = ceil_div(var("m") * var("batch"), row.side) * row.slices
     return (GridKernel("portmm_rows", isa, real, params, form.threads, (blocks, const(1)), tuple(row.statements())),)
 
@@ -265,4 +265,4 @@ def _column_kernel(name: str, each: Lowering, s: Schedule, body: list[Stmt]) -> 
         If(var("column").lt(var("n")), tuple(body)),
     )
     grid = (across * var("batch"), var("slices") if name == "portmm_columns" and sliced else const(1))
-    return GridKernel(name, at.isa, at.real, (*params, *parameters.of_fused(str(at.fused))), s.threads, grid, place)
+    return GridKernel(name, at.isa, at.real, (*params, *parameters.of_fused(at.fused)), s.threads, grid, place)

@@ -20,26 +20,29 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from portmm.ir.attention_program import LOWEST, Bounds
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Parallel, Read, Switch, Verb
 from portmm.kernels.cpu import packing
-from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, Form, M, N
+from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, M, N
 from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
-from portmm.kernels.cpu.online_softmax import LOWEST, Bounds, divided, last, rescale, tile
+from portmm.kernels.cpu.online_softmax import divided, last, rescale, tile
 from portmm.spec.dtype import unit
 
 if TYPE_CHECKING:
+    from portmm.ir.attention_program import Form
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
 
-def build(form: Form, isa: Isa, atom: Atom, real: Atom, loops: type[Attention] | None = None) -> Kernel:
-    """Kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
-    a = (loops or Attention)(form, isa, atom, real)
+def build(form: Form, s: Schedule, isa: Isa, atom: Atom, loops: type[Attention] | None = None) -> Kernel:
+    """Kernel for a kind of attention, with products by `atom` and sums in as many lanes."""
+    a = (loops or Attention)(form, s, isa, atom)
     tasks = (Parallel(a.task(), var("batch") * ceil_div(M, a.g.queries)),)
     entry = Function("entry", "entry", (), (*a.packs(), *tasks), "All items, heads and queries")
     name = f"portmm_attention_{form.dtype}_{atom.name}"
@@ -55,7 +58,7 @@ class Attention(AttentionMemory):
 
     def packs(self) -> tuple[Stmt, ...]:
         """Packing of all of V, as parallel tasks."""
-        if not self.form.packs:
+        if not self.packs_v:
             return ()
         g, panels = self.g, ceil_div(var(FIELDS["dv"]), self.g.pv_n)
         task, few = var("task"), var("heads") // var("group")
@@ -280,7 +283,7 @@ class Attention(AttentionMemory):
     def values(self) -> tuple[Stmt, ...]:
         """Second product: o[query][column] += weights^T . V."""
         g, i, c = self.g, var("i"), var("c")
-        packed = self.form.packs
+        packed = self.packs_v
         shape = Shape(g.pv_m, g.pv_n, a_packed=False, b_packed=packed, a=self.atom.left, b=self.v_dtype, unroll=2)
         shape = replace(shape, ragged=not packed)
         f = replace(micro_kernel(self.atom, shape), name="values")
@@ -307,7 +310,7 @@ class Attention(AttentionMemory):
     @property
     def v_dtype(self) -> str:
         """Type of the elements of V that the micro-kernel of values reads."""
-        return self.atom.right if self.form.packs else self.form.dtype
+        return self.atom.right if self.packs_v else self.form.dtype
 
     def finish(self) -> tuple[Stmt, ...]:
         """Statements that store results, and the logarithms of sums."""

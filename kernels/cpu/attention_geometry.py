@@ -6,17 +6,16 @@ argument block and the variables of `attention`'s loops; nothing is a loop.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Index, Ptr, ceil_div, const, round_up, var
 from portmm.ir.nodes import Let, LetPtr, Read
-from portmm.schedule.cpu_attention import Geometry, attention_schedule
-from portmm.spec.epilogue import parse
+from portmm.schedule.cpu_attention import Geometry
 
 if TYPE_CHECKING:
+    from portmm.ir.attention_program import Form
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.cpu.online_softmax import Bounds
+    from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -34,40 +33,15 @@ keys, width of the window, keys of a block, distance of the first query from the
 M, N, D = var("m"), var("n"), var("k")
 
 
-@dataclass(frozen=True, slots=True)
-class Form:
-    """Kind of attention that a kernel computes.
-
-    Attributes:
-        score: expression of a score in terms of its product: see `spec.epilogue`.
-        dtype: type of Q, K and V.
-        to: type of the result.
-        bounds: the mask of keys.
-        lengths: each item has a number of keys of its own.
-        starts: each item has a position of its own for its first query.
-        lse: the logarithms of sums of exponentials are stored.
-        packs: V is packed first.
-        few: there are few queries: see `flash_decoding`.
-    """
-
-    score: str
-    dtype: str
-    to: str
-    bounds: Bounds
-    lengths: bool = False
-    starts: bool = False
-    lse: bool = False
-    packs: bool = False
-    few: bool = False
-
-
 class AttentionMemory:
     """Addresses and sizes of the operands and scratch of one kernel; no loops."""
 
-    def __init__(self, form: Form, isa: Isa, atom: Atom, real: Atom) -> None:
+    def __init__(self, form: Form, s: Schedule, isa: Isa, atom: Atom) -> None:
+        real = isa.vector("f32", atom.n)
+        assert real is not None and s.v is not None  # noqa: S101, PT018 - else there is no schedule
         self.form, self.isa, self.atom, self.real = form, isa, atom, real
-        self.g = Geometry(attention_schedule(isa, atom))
-        self.fused = parse(form.score)
+        self.g, self.packs_v = Geometry(s), s.v.packed
+        self.fused = form.score
         names = ["q", "k", "v", "o", *(x for x in ("lse", "lengths", "starts") if getattr(form, x))]
         first = len(self.fused.operands)
         self.at = {x: f"x{first + i}" for i, x in enumerate(names)}
@@ -116,7 +90,7 @@ class AttentionMemory:
     @property
     def shared(self) -> Index:
         """Number of elements of all of V, packed."""
-        if not self.form.packs:
+        if not self.packs_v:
             return const(0)
         items = var("batch") // var(FIELDS["group"])
         return items * (ceil_div(var(FIELDS["dv"]), self.g.pv_n) * self.panel)

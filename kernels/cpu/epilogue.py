@@ -14,20 +14,21 @@ from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, Function, If, Let, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.elementwise import OWN, Elements, own, parameters
 from portmm.kernels.cpu.packing import keep
-from portmm.spec.epilogue import C, acc, parse
+from portmm.spec.epilogue import C, acc
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.spec.epilogue import Fused
     from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
 
-def finish(isa: Isa, atom: Atom, acc: str, to: str, text: str = "") -> Function:
-    """Function that writes C[rows][columns]: sums of type `acc`, in expressions `text`, as `to`."""
+def finish(isa: Isa, atom: Atom, acc: str, to: str, fused: Fused | None = None) -> Function:
+    """Function that writes C[rows][columns]: sums of type `acc`, in expressions if there are any, as `to`."""
     i, j, columns = var("i"), var("j"), var("columns")
-    at = (_Fused if text else _Tile)(isa, atom, to, text)
+    at = _Tile(isa, atom, to) if fused is None else _Fused(isa, atom, to, fused)
     params = (
         Param("rows"),
         Param("columns"),
@@ -44,14 +45,14 @@ def finish(isa: Isa, atom: Atom, acc: str, to: str, text: str = "") -> Function:
         # The scratch and the sums of columns have whole vectors.
         body += (If(whole.lt(columns), (Let("j", whole), *at.short(i, j, columns - j))),)
     rows = For("i", const(0), var("rows"), const(1), body)
-    comment = f"C[rows][columns] = {'expressions of ' if text else ''}sums,  as {to}"
+    comment = f"C[rows][columns] = {'expressions of ' if fused else ''}sums,  as {to}"
     return Function("finish", "inner", params, (*at.scratch(), rows), comment, of=atom.name)
 
 
 class _Tile:
     """Statements for a vector of sums, which are stored to C unchanged."""
 
-    def __init__(self, isa: Isa, atom: Atom, to: str, text: str) -> None:  # noqa: ARG002
+    def __init__(self, isa: Isa, atom: Atom, to: str) -> None:
         self.isa, self.atom, self.to = isa, atom, to
         self.there = Ptr("c", var("i") * var("c_m"))
 
@@ -95,11 +96,11 @@ class _Tile:
 class _Fused(_Tile):
     """Statements for a vector of sums with fused expressions."""
 
-    def __init__(self, isa: Isa, atom: Atom, to: str, text: str) -> None:
-        super().__init__(isa, atom, to, text)
+    def __init__(self, isa: Isa, atom: Atom, to: str, fused: Fused) -> None:
+        super().__init__(isa, atom, to)
         real = isa.vector("f32", atom.n)
         assert real is not None  # noqa: S101 - else the atom would not be a candidate
-        self.real, fused = real, parse(text)
+        self.real = real
         self.at = Elements(isa, real, fused, var("i"), var("row") + var("i"), var("column"))
         self.wanted = [x for _, x in fused.results]
         self.fixed: dict[Expr, str] = {}

@@ -19,6 +19,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from portmm.ir.attention_program import LOWEST
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.ir.lane_nodes import Map, Total
 from portmm.ir.nodes import (
@@ -41,16 +42,17 @@ from portmm.kernels.cpu import dot
 from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, M, N
 from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
-from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, LOWEST, MOST, Bounds, divided, last, rescale, weight
-from portmm.spec.epilogue import C, Fused, acc, parse
+from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, MOST, divided, last, rescale, weight
+from portmm.spec.epilogue import C, Fused, acc, index
 from portmm.spec.expr_functions import select
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.ir.attention_program import Bounds, Form
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -63,9 +65,9 @@ ROWS = M * var(FIELDS["group"])
 """Number of queries that share keys."""
 
 
-def build(form: Form, isa: Isa, real: Atom) -> Kernel:
+def build(form: Form, s: Schedule, isa: Isa, real: Atom) -> Kernel:
     """Kernel for few queries of a kind of attention, in lanes of `real`."""
-    a = FlashDecoding(form, isa, real, real)
+    a = FlashDecoding(form, s, isa, real)
     items = var("batch") // var(FIELDS["group"])
     body = (Parallel(a.run(), items * a.runs), Parallel(a.join(), items))
     entry = Function("entry", "entry", (), body, "All items and heads of keys")
@@ -282,11 +284,10 @@ class _Keys(Elements):
         return super().leaf(x, j, few)
 
 
-def weights(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
+def weights(isa: Isa, real: Atom, scores: Fused, bounds: Bounds) -> Function:
     """Function that turns s[keys], the scores of one query, into weights, and updates its maximum, sum and change."""
-    scores = parse(text)
     ((_, score),) = scores.results
-    score = select(bounds.seen("p", "n"), score, float("-inf")) if bounds else score
+    score = select(bounds.seen(index("p"), index("n"), index("w")), score, float("-inf")) if bounds else score
     weighed, change = weight(KEPT, MOST), weight(BEFORE, MOST)
     at = _Keys(
         isa, real, Fused(scores.operands, ((C, score), (C, weighed), (C, change))), const(0), var("query"), var("key")

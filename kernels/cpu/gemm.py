@@ -69,7 +69,7 @@ def build(s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None) ->
         constants += (("b_k", n), ("b_n", 1)) if s.b.layout == "row" else (("b_k", 1), ("b_n", k))
     a, b, c = s.types
     types = (("a", s.a.source or a), ("b", {"packed": g.read_types[1], "codes": "s32"}.get(s.b.layout, b)), ("c", c))
-    name, operands = str(s.name(atom)), operand_types(s.epilogue)
+    name, operands = str(s.name(atom)), operand_types(s.fused)
     work = g.workspace()
     return Kernel(name, isa, atom, entry, work, swap=s.atom.swap, types=types, constants=constants, operands=operands)
 

@@ -21,7 +21,7 @@ from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import For, Function, If, Let, Param, Scratch, Verb
 from portmm.kernels.cpu.elementwise import Elements, parameters
 from portmm.spec import vector_math
-from portmm.spec.epilogue import C, Fused, acc, argument, index, parse
+from portmm.spec.epilogue import C, Fused, acc, argument, index
 from portmm.spec.expr import Expr, ordered
 from portmm.spec.expr import const as literal
 from portmm.spec.expr_functions import bits, fma, from_bits, select
@@ -30,13 +30,12 @@ from portmm.spec.expr_ops import OPS
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.ir.attention_program import Bounds
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
-LOWEST = -3.0e38
-"""Maximum of no scores: less than any, and finite, as -inf - -inf is NaN."""
 WORTH_KEEPING = 3
 """Operations from which a score is stored between the passes over a block: a load and a store take as long."""
 MOST, BEFORE, KEPT, TOTAL = (argument(i, "f32") for i in range(4))
@@ -76,33 +75,6 @@ def weight(x: Expr, most: Expr) -> Expr:
     return select(less < LEAST, 0.0, power * from_bits(bits(shifted) << 23))
 
 
-@dataclass(frozen=True, slots=True)
-class Bounds:
-    """Mask of the keys that a query sees, in addition to the score's own.
-
-    Attributes:
-        causal: no keys after its own position.
-        window: no keys as far away as the width of the window.
-    """
-
-    causal: bool = False
-    window: bool = False
-
-    def __bool__(self) -> bool:
-        return self.causal or self.window
-
-    def seen(self, query: str, key: str) -> Expr:
-        """Expression for whether the key on one axis is seen from the position on another."""
-        at, to = index(query), index(key)
-        seen = to <= at if self.causal else None
-        if self.window:
-            near = at - index("w") < to
-            seen = near if seen is None else seen & near
-            seen = seen if self.causal else seen & (to < at + index("w"))
-        assert seen is not None  # noqa: S101 - there are bounds
-        return seen
-
-
 class _Scores(Elements):
     """Expressions on scores, with positions and the window; registers carry the number of their row."""
 
@@ -135,14 +107,13 @@ def operations(x: Expr) -> int:
     return sum(y.op in OPS for y in ordered((x,)))
 
 
-def tile(isa: Isa, real: Atom, text: str, bounds: Bounds) -> Function:
+def tile(isa: Isa, real: Atom, scores: Fused, bounds: Bounds) -> Function:
     """Function that turns s[keys][queries] into weights, and updates `most`, `sums` and `change`.
 
-    `text` is the expression of the score. Earlier sums of weights are to be multiplied by `change`.
+    `scores` is the expression of the score. Earlier sums of weights are to be multiplied by `change`.
     """
-    scores = parse(text)
     ((_, score),) = scores.results
-    score = select(bounds.seen("p", "m"), score, float("-inf")) if bounds else score
+    score = select(bounds.seen(index("p"), index("m"), index("w")), score, float("-inf")) if bounds else score
     keeps = operations(score) >= WORTH_KEEPING
     weighed = weight(KEPT if keeps else score, MOST)
     wanted = [score, weighed, weight(BEFORE, MOST)]

@@ -16,7 +16,6 @@ from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.packing import sums_at
 from portmm.kernels.cpu.prefetch import next_item, next_panel
 from portmm.kernels.cpu.summation_runs import kept
-from portmm.spec.epilogue import parse
 from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:
@@ -91,11 +90,11 @@ def finish(g: Operands) -> tuple[Stmt, ...]:
     into = (g.operand("c", ROW * var("c_m") + COLUMN), var("c_m"))
     inner: list[Ptr] = []
     more: tuple[Index | Ptr, ...] = ()
-    if s.epilogue:
-        place, fused = (var("item"), ROW, COLUMN), parse(s.epilogue)
+    fused, place = s.fused, (var("item"), ROW, COLUMN)
+    if fused:
         more = (*place, *arguments(fused, *place))
         inner = [_vector(g, name) for name in own(fused)]
-    call = Call(finish_tile(g.isa, g.sum_atom, g.acc, s.types[2], s.epilogue), (*tile, *inner, *into, *more))
+    call = Call(finish_tile(g.isa, g.sum_atom, g.acc, s.types[2], fused), (*tile, *inner, *into, *more))
     return (If((var("pc") + var("kd")).eq(g.k), (call,)),) if s.kc else (call,)
 
 

@@ -24,18 +24,19 @@ from portmm.kernels.cpu.tile_microkernel import Grid, strip_kernel
 from portmm.kernels.cpu.tile_packing import pack_lines
 
 if TYPE_CHECKING:
+    from portmm.ir.attention_program import Form
     from portmm.ir.index import Index
     from portmm.ir.nodes import Kernel, Stmt
-    from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
 GRID = Grid(2, 2)
 
 
-def build(form: Form, isa: Isa, atom: Atom, real: Atom) -> Kernel:
-    """Kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
-    return build_loops(form, isa, atom, real, TiledAttention)
+def build(form: Form, s: Schedule, isa: Isa, atom: Atom) -> Kernel:
+    """Kernel for a kind of attention, with products by `atom` and sums in as many lanes."""
+    return build_loops(form, s, isa, atom, TiledAttention)
 
 
 class TiledAttention(Attention):

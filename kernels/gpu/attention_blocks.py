@@ -16,9 +16,9 @@ from portmm.ir.nodes import Let, LetPtr, Read
 from portmm.kernels.gpu.parameters import integers, longs, of_fused
 
 if TYPE_CHECKING:
+    from portmm.ir.attention_program import Form
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_attention import AttentionTiles
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa

@@ -10,21 +10,22 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.attention_program import LOWEST
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import If, Let, Verb
 from portmm.kernels.cpu.elementwise import Elements
-from portmm.kernels.cpu.online_softmax import BEFORE, ENDED, KEPT, LOWEST, MOST, TOTAL, weight
+from portmm.kernels.cpu.online_softmax import BEFORE, ENDED, KEPT, MOST, TOTAL, weight
 from portmm.kernels.gpu.epilogue_store import addresses, numbers
 from portmm.kernels.gpu.loops import unrolled
-from portmm.spec.epilogue import C, Fused, acc, index, parse
+from portmm.spec.epilogue import C, Fused, acc, index
 from portmm.spec.expr_functions import select
 from portmm.util.locks import once
 
 if TYPE_CHECKING:
+    from portmm.ir.attention_program import Form
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_attention import AttentionTiles
     from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
@@ -72,13 +73,13 @@ class Scores:
     @once
     def score(self) -> Expr:
         """Expression of a score."""
-        return parse(self.form.score).results[0][1]
+        return self.form.score.results[0][1]
 
     @once
     def bounded(self) -> Expr:
         """Expression of a masked score."""
         seen = index("k") < index("e")
-        seen = seen & self.form.bounds.seen("p", "k") if self.form.bounds else seen
+        seen = seen & self.form.bounds.seen(index("p"), index("k"), index("w")) if self.form.bounds else seen
         return select(seen, self.score, float("-inf"))
 
     @once
@@ -90,7 +91,7 @@ class Scores:
     def at(self) -> Elements:
         """Statements for all these expressions."""
         wanted = (self.score, self.bounded, *self.weighed, *ENDED)
-        fused = Fused(parse(self.form.score).operands, tuple((C, x) for x in wanted))
+        fused = Fused(self.form.score.operands, tuple((C, x) for x in wanted))
         return _Scores(self.isa, self.real, fused, inner=var("query"), row=var("query"))
 
     # -- statements ----------------------------------------------------------

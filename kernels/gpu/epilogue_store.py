@@ -18,7 +18,7 @@ from portmm.kernels.cpu.elementwise import Elements
 from portmm.kernels.gpu.loops import pieces, unrolled
 from portmm.kernels.gpu.product import Product, bottom
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import C, parse
+from portmm.spec.epilogue import C
 from portmm.spec.layouts import VECTOR
 
 if TYPE_CHECKING:
@@ -119,7 +119,7 @@ class EpilogueStore(Product):
     @property
     def fused(self) -> Fused | None:
         """Fused expressions of the sums, or None."""
-        return parse(self.s.epilogue) if self.s.epilogue and not self.split else None
+        return None if self.split else self.s.fused
 
     @property
     def type(self) -> str:

@@ -33,13 +33,14 @@ from portmm.kernels.gpu.attention_tiles import PER_VECTOR, SIZE, HeadTile, rows_
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.online_softmax import PAIR, FragmentSoftmax
+from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
+    from portmm.ir.attention_program import Form
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.schedule.gpu_mma_attention import MatrixTiling
+    from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -52,8 +53,9 @@ STRIP = 8
 PACKED = {"f16": "pack_f16", "bf16": "pack_bf16"}
 
 
-def build(form: Form, t: MatrixTiling, isa: Isa, atom: Atom) -> GridKernel:
-    """Kernel for a kind of attention, with a tiling."""
+def build(form: Form, s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
+    """Kernel for a kind of attention."""
+    t = MatrixTiling(s)
     work = Work(form, t, isa, atom, FragmentSoftmax(form, t, isa, atom))
     body: list[Stmt] = [*work.memory(), *work.coordinates(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]

@@ -10,24 +10,24 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.attention_program import LOWEST
 from portmm.ir.fragment_index import Registers, coordinate, in_row, row_masks
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, LetPtr
 from portmm.ir.thread_nodes import Apply, Barrier, Exchange, Vector
-from portmm.kernels.cpu.online_softmax import BEFORE, ENDED, KEPT, LOG2E, LOWEST, MOST, TOTAL, scaled
+from portmm.kernels.cpu.online_softmax import BEFORE, ENDED, KEPT, LOG2E, MOST, TOTAL, scaled
 from portmm.kernels.gpu.attention_scores import Scores
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.parameters import integers, longs, read
-from portmm.spec.epilogue import parse
 from portmm.spec.expr_functions import fma
 from portmm.util.locks import once
 
 if TYPE_CHECKING:
+    from portmm.ir.attention_program import Form
     from portmm.ir.grid_kernel import Argument
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.gpu_attention import AttentionTiles, Tiling
     from portmm.schedule.gpu_mma_attention import MatrixTiling
     from portmm.spec.expr import Expr
@@ -124,7 +124,7 @@ class FragmentSoftmax(Scores):
     @once
     def score(self) -> Expr:
         """Expression of a score times log2(e)."""
-        score = parse(self.form.score).results[0][1]
+        score = self.form.score.results[0][1]
         # Rounded here: fused with a later difference, that of the maximum from itself would not be 0.
         if score.op == "mul" and score.args[1].op in ("number", "const"):
             return fma(score.args[0], score.args[1] * LOG2E, 0.0)

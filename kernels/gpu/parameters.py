@@ -6,11 +6,12 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument
 from portmm.spec.dtype import accumulator
-from portmm.spec.epilogue import operand_types, parse
+from portmm.spec.epilogue import operand_types
 from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.epilogue import Fused
 
 
 def integers(*names: str) -> list[Argument]:
@@ -60,13 +61,13 @@ def of_fixup(s: Schedule) -> list[Argument]:
 def of_results(s: Schedule) -> list[Argument]:
     """Parameters of C, and of the operands of fused expressions."""
     c = [Argument("c", "pointer", s.types[2]), *_strides("c", s.c.layout)]
-    return [*c, *of_fused(s.epilogue)] if s.epilogue else c
+    return [*c, *of_fused(s.fused)] if s.fused else c
 
 
-def of_fused(text: str) -> list[Argument]:
+def of_fused(fused: Fused) -> list[Argument]:
     """Parameters of the operands and the numbers of fused expressions."""
-    fused, params = parse(text), []
-    for i, (dtype, written) in enumerate(operand_types(text)):
+    params = []
+    for i, (dtype, written) in enumerate(operand_types(fused)):
         x = fused.operands[i]
         params.append(Argument(f"x{i}_all", "pointer", dtype, readonly=not written))
         params += longs(*(f"x{i}_{axis}" for axis in x.axes if axis != "n"), *(() if x.dense else (f"x{i}_n",)))

@@ -31,13 +31,14 @@ from portmm.ir.thread_nodes import WHOLE, Barrier, Clear, Shared, Vector
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks, rows_of
 from portmm.kernels.gpu.loops import or_zeros, pieces, unrolled
 from portmm.kernels.gpu.online_softmax import THREADS, Softmax, joined
+from portmm.schedule.gpu_attention import AttentionTiles, Tiling
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
+    from portmm.ir.attention_program import Form
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.schedule.gpu_attention import AttentionTiles, Tiling
+    from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -46,8 +47,9 @@ LARGE = 256
 """Threads of a block from which a processor must have registers for two: 128 each, of NVIDIA's 65536."""
 
 
-def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
-    """Kernel for a kind of attention, with a tiling."""
+def build(form: Form, s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
+    """Kernel for a kind of attention."""
+    t = Tiling(s)
     work = Work(form, t, isa, atom, Softmax(form, t, isa, atom))
     body: list[Stmt] = [*work.memory(), *work.coordinates(), *work.reach(), *work.begin()]
     body += [For("key", var("first"), var("end"), const(t.keys), work.step()), *work.finish()]
@@ -56,8 +58,9 @@ def build(form: Form, t: Tiling, isa: Isa, atom: Atom) -> GridKernel:
     return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, tuple(body), occupancy=occupancy)
 
 
-def join(form: Form, t: AttentionTiles, isa: Isa, atom: Atom) -> GridKernel:
+def join(form: Form, s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     """Kernel that combines runs of keys."""
+    t = AttentionTiles(s)
     params, body = joined(form, t, isa, atom)
     to = (*rows_of("o", form.to, t.loose, readonly=False), *((Argument("lse", "pointer", "f32"),) if form.lse else ()))
     grid = (var("items") * var("heads") * var("m"), const(1))

@@ -25,7 +25,6 @@ from portmm.kernels.gpu.epilogue_store import element, operands
 from portmm.kernels.gpu.loops import unrolled
 from portmm.schedule.gpu_variants import TICKET, at_once
 from portmm.spec.dtype import accumulator
-from portmm.spec.epilogue import parse
 from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
@@ -85,10 +84,9 @@ def reduction(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
         (Add(Ptr("sum"), work + var("i") * (var("batch") * var("work_batch"))),),
     )  # fmt: skip
     total: list[Stmt] = [Scratch("sum", 1, atom.acc), Move(Ptr("sum"), work), more]
-    if s.epilogue:
-        fused = parse(s.epilogue)
-        total += [*operands(isa, fused), Scratch("c_out", 1, c)]
-        total += [*element(isa, fused, Ptr("sum"), Ptr("c_out"), column), Move(to, Ptr("c_out"))]
+    if s.fused:
+        total += [*operands(isa, s.fused), Scratch("c_out", 1, c)]
+        total += [*element(isa, s.fused, Ptr("sum"), Ptr("c_out"), column), Move(to, Ptr("c_out"))]
     else:
         total.append(Move(to, Ptr("sum")))
     body: tuple[Stmt, ...] = (

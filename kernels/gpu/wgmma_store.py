@@ -23,7 +23,6 @@ from portmm.kernels.gpu.product import Product
 from portmm.schedule.gpu_wgmma import BUFFERS, STRIP, SWIZZLED, columns, panel, staged, strips
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import parse
 from portmm.spec.layouts import swizzled
 
 if TYPE_CHECKING:
@@ -52,11 +51,6 @@ class WgmmaEpilogue(Product):
     def store(self) -> EpilogueStore:
         """Epilogue that stores from registers."""
         return EpilogueStore(self.s, self.isa, self.atom, cell_of(of(self.atom.acc_fragment), self.s))
-
-    @property
-    def fused(self) -> Fused | None:
-        """Fused expressions of the sums, or None."""
-        return parse(self.s.epilogue) if self.s.epilogue else None
 
     @property
     def lines(self) -> int:
@@ -97,7 +91,7 @@ class WgmmaEpilogue(Product):
         if not self.staged:
             return []
         registers: list[Stmt] = [Scratch("c_words", self.puts * self.words, "b32")]
-        return [*registers, Scratch("c_out", self.words * PAIR, "f32")] if self.fused else registers
+        return [*registers, Scratch("c_out", self.words * PAIR, "f32")] if self.s.fused else registers
 
     def after(self) -> list[Stmt]:
         """Wait for the last TMA stores to read shared memory."""
@@ -168,7 +162,7 @@ class WgmmaEpilogue(Product):
             sync,
             If(self._elected, (send, Do("tma_store_commit"))),
         )
-        setup = operands(self.isa, self.fused) if self.fused else []
+        setup = operands(self.isa, self.s.fused) if self.s.fused else []
         if self.panels > 1:
             body = (unrolled("piece", self.panels, *body),)
         return (*setup, *body)
@@ -183,9 +177,9 @@ class WgmmaEpilogue(Product):
         s, put, q = self.s, var("put"), var("q")
         columns_before = part * (panel(s) // SIDE) + put * (self.words // HALVES)
         at = (strip * (columns(s) // SIDE) + columns_before) * (HALVES * PAIR)
-        source = Ptr("c_out", q * PAIR) if self.fused else Ptr("acc", at + q * PAIR)
+        source = Ptr("c_out", q * PAIR) if self.s.fused else Ptr("acc", at + q * PAIR)
         pack = Do(f"pair_{s.types[2]}", (Ptr("c_words", put * self.words + q), source))
-        values = self._values(self.fused, at) if self.fused else ()
+        values = self._values(self.s.fused, at) if self.s.fused else ()
         return (*values, unrolled("q", self.words, pack))
 
     def _put(self) -> Stmt:

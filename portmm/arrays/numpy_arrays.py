@@ -135,6 +135,18 @@ def addressable(array: Array, dtype: np.dtype[Any]) -> bool:
     return array.dtype == dtype and array.flags.aligned and not any(s % dtype.itemsize for s in array.strides)
 
 
+def check_readable(name: str, x: Array) -> None:
+    """Check that kernels read an array as it is.
+
+    Raises:
+        TypeError: its class has arithmetic of its own, or masks.
+        ValueError: it is not aligned, or of another byte order.
+    """
+    refuse_class(x, name, matrix=False)
+    if not addressable(x, x.dtype.newbyteorder("=")):
+        raise ValueError(f"{name} is not aligned to its elements, or of another byte order; copy it first")
+
+
 def dense_at(out: Any, dtype: np.dtype[Any], source: Array) -> bool:
     """Whether a kernel that reads `source` can write a dense result of native `dtype` straight to `out`."""
     if not isinstance(out, np.ndarray) or not addressable(out, dtype):

@@ -23,10 +23,10 @@ from portmm.spec.dtype import dequantized_types, types
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
+    from portmm.ir.attention_program import Form
     from portmm.ir.block_program import BlockProgram
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
-    from portmm.kernels.cpu.attention_geometry import Form
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Family
     from portmm.target.atom import Atom
@@ -137,24 +137,44 @@ def lower_int4_repack(isa: Isa, packed: Family) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.pack on {isa.title}"))
 
 
-def lower_block(isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
-    """The kernel of a block program on a host, in lanes of `real`."""
-    from portmm.schedule.rows import core_schedule
+def lower_program(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom | None = None) -> tuple[Any, ...]:
+    """The kernels of a block program by a schedule, in order of execution: for a host, one.
 
-    kernel: Kernel = _of_program(core_schedule(program, isa, real), isa, real, program)[0]
-    return kernel
+    Args:
+        program: the record.
+        s: the schedule. Of a product, expressions of sums are those of the record, whatever its epilogue is.
+        isa: the instruction set.
+        atom: the lanes of expressions over rows and columns, by default a thread's, or products of attention.
+
+    Raises:
+        ScheduleError: the schedule is of another program, or the ISA lacks a type.
+    """
+    if s.program in ("rows", "columns"):
+        kernels, text, call = _built(s, isa, atom or _one(isa), program), str(program.fused), "fuse"
+    elif "attention" in s.program and atom is not None:
+        from portmm.ir.attention_program import attention_of
+
+        form = attention_of(program).form
+        kernels, text, call = _attention(form, s, isa, atom, program.loop), str(form.score), "attention"
+    else:
+        from portmm.ir.product_program import product_of
+
+        product = product_of(program)
+        if product.dtype != s.dtype:
+            raise ScheduleError(f"the schedule multiplies {s.dtype}, the program {product.dtype}")
+        s = replace(s, epilogue=product.epilogue)
+        return lower_grid(s, isa) if s.on_device else (lower(s, isa),)
+    return tuple(replace(x, header=_header(x.name, isa, text, f"portmm.{call} on {isa.title}")) for x in kernels)
 
 
-def lower_grid_block(isa: Isa, program: BlockProgram, s: Schedule) -> tuple[GridKernel, ...]:
-    """The kernels of a block program on a device, in order of execution; the schedule is of `schedule.rows`."""
-    return _of_program(s, isa, _one(isa), program)
-
-
-def _of_program(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tuple[Any, ...]:
-    def head(name: str) -> tuple[str, ...]:
-        return _header(name, isa, str(program.fused), f"portmm.fuse on {isa.title}")
-
-    return tuple(replace(x, header=head(x.name)) for x in _built(s, isa, real, program))
+def _attention(form: Form, s: Schedule, isa: Isa, atom: Atom, loop: str) -> tuple[Any, ...]:
+    """The kernels of attention. Lanes of a host are queries, or, where keys are along n, keys: for few queries."""
+    name = PROGRAMS[s.program].builder
+    if s.program == "attention" and (loop == "n" or atom.tiled):
+        name = "cpu.flash_decoding" if loop == "n" else "cpu.tile_attention"
+    split = s.parallel.over == "keys"
+    join = (_builder("gpu.simt_attention").join(form, s, isa, atom),) if split else ()
+    return (_builder(name).build(form, s, isa, atom), *join)
 
 
 def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:
@@ -174,31 +194,6 @@ def _one(isa: Isa) -> Atom:
     if real is None:
         raise ScheduleError(f"{isa.name} has no threads of one element")
     return real
-
-
-def lower_attention(isa: Isa, atom: Atom, real: Atom, form: Form) -> Kernel:
-    """The kernel for a kind of attention, with products by `atom` and sums in lanes of `real`."""
-    kernel: Kernel
-    if form.few:
-        kernel = _builder("cpu.flash_decoding").build(form, isa, real)
-    else:
-        kernel = _builder("cpu.tile_attention" if atom.tiled else "cpu.attention").build(form, isa, atom, real)
-    return replace(kernel, header=_header(kernel.name, isa, form.score, f"portmm.attention on {isa.title}"))
-
-
-def lower_grid_attention(isa: Isa, atom: Atom, form: Form, s: Schedule) -> tuple[GridKernel, ...]:
-    """The kernels of a device for a kind of attention, in order of execution."""
-    from portmm.schedule.gpu_attention import AttentionTiles, Tiling
-    from portmm.schedule.gpu_mma_attention import MatrixTiling
-
-    simt = _builder("gpu.simt_attention")
-    if s.program == "mma_attention":
-        kernels = [_builder("gpu.mma_attention").build(form, MatrixTiling(s), isa, atom)]
-    else:
-        kernels = [simt.build(form, Tiling(s), isa, atom)]
-    kernels += [simt.join(form, AttentionTiles(s), isa, atom)] if s.parallel.over == "keys" else []
-    command = f"portmm.attention on {isa.title}"
-    return tuple(replace(x, header=_header(x.name, isa, form.score, command)) for x in kernels)
 
 
 def _header(name: str, isa: Isa, description: str, command: str) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portmm.codegen.lower import lower_attention, lower_block, lower_int4_repack, lower_pack
+from portmm.codegen.lower import lower_int4_repack, lower_pack, lower_program
 from portmm.dispatch import cpu_background
 from portmm.dispatch.cpu_background import StandIn, stand_in
 from portmm.dispatch.cpu_kernels import Code, code_of, is_loaded, known_code, loaded_program
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 
     from portmm.ir.block_program import BlockProgram
     from portmm.ir.nodes import Kernel
-    from portmm.kernels.cpu.attention_geometry import Form
     from portmm.runtime.route_cache import RouteCache
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Family, Problem
@@ -245,20 +244,27 @@ def rows_route(program: BlockProgram, size: tuple[int, int, int], target: Target
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
+    from portmm.schedule.rows import core_schedule
+
     isa, atom = unit_for(program.fused, target)
     real = isa.vector("f32", atom.n)
     assert real is not None  # noqa: S101 - `unit_for` finds it
     m, n, batch = size
-    return route_of(
-        *loaded_program(lower_block, isa, real, program), {"m": m, "n": n, "batch": batch, "workers": workers}, "f32"
-    )
+    fields = {"m": m, "n": n, "batch": batch, "workers": workers}
+    return program_route(program, core_schedule(program, isa, real), isa, real, fields)
 
 
-def attention_route(form: Form, unit: tuple[Isa, Atom, Atom], fields: dict[str, int]) -> Any:
-    """A route for a form of attention; `fields` are those of the argument block.
+def program_route(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom, fields: dict[str, int]) -> Any:
+    """A route for a block program by a schedule; `fields` are those of the argument block.
 
     Raises:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    return route_of(*loaded_program(lower_attention, *unit, form), fields, "f32")
+    return route_of(*loaded_program(_lowered, program, s, isa, atom), fields, "f32")
+
+
+def _lowered(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom) -> Kernel:
+    """The kernel of a host."""
+    kernel: Kernel = lower_program(program, s, isa, atom)[0]
+    return kernel

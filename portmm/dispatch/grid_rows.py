@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portmm.codegen.lower import lower_grid_block
+from portmm.codegen.lower import lower_program
 from portmm.dispatch.launches import MOST, bind
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import program_of
@@ -109,6 +109,6 @@ def _code(program: BlockProgram | str, s: Schedule, on: Machine) -> tuple[tuple[
     isa = next(x for x in on.target.isas if x.vector("f32", 1))
 
     def lower() -> tuple[Any, ...]:
-        return lower_grid_block(isa, program_of(parse(program), kept_in(s)) if isinstance(program, str) else program, s)
+        return lower_program(program_of(parse(program), kept_in(s)) if isinstance(program, str) else program, s, isa)
 
     return on.loaded((program, s), lower)

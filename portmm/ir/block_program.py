@@ -1,31 +1,37 @@
 """Block programs as records: what is computed at each point of a grid, in passes along one loop.
 
-Owns `BlockProgram`, its tile operators, and the programs of expressions over rows and down columns. `kernels.blocks`
-lowers a record for a core of a host, and for a block of threads of a device. Elements of operands are loaded where
-expressions need them.
+Owns `BlockProgram`, its tile operators, and the programs of expressions over rows and down columns; those of products
+and of attention are in `product_program` and `attention_program`. `block_meaning` says what a record computes.
+`codegen.lower` lowers one for a core of a host, and for a block of threads of a device. Elements of operands are loaded
+where expressions need them.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.errors import ScheduleError
-from portmm.spec.epilogue import Fused, varies
+from portmm.spec.epilogue import Fused, summed, varies
+from portmm.spec.expr import ordered
 from portmm.spec.expr_ops import OPS
+from portmm.spec.vector_math import exp
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from portmm.spec.epilogue import Operand
     from portmm.spec.expr import Expr
 
 REDUCED = ("reduce", "fold")
 """Operations of reductions: along rows, and down columns."""
+ACCUMULATED = (*REDUCED, "contract")
+"""Operations whose values are sums or maxima along a label."""
 WORTH_KEEPING = 6
 """Operations from which a value is kept for a later pass: a store and a load take as long as some of them."""
 
 
-@dataclass(frozen=True, slots=True)
-class TileMap:
+class TileMap(NamedTuple):
     """A value that a pass leaves in a tile along the loop, for later passes.
 
     Attributes:
@@ -37,22 +43,42 @@ class TileMap:
     level: str
 
 
-@dataclass(frozen=True, slots=True)
-class TileReduce:
-    """A sum or maximum along the loop, in an accumulator that later passes read: see `epilogue.reduction`."""
+class TileReduce(NamedTuple):
+    """A sum or maximum along the loop, in an accumulator that later passes read: see `epilogue.reduction`.
+
+    Attributes:
+        value: the reduction.
+        rescaled: a value r of accumulators before it in its pass, if what is summed has a factor exp(-r): when r
+            becomes r', the accumulator is multiplied by exp(r - r'). So an online softmax needs one pass.
+    """
 
     value: Expr
+    rescaled: Expr | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class TileTransfer:
+class TileGemm(NamedTuple):
+    """A sum of products, by the units for these: see `epilogue.contraction`.
+
+    Along the loop it is in an accumulator that later passes read; along another label it is a tile of its pass.
+
+    Attributes:
+        value: the contraction.
+        rescaled: see `TileReduce`.
+    """
+
+    value: Expr
+    rescaled: Expr | None = None
+
+
+class TileTransfer(NamedTuple):
     """A result that is stored to an operand, by its number."""
 
     operand: int
     value: Expr
 
 
-Pass = tuple[TileMap | TileReduce | TileTransfer, ...]
+Operator = TileMap | TileReduce | TileGemm | TileTransfer
+Pass = tuple[Operator, ...]
 
 
 @dataclass(frozen=True)
@@ -60,10 +86,11 @@ class BlockProgram:
     """A block program.
 
     Attributes:
-        grid: labels, of "b" for a batch, "m" for rows, "n" for columns, whose points are independent of each other:
-            tasks of cores, and blocks or threads of a device, share them out.
-        loop: the label that passes go along: "n", as lanes do, or "m".
-        operands: arrays, those that are read and those that are written.
+        grid: labels whose points are independent of each other: tasks of cores, and blocks or threads of a device,
+            share them out. "b" is a batch, "m" are rows, "n" columns, "h" heads.
+        loop: the label that passes go along: of rows "n", as lanes do, or "m", of a product "k".
+        operands: arrays, those that are read and those that are written. Labels that are neither of the grid nor the
+            loop are whole in every tile: elements of a head.
         passes: the operators of each, in order. A pass may read accumulators and tiles of those before; the last one
             stores.
 
@@ -78,22 +105,17 @@ class BlockProgram:
     passes: tuple[Pass, ...]
 
     def __post_init__(self) -> None:
-        if self.loop not in ("m", "n"):
-            raise ScheduleError(f"the loop is along {self.loop!r}; passes go along 'm' or 'n'")
+        if not any(self.loop in x.axes for x in self.operands):
+            raise ScheduleError(f"the loop is along {self.loop!r}; no operand has this label")
         known: set[Expr] = set()
         for one in self.passes:
+            here: list[Operator] = []
             for x in one:
-                if isinstance(x, TileReduce) and x.value.op != REDUCED["nm".index(self.loop)]:
-                    raise ScheduleError(f"{x.value!r} is no reduction along {self.loop}")
-                if isinstance(x, TileTransfer) and not 0 <= x.operand < len(self.operands):
-                    raise ScheduleError(f"operand {x.operand} is stored; there are {len(self.operands)}")
                 if isinstance(x, TileTransfer) and one is not self.passes[-1]:
                     raise ScheduleError(f"operand {x.operand} is stored before the last pass: do so there")
-                value = x.value.args[1] if isinstance(x, TileReduce) else x.value
-                missing = [y for y in _reductions_of(value) if y not in known]
-                if missing:
-                    raise ScheduleError(f"no pass before has {missing[0]!r}: put a TileReduce of it in one")
-            known |= {x.value for x in one if isinstance(x, TileReduce)}
+                self._check(x, known, here)
+                here.append(x)
+            known |= {x.value for x in one if self.carried(x)}
         along = varies(self.fused.steps, self.operands)
         for i, value in self.fused.results:
             if lacking := sorted(along[value] - {*self.operands[i].axes}):
@@ -101,6 +123,35 @@ class BlockProgram:
                     f"operand {i} has no label {lacking[0]!r}, along which the value that is stored to it varies: "
                     f"points of the grid would overwrite each other; give the operand the label, or reduce along it"
                 )
+
+    def carried(self, x: Operator) -> bool:
+        """Whether an operator has an accumulator."""
+        return isinstance(x, (TileReduce, TileGemm)) and summed(x.value) == self.loop
+
+    def _check(self, x: Operator, known: set[Expr], before: list[Operator]) -> None:
+        """Check of an operator after others of its pass, and accumulators of those before.
+
+        Raises:
+            ScheduleError: it needs others.
+        """
+        if isinstance(x, TileTransfer) and not 0 <= x.operand < len(self.operands):
+            raise ScheduleError(f"operand {x.operand} is stored; there are {len(self.operands)}")
+        if isinstance(x, TileReduce) and (x.value.op not in REDUCED or not self.carried(x)):
+            raise ScheduleError(f"{x.value!r} is no reduction along {self.loop}")
+        if isinstance(x, TileGemm) and x.value.op != "contract":
+            raise ScheduleError(f"{x.value!r} is no contraction")
+        rescaled = None if isinstance(x, (TileMap, TileTransfer)) else x.rescaled
+        ready = known | {y.value for y in before if not self.carried(y)}
+        if rescaled is not None:
+            moved = accumulated([rescaled])
+            if not moved <= {y.value for y in before} or not decays(x.value, rescaled):
+                raise ScheduleError(f"{x.value!r} has no factor exp(-r) of accumulators before it in its pass")
+            ready |= moved
+        missing = accumulated([x.value] if isinstance(x, (TileMap, TileTransfer)) else x.value.inner) - ready
+        if missing:
+            raise ScheduleError(
+                f"no pass before has {next(iter(missing))!r}: put a TileReduce or TileGemm of it in one"
+            )
 
     @property
     def accumulators(self) -> list[Expr]:
@@ -124,9 +175,32 @@ class BlockProgram:
         return fused
 
 
-def _reductions_of(x: Expr) -> set[Expr]:
-    """The reductions that a value needs, but not those that these need."""
-    return {x} if x.op in REDUCED else {z for y in inside([x], {}) for z in y.inner if z.op in REDUCED}
+def accumulated(roots: Sequence[Expr]) -> set[Expr]:
+    """The sums and maxima that values need, but not those that these need."""
+    seen, stack = set(), list(roots)
+    while stack:
+        x = stack.pop()
+        if x not in seen:
+            seen.add(x)
+            stack += () if x.op in ACCUMULATED else x.inner
+    return {x for x in seen if x.op in ACCUMULATED}
+
+
+def decays(x: Expr, r: Expr) -> bool:
+    """Whether what an expression sums is exp(y - r) times values, none of which, nor y, depends on r."""
+    if x.op in ACCUMULATED:
+        return x.args[0] != "max" and _one_decays(x.inner, r)
+    apart = accumulated([r])
+    subtracted = (y.args[0] for y in ordered((x,)) if y.op == "sub" and y.args[1] is r)
+    if any(exp(y - r) is x and not apart & accumulated([y]) for y in subtracted):
+        return True
+    return x.op == "mul" and _one_decays(x.inner, r)
+
+
+def _one_decays(values: tuple[Expr, ...], r: Expr) -> bool:
+    """Whether one of some factors has a factor exp(-r), and the others do not depend on r."""
+    bound = [x for x in values if accumulated([r]) & accumulated([x])]
+    return len(bound) == 1 and decays(bound[0], r)
 
 
 def program_of(fused: Fused, level: str = "") -> BlockProgram:
@@ -208,7 +282,7 @@ def inside(roots: list[Expr], known: dict[Expr, int]) -> set[Expr]:
     stack = list(roots)
     while stack:
         x = stack.pop()
-        if x in needed or x.op in REDUCED or x in known:
+        if x in needed or x.op in ACCUMULATED or x in known:
             continue
         needed.add(x)
         stack += x.inner

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from portmm.ir.grid_kernel import GridKernel
-    from portmm.ir.thread_nodes import Barrier, Clear, Exchange, Shared, Vector
+    from portmm.ir.thread_nodes import Barrier, Clear, CopyAsync, CopyCommit, CopyWait, Exchange, Shared, Vector
 
 PATIENCE = 20.0
 """Seconds that threads wait for others at a barrier, which then will not come."""
@@ -82,6 +82,8 @@ class _Thread(_Machine):
 
     meet: _Block = field(kw_only=True)
     error: BaseException | None = None
+    copies: list[list[Any]] = field(default_factory=lambda: [[]])
+    """Groups of asynchronous copies, the last of which is open: what they write is visible after a wait only."""
 
     def run(self, registers: Mapping[str, np.ndarray]) -> None:
         """Execute the body, and keep the error that ends it."""
@@ -115,3 +117,21 @@ class _Thread(_Machine):
     def do_clear(self, s: Clear, f: _Frame) -> None:
         array, at, _ = f.ptrs[s.name]
         array[at : at + s.count] = 0
+
+    def do_copyasync(self, s: CopyAsync, f: _Frame) -> None:
+        count = s.bytes // BY_NAME[f.ptrs[s.to.name][2]].bytes
+        to, i, _ = self.at(s.to, f, count)
+        values: Any = 0
+        if self.value(s.there, f):
+            src, j, _ = self.at(s.src, f, count)
+            values = src[j : j + count].copy()
+        self.copies[-1].append((to, slice(i, i + count), values))
+
+    def do_copycommit(self, _: CopyCommit, __: _Frame) -> None:
+        self.copies.append([])
+
+    def do_copywait(self, s: CopyWait, _: _Frame) -> None:
+        first = max(len(self.copies) - 1 - s.pending, 0)
+        for to, at, values in (x for group in self.copies[:first] for x in group):
+            to[at] = values
+        del self.copies[:first]

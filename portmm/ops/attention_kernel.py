@@ -13,16 +13,16 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import TraceError
+from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ops import host_matmul
 from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import C, Fused, index
-from portmm.spec.expr import Expr, real
+from portmm.spec.expr import Expr, real, substituted
 from portmm.spec.row_classes import last_of_class
-from portmm.trace.bind import Bound, substituted
+from portmm.trace.bind import Bound
 from portmm.trace.recorder import described
 
 if TYPE_CHECKING:
-    from portmm.kernels.cpu.attention_geometry import Form
     from portmm.ops.attention_shapes import Shape
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
@@ -125,18 +125,23 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     from portmm.dispatch import cpu_routes, cpu_units
     from portmm.schedule.cpu_attention import attention_schedule, multiply_adds
 
-    _, _, with_lse, all_keys, no_starts = flags
     if len(traced.results) > 1:
         raise TraceError("a score is one value, not a tuple")
     function, target = _real(traced), config.target()
     host_matmul.begin()
     runtime()  # raises before a kernel is lowered in vain
     fused, dtype = _fused(function), numpy_arrays.name_of(shape.dtype)
-    isa, atom, _ = unit = cpu_units.attention_unit(dtype, fused, target, last_of_class(shape.m))
+    isa, atom, lanes = cpu_units.attention_unit(dtype, fused, target, last_of_class(shape.m))
     few = shape.m <= FEW // atom.k_pack
     function = function if few else _transposed(traced)
-    schedule = attention_schedule(isa, atom)
-    form = _form(_fused(function), shape, flags, isa, atom, schedule, few=few)
+    unit = lanes if few else atom
+    schedule = attention_schedule(isa, unit)
+    if not few and _packs(shape, isa, atom, schedule):
+        schedule = attention_schedule(isa, atom, packs=True)
+    causal, no_window, with_lse, all_keys, no_starts = flags
+    bounds = Bounds(causal, not no_window)
+    form = Form(_fused(function), dtype, dtype, bounds, not all_keys, not no_starts, with_lse)
+    program = of_attention(form, "n" if few else "m")
     step, run = _blocks(shape, schedule, target, few=few)
     macs = multiply_adds(shape.items * shape.heads, shape.m, shape.n, shape.d + shape.dv)
     workers = config.get_num_threads() if macs > FORK else 1
@@ -151,7 +156,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
         "batch": shape.items * shape.heads, "workers": workers,
         "a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv, "c_batch": run,
     }  # fmt: skip
-    route = cpu_routes.attention_route(form, unit, fields)
+    route = cpu_routes.program_route(program, schedule, isa, unit, fields)
     rows = [_strides(x) for x in (q, k, v, result)]
     rows += [(shape.heads * shape.m, 1, 0, shape.m)] if with_lse else []
     rows += [(1,)] * ((not all_keys) + (not no_starts))
@@ -160,21 +165,10 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     return AttentionKernel(route, bound, step, run, atom.k_pack, atom.k)
 
 
-def _form(  # noqa: PLR0917 - one caller
-    fused: Fused, shape: Shape, flags: tuple[bool, ...], isa: Isa, atom: Atom, s: Schedule, *, few: bool
-) -> Form:
-    """The form of the kernel: `flags` as for `make_kernel`."""
-    from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.kernels.cpu.online_softmax import Bounds
-
-    causal, no_window, with_lse, all_keys, no_starts = flags
-    dtype = numpy_arrays.name_of(shape.dtype)
-    masks = bool(isa.spelling(atom, "load_mask", dtype))
-    reads = atom.k_pack == 1 and not atom.tiled and (masks or not shape.dv % s.parallel.cell[1])
-    return Form(
-        str(fused), dtype, dtype, Bounds(causal, not no_window), lengths=not all_keys, starts=not no_starts,
-        lse=with_lse, packs=not few and not reads, few=few,
-    )  # fmt: skip
+def _packs(shape: Shape, isa: Isa, atom: Atom, s: Schedule) -> bool:
+    """Whether V is packed: elements of its rows cannot be read where they are."""
+    masks = bool(isa.spelling(atom, "load_mask", numpy_arrays.name_of(shape.dtype)))
+    return atom.k_pack > 1 or atom.tiled or not (masks or not shape.dv % s.parallel.cell[1])
 
 
 def _fused(score: Traced) -> Fused:

@@ -144,16 +144,8 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     results = [np.empty(s, t) for s, t in ready.results]
     if out is not None and _writable(out, results[0], (left, panels), ready.bound, user_function.closure):
         results[0] = out
-    a, b = left, panels
-    if not ready.direct:
-        rows, other = call.operands(ready.size, call.types())
-        a, b = rows.array, other.array if isinstance(other, numpy_arrays.Operand) else panels
+    execute(ready, call, user_function.closure, results)
     m, n, batch = ready.size
-    a_m, a_k, a_batch, b_k, b_n, b_batch = ready.numbers
-    runtime().execute(
-        ready.route, m, n, left.shape[-1], batch, a, a_m, a_k, a_batch, b, b_k, b_n, b_batch,
-        results[0], n, 1, m * n, None, *ready.bound.fill(user_function.closure, [], results[1:]),
-    )  # fmt: skip
     if seen is not None and user_function.lasting and ready.direct and (out is None or out is results[0]):
 
         def build(
@@ -168,6 +160,20 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
 
         call_fastpath.keep(seen, ready.bound, build, 2 + (out is not None), shared=ready.shared)
     return results[0] if out is None and not ready.several else fit(results, out, several=ready.several)
+
+
+def execute(ready: FusedKernel, call: FusedProduct, closure: dict[Any, Any], results: list[Array]) -> None:
+    """Run the kernel of a call, which writes dense results."""
+    a, b = call.left, getattr(call.right, "owner", call.right)
+    if not ready.direct:
+        rows, other = call.operands(ready.size, call.types())
+        a, b = rows.array, other.array if isinstance(other, numpy_arrays.Operand) else b
+    m, n, batch = ready.size
+    a_m, a_k, a_batch, b_k, b_n, b_batch = ready.numbers
+    runtime().execute(
+        ready.route, m, n, a.shape[-1], batch, a, a_m, a_k, a_batch, b, b_k, b_n, b_batch,
+        results[0], n, 1, m * n, None, *ready.bound.fill(closure, [], results[1:]),
+    )  # fmt: skip
 
 
 def _split(call: FusedProduct, epilogue: Callable[..., Any], out: Any) -> Any:

@@ -15,12 +15,13 @@ import numpy as np
 
 from portmm.arrays import operand
 from portmm.arrays.interop import adopt_all
-from portmm.codegen.lower import lower_grid_attention
+from portmm.codegen.lower import lower_program
 from portmm.dispatch.launches import bind
 from portmm.dispatch.machine import machine_of
 from portmm.errors import TraceError
+from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ops.attention_shapes import NAMES, SUPPORTED, score_of, sizes_of
-from portmm.ops.kernel_call import Captures, KernelCall, via_temporary
+from portmm.ops.kernel_call import Captures, Closure, KernelCall, via_temporary
 from portmm.schedule import gpu_attention_choice
 from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.spec.dtype import BY_NAME
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
 
     from portmm.arrays.operand import Operand
     from portmm.dispatch.machine import Machine
-    from portmm.kernels.cpu.attention_geometry import Form
+    from portmm.ir.block_program import BlockProgram
     from portmm.schedule.schedule import Schedule
     from portmm.trace.tracer import Traced
 
@@ -118,6 +119,13 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
             call.out, call.q, call.out.dtype, lambda to: attention((*operands[:3], to.source), options)
         )
     return ready.returned(ready.run(call.parts, call.q, call.out, user_function.closure, read, **numbers))
+
+
+def launch(operands: tuple[Any, Any, Any, Any], options: Options, traced: Traced, closure: Closure) -> list[Operand]:
+    """The results of attention with a score that is traced: see `attention`; the first is written to `out`."""
+    call, numbers = _adopted(operands, options)
+    ready = _prepare(call, (options.causal, options.window is not None, options.lse), traced)
+    return ready.run(call.parts, call.q, call.out, closure, ready.captures.arrays(closure, call.q), **numbers)
 
 
 # -- operands --------------------------------------------------------------------------------
@@ -220,7 +228,7 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> Ker
     items, heads, group, m, n, d, dv = call.sizes
     on = machine_of(call.q)
     captures = Captures.of(traced, (m, n, items, heads), "a function")
-    form = _form(call, flags, traced, to)
+    program = _program(call, flags, traced, to)
     results = (("o", call.shape, to), *((("lse", call.shape[:-1], "f32"),) if flags[2] else ()))
     if 0 in (items, heads, m, dv):
         return KernelCall(on, results, (), several=flags[2])
@@ -239,24 +247,21 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> Ker
         values |= dict(zip(names, y.steps, strict=True))
     for i, steps in enumerate(captures.strides):
         values |= dict(zip((f"x{i}_{y}" for y in "bmnh"), steps, strict=True))
-    launches = tuple((bind(*x, values), ()) for x in _code(form, schedule, on))
+    launches = tuple((bind(*x, values), ()) for x in _code(program, schedule, on))
     scratch = runs * rows * (dv + 2) if schedule.parallel.over == "keys" else 0
     return KernelCall(on, results, launches, (scratch, "f32"), flags[2], captures)
 
 
-def _form(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: str) -> Form:
-    """The form of the attention kernel."""
-    from portmm.kernels.cpu.attention_geometry import Form
-    from portmm.kernels.cpu.online_softmax import Bounds
-
+def _program(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: str) -> BlockProgram:
+    """The attention as a block program."""
     if len(traced.results) > 1:
         raise TraceError("a score is one value, not a tuple")
     causal, windowed, lse = flags
-    score = str(Fused(traced.operands, ((C, real(traced.results[0][0])),)))
-    arrays = {"lengths": call.lengths is not None, "starts": call.starts is not None}
-    return Form(score, call.q.dtype, to, Bounds(causal, windowed), **arrays, lse=lse)
+    score, bounds = Fused(traced.operands, ((C, real(traced.results[0][0])),)), Bounds(causal, windowed)
+    return of_attention(Form(score, call.q.dtype, to, bounds, call.lengths is not None, call.starts is not None, lse))
 
 
-def _code(form: Form, s: Schedule, on: Machine) -> tuple[tuple[Any, Any], ...]:
+def _code(program: BlockProgram, s: Schedule, on: Machine) -> tuple[tuple[Any, Any], ...]:
     """Kernels, with their loaded functions."""
-    return on.loaded((form, s), lambda: lower_grid_attention(*gpu_attention_choice.unit(s, on.target), form, s))
+    unit = gpu_attention_choice.unit(s, on.target)
+    return on.loaded((program, s), lambda: lower_program(program, s, *unit))

@@ -21,8 +21,8 @@ from portmm.ops.prepack import current, is_packed, items
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import number
-from portmm.spec.expr import Expr, apply
-from portmm.trace.bind import Bound, UserFunction, dense, substituted, typed
+from portmm.spec.expr import Expr, apply, substituted
+from portmm.trace.bind import Bound, UserFunction, dense, typed
 from portmm.trace.closures import resolve
 from portmm.util.array_subclasses import refuse_class
 from portmm.util.memo import Memory

@@ -6,7 +6,6 @@ on arrays of any strides, without copies.
 
 from __future__ import annotations
 
-import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,21 +19,19 @@ from portmm.ir.block_program import BlockProgram
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ops import host_matmul
 from portmm.spec.dtype import BY_NAME, base
-from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.arrays.operand import Operand
     from portmm.ir.nodes import Kernel
-    from portmm.spec import epilogue
 
 
 Array = np.ndarray[Any, Any]
 
 
 def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c: Any = None, *others: Any) -> Any:
-    """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each; or a block program over rows or columns.
+    """Run a kernel: C[m, n] of A[m, k] and B[k, n], or of a batch of each; or a block program.
 
     Nothing restricts what a kernel does. Threads are those of
     `config` and `set_num_threads`. A kernel of a device (`GridKernel`) takes arrays on one, and is launched on the
@@ -43,7 +40,8 @@ def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c:
     Args:
         kernel: a kernel, made for this machine's instructions, or a record, which is lowered for where arrays are.
         a: (m, k) or (batch, m, k), of the type that the kernel reads, with any strides. Of a record, a and all others
-            are its operands in order, each of which is broadcast along the labels that it does not have.
+            are its operands in order. Those of rows and columns are broadcast along the labels that they do not have;
+            those of products and attention have a dimension for each label.
         b: (k, n) or (batch, k, n), likewise.
         c: (m, n) or (batch, m, n), written.
         others: further operands of a record.
@@ -60,7 +58,9 @@ def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c:
     """
     if isinstance(kernel, BlockProgram):
         arrays = (a, *others) if b is c is None else (a, b, *others) if c is None else (a, b, c, *others)
-        _block_program(kernel, arrays)
+        from portmm.ops.launch_blocks import launch_block
+
+        launch_block(kernel, arrays)
         return arrays[-1]
     if isinstance(kernel, GridKernel):
         _on_device(kernel, a, b, c)
@@ -111,112 +111,7 @@ def _check(name: str, x: Any, kernel: Kernel) -> None:
     if not isinstance(x, np.ndarray) or numpy_arrays.name_of(x.dtype) != wanted or x.ndim < 2:
         actual = f"an array of {x.dtype}, shape {x.shape}" if isinstance(x, np.ndarray) else f"a {type(x).__name__}"
         raise TypeError(f"{name} is {actual}; this kernel takes matrices of {BY_NAME[wanted].numpy}")
-    _check_readable(name, x)
-
-
-def _check_readable(name: str, x: Array) -> None:
-    """Check that kernels read an array as it is.
-
-    Raises:
-        TypeError: its class has arithmetic of its own, or masks.
-        ValueError: it is not aligned, or of another byte order.
-    """
-    refuse_class(x, name, matrix=False)
-    if not numpy_arrays.addressable(x, x.dtype.newbyteorder("=")):
-        raise ValueError(f"{name} is not aligned to its elements, or of another byte order; copy it first")
-
-
-def _block_program(program: BlockProgram, arrays: tuple[Any, ...]) -> None:
-    """Run a block program, on the host or, asynchronously, on the stream or queue of the first array.
-
-    Raises:
-        TypeError: an array is of another type than its operand, or elsewhere than the first.
-        ValueError: shapes do not match, an array cannot be written or shares memory with another one in part, or
-            elements along n are not neighbours in memory.
-    """
-    from portmm.arrays import interop, operand
-
-    there = interop.adopt_all({f"x{i}_all": x for i, x in enumerate(arrays)}) if on_device(arrays[0]) else {}
-    views = [operand.standin(x) for x in there.values()] or list(arrays)
-    (batch, m, n), strides = _broadcast(program, views)
-    if not there:
-        written = {x for x, _ in program.fused.results}
-        if fixed := [i for i, x in enumerate(views) if i in written and not x.flags.writeable]:
-            raise ValueError(f"array {fixed[0]} is read-only; pass a writeable array")
-        _check_overlap(views, strides, written)
-        from portmm.dispatch import cpu_routes
-        from portmm.runtime.cpu import runtime
-
-        host_matmul.begin()
-        route = cpu_routes.rows_route(program, (m, n, batch), config.target(), config.get_num_threads())
-        table = np.array([(runtime().address(x), *s, 0) for x, s in zip(views, strides, strict=True)], np.int64)
-        if m and batch:
-            runtime().execute(route, m, n, 1, batch, *(0,) * 12, None, table, None)
-        return
-    from portmm.dispatch.grid_rows import launches
-    from portmm.dispatch.machine import machine_of
-    from portmm.ops.kernel_call import start
-
-    operands = list(there.values())
-    for i, _ in program.fused.results:
-        operand.check_out(operands[i], operands[i].shape)
-    on, aligned = machine_of(operands[0]), [math.gcd(x.at, operand.WIDEST) for x in operands]
-    every, work = launches(str(program.fused), (m, n, batch), strides, aligned, on, program)
-    addresses = {name: operand.address(x) for name, x in there.items()}
-    start(on, tuple((x, ()) for x in every), addresses, operands[0], (work, "f32"))
-
-
-def _check_overlap(views: list[Any], strides: list[tuple[int, ...]], written: set[int]) -> None:
-    """Check that what is written is another array in whole, or shares no memory with it.
-
-    Raises:
-        ValueError: it shares a part.
-    """
-    for i in written:
-        for j, x in enumerate(views):
-            same = x.ctypes.data == views[i].ctypes.data and strides[i] == strides[j]
-            if i != j and not same and np.may_share_memory(x, views[i]):
-                raise ValueError(f"array {i} is written and shares memory with array {j} in part: pass a copy")
-
-
-def _check_operand(i: int, x: epilogue.Operand, view: Any) -> None:
-    """Check that a block program can read an array.
-
-    Raises:
-        TypeError: it is of another type than its operand, or of a class that is refused.
-        ValueError: it has too many dimensions, or is not addressable.
-    """
-    if not isinstance(view, np.ndarray) or numpy_arrays.name_of(view.dtype) != x.dtype:
-        actual = view.dtype if isinstance(view, np.ndarray) else f"a {type(view).__name__}"
-        raise TypeError(f"array {i} is of {actual}; the operand is an array of {x.dtype}, on the first one's device")
-    if view.ndim > 3:
-        raise ValueError(f"array {i} has shape {view.shape}; a block program takes (batch, m, n)")
-    _check_readable(f"array {i}", view)
-
-
-def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The extents of a batch, rows and columns, and the strides of each operand along them, in elements.
-
-    Raises:
-        TypeError: an array is of another type than its operand.
-        ValueError: shapes do not match, or elements along n are not neighbours in memory.
-    """
-    if len(views) != len(program.operands):
-        raise ValueError(f"{len(views)} arrays for {len(program.operands)} operands: pass one for each, in order")
-    for i, (x, view) in enumerate(zip(program.operands, views, strict=True)):
-        _check_operand(i, x, view)
-    shape, strides = np.broadcast_shapes((1, 1, 1), *(x.shape for x in views)), []
-    if program.loop == "m" and not shape[1]:
-        raise ValueError(f"arrays of {shape} have no rows to reduce")
-    for i, (x, view) in enumerate(zip(program.operands, views, strict=True)):
-        whole = tuple(extent if axis in x.axes else 1 for axis, extent in zip("bmn", shape, strict=True))
-        if (1,) * (3 - view.ndim) + view.shape != whole:
-            raise ValueError(f"array {i} is {view.shape}, operand {x} of {shape} takes {whole}")
-        steps = np.broadcast_to(view, whole).strides
-        strides.append(tuple(s // view.itemsize if axis in x.axes else 0 for axis, s in zip("bmn", steps, strict=True)))
-        if x.dense and "n" in x.axes and shape[2] > 1 and view.size and strides[-1][2] != 1:
-            raise ValueError(f"elements of array {i} are {strides[-1][2]} apart along n: pass a contiguous one")
-    return shape, strides
+    numpy_arrays.check_readable(name, x)
 
 
 def _on_device(kernel: GridKernel, *arrays: Any) -> None:

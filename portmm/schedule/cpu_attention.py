@@ -17,14 +17,14 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 
-def attention_schedule(isa: Isa, atom: Atom) -> Schedule:
+def attention_schedule(isa: Isa, atom: Atom, *, packs: bool = False) -> Schedule:
     """A schedule with the fewest loads per multiply-add, of blocks of about `queries`.
 
-    The first product is K . Q^T: its rows are keys, its columns queries.
+    The first product is K . Q^T: its rows are keys, its columns queries. With `packs`, V is packed first.
     """
     if atom.tiled:
         side = 2 * atom.m  # two by two tiles of sums: of keys, or columns of V, by queries, in strips of a tile
-        return _schedule(isa, (atom.n, side), (2 * atom.n, side), MODEL.queries)
+        return _schedule(isa, (atom.n, side), (2 * atom.n, side), MODEL.queries, packs)
 
     def rows(v: int) -> int:
         return min(int(MODEL.in_place_rows), (isa.registers - v - 1) // v)
@@ -33,10 +33,10 @@ def attention_schedule(isa: Isa, atom: Atom) -> Schedule:
     first = first if isa.registers >= 32 else min(first, 2)
     nr, pv_m = first * atom.n, rows(2)
     step = next(x for x in range(nr, nr * pv_m + 1, nr) if x % pv_m == 0)
-    return _schedule(isa, (nr, rows(first)), (2 * atom.n, pv_m), max(1, MODEL.queries // step) * step)
+    return _schedule(isa, (nr, rows(first)), (2 * atom.n, pv_m), max(1, MODEL.queries // step) * step, packs)
 
 
-def _schedule(isa: Isa, scores: tuple[int, int], values: tuple[int, int], queries: int) -> Schedule:
+def _schedule(isa: Isa, scores: tuple[int, int], values: tuple[int, int], queries: int, packs: bool) -> Schedule:
     """A schedule for register tiles, n by m, of both products."""
     (nr, mr), (pv_n, pv_m) = scores, values
     tiles = (
@@ -49,6 +49,7 @@ def _schedule(isa: Isa, scores: tuple[int, int], values: tuple[int, int], querie
         tiles,
         b=OperandPlan("col", (PACKED,)),
         parallel=Parallel("batch", cell=(pv_m, pv_n)),
+        v=OperandPlan("row", (PACKED,) * packs),
     )
 
 

@@ -11,11 +11,13 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.parts import SHARED, AtomUse, OperandPlan, Parallel
 from portmm.spec.dtype import CODES_KR, accumulator, types, unit
+from portmm.spec.epilogue import parse
 from portmm.spec.kernel_name import KernelName
 from portmm.spec.problem import Family
 
 if TYPE_CHECKING:
     from portmm.schedule.parts import Tile
+    from portmm.spec.epilogue import Fused
     from portmm.target.atom import Atom
 
 WARPGROUP = 128
@@ -115,6 +117,11 @@ class Schedule:
         layout = self.b.layout
         in_b = unit(b, self.atom.kr) if layout == "packed" else "s32" if layout == "codes" else b
         return (atom.left if self.a.packed else a), (atom.right if self.b.packed else in_b)
+
+    @property
+    def fused(self) -> Fused | None:
+        """The epilogue's expressions, or None."""
+        return parse(self.epilogue) if self.epilogue else None
 
     @property
     def on_device(self) -> bool:

@@ -44,7 +44,8 @@ class Operand:
 
     Attributes:
         dtype: type of its elements.
-        axes: along which it varies, a subsequence of `AXES`; it is broadcast along others.
+        axes: along which it varies, a subsequence of `AXES`, and of a block program any labels in any order; it is
+            broadcast along others. A capital letter is a label in equal blocks: all of a block share an element.
         dense: n is contiguous in memory.
     """
 
@@ -216,6 +217,17 @@ def column_reduction(kind: str, x: Expr) -> Expr:
     return node("fold", (kind, x), "f32")
 
 
+def contraction(left: Expr, right: Expr, along: str, dtype: str = "f32") -> Expr:
+    """The sum of products of two values along a label, added up as f32 or s32."""
+    return node("contract", (along, left, right), dtype)
+
+
+def summed(x: Expr) -> str:
+    """The label along which an expression reduces, or an empty string."""
+    along: str = x.args[0] if x.op == "contract" else {"reduce": "n", "fold": "m"}.get(x.op, "")
+    return along
+
+
 def varies(steps: list[Expr], operands: tuple[Operand, ...]) -> dict[Expr, frozenset[str]]:
     """The axes along which each expression varies."""
     axes: dict[Expr, frozenset[str]] = {}
@@ -223,21 +235,20 @@ def varies(steps: list[Expr], operands: tuple[Operand, ...]) -> dict[Expr, froze
         if x.op in ("acc", "given"):
             axes[x] = frozenset(AXES)
         elif x.op == "load":
-            axes[x] = frozenset(operands[x.args[0]].axes)
+            axes[x] = frozenset(operands[x.args[0]].axes.lower())
         elif x.op in INNER:
             axes[x] = frozenset(INNER[x.op])
         elif x.op == "index":
             axes[x] = frozenset(x.args)
         else:
             inner = (axes[y] for y in x.inner)
-            axes[x] = frozenset().union(*inner) - frozenset({"reduce": "n", "fold": "m"}.get(x.op, ""))
+            axes[x] = frozenset().union(*inner) - frozenset(summed(x))
     return axes
 
 
-def operand_types(text: str) -> tuple[tuple[str, bool], ...]:
-    """The type of each operand of an epilogue expression, and whether it is written."""
-    if not text:
+def operand_types(fused: Fused | None) -> tuple[tuple[str, bool], ...]:
+    """The type of each operand of expressions, if there are any, and whether it is written."""
+    if fused is None:
         return ()
-    fused = parse(text)
     written = dict(fused.results)
     return tuple((x.dtype, i in written) for i, x in enumerate(fused.operands))

@@ -38,7 +38,8 @@ class Expr:
         op: an operation of `OPS`, or a leaf: "const" (value), "acc" (the product's sum), "index" (an axis:
             the element's index along it), "extent" (columns of a row), "load" (number of an operand),
             "given" (number of a function's argument), "number" (a scalar argument of each call), "reduce" or "fold"
-            ("add" or "max", an expression), "column_sum" or "row_scale" (see `epilogue.INNER`).
+            ("add" or "max", an expression), "contract" (a label, two expressions), "column_sum" or "row_scale" (see
+            `epilogue.INNER`).
         args: its operands, or the parameters of a leaf.
         dtype: "f32", "s32" or "mask".
     """
@@ -378,6 +379,17 @@ def _power(x: Expr, power: int) -> Expr:
     half = _power(x, power // 2) if power > 1 else None
     square = half * half if half is not None else None
     return x if square is None else square * x if power % 2 else square
+
+
+def substituted(root: Expr, change: Callable[[Expr], Expr | None], done: dict[Expr, Expr]) -> Expr:
+    """An expression with some of its parts replaced."""
+    if root not in done:
+        new = change(root)
+        if new is None:
+            args = tuple(substituted(y, change, done) if isinstance(y, Expr) else y for y in root.args)
+            new = root if all(x is y for x, y in zip(args, root.args, strict=True)) else node(root.op, args, root.dtype)
+        done[root] = new
+    return done[root]
 
 
 def ordered(roots: tuple[Expr, ...]) -> list[Expr]:

@@ -15,7 +15,7 @@ from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import TraceError
 from portmm.spec.epilogue import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
-from portmm.spec.expr import Expr, const, node, ordered, real
+from portmm.spec.expr import Expr, const, node, ordered, real, substituted
 from portmm.spec.expr_functions import rounded
 from portmm.trace.closures import resolve
 from portmm.trace.guards import Way, find, remember
@@ -80,17 +80,6 @@ def result_types(traced: Traced, usual: np.dtype[Any]) -> tuple[np.dtype[Any], .
             raise TraceError(f"a result of {dtype} cannot be written; cast it to one of {', '.join(WRITTEN)}")
         dtypes.append(dtype)
     return tuple(dtypes)
-
-
-def substituted(root: Expr, change: Callable[[Expr], Expr | None], done: dict[Expr, Expr]) -> Expr:
-    """An expression with some of its parts replaced."""
-    if root not in done:
-        new = change(root)
-        if new is None:
-            args = tuple(substituted(y, change, done) if isinstance(y, Expr) else y for y in root.args)
-            new = root if all(x is y for x, y in zip(args, root.args, strict=True)) else node(root.op, args, root.dtype)
-        done[root] = new
-    return done[root]
 
 
 def filled(template: Expr, values: list[Any]) -> Expr:

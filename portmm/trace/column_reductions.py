@@ -12,8 +12,7 @@ import numpy as np
 
 from portmm.errors import TraceError
 from portmm.spec.epilogue import argument, varies
-from portmm.spec.expr import Expr, ordered
-from portmm.trace.bind import substituted
+from portmm.spec.expr import Expr, ordered, substituted
 
 if TYPE_CHECKING:
     from portmm.trace.tracer import Traced

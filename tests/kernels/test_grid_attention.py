@@ -16,11 +16,10 @@ from test_attention import TOLERANCE, exact, operands
 import portmm as pm
 from portmm.build import nvrtc
 from portmm.codegen import cuda
-from portmm.codegen.lower import lower_grid_attention
+from portmm.codegen.lower import lower_program
 from portmm.errors import NoCompilerError, ScheduleError, TraceError
+from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.interpreter import evaluate
-from portmm.kernels.cpu.attention_geometry import Form
-from portmm.kernels.cpu.online_softmax import Bounds
 from portmm.ops import grid_attention
 from portmm.schedule import gpu_attention
 from portmm.schedule.gpu_attention import AttentionSizes, Tiling, candidates, schedule_of, splits
@@ -263,7 +262,7 @@ def test_operands_that_do_not_fit(cl):
 # -- tiles -----------------------------------------------------------------------------------
 
 ISA = load_isa("simt")
-SCALED = str(Fused((), ((C, acc() * number(0)),)))
+SCALED = Fused((), ((C, acc() * number(0)),))
 
 
 def in_shim(form, t, x, run, unit=None):
@@ -286,7 +285,7 @@ def in_shim(form, t, x, run, unit=None):
             f"{name}_h": shape[2] * shape[3],
             f"{name}_{rows_axis}": shape[3],
         }
-    kernels = lower_grid_attention(isa, atom, form, t)
+    kernels = lower_program(of_attention(form), t, isa, atom)
     codes = [cuda_shim.compile(cuda.source(kernel), kernel.name) for kernel in kernels]
     found = []
     for seed in cuda_shim.ORDERS:
@@ -396,7 +395,8 @@ def test_nothing_is_spilled(held, d, architecture):
     for wanted in (asked(held, d), asked(held, d, queries=1, group=4, keys=8192)):
         t = best(wanted, target)
         for bounds in (Bounds(causal=True), Bounds())[: 1 + (not t.runs)]:
-            for kernel in lower_grid_attention(ISA, ISA.atom("f32"), Form(SCALED, held, held, bounds, lse=True), t.s):
+            program = of_attention(Form(SCALED, held, held, bounds, lse=True))
+            for kernel in lower_program(program, t.s, ISA, ISA.atom("f32")):
                 made = nvrtc.compile_cuda(cuda.source(kernel), kernel.name, architecture)
                 assert made.spills == 0, (t, made.registers)
                 assert made.registers * kernel.threads * max(1, kernel.occupancy) <= target.device.registers

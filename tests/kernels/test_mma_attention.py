@@ -16,10 +16,9 @@ from test_grid_attention import SCALED, asked, check, close, in_shim
 import portmm as pm
 from portmm.build import nvrtc
 from portmm.codegen import cuda
-from portmm.codegen.lower import lower_grid_attention
+from portmm.codegen.lower import lower_program
 from portmm.errors import NoCompilerError
-from portmm.kernels.cpu.attention_geometry import Form
-from portmm.kernels.cpu.online_softmax import Bounds
+from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.schedule import gpu_mma_attention as matrix
 from portmm.schedule.gpu_attention_choice import candidates, splits
 from portmm.schedule.gpu_mma_attention import MatrixTiling
@@ -280,7 +279,8 @@ def test_nothing_is_spilled(architecture, d):
     for more in ({"queries": 4096, "keys": 4096}, FEW)[: 1 if (architecture, d) == ("75", 128) else 2]:
         t = best(asked(held, d, **more), target)
         for bounds in (Bounds(causal=True), Bounds())[: 1 + (not t.runs)]:
-            kernel = lower_grid_attention(isa, atom, Form(SCALED, held, held, bounds, lse=True), t.s)[0]
+            program = of_attention(Form(SCALED, held, held, bounds, lse=True))
+            kernel = lower_program(program, t.s, isa, atom)[0]
             made = nvrtc.compile_cuda(cuda.source(kernel), kernel.name, architecture)
             assert made.spills == 0, (t, made.registers)
             assert made.registers * kernel.threads <= target.device.registers

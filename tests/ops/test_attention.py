@@ -12,12 +12,11 @@ from support import HERE, TINY, guarded, small
 
 import portmm as pm
 from portmm.arrays import numpy_fallback
-from portmm.codegen.lower import lower_attention
+from portmm.codegen.lower import lower_program
 from portmm.dispatch import cpu_kernels, cpu_routes, cpu_units
 from portmm.errors import NoCompilerError, TraceError
+from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.interpreter import run
-from portmm.kernels.cpu.attention_geometry import Form
-from portmm.kernels.cpu.online_softmax import Bounds
 from portmm.ops import attention, attention_kernel
 from portmm.schedule.cpu_attention import Geometry, attention_schedule
 from portmm.spec.epilogue import C, Fused, acc, number, parse
@@ -258,7 +257,7 @@ def test_without_a_compiler(monkeypatch):
     calls = [{}, {"causal": True}, {"window": 7}, {"lengths": [5, 0]}, {"mask": lambda i: i.q != i.kv}]
     calls += [{"score": lambda s, i: s * 0.1 - slopes[i.h] * abs(i.q - i.kv), "causal": True, "window": 9}]
     want = [pm.attention(q, k, v, return_lse=True, **how) for how in calls]
-    monkeypatch.setattr(cpu_routes, "attention_route", none)
+    monkeypatch.setattr(cpu_routes, "program_route", none)
     monkeypatch.setattr(bind, "_ready", {})
     monkeypatch.setattr(attention, "kinds", {})
     monkeypatch.setattr(numpy_fallback, "_warned", ["once"])
@@ -465,11 +464,14 @@ def interpreted(target, dtype, shape, how, step, *, few=False):
     scored = acc() * number(0)
     text = str(Fused((), ((C, scored),)))
     held = {"float32": "f32", "bfloat16": "bf16"}[np.dtype(dtype).name]
-    isa, atom, real = unit = cpu_units.attention_unit(held, parse(text), target, m)
+    isa, atom, real = cpu_units.attention_unit(held, parse(text), target, m)
     wide = Geometry(attention_schedule(isa, atom)).pv_n
     bounds = Bounds(how.get("causal", False), "window" in how)
     packs = not few and (atom.k_pack > 1 or atom.m > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0))
-    kernel = lower_attention(*unit, Form(text, held, held, bounds, lse=True, packs=packs, few=few))
+    form = Form(parse(text), held, held, bounds, lse=True)
+    unit = real if few else atom
+    s = attention_schedule(isa, unit, packs=packs)
+    (kernel,) = lower_program(of_attention(form, "n" if few else "m"), s, isa, unit)
     fields = dict.fromkeys("a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch".split(), 0)  # noqa: SIM905
     fields |= {"m": m, "n": n, "k": d, "batch": b * h, "workers": 2, "a_m": h, "a_k": h // kv}
     fields |= {"b_k": how.get("window", n), "b_n": step, "c_m": n - m, "c_n": dv, "c_batch": 2 * step}

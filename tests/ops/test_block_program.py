@@ -10,9 +10,10 @@ from emulated_cuda import install
 from places import ROOT
 
 import portmm as pm
-from portmm.codegen.lower import lower_block
+from portmm.codegen.lower import lower_program
 from portmm.errors import ScheduleError
 from portmm.host.detect import host
+from portmm.ir import block_meaning
 from portmm.ir.block_program import BlockProgram, TileReduce, TileTransfer
 from portmm.schedule.program import capacities_of, exceeded
 from portmm.schedule.programs import PROGRAMS
@@ -23,7 +24,11 @@ from portmm.target.target import load_isa, load_target
 from portmm.util import memo
 
 PAGE = (ROOT / "docs/add-a-program.md").read_text()
-EXAMPLE = re.search(r"<!-- record -->\n```python\n(.*?)```", PAGE, re.DOTALL)[1]
+EXAMPLES = {
+    name: re.search(rf"<!-- {name} -->\n```python\n(.*?)```", PAGE, re.DOTALL)[1]
+    for name in ("record", "product", "attention")
+}
+EXAMPLE = EXAMPLES["record"]
 MOST_LINES = 40
 X = load(0, "f32")
 PEAK = column_reduction("max", X)
@@ -41,8 +46,31 @@ def page():
     return names
 
 
-def test_the_example_is_short():
-    assert len(EXAMPLE.splitlines()) <= MOST_LINES
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_examples_are_short(name):
+    assert len(EXAMPLES[name].splitlines()) <= MOST_LINES
+
+
+@pytest.mark.parametrize("isa", ["avx2", "avx512"])
+@pytest.mark.parametrize(("name", "program"), [("product", "dense_relu"), ("attention", "attention")])
+def test_products_run_on_vectors_and_threads(name, program, isa, monkeypatch):
+    if not any(x.name == isa for x in host().isas):
+        pytest.skip(f"this machine has no {isa}")
+    with pm.config(target=isa):
+        names = {}
+        exec(EXAMPLES[name], names)  # noqa: S102 - the page's own text
+        want = names["result"]
+        again = pm.launch(names[program], *names["arrays"], np.full_like(want, np.nan))
+        np.testing.assert_array_equal(again, want)
+    meant = np.full_like(want, np.nan)
+    block_meaning.run(names[program], (*names["arrays"], meant), {"m": 10, "n": 16, "k": 9})
+    np.testing.assert_allclose(want, meant, rtol=1e-5, atol=1e-5)
+    memo.forget_all()
+    cupy = install(monkeypatch)
+    got = pm.launch(names[program], *map(cupy.array, names["arrays"]), cupy.empty(want.shape, np.float32))
+    assert cupy.launches
+    np.testing.assert_allclose(got.get(), want, rtol=1e-5, atol=1e-5)
+    memo.forget_all()
 
 
 def test_the_example_runs_on_avx2(page, monkeypatch):
@@ -113,7 +141,9 @@ def test_records_say_what_is_missing():
         passes = ((TileReduce(total),), (TileTransfer(1, value),))
         with pytest.raises(ScheduleError, match=f"operand 1 has no label '{lacking}'"):
             BlockProgram("bm", "n", (operands[0], Operand("f32", labels)), passes)
-    assert lower_block(load_isa("avx2"), load_isa("avx2").atom("f32"), COLUMNS).name
+    avx2 = load_isa("avx2")
+    real = avx2.atom("f32")
+    assert lower_program(COLUMNS, core_schedule(COLUMNS, avx2, real), avx2, real)[0].name
 
 
 def test_schedules_of_rows_are_schedules():

@@ -17,8 +17,9 @@ from manifest_case import Case, all_words, covering, few, on_device, smallest
 from manifest_host import forms
 from rows_lowered import lower_grid_columns, lower_grid_rows
 
-from portmm.codegen.lower import lower_grid, lower_grid_attention, lower_lines
+from portmm.codegen.lower import lower_grid, lower_lines, lower_program
 from portmm.errors import ScheduleError
+from portmm.ir.attention_program import of_attention
 from portmm.schedule import gpu_attention_choice
 from portmm.schedule.candidates import candidates, units
 from portmm.schedule.gpu_attention import AttentionSizes
@@ -211,8 +212,9 @@ def _attention(target: Target, language: str) -> Iterator[Case]:
             vector = 1 if d % 4 else 16 // BY_NAME[held].bytes
             asked = AttentionSizes(held, d, dv, queries, 64, group, 2048, (vector,) * 4, loose)
             named = f"{name} heads of {d} and {dv}, {how} queries{f', {loose} loose' if loose else ''}"
-            about = (d, how, loose, form.bounds, form.lse, form.starts, form.score, (held, form.to), (d, how))
+            about = (d, how, loose, form.bounds, form.lse, form.starts, str(form.score), (held, form.to), (d, how))
             pool[named] = (about, (form, asked))
     for name, (form, asked) in covering(pool).items():
         s = gpu_attention_choice.candidates(asked, target)[0]
-        yield from on_device(name, language, lower_grid_attention, *gpu_attention_choice.unit(s, target), form, s)
+        unit = gpu_attention_choice.unit(s, target)
+        yield from on_device(name, language, lower_program, of_attention(form), s, *unit)

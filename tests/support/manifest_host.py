@@ -14,15 +14,15 @@ from manifest_case import Case, all_words, covering, few, on_host, smallest
 from rows_lowered import lower_rows
 from support import LAYOUTS, coded, pose, small
 
-from portmm.codegen.lower import lower, lower_attention, lower_int4_repack, lower_pack
+from portmm.codegen.lower import lower, lower_int4_repack, lower_pack, lower_program
 from portmm.dispatch.cpu_units import attention_unit
 from portmm.errors import ScheduleError
 from portmm.host import microbenchmarks
-from portmm.kernels.cpu.attention_geometry import Form
-from portmm.kernels.cpu.online_softmax import Bounds
+from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.schedule.candidates import PACKED_VECTORS, candidates
+from portmm.schedule.cpu_attention import attention_schedule
 from portmm.spec.dtype import CODES_KR, types
-from portmm.spec.epilogue import C, Fused, Operand, acc, load, number, parse
+from portmm.spec.epilogue import C, Fused, Operand, acc, load, number
 from portmm.spec.expr import apply
 from portmm.spec.expr_functions import sqrt
 from portmm.spec.problem import LAYOUTS_B, Family
@@ -261,7 +261,7 @@ def forms(held: str) -> dict[str, Form]:
     """Kinds of attention."""
     extra = {"": {}, " lse": {"lse": True}, " cache": {"lengths": True, "starts": True, "lse": True}}
     return {
-        f"attention {held}-{to} {score}{bound}{more}": Form(str(SCORES[score]), held, to, BOUNDS[bound], **extra[more])
+        f"attention {held}-{to} {score}{bound}{more}": Form(SCORES[score], held, to, BOUNDS[bound], **extra[more])
         for to, score, bound, more in product(dict.fromkeys((held, "f32")), SCORES, BOUNDS, extra)
     }
 
@@ -273,10 +273,14 @@ def _attention(target: Target) -> Iterator[Case]:
         for (name, form), is_few, packs in product(forms(held).items(), (False, True), (False, True)):
             if not (is_few and packs):
                 words = " few queries" if is_few else " V packed" if packs else ""
-                named[name + words] = replace(form, few=is_few, packs=packs)
-        for name, form in few(named, 4).items():
-            yield from on_host(name, _attending, form, held, target)
+                named[name + words] = (form, is_few, packs)
+        for name, kind in few(named, 4).items():
+            yield from on_host(name, _attending, *kind, held, target)
 
 
-def _attending(form: Form, held: str, target: Target) -> Kernel:
-    return lower_attention(*attention_unit(held, parse(form.score), target, 3 if form.few else 64), form)
+def _attending(form: Form, is_few: bool, packs: bool, held: str, target: Target) -> Kernel:
+    isa, atom, real = attention_unit(held, form.score, target, 3 if is_few else 64)
+    unit = real if is_few else atom
+    s = attention_schedule(isa, unit, packs=packs)
+    kernel: Kernel = lower_program(of_attention(form, "n" if is_few else "m"), s, isa, unit)[0]
+    return kernel

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.codegen.lower import lower_block, lower_grid_block
+from portmm.codegen.lower import lower_program
 from portmm.ir.block_program import program_of
-from portmm.schedule.rows import columns_schedule, kept_in
+from portmm.schedule.rows import columns_schedule, core_schedule, kept_in
 from portmm.spec.epilogue import parse
 
 if TYPE_CHECKING:
@@ -19,14 +19,17 @@ if TYPE_CHECKING:
 
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     """The kernel of a host, in lanes of `real`."""
-    return lower_block(isa, real, program_of(parse(text), "L1"))
+    program = program_of(parse(text), "L1")
+    kernel: Kernel = lower_program(program, core_schedule(program, isa, real), isa, real)[0]
+    return kernel
 
 
 def lower_grid_rows(isa: Isa, text: str, s: Schedule) -> GridKernel:
     """The kernel of a device over rows."""
-    return lower_grid_block(isa, program_of(parse(text), kept_in(s)), s)[0]
+    kernel: GridKernel = lower_program(program_of(parse(text), kept_in(s)), s, isa)[0]
+    return kernel
 
 
 def lower_grid_columns(isa: Isa, text: str, threads: int, *, sliced: bool) -> tuple[GridKernel, ...]:
     """The kernels of a device that reduce columns: two where they are `sliced`."""
-    return lower_grid_block(isa, program_of(parse(text)), columns_schedule(threads, sliced=sliced))
+    return lower_program(program_of(parse(text)), columns_schedule(threads, sliced=sliced), isa)
