@@ -44,12 +44,8 @@ NARROW = {
 
 
 def _load(setup: Setup) -> tuple[Any, str]:
-    path = native.shared_library(["libmkl_rt.so*"], packages=["mkl"], system=["mkl_rt"])
     os.environ["MKL_THREADING_LAYER"] = _threading(setup.threads)
-    try:
-        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        raise MissingError(str(error)) from error
+    library = native.loaded(["libmkl_rt.so*"], packages=["mkl"], system=["mkl_rt"])
     text = ctypes.create_string_buffer(200)
     library.MKL_Get_Version_String(text, 200)
     version = text.value.decode().partition("Version ")[2].partition("-")[0]
@@ -86,7 +82,8 @@ def open_mkl(setup: Setup) -> Library:
         if native.is_vector(case):
             methods["gemv"] = native.gemv(library, case, data)
         if case.batch > 1:
-            methods["batch_strided"] = _batch(library, case, data)
+            after = [*native.matrices(case, data, c_int), c_int(case.batch)]
+            methods["batch_strided"] = native.of_cblas(library, case, "gemm_batch_strided", after, data)
         if case.packed:
             methods["pack/compute"] = _packed(library, case, data)
         return methods
@@ -129,46 +126,31 @@ def _narrow(library: Any, case: Case, data: Arrays) -> dict[str, Run]:
     note = "" if c is data.c else ", f32 result"
     methods = {f"gemm{note}": run(f"cblas_gemm_{name}", (ta, tb), native.pointer(data.b), data)}
     if case.packed:
-        start, store = _packed_store(library, f"cblas_gemm_{name}", sizes)
-        pack = getattr(library, f"cblas_gemm_{name}_pack")
-        pack(c_int(order), c_int(IDENTIFIER_B), c_int(tb), *sizes, native.pointer(data.b), c_int(ldb), start)
+        start, store = _pack(library, f"cblas_gemm_{name}", case, data)
         methods[f"pack/compute{note}"] = run(f"cblas_gemm_{name}_compute", (ta, PACKED), start, (store, data))
     return methods
 
 
-def _packed_store(library: Any, name: str, sizes: list[c_int]) -> tuple[c_void_p, Any]:
-    """Aligned buffer for a packed B, and the object that owns its memory."""
+def _pack(library: Any, name: str, case: Case, data: Arrays, *scale: Any) -> tuple[c_void_p, Any]:
+    """Address of a B that NAME_pack packed, with a scale for floats, and the object that owns its memory."""
+    order, _, tb, _, ldb, _ = native.flags(case)
+    sizes = [*map(c_int, (case.m, case.n, case.k))]
     size = getattr(library, f"{name}_pack_get_size")
     size.restype = ctypes.c_size_t
     store = (ctypes.c_char * (size(c_int(IDENTIFIER_B), *sizes) + 64))()
-    return c_void_p(-(-ctypes.addressof(store) // 64) * 64), store
-
-
-def _batch(library: Any, case: Case, data: Arrays) -> Run:
-    order, ta, tb, lda, ldb, ldc = native.flags(case)
-    letter = native.LETTER[case.dtype]
-    m, n, k = case.m, case.n, case.k
-    after: list[Any] = [*map(c_int, (order, ta, tb, m, n, k))]
-    for array, lead, stride in ((data.a, lda, m * k), (data.b, ldb, k * n), (data.c, ldc, m * n)):
-        after += [native.pointer(array), c_int(lead), c_int(stride)]
-    loop = getattr(native.driver(), f"loop_batch_{letter}")
-    function = native.address(getattr(library, f"cblas_{letter}gemm_batch_strided"))
-    return native.counted(loop, [function], [*after, c_int(case.batch)], data)
+    start = c_void_p(-(-ctypes.addressof(store) // 64) * 64)
+    marks = map(c_int, (order, IDENTIFIER_B, tb))
+    getattr(library, f"{name}_pack")(*marks, *sizes, *scale, native.pointer(data.b), c_int(ldb), start)
+    return start, store
 
 
 def _packed(library: Any, case: Case, data: Arrays) -> Run:
-    order, ta, tb, lda, ldb, ldc = native.flags(case)
-    letter = native.LETTER[case.dtype]
-    m, n, k = map(c_int, (case.m, case.n, case.k))
-    start, store = _packed_store(library, f"cblas_{letter}gemm", [m, n, k])
-    one = native.SCALAR[case.dtype](1)
-    pack = getattr(library, f"cblas_{letter}gemm_pack")
-    pack(c_int(order), c_int(IDENTIFIER_B), c_int(tb), m, n, k, one, native.pointer(data.b), c_int(ldb), start)
-    after: list[Any] = [c_int(order), c_int(ta), c_int(PACKED), m, n, k]
+    order, ta, _, lda, ldb, ldc = native.flags(case)
+    name, one = f"cblas_{native.LETTER[case.dtype]}gemm", native.SCALAR[case.dtype](1)
+    start, store = _pack(library, name, case, data, one)
+    after: list[Any] = [*map(c_int, (order, ta, PACKED, case.m, case.n, case.k))]
     after += [native.pointer(data.a), c_int(lda), start, c_int(ldb), native.pointer(data.c), c_int(ldc)]
-    loop = getattr(native.driver(), f"loop_compute_{letter}")
-    function = native.address(getattr(library, f"cblas_{letter}gemm_compute"))
-    return native.counted(loop, [function], after, (store, data))
+    return native.of_cblas(library, case, "gemm_compute", after, (store, data))
 
 
 def open_jit(setup: Setup) -> Library:

@@ -52,12 +52,12 @@ void LOOP(loop_gemv)(void (*f)(int, int, int, int, T, const T *, int, const T *,
     long count, int order, int trans, int m, int n, const T *a, int lda, const T *x, T *y) {
   while (count-- > 0) f(order, trans, m, n, 1, a, lda, x, 1, 0, y, 1);
 }
-void LOOP(loop_batch)(void (*f)(int, int, int, int, int, int, T, const T *, int, int, const T *, int, int, T, T *, int, int, int),
+void LOOP(loop_gemm_batch_strided)(void (*f)(int, int, int, int, int, int, T, const T *, int, int, const T *, int, int, T, T *, int, int, int),
     long count, int order, int ta, int tb, int m, int n, int k,
     const T *a, int lda, int sa, const T *b, int ldb, int sb, T *c, int ldc, int sc, int batch) {
   while (count-- > 0) f(order, ta, tb, m, n, k, 1, a, lda, sa, b, ldb, sb, 0, c, ldc, sc, batch);
 }
-void LOOP(loop_compute)(void (*f)(int, int, int, int, int, int, const T *, int, const T *, int, T, T *, int),
+void LOOP(loop_gemm_compute)(void (*f)(int, int, int, int, int, int, const T *, int, const T *, int, T, T *, int),
     long count, int order, int ta, int tb, int m, int n, int k, const T *a, int lda, const T *b, int ldb, T *c, int ldc) {
   while (count-- > 0) f(order, ta, tb, m, n, k, a, lda, b, ldb, 0, c, ldc);
 }

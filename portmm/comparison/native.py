@@ -71,6 +71,18 @@ def _files(package: str) -> list[Path]:
     return [Path(str(entry.locate())) for entry in listed]
 
 
+def loaded(patterns: Sequence[str], *, packages: Sequence[str] = (), system: Sequence[str] = ()) -> Any:
+    """Load the library that `shared_library` finds, with global symbols.
+
+    Raises:
+        MissingError: it is not installed, or cannot be loaded.
+    """
+    try:
+        return ctypes.CDLL(str(shared_library(patterns, packages=packages, system=system)), mode=ctypes.RTLD_GLOBAL)
+    except OSError as error:
+        raise MissingError(str(error)) from error
+
+
 def compile_driver(extra: Sequence[str] = ()) -> ctypes.CDLL:
     """Compile and load the C driver, with `extra` linker arguments.
 
@@ -136,16 +148,16 @@ def counted(function: Any, before: Sequence[Any], after: Sequence[Any], keep: ob
     return run
 
 
+def of_cblas(library: Any, case: Case, name: str, after: Sequence[Any], keep: object) -> Run:
+    """Loop of the driver over cblas_?NAME of `library`, both for the type of a case; see `counted`."""
+    letter = LETTER[case.dtype]
+    function = address(getattr(library, f"cblas_{letter}{name}"))
+    return counted(getattr(driver(), f"loop_{name}_{letter}"), [function], after, keep)
+
+
 def gemm(library: Any, case: Case, data: Arrays) -> Run:
     """Loop over cblas_?gemm of `library`."""
-    order, ta, tb, lda, ldb, ldc = flags(case)
-    letter = LETTER[case.dtype]
-    m, n, k = case.m, case.n, case.k
-    after: list[Any] = [c_long(case.batch), *map(c_int, (order, ta, tb, m, n, k))]
-    for array, lead, stride in ((data.a, lda, m * k), (data.b, ldb, k * n), (data.c, ldc, m * n)):
-        after += [pointer(array), c_int(lead), c_long(stride)]
-    loop = getattr(driver(), f"loop_gemm_{letter}")
-    return counted(loop, [address(getattr(library, f"cblas_{letter}gemm"))], after, data)
+    return of_cblas(library, case, "gemm", [c_long(case.batch), *matrices(case, data, c_long)], data)
 
 
 def gemv(library: Any, case: Case, data: Arrays) -> Run:
@@ -154,16 +166,9 @@ def gemv(library: Any, case: Case, data: Arrays) -> Run:
     rows, columns = matrix.shape
     order, lead = (ROW, columns) if layout == "row" else (COLUMN, rows)
     transposed = TRANSPOSED if case.m == 1 else NORMAL
-    letter = LETTER[case.dtype]
-    after: list[Any] = [
-        *map(c_int, (order, transposed, rows, columns)),
-        pointer(matrix),
-        c_int(lead),
-        pointer(x),
-        pointer(data.c),
-    ]
-    loop = getattr(driver(), f"loop_gemv_{letter}")
-    return counted(loop, [address(getattr(library, f"cblas_{letter}gemv"))], after, data)
+    sizes = map(c_int, (order, transposed, rows, columns))
+    after = [*sizes, pointer(matrix), c_int(lead), pointer(x), pointer(data.c)]
+    return of_cblas(library, case, "gemv", after, data)
 
 
 def is_vector(case: Case) -> bool:
@@ -171,10 +176,26 @@ def is_vector(case: Case) -> bool:
     return case.batch == 1 and 1 in (case.m, case.n)
 
 
-def strided(case: Case, data: Arrays, number: Callable[[int], Any] = c_long) -> list[Any]:
+def strided(case: Case, data: Arrays) -> list[Any]:
     """Pointer and batch stride of A, B and C, in C's argument order."""
-    sizes = (case.m * case.k, case.k * case.n, case.m * case.n)
-    return [x for array, s in zip((data.a, data.b, data.c), sizes, strict=True) for x in (pointer(array), number(s))]
+    every = matrices(case, data, c_long)[6:]
+    return [x for i, x in enumerate(every) if i % 3 != 1]
+
+
+def matrices(case: Case, data: Arrays, number: Callable[[int], Any]) -> list[Any]:
+    """Order, transpositions and sizes, then pointer, leading dimension and batch stride of A, B and C.
+
+    Args:
+        case: the case.
+        data: its arrays.
+        number: the type of strides.
+    """
+    order, ta, tb, *leads = flags(case)
+    m, n, k = case.m, case.n, case.k
+    after: list[Any] = [*map(c_int, (order, ta, tb, m, n, k))]
+    for array, lead, stride in zip((data.a, data.b, data.c), leads, (m * k, k * n, m * n), strict=True):
+        after += [pointer(array), c_int(lead), number(stride)]
+    return after
 
 
 def only(condition: bool, reason: str) -> None:
@@ -195,11 +216,7 @@ NEAREST = (("skx", "avx512f"), ("haswell", "avx2"), ("sandybridge", "avx"))
 
 def open_blis(setup: Setup) -> Library:
     """Open BLIS: its gemm and gemv."""
-    path = shared_library(["libblis.so*"], system=["blis"])
-    try:
-        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        raise MissingError(str(error)) from error
+    library = loaded(["libblis.so*"], system=["blis"])
     driver()
     note = _configure(library, setup.isa)
 
@@ -248,17 +265,12 @@ LARGEST = 64**3
 LINK = ("-Wl,--whole-archive", "-lxsmm", "-Wl,--no-whole-archive", "-lxsmmnoblas", "-lpthread", "-lm", "-ldl")
 
 
-def _load() -> Any:
-    try:
-        path = shared_library(["libxsmm.so*"], system=["xsmm"])
-        return ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except (MissingError, OSError):
-        return compile_driver(LINK)
-
-
 def open_libxsmm(setup: Setup) -> Library:
     """Open libxsmm: its dispatched kernels, called for each matrix of a batch from C."""
-    library = _load()
+    try:
+        library = loaded(["libxsmm.so*"], system=["xsmm"])
+    except MissingError:
+        library = compile_driver(LINK)
     driver(setup.threads)
     library.libxsmm_init()
     library.libxsmm_get_target_arch.restype = ctypes.c_char_p

@@ -53,13 +53,8 @@ class _Opened:
 
 def open_onednn(setup: Setup) -> Library:
     """Open oneDNN: its sgemm and matmul primitive, with a loop after it for scales by row."""
-    path = native.shared_library(
-        ["libdnnl.so*"], packages=["onednn-cpu-gomp", "onednn-cpu-iomp", "onednn"], system=["dnnl"]
-    )
-    try:
-        library = ctypes.CDLL(str(path), mode=ctypes.RTLD_GLOBAL)
-    except OSError as error:
-        raise MissingError(str(error)) from error
+    packages = ["onednn-cpu-gomp", "onednn-cpu-iomp", "onednn"]
+    library = native.loaded(["libdnnl.so*"], packages=packages, system=["dnnl"])
     native.driver()
     library.dnnl_version.restype = ctypes.POINTER(_Version)
     version = library.dnnl_version().contents

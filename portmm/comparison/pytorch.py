@@ -124,15 +124,8 @@ def _floats(torch: Any, case: Case, data: Arrays) -> dict[str, Run]:
         methods["mv"] = repeat(lambda: torch.mv(matrix, x, out=y))
     if case.packed and torch.backends.mkldnn.is_available() and case.dtype in ONEDNN_LINEAR:
         with suppress(UnsupportedError):
-            methods |= _those_that_work({"oneDNN linear": _linear}, torch, case, data)
+            methods |= _those_that_work({"oneDNN linear": _pointwise}, torch, case, data)
     return methods
-
-
-def _linear(torch: Any, _case: Case, data: Arrays) -> Run:
-    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
-    weight = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), a.shape[0])  # noqa: SLF001
-    linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
-    return returning(lambda: linear(a, weight, None, "none", [], ""), c.copy_)
 
 
 def functions(torch: Any) -> dict[str, Callable[[Any], Any]]:
@@ -179,12 +172,12 @@ def _overwriting(torch: Any, case: Case, data: Arrays) -> Run:
 
 
 def _pointwise(torch: Any, case: Case, data: Arrays) -> Run:
-    """Run of oneDNN's linear operator with a bias and one more step, and of the other steps after it."""
+    """Run of oneDNN's linear operator, with a bias and one more step, and of the other steps after it."""
     a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
     weight = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), a.shape[0])  # noqa: SLF001
     linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
     words = fused.steps(case.fused)
-    bias, words = (tensor(torch, data.bias), words[1:]) if words[0] == "bias" else (None, words)
+    bias, words = (tensor(torch, data.bias), words[1:]) if words[:1] == ("bias",) else (None, words)
     after = _after(torch, words[1:], data)
     if words[:1] == ("residual",):
         binary, residual = linear.binary, tensor(torch, data.residual)
