@@ -6,7 +6,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from portmm.build.cache import Entry, cache_dir, entry_of
-from portmm.build.cache_eviction import CODE, FAILED, limit
+from portmm.build.cache_eviction import CODE, FAILED
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -41,11 +41,6 @@ def cache_size() -> int:
         with suppress(OSError):
             total += path.lstat().st_size
     return total
-
-
-def cache_limit() -> int | None:
-    """Limit in bytes of the cache's size, None for no limit: see `$PORTMM_CACHE_LIMIT`."""
-    return limit()
 
 
 def cache_clear() -> int:

@@ -293,7 +293,7 @@ def cache_command(
 ) -> None:
     """List the caches (calls, kernels, routes), the compiled kernels, and the scratch memory that a process keeps."""
     from portmm.arrays import scratch_budget
-    from portmm.build import cache, cache_contents
+    from portmm.build import cache, cache_contents, cache_eviction
     from portmm.cli.views import cache_view, caches, entry_data
     from portmm.util.text import size
 
@@ -304,7 +304,7 @@ def cache_command(
     if clear:
         typer.echo(f"{cache_contents.cache_clear()} files removed from {directory}")
         return
-    entries, total, limit = cache_contents.cache_entries(), cache_contents.cache_size(), cache_contents.cache_limit()
+    entries, total, limit = cache_contents.cache_entries(), cache_contents.cache_size(), cache_eviction.limit()
     if as_json:
         data = {"path": str(directory), "bytes": total, "limit": limit, "scratch_bytes": scratch_budget.budget()}
         print_json({**data, "caches": caches(entries), "kernels": [entry_data(e) for e in entries]})

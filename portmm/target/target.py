@@ -371,11 +371,6 @@ def clouds() -> tuple[CloudFamily, ...]:
     return read_clouds((_root() / where).read_text(), where, names("chip"))
 
 
-def families_of(chip: str) -> tuple[CloudFamily, ...]:
-    """The cloud families whose instances may run on `chip`."""
-    return tuple(family for family in clouds() if chip.replace("-", "_") in family.chips)
-
-
 def instance(name: str) -> CloudFamily | None:
     """The family of a cloud instance, by the instance's name or its own; None for any other name of a target.
 

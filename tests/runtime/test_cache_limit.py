@@ -13,7 +13,7 @@ import pytest
 from build_compilers import SOURCE, answer, start_worker, wait_until
 from typer.testing import CliRunner
 
-from portmm.build import cache, cache_contents, cache_eviction, compiler, temp_directories
+from portmm.build import cache, cache_eviction, compiler, temp_directories
 from portmm.build.cache import cache_dir
 from portmm.build.cache_contents import cache_entries, cache_size
 from portmm.build.shared_object import build
@@ -59,7 +59,7 @@ def tidy():
 )
 def test_limits(monkeypatch, text, count):
     monkeypatch.setenv("PORTMM_CACHE_LIMIT", text)
-    assert cache_contents.cache_limit() == count
+    assert cache_eviction.limit() == count
 
 
 @pytest.mark.parametrize("text", ["0", "-5", "many", "1X", "nan", "1e400"])
@@ -67,7 +67,7 @@ def test_a_limit_that_is_none(monkeypatch, text):
     monkeypatch.setenv("PORTMM_CACHE_LIMIT", text)
     cache_eviction._limit.cache_clear()
     with pytest.warns(RuntimeWarning, match="PORTMM_CACHE_LIMIT"):
-        assert cache_contents.cache_limit() == cache_eviction.DEFAULT_LIMIT
+        assert cache_eviction.limit() == cache_eviction.DEFAULT_LIMIT
 
 
 def test_the_least_recently_used_goes_first(monkeypatch):

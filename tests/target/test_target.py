@@ -439,4 +439,4 @@ def test_cloud_families_are_sourced_and_unique() -> None:
     families = target.clouds()
     assert all(family.source and family.chips for family in families)
     assert len({(family.cloud, family.name) for family in families}) == len(families)
-    assert {"c6g", "t2a", "Dpsv5"} <= {family.name for family in target.families_of("neoverse-n1")}
+    assert {"c6g", "t2a", "Dpsv5"} <= {x.name for x in target.clouds() if "neoverse_n1" in x.chips}
