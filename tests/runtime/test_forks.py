@@ -119,10 +119,10 @@ threading.Thread(target=build, daemon=True).start()
 held.wait()
 pid = os.fork()
 if not pid:
+    print(os.getpid(), flush=True)  # it runs, and so has closed what it does not keep
     os.close(1)
     time.sleep(60)
     os._exit(0)
-print(pid, flush=True)
 time.sleep(60)
 """
 
