@@ -9,9 +9,9 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
-from portmm.schedule.gpu_variants import device_of, partitioned
 from portmm.schedule.legality import illegal, occupancy
 from portmm.schedule.parts import ALL, AtomUse
+from portmm.schedule.program import device_of, partitioned
 from portmm.schedule.programs import PROGRAMS
 from portmm.spec.dtype import dequantized_types, types, unit
 from portmm.spec.epilogue import parse
