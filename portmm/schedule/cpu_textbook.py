@@ -86,8 +86,7 @@ def follows(s: Schedule, p: Problem, target: Target) -> bool:
     """Whether a schedule for a problem is a textbook's."""
     if s.program != "gemm" or s.tiles[2].n != PANELS * s.nr:
         return False
-    isa = target.isa(s.isa)
-    atom = isa.atom(s.dtype, s.atom.lanes) if isa else None
+    atom = target.atom(s.isa, s.dtype, s.atom.lanes)
     q = p.transposed() if s.atom.swap else p
     return atom is not None and fits(s, q, atom) and s.tiles in blockings(q, target, atom, s.mr, s.nr)
 
