@@ -16,8 +16,7 @@ from portmm.schedule.programs import PROGRAMS
 from portmm.spec.dtype import dequantized_types, types, unit
 from portmm.spec.epilogue import parse
 from portmm.spec.problem import family
-from portmm.target.primitives import has_primitive, multiplies
-from portmm.target.supports import lacks
+from portmm.target.supports import has_primitive, lacks, multiplies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

@@ -36,9 +36,10 @@ from portmm.schedule.program import (
     exceeded,
     footprint_of,
 )
+from portmm.schedule.roofline import Work, roofline
 from portmm.target.device import CUDA_WARP, PARTS
 from portmm.target.model import DEVICE as MODEL
-from portmm.target.primitives import multiplies
+from portmm.target.supports import multiplies
 
 if TYPE_CHECKING:
     from portmm.schedule.gpu_attention import AttentionSizes
@@ -204,18 +205,25 @@ def occupancy(t: MatrixTiling, device: Device) -> int:
     return max(1, min(warps // t.warps, device.processor_shared_bytes // t.shared_bytes, device.threads // t.threads))
 
 
+def work(s: Schedule, target: Target) -> Work:
+    """Work of a block for one block of keys; only other warps hide the softmax."""
+    t, plain = MatrixTiling(s), target.rates["simt_f32"]
+    elements, scores = t.keys * (t.d + t.dv), t.queries * t.keys
+    again = 0 if t.q_in_registers else t.queries * t.d
+    softmax = scores * (MODEL.score_operations / plain + 1 / MODEL.powers) + t.queries * t.dv / plain
+    counts = {
+        "multiply-adds": t.queries * elements, "shared memory": SIZE * (elements * (t.warps + 1) + again),
+        "L2": SIZE * elements,
+    }  # fmt: skip
+    return Work(counts, softmax)
+
+
 def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
     """Estimated time of attention, in cycles of a processor."""
-    t, device, pair = MatrixTiling(s), device_of(target), unit(shape.dtype, target)
+    t, device, pair, own = MatrixTiling(s), device_of(target), unit(shape.dtype, target), work(s, target)
     assert pair is not None  # noqa: S101 - checked by `lacks`
-    rate, plain = target.rates[pair[1].name], target.rates["simt_f32"]
-    elements = t.keys * (t.d + t.dv)
-    products = t.queries * elements / rate
-    again = 0 if t.q_in_registers else t.queries * t.d
-    shared = SIZE * (elements * (t.warps + 1) + again) / MODEL.shared_bytes
-    cached = SIZE * elements / MODEL.tile_bytes
-    scores = t.queries * t.keys
-    softmax = scores * (MODEL.score_operations / plain + 1 / MODEL.powers) + t.queries * t.dv / plain
+    rates = {"multiply-adds": target.rates[pair[1].name], "shared memory": MODEL.shared_bytes, "L2": MODEL.tile_bytes}
+    step = roofline(own.counts, rates, {"softmax": own.waiting}, 0.0).seconds
     rows = shape.queries * (shape.group if t.runs else 1)
     blocks = shape.heads // (shape.group if t.runs else 1) * -(-rows // t.queries)
     blocks *= min(MODEL.most_splits, -(-shape.keys // MODEL.split_keys)) if t.runs else 1
@@ -225,7 +233,7 @@ def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
         # Loads in flight hide the latency of memory, which takes about the keys of a tile of two blocks.
         waits = 1 + 2 * 64 / (occupancy(t, device) * (t.slots - 1) * t.keys)
     steps = -(-blocks // device.processors) * -(-shape.keys // t.keys)
-    return float(steps * (max(products, shared, cached) + softmax) * waits)
+    return float(steps * step * waits)
 
 
 def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int]:
@@ -255,4 +263,4 @@ def unit_of(s: Schedule, target: Target) -> tuple[Isa, Atom]:
     return matrix or units("f32", target)[0]
 
 
-PROGRAM = Program("gpu.mma_attention", candidates, footprint, time, device=True, dynamic_shared=True)
+PROGRAM = Program("gpu.mma_attention", candidates, footprint, work, device=True, dynamic_shared=True)

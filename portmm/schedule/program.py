@@ -90,7 +90,7 @@ class Program:
             `rows`, for sizes.
         footprint: what a schedule needs of each level.
         work: what a schedule does, as `Work`: of a device, for the number of blocks that fit a processor; of a CPU,
-            of all candidates at once; of attention, what candidates are ordered by.
+            of all candidates at once; of attention in plain threads, what candidates are ordered by.
         device: it is for devices.
         dynamic_shared: it may have more shared memory than a kernel has statically.
         grouped: it supports grouped matmuls, whose blocks find the group of their rows.
