@@ -48,16 +48,16 @@ def least_of(mr: int) -> int:
     return (mr + 1) // 2
 
 
-def register_tile(mr: int, nr: int, least: int = 0) -> Tile:
-    """The tile of a micro-kernel, whose least variant has `least` rows."""
-    return Tile("registers", mr, nr, 1, least if least < mr else 0)
-
-
-def uniform_tiles(  # noqa: PLR0917 - a tile is two numbers
-    mr: int, nr: int, kc: int, mc: int, nc: int, least: int = 0
+def cache_tiles(  # noqa: PLR0917 - a tile is two numbers
+    mr: int, nr: int, kc: int, mc: int, nc: int, least: int = 0, *, first: int | None = None, near: int = 0
 ) -> tuple[Tile, ...]:
-    """Tiles with the same KC for every cache and one panel at a time in L2."""
-    return (register_tile(mr, nr, least), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc))
+    """Tiles of all levels, of blocks of MC x NC x KC; the least variant of the micro-kernel has `least` rows.
+
+    KC is that of all caches, but for L1 where it has another depth, `first`; L2 has one panel, or `near` columns.
+    """
+    registers = Tile("registers", mr, nr, 1, least if least < mr else 0)
+    l1 = Tile("L1", mr, nr, kc if first is None else first)
+    return (registers, l1, Tile("L2", mc, near or nr, kc), Tile("L3", mc, nc, kc))
 
 
 def base_schedule(  # noqa: PLR0917 - parts of one record
@@ -88,12 +88,7 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
     mc = max(mr, int(room // (kc * a) * MODEL.a_share) // mr * mr)
     near = max(1, min(MODEL.run_bytes // (nr * b), int(room // (kc * b) * MODEL.b_share) // nr)) * nr
     nc = max(near, int((l3 or 8 * l2) * MODEL.c_share) // c // mc // near * near)
-    return (
-        register_tile(mr, nr, least_of(mr)),
-        Tile("L1", mr, nr, min(fits, kc)),
-        Tile("L2", mc, near, kc),
-        Tile("L3", mc, nc, kc),
-    )
+    return cache_tiles(mr, nr, kc, mc, nc, least_of(mr), first=min(fits, kc), near=near)
 
 
 def whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
