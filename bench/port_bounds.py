@@ -20,8 +20,6 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from portmm.dispatch.cpu_selection import choose
-
 from portmm.build.compiler import command, find_compiler
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower
