@@ -22,7 +22,7 @@ from portmm.dispatch import grid_routes
 from portmm.dispatch.schedule_choice import Choice
 from portmm.dispatch.tuned_schedule import problem_text
 from portmm.errors import PortmmError
-from portmm.schedule import gpu_attention, gpu_attention_choice, gpu_mma_attention
+from portmm.schedule import gpu_attention, gpu_mma_attention
 from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_cost import cost
 from portmm.schedule.text import spell
@@ -120,7 +120,7 @@ def opened(call, operands):
         PortmmError: it poses nothing that has candidates.
     """
     routes, tiles = [], []
-    route, listed = grid_routes.route, gpu_attention_choice.candidates
+    route, listed = grid_routes.route, gpu_mma_attention.choices
 
     def seen(p, on, vectors):
         routes.append((p, on, vectors))
@@ -131,10 +131,10 @@ def opened(call, operands):
         return listed(wanted, target)
 
     forget_all()
-    with replaced(grid_routes, "route", seen), replaced(gpu_attention_choice, "candidates", seen_tiles):
+    with replaced(grid_routes, "route", seen), replaced(gpu_mma_attention, "choices", seen_tiles):
         call(operands)
     if tiles:
-        return Surveyed(tiles[0][0]._asdict(), (gpu_attention_choice, "candidates"), tuple(_attention(*tiles[0])))
+        return Surveyed(tiles[0][0]._asdict(), (gpu_mma_attention, "choices"), tuple(_attention(*tiles[0])))
     if not routes:
         raise PortmmError("the call poses no problem that has candidates")
     p, on, vectors = max(routes, key=lambda x: x[0].m * x[0].n * x[0].k * x[0].batch)

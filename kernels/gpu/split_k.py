@@ -23,7 +23,7 @@ from portmm.ir.thread_nodes import Clear, Do, Get, Leave, Shared
 from portmm.kernels.gpu import parameters
 from portmm.kernels.gpu.epilogue_store import element, operands
 from portmm.kernels.gpu.loops import unrolled
-from portmm.schedule.gpu_variants import TICKET, at_once
+from portmm.schedule.program import TICKET, at_once
 from portmm.spec.dtype import accumulator
 from portmm.spec.layouts import operand
 

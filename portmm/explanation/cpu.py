@@ -116,8 +116,7 @@ class Explanation(Selected):
         """The best schedule of each instruction set not shown yet, with the rate of its atom."""
         seen = {self.schedule.isa, *(s.isa for s, _ in self.runners_up[:SHOWN])}
         for s, cost in self.runners_up[SHOWN:]:
-            isa = self.target.isa(s.isa)
-            atom = isa.atom(s.dtype, s.atom.lanes) if isa else None
+            atom = self.target.atom(s.isa, s.dtype, s.atom.lanes)
             if s.isa not in seen and atom is not None:
                 seen.add(s.isa)
                 rate = _rate(self.target, atom.name)

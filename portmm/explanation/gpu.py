@@ -16,8 +16,8 @@ from portmm.dispatch.machine import machine_of, source
 from portmm.dispatch.schedule_choice import choose
 from portmm.explanation.summary import Selected
 from portmm.ops.grid_product import adopted, question
-from portmm.schedule.gpu_variants import VECTOR_BYTES
 from portmm.schedule.legality import device_registers, occupancy, shared_bytes
+from portmm.schedule.program import VECTOR_BYTES
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:

@@ -123,7 +123,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
         BuildError: the compiler failed.
     """
     from portmm.dispatch import cpu_routes, cpu_units
-    from portmm.schedule.cpu_attention import attention_schedule, multiply_adds
+    from portmm.schedule.cpu_attention import attention_schedule, work
 
     if len(traced.results) > 1:
         raise TraceError("a score is one value, not a tuple")
@@ -143,7 +143,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     form = Form(_fused(function), dtype, dtype, bounds, not all_keys, not no_starts, with_lse)
     program = of_attention(form, "n" if few else "m")
     step, run = _blocks(shape, schedule, target, few=few)
-    macs = multiply_adds(shape.items * shape.heads, shape.m, shape.n, shape.d + shape.dv)
+    macs = work(shape.items * shape.heads, shape.m, shape.n, shape.d + shape.dv).counts["multiply-adds"]
     workers = config.get_num_threads() if macs > FORK else 1
     q, k, v = shape.operands
     if few:

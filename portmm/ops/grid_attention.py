@@ -22,7 +22,7 @@ from portmm.errors import TraceError
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ops.attention_shapes import NAMES, SUPPORTED, score_of, sizes_of
 from portmm.ops.kernel_call import Captures, Closure, KernelCall, via_temporary
-from portmm.schedule import gpu_attention_choice
+from portmm.schedule import gpu_mma_attention
 from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import C, Fused, acc
@@ -237,8 +237,8 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> Ker
     q, k, v, o = (x.vector for x in layouts.values())
     loose = "".join(name for name, x in layouts.items() if x.loose)
     request = AttentionSizes(call.q.dtype, d, dv, m, items * heads, group, n, (q, k, v, o), loose)
-    schedule = gpu_attention_choice.candidates(request, on.target)[0]
-    runs, run = gpu_attention_choice.splits(schedule, request, on.target)
+    schedule = gpu_mma_attention.choices(request, on.target)[0]
+    runs, run = gpu_mma_attention.splits(schedule, request, on.target)
     rows = items * heads * m
     values = {"m": m, "heads": heads, "group": group, "few": heads // group, "items": items, "runs": runs, "run": run}
     values |= {"all_rows": rows, "mosts_at": runs * rows * dv, "sums_at": runs * rows * (dv + 1)}
@@ -263,5 +263,5 @@ def _program(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: st
 
 def _code(program: BlockProgram, s: Schedule, on: Machine) -> tuple[tuple[Any, Any], ...]:
     """Kernels, with their loaded functions."""
-    unit = gpu_attention_choice.unit(s, on.target)
+    unit = gpu_mma_attention.unit_of(s, on.target)
     return on.loaded((program, s), lambda: lower_program(program, s, *unit))

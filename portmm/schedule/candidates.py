@@ -9,15 +9,14 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
-from portmm.schedule.gpu_variants import device_of, partitioned
 from portmm.schedule.legality import illegal, occupancy
 from portmm.schedule.parts import ALL, AtomUse
+from portmm.schedule.program import device_of, partitioned
 from portmm.schedule.programs import PROGRAMS
 from portmm.spec.dtype import dequantized_types, types, unit
 from portmm.spec.epilogue import parse
 from portmm.spec.problem import family
-from portmm.target.primitives import has_primitive, multiplies
-from portmm.target.supports import lacks
+from portmm.target.supports import has_primitive, lacks, multiplies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator

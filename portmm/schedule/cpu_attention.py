@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from portmm.schedule.cpu_blocking import capacity
 from portmm.schedule.parts import ALL, PACKED, OperandPlan, Parallel, Tile
 from portmm.schedule.program import Program
+from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import Schedule
 from portmm.target.model import CPU as MODEL
 
@@ -81,9 +82,9 @@ def footprint(s: Schedule, keys: int, head: int) -> Footprint:
     return {"L2": 4 * (s.tile("L2").n + 2 * head) * keys}
 
 
-def multiply_adds(heads: int, queries: int, keys: int, elements: int) -> int:
+def work(heads: int, queries: int, keys: int, elements: int) -> Work:
     """Multiply-adds of both products, for the elements of a head of K and of V together."""
-    return heads * queries * keys * elements
+    return Work({"multiply-adds": heads * queries * keys * elements}, 0.0)
 
 
 def candidates(isa: Isa, atom: Atom) -> tuple[Schedule, ...]:
@@ -91,4 +92,4 @@ def candidates(isa: Isa, atom: Atom) -> tuple[Schedule, ...]:
     return (attention_schedule(isa, atom),)
 
 
-PROGRAM = Program("cpu.attention", candidates, footprint, multiply_adds)
+PROGRAM = Program("cpu.attention", candidates, footprint, work)

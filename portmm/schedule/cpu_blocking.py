@@ -1,5 +1,7 @@
 """Block sizes of CPU schedules: register tiles from the number of registers, blocks from the capacities of caches.
 
+Owns these, and what kernels need of each level.
+
 They depend on the target only, never on the problem, so that a handful of kernels serves every shape. With V vectors of
 B per row, MR = (registers - V - 1) / V rows of accumulators leave room for V of B and one broadcast. KC, MC and NC
 follow from the capacities of L1, L2 and L3 (Low et al. 2016).
@@ -17,6 +19,7 @@ from portmm.target.model import CPU as MODEL
 from portmm.target.summation import depth as whole_run
 
 if TYPE_CHECKING:
+    from portmm.schedule.program import Footprint
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -45,16 +48,16 @@ def least_of(mr: int) -> int:
     return (mr + 1) // 2
 
 
-def register_tile(mr: int, nr: int, least: int = 0) -> Tile:
-    """The tile of a micro-kernel, whose least variant has `least` rows."""
-    return Tile("registers", mr, nr, 1, least if least < mr else 0)
-
-
-def uniform_tiles(  # noqa: PLR0917 - a tile is two numbers
-    mr: int, nr: int, kc: int, mc: int, nc: int, least: int = 0
+def cache_tiles(  # noqa: PLR0917 - a tile is two numbers
+    mr: int, nr: int, kc: int, mc: int, nc: int, least: int = 0, *, first: int | None = None, near: int = 0
 ) -> tuple[Tile, ...]:
-    """Tiles with the same KC for every cache and one panel at a time in L2."""
-    return (register_tile(mr, nr, least), Tile("L1", mr, nr, kc), Tile("L2", mc, nr, kc), Tile("L3", mc, nc, kc))
+    """Tiles of all levels, of blocks of MC x NC x KC; the least variant of the micro-kernel has `least` rows.
+
+    KC is that of all caches, but for L1 where it has another depth, `first`; L2 has one panel, or `near` columns.
+    """
+    registers = Tile("registers", mr, nr, 1, least if least < mr else 0)
+    l1 = Tile("L1", mr, nr, kc if first is None else first)
+    return (registers, l1, Tile("L2", mc, near or nr, kc), Tile("L3", mc, nc, kc))
 
 
 def base_schedule(  # noqa: PLR0917 - parts of one record
@@ -85,12 +88,7 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
     mc = max(mr, int(room // (kc * a) * MODEL.a_share) // mr * mr)
     near = max(1, min(MODEL.run_bytes // (nr * b), int(room // (kc * b) * MODEL.b_share) // nr)) * nr
     nc = max(near, int((l3 or 8 * l2) * MODEL.c_share) // c // mc // near * near)
-    return (
-        register_tile(mr, nr, least_of(mr)),
-        Tile("L1", mr, nr, min(fits, kc)),
-        Tile("L2", mc, near, kc),
-        Tile("L3", mc, nc, kc),
-    )
+    return cache_tiles(mr, nr, kc, mc, nc, least_of(mr), first=min(fits, kc), near=near)
 
 
 def whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
@@ -120,3 +118,52 @@ def fits_l2(p: Problem, target: Target) -> bool:
 def may_pack_once(p: Problem, atom: Atom) -> bool:
     """Whether B may be packed as a whole, before it is used."""
     return p.b != "packed" and -(-p.k // atom.k_pack) * p.n * BY_NAME[atom.right].bytes <= MODEL.most_packed
+
+
+# -- footprints ------------------------------------------------------------------
+
+
+def footprint(s: Schedule, p: Problem, atom: Atom) -> Footprint:
+    """Registers of the largest micro-kernel, and the bytes of each tile.
+
+    A level limits only the tiles that the schedule keeps there: a tile
+    whose extents are ALL is streamed through it.
+    """
+    tiles = {x.level: tile_bytes(x, s, p, atom) for x in s.tiles[1:] if ALL not in (x.m, x.n, x.k)}
+    return {"registers": registers(s, atom)} | tiles
+
+
+def registers(s: Schedule, atom: Atom) -> int:
+    """Number of live vector registers, or tiles, of the largest micro-kernel of a schedule."""
+    if s.program == "tiles":
+        rows, columns = s.mr // atom.m, s.nr // atom.n * s.b.panels
+        return rows * columns + rows + 1
+    if s.program == "dot":
+        return s.mr * s.nr + s.mr + 2
+    columns = s.nr // atom.n * s.b.panels
+    if s.b.layout == "codes" and not s.b.packed:
+        # Sums over a group and over all of k; words, int4 values, a broadcast, a table. Where a group
+        # takes few steps, sums over all of k may stay in memory.
+        sums = 1 if atom.takes_int4 else 2
+        return (max(s.heights) * sums + 2) * columns + 2
+    return atom.strips(max(s.heights)) * columns + columns + 1
+
+
+def tile_bytes(tile: Tile, s: Schedule, p: Problem, atom: Atom) -> int:
+    """Bytes that must stay in a tile's level while the tile is computed.
+
+    L1 has a panel of B and a slice of A, or, of a panel that
+    is streamed from L2, as much of its depth as fits; L2
+    the block of A (MC x KC) and the panels of B that are packed together: Low et al., "Analytical Modeling
+    Is Enough for High-Performance BLIS", ACM TOMS 43(2), 2016, section 4. L3
+    has the block of C (MC x NC) between passes over k.
+    """
+    m, n = (p.n, p.m) if s.atom.swap else (p.m, p.n)
+    depth = -(-p.k // s.atom.kr)
+    tm, tn, tk = min(tile.m or m, m), min(tile.n or n, n), min(tile.k or depth, depth)
+    a, b = (BY_NAME[x].bytes for x in s.element_types(atom))
+    if tile.level == "L1":
+        return (s.mr * a + s.nr * s.b.panels * b) * tk
+    if tile.level == "L2":
+        return (tm * a + max(tn if tile.n else 0, s.nr * s.b.panels) * b) * tk
+    return tm * tn * BY_NAME[atom.acc].bytes

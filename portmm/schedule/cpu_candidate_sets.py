@@ -77,7 +77,6 @@ class CandidateSet:
         return tape
 
 
-@dataclass(frozen=True, slots=True)
 class _Kind:
     """Thresholds of sizes for problems that differ in sizes only; all apply to the kernel's M, N and K.
 
@@ -97,19 +96,23 @@ class _Kind:
         chains: sums are one chain, so that k is never split across threads.
     """
 
-    target: Target
-    swap: bool
-    exact: bool
-    max_m: int
-    max_n: int
-    n_divisor: int
-    strips: tuple[int, ...]
-    packs: tuple[tuple[int, int], ...]
-    l2: int
-    private: int
-    few: tuple[int, ...]
-    exact_k: bool
-    chains: bool
+    def __init__(self, p: Problem, target: Target) -> None:
+        self.target, self.swap, self.exact = target, p.c == "col", p.static
+        self.exact_k, self.chains = bool(p.fused), p.deterministic
+        q = p.transposed() if self.swap else p
+        pairs = units(q.dtype, target)
+        atoms = [t for isa, _ in pairs for x in isa.atoms if (t := isa.atom(q.dtype, x.n)) is not None]
+        vectors = {isa.columns(atom) for isa, atom in pairs} | {atom.n for atom in atoms}
+        l1, l2 = target.level("L1"), target.level("L2")
+        self.l2, self.private = l2.bytes if l2 else 0, x.bytes if (x := l2 or l1) else UNLIMITED
+        self.max_m = max(MODEL.thin_rows, *(MODEL.tallest * atom.m for _, atom in pairs if not atom.tiled), 0)
+        self.max_n = max(WIDEST * max(vectors), *(nr for _, nr in DOT_TILES))
+        # Without masks, B is read in place only if panels cover all of its columns.
+        masked = all(atom.mask for _, atom in pairs)
+        self.n_divisor = 1 if masked else lcm(*(v * x for x in vectors for v in range(1, WIDEST + 1)))
+        self.strips = tuple({atom.m for _, atom in pairs if atom.tiled})
+        self.packs = tuple({(atom.k_pack, BY_NAME[atom.right].bytes) for atom in atoms})
+        self.few = tuple(sorted({MODEL.few_vectors * atom.n for atom in atoms}))
 
     def features(self, p: Problem, rows: int) -> tuple[Any, ...]:
         """Features of problems like `p` with `rows` rows that the enumeration depends on besides the kind."""
@@ -181,43 +184,14 @@ def _key(p: Problem, target: Target, rows: int) -> tuple[Any, _Kind]:
     about = (id(target), _about(p))
     kind: _Kind | None = _kinds.get(about)
     if kind is None or kind.target is not target:
-        kind = _kinds.keep(about, _kind(p, target))
+        kind = _kinds.keep(about, _Kind(p, target))
     return (about, kind.features(p, rows)), kind
-
-
-def _kind(p: Problem, target: Target) -> _Kind:
-    swap = p.c == "col"
-    q = p.transposed() if swap else p
-    pairs = units(q.dtype, target)
-    atoms = [t for isa, _ in pairs for x in isa.atoms if (t := isa.atom(q.dtype, x.n)) is not None]
-    vectors = {isa.columns(atom) for isa, atom in pairs} | {atom.n for atom in atoms}
-    l1, l2 = target.level("L1"), target.level("L2")
-    own = l2 or l1
-    return _Kind(
-        target,
-        swap,
-        exact=p.static,
-        max_m=max(MODEL.thin_rows, *(MODEL.tallest * atom.m for _, atom in pairs if not atom.tiled), 0),
-        max_n=max(WIDEST * max(vectors), *(nr for _, nr in DOT_TILES)),
-        # Without masks, B is read in place only if panels cover all of its columns.
-        n_divisor=1
-        if all(atom.mask for _, atom in pairs)
-        else lcm(*(v * x for x in vectors for v in range(1, WIDEST + 1))),
-        strips=tuple({atom.m for _, atom in pairs if atom.tiled}),
-        packs=tuple({(atom.k_pack, BY_NAME[atom.right].bytes) for atom in atoms}),
-        l2=l2.bytes if l2 else 0,
-        private=own.bytes if own else UNLIMITED,
-        few=tuple(sorted({MODEL.few_vectors * atom.n for atom in atoms})),
-        exact_k=bool(p.fused),
-        chains=p.deterministic,
-    )
 
 
 def _tabulated(p: Problem, target: Target, schedules: list[Schedule]) -> CandidateSet:
     """Schedules with their table of the cost model."""
     q = p.transposed() if p.c == "col" else p
-    isas = [target.isa(s.isa) for s in schedules]
-    atoms = [isa.atom(s.dtype, s.atom.lanes) if isa else None for isa, s in zip(isas, schedules, strict=True)]
+    atoms = [target.atom(s.isa, s.dtype, s.atom.lanes) for s in schedules]
     flags = [follows(s, p, target) for s in schedules]
     costs = Table(q, schedules, [x for x in atoms if x is not None], target)
     return CandidateSet(tuple(schedules), costs, np.array(flags), any(flags), all(flags))

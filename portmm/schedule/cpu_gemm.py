@@ -1,4 +1,4 @@
-"""Candidates of the gemm and dot programs of CPUs: register tiles, blockings and packings.
+"""Candidates of the programs of CPUs, gemm, dot and tiles: register tiles, blockings and packings.
 
 Block sizes are those of `cpu_blocking`. Schedules have C by rows, and the widest atom: `candidates` sets others.
 """
@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 from portmm.schedule.cpu_blocking import (
     base_schedule,
     blocking,
+    cache_tiles,
     capacity,
     fits_l2,
     least_of,
     may_pack_once,
     tallest,
-    uniform_tiles,
     whole_depth,
     widths,
 )
@@ -24,6 +24,7 @@ from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
 from portmm.spec.dtype import BY_NAME
+from portmm.spec.problem import family
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
 
@@ -161,10 +162,10 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
         if "column_sum" in p.fused:
             most = 1  # the sums of two panels' columns are not adjacent
         for panels in dict.fromkeys((1, min(2, most), min(4, most), min(8, most))):
-            base = base_schedule("gemm", p, isa, uniform_tiles(p.m, nr, ALL, ALL, ALL), True, True)
+            base = base_schedule("gemm", p, isa, cache_tiles(p.m, nr, ALL, ALL, ALL), True, True)
             base = replace(base, b=base.b.covering(panels))
             if p.b == "codes":
-                depths = (replace(base, tiles=uniform_tiles(p.m, nr, kc, ALL, ALL)) for kc in REPACK_DEPTHS)
+                depths = (replace(base, tiles=cache_tiles(p.m, nr, kc, ALL, ALL)) for kc in REPACK_DEPTHS)
                 yield from (s for one in depths for s in _packings(one, p, isa, atom))
             else:
                 if atom.k_pack == 1 or p.b != "row":
@@ -181,8 +182,7 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
     if atom.k_pack > 1 and p.b == "row":
         near = max(1, MODEL.run_bytes // (nr * BY_NAME[p.types[1]].bytes)) * nr
         for kc in MODEL.interleaved_depths:
-            tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
-            yield replace(base, tiles=(*tiles[:2], tiles[2]._replace(n=near), tiles[3]))
+            yield replace(base, tiles=cache_tiles(p.m, nr, kc, ALL, ALL, near=near))
     if not _in_place(p, isa, atom, nr):
         return
     in_place = replace(base, b=base.b.with_pack(None))
@@ -190,7 +190,7 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
     if not _a_in_place(p, isa, atom):
         return
     for kc in MODEL.stream_depths:
-        tiles = uniform_tiles(p.m, nr, kc, ALL, ALL)
+        tiles = cache_tiles(p.m, nr, kc, ALL, ALL)
         prefetch = rows_ahead if p.m >= MODEL.rows_ahead_from else 0
         s = replace(in_place, tiles=tiles, a=base.a.with_pack(None), b=in_place.b.prefetched(prefetch))
         yield s
@@ -222,7 +222,7 @@ def _int4_interleaved(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
 
 
 def _int4_schedule(p: Problem, isa: Isa, mr: int, nr: int, mc: int = ALL) -> Schedule:
-    tiles = uniform_tiles(mr, nr, ALL, mc, ALL, 0 if p.m <= mr else least_of(mr))
+    tiles = cache_tiles(mr, nr, ALL, mc, ALL, 0 if p.m <= mr else least_of(mr))
     return base_schedule("gemm", p, isa, tiles, True, False)
 
 
@@ -237,5 +237,50 @@ def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
             # The tallest of equal slices; a kernel for any M keeps the limit itself.
             mr = -(-p.m // slices) if p.static or slices == 1 else limit
             least = p.m // slices if p.static or slices == 1 else least_of(mr)
-            base = base_schedule("gemm", p, isa, uniform_tiles(mr, nr, ALL, ALL, ALL, least), False, False, "batch")
+            base = base_schedule("gemm", p, isa, cache_tiles(mr, nr, ALL, ALL, ALL, least), False, False, "batch")
             yield from _packings(replace(base, c=AHEAD) if ahead else base, p, isa, atom)
+
+
+# -- units that multiply tiles ---------------------------------------------------
+
+
+def tiles(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
+    """Schedules of units that multiply tiles: R by V of sums, R of A and at least one of B."""
+    del vectors
+    ready = p.b in ("packed", "codes")
+    sizes = [family(p.family).nr] if ready else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]
+    for nr in sizes if atom.tiled else ():
+        v, odd = divmod(nr, atom.n)
+        if odd:
+            continue
+        rows = min(-(-p.m // atom.m), 2, (isa.registers - 1) // (v + 1))
+        if rows < 1:
+            continue
+        mr = rows * atom.m
+        base = base_schedule("tiles", p, isa, cache_tiles(mr, nr, ALL, ALL, ALL, 1), True, p.b != "packed")
+        if p.static or (p.batch > 1 and fits_l2(p, target)):
+            yield replace(base, parallel=Parallel("batch"))
+        if p.static:
+            continue
+        if p.m <= mr:
+            if p.b == "packed" and p.k * p.n * BY_NAME[p.types[1]].bytes > capacity(target, "L2"):
+                base = replace(base, b=base.b.prefetched(MODEL.tiles_ahead))
+            yield from _thin_tiles(base, p, isa, atom)
+            continue
+        for depth in MODEL.tile_depths:
+            _, *levels = blocking(p, target, atom, mr, nr, depth)
+            s = replace(base, tiles=(base.tiles[0], *levels))
+            yield s
+            if may_pack_once(p, atom):
+                yield replace(s, b=s.b.with_pack(PACKED_ONCE))
+
+
+def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+    """Schedules for an M of one register tile."""
+    yield base
+    rows, v = base.mr // atom.m, base.nr // atom.n
+    if p.b == "codes":
+        yield replace(base, tiles=cache_tiles(base.mr, base.nr, MODEL.repack_steps * atom.deep, ALL, ALL, 1))
+    # The sums of two panels' columns are not adjacent.
+    if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "column_sum" not in p.fused:
+        yield replace(base, b=base.b.covering(2))

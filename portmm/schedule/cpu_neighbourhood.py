@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule.cpu_blocking import blocking, least_of, register_tile, tallest
+from portmm.schedule.cpu_blocking import blocking, cache_tiles, least_of, tallest
 from portmm.schedule.legality import illegal
 from portmm.schedule.parts import ALL, Tile
 from portmm.target.model import CPU as MODEL
@@ -80,8 +80,7 @@ def unsound(s: Schedule, p: Problem, target: Target, listed: Sequence[Schedule])
         return "it is neither a candidate nor a variant of one"
     if s.b.prefetch and not (0 < s.b.prefetch <= FARTHEST and any(x.b.prefetch for x in like)):
         return f"its prefetch distance is {s.b.prefetch} rows"
-    isa = target.isa(s.isa)
-    atom = isa.atom(s.dtype, s.atom.lanes) if isa else None
+    isa, atom = target.isa(s.isa), target.atom(s.isa, s.dtype, s.atom.lanes)
     if isa is None or atom is None:
         return f"{target.name} has no {s.isa} for {s.dtype}"
     q = p.transposed() if s.atom.swap else p
@@ -151,8 +150,7 @@ class Neighbourhood:
         """The schedule with values of `knobs`, None if it would be unsound; absent parameters have their defaults."""
         base = self.bases[int(values.get("base", 0))]
         parameters = {name: values.get(name, defaults[0]) for name, defaults in KNOBS.items()}
-        isa = self.target.isa(base.isa)
-        atom = isa.atom(base.dtype, base.atom.lanes) if isa else None
+        isa, atom = self.target.isa(base.isa), self.target.atom(base.isa, base.dtype, base.atom.lanes)
         if isa is None or atom is None or base.on_device or base.program == "dot":
             return base
         ahead = [x.b.prefetch for x in self.listed if x.b.prefetch and skeleton(x) == skeleton(base)]
@@ -172,13 +170,8 @@ class Neighbourhood:
         mc = max(mr, int((two.m if s.kc else s.mc) * parameters["rows"]) // mr * mr)
         near = max(1, int(two.n // s.nr * parameters["near"])) * s.nr
         nc = max(near, int(three.n * parameters["columns"]) // near * near)
-        tiles = (
-            register_tile(mr, s.nr, least_of(mr) if _free_mr(s) else s.tiles[0].least),
-            Tile("L1", mr, s.nr, first),
-            Tile("L2", mc, near, kc),
-            Tile("L3", mc, nc, kc),
-        )
-        return replace(s, tiles=tiles)
+        least = least_of(mr) if _free_mr(s) else s.tiles[0].least
+        return replace(s, tiles=cache_tiles(mr, s.nr, kc, mc, nc, least, first=first, near=near))
 
 
 def _deepened(s: Schedule, atom: Atom, factor: float) -> Schedule:

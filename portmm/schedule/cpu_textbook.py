@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.cpu_blocking import least_of, register_tile
-from portmm.schedule.parts import ALL, Tile
+from portmm.schedule.cpu_blocking import cache_tiles, least_of
+from portmm.schedule.parts import ALL
 from portmm.spec.dtype import BY_NAME, size
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
@@ -18,6 +18,7 @@ from portmm.target.summation import RUN
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.schedule.parts import Tile
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -64,8 +65,8 @@ def blockings(p: Problem, target: Target, atom: Atom, mr: int, nr: int) -> tuple
     for part in MODEL.part_of_l2:
         mc = max(mr, (int(part * l2) // (depth if whole else kc) - near * b) // a // mr * mr)
         k = ALL if whole else kc
-        first = Tile("L1", mr, nr, ALL if whole else min(fits, kc))
-        variants.append((register_tile(mr, nr, least_of(mr)), first, Tile("L2", mc, near, k), Tile("L3", mc, nc, k)))
+        first = ALL if whole else min(fits, kc)
+        variants.append(cache_tiles(mr, nr, k, mc, nc, least_of(mr), first=first, near=near))
     return tuple(dict.fromkeys(variants))
 
 
@@ -86,8 +87,7 @@ def follows(s: Schedule, p: Problem, target: Target) -> bool:
     """Whether a schedule for a problem is a textbook's."""
     if s.program != "gemm" or s.tiles[2].n != PANELS * s.nr:
         return False
-    isa = target.isa(s.isa)
-    atom = isa.atom(s.dtype, s.atom.lanes) if isa else None
+    atom = target.atom(s.isa, s.dtype, s.atom.lanes)
     q = p.transposed() if s.atom.swap else p
     return atom is not None and fits(s, q, atom) and s.tiles in blockings(q, target, atom, s.mr, s.nr)
 

@@ -31,9 +31,8 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.errors import ScheduleError
-from portmm.schedule.gpu_variants import device_of, on_gpu
 from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, THROUGH, OperandPlan, Parallel, Staging, Tile
-from portmm.schedule.program import Program, capacities_of, exceeded, footprint_of
+from portmm.schedule.program import Program, capacities_of, device_of, exceeded, footprint_of, on_gpu
 from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import BY_NAME
 from portmm.target.device import STATIC_SHARED

@@ -9,8 +9,8 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import at_once, blocks, device_of
 from portmm.schedule.legality import occupancy
+from portmm.schedule.program import at_once, blocks, device_of
 from portmm.schedule.programs import PROGRAMS
 from portmm.schedule.roofline import Cost, roofline
 from portmm.spec.dtype import size

@@ -10,9 +10,8 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import device_of, on_gpu, partitioned, schedule_of
 from portmm.schedule.parts import ALL, LOAD, AtomUse, Tile
-from portmm.schedule.program import Program, Waves, compulsory
+from portmm.schedule.program import Program, Waves, compulsory, device_of, on_gpu, partitioned, schedule_of
 from portmm.schedule.roofline import Work
 from portmm.spec.dtype import BY_NAME, CODES_KR, size
 from portmm.target.model import DEVICE as MODEL

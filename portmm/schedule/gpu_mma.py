@@ -9,17 +9,19 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import (
+from portmm.schedule.parts import THROUGH, AtomUse
+from portmm.schedule.program import (
     LEAST_COPY,
     VECTOR_BYTES,
+    Program,
+    Waves,
     asynchronous,
+    compulsory,
     device_of,
     device_tiles,
     schedule_of,
     staged,
 )
-from portmm.schedule.parts import THROUGH, AtomUse
-from portmm.schedule.program import Program, Waves, compulsory
 from portmm.schedule.roofline import Work
 from portmm.spec.dtype import BY_NAME, FP8
 from portmm.target.device import PARTS

@@ -1,6 +1,6 @@
 """Tiles of attention for matrix units that multiply fragments of a warp: see `kernels.gpu.mma_attention`.
 
-Owns `MatrixTiling`, the schedules and their selection.
+Owns `MatrixTiling`, the schedules and their selection, and the choice between these and those of plain threads.
 
 A block of warps keeps BM queries and their sums O in registers, 16 or 32
 rows per warp, and iterates over blocks of BN keys, whose K and V alternate in slots of shared memory, K, V, K, V:
@@ -19,15 +19,27 @@ These units are used for f16 and bf16 if the target has an atom of theirs, heads
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from portmm.schedule import gpu_attention
+from portmm.schedule.candidates import units
 from portmm.schedule.gpu_attention import AttentionTiles, attention_schedule, split_keys
-from portmm.schedule.gpu_variants import LEAST_COPY, VECTOR_BYTES, asynchronous, device_of
 from portmm.schedule.parts import ALL, ASYNC, REGISTERS, SHARED, THROUGH, Tile
-from portmm.schedule.program import Program, capacities_of, exceeded, footprint_of
+from portmm.schedule.program import (
+    LEAST_COPY,
+    VECTOR_BYTES,
+    Program,
+    asynchronous,
+    capacities_of,
+    device_of,
+    exceeded,
+    footprint_of,
+)
+from portmm.schedule.roofline import Work, roofline
 from portmm.target.device import CUDA_WARP, PARTS
 from portmm.target.model import DEVICE as MODEL
-from portmm.target.primitives import multiplies
+from portmm.target.supports import multiplies
 
 if TYPE_CHECKING:
     from portmm.schedule.gpu_attention import AttentionSizes
@@ -111,8 +123,8 @@ def unit(element: str, target: Target) -> tuple[Isa, Atom] | None:
     device = target.device
     if device is None or element not in TYPES:
         return None
-    units = ((isa, x) for isa in target.isas for x in isa.atoms if x.unit == "warp" and x.a == x.b == element)
-    return next(((isa, x) for isa, x in units if _loads(x) and multiplies(isa, x, device)), None)
+    fits = ((isa, x) for isa in target.isas for x in isa.atoms if x.unit == "warp" and x.a == x.b == element)
+    return next(((isa, x) for isa, x in fits if _loads(x) and multiplies(isa, x, device)), None)
 
 
 def _loads(atom: Atom) -> bool:
@@ -193,18 +205,25 @@ def occupancy(t: MatrixTiling, device: Device) -> int:
     return max(1, min(warps // t.warps, device.processor_shared_bytes // t.shared_bytes, device.threads // t.threads))
 
 
+def work(s: Schedule, target: Target) -> Work:
+    """Work of a block for one block of keys; only other warps hide the softmax."""
+    t, plain = MatrixTiling(s), target.rates["simt_f32"]
+    elements, scores = t.keys * (t.d + t.dv), t.queries * t.keys
+    again = 0 if t.q_in_registers else t.queries * t.d
+    softmax = scores * (MODEL.score_operations / plain + 1 / MODEL.powers) + t.queries * t.dv / plain
+    counts = {
+        "multiply-adds": t.queries * elements, "shared memory": SIZE * (elements * (t.warps + 1) + again),
+        "L2": SIZE * elements,
+    }  # fmt: skip
+    return Work(counts, softmax)
+
+
 def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
     """Estimated time of attention, in cycles of a processor."""
-    t, device, pair = MatrixTiling(s), device_of(target), unit(shape.dtype, target)
+    t, device, pair, own = MatrixTiling(s), device_of(target), unit(shape.dtype, target), work(s, target)
     assert pair is not None  # noqa: S101 - checked by `lacks`
-    rate, plain = target.rates[pair[1].name], target.rates["simt_f32"]
-    elements = t.keys * (t.d + t.dv)
-    products = t.queries * elements / rate
-    again = 0 if t.q_in_registers else t.queries * t.d
-    shared = SIZE * (elements * (t.warps + 1) + again) / MODEL.shared_bytes
-    cached = SIZE * elements / MODEL.tile_bytes
-    scores = t.queries * t.keys
-    softmax = scores * (MODEL.score_operations / plain + 1 / MODEL.powers) + t.queries * t.dv / plain
+    rates = {"multiply-adds": target.rates[pair[1].name], "shared memory": MODEL.shared_bytes, "L2": MODEL.tile_bytes}
+    step = roofline(own.counts, rates, {"softmax": own.waiting}, 0.0).seconds
     rows = shape.queries * (shape.group if t.runs else 1)
     blocks = shape.heads // (shape.group if t.runs else 1) * -(-rows // t.queries)
     blocks *= min(MODEL.most_splits, -(-shape.keys // MODEL.split_keys)) if t.runs else 1
@@ -214,15 +233,34 @@ def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
         # Loads in flight hide the latency of memory, which takes about the keys of a tile of two blocks.
         waits = 1 + 2 * 64 / (occupancy(t, device) * (t.slots - 1) * t.keys)
     steps = -(-blocks // device.processors) * -(-shape.keys // t.keys)
-    return float(steps * (max(products, shared, cached) + softmax) * waits)
+    return float(steps * step * waits)
 
 
 def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int]:
-    """Number of KV splits, and the keys of each: a function of the sizes and the device alone."""
+    """Number of KV splits of a schedule, and the keys of each: a function of the sizes and the device alone."""
+    if s.program != "mma_attention":
+        return gpu_attention.splits(s, shape, target)
     device = device_of(target)
     blocks = shape.heads // shape.group * -(-shape.queries * shape.group // s.block.m)
     busy = min(MODEL.split_blocks, occupancy(MatrixTiling(s), device)) * device.processors
     return split_keys(s, shape, min(MODEL.most_splits, max(1, busy // blocks), -(-shape.keys // MODEL.split_keys)))
 
 
-PROGRAM = Program("gpu.mma_attention", candidates, footprint, time, device=True, dynamic_shared=True)
+def choices(shape: AttentionSizes, target: Target) -> list[Schedule]:
+    """Legal schedules, best first: those of matrix units, or, where there are none, those of plain threads.
+
+    Raises:
+        ScheduleError: there are none of either.
+    """
+    listed = candidates(shape, target) or gpu_attention.candidates(shape, target)
+    isa, _ = unit_of(listed[0], target)
+    return [replace(s, isa=isa.name) for s in listed]
+
+
+def unit_of(s: Schedule, target: Target) -> tuple[Isa, Atom]:
+    """The instruction set and the atom of a schedule of either program."""
+    matrix = unit(s.dtype, target) if s.program == "mma_attention" else None
+    return matrix or units("f32", target)[0]
+
+
+PROGRAM = Program("gpu.mma_attention", candidates, footprint, work, device=True, dynamic_shared=True)

@@ -14,17 +14,19 @@ from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import (
+from portmm.schedule.parts import LOAD, THROUGH, AtomUse, Parallel
+from portmm.schedule.program import (
     VECTOR_BYTES,
+    Program,
+    Waves,
     asynchronous,
+    compulsory,
     device_of,
     device_tiles,
     on_gpu,
     schedule_of,
     staged,
 )
-from portmm.schedule.parts import LOAD, THROUGH, AtomUse, Parallel
-from portmm.schedule.program import Program, Waves, compulsory
 from portmm.schedule.roofline import Work
 from portmm.spec.dtype import BY_NAME, CODES_KR, size
 from portmm.target.model import DEVICE as MODEL

@@ -13,17 +13,18 @@ from math import ceil, gcd
 from typing import TYPE_CHECKING
 
 from portmm.schedule import gpu_mma
-from portmm.schedule.gpu_variants import (
+from portmm.schedule.parts import ASYNC, AtomUse
+from portmm.schedule.program import (
     LEAST_COPY,
     VECTOR_BYTES,
+    Program,
+    Waves,
     asynchronous,
     device_of,
     device_tiles,
     schedule_of,
     staged,
 )
-from portmm.schedule.parts import ASYNC, AtomUse
-from portmm.schedule.program import Program, Waves
 from portmm.schedule.roofline import Work
 from portmm.spec.dtype import BY_NAME, CODES_KR, size, spell
 from portmm.target.device import PARTS

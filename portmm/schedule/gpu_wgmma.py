@@ -10,17 +10,19 @@ from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import (
+from portmm.schedule.parts import TMA, AtomUse, Parallel
+from portmm.schedule.program import (
+    Program,
+    Waves,
     asynchronous,
     blocks,
+    compulsory,
     device_of,
     device_tiles,
     partitioned,
     schedule_of,
     with_stages,
 )
-from portmm.schedule.parts import TMA, AtomUse, Parallel
-from portmm.schedule.program import Program, Waves, compulsory
 from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.gpu_variants import TICKET, device_of
-from portmm.schedule.program import capacities_of, exceeded, footprint_of
+from portmm.schedule.program import TICKET, capacities_of, device_of, exceeded, footprint_of
 from portmm.schedule.programs import PROGRAMS
 from portmm.target.device import PARTS, RESERVED
 from portmm.target.model import DEVICE as MODEL

@@ -8,9 +8,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.ir.block_program import of_rows
-from portmm.schedule.gpu_variants import device_of, on_gpu
 from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, SHUFFLE, OperandPlan, Parallel, Staging, Tile
-from portmm.schedule.program import Program, capacities_of, exceeded, footprint_of
+from portmm.schedule.program import Program, capacities_of, device_of, exceeded, footprint_of, on_gpu
 from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import Schedule
 from portmm.target.device import CUDA_WARP

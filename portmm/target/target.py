@@ -117,6 +117,11 @@ class Target:
         """The ISA called `name` if this machine has it."""
         return next((x for x in self.isas if x.name == name), None)
 
+    def atom(self, isa: str, dtype: str, lanes: int) -> Atom | None:
+        """The atom of an ISA for a product of these types, with that many lanes, or 0; None if there is none."""
+        own = self.isa(isa)
+        return own.atom(dtype, lanes) if own else None
+
     def limited_to(self, isa: str) -> Target:
         """This machine with `isa` as its best instruction set.
 

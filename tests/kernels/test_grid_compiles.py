@@ -12,8 +12,8 @@ from portmm.codegen.lower import lower_grid
 from portmm.dispatch.machine import source
 from portmm.dispatch.schedule_choice import choose
 from portmm.errors import NoCompilerError
-from portmm.schedule.gpu_variants import asynchronous
 from portmm.schedule.legality import device_registers, shared_bytes
+from portmm.schedule.program import asynchronous
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, number
 from portmm.spec.expr import apply
 from portmm.spec.problem import Problem

@@ -12,7 +12,7 @@ from portmm.dispatch.machine import source
 from portmm.errors import NoCompilerError, ScheduleError
 from portmm.schedule.candidates import candidates, units
 from portmm.schedule.gpu_cost import cost
-from portmm.schedule.gpu_variants import asynchronous
+from portmm.schedule.program import asynchronous
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 

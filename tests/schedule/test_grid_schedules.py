@@ -17,8 +17,8 @@ from portmm.kernels.gpu.simt import Work
 from portmm.runtime.device_facts import Facts
 from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_cost import cost
-from portmm.schedule.gpu_variants import asynchronous, on_gpu
 from portmm.schedule.legality import device_registers, illegal, occupancy, shared_bytes
+from portmm.schedule.program import asynchronous, on_gpu
 from portmm.schedule.text import parse, spell, varied
 from portmm.spec import kernel_name
 from portmm.spec.dtype import BY_NAME, accumulator
