@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import grid_cases
 import numpy as np
 import pytest
+from places import MACHINES
 from support import HERE, SEVEN, TINY, case, check_built, interpret, load, numpy_type, small
 
-from portmm.codegen.lower import atom_of
+from portmm.codegen.lower import atom_of, grid_atom
 from portmm.errors import ScheduleError
 from portmm.kernels.cpu.gemm import build
+from portmm.kernels.gpu import mma, simt
+from portmm.schedule import gpu_candidates
 from portmm.schedule.cpu_candidates import candidates
 from portmm.spec.layouts import row_major
 from portmm.spec.problem import Problem
+from portmm.target.target import load_target
 
 
 def windows(images, kernel, *, stride=1, padding=0, dilation=1):
@@ -91,3 +96,39 @@ def test_views_must_be_packed():
     s = next(s for s in candidates(p, TINY) if s.program == "gemm" and not s.a.packed)
     with pytest.raises(ScheduleError, match="which only packing reads"):
         built(s, TINY, view)
+
+
+DEVICES = [
+    (simt, grid_cases.MACHINE, "f32", (4, 4, 4), "2d padded", "cuda"),
+    (simt, grid_cases.MACHINE, "f32", (1, 1, 1), "2d dilated", "opencl"),
+    (simt, grid_cases.MACHINE, "bf16-bf16-f32", (8, 8, 4), "1d strided", "opencl"),
+    (mma, load_target(str(MACHINES / "tiny_matrix.toml")), "f16-f16-f32", (8, 8, 4), "2d padded", "cuda"),
+]
+
+
+@pytest.mark.parametrize(("program", "target", "dtype", "vectors", "name", "language"), DEVICES)
+def test_devices_read_views(program, target, dtype, vectors, name, language):  # noqa: PLR0917 - one case
+    view = VIEWS[name]
+    m, k = (int(x) for x in view.extents)
+    p = Problem(m, 24, k, dtype)
+    found = gpu_candidates.candidates(p, target, vectors)
+    name = program.__name__.rpartition(".")[2]
+    kind = [s for s in found if s.program == name and s.parallel.split == 1 and s.mr * s.nr <= 40]
+    rng = np.random.default_rng(7)
+    image = grid_cases.drawn(rng, p.types[0], [int(np.prod([int(x) for x in view.shape]))])
+    y = grid_cases.drawn(rng, p.types[1], (1, k, 24))
+    one = grid_cases.case_of(p, vectors, view.gather(image)[None], y)
+    one = replace(one, a=image, a_offset=0, fields=one.fields | {"a_batch": 0})
+    for s in [x for x in kind if language == "cuda" or not x.a.asynchronous][:2]:
+        isa = target.isa(s.isa)
+        kernel = program.build(s, isa, grid_atom(isa, s), view)
+        grid_cases.check_run(s, (kernel,), language, one, (p, s))
+
+
+def test_devices_refuse_views_of_shorter_vectors():
+    s = next(
+        s for s in gpu_candidates.candidates(Problem(64, 24, 18), grid_cases.MACHINE, (4, 4, 4)) if s.program == "simt"
+    )
+    isa = grid_cases.MACHINE.isa(s.isa)
+    with pytest.raises(ScheduleError, match="which its view does not allow"):
+        simt.build(s, isa, grid_atom(isa, s), VIEWS["2d"])
