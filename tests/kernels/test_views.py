@@ -8,6 +8,7 @@ import grid_cases
 import numpy as np
 import pytest
 from places import MACHINES
+from portmm.schedule.cpu_candidates import candidates
 from support import HERE, SEVEN, TINY, case, check_built, interpret, load, numpy_type, small
 
 from portmm.codegen.lower import atom_of, grid_atom
@@ -15,7 +16,6 @@ from portmm.errors import ScheduleError
 from portmm.kernels.cpu.gemm import build
 from portmm.kernels.gpu import mma, simt
 from portmm.schedule import gpu_candidates
-from portmm.schedule.cpu_candidates import candidates
 from portmm.spec.layouts import row_major
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
