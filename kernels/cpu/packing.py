@@ -56,6 +56,17 @@ def sums_at(units: Index, nr: int, storage: str) -> Index:
     return round_up(units * nr, max(1, BY_NAME["s32"].bytes // BY_NAME[storage].bytes))
 
 
+def where_valid(source: Layout, at: tuple[Index, Index], load: Stmt, zero: Stmt) -> Stmt:
+    """The load of elements from a coordinate on, or in padding, of zeros."""
+    there = source.valid(at, var)
+    return load if isinstance(there, int) else If(there, (load,), (zero,))
+
+
+def moved(to: Ptr, name: str, source: Layout, at: tuple[Index, Index]) -> Stmt:
+    """Copy of an element of the operand called `name`."""
+    return where_valid(source, at, Move(to, Ptr(name, offset(source, *at))), Move(to, None))
+
+
 @dataclass(frozen=True, slots=True)
 class _Lines:
     """Operand as lines along k, which a panel interleaves.
@@ -111,14 +122,9 @@ class _Lines:
         """Address of an element."""
         return Ptr(self.name, offset(self.source, *self.coordinate(j, p)))
 
-    def where_valid(self, j: Index | int, p: Index, load: Stmt, zero: Stmt) -> Stmt:
-        """The load of elements from p of line j on, or in padding, of zeros."""
-        there = self.source.valid(self.coordinate(j, p), var)
-        return load if isinstance(there, int) else If(there, (load,), (zero,))
-
     def moved(self, to: Ptr, j: Index, p: Index) -> Stmt:
         """Copy of an element."""
-        return self.where_valid(j, p, Move(to, self.at(j, p)), Move(to, None))
+        return moved(to, self.name, self.source, self.coordinate(j, p))
 
 
 def pack_b_rows(  # noqa: PLR0917 - the order of a packer's geometry is the same everywhere
@@ -347,7 +353,8 @@ def _transpose_blocks(atom: Atom, lines: _Lines, group: int) -> tuple[Stmt, ...]
         else:
             starts += (LetPtr(x, lines.at(line, 0), storage, readonly=True),)
         zero = Verb("zero", f"t0_{j}")
-        load.append(lines.where_valid(line, p, Verb("load_b", f"t0_{j}", p=at, to=lines.register), zero))
+        one = Verb("load_b", f"t0_{j}", p=at, to=lines.register)
+        load.append(where_valid(lines.source, lines.coordinate(line, p), one, zero))
     shuffles, last = transpose(lanes)
     place = [Ptr("to", (p + i) * lines.width + group) for i in range(lanes)]
     store = tuple(Verb("store", r, p=to, to=lines.register) for r, to in zip(last, place, strict=True))

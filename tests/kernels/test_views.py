@@ -13,7 +13,7 @@ from support import HERE, SEVEN, TINY, case, check_built, interpret, load, numpy
 
 from portmm.codegen.lower import atom_of, grid_atom
 from portmm.errors import ScheduleError
-from portmm.kernels.cpu.gemm import build
+from portmm.kernels.cpu import gemm, tile_gemm
 from portmm.kernels.gpu import mma, simt
 from portmm.schedule import gpu_candidates
 from portmm.spec.layouts import row_major
@@ -41,14 +41,15 @@ VIEWS = {
 }
 
 
-def built(s, target, view):
+def built(s, target, view, build=gemm.build):
     isa = target.isa(s.isa)
     return build(s, isa, atom_of(isa, s.dtype, s.atom.lanes), view=view)
 
 
-def posed(view, target, dtype="f32", n=19):
+def posed(view, target, dtype="f32", program="gemm"):
     """A product with a view, its operands, and the schedules that pack it."""
     m, k = (int(x) for x in view.extents)
+    n = 19
     p = Problem(m, n, k, dtype, a="any")
     one = case(p, seed=3)
     image = np.random.default_rng(5).integers(-4, 5, int(np.prod([int(x) for x in view.shape])))
@@ -58,7 +59,7 @@ def posed(view, target, dtype="f32", n=19):
     memory = image.astype(numpy_type(p.types[0]))
     fields = one.fields | {"a_m": 0, "a_k": 0, "a_batch": 0}
     one = replace(one, a=memory, a_offset=0, fields=fields, want=(a.astype(np.float64) @ b)[None])
-    found = [s for s in candidates(p, target) if s.program == "gemm" and s.a.packed and not s.atom.swap]
+    found = [s for s in candidates(p, target) if s.program == program and s.a.packed and not s.atom.swap]
     assert found
     return one, found
 
@@ -68,10 +69,7 @@ def test_views_are_read_by_packing(view):
     for target in (TINY, SEVEN):
         k, schedules = posed(view, target)
         for i, s in enumerate({(s.kc, s.mc > 0, s.parallel.over, s.b.packed): s for s in schedules}.values()):
-            isa = target.isa(s.isa)
-            k.check(
-                interpret(build(s, isa, atom_of(isa, s.dtype, s.atom.lanes), view=view), k, 1 + i % 3, shuffle=i), s
-            )
+            k.check(interpret(built(s, target, view), k, 1 + i % 3, shuffle=i), s)
 
 
 @pytest.mark.parametrize(("view", "dtype"), [("2d padded", "f32"), ("2d dilated", "bf16-bf16-f32")])
@@ -88,6 +86,13 @@ def test_channels_are_read_in_vectors():
         return "Shuffle" in repr(built(posed(VIEWS[view], target)[1][0], target, VIEWS[view]))
 
     assert [shuffles(x) for x in ("2d padded", "2d")] == [True, False]
+
+
+@pytest.mark.parametrize("name", ["2d padded", "1d"])
+def test_tiles_are_filled_from_views(name):
+    target, view = small("amx_bf16"), VIEWS[name]
+    k, schedules = posed(view, target, "bf16-bf16-f32", "tiles")
+    k.check(interpret(built(schedules[0], target, view, tile_gemm.build), k), schedules[0])
 
 
 def test_views_must_be_packed():
