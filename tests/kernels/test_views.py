@@ -8,14 +8,13 @@ import grid_cases
 import numpy as np
 import pytest
 from places import MACHINES
-from portmm.schedule.cpu_candidates import candidates
 from support import HERE, SEVEN, TINY, case, check_built, interpret, load, numpy_type, small
 
 from portmm.codegen.lower import atom_of, grid_atom
 from portmm.errors import ScheduleError
 from portmm.kernels.cpu import gemm, tile_gemm
 from portmm.kernels.gpu import mma, simt
-from portmm.schedule import gpu_candidates
+from portmm.schedule.candidates import candidates
 from portmm.spec.layouts import row_major
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
@@ -116,7 +115,7 @@ def test_devices_read_views(program, target, dtype, vectors, name, language):  #
     view = VIEWS[name]
     m, k = (int(x) for x in view.extents)
     p = Problem(m, 24, k, dtype)
-    found = gpu_candidates.candidates(p, target, vectors)
+    found = candidates(p, target, vectors)
     name = program.__name__.rpartition(".")[2]
     kind = [s for s in found if s.program == name and s.parallel.split == 1 and s.mr * s.nr <= 40]
     rng = np.random.default_rng(7)
@@ -131,9 +130,7 @@ def test_devices_read_views(program, target, dtype, vectors, name, language):  #
 
 
 def test_devices_refuse_views_of_shorter_vectors():
-    s = next(
-        s for s in gpu_candidates.candidates(Problem(64, 24, 18), grid_cases.MACHINE, (4, 4, 4)) if s.program == "simt"
-    )
+    s = next(s for s in candidates(Problem(64, 24, 18), grid_cases.MACHINE, (4, 4, 4)) if s.program == "simt")
     isa = grid_cases.MACHINE.isa(s.isa)
     with pytest.raises(ScheduleError, match="which its view does not allow"):
         simt.build(s, isa, grid_atom(isa, s), VIEWS["2d"])
