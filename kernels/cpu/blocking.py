@@ -15,6 +15,7 @@ from portmm.target.summation import RUN, STEP, BlockOfK, block_of_k, chained, ru
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.layout import Layout
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -43,11 +44,13 @@ class Blocks:
         s: the schedule.
         isa: its instruction set.
         atom: its multiply-add, with the loads and stores around it.
+        view: layout (m, k) of an A that is packed from more than an array with strides, as windows of a convolution.
     """
 
     s: Schedule
     isa: Isa
     atom: Atom
+    view: Layout | None = None
 
     @property
     def move_atom(self) -> Atom:

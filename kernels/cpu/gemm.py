@@ -33,6 +33,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portmm.errors import ScheduleError
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.nodes import Call, For, Function, Kernel, Let, LetPtr, Parallel, Param, Switch
 from portmm.kernels.cpu import int4_in_place
@@ -53,13 +54,20 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.layout import Layout
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
 
-def build(s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None) -> Kernel:
-    """Kernel that computes C = A . B by schedule `s`, in the loops of `Gemm` or of a subclass."""
-    g = (loops or Gemm)(s, isa, atom)
+def build(s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None, view: Layout | None = None) -> Kernel:
+    """Kernel that computes C = A . B by schedule `s`, in the loops of `Gemm` or of a subclass; of a `view` of A.
+
+    Raises:
+        ScheduleError: the schedule does not pack the A of a view, or blocks of k cut its vectors.
+    """
+    if view and not s.a.packed:
+        raise ScheduleError(f"A is a view, which only packing reads; {s.name(atom)} does not pack it")
+    g = (loops or Gemm)(s, isa, atom, view)
     entry = Function("entry", "entry", (), g.entry(), "All products of the batch")
     constants: tuple[tuple[str, int], ...] = ()
     if s.static:
@@ -178,7 +186,12 @@ class Gemm(Operands):
         s = self.s
         if not s.a.packed:
             return ()
-        pack = pack_a(self.isa, self.move_atom, s.mr, s.a.layout, s.types[0], self.atom.left)
+        layout = s.a.layout
+        if self.view:  # vectors of a view along k begin at multiples of their length, as runs do
+            atom, whole = self.move_atom, self.block_of_k in (BlockOfK.RUN, BlockOfK.RUNS)
+            whole = whole and self.atom.left == atom.acc and self.view.vector(1, atom.n) == atom.n
+            layout = "row" if whole else "any"
+        pack = pack_a(self.isa, self.move_atom, s.mr, layout, s.types[0], self.atom.left, self.view)
         elements = (self.filled(self.pc, var("kd")),) if s.atom.kr > 1 else ()
         args = (var("kd"), *elements, var("h"), *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), self.slices(Call(pack, args)))

@@ -19,7 +19,6 @@ from portmm.spec.kernel_name import KernelName
 from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
-    from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.spec.problem import Family
     from portmm.target.atom import Atom
@@ -34,7 +33,7 @@ def build(isa: Isa, atom: Atom, kept: Family) -> Kernel:
     body: tuple[Stmt, ...] = (
         Let("column", task % groups * (near * nr)),
         Let("columns", minimum(n - var("column"), near * nr)),
-        Let("step", _panel(kept)),
+        Let("step", kept.panel(var("k"))),
         LetPtr("panels", Ptr("c", task % groups * near * var("step")), "s32"),
         Let("first", task // groups * strip),
         For("u", var("first"), minimum(var("first") + strip, units), const(1), _unit(atom, kept)),
@@ -44,12 +43,6 @@ def build(isa: Isa, atom: Atom, kept: Family) -> Kernel:
     types = (("b", "u4"), ("c", "s32"))
     entry = entry_of(one, ceil_div(units, strip) * groups, "s32")
     return Kernel(str(name), isa, atom, entry, const(64), types=types, operands=(("s32", False),) * 2)
-
-
-def _panel(kept: Family) -> Index:
-    """Number of words of a panel: see `Family.panel`."""
-    groups = ceil_div(var("k"), kept.group) if kept.group else const(1)
-    return (groups * 2 + ceil_div(var("k"), CODES_KR)) * kept.nr
 
 
 def _unit(atom: Atom, kept: Family) -> tuple[Stmt, ...]:

@@ -38,10 +38,12 @@ class Operands(Workspace):
         return self.strided("a", self.s.a.layout, row, unit)
 
     def unpacked_a(self) -> tuple[Ptr, Index, Index]:
-        """Address and strides of the slice of A that is to be packed."""
+        """Address and strides of the slice of A that is to be packed; of a view, its address and the coordinate."""
         row = var("row") + var("r")
         if self.s.a.source:
             return self.left(row, self.pc)
+        if self.view:
+            return self.operand("a", const(0)), row, self.pc * self.s.atom.kr
         return self.strided("a", "any", row, self.pc)
 
     def source(self, column: Index, row: Index) -> Ptr:

@@ -21,14 +21,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.address import offset, strides
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.ir.lane_nodes import Shuffle
 from portmm.ir.nodes import For, Function, If, LetPtr, Move, Param, Prefetch, Verb
 from portmm.spec.dtype import BY_NAME, base, unit
+from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.spec.layout import Layout
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -53,6 +56,17 @@ def sums_at(units: Index, nr: int, storage: str) -> Index:
     return round_up(units * nr, max(1, BY_NAME["s32"].bytes // BY_NAME[storage].bytes))
 
 
+def where_valid(source: Layout, at: tuple[Index, Index], load: Stmt, zero: Stmt) -> Stmt:
+    """The load of elements from a coordinate on, or in padding, of zeros."""
+    there = source.valid(at, var)
+    return load if isinstance(there, int) else If(there, (load,), (zero,))
+
+
+def moved(to: Ptr, name: str, source: Layout, at: tuple[Index, Index]) -> Stmt:
+    """Copy of an element of the operand called `name`."""
+    return where_valid(source, at, Move(to, Ptr(name, offset(source, *at))), Move(to, None))
+
+
 @dataclass(frozen=True, slots=True)
 class _Lines:
     """Operand as lines along k, which a panel interleaves.
@@ -62,20 +76,22 @@ class _Lines:
         storage: the type of the operand in memory.
         to: the type of the panel: elements or units.
         register: the type in registers.
-        along: stride within a line, the stride of k.
-        across: stride between lines.
+        source: layout of the operand: of the line, and k.
         valid: number of lines; past that, the last one is repeated.
         width: lines in a panel.
+        begin: the first unit of k.
+        origin: coordinate in `source` of the first line, and of its first element, if these are not at the pointer.
     """
 
     name: str
     storage: str
     to: str
     register: str
-    along: str
-    across: str
+    source: Layout
     valid: str
     width: Index
+    begin: Index
+    origin: tuple[Index, Index] | None = None
 
     @property
     def kr(self) -> int:
@@ -87,9 +103,28 @@ class _Lines:
         """Number of units that the operand fills."""
         return var("elements") // self.kr if self.kr > 1 else var("k")
 
-    def line(self, j: Index | int) -> Ptr:
-        """Address of line j, or of the last one."""
-        return Ptr(self.name, minimum(j, var(self.valid) - 1) * var(self.across))
+    @property
+    def along(self) -> Index:
+        """Stride within a line."""
+        return strides(self.source)[1]
+
+    @property
+    def panel(self) -> bool:
+        """Whether the destination is a panel of B, of whole vectors."""
+        return self.width.op == "const"
+
+    def coordinate(self, j: Index | int, p: Index | int) -> tuple[Index, Index]:
+        """Coordinate in the source of element p of line j, or of the last one."""
+        line, first = minimum(j, var(self.valid) - 1), const(0) + p
+        return (self.origin[0] + line, self.origin[1] + first) if self.origin else (line, first)
+
+    def at(self, j: Index | int, p: Index | int) -> Ptr:
+        """Address of an element."""
+        return Ptr(self.name, offset(self.source, *self.coordinate(j, p)))
+
+    def moved(self, to: Ptr, j: Index, p: Index) -> Stmt:
+        """Copy of an element."""
+        return moved(to, self.name, self.source, self.coordinate(j, p))
 
 
 def pack_b_rows(  # noqa: PLR0917 - the order of a packer's geometry is the same everywhere
@@ -132,24 +167,9 @@ def pack_b(  # noqa: PLR0917 - as above
         Param("b_n"),
         Param("to", to),
     )
-    lines = _Lines("b", storage, to, atom.right, "b_k", "b_n", "columns", const(nr))
-    transposes = layout == "col" and isa.shuffles and atom.n > 1
-    body: tuple[Stmt, ...]
-    if units and transposes:
-        start = var("first") + (lines.whole - var("first")) // atom.n * atom.n
-        body = tuple(x for g in range(0, nr, atom.n) for x in _transpose_blocks(atom, lines, g, var("first")))
-        body += _gather(lines, maximum(var("first"), start))
-    elif units and layout == "row":
-        body = _interleave(atom, lines, var("first"))
-    elif units:
-        body = _gather(lines, var("first"))
-    elif layout == "row":
-        body = _rows(atom, nr, lines)
-    elif transposes:
-        body = tuple(x for g in range(0, nr, atom.n) for x in _transpose_blocks(atom, lines, g))
-        body += _gather(lines, var("k") - var("k") % atom.n)
-    else:
-        body = _gather(lines)
+    source = operand("b", "any", "nk")
+    lines = _Lines("b", storage, to, atom.right, source, "columns", const(nr), var("first") if units else const(0))
+    body = _packed(isa, atom, lines, {"row": "lines", "col": "k"}.get(layout, ""), nr)
     comment = f"to[k][{nr}] = B[k][columns], {layout} layout, padded"
     return Function("pack_b", "inner", params, body, comment, of=atom.name)
 
@@ -178,48 +198,57 @@ def sum_columns(atom: Atom, nr: int, storage: str) -> Function:
 
 
 def pack_a(  # noqa: PLR0917 - as above
-    isa: Isa, atom: Atom, mr: int, layout: str, storage: str, to: str
+    isa: Isa, atom: Atom, mr: int, layout: str, storage: str, to: str, view: Layout | None = None
 ) -> Function:
-    """Function to[p][i] = A[i][p] for p < k, i < rows; up to a vector past the end is overwritten."""
+    """Function to[p][i] = A[i][p] for p < k, i < rows; up to a vector past the end is overwritten.
+
+    A `view` (m, k) of A has any transforms; the function takes the coordinate of its first element, not strides.
+    """
     units = atom.k_pack > 1
     params = (
         Param("k"),
         *((Param("elements"),) if units else ()),
         Param("rows"),
         Param("a", storage, readonly=True),
-        Param("a_m"),
-        Param("a_k"),
+        *(Param(x) for x in (("row", "deep") if view else ("a_m", "a_k"))),
         Param("to", to),
     )
-    rows = var("rows")
-    lines = _Lines("a", storage, to, to, "a_k", "a_m", "rows", rows)
-    body: tuple[Stmt, ...] = ()
-    if layout == "row" and isa.shuffles and atom.n > 1:
-        # Stores are whole vectors, so each overwrites elements that follow: later
-        # groups of rows go first, and a smaller k goes before a larger one.
-        for g in reversed(range(0, mr, atom.n)):
-            body += (If(const(g).lt(rows), _transpose_blocks(atom, lines, g)),)
-        body += _gather(lines, lines.whole - lines.whole % atom.n)
-    elif layout == "col" and units:
-        body = _interleave(atom, lines, const(0), range(0, mr, atom.n))
-    elif layout == "col" and atom.mask:
-        body = _columns(atom, mr)
-    else:
-        body = _gather(lines)
+    origin = (var("row"), var("deep")) if view else None
+    lines = _Lines("a", storage, to, to, view or operand("a", "any"), "rows", var("rows"), const(0), origin)
+    body = _packed(isa, atom, lines, {"row": "k", "col": "lines"}.get(layout, ""), mr)
     return Function("pack_a", "inner", params, body, f"to[k][rows] = A[rows][k], {layout} layout", of=atom.name)
 
 
-def _interleave(atom: Atom, lines: _Lines, first: Index, groups: range | None = None) -> tuple[Stmt, ...]:
+def _packed(isa: Isa, atom: Atom, lines: _Lines, contiguous: str, most: int) -> tuple[Stmt, ...]:
+    """Statements that pack up to `most` lines that are contiguous along "k", or across them, or neither."""
+    groups = range(0, most, atom.n)
+    if contiguous == "k" and isa.shuffles and atom.n > 1:
+        blocks = tuple((g, _transpose_blocks(atom, lines, g)) for g in groups)
+        begin, whole = lines.begin, lines.whole
+        rest = whole - whole % atom.n
+        if lines.panel:
+            rest = maximum(begin, begin + (whole - begin) // atom.n * atom.n) if lines.kr > 1 else rest
+            return (*(x for _, block in blocks for x in block), *_gather(lines, rest))
+        # Stores are whole vectors, so each overwrites elements that follow: later
+        # groups of rows go first, and a smaller k goes before a larger one.
+        return (*(If(const(g).lt(lines.width), block) for g, block in reversed(blocks)), *_gather(lines, rest))
+    if contiguous == "lines" and lines.kr > 1:
+        return _interleave(atom, lines, groups)
+    if contiguous == "lines" and lines.panel:
+        return _rows(atom, most, lines)
+    if contiguous == "lines" and atom.mask:
+        return _columns(atom, most)
+    return _gather(lines, lines.begin)
+
+
+def _interleave(atom: Atom, lines: _Lines, groups: range) -> tuple[Stmt, ...]:
     """Loops that interleave rows of the operand into units, as many lines at once as a vector has lanes.
 
     Whole vectors are read, past the last valid line into the row that follows;
     the last rows, behind which nothing may be read, are gathered. Whole vectors are
     written as well, overwriting elements that follow: see `pack_a`.
     """
-    p, along, kr = var("p"), var(lines.along), lines.kr
-    if groups is None:  # the panel has whole vectors: one loop
-        assert lines.width.op == "const"  # noqa: S101 - a panel of B
-        groups = range(0, int(lines.width.args[0]), atom.n)  # type: ignore[arg-type]
+    p, along, kr, first = var("p"), lines.along, lines.kr, lines.begin
 
     def loop(some: tuple[int, ...]) -> tuple[Stmt, ...]:
         # A row that starts `lost` rows before the end may be read that far.
@@ -238,29 +267,29 @@ def _interleave(atom: Atom, lines: _Lines, first: Index, groups: range | None = 
     last = groups[-1] + atom.n
     lost = ceil_div(maximum(0, last - var(lines.valid)), maximum(1, along))
     rest = _gather(lines, maximum(first, (var("elements") - lost) // kr))
-    if lines.width.op == "const":
+    if lines.panel:
         return (*loop(tuple(groups)), *rest)
     return (*(If(const(g).lt(lines.width), loop((g,))) for g in reversed(groups)), *rest)
 
 
-def _gather(lines: _Lines, begin: Index | None = None) -> tuple[Stmt, ...]:
+def _gather(lines: _Lines, begin: Index) -> tuple[Stmt, ...]:
     """Loop that copies element by element, from `begin` on."""
     p, j, e, kr = var("p"), var("j"), var("e"), lines.kr
     place = p * lines.width + j
     if kr == 1:
-        inner: tuple[Stmt, ...] = (Move(Ptr("to", place), lines.line(j) + p * var(lines.along)),)
+        inner: tuple[Stmt, ...] = (lines.moved(Ptr("to", place), j, p),)
         before: tuple[Stmt, ...] = ()
     else:
         to = Ptr("parts", place * kr + e)
         fill = If(
             (p * kr + e).lt(var("elements")),
-            (Move(to, lines.line(j) + (p * kr + e) * var(lines.along)),),
+            (lines.moved(to, j, p * kr + e),),
             (Move(to, None),),
         )
         inner = (For("e", const(0), const(kr), const(1), (fill,)),)
         before = (LetPtr("parts", Ptr("to"), base(lines.to)),)
     across = For("j", const(0), lines.width, const(1), inner)
-    return (*before, For("p", begin or const(0), var("k"), const(1), (across,)))
+    return (*before, For("p", begin, var("k"), const(1), (across,)))
 
 
 def _rows(atom: Atom, nr: int, lines: _Lines) -> tuple[Stmt, ...]:
@@ -290,7 +319,7 @@ def _rows(atom: Atom, nr: int, lines: _Lines) -> tuple[Stmt, ...]:
         )
         edge = (*masks, For("p", const(0), var("k"), const(1), kept))
     else:
-        edge = _gather(lines)
+        edge = _gather(lines, lines.begin)
     return (If(var("columns").lt(nr), edge, full),)
 
 
@@ -310,18 +339,27 @@ def _columns(atom: Atom, mr: int) -> tuple[Stmt, ...]:
     return (*masks, For("p", const(0), var("k"), const(1), copy, 2))
 
 
-def _transpose_blocks(atom: Atom, lines: _Lines, group: int, first: Index | None = None) -> tuple[Stmt, ...]:
+def _transpose_blocks(atom: Atom, lines: _Lines, group: int) -> tuple[Stmt, ...]:
     """Loop that transposes whole L x L blocks of the L lines from `group` on, which are contiguous along k."""
     lanes, p = atom.n, var("p")
     names = [f"{lines.name}{group + j}" for j in range(lanes)]
     storage = unit(lines.storage, lines.kr)
-    starts = tuple(LetPtr(x, lines.line(group + j), storage, readonly=True) for j, x in enumerate(names))
-    load = tuple(Verb("load_b", f"t0_{j}", p=Ptr(x, p), to=lines.register) for j, x in enumerate(names))
+    starts: tuple[Stmt, ...] = ()
+    load: list[Stmt] = []
+    for j, x in enumerate(names):
+        at, line = Ptr(x, p), group + j
+        if lines.origin:  # of a view, each vector has an address of its own, and is valid or in padding
+            at = lines.at(line, p)
+        else:
+            starts += (LetPtr(x, lines.at(line, 0), storage, readonly=True),)
+        zero = Verb("zero", f"t0_{j}")
+        one = Verb("load_b", f"t0_{j}", p=at, to=lines.register)
+        load.append(where_valid(lines.source, lines.coordinate(line, p), one, zero))
     shuffles, last = transpose(lanes)
     place = [Ptr("to", (p + i) * lines.width + group) for i in range(lanes)]
     store = tuple(Verb("store", r, p=to, to=lines.register) for r, to in zip(last, place, strict=True))
     end = lines.whole - (lanes - 1)
-    return (*starts, For("p", first or const(0), end, const(lanes), (*load, *shuffles, *store)))
+    return (*starts, For("p", lines.begin, end, const(lanes), (*load, *shuffles, *store)))
 
 
 def transpose(lanes: int) -> tuple[tuple[Stmt, ...], list[str]]:

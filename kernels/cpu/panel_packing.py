@@ -15,9 +15,13 @@ from portmm.spec.problem import family
 from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.operands import Operands
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 PREFETCH = 8
 """Prefetch distance in rows of B: a miss takes as long as copying some rows."""
@@ -26,36 +30,81 @@ Q, FIRST = var("q"), var("jg")
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Units of k that are packed, and where they are stored.
+class Panels:
+    """Panels of B that are packed together, from the same rows.
 
     Attributes:
-        row: the first unit.
-        depth: number of units.
-        base: address of the panels.
+        isa: the instruction set.
+        atom: its instructions that move elements.
+        nr: columns of a panel.
+        near: panels that are packed together.
+        layout: of B, as a word.
+        storage: type of B's elements.
+        to: type of a panel's elements, or units.
+        prefetch: distance in rows.
+        first: the first panel.
+        last: end of the panels.
+        columns: end of the columns.
+        n: number of columns of B.
+        depth: number of units of k.
+        elements: number of elements of k.
+        source: address in B of the first of the rows, at a column.
+        place: address of the first of the units in a panel.
         step: stride in units between panels.
-        panel: address of the units in panel Q.
-        first: address of the units in the first panel.
+        sums: whether each panel is followed by the sums of its columns.
     """
 
-    row: Index
+    isa: Isa
+    atom: Atom
+    nr: int
+    near: int
+    layout: str
+    storage: str
+    to: str
+    prefetch: int
+    first: Index
+    last: Index
+    columns: Index
+    n: Index
     depth: Index
-    base: Ptr
+    elements: Index
+    source: Callable[[Index], Ptr]
+    place: Callable[[Index], Ptr]
     step: Index
-    panel: Ptr
-    first: Ptr
+    sums: bool
 
+    def packed(self) -> Stmt:
+        """Packing of the panels: all together, or one by one where the last is partial."""
+        singly = For("q", self.first, self.last, const(1), (*self._one(const(0)), *self._summed()))
+        if self.layout != "row" or self.near == 1:
+            return singly
+        return If(self.columns.lt((self.first + self.near) * self.nr), (singly,), self._together())
 
-def _place(g: Operands) -> _Place:
-    if g.s.b.once:  # at their position among all panels
-        row, step = var("p_first"), g.b_step
-        depth = minimum(g.k - row, g.k if g.unshifts else MODEL.pack_rows)
-        above = row * g.s.nr
-        return _Place(
-            row, depth, Ptr("work"), step, Ptr("panels", above + Q * step), Ptr("panels", above + FIRST * step)
-        )
-    step = g.b_near
-    return _Place(g.pc, var("kd"), g.private(), step, Ptr("panels", (Q - FIRST) * step), Ptr("panels"))
+    def _one(self, unit: Index) -> tuple[Stmt, ...]:
+        """Packing of one panel, from a unit on."""
+        column = Q * self.nr
+        filled = (self.elements, unit) if self.atom.k_pack > 1 else ()
+        source = (minimum(self.n - column, self.nr), self.source(column), var("b_k"), var("b_n"))
+        pack = packing.pack_b(self.isa, self.atom, self.nr, self.layout, self.storage, self.to)
+        return (Call(pack, (self.depth, *filled, *source, self.place(Q))),)
+
+    def _summed(self) -> tuple[Stmt, ...]:
+        """Sums of the columns of a panel, behind it."""
+        sums = packing.sum_columns(self.atom, self.nr, self.to) if self.sums else None
+        return (Call(sums, (self.depth, self.place(Q))),) if sums else ()
+
+    def _together(self) -> tuple[Stmt, ...]:
+        """Packing of whole panels along the rows of B."""
+        kr, end = self.atom.k_pack, self.first + self.near
+        full = self.elements // kr if kr > 1 else self.depth
+        rows = packing.pack_b_rows(self.atom, self.nr, self.near, self.prefetch, self.storage, self.to)
+        source, to = self.source(self.first * self.nr), self.place(self.first)
+        body: tuple[Stmt, ...] = (Call(rows, (full, source, var("b_k"), to, self.step)),)
+        if kr > 1:  # the remainder of k after whole units
+            rest = For("q", self.first, end, const(1), self._one(full))
+            body += (If(full.lt(self.depth), (rest,)),)
+        sums = self._summed()
+        return (*body, For("q", self.first, end, const(1), sums)) if sums else body
 
 
 def pack_once(g: Operands) -> Stmt:
@@ -72,49 +121,29 @@ def pack_once(g: Operands) -> Stmt:
 
 
 def pack_panels(g: Operands, end: Index) -> tuple[Stmt, ...]:
-    """Packing of a few panels before `end`: all together, or one by one where the last is partial."""
-    s, near, at = g.s, g.near, _place(g)
-    panels = LetPtr("panels", at.base, g.move_atom.right)
-    single = (_dequantize(g, at),) if s.b.layout == "codes" else (*_one(g, at, const(0)), *_sums(g, at))
-    singly = For("q", FIRST, minimum(end, FIRST + near), const(1), single)
-    if s.b.layout != "row" or near == 1:
-        return (panels, singly)
-    partial = minimum(end * s.nr, N).lt((FIRST + near) * s.nr)
-    return (panels, If(partial, (singly,), _together(g, at)))
+    """Packing of a few panels before `end`, at their position among all panels, or in a worker's scratch."""
+    s, atom, near = g.s, g.move_atom, g.near
+    last = minimum(end, FIRST + near)
+    if s.b.once:
+        row, step, base = var("p_first"), g.b_step, Ptr("work")
+        depth = minimum(g.k - row, g.k if g.unshifts else MODEL.pack_rows)
+    else:
+        row, step, base, depth = g.pc, g.b_near, g.private(), var("kd")
 
+    def place(q: Index) -> Ptr:
+        if s.b.once:
+            return Ptr("panels", row * s.nr + q * step)
+        return Ptr("panels") if q == FIRST else Ptr("panels", (q - FIRST) * step)
 
-def _dequantize(g: Operands, at: _Place) -> Stmt:
-    """Conversion of int4 values of a packed B to elements of a panel."""
-    kr = g.s.atom.kr
-    words = (at.row * kr // CODES_KR, ceil_div((at.row + at.depth) * kr, CODES_KR))
-    args = (*words, g.operand("b", Q * var("b_n")), at.panel)
-    return Call(dequantize(g.isa, g.move_atom, family(g.s.family)), args)
-
-
-def _one(g: Operands, at: _Place, unit: Index) -> tuple[Stmt, ...]:
-    """Packing of one panel, from a unit on."""
-    s, column = g.s, Q * g.s.nr
-    filled = (g.filled(at.row, at.depth), unit) if s.atom.kr > 1 else ()
-    source = (minimum(N - column, s.nr), g.source(column, at.row), var("b_k"), var("b_n"))
-    pack = packing.pack_b(g.isa, g.move_atom, s.nr, s.b.layout, s.types[1], g.move_atom.right)
-    return (Call(pack, (at.depth, *filled, *source, at.panel)),)
-
-
-def _sums(g: Operands, at: _Place) -> tuple[Stmt, ...]:
-    """Sums of the columns of a panel, behind it, where A is shifted."""
-    if not g.unshifts:
-        return ()
-    return (Call(packing.sum_columns(g.move_atom, g.s.nr, g.move_atom.right), (at.depth, at.panel)),)
-
-
-def _together(g: Operands, at: _Place) -> tuple[Stmt, ...]:
-    """Packing of whole panels along the rows of B."""
-    s, near, atom = g.s, g.near, g.move_atom
-    full = g.filled(at.row, at.depth) // s.atom.kr if s.atom.kr > 1 else at.depth
-    rows = packing.pack_b_rows(atom, s.nr, near, PREFETCH, s.types[1], atom.right)
-    body: tuple[Stmt, ...] = (Call(rows, (full, g.source(FIRST * s.nr, at.row), var("b_k"), at.first, at.step)),)
-    if s.atom.kr > 1:  # the remainder of k after whole units
-        rest = For("q", FIRST, FIRST + near, const(1), _one(g, at, full))
-        body += (If(full.lt(at.depth), (rest,)),)
-    sums = _sums(g, at)
-    return (*body, For("q", FIRST, FIRST + near, const(1), sums)) if sums else body
+    panels = LetPtr("panels", base, atom.right)
+    if s.b.layout == "codes":
+        kr = s.atom.kr
+        words = (row * kr // CODES_KR, ceil_div((row + depth) * kr, CODES_KR))
+        unfold = dequantize(g.isa, atom, family(s.family))
+        one = Call(unfold, (*words, g.operand("b", Q * var("b_n")), place(Q)))
+        return (panels, For("q", FIRST, last, const(1), (one,)))
+    several = Panels(
+        g.isa, atom, s.nr, near, s.b.layout, s.types[1], atom.right, PREFETCH, FIRST, last, minimum(end * s.nr, N), N,
+        depth, g.filled(row, depth), lambda column: g.source(column, row), place, step, g.unshifts,
+    )  # fmt: skip
+    return (panels, several.packed())

@@ -1,4 +1,4 @@
-"""Prepacking of weights, before all products: kernels around the packers of `packing`.
+"""Prepacking of weights, before all products: kernels around those of `panel_packing`.
 
 A weight that is contiguous along n is cut into strips of rows, and tasks take a few panels of
 a strip, so that they read long runs of rows on few pages, and there are
@@ -17,10 +17,11 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.abi import HUGE_PAGE
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Move, Parallel
-from portmm.kernels.cpu.packing import pack_b, pack_b_rows, sum_columns, sum_units, sums_at
-from portmm.spec.dtype import BY_NAME, unit
+from portmm.ir.nodes import Function, Kernel, Let, Move, Parallel
+from portmm.kernels.cpu.panel_packing import Panels
+from portmm.spec.dtype import BY_NAME, base, unit
 from portmm.spec.kernel_name import KernelName
+from portmm.spec.problem import Family
 from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
@@ -45,12 +46,20 @@ def build(isa: Isa, atom: Atom, nr: int, layout: str, storage: str) -> Kernel:
     near = max(1, MODEL.run_bytes // (nr * BY_NAME[to].bytes)) if layout == "row" else 1
     cut = layout == "row" and not sums
     groups, cuts = ceil_div(ceil_div(var("n"), nr), near), ceil_div(k, MODEL.pack_rows) if cut else const(1)
+    row, n, panel, elements = (var(x) for x in ("row", "n", "panel", "rows"))
+    b, c = (Ptr(x, var("item") * var(f"{x}_batch")) for x in "bc")
+    step = Family(base(to), nr, kr, sums).panel(k)
+    panels = Panels(
+        isa, atom, nr, near, layout, storage, to, PREFETCH, panel, minimum(panel + near, ceil_div(n, nr)), n, n,
+        ceil_div(elements, kr), elements, lambda column: b + row * var("b_k") + column * var("b_n"),
+        lambda q: c + q * step + row // kr * nr, step, sums,
+    )  # fmt: skip
     body: tuple[Stmt, ...] = (
         Let("item", task // (groups * cuts)),
         Let("row", task // groups % cuts * MODEL.pack_rows if cut else const(0)),
         Let("rows", minimum(k - var("row"), MODEL.pack_rows) if cut else k),
         Let("panel", task % groups * near),
-        *_panels(isa, atom, nr, near, layout, storage, to, sums),
+        panels.packed(),
     )
     one = Function("share_of_b", "task", (), body, "Some rows of a few panels of one item")
     entry = entry_of(one, groups * cuts * var("batch"), to)
@@ -70,39 +79,3 @@ def entry_of(one: Function, tasks: Index, to: str) -> Function:
     touch = Move(Ptr("c", var("c_m") + var("task") * (HUGE_PAGE // BY_NAME[to].bytes)), None)
     page = Function("touch_page", "task", (), (touch,), "The end of a page of C")
     return Function("entry", "entry", (), (Parallel(page, var("c_n")), Parallel(one, tasks)), "Every panel")
-
-
-def _panels(  # noqa: PLR0917 - the order of a packer's geometry is the same everywhere
-    isa: Isa, atom: Atom, nr: int, near: int, layout: str, storage: str, to: str, sums: bool
-) -> tuple[Stmt, ...]:
-    """Statements that pack up to `near` panels from `panel` on, in `rows` rows from `row` on."""
-    n, row, panel, q, kr = var("n"), var("row"), var("panel"), var("q"), atom.k_pack
-    depth = ceil_div(var("k"), kr)
-    step = sums_at(depth, nr, to) + sum_units(atom, nr, to) if sums else depth * nr
-    units, full = ceil_div(var("rows"), kr), var("rows") // kr
-    b, c = (Ptr(x, var("item") * var(f"{x}_batch")) for x in "bc")
-
-    def source(j: Index) -> Ptr:
-        return b + row * var("b_k") + j * nr * var("b_n")
-
-    def place(j: Index) -> Ptr:
-        return c + j * step + row // kr * nr
-
-    def single(first: Index) -> Call:
-        bounds = (var("rows"), first) if kr > 1 else ()
-        columns = minimum(n - q * nr, nr)
-        packer = pack_b(isa, atom, nr, layout, storage, to)
-        return Call(packer, (units, *bounds, columns, source(q), var("b_k"), var("b_n"), place(q)))
-
-    last = minimum(panel + near, ceil_div(n, nr))
-    alone: tuple[Stmt, ...] = (For("q", panel, last, const(1), (single(const(0)),)),)
-    packed = alone
-    if near > 1:
-        rows = pack_b_rows(atom, nr, near, PREFETCH, storage, to)
-        together: tuple[Stmt, ...] = (Call(rows, (full, source(panel), var("b_k"), place(panel), step)),)
-        if kr > 1:  # the remainder of k after whole units
-            together += (If(full.lt(units), (For("q", panel, last, const(1), (single(full),)),)),)
-        packed = (If(n.lt((panel + near) * nr), alone, together),)
-    if sums:
-        packed += (For("q", panel, last, const(1), (Call(sum_columns(atom, nr, to), (depth, place(q))),)),)
-    return packed

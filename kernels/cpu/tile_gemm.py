@@ -33,13 +33,14 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Kernel, Stmt
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.layout import Layout
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
 
-def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
-    """Kernel that computes C = A . B by schedule `s`."""
-    return build_loops(s, isa, atom, _Tiles)
+def build(s: Schedule, isa: Isa, atom: Atom, view: Layout | None = None) -> Kernel:
+    """Kernel that computes C = A . B by schedule `s`, perhaps of a view of A: see `Blocks`."""
+    return build_loops(s, isa, atom, _Tiles, view)
 
 
 class _Tiles(Gemm):
@@ -100,7 +101,7 @@ class _Tiles(Gemm):
     def pack_a(self) -> tuple[Stmt, ...]:
         """Packing of the block of A, slice by slice."""
         s = self.s
-        pack = pack_lines(self.isa, self.atom, self.move_atom, s.a.layout, s.types[0])
+        pack = pack_lines(self.isa, self.atom, self.move_atom, s.a.layout, s.types[0], self.view)
         args = (self.filled(self.pc, var("kd")), var("h"), TALL, *self.unpacked_a(), self.slice_of_a())
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), self.slices(Call(pack, args)))
 

@@ -9,13 +9,15 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, var
 from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Verb
-from portmm.kernels.cpu.packing import transpose
+from portmm.kernels.cpu.packing import moved, transpose
 from portmm.kernels.cpu.tile_microkernel import TALL
 from portmm.spec.dtype import BY_NAME, base
+from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.spec.layout import Layout
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -45,10 +47,17 @@ def rest_of_b(atom: Atom, lines: Atom, nr: int, panels: int) -> Function:
     return Function(f"rest_{panels}", "inner", (*params, Param("to", atom.right)), body, comment, of=lines.name)
 
 
-def pack_lines(isa: Isa, atom: Atom, lines: Atom, layout: str, storage: str) -> Function:
-    """Function to[step][row] = units of A[row] for a step, zeros past the end of k; rows past `rows` are kept."""
+def pack_lines(  # noqa: PLR0917 - the order of a packer's geometry is the same everywhere
+    isa: Isa, atom: Atom, lines: Atom, layout: str, storage: str, view: Layout | None = None
+) -> Function:
+    """Function to[step][row] = units of A[row] for a step, zeros past the end of k; rows past `rows` are kept.
+
+    A `view` is as that of `packing.pack_a`.
+    """
     body: tuple[Stmt, ...] = (LetPtr("parts", Ptr("to"), base(atom.left)),)
-    if layout == "row":
+    if view:
+        body += _one_by_one(atom, const(0), const(0), view)
+    elif layout == "row":
         body += _copied(atom)
     elif layout == "col" and isa.shuffles:
         body += _transposed(atom)
@@ -59,8 +68,7 @@ def pack_lines(isa: Isa, atom: Atom, lines: Atom, layout: str, storage: str) -> 
         Param("rows"),
         Param("tall"),
         Param("a", storage, readonly=True),
-        Param("a_m"),
-        Param("a_k"),
+        *(Param(x) for x in (("row", "deep") if view else ("a_m", "a_k"))),
         Param("to", atom.left),
     )
     comment = f"to[step][tall][{BY_NAME[atom.left].bytes * atom.deep} bytes] = A[rows][elements], {layout} layout"
@@ -114,10 +122,11 @@ def _transposed(atom: Atom) -> tuple[Stmt, ...]:
     )
 
 
-def _one_by_one(atom: Atom, first: Index, row: Index) -> tuple[Stmt, ...]:
+def _one_by_one(atom: Atom, first: Index, row: Index, view: Layout | None = None) -> tuple[Stmt, ...]:
     """Statements that move elements from a step and a row on, and zeros past the end of k."""
     at = STEP * atom.k + ELEMENT
     to = _element(atom)
-    fill = If(at.lt(ELEMENTS), (Move(to, Ptr("a", ROW * var("a_m") + at * var("a_k"))),), (Move(to, None),))
+    source = (var("row") + ROW, var("deep") + at) if view else (ROW, at)
+    fill = If(at.lt(ELEMENTS), (moved(to, "a", view or operand("a", "any"), source),), (Move(to, None),))
     each = For("i", row, ROWS, const(1), (For("e", const(0), const(atom.k), const(1), (fill,)),))
     return (For("t", first, ceil_div(ELEMENTS, atom.k), const(1), (each,)),)

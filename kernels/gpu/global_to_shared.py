@@ -124,12 +124,15 @@ class Transfer(OperandTile):
             body = (If(var(f"{self.name}_piece").lt(self.pieces), body),)
         return (unrolled("turn", self.turns, *self._piece(turn), *body),)
 
+    @property
+    def _row(self) -> Index:
+        """First row of a piece in memory; past the last row it is read again."""
+        return minimum(self.first + var(f"{self.name}_row"), self.end - self.lines)
+
     def _source(self, k: Index) -> tuple[Stmt, ...]:
         """Address of a piece, of a tile that begins at k."""
         n = self.name
-        last = self.end - self.lines
-        row = minimum(self.first + var(f"{n}_row"), last)
-        at = offset(self.layout, row, var(f"{n}_at"))
+        at = offset(self.layout, self._row, var(f"{n}_at"))
         return (
             Let(f"{n}_at", k + var(f"{n}_unit") * self.kr),
             LetPtr(f"{n}_from", Ptr(f"{n}_item", at), self.dtype, readonly=True),
@@ -139,11 +142,11 @@ class Transfer(OperandTile):
         """Loads of this thread's pieces of the tile at k to registers, zeros from `end` on."""
         if self.group >= 0:
             return self._each(_fetch_int4(minimum(self.first + var("b_row"), self.end - 1), self.group, k, end))
-        n, size = self.name, self.bytes
+        n, size, row = self.name, self.bytes, self._row
         to, src, at = Ptr(f"{n}_next", var("turn") * self.elements), Ptr(f"{n}_from"), var(f"{n}_at")
         body: list[Stmt] = list(self._source(k))
         if self.along == "k" and self.vector >= self.kr:
-            body.append(or_zeros(at.lt(end), to, src, self.vector, size))
+            body.append(or_zeros(self.inside(row, at, end), to, src, self.vector, size))
         else:
             body += [
                 or_zeros((at + j).lt(end), to + j * self.lines, src + offset(self.layout, 0, j), self.lines, size)
@@ -203,7 +206,8 @@ class Transfer(OperandTile):
         body: list[Stmt] = list(self._source(k))
         for u in range(self.units):
             where = (unit + u) * self.rows + (row ^ self.swizzle(unit))
-            body.append(CopyAsync(tile + where, src + offset(self.layout, 0, u), self.copies, (at + u).lt(end)))
+            source = src + (const(u) if self.along == "k" else offset(self.layout, 0, u))
+            body.append(CopyAsync(tile + where, source, self.copies, self.inside(self._row, at + u, end)))
         return self._each(tuple(body))
 
 

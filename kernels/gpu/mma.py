@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.gpu.loops import Copies
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.layout import Layout
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -65,9 +66,9 @@ class Work(Product):
         return of(self.atom.acc_fragment).elements
 
 
-def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
-    """Kernel of a schedule."""
-    work = Work(s, isa, atom)
+def build(s: Schedule, isa: Isa, atom: Atom, view: Layout | None = None) -> GridKernel:
+    """Kernel of a schedule, perhaps of a view of A: see `Product`."""
+    work = Work(s, isa, atom, view=view)
     a, b = work.part("a"), work.part("b")
     sums = s.mr * s.nr
     ahead = 2 if s.a.asynchronous else 1

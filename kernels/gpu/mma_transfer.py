@@ -106,7 +106,8 @@ class MmaTile(OperandTile):
             Let(f"{n}_row", minimum(self.first + of_row, self.end - 1) if self.clamped else self.first + of_row),
         )
         # Of addresses that are not clamped, compilers keep one and a step.
-        there = deep.lt(end) if self.clamped else row.lt(self.end) * deep.lt(end)
+        inside = self.inside(row, deep, end)
+        there = inside if self.clamped else row.lt(self.end) * inside
         to = Ptr(f"{n}_tile", stage * self.size)
         return (self.each(how, to, offset(self.layout, row, deep), there, place, prefix=f"{n}_"),)
 

@@ -6,9 +6,10 @@ nearly square part of C with those that run at the same time, so that they share
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from portmm.errors import ScheduleError
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Let, LetPtr, Read, Scratch
@@ -63,8 +64,8 @@ class OperandTile:
 
     @property
     def along(self) -> str:
-        """The contiguous axis in memory, "k" or "row"; "any" if there is none."""
-        row, k = self.layout.stride
+        """The contiguous axis in memory, "k" or "row"; "any" if there is none. Views have vectors along k."""
+        row, k = (None, 1) if self.layout.transforms else self.layout.stride
         return "k" if k == 1 else "row" if row == 1 else "any"
 
     @property
@@ -76,6 +77,11 @@ class OperandTile:
     def size(self) -> int:
         """Number of elements, or units, of one tile in shared memory."""
         return self.rows * self.depth
+
+    def inside(self, row: Index, k: Index, end: Index) -> Index:
+        """1 if an element is before `end` and in no padding, else 0."""
+        there: Index = k.lt(end) * self.layout.valid((row, k), var)
+        return there
 
 
 Tile = TypeVar("Tile", bound=OperandTile)
@@ -89,17 +95,25 @@ class Product:
         s: the schedule.
         isa: the instruction set.
         atom: the multiply-add.
+        view: layout (m, k) of an A that is more than an array with strides, as windows of a convolution.
     """
 
     s: Schedule
     isa: Isa
     atom: Atom
+    view: Layout | None = field(default=None, kw_only=True)
 
     def tile(self, kind: type[Tile], name: str, *more: Any) -> Tile:
         """Tile of an operand of a block; a kind of tile may take `more`."""
         s, i = self.s, "ab".index(name)
         plan, rows, end = ((s.a, s.block.m, bottom(s)), (s.b, s.block.n, var("n")))[i]
         layout, first = operand(name, plan.layout, ("mk", "nk")[i]), var(("row_0", "column_0")[i])
+        if self.view and name == "a":
+            layout = self.view
+            if layout.vector(1, plan.vector) < plan.vector:
+                raise ScheduleError(
+                    f"{plan.vector} elements of A along k are moved at once, which its view does not allow"
+                )
         return kind(
             name, s.types[i], layout, plan.vector, rows, s.block.k, s.threads, s.stages, first, end, *more
         )  # fmt: skip

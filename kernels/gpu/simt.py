@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.layout import Layout
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -51,9 +52,9 @@ class Work(Product):
         return self.tile(Transfer, name, self.atom.acc, self.atom.k_pack, group)
 
 
-def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
-    """Kernel of a schedule."""
-    work = Work(s, isa, atom)
+def build(s: Schedule, isa: Isa, atom: Atom, view: Layout | None = None) -> GridKernel:
+    """Kernel of a schedule, perhaps of a view of A: see `Product`."""
+    work = Work(s, isa, atom, view=view)
     a, b = work.transfer("a"), work.transfer("b")
     sums, acc = s.mr * s.nr, atom.acc
     body: list[Stmt] = [a.shared(), b.shared(), *_sums(s, atom)]

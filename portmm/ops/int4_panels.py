@@ -56,7 +56,8 @@ class PackedInt4(QuantizedMatrix):
     @property
     def b_n(self) -> int:
         """Words between panels."""
-        return family(self.family).panel(self.shape[0])
+        units: int = family(self.family).panel(self.shape[0])
+        return units
 
     @property
     def b_batch(self) -> int:

@@ -9,7 +9,7 @@ import re
 from dataclasses import dataclass, fields, replace
 from functools import cache
 from operator import attrgetter
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
 from portmm.spec.dtype import BY_NAME, DType, accumulator, spell, types
@@ -55,26 +55,31 @@ class Family:
         """Layouts of the scales (group, n), the offsets, and the words (k / 8, n), of int4 values, in words."""
         from portmm.spec.layout import Layout
 
-        groups, words = self.groups(k), -(-k // self.kr)
+        groups, words = self.groups(k), _ceil(k, self.kr)
         of_group = self.group // self.kr or words
         shape = (-(-n // self.nr), groups, of_group + 2, self.nr)
         rows = Layout(shape, (self.panel(k), (of_group + 2) * self.nr, self.nr, 1)).permute(1, 2, 0, 3)
         rows = rows.merge(2, 2).slice(2, 0, n)
         return rows.freeze(1, 0), rows.freeze(1, 1), rows.slice(1, 2, of_group).merge(0, 2).slice(0, 0, words)
 
-    def groups(self, k: int) -> int:
-        """Number of groups in k rows of int4 values."""
-        return -(-k // self.group) if self.group else 1
+    def groups(self, k: Any) -> Any:
+        """Number of groups in k rows of int4 values, a number or an expression."""
+        return _ceil(k, self.group) if self.group else k * 0 + 1
 
-    def panel(self, k: int) -> int:
-        """Units of one panel of k rows, with its sums, or its scales and offsets."""
+    def panel(self, k: Any) -> Any:
+        """Units of one panel of k rows, likewise, with its sums, or its scales and offsets."""
+        units = _ceil(k, self.kr)
         if self.dtype == "u4":
-            return (2 * self.groups(k) + -(-k // self.kr)) * self.nr
-        units, size = -(-k // self.kr) * self.nr, BY_NAME[self.dtype].bytes * self.kr
-        if not self.sums:
-            return units
+            return (self.groups(k) * 2 + units) * self.nr
+        size = BY_NAME[self.dtype].bytes * self.kr
         each = max(1, BY_NAME["s32"].bytes // size)
-        return -(-units // each) * each + self.nr * BY_NAME["s32"].bytes // size
+        tail = self.nr * BY_NAME["s32"].bytes // size
+        return _ceil(units * self.nr, each) * each + tail if self.sums else units * self.nr
+
+
+def _ceil(x: Any, y: int) -> Any:
+    """Quotient rounded up, of numbers or of expressions."""
+    return (x + (y - 1)) // y
 
 
 @cache
