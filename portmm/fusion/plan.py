@@ -17,6 +17,8 @@ from portmm.fusion.unit_expressions import Expressions
 from portmm.trace.buffers import Place, walk
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
     from portmm.spec.problem import Problem
@@ -33,12 +35,18 @@ class Builder:
         graph: the graph of a function.
         outputs: its results.
         split: its partition into units.
+
+    Attributes:
+        between: NumPy may compute between kernels.
     """
+
+    between = True
 
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         self.graph, self.outputs, self.split = graph, outputs, split
         self.buffers: dict[Node, Place] = {}
         self.kernels: list[Kernel] = []
+        self.now = 0
 
     # Methods for one kind of memory and kernels.
 
@@ -68,7 +76,36 @@ class Builder:
         """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
         raise NotImplementedError
 
+    def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
+        """The function of the arrays, weights and numbers of a call, and its text."""
+        raise NotImplementedError
+
     # Steps.
+
+    def built(self, plain: dict[Node, str], numpy: dict[Node, str]) -> bool:
+        """Add the steps of all units; False if one has no kernel: the graph must be split further.
+
+        Args:
+            plain: takes the product that has no kernel with its epilogue, with the reason.
+            numpy: takes the nodes that NumPy must compute.
+
+        Raises:
+            ScheduleError: a unit has no kernel, and NumPy does not compute it.
+        """
+        for i, unit in enumerate(self.split.units):
+            self.now = i
+            try:
+                self.step(unit)
+            except ScheduleError as error:
+                if unit.kind == "product" and len(unit.members) > 1:
+                    plain[unit.members[0]] = str(error)
+                elif self.between and unit.kind in ("product", "rows"):
+                    numpy.update(dict.fromkeys(unit.members, str(error)))
+                else:
+                    raise
+                return False
+        self.now = len(self.split.units)
+        return True
 
     def step(self, unit: Unit) -> None:
         """Add the kernel or the call of a unit.

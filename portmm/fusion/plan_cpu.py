@@ -16,6 +16,7 @@ from portmm.dispatch import config
 from portmm.errors import ScheduleError
 from portmm.fusion.plan import Builder
 from portmm.fusion.program_cpu import ARENA, ChangedError, Kernel, Writer
+from portmm.fusion.traced_array import Value
 from portmm.fusion.unit_expressions import kernel_type
 from portmm.ir.block_program import program_of
 from portmm.ops import dynamic_m
@@ -46,7 +47,6 @@ class HostBuilder(Builder):
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         super().__init__(graph, outputs, split)
         self.writer = Writer()
-        self.now = 0
         self.views: dict[Node, list[Node]] = {}
         for x in graph.nodes:
             if x.kind == "view":
@@ -166,6 +166,22 @@ class HostBuilder(Builder):
     def text(self, x: Node) -> str:
         """An array, a weight or a number in the program's text."""
         return f"L{x.leaf}" if x.kind in ("weight", "number") else self.buffer_of(x).text
+
+    def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
+        """The function of the arrays, weights and numbers of a call, and its text."""
+        return self.writer.program(len(self.graph.leaves), self.result(result))
+
+    def result(self, x: Any) -> str:
+        """The expression of the result in a program's text."""
+        if isinstance(x, Value):
+            return self.text(x.node)
+        if type(x) is tuple:
+            return f"({''.join(f'{self.result(y)}, ' for y in x)})"
+        if type(x) is list:
+            return f"[{', '.join(map(self.result, x))}]"
+        if type(x) is dict:
+            return f"{{{', '.join(f'{self.result(k)}: {self.result(y)}' for k, y in x.items())}}}"
+        return self.writer.name("x", x)
 
     def call(self, unit: Unit) -> None:
         """Add a call of NumPy between kernels."""

@@ -1,6 +1,6 @@
 """Plan of a fused function on a device: launches of units.
 
-Owns `program`, which selects kernels for the units of a graph whose arrays are on a device. Shapes and strides are
+Owns `GridBuilder`, which selects kernels for the units of a graph whose arrays are on a device. Shapes and strides are
 known when a program is built. An operation without a kernel is an error: NumPy does not compute on a device.
 """
 
@@ -19,7 +19,7 @@ from portmm.dispatch import config, grid_routes
 from portmm.dispatch.grid_rows import launches
 from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
-from portmm.fusion.partition import LEAVES, Splitter
+from portmm.fusion.partition import LEAVES
 from portmm.fusion.plan import Builder, stand_in
 from portmm.fusion.program_cpu import Kernel
 from portmm.fusion.program_grid import Make, Output, Own, Run, runner
@@ -40,57 +40,29 @@ if TYPE_CHECKING:
     from portmm.fusion.unit_expressions import Expressions
     from portmm.trace.buffers import Walk
 
-MOST_TRIES = 64
-
-
-def program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
-    """The function that runs a graph, its kernels, reasons for operations that are not fused, its text, and notes.
-
-    Raises:
-        TypeError: some of its arrays are in the host's memory.
-        ValueError: its arrays are on several devices.
-        ScheduleError: something has no kernel.
-    """
-    operand.same_device(list(graph.device_arrays.values()))
-    for x in graph.nodes:
-        if x.leaf >= 0 and x.leaf not in graph.device_arrays and x.kind in ("array", "weight"):
-            what = "a packed weight" if x.kind == "weight" else "an array in the host's memory"
-            raise TypeError(f"{x.name} ({x.where}) is {what}, others are on a device: copy it there first")
-    plain: dict[Node, str] = {}
-    for _ in range(MOST_TRIES):
-        split = Splitter(graph, outputs, plain, {}).split()
-        builder = GridBuilder(graph, outputs, split)
-        if (failed := builder.built()) is None:
-            apart = [*split.apart]
-            return builder.runner(result), builder.kernels, apart, "", []
-        plain.update([failed])
-    raise ScheduleError("no way to split the function into kernels was found")
-
 
 class GridBuilder(Builder):
-    """A builder of the launches of units: see `Builder`."""
+    """A builder of the launches of units: see `Builder`.
+
+    Raises:
+        TypeError: some arrays are in the host's memory.
+        ValueError: they are on several devices.
+    """
+
+    between = False
 
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         super().__init__(graph, outputs, split)
-        self.like = next(iter(graph.device_arrays.values()))
+        arrays = graph.device_arrays
+        operand.same_device(list(arrays.values()))
+        for x in graph.nodes:
+            if x.leaf >= 0 and x.leaf not in arrays and x.kind in ("array", "weight"):
+                what = "a packed weight" if x.kind == "weight" else "an array in the host's memory"
+                raise TypeError(f"{x.name} ({x.where}) is {what}, others are on a device: copy it there first")
+        self.like = next(iter(arrays.values()))
         self.on = machine_of(self.like)
         self.steps: list[Make | Run | Own] = []
-        self.aligned = {f"L{i}": math.gcd(x.at, WIDEST) for i, x in graph.device_arrays.items()}
-
-    def built(self) -> tuple[Node, str] | None:
-        """Build all units; return a product that has no kernel with its epilogue, and the reason, or None.
-
-        Raises:
-            ScheduleError: a unit has no kernel.
-        """
-        for unit in self.split.units:
-            try:
-                self.step(unit)
-            except ScheduleError as error:
-                if unit.kind == "product" and len(unit.members) > 1:
-                    return unit.members[0], str(error)
-                raise
-        return None
+        self.aligned = {f"L{i}": math.gcd(x.at, WIDEST) for i, x in arrays.items()}
 
     # Buffers.
 
@@ -236,11 +208,11 @@ class GridBuilder(Builder):
         root = buffer.root if own and math.prod(self.shape_of(buffer.root) or (0,)) == x.size else self.contiguous(x)
         return Output(root, x.shape, bool(x.dtype == np.bool_))
 
-    def runner(self, result: Any) -> Callable[[list[Any]], Any]:
-        """A function of the arrays and numbers of a call."""
+    def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
+        """The function of the arrays and numbers of a call; it has no text."""
         # `outputs` drops the values of the graph, which refer to arrays of this call.
         outputs = rebuilt(result, lambda x: self.output(x.node) if isinstance(x, Value) else x)
-        return runner(tuple(self.steps), tuple(self.graph.device_arrays), outputs)
+        return runner(tuple(self.steps), tuple(self.graph.device_arrays), outputs), ""
 
 
 def _step(x: Place, axis: int) -> int:
