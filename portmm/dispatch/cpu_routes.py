@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.codegen.lower import lower_attention, lower_block, lower_int4_repack, lower_pack
 from portmm.dispatch import cpu_background
 from portmm.dispatch.cpu_background import StandIn, stand_in
-from portmm.dispatch.cpu_kernels import Code, code_of, is_loaded, known_code, loaded_program
-from portmm.dispatch.cpu_units import int4_unit, unit_for
+from portmm.dispatch.cpu_kernels import Code, code_of, int4_unit, is_loaded, known_code, loaded_program, unit_for
 from portmm.dispatch.overrides import active, schedule_for
 from portmm.dispatch.schedule_choice import ClassSelection, check, choose, predicted, select_for_class
 from portmm.errors import BuildError, DatabaseError
@@ -42,17 +41,6 @@ MOST_ROUTES = 4096
 
 _routes = Memory(MOST_ROUTES, "routes")
 _stand_ins = Memory(MOST_ROUTES, "routes")
-
-
-def route_for(p: Problem, target: Target, threads: int) -> Any:
-    """A route for a problem, selected or overridden once per class of problems, target and limit of threads.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
-    return routed(p, target, threads)[0]
 
 
 def routed(
@@ -180,7 +168,7 @@ def _alone(p: Problem, target: Target, threads: int, build: _Building) -> Any:
 
 def _tuned_within(p: Problem, served: tuple[int, int], target: Target, threads: int) -> bool:
     """Test for tuned schedules of problems in a range of rows; True if the database is unreadable: `choose` retries."""
-    from portmm.dispatch.tuned_lookup import tuned_rows
+    from portmm.dispatch.tuning_database import tuned_rows
 
     try:
         return any(served[0] <= m <= served[1] for m in tuned_rows(p, target, threads))

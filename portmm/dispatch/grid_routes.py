@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.cpu_units import isa_of
-from portmm.dispatch.launches import Launch, bind
+from portmm.dispatch.cpu_kernels import isa_of
+from portmm.dispatch.machine import Launch, bind
 from portmm.dispatch.schedule_choice import Choice, choose
 from portmm.util.memo import Memory
 

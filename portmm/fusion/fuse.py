@@ -19,20 +19,18 @@ from portmm.arrays.libraries import on_device
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config as settings
 from portmm.errors import BuildError, ScheduleError, TraceError
-from portmm.fusion.captures import Scope, arguments
-from portmm.fusion.epilogue_axes import applied
+from portmm.fusion.captures import Scope, applied, arguments
 from portmm.fusion.graph import ByValueError, Graph, Node
-from portmm.fusion.horizontal_fusion import join_products
-from portmm.fusion.match_attention import match_attention
 from portmm.fusion.partition import Splitter
 from portmm.fusion.plan_cpu import HostBuilder
 from portmm.fusion.program_cpu import ChangedError, Kernel
+from portmm.fusion.rewrites import join_products, match_attention
 from portmm.fusion.traced_array import Recorded, Value
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 from portmm.trace.guards import find, remember
-from portmm.trace.numpy_names import rebuilt
 from portmm.trace.recorder import run
+from portmm.trace.tensor import rebuilt
 from portmm.util import locks
 from portmm.util.memo import Memory
 

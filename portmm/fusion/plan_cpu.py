@@ -14,12 +14,11 @@ from portmm.arrays import numpy_arrays
 from portmm.arrays.call import reduce_call
 from portmm.dispatch import config
 from portmm.errors import ScheduleError
-from portmm.fusion.plan import Builder
+from portmm.fusion.plan import Builder, kernel_type
 from portmm.fusion.program_cpu import ARENA, ChangedError, Kernel, Writer
 from portmm.fusion.traced_array import Value
-from portmm.fusion.unit_expressions import kernel_type
 from portmm.ir.block_program import program_of
-from portmm.ops import dynamic_m
+from portmm.ops import routes
 from portmm.runtime.cpu import runtime
 from portmm.schedule.rows import workers
 from portmm.spec.dtype import spell
@@ -32,8 +31,7 @@ if TYPE_CHECKING:
 
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
-    from portmm.fusion.plan import Operands
-    from portmm.fusion.unit_expressions import Expressions
+    from portmm.fusion.plan import Expressions, Operands
     from portmm.trace.buffers import Walk
 
 FOREVER = 1 << 30
@@ -217,7 +215,7 @@ class HostBuilder(Builder):
         v = call.numbers()
         addresses: list[Any] = [(a.root, a.offset), (b.root, b.offset), (to.root, to.offset), None, None]
         numbers = [*v[:4], *v[5:8], *v[9:12], *v[13:]]
-        self.writer.execute(dynamic_m.route(call.problem), numbers, addresses, call.walk.outer)
+        self.writer.execute(routes.route_of_rows(call.problem), numbers, addresses, call.walk.outer)
         self.buffers[x] = to
         notes = (x.note,) if x.note else ()
         self.kernels.append(Kernel("product", x.name, (x.where,), detail=str(call.problem), notes=notes))
@@ -247,7 +245,7 @@ class HostBuilder(Builder):
             m, n, k, word, items, left.layout, layout, "row", packed_layout, config.current().deterministic,
             fused=text,
         )  # fmt: skip
-        route = dynamic_m.route(p)
+        route = routes.route_of_rows(p)
         numbers = [m, n, k, items, left.row, left.col, apart[0], b_k, b_n, apart[1], rows[2] or n, 1, apart[2]]
         strides = list(zip(apart[3:], rows[3:], columns, strict=True))
         for moved in w.repeats:

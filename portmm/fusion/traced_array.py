@@ -19,7 +19,7 @@ from portmm.fusion.array_methods import ArrayMethods, is_last, squeezed
 from portmm.fusion.graph import Node, refuse
 from portmm.spec import elementwise
 from portmm.spec.expr import FUNCTIONS, UFUNCS
-from portmm.trace.numpy_names import CHANGES, COPIES, LOOKS, METHODS, SIGNS, STATIC, STATIC_METHODS, VIEWS, rebuilt
+from portmm.trace.tensor import CHANGES, COPIES, LOOKS, METHODS, SIGNS, STATIC, STATIC_METHODS, VIEWS, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable

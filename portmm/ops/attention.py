@@ -108,7 +108,7 @@ def attention(
             there = grid_attention.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
             return grid_attention.attention((q, k, v, out), there)
         if libraries.in_host_memory(q, k, v, lengths, offset, out):
-            from portmm.arrays.torch_tensors import through
+            from portmm.arrays.interop import through
 
             return through(attention, q, k, v, **more)
     shape = shape_of(q, k, v)

@@ -122,7 +122,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    from portmm.dispatch import cpu_routes, cpu_units
+    from portmm.dispatch import cpu_kernels, cpu_routes
     from portmm.schedule.cpu_attention import attention_schedule, multiply_adds
 
     _, _, with_lse, all_keys, no_starts = flags
@@ -132,7 +132,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     host_matmul.begin()
     runtime()  # raises before a kernel is lowered in vain
     fused, dtype = _fused(function), numpy_arrays.name_of(shape.dtype)
-    isa, atom, _ = unit = cpu_units.attention_unit(dtype, fused, target, last_of_class(shape.m))
+    isa, atom, _ = unit = cpu_kernels.attention_unit(dtype, fused, target, last_of_class(shape.m))
     few = shape.m <= FEW // atom.k_pack
     function = function if few else _transposed(traced)
     schedule = attention_schedule(isa, atom)

@@ -229,7 +229,7 @@ def fused_problem(
     try:
         step = call.fusible_step(traced)
     except ScheduleError as error:
-        from portmm.arrays.problem_of import problem_of_call
+        from portmm.arrays.call import problem_of_call
 
         return problem_of_call(a, b), (f"the epilogue is a separate kernel, over the rows of the product: {error}",)
     rows, other = call.operands(call.size(step), call.types())

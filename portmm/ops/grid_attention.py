@@ -16,8 +16,7 @@ import numpy as np
 from portmm.arrays import operand
 from portmm.arrays.interop import adopt_all
 from portmm.codegen.lower import lower_grid_attention
-from portmm.dispatch.launches import bind
-from portmm.dispatch.machine import machine_of
+from portmm.dispatch.machine import bind, machine_of
 from portmm.errors import TraceError
 from portmm.ops.attention_shapes import NAMES, SUPPORTED, score_of, sizes_of
 from portmm.ops.kernel_call import Captures, KernelCall, via_temporary

@@ -80,7 +80,7 @@ def grouped_matmul(
             assert product is not None  # noqa: S101 - one of them is on a device
             return grid_product.multiply(product, dtype, epilogue)
         if libraries.in_host_memory(*every):
-            from portmm.arrays.torch_tensors import through
+            from portmm.arrays.interop import through
 
             return through(grouped_matmul, a, b, ends, out, dtype=dtype, epilogue=epilogue)
     groups = _groups(a, b, ends)

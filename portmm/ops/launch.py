@@ -161,7 +161,7 @@ def _block_program(program: BlockProgram, arrays: tuple[Any, ...]) -> None:
     for i, _ in program.fused.results:
         operand.check_out(operands[i], operands[i].shape)
     on, aligned = machine_of(operands[0]), [math.gcd(x.at, operand.WIDEST) for x in operands]
-    every, work = launches(str(program.fused), (m, n, batch), strides, aligned, on, program)
+    every, work = launches(program, (m, n, batch), strides, aligned, on)
     addresses = {name: operand.address(x) for name, x in there.items()}
     start(on, tuple((x, ()) for x in every), addresses, operands[0], (work, "f32"))
 
@@ -231,8 +231,7 @@ def _on_device(kernel: GridKernel, *arrays: Any) -> None:
         ValueError: shapes do not match, or `c` cannot be written.
     """
     from portmm.arrays import interop, operand
-    from portmm.dispatch.launches import bind
-    from portmm.dispatch.machine import machine_of
+    from portmm.dispatch.machine import bind, machine_of
 
     operands: dict[str, Operand] = {}
     for name, array in zip("abc", arrays, strict=True):

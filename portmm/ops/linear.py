@@ -139,7 +139,7 @@ def _elsewhere(tracer: Any, operands: tuple[Any, Any, Any], options: dict[str, A
     if libraries.on_device(operands[0]) or libraries.on_device(operands[1]):
         return (_on_device(*operands, **options),)
     if libraries.in_host_memory(*operands, options["out"]):
-        from portmm.arrays.torch_tensors import through
+        from portmm.arrays.interop import through
 
         return (through(linear, *operands, **options),)
     return ()

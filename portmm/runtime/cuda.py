@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.errors import BuildError, DeviceError, NoDeviceError
-from portmm.runtime.device_facts import Facts
+from portmm.runtime.backends import Facts
 from portmm.util import locks
 
 if TYPE_CHECKING:

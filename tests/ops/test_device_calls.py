@@ -11,8 +11,7 @@ from opencl_cpu import OpenCl
 import portmm as pm
 from portmm.arrays import interop, operand
 from portmm.dispatch import grid_routes
-from portmm.dispatch.launches import bind
-from portmm.dispatch.machine import machine_of
+from portmm.dispatch.machine import bind, machine_of
 from portmm.errors import ScheduleError, TraceError
 from portmm.spec.problem import Problem
 from portmm.util import memo

@@ -15,7 +15,7 @@ from rows_lowered import lower_rows
 from support import LAYOUTS, coded, pose, small
 
 from portmm.codegen.lower import lower, lower_attention, lower_int4_repack, lower_pack
-from portmm.dispatch.cpu_units import attention_unit
+from portmm.dispatch.cpu_kernels import attention_unit
 from portmm.errors import ScheduleError
 from portmm.host import microbenchmarks
 from portmm.kernels.cpu.attention_geometry import Form
