@@ -203,20 +203,12 @@ def _example(x: Any, name: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
         return numpy_arrays.as_operand(x, name)
     if not x or min(x) < 0:
         raise ValueError(f"{name} has shape {x}; pass at least one dimension, none negative")
-    return _unwritten(x, dtype)
-
-
-def _unwritten(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """A dense array with memory of one element: only its shape and strides may be used."""
-    strides = [dtype.itemsize]
-    for n in reversed(shape[1:]):
-        strides.append(strides[-1] * max(n, 1))
-    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides[::-1], writeable=False)
+    return numpy_arrays.stand_in(x, dtype)
 
 
 def _result(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], is_packed: bool) -> np.ndarray[Any, Any]:
     """The array that kernels write: `out`, or a dense array where they cannot write it."""
-    dense = _unwritten(shape, dtype)
+    dense = numpy_arrays.stand_in(shape, dtype)
     if out is None:
         return dense
     out = numpy_arrays.check_out(out, shape, dtype)

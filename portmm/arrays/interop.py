@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays.libraries import exports_cuda, library_of
-from portmm.arrays.numpy_arrays import name_of, numpy_of
-from portmm.arrays.operand import Operand, contiguous, same_device, title_of, type_name, type_of
+from portmm.arrays.numpy_arrays import contiguous, name_of, numpy_of
+from portmm.arrays.operand import Operand, same_device, title_of, type_name, type_of
 from portmm.errors import NoDeviceError
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, EXTENSION_TYPES
 

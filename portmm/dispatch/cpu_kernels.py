@@ -14,6 +14,7 @@ from portmm.codegen.lower import atom_of, lower
 from portmm.errors import ScheduleError, TargetError
 from portmm.ir.index import meaning, parsed, spelled
 from portmm.runtime import route_cache
+from portmm.runtime.cpu import clear_memo, load_kernel, runtime
 from portmm.schedule.candidates import PACKED_VECTORS, units
 from portmm.schedule.cpu_table import macs_per_cycle
 from portmm.schedule.text import spell
@@ -170,8 +171,6 @@ def build_kernel(kernel: Kernel) -> Artifact:
 
 def loaded(kernel: Kernel) -> Any:
     """The kernel's code in this process, built and loaded once per source."""
-    from portmm.runtime.cpu import load_kernel, runtime
-
     artifact = build_kernel(kernel)
     if len(_loaded) >= MOST_LOADED and artifact.key not in _loaded:
         forget()  # memos keep code loaded
@@ -256,8 +255,6 @@ def is_loaded(s: Schedule, target: Target) -> bool:
 
 def _looked_up(s: Schedule, isa: Isa, kept: RouteCache) -> Code | None:
     """Code that an earlier process built, looked up without its source."""
-    from portmm.runtime.cpu import runtime
-
     entry = route_cache.code(kept, spell(s), runtime())
     if entry is None:
         return None
@@ -278,8 +275,6 @@ def forget() -> None:
 
     The cache on disk stays, and code that is in use. `portmm cache` names the caches.
     """
-    from portmm.runtime.cpu import clear_memo
-
     forget_all(functions=True)
     route_cache.forget(kernels=True)
     with _lock:

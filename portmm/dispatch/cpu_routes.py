@@ -19,6 +19,7 @@ from portmm.dispatch.overrides import active, schedule_for
 from portmm.dispatch.schedule_choice import ClassSelection, check, choose, predicted, select_for_class
 from portmm.errors import BuildError, DatabaseError
 from portmm.ir.index import meaning
+from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME, types
 from portmm.spec.row_classes import rows
 from portmm.util.memo import Memory
@@ -183,16 +184,12 @@ def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:
 
 def _route(code: Code, p: Problem, workers: int, rows: int | None = None) -> Any:
     """A route for problems like `p`, of at most `rows` rows."""
-    from portmm.runtime.cpu import runtime
-
     work = code.scratch(p, p.m if rows is None else rows, workers)
     return runtime().make_route(code.code, work, workers, p.storage, p.unit)
 
 
 def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> Any:
     """A route for loaded code, with scratch for these fields of the argument block."""
-    from portmm.runtime.cpu import runtime
-
     work = meaning(kernel.workspace)(fields) * BY_NAME[kernel.atom.acc].bytes
     return runtime().make_route(code, work, fields["workers"], dtype)
 
@@ -204,8 +201,6 @@ def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    from portmm.runtime.cpu import runtime
-
     _, code = loaded_program(lower_pack, isa, dtype, nr, layout)
     storage = types(dtype)[1]
     return runtime().make_route(code, 1024, threads, storage)
@@ -219,8 +214,6 @@ def int4_repack_route(kept: Family, target: Target, threads: int) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    from portmm.runtime.cpu import runtime
-
     _, code = loaded_program(lower_int4_repack, int4_unit(target)[0], kept)
     return runtime().make_route(code, 1024, threads, "s32")
 

@@ -20,6 +20,7 @@ from portmm.fusion.traced_array import Index, Recorded, Value
 from portmm.spec.epilogue import index
 from portmm.trace.captures import Captures, Place, is_weight
 from portmm.trace.closures import is_float, is_plain
+from portmm.trace.proxies import posing
 from portmm.trace.tensor import refuse_values
 from portmm.util.array_subclasses import refuse_class
 
@@ -34,14 +35,7 @@ class TracedNumber(Recorded):
 
     __slots__ = ()
 
-    @property
-    def __class__(self) -> Any:
-        """The class of the number."""
-        return type(self.graph.leaves[self.node.leaf])
-
-    @__class__.setter
-    def __class__(self, _: Any) -> None:
-        raise TypeError("the class of a number cannot be set")
+    __class__ = posing(lambda self: type(self.graph.leaves[self.node.leaf]), "a number", TypeError)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_") or name in _SOUGHT:

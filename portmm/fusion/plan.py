@@ -9,15 +9,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from portmm.arrays import numpy_arrays
 from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES
 from portmm.fusion.program_cpu import Kernel
 from portmm.spec.epilogue import C, Fused, Operand, acc, load
-from portmm.spec.expr import apply, const, node
-from portmm.trace.bind import filled
+from portmm.spec.expr import apply, node
+from portmm.trace.bind import filled, unmasked
 from portmm.trace.buffers import Place, walk
 
 if TYPE_CHECKING:
@@ -86,7 +84,7 @@ class Expressions:
 
     def write(self, value: Expr, to: Place) -> None:
         """Add a result and its buffer; that of a product first."""
-        self.values.append(node("select", (value, const(1.0), const(0.0)), "f32") if value.dtype == "mask" else value)
+        self.values.append(unmasked(value))
         self.written.append(to)
 
     @property
@@ -279,11 +277,6 @@ class Builder:
         text = fusing.text() if len(unit.members) > 1 else ""
         p = self.launch_product((a, b, c), (k, n), fusing, w, columns, text=text)
         self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p)))
-
-
-def stand_in(shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """An array of these strides in bytes over one element of memory, which must not be read."""
-    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
 
 
 def _counts(unit: Unit) -> bool:

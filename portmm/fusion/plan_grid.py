@@ -18,13 +18,14 @@ import numpy as np
 
 from portmm.arrays import interop, operand
 from portmm.arrays.grid_call import numbers
+from portmm.arrays.numpy_arrays import contiguous, stand_in
 from portmm.arrays.operand import WIDEST, Operand, address
 from portmm.dispatch import config, grid_routes
 from portmm.dispatch.grid_rows import launches
 from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES
-from portmm.fusion.plan import Builder, kernel_type, stand_in
+from portmm.fusion.plan import Builder, kernel_type
 from portmm.fusion.program_cpu import Kernel
 from portmm.fusion.traced_array import Value
 from portmm.ops.kernel_call import start
@@ -235,7 +236,7 @@ class GridBuilder(Builder):
     def place(self, name: str, shape: tuple[int, ...], dtype: Any) -> Place:
         """A new array."""
         self.aligned[name] = WIDEST
-        strides = operand.contiguous(shape, np.dtype(dtype).itemsize)
+        strides = contiguous(shape, np.dtype(dtype).itemsize)
         return Place(name, 0, stand_in(shape, np.dtype(dtype), strides), "")
 
     def gcd(self, x: Place, moved: list[int]) -> int:

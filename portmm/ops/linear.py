@@ -121,10 +121,7 @@ def linear(
         to = result
     else:
         result = _checked_out(out, shape, kernel.dtype)
-        free = numpy_arrays.dense_at(result, kernel.dtype, left) and not any(
-            np.may_share_memory(x, result) for x in vectors
-        )
-        to = result if free else np.empty(shape, kernel.dtype)
+        to = result if numpy_arrays.dense_at(result, kernel.dtype, left, *vectors) else np.empty(shape, kernel.dtype)
     if result.size:
         _run(kernel, options, m, left, weight, to, (kernel.table, None, *vectors))
         if to is not result:

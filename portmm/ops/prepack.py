@@ -222,8 +222,9 @@ def _pack_by_kernel(array: np.ndarray[Any, Any], owner: np.ndarray[Any, Any], la
     target, dtype, (k, n) = config.target(), owner.dtype, array.shape[-2:]
     src = numpy_arrays.canonical(array, dtype)
     item = _item(layout, k, n) * layout.kr
-    steps = (numpy_arrays.strides_over(src.array, array.shape[:-2]), (0,) * (array.ndim - 2), _dense(array, item))
-    walk = numpy_arrays.collapse(array.shape[:-2], (steps[1], steps[0], steps[2]))
+    batch, none = array.shape[:-2], (0,) * (array.ndim - 2)
+    steps = (none, numpy_arrays.strides_over(src.array, batch), numpy_arrays.contiguous(batch, item))
+    walk = numpy_arrays.collapse(batch, steps)
     isa, _ = cpu_kernels.packing_unit(word, target)
     route = cpu_routes.pack_route(isa, word, layout.nr, src.layout, config.get_num_threads())
     address = int(owner.__array_interface__["data"][0])
@@ -246,14 +247,6 @@ def join(weights: tuple[Any, ...]) -> Any:
     np.concatenate(parts, out=owner)
     owner.flags.writeable = False
     return _packed(owner, (k, sum(w.shape[1] for w in weights)), layout)
-
-
-def _dense(array: np.ndarray[Any, Any], item: int) -> tuple[int, ...]:
-    steps, total = [], item
-    for n in reversed(array.shape[:-2]):
-        steps.append(total)
-        total *= n
-    return tuple(reversed(steps))
 
 
 def items(p: Any) -> list[Any]:

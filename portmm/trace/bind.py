@@ -118,7 +118,7 @@ def bind_operands(
 
     done: dict[Expr, Expr] = {}
     values = [substituted(x, change, done) for x, _ in traced.results]
-    values = [node("select", (x, *_one_or_none()), "f32") if x.dtype == "mask" else x for x in values]
+    values = [unmasked(x) for x in values]
     types = result_types(traced, usual)
     values = [_converted(x, t) for x, t in zip(values, types, strict=True)]
     operands = [*arguments, *traced.operands]
@@ -148,8 +148,9 @@ def typed(traced: Traced, first: np.dtype[Any] | None) -> Traced:
     return traced if first is None or cast_to is not None else replace(traced, results=((x, first), *rest))
 
 
-def _one_or_none() -> tuple[Expr, Expr]:
-    return const(1.0), const(0.0)
+def unmasked(x: Expr) -> Expr:
+    """A value that kernels can write: of a mask, 1 or 0."""
+    return node("select", (x, const(1.0), const(0.0)), "f32") if x.dtype == "mask" else x
 
 
 _ready = Memory(MOST_KINDS, "calls")

@@ -20,6 +20,7 @@ from portmm.errors import TraceError
 from portmm.spec.epilogue import PRODUCT
 from portmm.spec.expr import Expr
 from portmm.trace.closures import COMPUTED
+from portmm.trace.proxies import posing
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -83,14 +84,7 @@ class Number:
         """Its value in expressions."""
         return self.recorder.number(self.key)
 
-    @property
-    def __class__(self) -> Any:
-        """The class of the number."""
-        return self.kind
-
-    @__class__.setter
-    def __class__(self, _: Any) -> None:
-        raise TypeError("the class of a number cannot be set")
+    __class__ = posing(lambda self: self.kind, "a number", TypeError)
 
     def broadcast_(self) -> Expr:
         """The value as an operand."""
@@ -192,14 +186,7 @@ class Tensor:
     def __init__(self, tracer: Recorder, array: Array, key: tuple[Any, ...]) -> None:
         self._tracer, self._array, self._key = tracer, array, key
 
-    @property
-    def __class__(self) -> Any:
-        """The class of the array."""
-        return type(self._array)
-
-    @__class__.setter
-    def __class__(self, _: Any) -> None:
-        raise TraceError("the class of a captured array cannot be set")
+    __class__ = posing(lambda self: type(self._array), "a captured array")
 
     def __getattr__(self, name: str) -> Any:
         if name in CHANGES:
