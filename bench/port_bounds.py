@@ -20,12 +20,11 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from portmm.dispatch.cpu_selection import choose
-
 from portmm.build.compiler import command, find_compiler
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower
 from portmm.dispatch.cpu_kernels import family, family_of_codes, isa_of
+from portmm.dispatch.schedule_choice import choose
 from portmm.errors import ScheduleError
 from portmm.schedule.text import spell
 from portmm.spec.problem import Problem
