@@ -167,7 +167,7 @@ def _on_device(shapes: list[tuple[int, int, int, int]], word: str, b: str, devic
         names |= {x.name: x.name for x in copies}
         problems.append((p, vectors))
     for route in grid_routes.routes(problems, on, min(MOST_COMPILERS, os.cpu_count() or 1)):
-        names |= {(route.choice.schedule, i): x.name for i, x in enumerate(route.kernels)}
+        names |= {(route.choice.schedule, i): x.name for i, (x, _) in enumerate(route.kernels)}
     where = f"cuda:{on.handle}" if on.language == "cuda" else on.target.name
     return names, where
 

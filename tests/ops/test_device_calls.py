@@ -418,7 +418,7 @@ def test_more_than_kernels_count_is_said(on):
     kernel = machine_of(interop.adopt(on.array(one)))
     found = grid_routes.route(Problem(64, 64, 64, "f32"), kernel, (1, 1, 1))
     with pytest.raises(ScheduleError, match="m is 2147483647: kernels count in 32 bits"):
-        bind(found.kernels[0], found.functions[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
+        bind(*found.kernels[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
 
 
 def test_parts_of_one_buffer_overlap():
