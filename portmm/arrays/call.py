@@ -14,7 +14,6 @@ import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
-from portmm.spec.dequantization import Dequantization
 from portmm.spec.dtype import BY_NUMPY, types
 from portmm.spec.problem import Problem
 from portmm.weights.kinds import WeightKind, weight_kind
@@ -161,6 +160,8 @@ def _int4_problem(a: Any, b: Any, out: Any, dtype: str) -> Problem:
     names = [numpy_arrays.name_of(x) for x in (left.dtype, left.dtype if out is None else out.dtype)]
     fused = ""
     if names[0] == "s8":  # the product that `linear` computes
+        from portmm.spec.dequantization import Dequantization
+
         names[1], fused = "f32" if out is None else names[1], Dequantization().text
     layout = numpy_arrays.canonical(rows, rows.dtype).layout
     deterministic = config.current().deterministic

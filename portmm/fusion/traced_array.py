@@ -135,12 +135,12 @@ class Value(Recorded, ArrayMethods):
 
     __slots__ = ()
 
-    def posed_(self) -> Any:
+    def class_(self) -> Any:
         """The class of the array that it stands for."""
         value = self.graph.leaves[self.node.leaf] if self.node.leaf >= 0 else None
         return np.ndarray if value is None or isinstance(value, np.ndarray) else type(value)
 
-    __class__ = posing(posed_, "a traced array", refuse)
+    __class__ = posing(class_, "a traced array", refuse)
 
     def __repr__(self) -> str:
         return f"<traced {self.node.dtype} {self.node.shape}>"
