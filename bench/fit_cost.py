@@ -22,7 +22,7 @@ from exhaustive import problem_of, write
 
 from portmm.codegen.lower import atom_of
 from portmm.comparison.shapes import cases
-from portmm.dispatch import config, cpu_units
+from portmm.dispatch import config, cpu_kernels
 from portmm.schedule import cpu_cost
 from portmm.schedule.cpu_table import Table
 from portmm.schedule.text import parse
@@ -80,7 +80,7 @@ def searches(rows, target):
         schedules = [parse(row["schedule"]) for row in mine]
         held = target.limited_to(schedules[0].isa)
         tried = tuple(
-            (row, s, atom_of(cpu_units.isa_of(s, held), s.dtype, s.atom.lanes))
+            (row, s, atom_of(cpu_kernels.isa_of(s, held), s.dtype, s.atom.lanes))
             for row, s in zip(mine, schedules, strict=True)
         )
         yield Search(name, problem_of(known[name]), held, tried)

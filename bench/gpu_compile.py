@@ -33,7 +33,7 @@ from portmm.build.nvrtc import Cubin
 from portmm.errors import PortmmError
 from portmm.ops import int4_words
 from portmm.runtime import cuda, tensor_map
-from portmm.runtime.device_facts import Facts
+from portmm.runtime.backends import Facts
 from portmm.spec.dtype import CODES_KR
 from portmm.weights.quantized import Quantized
 

@@ -148,7 +148,7 @@ def _schedules(p, on, vectors):
 
         def build(s=s, terms=terms):
             choice = Choice(p, on.target, 1, s, terms, ())
-            return grid_routes.Route(choice, *grid_routes._code(s, on))  # noqa: SLF001
+            return grid_routes.Route(choice, grid_routes._code(s, on))  # noqa: SLF001
 
         kind = (s.program, s.isa, s.a.asynchronous, s.atom.swap, s.parallel.split > 1, *shared)
         yield Candidate(

@@ -19,7 +19,7 @@ import support
 
 from portmm.build.compiler import find_compiler
 from portmm.codegen.lower import lower, lower_pack
-from portmm.dispatch.cpu_units import family, family_of_codes, isa_of
+from portmm.dispatch.cpu_kernels import family, family_of_codes, isa_of
 from portmm.dispatch.schedule_choice import choose
 from portmm.schedule.text import spell
 from portmm.spec.problem import Problem

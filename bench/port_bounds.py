@@ -23,7 +23,7 @@ from pathlib import Path
 from portmm.build.compiler import command, find_compiler
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower
-from portmm.dispatch.cpu_units import family, family_of_codes, isa_of
+from portmm.dispatch.cpu_kernels import family, family_of_codes, isa_of
 from portmm.dispatch.schedule_choice import choose
 from portmm.errors import ScheduleError
 from portmm.schedule.text import spell

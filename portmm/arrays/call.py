@@ -1,8 +1,9 @@
-"""Reduction of a matmul call to the numbers of a kernel call.
+"""Reduction of a matmul call to the numbers of a kernel call, and the problem of a call.
 
-Owns the step from operands to a `Problem` and the integers of the argument
-block: the layout of each operand, the strides of a batch, the merging of a batch
-into the rows of one product, and compilation for one size.
+Owns the step from operands to a `Problem` and the integers of the argument block: the layout of each operand, the
+strides of a batch, the merging of a batch into the rows of one product, and compilation for one size. Owns
+`problem_of_call`, the way from operands, or only their shapes, to the `Problem` that `matmul` would solve for them:
+nothing is computed there, and no operand is read.
 """
 
 from __future__ import annotations
@@ -13,7 +14,9 @@ import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
+from portmm.spec.dtype import BY_NUMPY, types
 from portmm.spec.problem import Problem
+from portmm.weights.kinds import WeightKind, weight_kind
 
 STATIC_BATCH = 16
 """Batch size from which compiling for one size pays."""
@@ -118,3 +121,98 @@ def _packed_steps(b: Any, batch: tuple[int, ...]) -> tuple[int, ...]:
         strides.append(0 if n == 1 else total)
         total *= n
     return (0,) * (len(batch) - len(own)) + tuple(reversed(strides))
+
+
+def problem_of_call(a: Any, b: Any, out: Any = None, *, dtype: str = "f32", static: bool = False) -> Problem:
+    """The problem of a product of two operands: arrays, shapes or a packed weight.
+
+    Raises:
+        TypeError: a dtype is not supported.
+        ValueError: shapes do not match.
+    """
+    if b is None:
+        raise ValueError("b is missing; pass two operands, or one Problem")
+    if weight_kind(b) is WeightKind.QUANTIZED:
+        raise TypeError("b is not packed; pass pack(b) to explain a quantized weight")
+    dtype = dtype if isinstance(dtype, str) else np.dtype(dtype).name
+    if getattr(b, "family", "").startswith("u4"):
+        return _int4_problem(a, b, out, dtype)
+    types = _types(a, b, out, dtype)
+    is_packed = hasattr(b, "family") and b.owner.dtype == types[1]
+    if hasattr(b, "family") and not is_packed:
+        b = tuple(b.shape)  # matmul unpacks a weight of another type
+    left, right = _example(a, "a", types[0]), b if is_packed else _example(b, "b", types[1])
+    _, batch, (m, n, k) = numpy_arrays.product_shape(left.shape, tuple(right.shape))
+    left = left[np.newaxis, :] if left.ndim == 1 else left
+    right = right[:, np.newaxis] if not is_packed and right.ndim == 1 else right
+    shape = (*batch, m, n)
+    if 0 in shape or 0 in left.shape:
+        return Problem(m, n, k, numpy_arrays.word(types), int(np.prod(batch)))
+    return reduce_call(left, right, _result(out, shape, types[2], is_packed), types, static=static).problem
+
+
+def _int4_problem(a: Any, b: Any, out: Any, dtype: str) -> Problem:
+    """The problem of activations, floats or int8, and an int4 weight."""
+    left = _example(a, "a", _named(dtype)[0])
+    rows = left[np.newaxis, :] if left.ndim == 1 else left.reshape(-1, left.shape[-1])
+    if rows.shape[1] != b.shape[0]:
+        raise ValueError(f"cannot multiply {left.shape} by {b.shape}: a has {rows.shape[1]} columns")
+    names = [numpy_arrays.name_of(x) for x in (left.dtype, left.dtype if out is None else out.dtype)]
+    fused = ""
+    if names[0] == "s8":  # the product that `linear` computes
+        from portmm.spec.dequantization import Dequantization
+
+        names[1], fused = "f32" if out is None else names[1], Dequantization().text
+    layout = numpy_arrays.canonical(rows, rows.dtype).layout
+    deterministic = config.current().deterministic
+    word, shape = f"{names[0]}-u4-{names[1]}", (rows.shape[0], b.shape[1], rows.shape[1])
+    return Problem(*shape, word, a=layout, b="codes", family=b.family, deterministic=deterministic, fused=fused)
+
+
+def _types(a: Any, b: Any, out: Any, dtype: str) -> numpy_arrays.DTypes:
+    """The types that are computed in: those of the arrays, or the named ones.
+
+    A shape next to an array has the array's type, unless `dtype` names three.
+    """
+    named = _named(dtype)
+    owned = [None if _is_shape(x) else x.owner.dtype if hasattr(x, "family") else np.asarray(x).dtype for x in (a, b)]
+    if named[0] == named[1] and any(owned):
+        known = next(x for x in owned if x is not None)
+        named = (known, known, None)
+    left, right = (x or y for x, y in zip(owned, named, strict=False))
+    return numpy_arrays.types_of(left, right, named[2] if out is None else out.dtype)
+
+
+def _named(dtype: str) -> tuple[Any, Any, Any]:
+    """NumPy's types for a spelling of portmm's, or the name of one of NumPy's."""
+    short = BY_NUMPY[dtype].name if dtype in BY_NUMPY else dtype
+    try:
+        a, b, c = map(numpy_arrays.numpy_of, types(short))
+    except ValueError as error:
+        known = "f32, f64, bf16, f16, s8, or three as in u8-s8-s32"
+        raise TypeError(f"dtype {dtype!r} is not supported; use one of {known}") from error
+    return a, b, c if "-" in short else None
+
+
+def _is_shape(x: Any) -> bool:
+    return isinstance(x, tuple) and all(isinstance(n, int) for n in x)
+
+
+def _example(x: Any, name: str, dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """An operand; for a shape, an array that takes no memory and must not be read."""
+    if not _is_shape(x):
+        return numpy_arrays.as_operand(x, name)
+    if not x or min(x) < 0:
+        raise ValueError(f"{name} has shape {x}; pass at least one dimension, none negative")
+    return numpy_arrays.stand_in(x, dtype)
+
+
+def _result(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], is_packed: bool) -> np.ndarray[Any, Any]:
+    """The array that kernels write: `out`, or a dense array where they cannot write it."""
+    dense = numpy_arrays.stand_in(shape, dtype)
+    if out is None:
+        return dense
+    out = numpy_arrays.check_out(out, shape, dtype)
+    if out.dtype != dtype or not out.flags.aligned or any(s % dtype.itemsize for s in out.strides):
+        return dense
+    return out if numpy_arrays.canonical(out, dtype).layout in (("row",) if is_packed else ("row", "col")) else dense

@@ -1,22 +1,276 @@
-"""Interop with arrays of other libraries, in the memory of a device.
+"""Interop with arrays of other libraries.
 
-Owns the support of CuPy, PyTorch, PyOpenCL, and of objects with
-`__cuda_array_interface__` or `__dlpack__`: one description of their arrays, and new arrays of the same library.
+Owns the support of CuPy, PyTorch, PyOpenCL, and of objects with `__cuda_array_interface__` or `__dlpack__`: the reading
+of addresses, strides, types and streams, one description of their arrays on a device, and new arrays of the same
+library; for tensors of PyTorch in the host's memory, views of them as NumPy's arrays, and `through`, a call of a
+function of such arrays.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+import sys
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import cupy_arrays, pyopencl_arrays, torch_tensors
-from portmm.arrays.libraries import library_of
-from portmm.arrays.operand import Operand, same_device, title_of
+from portmm.arrays.libraries import exports_cuda, library_of
+from portmm.arrays.numpy_arrays import contiguous, name_of, numpy_of
+from portmm.arrays.operand import Operand, same_device, title_of, type_name, type_of
+from portmm.errors import NoDeviceError
+from portmm.spec.dtype import BY_NAME, BY_NUMPY, EXTENSION_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+def from_cupy(x: Any) -> Operand:
+    """The description of an array of CuPy's."""
+    number = int(x.device.id)
+    return Operand(
+        source=x,
+        language="cuda",
+        device=("cuda", number),
+        pointer=int(x.data.ptr),
+        shape=tuple(x.shape),
+        strides=tuple(x.strides),
+        dtype=type_of(x.dtype, "a CuPy array"),
+        queue=_current_stream(sys.modules["cupy"], number),
+        readonly=False,
+    )
+
+
+def from_interface(x: Any, interface: dict[str, Any]) -> Operand:
+    """The description of an object with the CUDA array interface, versions 0 to 3.
+
+    Raises:
+        TypeError: it has a mask, or its element type is unknown to portmm.
+        NoDeviceError: there is no CuPy to ask which device it is on.
+    """
+    cupy = _cupy(f"an array of type {type(x).__name__}")
+    what = f"an array of type {type(x).__name__}"
+    if interface.get("mask") is not None:
+        raise TypeError(f"{what} has a mask; portmm multiplies arrays without masks: fill it first")
+    dtype = np.dtype(interface["typestr"])
+    shape = tuple(int(n) for n in interface["shape"])
+    strides = interface.get("strides")
+    address, readonly = interface["data"]
+    number = _device_of(cupy, address)
+    stream = interface.get("stream")
+    return Operand(
+        source=x,
+        language="cuda",
+        device=("cuda", number),
+        pointer=int(address or 0),
+        shape=shape,
+        strides=contiguous(shape, dtype.itemsize) if strides is None else tuple(int(s) for s in strides),
+        dtype=type_name(dtype.name, what, native=dtype.isnative),
+        queue=_current_stream(cupy, number) if stream is None else int(stream),
+        readonly=bool(readonly),
+    )
+
+
+def from_dlpack(x: Any) -> Operand | None:
+    """The description of an object that exports memory of a CUDA device by DLPack; None for any other.
+
+    Raises:
+        NoDeviceError: there is no CuPy to import it.
+    """
+    return from_cupy(_cupy(f"an array of type {type(x).__name__}").from_dlpack(x)) if exports_cuda(x) else None
+
+
+def _cupy(why: str) -> Any:
+    try:
+        return import_module("cupy")
+    except ImportError as error:
+        raise NoDeviceError(
+            f"{why} needs CuPy, which cannot be imported: {error}; `pip install cupy-cuda13x`"
+        ) from error
+
+
+def _current_stream(cupy: Any, device: int) -> int:
+    return int(cupy.cuda.get_current_stream(device).ptr)
+
+
+def _device_of(cupy: Any, address: int | None) -> int:
+    runtime = cupy.cuda.runtime
+    # An array without elements has no address, and may be anywhere.
+    return int(runtime.pointerGetAttributes(address).device if address else runtime.getDevice())
+
+
+def cupy_empty(x: Operand, shape: tuple[int, ...], dtype: str) -> Any:
+    """A new array of CuPy's on the device of an array, in its stream.
+
+    Raises:
+        TypeError: CuPy has no such element type.
+        NoDeviceError: CuPy cannot be imported.
+    """
+    cupy = _cupy("a new array")
+    number = x.device[1]
+    with cupy.cuda.Device(number), _working_in(cupy, number, x.queue):
+        try:
+            return cupy.empty(shape, dtype=numpy_of(dtype))
+        except (TypeError, ValueError) as error:
+            if dtype not in EXTENSION_TYPES:
+                raise
+            name = BY_NAME[dtype].numpy
+            raise TypeError(
+                f"CuPy {cupy.__version__} cannot allocate an array of {name}: {error}; "
+                f"pass out, or a dtype that it supports"
+            ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class _Handle:
+    """A stream, by the protocol in which libraries exchange them."""
+
+    ptr: int
+
+    def __cuda_stream__(self) -> tuple[int, int]:
+        return (0, self.ptr)
+
+
+def _working_in(cupy: Any, device: Any, queue: int) -> AbstractContextManager[Any]:
+    """A context in which CuPy allocates for a stream: its pool reuses memory that the stream may still use."""
+    if _current_stream(cupy, device) == queue:
+        return nullcontext()
+    make: Any = getattr(cupy.cuda.Stream, "from_external", None)
+    stream: AbstractContextManager[Any] = make(_Handle(queue)) if make else cupy.cuda.ExternalStream(queue)
+    return stream
+
+
+def from_pyopencl(x: Any) -> Operand:
+    """The description of an array of PyOpenCL's."""
+    from portmm.runtime.opencl import default_queue
+
+    queue = x.queue if x.queue is not None else default_queue(x.context)
+    return Operand(
+        source=x,
+        language="opencl",
+        device=("opencl", queue.context.int_ptr, queue.device.int_ptr),
+        pointer=(x.base_data, int(x.offset)),
+        shape=tuple(int(n) for n in x.shape),
+        strides=tuple(int(s) for s in x.strides),
+        dtype=type_of(x.dtype, "a PyOpenCL array"),
+        queue=queue,
+        readonly=_read_only(x.base_data),
+    )
+
+
+def _read_only(memory: Any) -> bool:
+    cl = sys.modules["pyopencl"]
+    return isinstance(memory, cl.MemoryObjectHolder) and bool(memory.flags & cl.mem_flags.READ_ONLY)
+
+
+def pyopencl_empty(x: Operand, shape: tuple[int, ...], dtype: str) -> Any:
+    """A new array on the queue of an array, of its allocator."""
+    array = import_module("pyopencl.array")
+    return array.Array(x.queue, shape, numpy_of(dtype), allocator=x.source.allocator)
+
+
+def from_torch(x: Any) -> Operand | None:
+    """The description of a tensor of PyTorch's; None if it is in the host's memory.
+
+    Raises:
+        TypeError: it requires gradients, or its layout or element type is unknown to portmm.
+    """
+    if not x.is_cuda:
+        return None
+    torch = _checked(x)
+    size = x.element_size()
+    return Operand(
+        source=x,
+        language="cuda",
+        device=("cuda", int(x.device.index)),
+        pointer=int(x.data_ptr()),
+        shape=tuple(x.shape),
+        strides=tuple(s * size for s in x.stride()),
+        dtype=type_name(str(x.dtype).removeprefix("torch."), "a tensor"),
+        queue=int(torch.cuda.current_stream(x.device).cuda_stream),
+        readonly=False,
+    )
+
+
+def _checked(x: Any) -> Any:
+    """PyTorch, if portmm can read a tensor of it.
+
+    Raises:
+        TypeError: it requires gradients, or its layout is unknown to portmm.
+    """
+    torch = sys.modules["torch"]
+    if getattr(x, "requires_grad", False) and torch.is_grad_enabled():
+        raise TypeError(
+            "a tensor requires gradients, which portmm does not compute; detach() it, or use torch.no_grad()"
+        )
+    if x.layout is not torch.strided:
+        raise TypeError(f"a tensor has layout {x.layout}; portmm takes strided ones: use to_dense()")
+    if x.is_neg():
+        raise TypeError("a tensor is a view that changes signs when it is read; use resolve_neg()")
+    return torch
+
+
+def torch_empty(x: Operand, shape: tuple[int, ...], dtype: str) -> Any:
+    """A new tensor on the device of an array."""
+    torch = sys.modules["torch"]
+    return torch.empty(shape, dtype=getattr(torch, BY_NAME[dtype].numpy), device=x.source.device)
+
+
+# -- in the host's memory --------------------------------------------------------------
+
+
+def through(function: Callable[..., Any], *operands: Any, **options: Any) -> Any:
+    """The results, as tensors, of a function of NumPy's arrays that is called with tensors in the host's memory.
+
+    Raises:
+        TypeError: a tensor requires gradients, or its layout or element type is unknown to portmm.
+    """
+    tensors: dict[int, Any] = {}
+
+    def read(x: Any) -> Any:
+        if isinstance(x, (list, tuple)):
+            return type(x)([read(y) for y in x])
+        library = library_of(x)
+        if library == "torch" and not x.is_cuda:
+            view = as_numpy(x)
+            tensors[id(view)] = x, view
+            return view
+        return numpy_of(BY_NUMPY[str(x)[6:]].name) if not library and str(x).startswith("torch.") else x
+
+    def written(x: Any) -> Any:
+        if isinstance(x, tuple):
+            return tuple([written(y) for y in x])
+        if id(x) in tensors:  # an `out`
+            return tensors[id(x)][0]
+        return _tensor(x) if isinstance(x, (np.ndarray, np.generic)) else x
+
+    return written(function(*map(read, operands), **{name: read(x) for name, x in options.items()}))
+
+
+def as_numpy(x: Any) -> np.ndarray[Any, Any]:
+    """A view of a tensor as an array of NumPy's.
+
+    Raises:
+        TypeError: it requires gradients, or its layout or element type has none.
+    """
+    torch, bare = _checked(x), x.detach()
+    known = BY_NUMPY.get(str(x.dtype).removeprefix("torch."))
+    if known is None or known.name not in EXTENSION_TYPES:
+        array: np.ndarray[Any, Any] = bare.numpy()
+        return array
+    bits = torch.int16 if known.bytes > 1 else torch.uint8
+    return np.asarray(bare.view(bits).numpy()).view(numpy_of(known.name))
+
+
+def _tensor(x: Any) -> Any:
+    """A tensor over the memory of an array of NumPy's."""
+    torch, array = sys.modules["torch"], np.asarray(x)
+    name = name_of(array.dtype)
+    if name not in EXTENSION_TYPES:
+        return torch.from_numpy(array)
+    bits = np.int16 if array.itemsize > 1 else np.uint8
+    return torch.from_numpy(array.view(bits)).view(getattr(torch, BY_NAME[name].numpy))
 
 
 def adopt(x: Any) -> Operand | None:
@@ -35,8 +289,8 @@ def adopt(x: Any) -> Operand | None:
         return _READERS[library](x)
     interface = getattr(x, "__cuda_array_interface__", None)
     if interface is not None:
-        return cupy_arrays.from_interface(x, interface)
-    return cupy_arrays.from_dlpack(x)
+        return from_interface(x, interface)
+    return from_dlpack(x)
 
 
 def adopt_all(arrays: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Operand]:
@@ -65,14 +319,14 @@ def lay(x: Any) -> tuple[Any, ...]:
 
 
 _READERS: dict[str, Callable[[Any], Operand | None]] = {
-    "cupy": cupy_arrays.from_cupy,
-    "torch": torch_tensors.from_torch,
-    "pyopencl": pyopencl_arrays.from_pyopencl,
+    "cupy": from_cupy,
+    "torch": from_torch,
+    "pyopencl": from_pyopencl,
     "packed": lambda x: adopt(x.array),
 }
 _MAKERS: dict[str, Callable[[Operand, tuple[int, ...], str], Any]] = {
-    "torch": torch_tensors.torch_empty,
-    "pyopencl": pyopencl_arrays.pyopencl_empty,
+    "torch": torch_empty,
+    "pyopencl": pyopencl_empty,
 }
 
 
@@ -92,7 +346,7 @@ def empty_like(x: Operand, shape: tuple[int, ...], dtype: str) -> Operand:
     Raises:
         TypeError: the library has no such element type.
     """
-    array = _MAKERS.get(library_of(x.source), cupy_arrays.cupy_empty)(x, shape, dtype)
+    array = _MAKERS.get(library_of(x.source), cupy_empty)(x, shape, dtype)
     described = _READERS[library_of(array)](array)
     if described is None:
         raise TypeError(f"{type(array).__name__} was allocated in the host's memory, not on {title_of(x.device)}")

@@ -147,11 +147,16 @@ def check_readable(name: str, x: Array) -> None:
         raise ValueError(f"{name} is not aligned to its elements, or of another byte order; copy it first")
 
 
-def dense_at(out: Any, dtype: np.dtype[Any], source: Array) -> bool:
-    """Whether a kernel that reads `source` can write a dense result of native `dtype` straight to `out`."""
+def dense_at(out: Any, dtype: np.dtype[Any], *sources: Any) -> bool:
+    """Whether a kernel that reads arrays can write a dense result of native `dtype` straight to `out`."""
     if not isinstance(out, np.ndarray) or not addressable(out, dtype):
         return False
-    return bool(out.flags.c_contiguous and out.flags.writeable and not np.may_share_memory(out, source))
+    if not (out.flags.c_contiguous and out.flags.writeable):
+        return False
+    for x in sources:  # noqa: SIM110 - a generator takes longer
+        if np.may_share_memory(out, x):
+            return False
+    return True
 
 
 def canonical(array: Array, dtype: np.dtype[Any]) -> Operand:
@@ -315,6 +320,23 @@ def spread(out: Any, shape: tuple[int, ...], core: int, dtype: np.dtype[Any]) ->
         spreads = all(n in (1, extent) for n, extent in zip(batch[::-1], out.shape[:own][::-1], strict=False))
     check_out(out, out.shape if spreads else shape, dtype)
     return shape[spare:]
+
+
+def contiguous(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
+    """The strides in bytes of an array in C's order, for elements of `size` bytes."""
+    strides = []
+    for n in reversed(shape):
+        strides.append(size)
+        size *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def stand_in(shape: tuple[int, ...], dtype: np.dtype[Any], strides: tuple[int, ...] | None = None) -> Array:
+    """An array of these strides in bytes, by default dense, over one element of memory, which must not be read."""
+    # A view of raw bytes: NumPy does not parse the name of an 8-bit float.
+    raw = np.empty(1, f"V{dtype.itemsize}")
+    steps = contiguous(shape, dtype.itemsize) if strides is None else strides
+    return np.lib.stride_tricks.as_strided(raw, shape, steps, writeable=False).view(dtype)
 
 
 def aligned_empty(elements: int, dtype: Any) -> Array:

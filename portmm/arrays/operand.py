@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.numpy_arrays import numpy_of
+from portmm.arrays.numpy_arrays import contiguous, numpy_of, stand_in
 from portmm.runtime.backends import backend
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, accumulator, natural
 
@@ -86,26 +86,14 @@ def standin(x: Operand) -> np.ndarray[Any, Any]:
     Raises:
         TypeError: NumPy lacks the type, and there is no ml_dtypes.
     """
-    dtype = numpy_of(x.dtype)
-    # A view of raw bytes: NumPy does not parse the name of an 8-bit float.
-    raw = np.empty(1, f"V{dtype.itemsize}")
-    return np.lib.stride_tricks.as_strided(raw, x.shape, x.strides, writeable=False).view(dtype)
+    return stand_in(x.shape, numpy_of(x.dtype), x.strides)
 
 
 def dense_like(x: Operand, shape: Sequence[int], dtype: str) -> Operand:
     """A description of a new array on the device of another, without memory: C-contiguous, and aligned as these are."""
-    strides = contiguous(shape, BY_NAME[dtype].bytes)
+    strides = contiguous(tuple(shape), BY_NAME[dtype].bytes)
     pointer = 0 if isinstance(x.pointer, int) else (None, 0)
     return replace(x, source=None, pointer=pointer, shape=tuple(shape), strides=strides, dtype=dtype, readonly=False)
-
-
-def contiguous(shape: Sequence[int], size: int) -> tuple[int, ...]:
-    """The strides in bytes of an array in C's order, for elements of `size` bytes."""
-    strides = []
-    for n in reversed(shape):
-        strides.append(size)
-        size *= max(n, 1)
-    return tuple(reversed(strides))
 
 
 def type_name(numpy_name: str, what: str, *, native: bool = True) -> str:

@@ -121,7 +121,7 @@ def _explained(
     static: bool,
 ) -> Any:
     from portmm.arrays import call
-    from portmm.dispatch import cpu_units
+    from portmm.dispatch import cpu_kernels
     from portmm.explanation.cpu import explain, target_called
     from portmm.spec.dequantization import Dequantization
     from portmm.spec.dtype import accumulator, types
@@ -134,7 +134,7 @@ def _explained(
         if of_b == "u4":
             layouts = (layouts[0], "codes", layouts[2])
         fused = Dequantization().text if accumulator(of_a, of_b) == "s32" != of_c else ""
-        family = cpu_units.family(dtype, machine) if layouts[1] in ("packed", "codes") else ""
+        family = cpu_kernels.family(dtype, machine) if layouts[1] in ("packed", "codes") else ""
         dense = "any" not in layouts
         problem = call.problem(dtype, size, layouts, family, batch, dense=dense, static=static, fused=fused)
     except ValueError as error:

@@ -31,7 +31,7 @@ from portmm.host import calibrate, gauge
 from portmm.host.detect import host, resolve
 from portmm.host.gauge import Gauge
 from portmm.host.host_probe import CPUINFO, processors, text_of
-from portmm.runtime import cuda, device_facts, opencl
+from portmm.runtime import backends, cuda, opencl
 from portmm.schedule.candidates import units
 from portmm.target.cache_levels import MemoryLevel
 from portmm.target.target import GENERIC_DEVICES, Target
@@ -272,7 +272,7 @@ def queried(device: str) -> Facts:
     )
 
 
-def peaks(target: Target, driver_facts: device_facts.Facts) -> dict[str, float]:
+def peaks(target: Target, driver_facts: backends.Facts) -> dict[str, float]:
     """Peak rates of a described device, of the fastest instruction for each pair of types; empty for others.
 
     tf32 is left out: it rounds operands of float32.

@@ -1,7 +1,8 @@
-"""Kernels on a CPU: lowered, built and loaded, once each in a process.
+"""Units and kernels of a CPU: what computes products of given types, or expressions, lowered, built and loaded once.
 
-Owns the memos of kernels and of loaded code. Code of a schedule serves problems of many sizes, so that it is known
-with its workspace as a function of them.
+Owns the selection of units by rate, and the packed layouts of weights that follow from it; the memos of kernels and of
+loaded code. Code of a schedule serves problems of many sizes, so that it is known with its workspace as a function of
+them.
 """
 
 from __future__ import annotations
@@ -10,11 +11,16 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import atom_of, lower
-from portmm.dispatch.cpu_units import isa_of
+from portmm.errors import ScheduleError, TargetError
 from portmm.ir.index import meaning, parsed, spelled
 from portmm.runtime import route_cache
+from portmm.runtime.cpu import clear_memo, load_kernel, runtime
+from portmm.schedule.candidates import PACKED_VECTORS, units
+from portmm.schedule.cpu_table import macs_per_cycle
 from portmm.schedule.text import spell
-from portmm.spec.dtype import BY_NAME
+from portmm.spec.dtype import BY_NAME, CODES_KR, types
+from portmm.spec.problem import Family
+from portmm.target.supports import lacks
 from portmm.util import locks
 from portmm.util.memo import Memory, cached, forget_all
 
@@ -25,9 +31,114 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Kernel
     from portmm.runtime.route_cache import RouteCache
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.epilogue import Fused
     from portmm.spec.problem import Problem
+    from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target
+
+USUAL_GROUP = 128
+"""Rows of an int4 weight that share a scale, by default."""
+
+
+def isa_of(s: Schedule, target: Target) -> Isa:
+    """The ISA record that a schedule names.
+
+    Raises:
+        TargetError: the target lacks it.
+    """
+    isa = target.isa(s.isa)
+    if isa is None:
+        raise TargetError(f"schedule needs {s.isa}, which {target.name} does not have")
+    return isa
+
+
+def packing_unit(dtype: str, target: Target) -> tuple[Isa, Atom]:
+    """The unit that weights for products of these types are packed for: the fastest one.
+
+    Raises:
+        ScheduleError: no atom of the target multiplies these types.
+    """
+    return max(units(dtype, target), key=lambda unit: _rate(unit, dtype, target))
+
+
+def int4_unit(target: Target) -> tuple[Isa, Atom]:
+    """The unit that int4 weights are packed for.
+
+    Raises:
+        ScheduleError: no atom of the target multiplies int4 values.
+    """
+    return units("f32-u4-f32", target)[0]
+
+
+def family(dtype: str, target: Target) -> str:
+    """The packed layout that suits a target: see `PACKED_VECTORS`; of int4 values, in groups of the default size.
+
+    Raises:
+        ScheduleError: no atom of the target multiplies these types.
+    """
+    if types(dtype)[1] == "u4":
+        return str(family_of_codes(target, USUAL_GROUP))
+    isa, atom = packing_unit(dtype, target)
+    return str(Family(types(dtype)[1], isa.columns(atom) * PACKED_VECTORS, atom.k_pack, atom.acc == "s32"))
+
+
+def family_of_codes(target: Target, group: int) -> Family:
+    """The packed layout of an int4 weight on a target: one for all types of A.
+
+    Raises:
+        ScheduleError: no atom of the target multiplies int4 values.
+    """
+    _, atom = int4_unit(target)
+    return Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=group)
+
+
+def unit_for(fused: Fused, target: Target) -> tuple[Isa, Atom]:
+    """The instruction set, and its vectors of f32, that compute fused expressions.
+
+    Raises:
+        ScheduleError: none of the target's can.
+    """
+    missing = ""
+    for isa in target.isas:
+        real = isa.atom("f32")
+        missing = lacks(isa, real, fused) if real else "f32"
+        if real and not missing:
+            return isa, real
+    raise ScheduleError(f"{target.name} has no {missing} for {fused}")
+
+
+def attention_unit(dtype: str, fused: Fused, target: Target, rows: int) -> tuple[Isa, Atom, Atom]:
+    """The fastest unit for products of a type that attention kernels support, and its vectors of f32.
+
+    Units with more rows than there are `rows` of queries are excluded.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    fits = []
+    for isa, atom in units(f"{dtype}-{dtype}-f32" if dtype != "f32" else dtype, target):
+        real = isa.vector("f32", atom.n)
+        lines = isa.row_atom(atom) or atom
+        interleaves = atom.k_pack == 1 or isa.spelling(lines, "load_rows", "f32", atom.right)
+        if (
+            (rows >= atom.m if atom.tiled else atom.m == 1)
+            and atom.acc == "f32"
+            and interleaves
+            and real
+            and not lacks(isa, real, fused)
+        ):
+            fits.append((_rate((isa, atom), dtype, target), isa, atom, real))
+    if not fits:
+        raise ScheduleError(f"{target.name} has no unit that computes {fused} of {dtype}")
+    return max(fits, key=lambda x: x[0])[1:]
+
+
+def _rate(unit: tuple[Isa, Atom], dtype: str, target: Target) -> float:
+    """Multiply-adds of elements per cycle of a unit."""
+    isa, atom = unit
+    return macs_per_cycle(target, isa, atom, dtype) * atom.m * atom.n * atom.k
+
 
 MOST_LOADED = 1024
 """Kernels loaded before all are dropped: each takes some 30 KiB, and five of the 65,530 mappings that Linux
@@ -60,8 +171,6 @@ def build_kernel(kernel: Kernel) -> Artifact:
 
 def loaded(kernel: Kernel) -> Any:
     """The kernel's code in this process, built and loaded once per source."""
-    from portmm.runtime.cpu import load_kernel, runtime
-
     artifact = build_kernel(kernel)
     if len(_loaded) >= MOST_LOADED and artifact.key not in _loaded:
         forget()  # memos keep code loaded
@@ -146,8 +255,6 @@ def is_loaded(s: Schedule, target: Target) -> bool:
 
 def _looked_up(s: Schedule, isa: Isa, kept: RouteCache) -> Code | None:
     """Code that an earlier process built, looked up without its source."""
-    from portmm.runtime.cpu import runtime
-
     entry = route_cache.code(kept, spell(s), runtime())
     if entry is None:
         return None
@@ -168,8 +275,6 @@ def forget() -> None:
 
     The cache on disk stays, and code that is in use. `portmm cache` names the caches.
     """
-    from portmm.runtime.cpu import clear_memo
-
     forget_all(functions=True)
     route_cache.forget(kernels=True)
     with _lock:

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.codegen.lower import lower_int4_repack, lower_pack, lower_program
 from portmm.dispatch import cpu_background
 from portmm.dispatch.cpu_background import StandIn, stand_in
-from portmm.dispatch.cpu_kernels import Code, code_of, is_loaded, known_code, loaded_program
-from portmm.dispatch.cpu_units import int4_unit, unit_for
+from portmm.dispatch.cpu_kernels import Code, code_of, int4_unit, is_loaded, known_code, loaded_program, unit_for
 from portmm.dispatch.overrides import active, schedule_for
 from portmm.dispatch.schedule_choice import ClassSelection, check, choose, predicted, select_for_class
 from portmm.errors import BuildError, DatabaseError
 from portmm.ir.index import meaning
+from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME, types
 from portmm.spec.row_classes import rows
 from portmm.util.memo import Memory
@@ -41,17 +41,6 @@ MOST_ROUTES = 4096
 
 _routes = Memory(MOST_ROUTES, "routes")
 _stand_ins = Memory(MOST_ROUTES, "routes")
-
-
-def route_for(p: Problem, target: Target, threads: int) -> Any:
-    """A route for a problem, selected or overridden once per class of problems, target and limit of threads.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
-    return routed(p, target, threads)[0]
 
 
 def routed(
@@ -179,7 +168,7 @@ def _alone(p: Problem, target: Target, threads: int, build: _Building) -> Any:
 
 def _tuned_within(p: Problem, served: tuple[int, int], target: Target, threads: int) -> bool:
     """Test for tuned schedules of problems in a range of rows; True if the database is unreadable: `choose` retries."""
-    from portmm.dispatch.tuned_lookup import tuned_rows
+    from portmm.dispatch.tuning_database import tuned_rows
 
     try:
         return any(served[0] <= m <= served[1] for m in tuned_rows(p, target, threads))
@@ -194,16 +183,12 @@ def route_by(s: Schedule, p: Problem, target: Target, workers: int) -> Any:
 
 def _route(code: Code, p: Problem, workers: int, rows: int | None = None) -> Any:
     """A route for problems like `p`, of at most `rows` rows."""
-    from portmm.runtime.cpu import runtime
-
     work = code.scratch(p, p.m if rows is None else rows, workers)
     return runtime().make_route(code.code, work, workers, p.storage, p.unit)
 
 
 def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> Any:
     """A route for loaded code, with scratch for these fields of the argument block."""
-    from portmm.runtime.cpu import runtime
-
     work = meaning(kernel.workspace)(fields) * BY_NAME[kernel.atom.acc].bytes
     return runtime().make_route(code, work, fields["workers"], dtype)
 
@@ -215,8 +200,6 @@ def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    from portmm.runtime.cpu import runtime
-
     _, code = loaded_program(lower_pack, isa, dtype, nr, layout)
     storage = types(dtype)[1]
     return runtime().make_route(code, 1024, threads, storage)
@@ -230,8 +213,6 @@ def int4_repack_route(kept: Family, target: Target, threads: int) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    from portmm.runtime.cpu import runtime
-
     _, code = loaded_program(lower_int4_repack, int4_unit(target)[0], kept)
     return runtime().make_route(code, 1024, threads, "s32")
 

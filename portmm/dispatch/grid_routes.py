@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.cpu_units import isa_of
-from portmm.dispatch.launches import Launch, bind
+from portmm.dispatch.cpu_kernels import isa_of
+from portmm.dispatch.machine import Launch, bind
 from portmm.dispatch.schedule_choice import Choice, choose
 from portmm.util.memo import Memory
 
@@ -34,13 +34,11 @@ class Route:
 
     Attributes:
         choice: the schedule, and its alternatives.
-        kernels: in the order in which they run.
-        functions: their compiled functions.
+        kernels: with their compiled functions, in the order in which they run.
     """
 
     choice: Choice
-    kernels: tuple[GridKernel, ...]
-    functions: tuple[Any, ...]
+    kernels: tuple[tuple[GridKernel, Any], ...]
 
     def workspace(self, m: int, n: int, batch: int) -> int:
         """Elements of 32 bits for the partial sums of k splits, which another kernel or block reduces."""
@@ -51,11 +49,10 @@ class Route:
 
     def launches(self, values: dict[str, Any], p: Problem) -> tuple[tuple[Launch, ...], tuple[int, str]]:
         """The kernels with their numbers, and the elements of 32 bits of their workspace, and its type."""
-        kernels = list(zip(self.kernels, self.functions, strict=True))
+        first, *rest = self.kernels
         apart = {"c_m": p.n, "c_batch": p.m * p.n} if self.choice.schedule.slices else {}
-        launches = [bind(*kernels[0], values | apart)]
-        launches += [bind(*x, values | {"work_batch": p.m * p.n}) for x in kernels[1:]]
-        return tuple(launches), (self.workspace(p.m, p.n, p.batch), p.acc)
+        launches = (bind(*first, values | apart), *(bind(*x, values | {"work_batch": p.m * p.n}) for x in rest))
+        return launches, (self.workspace(p.m, p.n, p.batch), p.acc)
 
 
 _routes = Memory(MOST_ROUTES, "routes")
@@ -73,7 +70,7 @@ def route(p: Problem, on: Machine, vectors: Vectors) -> Route:
     kept: Route | None = _routes.get(key)
     if kept is None:
         choice = choose(p, on.target, vectors=vectors)
-        kept = _routes.keep(key, Route(choice, *_code(choice.schedule, on)))
+        kept = _routes.keep(key, Route(choice, _code(choice.schedule, on)))
     return kept
 
 
@@ -95,7 +92,6 @@ def routes(requested: Sequence[tuple[Problem, Vectors]], on: Machine, compilers:
     return [route(p, on, vectors) for p, vectors in requested]
 
 
-def _code(s: Schedule, on: Machine) -> tuple[tuple[GridKernel, ...], tuple[Any, ...]]:
+def _code(s: Schedule, on: Machine) -> tuple[tuple[GridKernel, Any], ...]:
     """The kernels of a schedule and their compiled functions, which serve other sizes too."""
-    loaded = on.loaded(s, lambda: lower_grid(s, isa_of(s, on.target)))
-    return tuple([kernel for kernel, _ in loaded]), tuple([function for _, function in loaded])
+    return on.loaded(s, lambda: lower_grid(s, isa_of(s, on.target)))

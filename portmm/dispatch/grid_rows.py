@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import lower_program
-from portmm.dispatch.launches import MOST, bind
+from portmm.dispatch.machine import MOST, bind
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import program_of
 from portmm.schedule.rows import candidates, kept_in, slices
@@ -18,8 +18,7 @@ from portmm.spec.epilogue import parse
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.dispatch.launches import Launch
-    from portmm.dispatch.machine import Machine
+    from portmm.dispatch.machine import Launch, Machine
     from portmm.ir.block_program import BlockProgram
     from portmm.schedule.rows import Size
     from portmm.schedule.schedule import Schedule
@@ -29,30 +28,25 @@ NEIGHBOURS = 4
 """Columns of a vector access where all operands are aligned: 16 bytes of f32."""
 
 
-def launches(  # noqa: PLR0917 - as kernels have them
-    text: str,
-    size: Size,
-    strides: Sequence[tuple[int, ...]],
-    aligned: list[int],
-    on: Machine,
-    program: BlockProgram | None = None,
+def launches(
+    what: str | BlockProgram, size: Size, strides: Sequence[tuple[int, ...]], aligned: list[int], on: Machine
 ) -> tuple[tuple[Launch, ...], int]:
     """The kernels for expressions over rows, or down columns, and the f32 elements of their workspace.
 
     Args:
-        text: the expressions.
+        what: the expressions, or a block program.
         size: rows, columns, items.
         strides: of each operand, along a batch, rows and columns, in elements.
         aligned: bytes that each operand's address is a multiple of.
         on: the device.
-        program: the block program; by default that of the expressions.
 
     Raises:
         ScheduleError: there are too many elements.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    fused = parse(text)
+    program = program_of(parse(what)) if isinstance(what, str) else what
+    fused = program.fused
     if not fused.column_reductions:
         size, strides = merged(fused, size, strides)
     m, n, batch = size
@@ -62,13 +56,13 @@ def launches(  # noqa: PLR0917 - as kernels have them
     for i, steps in enumerate(strides):
         values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps, strict=False)}
     neighbours = 1 if fused.column_reductions else vector(fused, size, strides, aligned)
-    schedules = candidates(program or program_of(fused), size, on.target, neighbours, exchange=on.language == "cuda")
+    schedules = candidates(program, size, on.target, neighbours, exchange=on.language == "cuda")
     if not schedules:
         return (), 0
     s, parts = schedules[0], 0
     if s.parallel.split != 1:
         parts = values["slices"] = slices(size, s.threads, on.target)
-    kernels = _code(program or text, s, on)
+    kernels = _code(what, s, on)
     return tuple(bind(*x, values) for x in kernels), parts * batch * len(fused.column_reductions) * n
 
 
@@ -97,11 +91,6 @@ def vector(fused: Fused, size: Size, strides: Sequence[tuple[int, ...]], aligned
         if any(s % NEIGHBOURS for s in moved) or at % (NEIGHBOURS * BY_NAME[x.dtype].bytes):
             return 1
     return NEIGHBOURS
-
-
-def schedule_of(fused: Fused, size: Size, neighbours: int, on: Machine) -> Schedule:
-    """The distribution of rows over threads."""
-    return candidates(program_of(fused), size, on.target, neighbours, exchange=on.language == "cuda")[0]
 
 
 def _code(program: BlockProgram | str, s: Schedule, on: Machine) -> tuple[tuple[Any, Any], ...]:

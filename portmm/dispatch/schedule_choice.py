@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portmm.codegen.lower import atom_of, grid_atom
-from portmm.dispatch.cpu_units import isa_of
+from portmm.dispatch.cpu_kernels import isa_of
 from portmm.errors import DatabaseError, ScheduleError
 from portmm.runtime.cpu import replayer
 from portmm.schedule import cpu_cost, gpu_cost
@@ -121,13 +121,13 @@ def schedule_cost(p: Problem, s: Schedule, target: Target, workers: int = 1) -> 
 
 def _overlaid(choice: Choice, listed: Sequence[Schedule], threads: int) -> Choice:
     """The model's selection, or a schedule tuned on this chip, or on a similar one if the model predicts no loss."""
-    from portmm.dispatch import tuned_lookup
+    from portmm.dispatch import tuning_database
     from portmm.dispatch.tuned_schedule import architecture
 
     p, target = choice.problem, choice.target
     least = min(c.seconds for c in (choice.cost, *(c for _, c in choice.runners_up[:1])))
     try:
-        tuned = tuned_lookup.find(p, target, threads)
+        tuned = tuning_database.find(p, target, threads)
     except DatabaseError as error:
         _warn_once(str(error))
         return choice

@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import libraries
-from portmm.arrays.problem_of import problem_of_call
+from portmm.arrays.call import problem_of_call
 from portmm.codegen.c_kernel import source
-from portmm.dispatch import config, cpu_kernels, cpu_race, cpu_units, schedule_choice
+from portmm.dispatch import config, cpu_kernels, cpu_race, schedule_choice
 from portmm.errors import ScheduleError, TargetError
 from portmm.explanation.summary import SHOWN, Selected
 from portmm.host import detect
@@ -249,5 +249,5 @@ def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] 
 
         return gpu_explanation.explained(replace(p, tf32=p.tf32 or config.rounds(p.dtype)), target, notes=notes)
     choice = cpu_race.raced(schedule_choice.choose(p, target, threads), config.limit())
-    kernel = cpu_kernels.kernel_of(choice.schedule, cpu_units.isa_of(choice.schedule, target))
+    kernel = cpu_kernels.kernel_of(choice.schedule, cpu_kernels.isa_of(choice.schedule, target))
     return Explanation(choice, kernel, source(kernel), notes)

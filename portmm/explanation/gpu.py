@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import relayout
+from portmm.arrays import grid_call
 from portmm.codegen.lower import lower_grid
 from portmm.dispatch.machine import machine_of, source
 from portmm.dispatch.schedule_choice import choose
@@ -91,9 +91,9 @@ def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False)
     on = machine_of(x.a)
     if call.outer is None:
         once = "".join(side for side in "ab" if not call.values[f"{side}_batch"])
-        sides, seconds = relayout.faster(p, on.target, vectors, once)
-        notes += relayout.copy_notes(p, sides, seconds)
-        p, vectors = relayout.after_copies(p, sides), relayout.vectors_after_copies(p, vectors, sides)
+        sides, seconds = grid_call.faster(p, on.target, vectors, once)
+        notes += grid_call.copy_notes(p, sides, seconds)
+        p, vectors = grid_call.after_copies(p, sides), grid_call.vectors_after_copies(p, vectors, sides)
     return explained(p, on.target, on.language, notes, vectors)
 
 

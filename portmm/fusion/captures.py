@@ -1,7 +1,10 @@
-"""Arguments and captured values of a fused function.
+"""Arguments and captured values of a fused function, its numbers and its indices.
 
 Owns `arguments`, the kind of a call by its arguments, and `Scope`, which replaces them and what the function captures
-by traced arrays and numbers.
+by traced arrays and numbers. Owns `TracedNumber`, which has the class of the number; where Python must know its value,
+ByValueError makes the function be traced again with the value as a constant. Owns `Axis`, the indices passed to
+epilogues and prologues of products inside a traced function (i.m, i.n): in [] they name the axes of arrays, elsewhere
+they are integers.
 """
 
 from __future__ import annotations
@@ -12,14 +15,94 @@ import numpy as np
 
 from portmm.arrays.interop import lay
 from portmm.arrays.libraries import on_device
-from portmm.fusion.traced_array import Value
-from portmm.fusion.traced_number import traced_number
+from portmm.fusion.graph import ByValueError, refuse
+from portmm.fusion.traced_array import Index, Recorded, Value
+from portmm.spec.epilogue import index
 from portmm.trace.captures import Captures, Place, is_weight
 from portmm.trace.closures import is_float, is_plain
+from portmm.trace.proxies import posing
+from portmm.trace.tensor import refuse_values
 from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.fusion.graph import Graph
+
+
+class TracedNumber(Recorded):
+    """A number that varies per call."""
+
+    __slots__ = ()
+
+    __class__ = posing(lambda self: type(self.graph.leaves[self.node.leaf]), "a number", TypeError)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or name in _SOUGHT:
+            raise AttributeError(name)
+        raise ByValueError(f".{name} of a number depends on its value")
+
+
+_SOUGHT = frozenset(("broadcast_", "along_", "family"))
+"""Attributes that portmm's functions look for on other values."""
+
+
+refuse_values(TracedNumber, ByValueError)
+
+
+def traced_number(graph: Graph, x: float, name: str) -> TracedNumber:
+    """A number as a leaf of the graph."""
+    return TracedNumber(graph, graph.leaf(x, name))
+
+
+class Axis(Index):
+    """An index along an axis of a product: an integer in expressions, the axis itself in []."""
+
+    __slots__ = ("extent",)
+    extent: tuple[int, int]
+
+    def along_(self, x: Value, indices: tuple[Any, ...]) -> Any:
+        """A view of an array, indexed by axes."""
+        return x.view_("[i]", _along(indices, x.ndim))
+
+
+class Indices:
+    """The indices of an epilogue or a prologue: i.m, i.n, i.k, i.b."""
+
+    def __init__(self, x: Value, names: str) -> None:
+        last = {name: 1 - i for i, name in enumerate(names)} | ({"b": 2} if x.ndim > 2 else {})
+        for name, back in last.items():
+            length = x.shape[-1 - back]
+
+            def plain(y: Any, back: int = back, length: int = length) -> Any:
+                return np.broadcast_to(np.arange(length, dtype=np.int32).reshape(-1, *(1,) * back), y.shape)
+
+            axis = index("nmb"[back])
+            node = x.graph.map(f"i.{name}", lambda _, axis=axis: axis, plain, (x.node,), np.dtype(np.int32))
+            value = Axis(x.graph, node)
+            value.extent = back, length
+            setattr(self, name, value)
+
+
+def _along(indices: tuple[Any, ...], ndim: int) -> Callable[[Any], Any]:
+    """The view function of an array indexed by axes, as in b[i.n]; axes have the lengths of the product."""
+    if len(indices) != ndim or not all(isinstance(x, (Axis, int, np.integer)) for x in indices):
+        raise refuse(
+            f"an array of {ndim} dimensions is indexed by {len(indices)}; give an index or an integer for each"
+        )
+    axes = sorted((x.extent[0] for x in indices if isinstance(x, Axis)), reverse=True)
+    order = [i for back in axes for i, x in enumerate(y for y in indices if isinstance(y, Axis)) if x.extent[0] == back]
+    key = tuple(slice(0, x.extent[1]) if isinstance(x, Axis) else x for x in indices)
+    spread = tuple(slice(None) if back in axes else None for back in range(max(axes, default=0), -1, -1))
+    return lambda x: x[key].transpose(order)[spread]
+
+
+def applied(function: Callable[..., Any], x: Value, names: str) -> Any:
+    """The result of an epilogue or a prologue on an array."""
+    code = getattr(function, "__code__", None)
+    alone = code is not None and code.co_argcount == 1 and not code.co_flags & 0x04
+    return function(x) if alone else function(x, Indices(x, names))
+
 
 Array = np.ndarray[Any, Any]
 

@@ -19,27 +19,25 @@ from portmm.arrays.libraries import on_device
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config as settings
 from portmm.errors import BuildError, ScheduleError, TraceError
-from portmm.fusion.captures import Scope, arguments
-from portmm.fusion.epilogue_axes import applied
+from portmm.fusion.captures import Scope, applied, arguments
 from portmm.fusion.graph import ByValueError, Graph, Node
-from portmm.fusion.horizontal_fusion import join_products
-from portmm.fusion.match_attention import match_attention
 from portmm.fusion.partition import Splitter
 from portmm.fusion.plan_cpu import HostBuilder
 from portmm.fusion.program_cpu import ChangedError, Kernel
+from portmm.fusion.rewrites import join_products, match_attention
 from portmm.fusion.traced_array import Recorded, Value
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 from portmm.trace.guards import find, remember
-from portmm.trace.numpy_names import rebuilt
 from portmm.trace.recorder import run
+from portmm.trace.tensor import rebuilt
 from portmm.util import locks
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.fusion.partition import Split
+    from portmm.fusion.plan import Builder
     from portmm.trace.guards import Guards
 
 MOST_KINDS = 256
@@ -267,70 +265,49 @@ def _leaves(args: tuple[Any, ...], more: list[Any]) -> list[Any]:
 
 
 def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
-    """The function that runs a graph, its kernels, reasons for operations that are not fused, its text, and notes."""
-    if graph.device_arrays:
+    """The function that runs a graph, its kernels, reasons for operations that are not fused, its text, and notes.
+
+    Raises:
+        TypeError: some of its arrays are on a device, others in the host's memory.
+        ValueError: its arrays are on several devices.
+        ScheduleError: something has no kernel on a device.
+    """
+    there = bool(graph.device_arrays)
+    make: type[Builder] = HostBuilder
+    if there:
         from portmm.fusion import plan_grid
 
-        return plan_grid.program(graph, outputs, result)
-    host_matmul.begin()
-    if any(0 in x.shape or (x.kind == "matmul" and 0 in x.inputs[0].shape) for x in graph.nodes):
+        make = plan_grid.GridBuilder
+    else:
+        host_matmul.begin()
+    if not there and any(0 in x.shape or (x.kind == "matmul" and 0 in x.inputs[0].shape) for x in graph.nodes):
         return _evaluated(graph, result, "an array is empty: NumPy computes the function")
     plain: dict[Node, str] = {}
     numpy: dict[Node, str] = {}
     unjoined: list[tuple[str, str]] = []
-    stored = match_attention(graph, outputs)
+    stored = [] if there else match_attention(graph, outputs)
     for _ in range(MOST_TRIES):
         split = Splitter(graph, outputs, plain, numpy).split()
-        if not plain and not numpy and (reasons := join_products(graph, split)) is not None:
+        if not (there or plain or numpy) and (reasons := join_products(graph, split)) is not None:
             unjoined = reasons
             split = Splitter(graph, outputs, plain, numpy).split()
         try:
-            builder = HostBuilder(graph, outputs, split)
-            failed = _built(builder, split, plain, numpy)
-            if failed:
+            builder = make(graph, outputs, split)
+            if not builder.built(plain, numpy):
                 continue
-            run, source = builder.writer.program(len(graph.leaves), _result(builder, result))
-        except ScheduleError as error:
-            return _evaluated(graph, result, f"no kernel: {error}")
-        except BuildError as error:
-            fall_back(error)
-            graph.cacheable = graph.cacheable and math.isinf(error.retry_at)
+            run, source = builder.program(result)
+        except (ScheduleError, BuildError) as error:
+            if there:
+                raise
+            if isinstance(error, BuildError):
+                fall_back(error)
+                graph.cacheable = graph.cacheable and math.isinf(error.retry_at)
             return _evaluated(graph, result, f"no kernel: {error}")
         apart = [*stored, *split.apart, *unjoined, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
         return run, builder.kernels, apart, source, []
+    if there:
+        raise ScheduleError("no way to split the function into kernels was found")
     return _evaluated(graph, result, "no way to split it was found")
-
-
-def _built(builder: HostBuilder, split: Split, plain: dict[Node, str], numpy: dict[Node, str]) -> bool:
-    """Build the kernels of all units; True if a unit has no kernel and the graph must be split further."""
-    for i, unit in enumerate(split.units):
-        builder.now = i
-        try:
-            builder.step(unit)
-        except ScheduleError as error:
-            first = unit.members[0]
-            if unit.kind == "product" and len(unit.members) > 1:
-                plain[first] = str(error)
-            elif unit.kind in ("product", "rows"):
-                numpy.update(dict.fromkeys(unit.members, str(error)))
-            else:
-                raise
-            return True
-    builder.now = len(split.units)
-    return False
-
-
-def _result(builder: HostBuilder, x: Any) -> str:
-    """The expression of the result in a program's text."""
-    if isinstance(x, Value):
-        return builder.text(x.node)
-    if type(x) is tuple:
-        return f"({''.join(f'{_result(builder, y)}, ' for y in x)})"
-    if type(x) is list:
-        return f"[{', '.join(_result(builder, y) for y in x)}]"
-    if type(x) is dict:
-        return f"{{{', '.join(f'{_result(builder, k)}: {_result(builder, y)}' for k, y in x.items())}}}"
-    return builder.writer.name("x", x)
 
 
 def _evaluated(graph: Graph, result: Any, why: str) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:

@@ -1,26 +1,113 @@
-"""Plan of a fused function: kernels of units, and buffers between them.
+"""Plan of a fused function: kernels of units, their expressions, and buffers between them.
 
-Owns `Builder`, what is the same wherever the kernels of a program run: the expressions of units, the loops of kernels
-over their operands, and the order of steps. `plan_cpu` and `plan_grid` find memory and kernels.
+Owns `Expressions`, which builds the `Fused` expression of the nodes of a unit, and `Builder`, what is the same wherever
+the kernels of a program run: the loops of kernels over their operands, and the order of steps. `plan_cpu` and
+`plan_grid` find memory and kernels.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
+from portmm.arrays import numpy_arrays
 from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES
 from portmm.fusion.program_cpu import Kernel
-from portmm.fusion.unit_expressions import Expressions
+from portmm.spec.epilogue import C, Fused, Operand, acc, load
+from portmm.spec.expr import apply, node
+from portmm.trace.bind import filled, unmasked
 from portmm.trace.buffers import Place, walk
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
+    from portmm.spec.expr import Expr
     from portmm.spec.problem import Problem
     from portmm.trace.buffers import Walk
+
+
+def kernel_type(dtype: Any) -> str:
+    """The name of an element type in kernels; empty if they do not support it."""
+    return "u8" if dtype.kind == "b" else numpy_arrays.name_of(dtype)
+
+
+class Expressions:
+    """The expressions that a kernel computes for each element of a shape.
+
+    Args:
+        shape: the iteration shape of the kernel.
+        inside: tests whether the kernel computes a node.
+        buffer_of: finds the buffers of other nodes.
+        product: the node whose sums are the accumulator, or None.
+    """
+
+    def __init__(
+        self, shape: tuple[int, ...], inside: Callable[[Node], bool], buffer_of: Callable[[Node], Place],
+        product: Node | None = None,
+    ) -> None:  # fmt: skip
+        self.shape, self.inside, self.buffer_of, self.product = shape, inside, buffer_of, product
+        self.read: list[Place] = []
+        self.written: list[Place] = []
+        self.values: list[Expr] = []
+        self.numbers: list[int] = []
+        self.operands: list[Operand] = []
+        self.nodes: dict[Node, Place] = {}
+        self.known: dict[Node, Expr] = {}
+
+    def of(self, x: Node) -> Expr:
+        """The expression of a node in this kernel."""
+        if x not in self.known:
+            self.known[x] = self.build(x)
+        return self.known[x]
+
+    def build(self, x: Node) -> Expr:
+        """Build the expression of a node."""
+        if x is self.product:
+            return acc()
+        if x.kind == "number":
+            if x.leaf not in self.numbers:
+                self.numbers.append(x.leaf)
+            return node("number", (self.numbers.index(x.leaf),), "f32")
+        if self.inside(x):
+            assert x.template is not None  # noqa: S101 - the splitter takes no others
+            return filled(x.template, [self.of(y) for y in x.inputs])
+        self.nodes[x] = self.buffer_of(x)
+        return self.load(self.nodes[x])
+
+    def load(self, buffer: Place) -> Expr:
+        """An expression that loads the element of an array."""
+        self.read.append(buffer)
+        element = load(len(self.read) - 1, kernel_type(buffer.like.dtype))
+        return apply("ne", element, 0) if buffer.like.dtype.kind == "b" else element
+
+    def write(self, value: Expr, to: Place) -> None:
+        """Add a result and its buffer; that of a product first."""
+        self.values.append(unmasked(value))
+        self.written.append(to)
+
+    @property
+    def buffers(self) -> list[Place]:
+        """All operands in the order of the argument block, without C."""
+        return [*self.read, *self.written[self.product is not None :]]
+
+    def bind(self, walk: Walk, columns: list[int], before: int = 0) -> None:
+        """Bind operands to the axes along which they vary; in `walk` they follow `before` others."""
+        self.operands = []
+        for i, buffer in enumerate(self.buffers):
+            written, full = i >= len(self.read), buffer.like.shape == self.shape
+            b, m, n = walk.batch[1][before + i], walk.rows[1][before + i], columns[i]
+            # Arrays of the full shape vary along rows even if there is one row: the same kernel serves any number.
+            axes = ("b" if b else "") + ("m" if m or full or written else "") + ("n" if n or (written and full) else "")
+            self.operands.append(Operand(kernel_type(buffer.like.dtype), axes, n in (0, 1)))
+
+    def text(self) -> str:
+        """The spelling of the epilogue expression."""
+        first = self.product is not None
+        numbers = [C] * first + list(range(len(self.read), len(self.operands)))
+        return str(Fused(tuple(self.operands), tuple(zip(numbers, self.values, strict=True))))
+
 
 Operands = tuple[Place, Place, Place]
 """A, B and C of a product."""
@@ -33,12 +120,18 @@ class Builder:
         graph: the graph of a function.
         outputs: its results.
         split: its partition into units.
+
+    Attributes:
+        between: NumPy may compute between kernels.
     """
+
+    between = True
 
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         self.graph, self.outputs, self.split = graph, outputs, split
         self.buffers: dict[Node, Place] = {}
         self.kernels: list[Kernel] = []
+        self.now = 0
 
     # Methods for one kind of memory and kernels.
 
@@ -68,7 +161,36 @@ class Builder:
         """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
         raise NotImplementedError
 
+    def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
+        """The function of the arrays, weights and numbers of a call, and its text."""
+        raise NotImplementedError
+
     # Steps.
+
+    def built(self, plain: dict[Node, str], numpy: dict[Node, str]) -> bool:
+        """Add the steps of all units; False if one has no kernel: the graph must be split further.
+
+        Args:
+            plain: takes the product that has no kernel with its epilogue, with the reason.
+            numpy: takes the nodes that NumPy must compute.
+
+        Raises:
+            ScheduleError: a unit has no kernel, and NumPy does not compute it.
+        """
+        for i, unit in enumerate(self.split.units):
+            self.now = i
+            try:
+                self.step(unit)
+            except ScheduleError as error:
+                if unit.kind == "product" and len(unit.members) > 1:
+                    plain[unit.members[0]] = str(error)
+                elif self.between and unit.kind in ("product", "rows"):
+                    numpy.update(dict.fromkeys(unit.members, str(error)))
+                else:
+                    raise
+                return False
+        self.now = len(self.split.units)
+        return True
 
     def step(self, unit: Unit) -> None:
         """Add the kernel or the call of a unit.
@@ -155,11 +277,6 @@ class Builder:
         text = fusing.text() if len(unit.members) > 1 else ""
         p = self.launch_product((a, b, c), (k, n), fusing, w, columns, text=text)
         self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p)))
-
-
-def stand_in(shape: tuple[int, ...], dtype: Any, strides: tuple[int, ...]) -> np.ndarray[Any, Any]:
-    """An array of these strides in bytes over one element of memory, which must not be read."""
-    return np.lib.stride_tricks.as_strided(np.empty(1, dtype), shape, strides, writeable=False)
 
 
 def _counts(unit: Unit) -> bool:

@@ -14,11 +14,11 @@ from portmm.arrays import numpy_arrays
 from portmm.arrays.call import reduce_call
 from portmm.dispatch import config
 from portmm.errors import ScheduleError
-from portmm.fusion.plan import Builder
+from portmm.fusion.plan import Builder, kernel_type
 from portmm.fusion.program_cpu import ARENA, ChangedError, Kernel, Writer
-from portmm.fusion.unit_expressions import kernel_type
+from portmm.fusion.traced_array import Value
 from portmm.ir.block_program import program_of
-from portmm.ops import dynamic_m
+from portmm.ops import routes
 from portmm.runtime.cpu import runtime
 from portmm.schedule.rows import workers
 from portmm.spec.dtype import spell
@@ -31,8 +31,7 @@ if TYPE_CHECKING:
 
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
-    from portmm.fusion.plan import Operands
-    from portmm.fusion.unit_expressions import Expressions
+    from portmm.fusion.plan import Expressions, Operands
     from portmm.trace.buffers import Walk
 
 FOREVER = 1 << 30
@@ -46,7 +45,6 @@ class HostBuilder(Builder):
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         super().__init__(graph, outputs, split)
         self.writer = Writer()
-        self.now = 0
         self.views: dict[Node, list[Node]] = {}
         for x in graph.nodes:
             if x.kind == "view":
@@ -167,6 +165,22 @@ class HostBuilder(Builder):
         """An array, a weight or a number in the program's text."""
         return f"L{x.leaf}" if x.kind in ("weight", "number") else self.buffer_of(x).text
 
+    def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
+        """The function of the arrays, weights and numbers of a call, and its text."""
+        return self.writer.program(len(self.graph.leaves), self.result(result))
+
+    def result(self, x: Any) -> str:
+        """The expression of the result in a program's text."""
+        if isinstance(x, Value):
+            return self.text(x.node)
+        if type(x) is tuple:
+            return f"({''.join(f'{self.result(y)}, ' for y in x)})"
+        if type(x) is list:
+            return f"[{', '.join(map(self.result, x))}]"
+        if type(x) is dict:
+            return f"{{{', '.join(f'{self.result(k)}: {self.result(y)}' for k, y in x.items())}}}"
+        return self.writer.name("x", x)
+
     def call(self, unit: Unit) -> None:
         """Add a call of NumPy between kernels."""
         x, *items = unit.members
@@ -201,7 +215,7 @@ class HostBuilder(Builder):
         v = call.numbers()
         addresses: list[Any] = [(a.root, a.offset), (b.root, b.offset), (to.root, to.offset), None, None]
         numbers = [*v[:4], *v[5:8], *v[9:12], *v[13:]]
-        self.writer.execute(dynamic_m.route(call.problem), numbers, addresses, call.walk.outer)
+        self.writer.execute(routes.route_of_rows(call.problem), numbers, addresses, call.walk.outer)
         self.buffers[x] = to
         notes = (x.note,) if x.note else ()
         self.kernels.append(Kernel("product", x.name, (x.where,), detail=str(call.problem), notes=notes))
@@ -231,7 +245,7 @@ class HostBuilder(Builder):
             m, n, k, word, items, left.layout, layout, "row", packed_layout, config.current().deterministic,
             fused=text,
         )  # fmt: skip
-        route = dynamic_m.route(p)
+        route = routes.route_of_rows(p)
         numbers = [m, n, k, items, left.row, left.col, apart[0], b_k, b_n, apart[1], rows[2] or n, 1, apart[2]]
         strides = list(zip(apart[3:], rows[3:], columns, strict=True))
         for moved in w.repeats:

@@ -1,96 +1,208 @@
-"""Plan of a fused function on a device: launches of units.
+"""Programs of fused functions on a device: launches of units, and the arrays between them.
 
-Owns `program`, which selects kernels for the units of a graph whose arrays are on a device. Shapes and strides are
-known when a program is built. An operation without a kernel is an error: NumPy does not compute on a device.
+Owns `GridBuilder`, which selects kernels for the units of a graph whose arrays are on a device, and `runner`, which
+returns a function that runs the steps of such a program. Shapes and strides are known when a program is built. An
+operation without a kernel is an error: NumPy does not compute on a device. Each call allocates the arrays between
+kernels in the library of its first array, and on its queue; it drops them after their last read, and their library
+frees them when the queue is done with them.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
+import sys
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import operand
+from portmm.arrays import interop, operand
 from portmm.arrays.grid_call import numbers
-from portmm.arrays.operand import WIDEST, Operand
+from portmm.arrays.numpy_arrays import contiguous, stand_in
+from portmm.arrays.operand import WIDEST, Operand, address
 from portmm.dispatch import config, grid_routes
 from portmm.dispatch.grid_rows import launches
 from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
-from portmm.fusion.partition import LEAVES, Splitter
-from portmm.fusion.plan import Builder, stand_in
+from portmm.fusion.partition import LEAVES
+from portmm.fusion.plan import Builder, kernel_type
 from portmm.fusion.program_cpu import Kernel
-from portmm.fusion.program_grid import Make, Output, Own, Run, runner
 from portmm.fusion.traced_array import Value
-from portmm.fusion.unit_expressions import kernel_type
+from portmm.ops.kernel_call import start
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place
-from portmm.trace.numpy_names import rebuilt
+from portmm.trace.tensor import rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.dispatch.launches import Launch
+    from portmm.dispatch.machine import Launch, Machine
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
-    from portmm.fusion.plan import Operands
-    from portmm.fusion.unit_expressions import Expressions
+    from portmm.fusion.plan import Expressions, Operands
+    from portmm.ops.kernel_call import Moves
     from portmm.trace.buffers import Walk
 
-MOST_TRIES = 64
+State = dict[str, Operand]
+"""Arrays of a call, by name."""
 
 
-def program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
-    """The function that runs a graph, its kernels, reasons for operations that are not fused, its text, and notes.
+@dataclass(frozen=True, slots=True, eq=False)
+class Make:
+    """A step that allocates an array.
 
-    Raises:
-        TypeError: some of its arrays are in the host's memory.
-        ValueError: its arrays are on several devices.
-        ScheduleError: something has no kernel.
+    Attributes:
+        name: of the array.
+        shape: its shape.
+        dtype: its type.
     """
-    operand.same_device(list(graph.device_arrays.values()))
-    for x in graph.nodes:
-        if x.leaf >= 0 and x.leaf not in graph.device_arrays and x.kind in ("array", "weight"):
-            what = "a packed weight" if x.kind == "weight" else "an array in the host's memory"
-            raise TypeError(f"{x.name} ({x.where}) is {what}, others are on a device: copy it there first")
-    plain: dict[Node, str] = {}
-    for _ in range(MOST_TRIES):
-        split = Splitter(graph, outputs, plain, {}).split()
-        builder = GridBuilder(graph, outputs, split)
-        if (failed := builder.built()) is None:
-            apart = [*split.apart]
-            return builder.runner(result), builder.kernels, apart, "", []
-        plain.update([failed])
-    raise ScheduleError("no way to split the function into kernels was found")
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+
+    def run(self, state: State, like: Operand, _: list[Any]) -> None:
+        """Allocate it."""
+        state[self.name] = interop.empty_like(like, self.shape, self.dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Run:
+    """A step that launches kernels.
+
+    Attributes:
+        on: the device.
+        launches: the kernels.
+        buffers: parameter -> array, and bytes from its first element.
+        numbers: parameter -> leaf.
+        workspace: elements of 32 bits shared by the kernels.
+    """
+
+    on: Machine
+    launches: tuple[tuple[Launch, Moves], ...]
+    buffers: tuple[tuple[str, str, int], ...]
+    numbers: tuple[tuple[str, int], ...]
+    workspace: int = 0
+
+    def run(self, state: State, like: Operand, leaves: list[Any]) -> None:
+        """Launch them."""
+        values = {name: address(state[root], at) for name, root, at in self.buffers}
+        values |= {name: float(leaves[i]) for name, i in self.numbers}
+        start(self.on, self.launches, values, like, (self.workspace, "f32"))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Own:
+    """A step that calls a function of portmm.
+
+    Attributes:
+        name: of its result.
+        function: the function.
+        arguments: the names of its arrays.
+    """
+
+    name: str
+    function: Callable[..., Any]
+    arguments: tuple[str, ...]
+
+    def run(self, state: State, _: Operand, __: list[Any]) -> None:
+        """Call it."""
+        result = interop.adopt(self.function(*(state[x].source for x in self.arguments)))
+        assert result is not None  # noqa: S101 - of arrays on a device
+        state[self.name] = result
+
+
+Step = Make | Run | Own
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """An array that is returned.
+
+    Attributes:
+        root: its name.
+        shape: of the returned array.
+        masks: its elements are bytes of 0 and 1.
+    """
+
+    root: str
+    shape: tuple[int, ...]
+    masks: bool
+
+    def array(self, state: State) -> Any:
+        """The array to return."""
+        source = state[self.root].source
+        if self.masks:
+            own = isinstance(source.dtype, np.dtype)
+            source = source.view(np.dtype(np.bool_) if own else sys.modules["torch"].bool)
+        return (
+            source if self.root.startswith("L") or state[self.root].shape == self.shape else source.reshape(self.shape)
+        )
+
+
+def runner(every: tuple[Step, ...], arrays: tuple[int, ...], result: Any) -> Callable[[list[Any]], Any]:
+    """A function of the arrays and numbers of a call.
+
+    Args:
+        every: the steps.
+        arrays: indices of the leaves that are arrays.
+        result: the value to return, with an `Output` for each array.
+    """
+    kept: set[str] = set()
+    rebuilt(result, lambda x: kept.add(x.root) if isinstance(x, Output) else None)
+    steps = _until(every, kept)
+
+    def run(leaves: list[Any]) -> Any:
+        state: State = {}
+        for i in arrays:
+            array = interop.adopt(leaves[i])
+            assert array is not None  # noqa: S101 - the key of the call says so
+            state[f"L{i}"] = array
+        like = state[f"L{arrays[0]}"]
+        for step, done in steps:
+            step.run(state, like, leaves)
+            for name in done:
+                del state[name]
+        return rebuilt(result, lambda x: x.array(state) if isinstance(x, Output) else x)
+
+    return run
+
+
+def _until(steps: tuple[Step, ...], kept: set[str]) -> tuple[tuple[Step, tuple[str, ...]], ...]:
+    """Steps, each with the arrays between kernels that no later step reads."""
+    last: dict[str, int] = {}
+    for i, step in enumerate(steps):
+        if isinstance(step, Run):
+            names = [root for _, root, _ in step.buffers]
+        else:
+            names = [step.name, *(step.arguments if isinstance(step, Own) else ())]
+        last |= {x: i for x in names if x.startswith("M") and x not in kept}
+    return tuple((x, tuple(n for n, at in last.items() if at == i)) for i, x in enumerate(steps))
 
 
 class GridBuilder(Builder):
-    """A builder of the launches of units: see `Builder`."""
+    """A builder of the launches of units: see `Builder`.
+
+    Raises:
+        TypeError: some arrays are in the host's memory.
+        ValueError: they are on several devices.
+    """
+
+    between = False
 
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         super().__init__(graph, outputs, split)
-        self.like = next(iter(graph.device_arrays.values()))
+        arrays = graph.device_arrays
+        operand.same_device(list(arrays.values()))
+        for x in graph.nodes:
+            if x.leaf >= 0 and x.leaf not in arrays and x.kind in ("array", "weight"):
+                what = "a packed weight" if x.kind == "weight" else "an array in the host's memory"
+                raise TypeError(f"{x.name} ({x.where}) is {what}, others are on a device: copy it there first")
+        self.like = next(iter(arrays.values()))
         self.on = machine_of(self.like)
         self.steps: list[Make | Run | Own] = []
-        self.aligned = {f"L{i}": math.gcd(x.at, WIDEST) for i, x in graph.device_arrays.items()}
-
-    def built(self) -> tuple[Node, str] | None:
-        """Build all units; return a product that has no kernel with its epilogue, and the reason, or None.
-
-        Raises:
-            ScheduleError: a unit has no kernel.
-        """
-        for unit in self.split.units:
-            try:
-                self.step(unit)
-            except ScheduleError as error:
-                if unit.kind == "product" and len(unit.members) > 1:
-                    return unit.members[0], str(error)
-                raise
-        return None
+        self.aligned = {f"L{i}": math.gcd(x.at, WIDEST) for i, x in arrays.items()}
 
     # Buffers.
 
@@ -124,7 +236,7 @@ class GridBuilder(Builder):
     def place(self, name: str, shape: tuple[int, ...], dtype: Any) -> Place:
         """A new array."""
         self.aligned[name] = WIDEST
-        strides = operand.contiguous(shape, np.dtype(dtype).itemsize)
+        strides = contiguous(shape, np.dtype(dtype).itemsize)
         return Place(name, 0, stand_in(shape, np.dtype(dtype), strides), "")
 
     def gcd(self, x: Place, moved: list[int]) -> int:
@@ -236,11 +348,11 @@ class GridBuilder(Builder):
         root = buffer.root if own and math.prod(self.shape_of(buffer.root) or (0,)) == x.size else self.contiguous(x)
         return Output(root, x.shape, bool(x.dtype == np.bool_))
 
-    def runner(self, result: Any) -> Callable[[list[Any]], Any]:
-        """A function of the arrays and numbers of a call."""
+    def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
+        """The function of the arrays and numbers of a call; it has no text."""
         # `outputs` drops the values of the graph, which refer to arrays of this call.
         outputs = rebuilt(result, lambda x: self.output(x.node) if isinstance(x, Value) else x)
-        return runner(tuple(self.steps), tuple(self.graph.device_arrays), outputs)
+        return runner(tuple(self.steps), tuple(self.graph.device_arrays), outputs), ""
 
 
 def _step(x: Place, axis: int) -> int:

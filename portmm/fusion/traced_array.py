@@ -19,7 +19,8 @@ from portmm.fusion.array_methods import ArrayMethods, is_last, squeezed
 from portmm.fusion.graph import Node, refuse
 from portmm.spec import elementwise
 from portmm.spec.expr import FUNCTIONS, UFUNCS
-from portmm.trace.numpy_names import CHANGES, COPIES, LOOKS, METHODS, SIGNS, STATIC, STATIC_METHODS, VIEWS, rebuilt
+from portmm.trace.proxies import posing
+from portmm.trace.tensor import CHANGES, COPIES, LOOKS, METHODS, SIGNS, STATIC, STATIC_METHODS, VIEWS, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -134,14 +135,12 @@ class Value(Recorded, ArrayMethods):
 
     __slots__ = ()
 
-    @property
-    def __class__(self) -> Any:
+    def class_(self) -> Any:
+        """The class of the array that it stands for."""
         value = self.graph.leaves[self.node.leaf] if self.node.leaf >= 0 else None
         return np.ndarray if value is None or isinstance(value, np.ndarray) else type(value)
 
-    @__class__.setter
-    def __class__(self, _: Any) -> None:
-        raise refuse("the class of a traced array cannot be set")
+    __class__ = posing(class_, "a traced array", refuse)
 
     def __repr__(self) -> str:
         return f"<traced {self.node.dtype} {self.node.shape}>"
@@ -296,13 +295,7 @@ class Index(Value):
 
     __slots__ = ()
 
-    @property
-    def __class__(self) -> Any:
-        return int
-
-    @__class__.setter
-    def __class__(self, _: Any) -> None:
-        raise refuse("the class of an index cannot be set")
+    __class__ = posing(lambda _: int, "an index", refuse)
 
 
 def _wrap(graph: Graph, nodes: Any) -> Any:

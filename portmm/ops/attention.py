@@ -20,20 +20,19 @@ from portmm.ops.attention_kernel import AttentionKernel, make_kernel
 from portmm.ops.attention_shapes import (
     NAMES,
     Shape,
+    by_item,
     by_numpy,
     count,
-    lengths_of,
     refuse_others,
     score_of,
     shape_of,
-    starts_of,
 )
 from portmm.spec.epilogue import acc
 from portmm.trace.bind import UserFunction
 from portmm.trace.tracer import Indices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
+    from collections.abc import Callable
 
     from portmm.spec.expr import Expr
 
@@ -108,7 +107,7 @@ def attention(
             there = grid_attention.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
             return grid_attention.attention((q, k, v, out), there)
         if libraries.in_host_memory(q, k, v, lengths, offset, out):
-            from portmm.arrays.torch_tensors import through
+            from portmm.arrays.interop import through
 
             return through(attention, q, k, v, **more)
     shape = shape_of(q, k, v)
@@ -117,8 +116,8 @@ def attention(
         numpy_arrays.check_out(out, shape.result, shape.dtype)
     factor = 1 / math.sqrt(shape.d) if scale is None and score is None else scale
     options = _Options(score_of(score, mask, factor), causal, window, far, return_lse)
-    many = None if lengths is None else lengths_of(lengths, shape)
-    starts = None if offset is None else starts_of(offset, shape)
+    many = None if lengths is None else by_item(lengths, "lengths", shape, 0)
+    starts = None if offset is None else by_item(offset, "offsets", shape, -shape.m)
     result, lse, kernel = _computed(shape, options, many, starts, out)
     if plain and kernel is not None:
         numbers = [factor] * len(kernel.bound.traced.numbers)
@@ -150,7 +149,7 @@ def _computed(
 ) -> tuple[Array, Array | None, AttentionKernel | None]:
     """The result, the logarithms if they are returned, and the kernel."""
     operands, dtype, result_shape = shape.operands, shape.dtype, shape.result
-    result = out if out is not None and _writes(out, dtype, operands) else np.empty(result_shape, dtype)
+    result = out if numpy_arrays.dense_at(out, dtype, *operands) else np.empty(result_shape, dtype)
     lse = np.empty(result_shape[:-1], np.float32) if options.lse else None
     if 0 in (shape.items, shape.heads, shape.m, shape.dv, shape.n):
         result[...] = 0
@@ -171,7 +170,8 @@ def _computed(
         fallback = by_numpy(shape, options.function, options.causal, options.window, many, starts)
         result[...] = fallback[0].reshape(result_shape)
         return result, fallback[1].reshape(result_shape[:-1]) if options.lse else None, None
-    if result is out and _overlaps(out, user_function.closure.values()):
+    captured = [x for x in user_function.closure.values() if isinstance(x, np.ndarray)]
+    if result is out and any(np.may_share_memory(out, x) for x in captured):
         result = np.empty(result_shape, dtype)  # scores would read what the kernel overwrites
         results = [_four(result, shape)]
     results += [_four(lse[..., None], shape)] if lse is not None else []
@@ -192,17 +192,6 @@ def _put(result: Array, lse: Array | None, out: Any) -> Any:
 def _leaves() -> tuple[Expr, Indices]:
     """The placeholder arguments of score and mask."""
     return acc(), Indices(NAMES)
-
-
-def _writes(out: Array, dtype: np.dtype[Any], operands: tuple[Array, ...]) -> bool:
-    """Whether a kernel can write straight to `out`."""
-    dense = numpy_arrays.addressable(out, dtype) and out.strides[-1] == dtype.itemsize and out.flags.c_contiguous
-    return dense and not _overlaps(out, operands)
-
-
-def _overlaps(out: Array, read: Iterable[Any]) -> bool:
-    """Whether an array may share memory with the result."""
-    return any(isinstance(x, np.ndarray) and np.may_share_memory(out, x) for x in read)
 
 
 def _four(x: Array, shape: Shape) -> Array:

@@ -12,12 +12,12 @@ import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
-from portmm.errors import TraceError
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ops import host_matmul
+from portmm.ops.attention_shapes import score_expression
 from portmm.runtime.cpu import runtime
-from portmm.spec.epilogue import C, Fused, index
-from portmm.spec.expr import Expr, real, substituted
+from portmm.spec.epilogue import index
+from portmm.spec.expr import Expr, substituted
 from portmm.spec.row_classes import last_of_class
 from portmm.trace.bind import Bound
 from portmm.trace.recorder import described
@@ -25,6 +25,7 @@ from portmm.trace.recorder import described
 if TYPE_CHECKING:
     from portmm.ops.attention_shapes import Shape
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target
@@ -122,25 +123,22 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    from portmm.dispatch import cpu_routes, cpu_units
+    from portmm.dispatch import cpu_kernels, cpu_routes
     from portmm.schedule.cpu_attention import attention_schedule, work
 
-    if len(traced.results) > 1:
-        raise TraceError("a score is one value, not a tuple")
-    function, target = _real(traced), config.target()
+    fused, target, dtype = score_expression(traced), config.target(), numpy_arrays.name_of(shape.dtype)
     host_matmul.begin()
     runtime()  # raises before a kernel is lowered in vain
-    fused, dtype = _fused(function), numpy_arrays.name_of(shape.dtype)
-    isa, atom, lanes = cpu_units.attention_unit(dtype, fused, target, last_of_class(shape.m))
+    isa, atom, lanes = cpu_kernels.attention_unit(dtype, fused, target, last_of_class(shape.m))
     few = shape.m <= FEW // atom.k_pack
-    function = function if few else _transposed(traced)
+    function = traced if few else _transposed(traced)
     unit = lanes if few else atom
     schedule = attention_schedule(isa, unit)
     if not few and _packs(shape, isa, atom, schedule):
         schedule = attention_schedule(isa, atom, packs=True)
     causal, no_window, with_lse, all_keys, no_starts = flags
     bounds = Bounds(causal, not no_window)
-    form = Form(_fused(function), dtype, dtype, bounds, not all_keys, not no_starts, with_lse)
+    form = Form(score_expression(function), dtype, dtype, bounds, not all_keys, not no_starts, with_lse)
     program = of_attention(form, "n" if few else "m")
     step, run = _blocks(shape, schedule, target, few=few)
     macs = work(shape.items * shape.heads, shape.m, shape.n, shape.d + shape.dv).counts["multiply-adds"]
@@ -171,11 +169,6 @@ def _packs(shape: Shape, isa: Isa, atom: Atom, s: Schedule) -> bool:
     return atom.k_pack > 1 or atom.tiled or not (masks or not shape.dv % s.parallel.cell[1])
 
 
-def _fused(score: Traced) -> Fused:
-    """The score as an epilogue expression."""
-    return Fused(score.operands, ((C, score.results[0][0]),))
-
-
 def _blocks(shape: Shape, s: Schedule, target: Target, *, few: bool) -> tuple[int, int]:
     """Keys of a block, and of a KV split, 0 without splits."""
     from portmm.schedule.cpu_attention import keys_of
@@ -192,11 +185,6 @@ def _strides(x: Array) -> tuple[int, ...]:
     return b, m, n, h
 
 
-def _real(traced: Traced) -> Traced:
-    """The traced function with a result of f32."""
-    return replace(traced, results=tuple((real(x), None) for x, _ in traced.results))
-
-
 def _transposed(traced: Traced) -> Traced:
     """The traced function with rows and columns exchanged."""
 
@@ -204,7 +192,7 @@ def _transposed(traced: Traced) -> Traced:
         return index(_TRANSPOSED.get(x.args[0], x.args[0])) if x.op == "index" else None
 
     done: dict[Expr, Expr] = {}
-    results = tuple((real(substituted(x, change, done)), None) for x, _ in traced.results)
+    results = tuple((substituted(x, change, done), None) for x, _ in traced.results)
     views = [tuple(_TRANSPOSED.get(x, x) if isinstance(x, str) else x for x in s.view) for s in traced.sources]
     sources = tuple(replace(s, view=view) for s, view in zip(traced.sources, views, strict=True))
     operands = tuple(described(s.array, s.view) for s in sources)

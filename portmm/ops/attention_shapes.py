@@ -14,13 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import numpy_arrays
+from portmm.errors import TraceError
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.elementwise import where
+from portmm.spec.epilogue import C, Fused
+from portmm.spec.expr import real
 from portmm.trace.closures import traced_through
 from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from portmm.trace.tracer import Traced
 
 Array = np.ndarray[Any, Any]
 Sizes = tuple[int, ...]
@@ -127,28 +132,13 @@ def count(x: Any, name: str, least: int) -> int:
     return int(integer)
 
 
-def lengths_of(x: Any, shape: Shape) -> Array:
-    """The number of keys of each item.
+def by_item(x: Any, name: str, shape: Shape, least: int) -> Array:
+    """An integer for each item: its number of keys, or the position of its first query, at least `least`.
 
     Raises:
         TypeError: these are not integers.
         ValueError: their shape or range is wrong.
     """
-    return _by_item(x, "lengths", shape, 0)
-
-
-def starts_of(x: Any, shape: Shape) -> Array:
-    """The position of each item's first query.
-
-    Raises:
-        TypeError: these are not integers.
-        ValueError: their shape or range is wrong.
-    """
-    return _by_item(x, "offsets", shape, -shape.m)
-
-
-def _by_item(x: Any, name: str, shape: Shape, least: int) -> Array:
-    """An integer for each item."""
     refuse_class(x, name, matrix=False)
     values = np.asarray(x)
     if values.dtype.kind not in "iu":
@@ -213,6 +203,17 @@ def score_of(score: Any, mask: Any, factor: float | None) -> Callable[..., Any]:
         return where(mask(i), scored(s, i), -math.inf)
 
     return traced_through(function)
+
+
+def score_expression(traced: Traced) -> Fused:
+    """The traced score as an epilogue expression, of f32.
+
+    Raises:
+        TraceError: it is several values.
+    """
+    if len(traced.results) > 1:
+        raise TraceError("a score is one value, not a tuple")
+    return Fused(traced.operands, ((C, real(traced.results[0][0])),))
 
 
 def _scored(score: Any, factor: float | None) -> Callable[..., Any]:

@@ -49,7 +49,7 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
         if (there := host_matmul.device_operands(a, b, out)) is not None:
             return _on_device(there, dtype, epilogue, prologue_a, prologue_b)
         if libraries.in_host_memory(a, b, out):
-            from portmm.arrays.torch_tensors import through
+            from portmm.arrays.interop import through
 
             return through(matmul, a, b, out, dtype, epilogue, prologue_a, prologue_b)
     left = numpy_arrays.as_operand(a, "a")

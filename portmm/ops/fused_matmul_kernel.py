@@ -110,13 +110,10 @@ class FusedProduct:
         Raises:
             ScheduleError: there is none.
         """
-        step = self.fusible_step(traced)
-        size = self.size(step)
-        rows, other = self.operands(size, self.types())
-        right = other if isinstance(other, numpy_arrays.Operand) else None
-        p = self.problem(step, rows.layout, right.layout if right else "")
-        if (rows.layout, p.b) == ("row", "col") and _better_unfused(p, step):
+        step, p, rows, other = self.question(traced)
+        if _better_unfused(p, step):
             raise ScheduleError("the product, and a separate kernel over its rows, are predicted to be faster")
+        size, right = self.size(step), other if isinstance(other, numpy_arrays.Operand) else None
         host_matmul.begin()
         route, shared = routes.routed(p)
         strides = (right.row, right.col, _item_stride(right, size)) if right else (other.b_k, other.b_n, 0)
@@ -131,16 +128,18 @@ class FusedProduct:
         served = bound.served(row_class(size[0])) if shared else (size[0], size[0])
         return FusedKernel(route, bound, numbers, size, results, traced.several, direct, served, shared)
 
-    def fusible_step(self, traced: Traced) -> Step:
-        """The epilogue as expressions, if it can be fused.
+    def question(self, traced: Traced) -> tuple[Step, Problem, numpy_arrays.Operand, Any]:
+        """The epilogue as expressions, the problem, and A and B as one kernel reads them.
 
         Raises:
-            ScheduleError: it cannot be, or the product is empty.
+            ScheduleError: the epilogue cannot be fused, or the product is empty.
         """
         step = self.step(traced)
         if 0 in (self.items, self.m, self.n, self.k):
             raise ScheduleError("the product is empty")
-        return step
+        rows, other = self.operands(self.size(step), self.types())
+        p = self.problem(step, rows.layout, other.layout if isinstance(other, numpy_arrays.Operand) else "")
+        return step, p, rows, other
 
     def step(self, traced: Traced) -> Step:
         """The epilogue as expressions, whatever the size.
@@ -227,20 +226,20 @@ def fused_problem(
     call = FusedProduct(left, right, np.dtype(dtype) if typed_result else None, None)
     traced, _ = trace(epilogue, VALUES, by_value=False, rank=2 if left.ndim == len(right.shape) == 2 else 3)
     try:
-        step = call.fusible_step(traced)
+        step, p, _, _ = call.question(traced)
     except ScheduleError as error:
-        from portmm.arrays.problem_of import problem_of_call
+        from portmm.arrays.call import problem_of_call
 
         return problem_of_call(a, b), (f"the epilogue is a separate kernel, over the rows of the product: {error}",)
-    rows, other = call.operands(call.size(step), call.types())
-    p = call.problem(step, rows.layout, other.layout if isinstance(other, numpy_arrays.Operand) else "")
-    if (p.a, p.b) == ("row", "col") and _better_unfused(p, step):
+    if _better_unfused(p, step):
         return replace(p, fused=""), ("the epilogue is a separate kernel: predicted to be faster",)
     return p, ("the epilogue is part of the kernel",)
 
 
 def _better_unfused(p: Problem, step: Step) -> bool:
     """Whether kernels that cannot fuse, dot products with a column-major B, gain more than another pass costs."""
+    if (p.a, p.b) != ("row", "col"):
+        return False
     from portmm.dispatch import schedule_choice
 
     target, threads = config.target(), config.get_num_threads()

@@ -15,18 +15,16 @@ import numpy as np
 
 from portmm.arrays import operand
 from portmm.arrays.interop import adopt_all
+from portmm.arrays.numpy_arrays import contiguous
 from portmm.codegen.lower import lower_program
-from portmm.dispatch.launches import bind
-from portmm.dispatch.machine import machine_of
-from portmm.errors import TraceError
+from portmm.dispatch.machine import bind, machine_of
 from portmm.ir.attention_program import Bounds, Form, of_attention
-from portmm.ops.attention_shapes import NAMES, SUPPORTED, score_of, sizes_of
+from portmm.ops.attention_shapes import NAMES, SUPPORTED, score_expression, score_of, sizes_of
 from portmm.ops.kernel_call import Captures, Closure, KernelCall, via_temporary
 from portmm.schedule import gpu_mma_attention
 from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import C, Fused, acc
-from portmm.spec.expr import real
+from portmm.spec.epilogue import acc
 from portmm.trace.bind import UserFunction
 from portmm.trace.tracer import Indices
 
@@ -173,7 +171,7 @@ def _by_item(
     if array.dtype != "s32":
         raise TypeError(f"{name} has elements of {_long_type(array)}; pass int32, or one integer")
     size = BY_NAME[array.dtype].bytes
-    if array.shape != lead or (array.size > 1 and array.strides != operand.contiguous(lead, size)):
+    if array.shape != lead or (array.size > 1 and array.strides != contiguous(lead, size)):
         raise ValueError(f"{name} has shape {array.shape} and strides {array.strides}; pass {lead}, C-contiguous")
     return usual, array
 
@@ -254,10 +252,8 @@ def _prepare(call: _Call, flags: tuple[bool, bool, bool], traced: Traced) -> Ker
 
 def _program(call: _Call, flags: tuple[bool, bool, bool], traced: Traced, to: str) -> BlockProgram:
     """The attention as a block program."""
-    if len(traced.results) > 1:
-        raise TraceError("a score is one value, not a tuple")
     causal, windowed, lse = flags
-    score, bounds = Fused(traced.operands, ((C, real(traced.results[0][0])),)), Bounds(causal, windowed)
+    score, bounds = score_expression(traced), Bounds(causal, windowed)
     return of_attention(Form(score, call.q.dtype, to, bounds, call.lengths is not None, call.starts is not None, lse))
 
 

@@ -14,15 +14,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import operand, relayout
-from portmm.arrays.grid_call import GridCall, Product, grid_call
+from portmm.arrays import operand
+from portmm.arrays.grid_call import Copy, GridCall, Product, arranged, grid_call
 from portmm.arrays.interop import adopt_all
 from portmm.arrays.libraries import on_device
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.arrays.operand import Operand, dense_like, named, overlap
 from portmm.dispatch import config, grid_routes
-from portmm.dispatch.launches import MOST
-from portmm.dispatch.machine import machine_of
+from portmm.dispatch.machine import MOST, machine_of
 from portmm.errors import ScheduleError
 from portmm.ops import row_kernels
 from portmm.ops.epilogues import NAMES, NOT_F64, VALUES, fusible
@@ -274,9 +273,9 @@ def prepared(x: Product, requested: str, traced: Traced | None = None, *, static
     if step is not None and call.outer is not None:
         raise ScheduleError("an epilogue takes an evenly strided batch; copy the operands first")
     p, vectors, values = call.problem, call.vectors, call.values | values
-    copies: tuple[relayout.Copy, ...] = ()
+    copies: tuple[Copy, ...] = ()
     if call.outer is None:
-        p, vectors, values, copies = relayout.arranged(p, vectors, values, on)
+        p, vectors, values, copies = arranged(p, vectors, values, on)
     # An empty sum is zero: kernels of any k write zeros.
     at_least_one_k = replace(p, k=max(p.k, 1), static=static and p.k > 0 and on.language == "cuda")
     launches, workspace = grid_routes.route(at_least_one_k, on, vectors).launches(values, p)

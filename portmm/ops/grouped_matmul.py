@@ -8,6 +8,7 @@ row or group indices, both as numbers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,10 @@ from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError
 from portmm.ops import host_matmul, routes
 from portmm.ops.epilogues import VALUES
+from portmm.ops.fused_matmul import fit
+from portmm.ops.fused_matmul_kernel import FusedProduct
 from portmm.ops.prepack import current, is_packed, items
+from portmm.ops.rowwise import by_numpy
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import number
@@ -80,7 +84,7 @@ def grouped_matmul(
             assert product is not None  # noqa: S101 - one of them is on a device
             return grid_product.multiply(product, dtype, epilogue)
         if libraries.in_host_memory(*every):
-            from portmm.arrays.torch_tensors import through
+            from portmm.arrays.interop import through
 
             return through(grouped_matmul, a, b, ends, out, dtype=dtype, epilogue=epilogue)
     groups = _groups(a, b, ends)
@@ -221,9 +225,6 @@ class _Ready:
 
 def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
     """The products with an epilogue."""
-    from portmm.ops.fused_matmul import fit
-    from portmm.ops.fused_matmul_kernel import FusedProduct
-
     m, n, _ = x.size
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     first = None if first == np.float64 else first  # results in float32 are converted
@@ -235,12 +236,9 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
     results = [
         np.empty((m, n if "n" in axes else 1), t) for axes, t in zip(ready.step.axes, ready.step.types, strict=True)
     ]
-    keys = [s.key for s in ready.bound.traced.sources]
-    captured = [
-        user_function.closure[key] if key in user_function.closure else resolve(key, user_function.closure)
-        for key in keys
-    ]
-    if isinstance(out, np.ndarray) and out.shape == (m, n) and _free(out, results[0].dtype, [*x.memory, *captured]):
+    captured = [resolve(x.key, user_function.closure) for x in ready.bound.traced.sources]
+    memory = [*x.memory, *captured]
+    if isinstance(out, np.ndarray) and out.shape == (m, n) and numpy_arrays.dense_at(out, results[0].dtype, *memory):
         results[0] = out
     operands = ready.bound.fill(user_function.closure, [], results[1:])
     for begin, end, i in [*x.runs(), (x.ends[-1], m, len(x.b))]:
@@ -251,12 +249,6 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
 
 def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
     """The products with an epilogue, computed by NumPy."""
-    from types import SimpleNamespace
-
-    from portmm.ops import rowwise
-    from portmm.ops.fused_matmul import fit
-    from portmm.ops.fused_matmul_kernel import FusedProduct
-
     m, n, _ = x.size
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     call = FusedProduct(x.a, x.b[0], dtype, None)
@@ -265,14 +257,8 @@ def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Calla
     indices = SimpleNamespace(m=np.arange(m)[:, None], n=np.arange(n)[None, :], b=group[:, None])
     products = _plain(x, None, sums).astype(np.float32, copy=False)
     usual = first if first is not None and first != np.float64 else call.types()[2]
-    results, several = rowwise.by_numpy(epilogue, (products,), {}, usual, indices)
+    results, several = by_numpy(epilogue, (products,), {}, usual, indices)
     return fit(list(results), out, several=several)
-
-
-def _free(out: Array, dtype: np.dtype[Any], others: list[Any]) -> bool:
-    """Whether kernels can write the first result straight to `out`."""
-    writable = out.dtype == dtype and out.flags.aligned and out.flags.c_contiguous and out.flags.writeable
-    return bool(writable and not any(np.may_share_memory(out, y) for y in others))
 
 
 def _ready(traced: Traced, call: Any, groups: int, first: np.dtype[Any] | None) -> _Ready:
@@ -304,8 +290,6 @@ def _ready(traced: Traced, call: Any, groups: int, first: np.dtype[Any] | None) 
 
 def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays: tuple[Array, ...]) -> None:
     """Run the product of a group: its first row, its end, and its index, which past the last is that of no group."""
-    from portmm.ops.fused_matmul_kernel import FusedProduct
-
     (begin, end, group), (c, table, numbers, *operands) = at, arrays
     n, k, rows = c.shape[1], x.size[2], end - begin
     types = call.types()
@@ -333,8 +317,6 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays:
 
 def _operands(call: Any, step: Step, left: Array, right: Any) -> tuple[Problem, numpy_arrays.Operand, tuple[Any, ...]]:
     """The problem of one group, and its operands as kernels take them."""
-    from portmm.ops.fused_matmul_kernel import FusedProduct
-
     one = FusedProduct(left, right, call.wanted, call.first)
     rows, other = one.operands((one.m, one.n, 1), one.types())
     if isinstance(other, numpy_arrays.Operand):

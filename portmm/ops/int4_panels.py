@@ -145,7 +145,7 @@ def pack_int4(q: Quantized) -> PackedInt4:
     Raises:
         PackError: it has another number of bits, or its groups are not multiples of 8 rows.
     """
-    from portmm.dispatch.cpu_units import family_of_codes
+    from portmm.dispatch.cpu_kernels import family_of_codes
 
     k, n = q.shape
     layout = family_of_codes(config.target(), group_of(q))

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import operand, relayout
+from portmm.arrays import grid_call, operand
 from portmm.arrays.interop import adopt, empty_like
 from portmm.arrays.operand import address
 from portmm.dispatch.grid_rows import launches as launches_over_rows
@@ -29,8 +29,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.arrays.operand import Operand
-    from portmm.dispatch.launches import Launch
-    from portmm.dispatch.machine import Machine
+    from portmm.dispatch.machine import Launch, Machine
     from portmm.trace.recorder import Source
     from portmm.trace.tracer import Traced
 
@@ -110,7 +109,7 @@ class KernelCall:
     several: bool = False
     captures: Captures = Captures()
     converts: bool = False
-    copies: tuple[relayout.Copy, ...] = ()
+    copies: tuple[grid_call.Copy, ...] = ()
     swapped: bool = False
 
     def run(
@@ -146,7 +145,7 @@ class KernelCall:
                 closure = closure or {}
                 read = self.captures.arrays(closure, like) if read is None else read
                 values |= self.captures.values(read, closure)
-            copies = relayout.run(self.copies, self.on, values, like)
+            copies = grid_call.run_copies(self.copies, self.on, values, like)
             start(self.on, self.launches, values, like, self.workspace)
             del copies  # their library frees them when the queue is done with them
         if out is not None and self.converts:

@@ -126,8 +126,7 @@ def _on_device(kernel: GridKernel, *arrays: Any) -> None:
         ValueError: shapes do not match, or `c` cannot be written.
     """
     from portmm.arrays import interop, operand
-    from portmm.dispatch.launches import bind
-    from portmm.dispatch.machine import machine_of
+    from portmm.dispatch.machine import bind, machine_of
 
     operands: dict[str, Operand] = {}
     for name, array in zip("abc", arrays, strict=True):

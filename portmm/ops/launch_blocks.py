@@ -24,7 +24,7 @@ from portmm.ir.block_program import TileGemm
 from portmm.ir.product_program import product_of
 from portmm.ops import fused_matmul, grid_attention, grid_product, host_matmul
 from portmm.ops.attention_kernel import make_kernel
-from portmm.ops.attention_shapes import lengths_of, shape_of, starts_of
+from portmm.ops.attention_shapes import by_item, shape_of
 from portmm.ops.fused_matmul_kernel import FusedProduct
 from portmm.ops.kernel_call import copy, start
 from portmm.runtime.cpu import runtime
@@ -175,7 +175,7 @@ def _rows(x: _Launch) -> None:
             runtime().execute(route, m, n, 1, batch, *(0,) * 12, None, table, None)
         return
     on, aligned = machine_of(x.there[0]), [math.gcd(y.at, operand.WIDEST) for y in x.there]
-    every, work = launches(str(x.program.fused), (m, n, batch), strides, aligned, on, x.program)
+    every, work = launches(x.program, (m, n, batch), strides, aligned, on)
     addresses = {f"x{i}_all": operand.address(y) for i, y in enumerate(x.there)}
     start(on, tuple((y, ()) for y in every), addresses, x.there[0], (work, "f32"))
 
@@ -252,8 +252,8 @@ def _attention(x: _Launch) -> None:
         x.copied(grid_attention.launch((q, k, v, outs[0]), options, traced, closure), outs)
         return
     shape = shape_of(q, k, v)
-    many = None if many is None else lengths_of(many, shape)
-    starts = None if starts is None else starts_of(starts, shape)
+    many = None if many is None else by_item(many, "lengths", shape, 0)
+    starts = None if starts is None else by_item(starts, "offsets", shape, -shape.m)
     dense = [y if y.flags.c_contiguous else np.empty_like(y, order="C") for y in outs]
     if 0 in (shape.items, shape.heads, shape.m, shape.dv, shape.n):
         dense[0][...], dense[1:] = 0, [np.full_like(y, -np.inf) for y in dense[1:]]

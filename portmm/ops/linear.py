@@ -121,10 +121,7 @@ def linear(
         to = result
     else:
         result = _checked_out(out, shape, kernel.dtype)
-        free = numpy_arrays.dense_at(result, kernel.dtype, left) and not any(
-            np.may_share_memory(x, result) for x in vectors
-        )
-        to = result if free else np.empty(shape, kernel.dtype)
+        to = result if numpy_arrays.dense_at(result, kernel.dtype, left, *vectors) else np.empty(shape, kernel.dtype)
     if result.size:
         _run(kernel, options, m, left, weight, to, (kernel.table, None, *vectors))
         if to is not result:
@@ -139,7 +136,7 @@ def _elsewhere(tracer: Any, operands: tuple[Any, Any, Any], options: dict[str, A
     if libraries.on_device(operands[0]) or libraries.on_device(operands[1]):
         return (_on_device(*operands, **options),)
     if libraries.in_host_memory(*operands, options["out"]):
-        from portmm.arrays.torch_tensors import through
+        from portmm.arrays.interop import through
 
         return (through(linear, *operands, **options),)
     return ()

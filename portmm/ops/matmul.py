@@ -15,7 +15,7 @@ from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError
 from portmm.ops import host_matmul
-from portmm.ops.host_plan import make_plan, numpy_plan
+from portmm.ops.host_matmul import make_plan, numpy_plan
 from portmm.ops.prepack import current, is_int4_on_device, is_packed, is_quantized
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
 
         return grid_product.plan(there)
     if libraries.in_host_memory(a, b, out):
-        from portmm.arrays.torch_tensors import through
+        from portmm.arrays.interop import through
 
         return partial(through, through(plan, a, b, out))
     left = numpy_arrays.as_operand(a, "a", matrix=False)

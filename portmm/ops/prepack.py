@@ -176,7 +176,7 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
         TypeError: a dtype is not supported, or the two types have no product.
         ValueError: `b` has fewer than two dimensions.
     """
-    from portmm.dispatch import cpu_units
+    from portmm.dispatch import cpu_kernels
 
     if type(b).__name__ == "Quantized":
         return _packed_int4(b, like)
@@ -185,7 +185,7 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
     if on_device(b):
         return _pack_there(b)
     if in_host_memory(b):
-        from portmm.arrays.torch_tensors import as_numpy
+        from portmm.arrays.interop import as_numpy
 
         b = as_numpy(b)
     array = numpy_arrays.as_operand(b, "b")
@@ -199,7 +199,7 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
             f"a weight of {dtype} is not multiplied by {np.dtype(activations)} without conversion: convert it first"
         )
     word, target = numpy_arrays.word(types), config.target()
-    layout = family_of(cpu_units.family(word, target))
+    layout = family_of(cpu_kernels.family(word, target))
     k, n = array.shape[-2:]
     item = _item(layout, k, n) * layout.kr
     owner = numpy_arrays.aligned_empty(item * math.prod(array.shape[:-2]), dtype)
@@ -217,14 +217,15 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
 
 
 def _pack_by_kernel(array: np.ndarray[Any, Any], owner: np.ndarray[Any, Any], layout: Family, word: str) -> None:
-    from portmm.dispatch import cpu_routes, cpu_units
+    from portmm.dispatch import cpu_kernels, cpu_routes
 
     target, dtype, (k, n) = config.target(), owner.dtype, array.shape[-2:]
     src = numpy_arrays.canonical(array, dtype)
     item = _item(layout, k, n) * layout.kr
-    steps = (numpy_arrays.strides_over(src.array, array.shape[:-2]), (0,) * (array.ndim - 2), _dense(array, item))
-    walk = numpy_arrays.collapse(array.shape[:-2], (steps[1], steps[0], steps[2]))
-    isa, _ = cpu_units.packing_unit(word, target)
+    batch, none = array.shape[:-2], (0,) * (array.ndim - 2)
+    steps = (none, numpy_arrays.strides_over(src.array, batch), numpy_arrays.contiguous(batch, item))
+    walk = numpy_arrays.collapse(batch, steps)
+    isa, _ = cpu_kernels.packing_unit(word, target)
     route = cpu_routes.pack_route(isa, word, layout.nr, src.layout, config.get_num_threads())
     address = int(owner.__array_interface__["data"][0])
     numbers = (1, n, k, walk.count, src.address, 0, 0, 0, src.address, src.row, src.col, walk.strides[1])
@@ -246,14 +247,6 @@ def join(weights: tuple[Any, ...]) -> Any:
     np.concatenate(parts, out=owner)
     owner.flags.writeable = False
     return _packed(owner, (k, sum(w.shape[1] for w in weights)), layout)
-
-
-def _dense(array: np.ndarray[Any, Any], item: int) -> tuple[int, ...]:
-    steps, total = [], item
-    for n in reversed(array.shape[:-2]):
-        steps.append(total)
-        total *= n
-    return tuple(reversed(steps))
 
 
 def items(p: Any) -> list[Any]:

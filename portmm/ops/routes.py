@@ -1,11 +1,13 @@
 """Routes of products on the host: a launchable kernel for a problem.
 
 Owns the memo of routes by row class. A route comes from the memo, from the route cache of earlier processes, or is
-selected and built now.
+selected and built now. `route_of_rows` prefers a kernel that is compiled for another number of rows if that is nearly
+as fast as the best: a kernel serves any number of rows, and compiling another takes as long as a thousand calls.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch import config, cpu_race
@@ -19,8 +21,13 @@ if TYPE_CHECKING:
 
 MOST_CLASSES = 4096
 """Routes of row classes remembered for calls through Python."""
+NEARLY = 1.15
+"""Predicted time, relative to the best kernel, up to which a compiled kernel is preferred."""
+MOST = 1024
+"""Products of fused functions remembered before the memo is emptied."""
 
 _classes = Memory(MOST_CLASSES, "routes")
+_first, _schedules, _routes = Memory(MOST, "routes"), Memory(MOST, "routes"), Memory(MOST, "routes")
 
 
 def route(p: Problem) -> Any:
@@ -85,3 +92,47 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
     keep(kernel, served)
     cpu_race.enter(kernel, p, served, kept)
     return (_classes.keep(key, kernel), True) if served == (least, most) else (kernel, False)
+
+
+def route_of_rows(p: Problem) -> Any:
+    """A launchable kernel for a product of a fused function, perhaps that of another number of rows.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+        BuildError: it cannot be compiled.
+    """
+    if p.static:
+        return route(p)
+    but_rows = (replace(p, m=0), config.current(), config.limit())
+    kernel = _routes.get((p.m, but_rows))
+    if kernel is None:
+        kernel = _find(p, but_rows)
+        if len(_routes) >= MOST:
+            for memo in (_routes, _first, _schedules):
+                memo.clear()
+        _routes[p.m, but_rows] = kernel
+    return kernel
+
+
+def _find(p: Problem, but_rows: Any) -> Any:
+    cache = route_cache.of_target(config.target_name())
+    question = route_cache.question(p, (p.m, p.m), config.limit())
+    kernel = None if cache is None else route_cache.route(cache, question, runtime(), p)
+    first = _first.setdefault(but_rows, p)
+    if first is p:
+        return kernel or route(p)
+    if kernel is not None:
+        return kernel
+    from portmm.dispatch import cpu_routes, schedule_choice
+
+    target, threads = config.target(), config.get_num_threads()
+    schedules = _schedules.get(but_rows)
+    if schedules is None:
+        schedules = _schedules[but_rows] = [schedule_choice.choose(first, target, threads).schedule]
+    choice = schedule_choice.choose(p, target, threads)
+    costs = {choice.schedule: choice.cost.seconds} | {s: c.seconds for s, c in choice.runners_up}
+    known = [s for s in schedules if costs.get(s, float("inf")) <= NEARLY * choice.cost.seconds]
+    if not known:
+        schedules.append(choice.schedule)
+        return route(p)
+    return cpu_routes.route_by(min(known, key=costs.__getitem__), p, target, choice.workers)

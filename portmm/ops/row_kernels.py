@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.errors import ScheduleError, TraceError
 from portmm.spec import epilogue
 from portmm.spec.expr import ordered
-from portmm.trace.bind import UserFunction, typed
-from portmm.trace.column_reductions import split_column_reductions
+from portmm.trace.bind import UserFunction, split_column_reductions, typed
 from portmm.trace.tracer import Indices
 from portmm.util.memo import cached
 

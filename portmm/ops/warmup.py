@@ -128,8 +128,8 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
     import numpy as np
 
     from portmm.arrays import numpy_arrays
-    from portmm.arrays.problem_of import problem_of_call
-    from portmm.dispatch import cpu_kernels, cpu_units, schedule_choice
+    from portmm.arrays.call import problem_of_call
+    from portmm.dispatch import cpu_kernels, schedule_choice
     from portmm.ops import host_matmul, routes
 
     host_matmul.begin()
@@ -145,7 +145,7 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
         routes.route(p)
         choice = schedule_choice.choose(p, config.target(), config.get_num_threads())
         names[choice.schedule] = cpu_kernels.kernel_of(
-            choice.schedule, cpu_units.isa_of(choice.schedule, choice.target)
+            choice.schedule, cpu_kernels.isa_of(choice.schedule, choice.target)
         ).name
     return names
 
@@ -155,7 +155,7 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
 
 def _on_device(shapes: list[tuple[int, int, int, int]], word: str, b: str, device: Any) -> tuple[dict[Any, str], str]:
     """Names of the kernels that a device has loaded, by schedule, and the device's name."""
-    from portmm.arrays import relayout
+    from portmm.arrays.grid_call import arranged
     from portmm.dispatch import grid_routes
 
     like, on = _machine(device)
@@ -163,11 +163,11 @@ def _on_device(shapes: list[tuple[int, int, int, int]], word: str, b: str, devic
     names: dict[Any, str] = {}
     for shape in shapes:
         call = _dense_call(shape, word, b, like)
-        p, vectors, _, copies = relayout.arranged(call.problem, call.vectors, call.values, on)
+        p, vectors, _, copies = arranged(call.problem, call.vectors, call.values, on)
         names |= {x.name: x.name for x in copies}
         problems.append((p, vectors))
     for route in grid_routes.routes(problems, on, min(MOST_COMPILERS, os.cpu_count() or 1)):
-        names |= {(route.choice.schedule, i): x.name for i, x in enumerate(route.kernels)}
+        names |= {(route.choice.schedule, i): x.name for i, (x, _) in enumerate(route.kernels)}
     where = f"cuda:{on.handle}" if on.language == "cuda" else on.target.name
     return names, where
 

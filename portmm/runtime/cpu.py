@@ -359,7 +359,7 @@ def _load(code: bytes, path: Path | None) -> Runtime:
 
 
 def types() -> Any:
-    """The run time, or where it cannot be built the part that needs no compiler: see `no_compiler`."""
+    """The run time, or where it cannot be built the part that needs no compiler: see `cffi_records.Plain`."""
     if _loaded:
         return _loaded[0]
     from portmm.errors import BuildError
@@ -367,7 +367,7 @@ def types() -> Any:
     try:
         return runtime()
     except BuildError:
-        from portmm.runtime.no_compiler import PLAIN
+        from portmm.runtime.cffi_records import PLAIN
 
         return PLAIN
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.errors import BuildError, DeviceError, NoDeviceError
-from portmm.runtime.device_facts import Facts
+from portmm.runtime.backends import Facts
 from portmm.util import locks
 
 if TYPE_CHECKING:
@@ -96,11 +96,11 @@ def _cupy() -> Any:
 # CuPy's errors of CUDA's run time and driver are RuntimeErrors.
 
 
-def _number(device: int | None) -> int:
-    """The validated number of a device, by default the current one.
+def current(device: int | None = None) -> int:
+    """The validated number of a device, by default of the current one.
 
     Raises:
-        NoDeviceError: there is none, or none of this number.
+        NoDeviceError: there is none, or none of this number, or no CuPy.
     """
     runtime = _cupy().cuda.runtime
     try:
@@ -111,15 +111,6 @@ def _number(device: int | None) -> int:
     if not 0 <= number < count:
         raise NoDeviceError(f"there is no CUDA device {number}; there are {count}, numbered from 0")
     return number
-
-
-def current(device: int | None = None) -> int:
-    """The number of a device, by default of the current one.
-
-    Raises:
-        NoDeviceError: there is no such device, or no CuPy.
-    """
-    return _number(device)
 
 
 def architecture(major: int, minor: int) -> str:
@@ -133,7 +124,7 @@ def facts(device: int | None = None) -> Facts:
     Raises:
         NoDeviceError: there is no such device, or no CuPy.
     """
-    return _facts(_number(device))
+    return _facts(current(device))
 
 
 @cache
@@ -215,7 +206,7 @@ def load(cubin: Cubin, name: str, device: int | None = None) -> Function:
         NoDeviceError: there is no such device, or no CuPy.
         BuildError: the device does not load the code, or the code has no such kernel.
     """
-    number = _number(device)
+    number = current(device)
     key = (number, cubin.key or cubin.code, name)
     with _lock:
         function = _functions.get(key)

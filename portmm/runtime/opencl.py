@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.errors import BuildError, DeviceError, NoDeviceError
-from portmm.runtime.device_facts import Facts
+from portmm.runtime.backends import Facts
 from portmm.runtime.opencl_programs import Program, compile_opencl, pyopencl
 from portmm.util import locks
 

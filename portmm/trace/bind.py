@@ -1,7 +1,8 @@
 """Binding of a traced function to a kernel: expressions with numbered operands, and the table of operands of a call.
 
 Owns `bind_operands`, which numbers operands and results; `Bound`, which computes the table's strides once for all calls
-of a kind; and `UserFunction`, a user's function at one call, with the memo of the kernels of functions.
+of a kind; `UserFunction`, a user's function at one call, with the memo of the kernels of functions; and
+`split_column_reductions`, which makes two functions of one that reduces columns.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import TraceError
-from portmm.spec.epilogue import AXES, PRODUCT, C, Fused, Operand, load, parse, varies
+from portmm.spec.epilogue import AXES, PRODUCT, C, Fused, Operand, argument, load, parse, varies
 from portmm.spec.expr import Expr, const, node, ordered, real, substituted
 from portmm.spec.expr_functions import rounded
 from portmm.trace.closures import resolve
@@ -106,7 +107,7 @@ def bind_operands(
 
     done: dict[Expr, Expr] = {}
     values = [substituted(x, change, done) for x, _ in traced.results]
-    values = [node("select", (x, *_one_or_none()), "f32") if x.dtype == "mask" else x for x in values]
+    values = [unmasked(x) for x in values]
     types = result_types(traced, usual)
     values = [_converted(x, t) for x, t in zip(values, types, strict=True)]
     operands = [*arguments, *traced.operands]
@@ -136,8 +137,9 @@ def typed(traced: Traced, first: np.dtype[Any] | None) -> Traced:
     return traced if first is None or cast_to is not None else replace(traced, results=((x, first), *rest))
 
 
-def _one_or_none() -> tuple[Expr, Expr]:
-    return const(1.0), const(0.0)
+def unmasked(x: Expr) -> Expr:
+    """A value that kernels can write: of a mask, 1 or 0."""
+    return node("select", (x, const(1.0), const(0.0)), "f32") if x.dtype == "mask" else x
 
 
 _ready = Memory(MOST_KINDS, "calls")
@@ -279,3 +281,43 @@ def dense(axes: str, size: tuple[int, int, int]) -> tuple[int, int, int]:
     m, n, _ = size
     columns, rows = n if "n" in axes else 1, m if "m" in axes else 1
     return rows * columns, columns if "m" in axes else 0, 1 if "n" in axes else 0
+
+
+def split_column_reductions(
+    traced: Traced, first: int, usual: np.dtype[Any]
+) -> tuple[Traced, Traced, tuple[int, ...], int] | None:
+    """The function split in two, the reductions of columns and the rest; None where no column is reduced.
+
+    The two come with the index of each result, among those of the first function or, counted down from -1, among the
+    rest, and with the number of reductions, which are arguments of the rest after the `first` ones.
+
+    Raises:
+        TraceError: columns are reduced of values that are reduced along rows.
+    """
+    steps = ordered(tuple(x for x, _ in traced.results))
+    reductions = [x for x in steps if x.op == "fold"]
+    if not reductions:
+        return None
+    if any(y.op == "reduce" for x in reductions for y in ordered(x.inner)):
+        raise TraceError("columns of values that are reduced along rows cannot be reduced in kernels: take two steps")
+    along = varies(steps, traced.operands)
+    whole: dict[Expr, Expr] = {}
+
+    def change(x: Expr) -> Expr | None:
+        if x.dtype != "f32" or "m" in along[x] or not any(y.op == "fold" for y in ordered((x,))):
+            return None
+        return whole.setdefault(x, argument(first + len(whole), "f32"))
+
+    done: dict[Expr, Expr] = {}
+    results = [(substituted(x, change, done), dtype) for x, dtype in traced.results]
+    sums = [(x, np.dtype(np.float32)) for x in whole]
+    order: list[int] = []
+    rest: list[tuple[Expr, Any]] = []
+    for x, (new, dtype) in zip(traced.results, results, strict=True):
+        if x[0] in whole:  # a result by itself
+            order.append(len(sums))
+            sums.append((x[0], usual if dtype is None else dtype))
+        else:
+            order.append(-1 - len(rest))
+            rest.append((new, dtype))
+    return replace(traced, results=tuple(sums)), replace(traced, results=tuple(rest)), tuple(order), len(whole)

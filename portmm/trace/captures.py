@@ -18,7 +18,6 @@ import numpy as np
 
 from portmm.arrays.libraries import on_device
 from portmm.errors import TraceError
-from portmm.trace.builtin_queries import replaced_builtins
 from portmm.trace.closures import (
     PLAIN,
     attribute_names,
@@ -37,7 +36,7 @@ from portmm.trace.closures import (
     same_container,
 )
 from portmm.trace.guards import Guards, place
-from portmm.trace.proxies import Namespace, proxy, refuse_class_attribute, unwrapped
+from portmm.trace.proxies import Namespace, proxy, refuse_class_attribute, replaced_builtins, unwrapped
 from portmm.util.array_subclasses import refuse_class
 from portmm.weights.kinds import ON_HOST, weight_kind
 

@@ -1,13 +1,16 @@
-"""Proxies of the objects, classes and modules that a traced function captures.
+"""Proxies of what a traced function captures, and builtins that ask what a value is.
 
-Owns `Proxy`, a captured object whose attributes are traced, `Namespace`, a captured class or module, and `unwrapped`.
+Owns `Proxy`, a captured object whose attributes are traced, `Namespace`, a captured class or module, `unwrapped`, and
+`BUILTINS`, by name: the functions that replace builtins among the globals of a traced function.
 A proxy answers as its object does to isinstance, comparisons, conversions and every special method of the object's
 class, so that a function takes the same branches while it is traced as without tracing. Special methods that are
-written in Python run on the proxy, and what they capture is traced too.
+written in Python run on the proxy, and what they capture is traced too. `isinstance` and `match` need no replacement,
+since placeholders name the class of the value as their own.
 """
 
 from __future__ import annotations
 
+import sys
 import types
 from enum import EnumType
 from typing import TYPE_CHECKING, Any, Protocol
@@ -68,6 +71,15 @@ _CHANGES = frozenset(("__setitem__", "__delitem__")) | {
 _CONVERSIONS = frozenset(("__float__", "__int__", "__index__", "__bool__", "__complex__"))
 
 
+def posing(kind: Callable[[Any], Any], what: str, error: Callable[[str], Exception] = TraceError) -> Any:
+    """The property by which a placeholder names the class of what it stands for as its own; it cannot be set."""
+
+    def refused(_: Any, __: Any) -> None:
+        raise error(f"the class of {what} cannot be set")
+
+    return property(kind, refused)
+
+
 class Proxy:
     """A captured object in a traced function; see the module."""
 
@@ -77,14 +89,7 @@ class Proxy:
     def __init__(self, scope: Scope, x: Any, name: str) -> None:
         object.__setattr__(self, "_portmm_captured", (scope, x, name, {}))
 
-    @property
-    def __class__(self) -> Any:
-        """The class of the object."""
-        return type(_captured(self)[1])
-
-    @__class__.setter
-    def __class__(self, _: Any) -> None:
-        raise TraceError("setting the class of a captured object cannot be traced")
+    __class__ = posing(lambda self: type(_captured(self)[1]), "a captured object")
 
     def __getattr__(self, key: str) -> Any:
         scope, x, name, known = _captured(self)
@@ -257,3 +262,87 @@ def refuse_class_attribute(names: tuple[str, ...], captured: Iterable[Any]) -> N
             if type(x) is Namespace and isinstance(unwrapped(x), type):
                 name = unwrapped(x).__name__
                 raise TraceError(f"x.__class__ beside the class {name} cannot be traced; write type(x) is {name}")
+
+
+class _Type:
+    """The builtin `type`."""
+
+    def __init__(self, scope: Scope) -> None:
+        self.scope = scope
+
+    def __call__(self, x: Any, *more: Any, **options: Any) -> Any:
+        if more or options:
+            return type(x, *(unwrapped(y) for y in more), **options)
+        inner = unwrapped(x)
+        stands_in = inner is x and hasattr(type(x), "placeholder_")  # for an array or a number, whose class it names
+        return self.scope.of_object(x.__class__ if stands_in else type(inner))
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(type, name)
+
+    def __instancecheck__(self, x: Any) -> bool:
+        return isinstance(unwrapped(x), type)
+
+    def __eq__(self, other: object) -> bool:
+        return other is type or isinstance(other, _Type)
+
+    def __hash__(self) -> int:
+        return hash(type)
+
+
+class _Super:
+    """The builtin `super` of a proxy: attributes of the classes behind another one."""
+
+    def __init__(self, scope: Scope, kind: type, owner: Proxy) -> None:
+        self.__target = scope, kind, owner
+
+    def __getattr__(self, name: str) -> Any:
+        scope, kind, owner = self.__target
+        x = unwrapped(owner)
+        classes = type(x).__mro__
+        owner_of = next((t for t in classes[classes.index(kind) + 1 :] if name in vars(t)), None)
+        value = None if owner_of is None else vars(owner_of)[name]
+        if owner_of is not None and isinstance(value, (types.FunctionType, property)):
+            scope.member(owner_of, name)
+        if isinstance(value, types.FunctionType):
+            return scope.bound(value, owner)
+        if isinstance(value, property) and isinstance(value.fget, types.FunctionType):
+            return scope.bound(value.fget, owner)()
+        if value is None:
+            raise AttributeError(f"'super' object has no attribute {name!r}")
+        raise TraceError(f"super().{name} of a captured object cannot be traced; call a method, or read self.{name}")
+
+
+def _super_of(scope: Scope) -> Callable[..., Any]:
+    def of_frame(*args: Any) -> Any:
+        if not args:  # as the builtin: the first argument of the function that calls it, and the cell __class__
+            frame = sys._getframe(1)  # noqa: SLF001
+            args = (frame.f_locals["__class__"], frame.f_locals[frame.f_code.co_varnames[0]])
+        kind, *owner = (unwrapped(args[0]), *args[1:])
+        if owner and isinstance(owner[0], Proxy):
+            return _Super(scope, kind, owner[0])
+        return super(kind, *owner)
+
+    return of_frame
+
+
+def _callable(_: Scope) -> Callable[[Any], bool]:
+    return lambda x: callable(unwrapped(x))
+
+
+def _id(_: Scope) -> Callable[[Any], int]:
+    def identity(x: Any) -> int:
+        if unwrapped(x) is x and hasattr(type(x), "placeholder_"):
+            raise TraceError("id() of an array or a number cannot be traced: it differs from call to call")
+        return id(unwrapped(x))
+
+    return identity
+
+
+BUILTINS: dict[str, Callable[[Scope], Any]] = {"type": _Type, "super": _super_of, "callable": _callable, "id": _id}
+"""The name of a builtin -> its replacement in a scope."""
+
+
+def replaced_builtins(scope: Scope, names: tuple[str, ...], namespace: dict[str, Any]) -> dict[str, Any]:
+    """Replacements of the builtins that code reads by these names, unless globals of its own hide them."""
+    return {name: make(scope) for name, make in BUILTINS.items() if name in names and name not in namespace}

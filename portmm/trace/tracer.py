@@ -24,9 +24,8 @@ from portmm.spec.elementwise import Typed
 from portmm.spec.epilogue import index
 from portmm.spec.expr import Expr, real
 from portmm.trace.captures import Captures
-from portmm.trace.number import Number
 from portmm.trace.recorder import Recorder, run
-from portmm.trace.tensor import Tensor
+from portmm.trace.tensor import Number, Tensor
 from portmm.util.user_warnings import caller, is_users
 
 if TYPE_CHECKING:

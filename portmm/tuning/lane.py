@@ -21,7 +21,7 @@ from portmm.comparison.data import Arrays, arrays
 from portmm.comparison.ours import open_portmm
 from portmm.comparison.peers import Contender, Library, Run, Setup, UnsupportedError
 from portmm.comparison.process import Worker, reply
-from portmm.dispatch import config, cpu_kernels, cpu_routes, cpu_units, overrides
+from portmm.dispatch import config, cpu_kernels, cpu_routes, overrides
 from portmm.errors import BuildError, PortmmError, ScheduleError, TargetError
 from portmm.host import machine_load
 from portmm.ops import host_matmul
@@ -83,7 +83,7 @@ class Bench:
             BuildError: the compiler failed.
             TargetError: this machine lacks its instruction set.
         """
-        cpu_kernels.build_kernel(cpu_kernels.kernel_of(schedule, cpu_units.isa_of(schedule, config.target())))
+        cpu_kernels.build_kernel(cpu_kernels.kernel_of(schedule, cpu_kernels.isa_of(schedule, config.target())))
 
     def check(self, schedule: Schedule, workers: int) -> tuple[float, float]:
         """Compute once by a schedule into a poisoned result; return the error and its bound.

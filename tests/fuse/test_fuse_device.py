@@ -159,7 +159,7 @@ def test_no_elements(on):
 def test_a_kind_of_call_is_made_once(on, monkeypatch):
     fused = pm.fuse(softmax)
     fused(on.array(numbers(4, 9)))
-    monkeypatch.setattr(plan_grid, "program", None)
+    monkeypatch.setattr(plan_grid, "GridBuilder", None)
     close(fused(on.array(numbers(4, 9, seed=1))), softmax(numbers(4, 9, seed=1)))
 
 

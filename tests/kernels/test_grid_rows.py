@@ -15,11 +15,11 @@ from rows_lowered import lower_grid_columns, lower_grid_rows
 import portmm as pm
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
 from portmm.codegen import cuda, opencl
-from portmm.dispatch.grid_rows import schedule_of
 from portmm.dispatch.machine import Machine
 from portmm.errors import NoCompilerError
+from portmm.ir.block_program import program_of
 from portmm.ir.interpreter import evaluate
-from portmm.schedule.rows import RowTiles, rows_schedule
+from portmm.schedule.rows import RowTiles, candidates, rows_schedule
 from portmm.schedule.text import parse, spell
 from portmm.spec.epilogue import PRODUCT, Fused, Operand, extent, load, reduction
 from portmm.spec.expr import real
@@ -190,7 +190,7 @@ def test_rows_compile_without_spills(chip, n):
     except NoCompilerError as error:
         missing(str(error))
     fused, on = softmax_and_norm("bf16"), Machine((chip,), "cuda", 0, load_target(chip))
-    s = schedule_of(fused, (64, n, 1), 4, on)
+    s = candidates(program_of(fused), (64, n, 1), on.target, 4, exchange=on.language == "cuda")[0]
     form = RowTiles(s)
     assert parse(spell(s)) == s
     assert form.exchange

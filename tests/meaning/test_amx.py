@@ -24,7 +24,7 @@ from portmm.build import shared_object as building
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_pack
-from portmm.dispatch import cpu_units, schedule_choice
+from portmm.dispatch import cpu_kernels, schedule_choice
 from portmm.errors import ScheduleError
 from portmm.host import gauge, microbenchmarks
 from portmm.ir.nodes import Configure, Function, If, walk
@@ -185,7 +185,7 @@ def test_extremes_are_exact(word):
 def test_a_weight_is_packed_as_for_vectors(name, word, layout):
     isa, k, n = load_isa(name), 71, 45
     atom = isa.atom(word)
-    kept = family(cpu_units.family(word, small(name)))
+    kept = family(cpu_kernels.family(word, small(name)))
     assert str(kept) == {"bf16": "bf16x32k2", "s8": "s8x32k4s", "f16": "f16x32k2"}[word]
     b = np.random.default_rng(0).integers(-128, 128, (1, k, n)).astype(support.numpy_type(atom.b))
     want = support.panels_of(b, kept).ravel()
@@ -205,7 +205,7 @@ def test_tiles_are_chosen_where_they_pay(chip, name, word):
     target = load_target(chip)
     if target.isa(name) is None:
         pytest.skip(f"{chip} has no {name}")
-    kept = cpu_units.family(word, target)
+    kept = cpu_kernels.family(word, target)
     for b in ("row", "packed"):
         many = Problem(1024, 1024, 1024, word, b=b, family=kept if b == "packed" else "")
         assert schedule_choice.choose(many, target).schedule.isa == name
@@ -220,7 +220,7 @@ def test_tiles_are_chosen_where_they_pay(chip, name, word):
 @pytest.mark.parametrize("b", ["row", "packed"])
 def test_one_unit_serves_all_shapes_where_results_must_not_depend_on_them(b):
     target = load_target("sapphire_rapids")
-    kept = cpu_units.family("bf16", target) if b == "packed" else ""
+    kept = cpu_kernels.family("bf16", target) if b == "packed" else ""
     shapes = [(1, 64, 64), (3, 1, 4096), (16, 5000, 64), (100, 33, 7), (1024, 1024, 1024)]
     posed = [Problem(*x, "bf16", b=b, family=kept, deterministic=True) for x in shapes]
     assert {s.isa for p in posed for s in candidates(p, target)} == {"amx_bf16"}

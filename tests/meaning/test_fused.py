@@ -231,7 +231,7 @@ def test_passes_keep_numbers_only():
 
 def test_lanes_that_are_lacking_are_told():
     """A type that a machine cannot store is no crash of the compiler."""
-    from portmm.dispatch.cpu_units import unit_for
+    from portmm.dispatch.cpu_kernels import unit_for
 
     fused = Fused((Operand("f64", "mn"), Operand("f32", "mn")), ((1, real(load(0, "f32"))),))
     with pytest.raises(ScheduleError, match="f64"):

@@ -23,7 +23,7 @@ from test_emulated import foreign_driver  # noqa: F401 - a fixture
 from portmm.build import compiler as shipped
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_pack
-from portmm.dispatch import cpu_units, schedule_choice
+from portmm.dispatch import cpu_kernels, schedule_choice
 from portmm.errors import TargetError
 from portmm.host import microbenchmarks
 from portmm.ir.interpreter import run
@@ -125,7 +125,7 @@ def test_sums_wrap(word, foreign_driver):  # noqa: F811
 def test_packing_is_the_layout_that_is_written_down(name, word, layout, foreign_driver):  # noqa: F811
     """Units of eight bytes, and the sums of columns behind them."""
     kernel, jobs, wanted = None, [], []
-    kept = family(cpu_units.family(word, load_target("neoverse_v1")))
+    kept = family(cpu_kernels.family(word, load_target("neoverse_v1")))
     kernel = lower_pack(load_isa(name), word, kept.nr, layout)
     for k, n in ((1, 1), (5, kept.nr + 3), (19, 2 * kept.nr), (16, 3 * kept.nr - 1), (64, 5)):
         b = np.random.default_rng(k).integers(-128, 128, (1, k, n)).astype(support.numpy_type(kept.dtype))
@@ -150,7 +150,7 @@ def test_packing_is_the_layout_that_is_written_down(name, word, layout, foreign_
 @pytest.mark.parametrize(("name", "word"), WORDS)
 def test_they_are_chosen_where_they_pay(chip, name, word):
     target = load_target(chip)
-    kept = cpu_units.family(word, target)
+    kept = cpu_kernels.family(word, target)
     assert kept == {"neon_smmla": "s8x8k8s", "neon_bfmmla": "bf16x8k4"}[name]
     for b in ("row", "packed"):
         many = Problem(1024, 1024, 1024, word, b=b, family=kept if b == "packed" else "")
@@ -162,7 +162,7 @@ def test_they_are_chosen_where_they_pay(chip, name, word):
 
 
 def test_a_machine_that_lacks_them_takes_none():
-    assert cpu_units.family("s8-s8-s32", load_target("neoverse_n1")) == "s8x8k4s"
+    assert cpu_kernels.family("s8-s8-s32", load_target("neoverse_n1")) == "s8x8k4s"
     for p in (Problem(64, 64, 64, "s8-s8-s32"), Problem(64, 64, 64, "bf16")):
         assert not {s.isa for s in candidates(p, load_target("neoverse_n1"))} & set(ISAS)
 
@@ -175,7 +175,7 @@ def test_a_weight_for_dot_products_is_still_read():
 @pytest.mark.parametrize("b", ["row", "packed"])
 def test_one_unit_serves_all_shapes_where_results_must_not_depend_on_them(b):
     target = load_target("neoverse_v1")
-    kept = cpu_units.family("bf16", target) if b == "packed" else ""
+    kept = cpu_kernels.family("bf16", target) if b == "packed" else ""
     shapes = [(1, 64, 64), (3, 1, 4096), (16, 5000, 64), (100, 33, 7), (1024, 1024, 1024)]
     posed = [Problem(*x, "bf16", b=b, family=kept, deterministic=True) for x in shapes]
     assert {s.isa for p in posed for s in candidates(p, target)} == {"neon_bfmmla"}

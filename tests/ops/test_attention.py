@@ -13,7 +13,7 @@ from support import HERE, TINY, guarded, small
 import portmm as pm
 from portmm.arrays import numpy_fallback
 from portmm.codegen.lower import lower_program
-from portmm.dispatch import cpu_kernels, cpu_routes, cpu_units
+from portmm.dispatch import cpu_kernels, cpu_routes
 from portmm.errors import NoCompilerError, TraceError
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.interpreter import run
@@ -464,7 +464,7 @@ def interpreted(target, dtype, shape, how, step, *, few=False):
     scored = acc() * number(0)
     text = str(Fused((), ((C, scored),)))
     held = {"float32": "f32", "bfloat16": "bf16"}[np.dtype(dtype).name]
-    isa, atom, real = cpu_units.attention_unit(held, parse(text), target, m)
+    isa, atom, real = cpu_kernels.attention_unit(held, parse(text), target, m)
     wide = Geometry(attention_schedule(isa, atom)).pv_n
     bounds = Bounds(how.get("causal", False), "window" in how)
     packs = not few and (atom.k_pack > 1 or atom.m > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0))

@@ -8,8 +8,8 @@ import pytest
 
 import portmm as pm
 from portmm.arrays import numpy_arrays
-from portmm.dispatch import config, cpu_kernels, cpu_units, schedule_choice
-from portmm.fusion import fuse, horizontal_fusion
+from portmm.dispatch import config, cpu_kernels, schedule_choice
+from portmm.fusion import fuse, rewrites
 from portmm.ir.nodes import Kernel
 from portmm.ops import linear_vectors
 from portmm.runtime import route_cache
@@ -54,8 +54,8 @@ def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
         joins.append(weakref.ref(made := joined(weights)))
         return made
 
-    joined = horizontal_fusion.join
-    monkeypatch.setattr(horizontal_fusion, "join", join)
+    joined = rewrites.join
+    monkeypatch.setattr(rewrites, "join", join)
 
     def pair():
         a, b = pm.pack(ones(16, 32)), pm.pack(ones(16, 64))
@@ -71,7 +71,7 @@ def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
     gc.collect()
     assert not any(x() for x in joins)  # nothing but programs keeps them
     pair()(ones(3, 16))
-    assert sum(refs[0]() is not None for refs in horizontal_fusion._joined.values()) <= 1
+    assert sum(refs[0]() is not None for refs in rewrites._joined.values()) <= 1
 
 
 def test_programs_are_bounded_by_their_kernels(monkeypatch):
@@ -115,7 +115,7 @@ def test_what_is_loaded_keeps_no_loops():
     schedule = schedule_choice.choose(pm.explain(ones(33, 6), ones(6, 4)).problem, target).schedule
     found, kernel = (
         cpu_kernels.code_of(schedule, target),
-        cpu_kernels.kernel_of(schedule, cpu_units.isa_of(schedule, target)),
+        cpu_kernels.kernel_of(schedule, cpu_kernels.isa_of(schedule, target)),
     )
     assert found.code.symbol == kernel.name
     assert kernel.entry.body

@@ -11,8 +11,7 @@ from opencl_cpu import OpenCl
 import portmm as pm
 from portmm.arrays import interop, operand
 from portmm.dispatch import grid_routes
-from portmm.dispatch.launches import bind
-from portmm.dispatch.machine import machine_of
+from portmm.dispatch.machine import bind, machine_of
 from portmm.errors import ScheduleError, TraceError
 from portmm.spec.problem import Problem
 from portmm.util import memo
@@ -419,7 +418,7 @@ def test_more_than_kernels_count_is_said(on):
     kernel = machine_of(interop.adopt(on.array(one)))
     found = grid_routes.route(Problem(64, 64, 64, "f32"), kernel, (1, 1, 1))
     with pytest.raises(ScheduleError, match="m is 2147483647: kernels count in 32 bits"):
-        bind(found.kernels[0], found.functions[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
+        bind(*found.kernels[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
 
 
 def test_parts_of_one_buffer_overlap():

@@ -13,8 +13,7 @@ from opencl_cpu import OpenCl
 
 import portmm as pm
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.launches import bind
-from portmm.dispatch.machine import source
+from portmm.dispatch.machine import bind, source
 from portmm.errors import ScheduleError
 from portmm.schedule.candidates import candidates
 from portmm.schedule.text import parse, spell

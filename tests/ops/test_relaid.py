@@ -11,7 +11,7 @@ from cuda_shim import compile as compiled
 from emulated_cuda import install
 
 import portmm as pm
-from portmm.arrays import relayout
+from portmm.arrays import grid_call
 from portmm.codegen.lower import lower_lines
 from portmm.dispatch import schedule_choice
 from portmm.dispatch.machine import source
@@ -85,7 +85,7 @@ SHAPES = (((40, 70), (70, 24)), ((2, 17, 64), (64, 33)), ((3, 9, 50), (3, 50, 40
 @pytest.mark.usefixtures("tensor_cores")
 def test_bytes_by_rows(cupy, monkeypatch, shapes):
     """B by rows, whose bytes are not loaded transposed, and lines that are not aligned."""
-    monkeypatch.setattr(relayout, "faster", lambda *_: ("ab", 0.0))
+    monkeypatch.setattr(grid_call, "faster", lambda *_: ("ab", 0.0))
     a, b = (codes(*x) for x in shapes)
     c = pm.matmul(cupy.array(a), cupy.array(b))
     np.testing.assert_array_equal(c.get(), a.astype(np.int32) @ b.astype(np.int32))
@@ -96,7 +96,7 @@ def test_bytes_by_rows(cupy, monkeypatch, shapes):
 
 @pytest.mark.usefixtures("tensor_cores")
 def test_any_strides_end_in_expressions(cupy, monkeypatch):
-    monkeypatch.setattr(relayout, "faster", lambda *_: ("ab", 0.0))
+    monkeypatch.setattr(grid_call, "faster", lambda *_: ("ab", 0.0))
     a = np.random.default_rng(0).standard_normal((20, 60)).astype(ml_dtypes.bfloat16)
     b = np.random.default_rng(1).standard_normal((30, 45)).astype(ml_dtypes.bfloat16)
     bias = cupy.array(np.arange(45, dtype=np.float32))
@@ -110,15 +110,15 @@ def test_any_strides_end_in_expressions(cupy, monkeypatch):
 def test_large_products_are_worth_a_copy():
     target = load_target("a100")
     large = Problem(4096, 4096, 4096, "s8-s8-s32")
-    sides, seconds = relayout.faster(large, target, (16, 16, 4))
+    sides, seconds = grid_call.faster(large, target, (16, 16, 4))
     assert (sides, 0 < seconds < 1e-3) == ("b", True)
-    assert relayout.faster(Problem(16, 64, 64, "s8-s8-s32"), target, (16, 16, 4)) == ("", 0.0)
+    assert grid_call.faster(Problem(16, 64, 64, "s8-s8-s32"), target, (16, 16, 4)) == ("", 0.0)
     odd = Problem(4095, 4097, 4099, "bf16")
-    assert relayout.faster(odd, target, (1, 1, 1))[0] == "ab"
-    assert relayout.faster(large, load_target("v100"), (16, 16, 4))[0] == ""
-    assert relayout.faster(Problem(4096, 4096, 4096, "s8-s8-s32", b="col"), target, (16, 16, 4))[0] == ""
+    assert grid_call.faster(odd, target, (1, 1, 1))[0] == "ab"
+    assert grid_call.faster(large, load_target("v100"), (16, 16, 4))[0] == ""
+    assert grid_call.faster(Problem(4096, 4096, 4096, "s8-s8-s32", b="col"), target, (16, 16, 4))[0] == ""
     strided = Problem(4096, 4096, 4096, "f16", a="any", b="col")
-    assert relayout.faster(strided, target, (1, 8, 8))[0] == "a"
+    assert grid_call.faster(strided, target, (1, 8, 8))[0] == "a"
 
 
 def test_explanations_say_so(cupy):

@@ -14,16 +14,7 @@ from typer.testing import CliRunner
 
 import portmm as pm
 from portmm.cli.main import app
-from portmm.dispatch import (
-    cpu_kernels,
-    cpu_routes,
-    cpu_units,
-    overrides,
-    schedule_choice,
-    tuned_lookup,
-    tuned_schedule,
-    tuning_database,
-)
+from portmm.dispatch import cpu_kernels, cpu_routes, overrides, schedule_choice, tuned_schedule, tuning_database
 from portmm.dispatch.tuned_schedule import Tuned
 from portmm.errors import DatabaseError, ScheduleError
 from portmm.host.detect import host
@@ -65,12 +56,12 @@ def test_kept_and_found(base):
     x = finding()
     assert tuning_database.record(base, [x]) == 1
     assert tuning_database.rows(base) == [x]
-    assert x in tuned_lookup.find(LARGE, HERE, 1)
-    assert not tuned_lookup.find(replace(LARGE, m=999), HERE, 1)
-    assert not tuned_lookup.find(LARGE, HERE, 2)
+    assert x in tuning_database.find(LARGE, HERE, 1)
+    assert not tuning_database.find(replace(LARGE, m=999), HERE, 1)
+    assert not tuning_database.find(LARGE, HERE, 2)
     tuning_database.record(base, [two := finding(threads=2)])
-    assert [x in tuned_lookup.find(LARGE, HERE, threads) for threads in (1, 2, 3)] == [True, False, False]
-    assert [two in tuned_lookup.find(LARGE, HERE, threads) for threads in (1, 2, 3)] == [False, True, False]
+    assert [x in tuning_database.find(LARGE, HERE, threads) for threads in (1, 2, 3)] == [True, False, False]
+    assert [two in tuning_database.find(LARGE, HERE, threads) for threads in (1, 2, 3)] == [False, True, False]
 
 
 def test_later_findings_replace_earlier_ones(base):
@@ -107,8 +98,8 @@ def test_rows_of_older_versions_are_found(base):
     del values["fused"]
     with tuning_database.opened(base, write=True) as connection:
         connection.execute("UPDATE findings SET problem = ? WHERE problem LIKE '%64%64%'", (json.dumps(values),))
-    assert tuned_lookup.find(p, HERE, 1) == [x]
-    assert tuned_lookup.tuned_rows(p, HERE, 1) == {16}
+    assert tuning_database.find(p, HERE, 1) == [x]
+    assert tuning_database.tuned_rows(p, HERE, 1) == {16}
 
 
 def test_merge_takes_what_is_better(base, tmp_path):
@@ -183,8 +174,8 @@ def test_chip_before_architecture_before_vendor(base):
     vendors = {"chip": "skylake_sp", "architecture": "x86_64/avx512"}
     rows = [finding(which=i, **x) for i, x in enumerate((vendors, other, {}), 1)]
     tuning_database.record(base, rows)
-    assert [x for x in tuned_lookup.find(LARGE, HERE, 1) if x in rows] == rows[::-1]
-    assert not {x.chip for x in tuned_lookup.find(LARGE, load_target("zen4"), 1)} & {x.chip for x in rows}
+    assert [x for x in tuning_database.find(LARGE, HERE, 1) if x in rows] == rows[::-1]
+    assert not {x.chip for x in tuning_database.find(LARGE, load_target("zen4"), 1)} & {x.chip for x in rows}
 
 
 def test_choice_says_where_it_comes_from(base):
@@ -320,7 +311,7 @@ def test_what_is_sound_is_right(base, dtype):
         numbers = [*size[:2], size[2], 1]
         for x in (left, right, out):
             numbers += [x.ctypes.data, *(n // x.itemsize for n in x.strides), 0]
-        runtime().execute(cpu_routes.route_for(p, target, 1), *numbers)
+        runtime().execute(cpu_routes.routed(p, target, 1)[0], *numbers)
         assert (out == exact).all(), s
 
 
@@ -370,7 +361,7 @@ def test_calls_choose_again_after_tuning(base):
     target = pm.explain(a, b).target
     choice = schedule_choice.choose(p, target, 1)
     other = next(
-        s for s, _ in choice.runners_up if cpu_kernels.kernel_of(s, cpu_units.isa_of(s, target)).name != before
+        s for s, _ in choice.runners_up if cpu_kernels.kernel_of(s, cpu_kernels.isa_of(s, target)).name != before
     )
     facts = {"chip": target.name, "architecture": tuned_schedule.architecture(target), "vendor": target.vendor}
     tuning_database.record(base, [Tuned(p, 1, other, 1, 1.0, 1.0, **facts)])
@@ -402,7 +393,7 @@ def test_processes_that_come_later_use_it(base, tmp_path):
     target = pm.explain((333, 222), (222, 444)).target
     choice = schedule_choice.choose(p, target, 1)
     other = next(
-        s for s, _ in choice.runners_up if cpu_kernels.kernel_of(s, cpu_units.isa_of(s, target)).name not in before
+        s for s, _ in choice.runners_up if cpu_kernels.kernel_of(s, cpu_kernels.isa_of(s, target)).name not in before
     )
     facts = {"chip": target.name, "architecture": tuned_schedule.architecture(target), "vendor": target.vendor}
     assert symbol(base) == before

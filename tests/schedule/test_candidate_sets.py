@@ -9,7 +9,7 @@ import pytest
 from support import SEVEN, TINY
 
 from portmm.codegen.lower import atom_of
-from portmm.dispatch import cpu_units
+from portmm.dispatch import cpu_kernels
 from portmm.dispatch.schedule_choice import candidate_costs
 from portmm.errors import ScheduleError
 from portmm.schedule import candidates as enumeration
@@ -59,7 +59,7 @@ def drawn(target, kind, rng):
     sizes = [rng.choice(SIZES) if rng.random() < 0.7 else int(2 ** rng.uniform(0, 13)) for _ in range(3)]
     m, n, k = (min(x, 64) for x in sizes) if kind.static else sizes
     try:
-        family = cpu_units.family(kind.dtype, target) if kind.b in ("packed", "codes") else ""
+        family = cpu_kernels.family(kind.dtype, target) if kind.b in ("packed", "codes") else ""
         p = replace(kind, m=m, n=n, k=k, family=family)
         candidates(p, target)
     except ScheduleError:
@@ -111,7 +111,7 @@ def test_candidates_cost_together_what_they_cost_alone(name):
         q = p.transposed() if p.c == "col" else p
         (many,) = candidate_costs(p, found, (q.m, 3 * q.m + 1), (threads,))
         for i, s in rng.sample(list(enumerate(found.schedules)), min(6, len(found.schedules))):
-            atom = atom_of(cpu_units.isa_of(s, target), s.dtype, s.atom.lanes)
+            atom = atom_of(cpu_kernels.isa_of(s, target), s.dtype, s.atom.lanes)
             assert near(many.at(0)[i], cost(p, s, atom, target, threads)), s
             larger = replace(p, n=3 * p.n + 1) if p.c == "col" else replace(p, m=3 * p.m + 1)
             assert near(many.at(1)[i], cost(larger, s, atom, target, threads)), s

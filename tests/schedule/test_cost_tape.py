@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from test_candidate_sets import MACHINES as SEARCHED
 
-from portmm.dispatch import cpu_units, schedule_choice
+from portmm.dispatch import cpu_kernels, schedule_choice
 from portmm.dispatch.schedule_choice import candidate_costs, select_for_class
 from portmm.errors import ScheduleError
 from portmm.runtime import cpu as cpu_runtime
@@ -54,7 +54,7 @@ def drawn(target, rng):
     """A problem of any kind that the target multiplies."""
     kind = rng.choice(KINDS)
     m, n, k = (rng.choice(ROUND) if rng.random() < 0.4 else int(2 ** rng.uniform(0, 13)) for _ in range(3))
-    family = cpu_units.family(kind.dtype, target) if kind.b in ("packed", "codes") else ""
+    family = cpu_kernels.family(kind.dtype, target) if kind.b in ("packed", "codes") else ""
     return replace(kind, m=m, n=n, k=k, family=family)
 
 

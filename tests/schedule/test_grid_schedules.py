@@ -14,7 +14,7 @@ from portmm.explanation.gpu import explained
 from portmm.ir.index import const
 from portmm.ir.interpreter import evaluate
 from portmm.kernels.gpu.simt import Work
-from portmm.runtime.device_facts import Facts
+from portmm.runtime.backends import Facts
 from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_cost import cost
 from portmm.schedule.legality import device_registers, illegal, occupancy, shared_bytes

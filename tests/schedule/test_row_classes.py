@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm.dispatch import config, cpu_background, cpu_kernels, cpu_routes, cpu_units, schedule_choice, tuned_lookup
+from portmm.dispatch import config, cpu_background, cpu_kernels, cpu_routes, schedule_choice, tuning_database
 from portmm.dispatch.schedule_choice import candidate_costs, select_for_class
 from portmm.ops import host_matmul, routes
 from portmm.schedule.candidates import candidates
@@ -52,7 +52,7 @@ def test_a_class_has_one_choice_that_is_legal_and_near_the_best_throughout(name)
     target, rng = TARGETS[name], random.Random(name)  # noqa: S311 - no secret
     for _ in range(40):
         m, n, k = (int(2 ** rng.uniform(5, 12)) for _ in range(3))
-        family = cpu_units.family("f32", target)
+        family = cpu_kernels.family("f32", target)
         p = rng.choice((Problem(m, n, k), Problem(m, n, k, batch=9), Problem(m, n, k, b="packed", family=family)))
         threads = rng.choice((1, 2, 8))
         found = select_for_class(p, target, threads)
@@ -80,7 +80,7 @@ def test_the_workspace_of_a_class_is_that_of_its_largest_problem(name):
         p = Problem(rng.randrange(33, 3000), rng.randrange(1, 900), rng.randrange(1, 3000))
         least, most = rows(p)
         for s in rng.sample(candidates(replace(p, m=most), target), 3):
-            kernel = cpu_kernels.kernel_of(s, cpu_units.isa_of(s, target))
+            kernel = cpu_kernels.kernel_of(s, cpu_kernels.isa_of(s, target))
             sizes = [cpu_kernels.workspace_bytes(kernel, replace(p, m=m), 3) for m in range(least, most + 1)]
             assert sizes == sorted(sizes)
 
@@ -181,7 +181,7 @@ def test_a_finding_is_for_its_own_rows_only(monkeypatch):
     target, threads = config.target(), config.get_num_threads()
     p = Problem(100, 64, 64)
     monkeypatch.setattr(
-        tuned_lookup, "tuned_rows", lambda q, *_: frozenset({100}) if (q.n, q.k) == (64, 64) else frozenset()
+        tuning_database, "tuned_rows", lambda q, *_: frozenset({100}) if (q.n, q.k) == (64, 64) else frozenset()
     )
     assert rows(p)[0] < 100
     assert cpu_routes.routed(p, target, threads)[1] == (100, 100)

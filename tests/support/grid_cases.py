@@ -18,8 +18,7 @@ from cuda_shim import ORDERS, ShimError
 from support import Case, expected, lay, poison
 
 from portmm.codegen.lower import lower_grid
-from portmm.dispatch.launches import bind
-from portmm.dispatch.machine import source
+from portmm.dispatch.machine import bind, source
 from portmm.ir.interpreter import numpy_type
 from portmm.spec.dtype import BY_NAME, accumulator, spell
 from portmm.spec.epilogue import PRODUCT

@@ -13,7 +13,7 @@ from fused_cases import epilogues
 from manifest_case import Case, few, on_device, on_host
 
 from portmm.codegen.lower import lower, lower_grid
-from portmm.dispatch import cpu_units, schedule_choice
+from portmm.dispatch import cpu_kernels, schedule_choice
 from portmm.spec.dtype import BY_NAME, CODES_KR, types
 from portmm.spec.problem import Family, Problem
 from portmm.target.target import load_target
@@ -69,11 +69,11 @@ def _on_host(p: Problem, target: Target) -> Kernel:
         ScheduleError: nothing is.
     """
     if p.types[1] == "u4":
-        p = replace(p, b="codes", family=str(cpu_units.family_of_codes(target, GROUP)))
+        p = replace(p, b="codes", family=str(cpu_kernels.family_of_codes(target, GROUP)))
     elif p.b == "packed":
-        p = replace(p, family=cpu_units.family(p.dtype, target))
+        p = replace(p, family=cpu_kernels.family(p.dtype, target))
     s = schedule_choice.choose(p, target, THREADS, tuned=False).schedule
-    return lower(s, cpu_units.isa_of(s, target))
+    return lower(s, cpu_kernels.isa_of(s, target))
 
 
 def _on_device(p: Problem, target: Target) -> tuple[GridKernel, ...]:

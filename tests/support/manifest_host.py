@@ -15,7 +15,7 @@ from rows_lowered import lower_rows
 from support import LAYOUTS, coded, pose, small
 
 from portmm.codegen.lower import lower, lower_int4_repack, lower_pack, lower_program
-from portmm.dispatch.cpu_units import attention_unit
+from portmm.dispatch.cpu_kernels import attention_unit
 from portmm.errors import ScheduleError
 from portmm.host import microbenchmarks
 from portmm.ir.attention_program import Bounds, Form, of_attention
