@@ -1,4 +1,4 @@
-"""Build of the wheel: sources and tables without comments and private docstrings, a twentieth of its size."""
+"""Build of the wheel: sources and tables without comments and strings that nothing can read, a tenth of its size."""
 
 import ast
 import io
@@ -13,22 +13,26 @@ from setuptools.command.build_py import build_py
 OPENINGS = ('"""', "'''")
 
 
-def private_docstrings(tree: ast.Module) -> list[ast.stmt]:
-    """The docstrings of private functions and classes, taken out of a syntax tree, but where they are all of a body."""
+def unread_strings(tree: ast.Module) -> list[ast.stmt]:
+    """Docstrings of private functions and classes, but where they are all of a body, and of attributes; taken out."""
     taken: list[ast.stmt] = []
     for node in ast.walk(tree):
-        if isinstance(node, ast.FunctionDef | ast.ClassDef) and node.name.startswith("_") and len(node.body) > 1:
-            first = node.body[0]
-            if not node.name.endswith("__") and isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant):
-                taken.append(node.body.pop(0))
+        if not isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
+            continue
+        name = getattr(node, "name", "")
+        private = name.startswith("_") and not name.endswith("__") and len(node.body) > 1
+        strings = [x for x in node.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
+        unread = [x for x in strings if isinstance(x.value.value, str) and (private or x is not node.body[0])]
+        node.body = [x for x in node.body if x not in unread]
+        taken += unread
     return taken
 
 
 def bare_python(text: str) -> str:
-    """Python without private docstrings, and comments but those for type checkers; lines keep their numbers."""
+    """Python without unread strings, and comments but those for type checkers; lines keep their numbers."""
     lines = text.splitlines(keepends=True)
     tree = ast.parse(text)
-    for docstring in private_docstrings(tree):
+    for docstring in unread_strings(tree):
         for number in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1):
             lines[number - 1] = "\n"
     text = "".join(lines)

@@ -139,8 +139,8 @@ def pack_panels(g: Operands, end: Index) -> tuple[Stmt, ...]:
     if s.b.layout == "codes":
         kr = s.atom.kr
         words = (row * kr // CODES_KR, ceil_div((row + depth) * kr, CODES_KR))
-        unfold = dequantize(g.isa, atom, family(s.family))
-        one = Call(unfold, (*words, g.operand("b", Q * var("b_n")), place(Q)))
+        dequantized = dequantize(g.isa, atom, family(s.family))
+        one = Call(dequantized, (*words, g.operand("b", Q * var("b_n")), place(Q)))
         return (panels, For("q", FIRST, last, const(1), (one,)))
     several = Panels(
         g.isa, atom, s.nr, near, s.b.layout, s.types[1], atom.right, PREFETCH, FIRST, last, minimum(end * s.nr, N), N,

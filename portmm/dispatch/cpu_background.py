@@ -13,6 +13,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.build import child_process
+from portmm.spec.dtype import UNCONVERTED
 from portmm.target.model import CPU as MODEL
 from portmm.util import locks
 
@@ -24,8 +25,6 @@ if TYPE_CHECKING:
 
 PROGRAM = "gemm"
 """The program whose schedules add in one order: summation runs, one after the other (see `target.summation`)."""
-TYPES = ("f32", "f64")
-"""Types of operands and results whose sums need no conversion, and no atom that multiplies units or tiles."""
 
 _lock = locks.lock()
 _waiting: dict[Any, Callable[[], Any]] = {}
@@ -50,7 +49,7 @@ def same_results(s: Schedule, other: Schedule) -> bool:
     return (
         s.program == other.program == PROGRAM
         and s.dtype == other.dtype
-        and s.dtype in TYPES
+        and s.dtype in UNCONVERTED
         and (s.isa, s.atom) == (other.isa, other.atom)
         and "k" not in (s.parallel.over, other.parallel.over)
         and s.epilogue == other.epilogue
@@ -69,7 +68,7 @@ def stand_in(
         seconds: returns their predicted times.
         is_loaded: whether the code of a schedule is loaded.
     """
-    if p.static or p.dtype not in TYPES:
+    if p.static or p.dtype not in UNCONVERTED:
         return None
     usable = [i for i, s in enumerate(listed) if is_loaded(s) and same_results(s, wanted)]
     if not usable:

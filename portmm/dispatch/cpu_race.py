@@ -12,11 +12,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch import config, cpu_background
-from portmm.dispatch.cpu_background import same_results
+from portmm.dispatch import config
 from portmm.errors import PortmmError
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
+from portmm.spec.dtype import UNCONVERTED
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -48,7 +48,7 @@ def enter(route: Any, p: Problem, served: tuple[int, int], kept: RouteCache | No
         served: the least and the largest M that the route serves.
         kept: the route cache of the configured target.
     """
-    if p.flops < LEAST_FLOPS or p.dtype not in cpu_background.TYPES or p.deterministic or p.static:
+    if p.flops < LEAST_FLOPS or p.dtype not in UNCONVERTED or p.deterministic or p.static:
         return
     if config.race():
         race = _Race(replace(p, m=served[1]), served, config.limit(), config.target_name(), kept)
@@ -71,6 +71,8 @@ class _Race:
         self.schedules: dict[int, Schedule] = {}  # by the identity of their routes
 
     def __call__(self, route: Any, winner: Any = None, ratio: float = 1.0) -> None:
+        from portmm.dispatch import cpu_background
+
         key = ("race", self.target, self.p, self.served, self.limit, winner is None)
         if winner is None:
             if not cpu_background.begin(key, lambda: self._bring_rivals(route)):
@@ -115,6 +117,8 @@ def rivals_of(wanted: Schedule, listed: Sequence[Schedule], seconds: Sequence[fl
         listed: candidates.
         seconds: their predicted times.
     """
+    from portmm.dispatch.cpu_background import same_results
+
     least = min(seconds)
     order = sorted(range(len(listed)), key=seconds.__getitem__)
     usable = [

@@ -7,6 +7,7 @@ microseconds more per call. The thread pool and the launch are the extension's C
 from __future__ import annotations
 
 import operator
+import os
 import re
 from typing import TYPE_CHECKING, Any
 
@@ -67,7 +68,9 @@ class CffiRuntime:
         self._ffi = FFI()
         self._ffi.cdef(_DECLARATIONS)
         try:
-            self._lib: Any = self._ffi.dlopen(path)
+            self._lib: Any = self._ffi.dlopen(
+                path, os.RTLD_NOW | os.RTLD_NODELETE
+            )  # as long as the threads of its pool
         except OSError as error:
             raise BuildError(f"{path} cannot be loaded: {error}") from error
         # cffi resolves names under its own locks, which a forked child may inherit locked: all are resolved now.
@@ -86,8 +89,6 @@ class CffiRuntime:
 
     def load(self, path: str | Path, symbol: str, file: str | Path = "") -> Kernel:
         """See `Runtime`."""
-        import os
-
         error = self._ffi.new("char[512]")
         function = self._lib.portmm_open(os.fsencode(file or path), symbol.encode(), error, 512)
         if not function:

@@ -53,6 +53,9 @@ _PLAIN = (F32, F64, BF16, F16, S8, U8, S16, S32)
 _FP8 = (E4M3, E5M2)
 _C_OF_BYTES = {2: "short", 4: "int", 8: "long"}
 
+UNCONVERTED = ("f32", "f64")
+"""Types of operands and results whose sums need no conversion, and no atom that multiplies units or tiles."""
+
 
 def _unit(t: DType, pack: int) -> DType:
     size = t.bytes * pack

@@ -14,6 +14,7 @@ from portmm.errors import BuildError
 from portmm.ops import routes
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
+from portmm.spec.dtype import UNCONVERTED
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import rows
 from portmm.util.memo import forget_all
@@ -131,7 +132,7 @@ def test_a_slow_kernel_takes_no_place(two, monkeypatch):
     del monkeypatch
 
 
-@pytest.mark.parametrize("dtype", cpu_background.TYPES)
+@pytest.mark.parametrize("dtype", UNCONVERTED)
 def test_schedules_in_the_place_of_others_give_the_same_bits(dtype):
     """Each candidate that may serve for the selected one."""
     target, rng = config.target(), np.random.default_rng(0)
