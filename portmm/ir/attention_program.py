@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import REDUCED, BlockProgram, TileGemm, TileReduce, TileTransfer
 from portmm.spec.epilogue import C, Fused, Operand, acc, contraction, extent, index, load
-from portmm.spec.expr import Expr, apply, const, node, ordered, substituted
-from portmm.spec.expr_functions import select
+from portmm.spec.expr import Expr, apply, const, node, ordered
+from portmm.spec.expr_functions import select, substituted
 from portmm.spec.vector_math import exp, log
 from portmm.util.memo import cached
 

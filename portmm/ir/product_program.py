@@ -11,7 +11,8 @@ from portmm.errors import ScheduleError
 from portmm.ir.block_program import BlockProgram, TileGemm, TileTransfer
 from portmm.spec.dtype import accumulator, spell, types
 from portmm.spec.epilogue import C, Fused, Operand, acc, column_sum, contraction, load, parse
-from portmm.spec.expr import Expr, const, ordered, real, substituted
+from portmm.spec.expr import Expr, const, ordered, real
+from portmm.spec.expr_functions import substituted
 
 if TYPE_CHECKING:
     from portmm.spec.problem import Problem

@@ -17,7 +17,8 @@ from portmm.ops import host_matmul
 from portmm.ops.attention_shapes import score_expression
 from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import index
-from portmm.spec.expr import Expr, substituted
+from portmm.spec.expr import Expr
+from portmm.spec.expr_functions import substituted
 from portmm.spec.row_classes import last_of_class
 from portmm.trace.bind import Bound
 from portmm.trace.recorder import described

@@ -25,7 +25,8 @@ from portmm.ops.rowwise import by_numpy
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import number
-from portmm.spec.expr import Expr, apply, substituted
+from portmm.spec.expr import Expr, apply
+from portmm.spec.expr_functions import substituted
 from portmm.trace.bind import Bound, UserFunction, dense, typed
 from portmm.trace.closures import resolve
 from portmm.util.array_subclasses import refuse_class

@@ -2,10 +2,11 @@
  * Follows extension.c in one translation unit.
  *
  * A route that may race adds up the time of its calls. When that is worth the work that rivals take, Python is asked for
- * them, and they come when they are built. In each round every kernel that is left runs one of the caller's calls, timed by the cycle counter and divided by the
- * work of the call, since calls of a class differ in M. A rival that has lost too much is out; so is one that does not
- * win by the median of its ratios to the route's own kernel, and in most rounds. All state is under the GIL; while one
- * thread runs a timed call, others run the route's own kernel. */
+ * them, and they come when they are built. In each round every kernel that is left runs one of the caller's calls, timed
+ * by the cycle counter and divided by the work of the call, since calls of a class differ in M. A rival that has lost
+ * too much is out; so is one that does not win by the median of its ratios to the route's own kernel, and in most
+ * rounds. All state is under the GIL; while one thread runs a timed call, others run the route's own kernel. A race
+ * lives as long as its route, since threads come back to it from calls that they began earlier. */
 enum { RACERS = 4, ROUNDS = 10 };
 #define MOST_LOST 1.0 /* calls of the route's own kernel that a rival may lose before it is out */
 #define LEAST_WON 0.97 /* median of a winner's ratios */
@@ -26,13 +27,11 @@ static void drop_rivals(struct race *x, int kept) {
     if (i != kept) Py_CLEAR(x->rivals[i]);
 }
 
-/* Not while a thread runs a timed call: it holds a reference to the route. */
 static void free_race(route_object *r) {
   if (!r->race) return;
   drop_rivals(r->race, 0);
   Py_XDECREF(r->race->task);
   PyMem_Free(r->race);
-  r->race = NULL;
 }
 
 /* An error of the task is reported, and no error of the call that it follows. */
@@ -167,7 +166,7 @@ static PyObject *py_race(PyObject *module, PyObject *args) {
   return Py_NewRef(Py_None);
 }
 
-/* Begin the rounds of a route that waits for rivals; without any it does not race. */
+/* Begin the rounds of a route that waits for rivals; without any its own kernel has won. */
 static PyObject *py_start_race(PyObject *module, PyObject *args) {
   PyObject *route, *rivals;
   (void)module;
@@ -181,7 +180,11 @@ static PyObject *py_start_race(PyObject *module, PyObject *args) {
       return PyErr_Format(PyExc_TypeError, "%R is no route for %U", rival, r->dtype);
   }
   if (!r->race || r->race->state != WAITING) return Py_NewRef(Py_None);
-  if (!n) return free_race(r), Py_NewRef(Py_None);
+  if (!n) {
+    r->race->state = DONE;
+    Py_CLEAR(r->race->task);
+    return Py_NewRef(Py_None);
+  }
   for (Py_ssize_t i = 0; i < n; i++) r->race->rivals[i + 1] = (route_object *)Py_NewRef(PyTuple_GET_ITEM(rivals, i));
   r->race->count = (int)n + 1;
   r->race->state = RUNNING;

@@ -381,17 +381,6 @@ def _power(x: Expr, power: int) -> Expr:
     return x if square is None else square * x if power % 2 else square
 
 
-def substituted(root: Expr, change: Callable[[Expr], Expr | None], done: dict[Expr, Expr]) -> Expr:
-    """An expression with some of its parts replaced."""
-    if root not in done:
-        new = change(root)
-        if new is None:
-            args = tuple(substituted(y, change, done) if isinstance(y, Expr) else y for y in root.args)
-            new = root if all(x is y for x, y in zip(args, root.args, strict=True)) else node(root.op, args, root.dtype)
-        done[root] = new
-    return done[root]
-
-
 def ordered(roots: tuple[Expr, ...]) -> list[Expr]:
     """All expressions under `roots` in topological order, operands first."""
     visited: dict[int, Expr] = {}

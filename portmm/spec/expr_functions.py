@@ -1,13 +1,16 @@
 """Functions of expressions that no operator of Python stands for.
 
-Owns `fma`, `select`, `sqrt`, the bits of floats, and rounding to integers.
+Owns `fma`, `select`, `sqrt`, the bits of floats, rounding to integers, and the replacement of parts.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from portmm.spec.expr import Expr, apply, const
+from portmm.spec.expr import Expr, apply, const, node
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 
 def fma(a: Any, b: Any, c: Any) -> Expr:
@@ -43,3 +46,14 @@ def rounded(x: Any) -> Expr:
 def sqrt(x: Any) -> Expr:
     """The square root, correctly rounded."""
     return apply("sqrt", x)
+
+
+def substituted(root: Expr, change: Callable[[Expr], Expr | None], done: dict[Expr, Expr]) -> Expr:
+    """An expression with some of its parts replaced."""
+    if root not in done:
+        new = change(root)
+        if new is None:
+            args = tuple(substituted(y, change, done) if isinstance(y, Expr) else y for y in root.args)
+            new = root if all(x is y for x, y in zip(args, root.args, strict=True)) else node(root.op, args, root.dtype)
+        done[root] = new
+    return done[root]

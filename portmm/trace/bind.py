@@ -16,8 +16,8 @@ from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import TraceError
 from portmm.spec.epilogue import AXES, PRODUCT, C, Fused, Operand, argument, load, parse, varies
-from portmm.spec.expr import Expr, const, node, ordered, real, substituted
-from portmm.spec.expr_functions import rounded
+from portmm.spec.expr import Expr, const, node, ordered, real
+from portmm.spec.expr_functions import rounded, substituted
 from portmm.trace.closures import resolve
 from portmm.trace.guards import Way, find, remember
 from portmm.trace.recorder import element, readable_in_place

@@ -101,7 +101,20 @@ def test_races_without_rivals_end(extension):
     fast, _ = fast_and_slow()
     told, _ = race(extension, fast, ())
     assert told == [(fast,)]
-    assert not extension.racing(fast)
+    assert extension.racing(fast) == "done"
+
+
+def test_a_race_may_end_while_other_threads_are_in_its_first_calls(extension):
+    """Calls without the GIL, which begin before rivals are asked for, and end after there are none."""
+    for _ in range(20):
+        fast, _ = fast_and_slow()
+        extension.race(fast, lambda route: extension.start_race(route, ()), 0.0)
+        threads = [threading.Thread(target=call, args=(fast, np.empty((M, N), np.float32))) for _ in range(4)]
+        for x in threads:
+            x.start()
+        for x in threads:
+            x.join()
+        assert extension.racing(fast) == "done"
 
 
 def test_an_error_of_the_task_is_no_error_of_the_call(extension, monkeypatch):
