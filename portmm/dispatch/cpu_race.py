@@ -82,16 +82,18 @@ class _Race:
 
     def _bring_rivals(self, route: Any) -> None:
         """Build the kernels of rivals, and begin; the routes live as long as the race."""
-        from portmm.dispatch.cpu_routes import route_by
+        from portmm.dispatch.cpu_routes import route_by, tuned_within
         from portmm.dispatch.overrides import active
         from portmm.dispatch.schedule_choice import predicted, select_for_class
 
         target, rivals = config.target(self.target), []
+        threads = self.limit or max(1, target.cores)
+        settled = active() or tuned_within(self.p, self.served, target, threads)
         try:
-            best = select_for_class(self.p, target, self.limit or max(1, target.cores))
+            best = select_for_class(self.p, target, threads)
             seconds = predicted(self.p, best.listed, best.workers)
             self.schedules[id(route)] = best.schedule
-            for s in [] if active() else rivals_of(best.schedule, best.listed.schedules, seconds):
+            for s in [] if settled else rivals_of(best.schedule, best.listed.schedules, seconds):
                 rival = route_by(s, self.p, target, best.workers)
                 rivals.append(rival)
                 self.schedules[id(rival)] = s
@@ -141,17 +143,16 @@ def raced(choice: Choice, limit: int) -> Choice:
     """A choice as a race on this machine left it: the winner, or the choice itself if there was none.
 
     Args:
-        choice: of a schedule for this machine.
+        choice: of a schedule for the configured target.
         limit: of threads, as configured.
     """
     from portmm.dispatch.schedule_choice import schedule_cost
     from portmm.schedule.text import parse
     from portmm.spec.row_classes import rows
 
-    kept = route_cache.of_target(config.target_name()) if config.target() is choice.target else None
-    if kept is None:
+    p, kept = choice.problem, route_cache.of_target(config.target_name())
+    if kept is None or choice.origin.startswith("tuned"):
         return choice
-    p = choice.problem
     for served in (rows(p), (p.m, p.m)):
         stored = route_cache.remark(kept, route_cache.question(p, served, limit))
         if not stored.startswith(RACED):

@@ -144,7 +144,7 @@ def _kept(p: Problem, target: Target, about: Any, make: Callable[[], Any]) -> An
 def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, build: _Building) -> Any:
     """The route of the class of a problem; None if its problems need different ones."""
     check(p, target)
-    if _tuned_within(p, served, target, threads):
+    if tuned_within(p, served, target, threads):
         return None
     best = select_for_class(p, target, threads)
     if best.rows != served:
@@ -155,7 +155,7 @@ def _shared(p: Problem, served: tuple[int, int], target: Target, threads: int, b
 def _alone(p: Problem, target: Target, threads: int, build: _Building) -> Any:
     """The route of a single problem."""
     selected = schedule_for(p)
-    if selected is None and not _tuned_within(p, (p.m, p.m), target, threads):
+    if selected is None and not tuned_within(p, (p.m, p.m), target, threads):
         check(p, target)
         best = select_for_class(p, target, threads)
         return build.route(best, p)
@@ -166,7 +166,7 @@ def _alone(p: Problem, target: Target, threads: int, build: _Building) -> Any:
     return _route(code_of(schedule, target, build.kept), p, workers)
 
 
-def _tuned_within(p: Problem, served: tuple[int, int], target: Target, threads: int) -> bool:
+def tuned_within(p: Problem, served: tuple[int, int], target: Target, threads: int) -> bool:
     """Test for tuned schedules of problems in a range of rows; True if the database is unreadable: `choose` retries."""
     from portmm.dispatch.tuning_database import tuned_rows
 

@@ -206,10 +206,11 @@ def explain(
         threads = config.get_num_threads() if target is None else machine.cores
     threads = threads or max(1, machine.cores)
     about = (family.sentence(str(target)),) if family else ()
+    called = target is None and threads == config.get_num_threads()
 
     def answer(p: Problem, notes: tuple[str, ...] = ()) -> Explanation | GridExplanation:
         problem = p if deterministic is None else replace(p, deterministic=deterministic)
-        return _explained(problem, machine, threads, (*about, *notes))
+        return _explained(problem, machine, threads, (*about, *notes), called=called)
 
     if isinstance(a, Problem):
         if b is not None or out is not None:
@@ -241,13 +242,17 @@ def _group(a: Any, b: Any, dtype: str, target: Target) -> Problem:
     return p if target.device is None else replace(p, batch=groups, grouped=True)
 
 
-def _explained(p: Problem, target: Target, threads: int, notes: tuple[str, ...] = ()) -> Explanation | GridExplanation:
+def _explained(
+    p: Problem, target: Target, threads: int, notes: tuple[str, ...] = (), *, called: bool = False
+) -> Explanation | GridExplanation:
+    """The explanation; where it is of what calls do now (`called`), with what a race found."""
     if not p.flops:
         raise ValueError(f"{p} has nothing to multiply, so no kernel is needed")
     if target.device is not None:
         from portmm.explanation import gpu as gpu_explanation
 
         return gpu_explanation.explained(replace(p, tf32=p.tf32 or config.rounds(p.dtype)), target, notes=notes)
-    choice = cpu_race.raced(schedule_choice.choose(p, target, threads), config.limit())
+    choice = schedule_choice.choose(p, target, threads)
+    choice = cpu_race.raced(choice, config.limit()) if called else choice
     kernel = cpu_kernels.kernel_of(choice.schedule, cpu_kernels.isa_of(choice.schedule, target))
     return Explanation(choice, kernel, source(kernel), notes)

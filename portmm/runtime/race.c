@@ -73,15 +73,16 @@ static void end_race(route_object *r) {
   Py_DECREF(task);
 }
 
-/* After a round: rivals that have lost too much are out. The first one runs code that no cache has. */
+/* After a round: rivals that have lost too much are out. No round alone takes one out, since a call may be interrupted;
+ * the first one runs code that no cache has. */
 static void end_round(route_object *r) {
   struct race *x = r->race;
   int left = 0;
   for (int i = 1; i < x->count; i++) {
     if (!x->rivals[i]) continue;
-    double more = x->took[x->round][i] / x->took[x->round][0] - 1;
-    if (x->round == 0 && more > MOST_LOST / 2) more = more > 4 * MOST_LOST ? 2 * MOST_LOST : MOST_LOST / 2;
-    x->lost[i] += more;
+    const double more = x->took[x->round][i] / x->took[x->round][0] - 1;
+    const double most = x->round ? 0.9 * MOST_LOST : 0.5 * MOST_LOST;
+    x->lost[i] += more < most ? more : most;
     if (x->lost[i] > MOST_LOST) Py_CLEAR(x->rivals[i]);
     left += x->rivals[i] != NULL;
   }

@@ -169,6 +169,17 @@ def test_races_can_be_turned_off(racing, monkeypatch, how):
 
 
 @pytest.mark.usefixtures("racing")
+def test_tuned_schedules_do_not_race(monkeypatch):
+    rivals = []
+    monkeypatch.setattr(cpu_routes, "tuned_within", lambda *_: True)
+    monkeypatch.setattr(cpu_race, "rivals_of", lambda *_: rivals.append(1) or [])
+    pm.matmul(*operands())
+    cpu_background.wait()
+    assert not rivals
+    assert "raced" not in pm.explain(*operands()).summary()
+
+
+@pytest.mark.usefixtures("racing")
 def test_threads_race():
     a, b = operands()
     want, wrong = pm.matmul(a, b).tobytes(), []
