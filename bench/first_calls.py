@@ -18,7 +18,8 @@ from pathlib import Path
 import numpy as np
 
 import portmm as pm
-from portmm.ops import host_matmul, routes
+from portmm.dispatch import config
+from portmm.ops import host_matmul
 from portmm.runtime import route_cache
 from portmm.spec.row_classes import row_class
 
@@ -117,7 +118,7 @@ def new_shapes():
     runtime = host_matmul._state["runtime"]  # noqa: SLF001 - the resolver's place
     for more in (0, 1, 2):
         took.clear()
-        book = route_cache.of_target(routes.target_name())
+        book = route_cache.of_target(config.target_name())
         if book is not None:
             book.lines.clear()  # of earlier runs
         runtime.set_resolver(resolve, True)
