@@ -1,4 +1,4 @@
-"""What races between schedules cost in the first calls of a kind, and what they win: see `dispatch/cpu_race.py`.
+"""Cost and gain of races between schedules in the first calls of a kind: see `dispatch/cpu_race.py`.
 
     python bench/races.py [TARGET]
 

@@ -88,12 +88,14 @@ class _Race:
 
         target, rivals = config.target(self.target), []
         threads = self.limit or max(1, target.cores)
-        settled = active() or tuned_within(self.p, self.served, target, threads)
+        if active() or tuned_within(self.p, self.served, target, threads):
+            runtime().start_race(route, ())
+            return
         try:
             best = select_for_class(self.p, target, threads)
             seconds = predicted(self.p, best.listed, best.workers)
             self.schedules[id(route)] = best.schedule
-            for s in [] if settled else rivals_of(best.schedule, best.listed.schedules, seconds):
+            for s in rivals_of(best.schedule, best.listed.schedules, seconds):
                 rival = route_by(s, self.p, target, best.workers)
                 rivals.append(rival)
                 self.schedules[id(rival)] = s

@@ -172,7 +172,7 @@ def attention_of(program: BlockProgram) -> Attention:
     literals = [x for x in ordered((masked,)) if x.op == "const" and x.dtype == "s32"]
     loaded = {x.args[0] for x in ordered((masked,)) if x.op == "load"}
     some: tuple[int | None, ...] = (*items, None)
-    # What bounds say is no part of the score, so that kernels skip blocks of keys: fewer of them are tried later.
+    # Masks by bounds are not in the score: kernels skip whole blocks of keys by them. The strictest bounds come first.
     for causal, window, lengths, starts, guarded in product((True, False), (True, False), some, some, (True, False)):
         bounds, at = Bounds(causal, window), Places(*loads, *stores)._replace(lengths=lengths, starts=starts)
         used = (lengths is None or lengths in loaded) and (starts is None or (starts in loaded) == bool(bounds))

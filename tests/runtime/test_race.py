@@ -67,7 +67,7 @@ def call(route, c):
 
 
 def race(extension, own, rivals):
-    """What a race of routes tells its task, and its calls."""
+    """Arguments of the task's calls in a race of routes, and the number of launches."""
     told = []
     extension.race(own, lambda *x: told.append(x), 0.0)
     c = np.empty((M, N), np.float32)
