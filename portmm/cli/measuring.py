@@ -28,7 +28,7 @@ def compare(
     suite: Annotated[
         str,
         typer.Argument(
-            help="smoke, quick, full, narrow, or groups and cases, joined with commas.",
+            help="smoke, quick, full, narrow, random, random-narrow, or groups and cases, joined with commas.",
             show_default="quick, or nothing beside shapes of your own",
         ),
     ] = "",
@@ -51,6 +51,7 @@ def compare(
         str, typer.Option(help="cuda, cuda:1 or opencl; nothing for the processor.", show_default=False)
     ] = "",
     rounds: Annotated[int, typer.Option(min=1, help="Turns of each library on each case.")] = 7,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the inputs, and of the shapes of random suites.")] = 0,
     budget: Annotated[float, typer.Option(min=1.0, help="Seconds for all of it.")] = 100.0,
     as_json: Json = False,
     save: Annotated[
@@ -71,7 +72,7 @@ def compare(
         own = own_shapes(shapes, from_onnx, from_torch, dim or ())
         with progress("comparing", budget) as tell:
             report = contest(
-                _with(own, suite) if own else suite or "quick",
+                _with(own, suite, seed) if own else suite or "quick",
                 threads=threads or config.target().cores,
                 contenders=ours and dict.fromkeys(ours),
                 rounds=rounds,
@@ -79,6 +80,7 @@ def compare(
                 target=target,
                 device=device,
                 cold=cold,
+                seed=seed,
                 progress=tell,
             )
     except ValueError as error:
@@ -126,11 +128,11 @@ def _sizes(dims: Iterable[str]) -> dict[str, int]:
     return sizes
 
 
-def _with(own: Sequence[Case], suite: str) -> tuple[Case, ...]:
+def _with(own: Sequence[Case], suite: str, seed: int) -> tuple[Case, ...]:
     """The user's shapes, then those of a suite if one is named."""
     from portmm.comparison.shapes import cases, merged
 
-    return merged([*own, *(cases(suite) if suite else ())])
+    return merged([*own, *(cases(suite, seed) if suite else ())])
 
 
 INTERRUPTED = 130
@@ -168,7 +170,7 @@ def tune(
     from portmm.tuning.records import bar, predictions, view
 
     try:
-        cases = [*_named(suite), *own_shapes(shapes, from_onnx, from_torch or "")] or _named("quick")
+        cases = [*_named(suite, seed), *own_shapes(shapes, from_onnx, from_torch or "")] or _named("quick", seed)
         with bar(console(stderr=True), budget) as report_step:
             result = run(
                 cases,
@@ -195,7 +197,7 @@ def tune(
         sys.exit(INTERRUPTED)
 
 
-def _named(words: str) -> list[Case | tuple[int, ...]]:
+def _named(words: str, seed: int) -> list[Case | tuple[int, ...]]:
     """Cases of suites, groups and case names, and shapes as MxNxK, from a list with commas."""
     from portmm.comparison import cases
 
@@ -203,7 +205,7 @@ def _named(words: str) -> list[Case | tuple[int, ...]]:
     for word in filter(None, words.split(",")):
         sizes = word.split("x")
         is_shape = len(sizes) > 1 and all(x.isdigit() for x in sizes)
-        selected += [tuple(map(int, sizes))] if is_shape else cases(word)
+        selected += [tuple(map(int, sizes))] if is_shape else cases(word, seed)
     return list(dict.fromkeys(selected))
 
 

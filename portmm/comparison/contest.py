@@ -24,6 +24,7 @@ from portmm.comparison.limit import Facts, Limits, chip, facts, forced_isa
 from portmm.comparison.measure import enough
 from portmm.comparison.peers import FORCED, Contender, Setup, find, removed
 from portmm.comparison.process import LATE, LIMIT, LIMIT_BENCH, PATIENCE, Lane, Rules, close, keep_log
+from portmm.comparison.random_shapes import seeded
 from portmm.comparison.report import Entry, Report, Result
 from portmm.comparison.shapes import cases, shaped, suite_of
 from portmm.host import machine_load
@@ -114,7 +115,7 @@ def compare(
             On devices "quick" and "smoke" name other suites, and the contenders are others.
         limits: measure the machine's limits, alternating with the contenders; for a device, look them up.
         cold: each call finds its operands in memory, not in caches.
-        seed: of the inputs.
+        seed: of the inputs, and of the shapes of random suites.
         progress: called with (cases done, cases, text about the current step).
 
     Raises:
@@ -128,7 +129,7 @@ def compare(
     chip_facts = facts(device) if device else None
     if chip_facts and isinstance(suite, str):
         suite = suite_of(suite, chip_facts.kind)
-    selected = cases(suite) if isinstance(suite, str) else tuple(map(shaped, suite))
+    selected = cases(suite, seed) if isinstance(suite, str) else tuple(map(shaped, suite))
     if threads < 1 or rounds < 1 or not selected:
         raise ValueError(f"{threads} threads, {rounds} rounds, {len(selected)} cases: there must be one of each")
     field_ = find(contenders, parsed(device)[0] if device else "")
@@ -174,7 +175,7 @@ def compare(
         machine=chip_facts.name if chip_facts else host().name,
         threads=setup.threads,
         isa=setup.isa,
-        suite=suite if isinstance(suite, str) else "custom",
+        suite=seeded(suite, seed) if isinstance(suite, str) else "custom",
         entrants=entrants,
         results=tuple(results),
         date=datetime.now(UTC).date().isoformat(),

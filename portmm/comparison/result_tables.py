@@ -218,6 +218,9 @@ def _weight(row: dict[str, Any]) -> str:
 
 INTEGERS = {"s8": "int8", "u8": "int8", "u4": "int4"}
 
+MARKS = {"fused": "fused", "random": "random shapes"}
+"""Beginning of a group's name -> what its cases are besides their type: rows of their own."""
+
 Ratios = dict[str, dict[str, float]]
 """Type -> case -> ratio."""
 MEANING = "Rate of portmm over that of the best peer of each case: geometric mean, lowest in brackets, cases."
@@ -229,7 +232,8 @@ def kind(case: Case) -> str:
     weight = INTEGERS.get(b, b)
     if weight != b and a not in INTEGERS:
         weight += " weights, A in 8 bits" if case.dynamic else " weights"
-    return f"{weight}, fused" if case.group.startswith("fused") else weight
+    mark = next((text for prefix, text in MARKS.items() if case.group.startswith(prefix)), "")
+    return ", ".join(filter(None, (weight, mark)))
 
 
 def ratios_by_setting(

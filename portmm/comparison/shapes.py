@@ -1,7 +1,7 @@
 """Shapes: suites, which `suites.toml` describes, and those of a user's file.
 
 Owns the expansion of suites' families and their names, the reading of files of shapes, and the conversion of shapes to
-cases: checks, names, and the merge of equal ones into one with a count.
+cases: checks, names, and the merge of equal ones into one with a count. Random suites are drawn by `random_shapes`.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from itertools import product
 from pathlib import Path
 from typing import Any
 
+from portmm.comparison import random_shapes
 from portmm.comparison.case import LAYOUTS, Case
 from portmm.spec.dtype import spell, types
 
@@ -104,7 +105,7 @@ def shaped(x: Case | Sequence[int]) -> Case:
     return Case("x".join(map(str, sizes)), "shapes", m, n, k, batch=batch[0] if batch else 1)
 
 
-SUITES = ("smoke", "quick", "full", "narrow-quick", "narrow", "fused-quick", "fused")
+SUITES = ("smoke", "quick", "full", "narrow-quick", "narrow", "fused-quick", "fused", *random_shapes.SUITES)
 ON_DEVICES = {"quick": "device-quick", "smoke": "device-smoke"}
 """Suites that replace those of the processor on a device."""
 
@@ -140,13 +141,17 @@ def _by_suite() -> dict[str, tuple[Case, ...]]:
     return {name: tuple(y for x in some for y in _family(x, described["lists"])) for name, some in families.items()}
 
 
-def cases(suite: str = "quick") -> tuple[Case, ...]:
+def cases(suite: str = "quick", seed: int = 0) -> tuple[Case, ...]:
     """Cases of a suite, one of `SUITES`, or of a group, or the case of that name.
 
     "device-quick" and "device-smoke" are for devices.
     "full" has one type, float32; "narrow" has all the others. "bf16", "int8" and
-    "int4" are all groups of that type. "fused" has layers with epilogues.
+    "int4" are all groups of that type. "fused" has layers with epilogues. "random" and "random-narrow" are drawn.
     Several names may be joined with commas.
+
+    Args:
+        suite: the names.
+        seed: of random suites.
 
     Raises:
         ValueError: a name is unknown.
@@ -156,6 +161,9 @@ def cases(suite: str = "quick") -> tuple[Case, ...]:
     suites = {name: [case.name for case in some] for name, some in _by_suite().items()} | described["short"]
     picked: dict[str, Case] = {}
     for word in suite.split(","):
+        if word in random_shapes.SUITES:
+            picked.update((case.name, case) for case in random_shapes.drawn(word, seed))
+            continue
         groups = described["groups"].get(word, [word])
         names = suites.get(word) or [x.name for x in known.values() if x.group in groups or x.name == word]
         if not names:
