@@ -219,7 +219,7 @@ def explain(
     if grouped:
         return answer(_group(a, b, dtype, machine))
     if epilogue is not None:
-        from portmm.ops.fused_matmul_kernel import fused_problem
+        from portmm.ops.product_kernel import fused_problem
 
         word = dtype if out is None else out.dtype
         return answer(*fused_problem(a, b, word, epilogue, typed_result=out is not None))

@@ -18,16 +18,16 @@ import numpy as np
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
 from portmm.runtime.cpu import types as types_of_runtime
-from portmm.spec.row_classes import row_class
+from portmm.spec.row_classes import last_of_class, row_class
 from portmm.trace.closures import compares_identities, global_names, numbers_of, resolve
 from portmm.trace.closures import fixed as is_fixed
 from portmm.trace.guards import place
 from portmm.util.memo import Memory, cached
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
-    from portmm.trace.bind import Bound
+    from portmm.ops.product_kernel import ProductKernel
     from portmm.trace.recorder import Source
 
 Array = np.ndarray[Any, Any]
@@ -172,16 +172,15 @@ def known(seen: Seen, out: Any) -> FastPath | None:
     return fast_path
 
 
-def keep(seen: Seen, bound: Bound, build: Callable[..., FastPath], skip: int, *, shared: bool) -> None:
+def keep(seen: Seen, kernel: ProductKernel, skip: int) -> None:
     """Remember a kind of call, if each operand and number is used without conversion.
 
     Args:
         seen: the call.
-        bound: its operands.
-        build: makes the record from template, sources, numbers, and whether it is for the class of M.
+        kernel: of the product with its epilogue.
         skip: operands seen that the function does not capture.
-        shared: one kernel serves the class.
     """
+    bound, (m, n, batch) = kernel.bound, kernel.size
     traced, count = bound.traced, len(seen.operands) - skip
     arrays_at = {place: i + skip for i, place in enumerate(seen.places[:count])}
     numbers_at = {place: i for i, place in enumerate(seen.places[count:])}
@@ -195,8 +194,14 @@ def keep(seen: Seen, bound: Bound, build: Callable[..., FastPath], skip: int, *,
     if seen.numbers and not numbers:
         return  # the function's control flow depends on them
     places = tuple(arrays_at[x] for x in sources), tuple(numbers_at.get(x, x) for x in numbers)
-    by_class = shared and not traced.by_extents and _by_class(seen, traced.sources, arrays_at, skip)
-    _known.keep(seen.key if by_class else (seen.key, seen.rows), build(bound.template, *places, by_class=by_class))
+    by_class = kernel.shared and not traced.by_extents and _by_class(seen, traced.sources, arrays_at, skip)
+    several = by_class and last_of_class(m) != row_class(m)[0]
+    fast_path = FastPath(
+        kernel.route, (0 if several else m, n, seen.operands[0].shape[-1], batch),
+        (kernel.strides[:3], kernel.strides[3:]), (n, 1, m * n, None), bound.template, *places,
+        kernel.results, kernel.several,
+    )  # fmt: skip
+    _known.keep(seen.key if by_class else (seen.key, seen.rows), fast_path)
 
 
 def _by_class(seen: Seen, sources: Sequence[Source], arrays_at: dict[Any, int], skip: int) -> bool:

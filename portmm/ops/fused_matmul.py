@@ -1,6 +1,6 @@
 """Fused matmul: products with prologues and an epilogue.
 
-Owns the call: the epilogue is part of the product's kernel, unless `fused_matmul_kernel` finds a reason against that,
+Owns the call: the epilogue is part of the product's kernel, unless `product_kernel` finds a reason against that,
 or no kernel can be built; then it is a kernel over the rows of the result.
 """
 
@@ -16,10 +16,9 @@ from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.ops import call_fastpath, host_matmul
 from portmm.ops.epilogues import NAMES, NOT_F64, VALUES
-from portmm.ops.fused_matmul_kernel import FusedKernel, FusedProduct, operand_b
+from portmm.ops.product_kernel import HostProduct, ProductKernel, operand_b
 from portmm.ops.rowwise import over_rows
-from portmm.runtime.cpu import runtime
-from portmm.spec.row_classes import last_of_class, row_class
+from portmm.spec.row_classes import row_class
 from portmm.trace.bind import UserFunction
 from portmm.trace.closures import resolve
 from portmm.util.array_subclasses import in_class_of
@@ -29,6 +28,7 @@ if TYPE_CHECKING:
 
     from portmm.arrays.grid_call import Product
     from portmm.trace.bind import Bound
+    from portmm.trace.tracer import Traced
 
 Array = np.ndarray[Any, Any]
 _OF_A, _OF_B = {"m": "m", "k": "n", "b": "b"}, {"k": "m", "n": "n", "b": "b"}
@@ -103,20 +103,21 @@ def _before(function: Callable[..., Any], x: Any, name: str, names: dict[str, st
     return replace(results[0], shape=x.shape, strides=tuple(strides))
 
 
-def _kernel(
-    user_function: UserFunction, call: FusedProduct, other_keys: tuple[Any, ...]
-) -> FusedKernel | ScheduleError:
-    """The kernel for calls of a kind, that of the class of M if it supports this M, or the reason why there is none."""
-    left = call.left
-    if left.ndim == len(call.right.shape) == 2:
+def kernel_of(
+    user_function: UserFunction, left: Array, right: Any, other_keys: tuple[Any, ...], make: Callable[[Traced], Any]
+) -> ProductKernel | ScheduleError:
+    """The kernel for calls of a kind, that of the class of M if it supports this M, or the reason why there is none.
+
+    Raises:
+        BuildError: it cannot be compiled.
+    """
+    rank = 2 if left.ndim == len(right.shape) == 2 else 3
+    if rank == 2:
         m, k = left.shape
-        ready: FusedKernel | ScheduleError = user_function.ready(
-            (row_class(m)[1], k, other_keys), call.ready, VALUES, 2
-        )
-        if isinstance(ready, FusedKernel) and ready.rows[0] <= m <= ready.rows[1]:
+        ready: ProductKernel | ScheduleError = user_function.ready((row_class(m)[1], k, other_keys), make, VALUES, rank)
+        if isinstance(ready, ProductKernel) and ready.rows[0] <= m <= ready.rows[1]:
             return ready.at(m)
-        return user_function.ready((left.shape, other_keys), call.ready, VALUES, 2)  # type: ignore[no-any-return]
-    return user_function.ready((left.shape, other_keys), call.ready, VALUES, 3)  # type: ignore[no-any-return]
+    return user_function.ready((left.shape, other_keys), make, VALUES, rank)  # type: ignore[no-any-return]
 
 
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:
@@ -133,50 +134,29 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     panels = getattr(right, "owner", right)
     b_kind = (right.strides, right.dtype, right.flags.aligned) if panels is right else right.family
     other_keys = (left.strides, left.dtype, left.flags.aligned, right.shape, b_kind, dtype, first)
-    call = FusedProduct(left, right, dtype, first)
+    call = HostProduct(left, right, dtype, first)
     try:
-        ready = _kernel(user_function, call, other_keys)
+        ready = kernel_of(user_function, left, right, other_keys, call.ready)
     except BuildError as error:
         fall_back(error)
         return _split(call, epilogue, out)
-    if not isinstance(ready, FusedKernel):
+    if not isinstance(ready, ProductKernel):
         return _split(call, epilogue, out)
     results = [np.empty(s, t) for s, t in ready.results]
     if out is not None and _writable(out, results[0], (left, panels), ready.bound, user_function.closure):
         results[0] = out
-    execute(ready, call, user_function.closure, results)
-    m, n, batch = ready.size
+    run(ready, call, user_function.closure, results)
     if seen is not None and user_function.lasting and ready.direct and (out is None or out is results[0]):
-
-        def build(
-            template: Array, sources: tuple[int, ...], taken: tuple[int, ...], *, by_class: bool
-        ) -> call_fastpath.FastPath:
-            middle = (ready.numbers[:3], ready.numbers[3:])
-            several = by_class and last_of_class(m) != row_class(m)[0]
-            sizes, after = (0 if several else m, n, left.shape[-1], batch), (n, 1, m * n, None)
-            return call_fastpath.FastPath(
-                ready.route, sizes, middle, after, template, sources, taken, ready.results, ready.several
-            )
-
-        call_fastpath.keep(seen, ready.bound, build, 2 + (out is not None), shared=ready.shared)
+        call_fastpath.keep(seen, ready, 2 + (out is not None))
     return results[0] if out is None and not ready.several else fit(results, out, several=ready.several)
 
 
-def execute(ready: FusedKernel, call: FusedProduct, closure: dict[Any, Any], results: list[Array]) -> None:
+def run(ready: ProductKernel, call: HostProduct, closure: dict[Any, Any], results: list[Array]) -> None:
     """Run the kernel of a call, which writes dense results."""
-    a, b = call.left, getattr(call.right, "owner", call.right)
-    if not ready.direct:
-        rows, other = call.operands(ready.size, call.types())
-        a, b = rows.array, other.array if isinstance(other, numpy_arrays.Operand) else b
-    m, n, batch = ready.size
-    a_m, a_k, a_batch, b_k, b_n, b_batch = ready.numbers
-    runtime().execute(
-        ready.route, m, n, a.shape[-1], batch, a, a_m, a_k, a_batch, b, b_k, b_n, b_batch,
-        results[0], n, 1, m * n, None, *ready.bound.fill(closure, [], results[1:]),
-    )  # fmt: skip
+    ready.run(ready.size[0], *call.read(ready), results[0], ready.bound.fill(closure, [], results[1:]))
 
 
-def _split(call: FusedProduct, epilogue: Callable[..., Any], out: Any) -> Any:
+def _split(call: HostProduct, epilogue: Callable[..., Any], out: Any) -> Any:
     """The product first, then the epilogue over its rows."""
     sums = call.sums()
     if sums == "f64":

@@ -19,15 +19,15 @@ from portmm.errors import BuildError
 from portmm.ops import host_matmul, routes
 from portmm.ops.epilogues import VALUES
 from portmm.ops.fused_matmul import fit
-from portmm.ops.fused_matmul_kernel import FusedProduct
 from portmm.ops.prepack import current, is_packed, items
+from portmm.ops.product_kernel import HostProduct
 from portmm.ops.rowwise import by_numpy
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import number
 from portmm.spec.expr import Expr, apply
 from portmm.spec.expr_functions import substituted
-from portmm.trace.bind import Bound, UserFunction, dense, typed
+from portmm.trace.bind import Bound, UserFunction, dense
 from portmm.trace.closures import resolve
 from portmm.util.array_subclasses import refuse_class
 from portmm.util.memo import Memory
@@ -229,11 +229,11 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
     m, n, _ = x.size
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     first = None if first == np.float64 else first  # results in float32 are converted
-    call = FusedProduct(x.a, x.b[0], dtype, first)
+    call = HostProduct(x.a, x.b[0], dtype, first)
     user_function = UserFunction(epilogue)
     b_kind = x.b[0].dtype if call.array else x.b[0].family
     key = ("groups", x.a.shape, x.a.dtype, len(x.b), n, b_kind, dtype, first)
-    ready: _Ready = user_function.ready(key, lambda traced: _ready(traced, call, len(x.b), first), VALUES, 3)
+    ready: _Ready = user_function.ready(key, lambda traced: _ready(traced, call, len(x.b)), VALUES, 3)
     results = [
         np.empty((m, n if "n" in axes else 1), t) for axes, t in zip(ready.step.axes, ready.step.types, strict=True)
     ]
@@ -252,7 +252,7 @@ def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Calla
     """The products with an epilogue, computed by NumPy."""
     m, n, _ = x.size
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
-    call = FusedProduct(x.a, x.b[0], dtype, None)
+    call = HostProduct(x.a, x.b[0], dtype, None)
     sums = np.dtype(np.int32 if call.sums() == "s32" else np.float32)
     group = np.minimum(np.searchsorted(x.ends, np.arange(m), "right"), len(x.b) - 1)
     indices = SimpleNamespace(m=np.arange(m)[:, None], n=np.arange(n)[None, :], b=group[:, None])
@@ -262,7 +262,7 @@ def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Calla
     return fit(list(results), out, several=several)
 
 
-def _ready(traced: Traced, call: Any, groups: int, first: np.dtype[Any] | None) -> _Ready:
+def _ready(traced: Traced, call: Any, groups: int) -> _Ready:
     """The expressions of an epilogue, and its operands.
 
     Raises:
@@ -279,11 +279,11 @@ def _ready(traced: Traced, call: Any, groups: int, first: np.dtype[Any] | None) 
         # Numbers are passed as floats: these are the bits of integers.
         return e + apply("bits", number(count)) if e.args[0] == "m" else apply("bits", number(count + 1))
 
-    step = call.step(typed(traced, first))
+    step = call.step(traced)
     done: dict[Expr, Expr] = {}
     values = tuple((substituted(e, change, done), t) for e, t in traced.results)
     if indexed:
-        step = call.step(typed(replace(traced, results=values), first))
+        step = call.step(replace(traced, results=values))
     size = (call.m, call.n, groups)
     bound = Bound(traced, size, [], [(0, *dense(axes, size)[1:]) for axes in step.axes[1:]])
     return _Ready(replace(step, traced=bound.traced), bound, count if indexed else -1)
@@ -300,7 +300,7 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays:
     else:
         zeros = np.zeros(max(rows, n), np.float32)
         types = (zeros.dtype, zeros.dtype, types[2])
-        empty = FusedProduct(zeros[:rows, np.newaxis], zeros[np.newaxis, :n], call.wanted, call.first)
+        empty = HostProduct(zeros[:rows, np.newaxis], zeros[np.newaxis, :n], call.wanted, call.first)
         p, a, b = _operands(empty, ready.step, empty.left, empty.right)
         k = 1
     table = table.copy()
@@ -318,7 +318,7 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays:
 
 def _operands(call: Any, step: Step, left: Array, right: Any) -> tuple[Problem, numpy_arrays.Operand, tuple[Any, ...]]:
     """The problem of one group, and its operands as kernels take them."""
-    one = FusedProduct(left, right, call.wanted, call.first)
+    one = HostProduct(left, right, call.wanted, call.first)
     rows, other = one.operands((one.m, one.n, 1), one.types())
     if isinstance(other, numpy_arrays.Operand):
         return one.problem(step, rows.layout, other.layout), rows, (other.array, other.row, other.col)

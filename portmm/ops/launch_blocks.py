@@ -25,8 +25,8 @@ from portmm.ir.product_program import product_of
 from portmm.ops import fused_matmul, grid_attention, grid_product, host_matmul
 from portmm.ops.attention_kernel import make_kernel
 from portmm.ops.attention_shapes import by_item, shape_of
-from portmm.ops.fused_matmul_kernel import FusedProduct
 from portmm.ops.kernel_call import copy, start
+from portmm.ops.product_kernel import HostProduct
 from portmm.runtime.cpu import runtime
 from portmm.trace.recorder import Source, described
 from portmm.trace.tracer import Traced
@@ -226,12 +226,12 @@ def _product(x: _Launch) -> None:
         call = grid_product.prepared(Product(a, b, outs[0]), "", traced)
         x.copied(call.run({"a": a, "b": b}, a, outs[0], closure), outs)
         return
-    product = FusedProduct(a, b, None, None)
+    product = HostProduct(a, b, None, None)
     ready = product.ready(traced)
     if isinstance(ready, ScheduleError):
         raise ready
     dense = [y if y.flags.c_contiguous else np.empty_like(y, order="C") for y in outs]
-    fused_matmul.execute(ready, product, closure, dense)
+    fused_matmul.run(ready, product, closure, dense)
     x.copied(dense, outs)
 
 

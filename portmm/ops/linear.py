@@ -13,17 +13,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays, numpy_fallback
+from portmm.errors import BuildError
 from portmm.ops.int4_panels import PackedInt4, largest_weight, pack_int4, unpack_int4
-from portmm.ops.linear_kernel import LinearKernel, LinearOptions, fused_kernel, kernel_of, layout_of
+from portmm.ops.linear_kernel import LinearOptions, kernel_of, layout_of, product_of
 from portmm.ops.linear_vectors import SAFE, is_default, scaled_in_float64, vectors_of, zero_point
 from portmm.ops.prepack import current, is_packed, pack, unpack
-from portmm.runtime.cpu import runtime
+from portmm.ops.product_kernel import ProductKernel
 from portmm.spec.row_classes import last_of_class
 from portmm.util.array_subclasses import refuse_class
 from portmm.weights.quantized import Quantized, dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+    from portmm.errors import ScheduleError
 
 Array = np.ndarray[Any, Any]
 SCALED_TWICE = "out_scale is passed with an epilogue; let that scale and cast the result"
@@ -110,20 +113,22 @@ def linear(
     if epilogue is not None:
         return _with_epilogue(key, left, weight, options, out, epilogue, bias, scaling)
     kernel, shape = kernel_of(key, m, left, weight, options), (*left.shape[:-1], weight.shape[1])
-    vectors = vectors_of(left, (m, shape[-1]), kernel.source, bias, scaling, _unit(left, weight, options))
+    ((_, written),) = kernel.results
+    vectors = vectors_of(left, (m, shape[-1]), bias, scaling, _unit(left, weight, options), dynamic=dynamic)
     if vectors is None:
-        into = np.empty(shape, kernel.dtype if dtype is None else dtype) if out is None else out
-        result = _checked_out(into, shape, kernel.dtype)
-        result[...] = _scaled_apart(left.reshape(m, left.shape[-1]), weight, kernel, bias, scaling).reshape(shape)
+        into = np.empty(shape, written if dtype is None else dtype) if out is None else out
+        result = _checked_out(into, shape, written)
+        rows = left.reshape(m, left.shape[-1])
+        result[...] = _scaled_apart(rows, weight, written, bias, scaling, dynamic=dynamic).reshape(shape)
         return result
     if out is None:
-        result = np.empty(shape, kernel.dtype)
+        result = np.empty(shape, written)
         to = result
     else:
-        result = _checked_out(out, shape, kernel.dtype)
-        to = result if numpy_arrays.dense_at(result, kernel.dtype, left, *vectors) else np.empty(shape, kernel.dtype)
+        result = _checked_out(out, shape, written)
+        to = result if numpy_arrays.dense_at(result, written, left, *vectors) else np.empty(shape, written)
     if result.size:
-        _run(kernel, options, m, left, weight, to, (kernel.table, None, *vectors))
+        _run(kernel, options, m, left, weight, to, (kernel.bound, None, *vectors))
         if to is not result:
             result[...] = to
     return result if out is not None or dtype is None else result.astype(dtype, copy=False)
@@ -153,25 +158,25 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     scaling: tuple[Any, ...],
 ) -> Any:
     """The product with an epilogue: in one kernel, or with a second one over its rows."""
-    user_function_type, fit, over_rows, names_of_axes, values = _fusing()
+    user_function_type, fused_kernel, fit, over_rows, names_of_axes = _fusing()
     if left.ndim < 2:
         raise ValueError(f"an epilogue takes matrices; got x of shape {left.shape}: add a dimension of 1")
     if options.requantize:
         raise ValueError(SCALED_TWICE)
-    user_function = user_function_type(epilogue)
-    rank, m = 2 if left.ndim == 2 else 3, prod(left.shape[:-1])
+    user_function, m, vectors = user_function_type(epilogue), prod(left.shape[:-1]), None
 
-    def build(traced: Any) -> LinearKernel | None:
-        return fused_kernel(left, weight, options, traced)
+    def make(traced: Any) -> ProductKernel | ScheduleError:
+        return product_of(left, weight, options).ready(traced)
 
-    kernel: LinearKernel | None = user_function.ready(("linear", rank, key), build, values, rank)
-    if kernel is not None and not kernel.rows[0] <= m <= kernel.rows[1]:
-        kernel = user_function.ready(("linear", rank, m, key), build, values, rank)
-    vectors = None
-    if kernel is not None:
+    try:
+        kernel = fused_kernel(user_function, left, weight, ("linear", key), make)
+    except BuildError as error:
+        numpy_fallback.fall_back(error)
+        kernel = None
+    if isinstance(kernel, ProductKernel):
         unit = _unit(left, weight, options)
-        vectors = vectors_of(left, (m, weight.shape[1]), kernel.source, bias, scaling, unit)
-    if kernel is None or vectors is None:
+        vectors = vectors_of(left, (m, weight.shape[1]), bias, scaling, unit, dynamic=options.dynamic)
+    if vectors is None:
         f32 = np.dtype(np.float32)
         usual = f32 if options.dtype is None else options.dtype
         names = ("x_scale", "x_zero", "w_scale", "w_zero", "out_scale", "out_zero")
@@ -179,7 +184,7 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
         product = linear(left, weight, bias, **scaling_by_name, dynamic=options.dynamic, dtype=f32)
         row_results, several = over_rows(epilogue, (product,), names_of_axes, dtype=usual)
         return fit(list(row_results), out, several=several)
-    results = [np.empty((m, width), t) for width, t in kernel.results]
+    results = [np.empty(shape, t) for shape, t in kernel.results]
     operands = kernel.bound.fill(user_function.closure, vectors, results[1:])
     _run(kernel, options, m, left, weight, results[0], operands)
     return fit(results, out, several=kernel.several)
@@ -188,12 +193,12 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
 @cache
 def _fusing() -> tuple[Any, ...]:
     """Functions that only calls with an epilogue import, once: four imports in a function take two microseconds."""
-    from portmm.ops.epilogues import NAMES, VALUES
-    from portmm.ops.fused_matmul import fit
+    from portmm.ops import fused_matmul
+    from portmm.ops.epilogues import NAMES
     from portmm.ops.rowwise import over_rows
     from portmm.trace.bind import UserFunction
 
-    return UserFunction, fit, over_rows, NAMES, VALUES
+    return UserFunction, fused_matmul.kernel_of, fused_matmul.fit, over_rows, NAMES
 
 
 def _unit(left: Array, weight: Any, options: LinearOptions) -> float:
@@ -203,17 +208,19 @@ def _unit(left: Array, weight: Any, options: LinearOptions) -> float:
     return largest_weight(weight) if integers and rescaled and isinstance(weight, PackedInt4) else 1.0
 
 
-def _scaled_apart(left: Array, weight: Any, kernel: LinearKernel, bias: Any, scaling: tuple[Any, ...]) -> Array:
+def _scaled_apart(
+    left: Array, weight: Any, dtype: np.dtype[Any], bias: Any, scaling: tuple[Any, ...], *, dynamic: bool
+) -> Array:
     """The product without scales, then scaled in float64, where float32 would overflow."""
     _, x_zero, _, w_zero, *_ = scaling
     rows = None
-    if kernel.source:
+    if dynamic:
         left, rows = numpy_fallback.quantized_rows(left)
     if isinstance(weight, PackedInt4) and largest_weight(weight) > SAFE:
         sums = left.astype(np.float64) @ dequantize(unpack_int4(weight), np.float64)
     else:
         sums = linear(left, weight, x_zero=x_zero, w_zero=w_zero, dtype=np.float32)
-    return scaled_in_float64(sums, rows, bias, scaling, kernel.dtype)
+    return scaled_in_float64(sums, rows, bias, scaling, dtype)
 
 
 def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
@@ -235,7 +242,7 @@ def _weight(w: Any, activations: np.dtype[Any]) -> Any:
 
 
 def _run(  # noqa: PLR0917 - operands, then options
-    kernel: LinearKernel,
+    kernel: ProductKernel,
     options: LinearOptions,
     m: int,
     left: Array,
@@ -244,25 +251,18 @@ def _run(  # noqa: PLR0917 - operands, then options
     operands: tuple[Any, ...],
 ) -> None:
     """Run a kernel; `operands` are the last arguments of `execute`."""
-    k, n = weight.shape
     if kernel.route is None:
-        vectors = dict(zip(options.dequantization.names, operands[2:], strict=True))
-        _without_kernel(kernel, left, weight, out, vectors)
+        _without_kernel(options, left, weight, out, operands[2:])
         return
-    strides = kernel.strides
-    if strides is None:
-        left, strides = np.require(left, left.dtype.newbyteorder("="), ("C", "A")), (k, 1)
-    b = weight if kernel.weight is None else kernel.weight
-    runtime().execute(
-        kernel.route, m, n, k, 1, left, *strides, 0,
-        b.owner, b.b_k, b.b_n, b.b_batch, out, n, 1, 0, None, *operands,
-    )  # fmt: skip
+    rows = left if kernel.direct else np.require(left, left.dtype.newbyteorder("="), ("C", "A"))
+    kernel.run(m, rows, (weight if kernel.weight is None else kernel.weight).owner, out, operands)
 
 
-def _without_kernel(kernel: LinearKernel, left: Array, weight: Any, out: Array, vectors: dict[str, Array]) -> None:
+def _without_kernel(options: LinearOptions, left: Array, weight: Any, out: Array, arrays: tuple[Array, ...]) -> None:
     """The product and its epilogue, computed by NumPy."""
+    vectors = dict(zip(options.dequantization.names, arrays, strict=True))
     left = left.reshape(prod(left.shape[:-1]), weight.shape[0])
-    if kernel.source:
+    if options.dynamic:
         left, vectors["a_scale"] = numpy_fallback.quantized_rows(left)
     columns: Array = np.zeros(1, np.int64)
     if isinstance(weight, PackedInt4):

@@ -86,18 +86,18 @@ def _step(out_scale: Any) -> np.float32:
     return step
 
 
-def vectors_of(  # noqa: PLR0917 - operands, then options
-    left: Array, size: tuple[int, int], source: str, bias: Any, scaling: tuple[Any, ...], unit: float
+def vectors_of(
+    left: Array, size: tuple[int, int], bias: Any, scaling: tuple[Any, ...], unit: float, *, dynamic: bool
 ) -> tuple[Array, ...] | None:
     """The vectors that a `Dequantization` names; None if float32 may not hold what it computes with them.
 
     Args:
         left: x.
         size: (m, n).
-        source: the type that rows are quantized from, or "".
         bias: as for `linear`.
         scaling: x_scale, x_zero, w_scale, w_zero, out_scale and out_zero.
         unit: the most that an integer adds to sums: 1, except for weights with scales of their own.
+        dynamic: the kernel quantizes rows, and so has their scales.
     """
     x_scale, x_zero, w_scale, w_zero, out_scale, out_zero = scaling
     m, n = size
@@ -111,16 +111,16 @@ def vectors_of(  # noqa: PLR0917 - operands, then options
         step = _step(out_scale)
         # Dynamic rows have scales from the quantization.
         with np.errstate(over="ignore"):
-            a_scale, b_scale = (a_scale, b_scale / step) if source else (a_scale / step, b_scale)
+            a_scale, b_scale = (a_scale, b_scale / step) if dynamic else (a_scale / step, b_scale)
             shift = (shift.astype(np.float64) / step + zero_point(out_zero)).astype(np.float32)  # type: ignore[union-attr]
-        divided = runtime_types().largest_scale(b_scale if source else a_scale)
-        most = divided if source else most
+        divided = runtime_types().largest_scale(b_scale if dynamic else a_scale)
+        most = divided if dynamic else most
         fits = divided >= 0 and bool(np.isfinite(shift).all())
     elif not is_default(out_zero, 0):
         raise ValueError(f"out_zero is {out_zero!r}, but there is no out_scale: the result has no zero point")
     if most * unit > SAFE or not fits:
         return None
-    vectors: tuple[Array, ...] = (b_scale,) if source else (a_scale, b_scale)
+    vectors: tuple[Array, ...] = (b_scale,) if dynamic else (a_scale, b_scale)
     vectors += () if shift is None else (shift,)
     vectors += () if a_zero is None else (-a_zero,)
     if b_zero is None:

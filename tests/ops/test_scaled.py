@@ -327,3 +327,21 @@ def test_a_scale_is_a_number_or_as_many_as_it_serves():
 def test_a_vector_with_an_epilogue_is_refused_in_words():
     with pytest.raises(ValueError, match="add a dimension of 1"):
         pm.linear(np.ones(40, np.int8), np.ones((40, 24), np.int8), epilogue=lambda acc: acc + 1.5)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_a_batch_with_an_epilogue(dynamic):
+    """All items are rows of one kernel, unless the epilogue tells items apart; then a second one reads the products."""
+    rng = np.random.default_rng(0)
+    x, w, bias, all_ = operands((15, 33, 70), np.int8)
+    x, scales = x.reshape(3, 5, 70)[:, ::-1], {} if dynamic else {"x_scale": all_["x_scale"].reshape(3, 5)}
+    x = x.astype(np.float32) if dynamic else x
+    residual, item = rng.random((3, 5, 33)).astype(np.float32), rng.random(3).astype(np.float32)
+    want = pm.linear(x, w, bias, dynamic=dynamic, **scales)
+    for epilogue, more in (
+        (lambda acc, i: (acc + residual[i.b, i.m, i.n], acc * 2), residual),
+        (lambda acc, i: (acc + item[i.b], acc * 2), item[:, None, None]),
+    ):
+        got = pm.linear(x, w, bias, dynamic=dynamic, epilogue=epilogue, **scales)
+        np.testing.assert_array_equal(got[0], want + more)
+        np.testing.assert_array_equal(got[1], want * 2)

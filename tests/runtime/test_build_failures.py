@@ -19,7 +19,7 @@ from portmm.build.compiler import find_compiler
 from portmm.build.shared_object import build
 from portmm.dispatch import config, cpu_routes
 from portmm.errors import BuildError, NoCompilerError, ScheduleError
-from portmm.ops import fused_matmul_kernel
+from portmm.ops import product_kernel
 from portmm.runtime import cpu as cpu_runtime
 from portmm.spec import problem
 
@@ -308,10 +308,9 @@ def test_a_remembered_refusal_of_a_fused_call_keeps_no_operands(monkeypatch):
     def refuse(*_):
         raise ScheduleError("no kernel")
 
-    monkeypatch.setattr(fused_matmul_kernel.FusedProduct, "selected", refuse)
-    monkeypatch.setattr(fused_matmul_kernel, "typed", lambda *_: None)
+    monkeypatch.setattr(product_kernel.HostProduct, "selected", refuse)
     left = np.zeros((4, 4), np.float32)
-    call = fused_matmul_kernel.FusedProduct(left, left, None, None)
+    call = product_kernel.HostProduct(left, left, None, None)
     said = call.ready(None)
     gone = weakref.ref(call.left)
     del call, left
