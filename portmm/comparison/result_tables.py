@@ -1,8 +1,9 @@
 """Tables of stored results, by kind of result file.
 
 Owns the values of the tables of reports of `portmm compare` and `portmm tune`, and of the results of
-`bench/exhaustive.py`, `bench/cliff.py`, `bench/packing.py`, `bench/test_overhead.py`, `bench/fusion.py` and
-`bench/gpu.py`; and the ratios of all of them by chip and type. Their sentences and columns are in `results.md`.
+`bench/exhaustive.py`, `bench/leave_one_out.py`, `bench/cliff.py`, `bench/packing.py`, `bench/test_overhead.py`,
+`bench/fusion.py` and `bench/gpu.py`; and the ratios of all of them by chip and type. Their sentences and columns are
+in `results.md`.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ def part(macro: str, *values: Any) -> str:
 
 @cache
 def _macros() -> Any:
-    functions: tuple[Callable[..., Any], ...] = (fused_row, geomean, row, table, threads, timed, tuning_row, two)
+    rows = (fused_row, left_out_row, timed, tuning_row)
+    functions: tuple[Callable[..., Any], ...] = (*rows, geomean, row, table, threads, two)
     return templates.macros(__file__, "results.md", **{x.__name__: x for x in functions})
 
 
@@ -200,6 +202,17 @@ def search(rows: Iterable[dict[str, Any]]) -> str:
         if (selected := [row["seconds"] for row in tried if row["chosen"]])
     ]
     return part("search", sum(map(len, cases.values())), rates) if rates else ""
+
+
+def left_out_row(data: dict[str, Any]) -> list[str]:
+    """Cells of a file of searches, of a chip that is left out."""
+    columns = [[x[name] for x in data["cases"] if name in x] for name in LEFT_OUT]
+    return [data["search"], data["isa"], str(len(data["cases"])), *(mean(x, count=False) for x in columns)]
+
+
+LEFT_OUT = ("of_best", "refitted", "over_constant", "refitted_over_constant")
+"""Rates of choices over others' in a row of `bench/leave_one_out.py`: with the constants of `targets/model/`, and with
+constants that were fitted without the chip."""
 
 
 def packing(data: dict[str, Any]) -> str:

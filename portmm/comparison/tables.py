@@ -5,8 +5,9 @@ Owns the kinds of result files, and the tables of each page.
 A folder of results has JSON files of these kinds: reports of `portmm compare`
 and of `portmm tune`, searches of `bench/exhaustive.py --json`, surveys of
 `bench/cliff.py --json`, rates of `bench/packing.py --json`, fused products of
-`bench/fusion.py --save`, devices of `bench/gpu.py --save`, and the figures that
-`keep_overhead` stores of `pytest bench/test_overhead.py --benchmark-json`.
+`bench/fusion.py --save`, devices of `bench/gpu.py --save`, choices on chips that are left out of
+`bench/leave_one_out.py --write`, and the figures that `keep_overhead` stores of `pytest bench/test_overhead.py
+--benchmark-json`.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ BEGIN, END = "<!-- results: made by portmm report -->", "<!-- end of results -->
 """Lines of the README before and after its tables."""
 NOTHING = "Nothing has been measured for this version yet; `python bench/run_suite.py` measures."
 HEAD = "# Performance\n\nMade by `portmm report` from `bench/results/`; how is told in [measuring](measuring.md).\n"
-KINDS = ("overhead", "cliff", "packing", "fusion", "device")
+KINDS = ("overhead", "cliff", "packing", "fusion", "device", "left_out")
 """Top-level keys of the files of one kind; reports may have any of these keys."""
 
 Results = dict[str, list[tuple[str, Any]]]
@@ -106,6 +107,7 @@ def summary(results: Results) -> str:
     """Every kind of result, with a row for each group of cases."""
     of = {kind: [data for _, data in rows] for kind, rows in results.items()}
     parts = [*ratios(of["report"]), *(f"{stem}: {search(rows)}" for stem, rows in results["search"])]
+    parts += [part("left_out", data) for data in of["left_out"]]
     parts += [part("tuning", *row) for row in grouped(of["tuning"], itemgetter("chip")).items()]
     parts += [part(kind, data) for kind in ("overhead", "cliff") for data in of[kind]]
     parts += [*map(packing, of["packing"]), *fusion(of["fusion"]), *(device(*row) for row in results["device"])]

@@ -74,6 +74,14 @@ TUNING = {
         {"case": {"name": "cube-4"}, "seconds": 0.0, "reason": "no time", "trials": []},
     ],
 }  # fmt: skip
+LEFT_OUT = {
+    "left_out": [
+        {"search": "tiny-search", "chip": "tiny", "isa": "avx2", "constant": "a schedule", "fit": {}, "cases": [
+            {"case": "x", "of_best": 0.5, "refitted": 0.25, "over_constant": 2.0, "refitted_over_constant": 1.0},
+            {"case": "y", "of_best": 1.0, "refitted": 1.0},
+        ]},
+    ],
+}  # fmt: skip
 STORED = {
     "a": REPORT,
     "b": {**REPORT, "threads": 2, "suite": "cube,odd"},
@@ -85,6 +93,7 @@ STORED = {
     "h": FUSION,
     "i": DEVICE,
     "j": TUNING,
+    "l": LEFT_OUT,
     "k": {**TUNING, "cases": TUNING["cases"][2:], "cold": False, "rank_correlation": None},
 }
 
@@ -137,6 +146,8 @@ def test_tables_say_what_results_say(stored):
     assert "**i**: 2 of 2 products checked are right." in text
     assert "| 2 threads, cold caches | 2 | 0.71 | 0.50 | cube-2 | 3 | 1 | 0.95 |  |" in text
     assert "| 2 threads | 0 |  |  |  | 0 | 0 |  |  |" in text
+    assert "| tiny-search | avx2 | 2 | 0.71 (0.50) | 0.50 (0.25) | 2.00 (2.00) | 1.00 (1.00) |" in text
+    assert "- tiny-search: a schedule" in text
     assert "odd-2" in text
     assert "| cube-2 | 1 | 2 | 1 | 0.50 | 2 | 0.90 |" in text
     assert "Not tuned: cube-4 (no time)." in text
