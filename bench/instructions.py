@@ -10,7 +10,7 @@ difference: more is to be explained or mended, fewer to be kept, both by storing
 import json
 import re
 import subprocess
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import driver
@@ -18,10 +18,14 @@ import numpy as np
 import support
 
 from portmm.build.compiler import find_compiler
-from portmm.codegen.lower import lower, lower_pack
+from portmm.codegen.lower import atom_of, lower, lower_pack
 from portmm.dispatch.cpu_kernels import family, family_of_codes, isa_of
 from portmm.dispatch.schedule_choice import choose
+from portmm.kernels.cpu import gemm
+from portmm.schedule.candidates import candidates
+from portmm.schedule.cpu_cost import cost
 from portmm.schedule.text import spell
+from portmm.spec.layouts import row_major
 from portmm.spec.problem import Problem
 from portmm.spec.problem import family as family_of
 from portmm.target.target import load_isa, load_target
@@ -81,6 +85,27 @@ def packing(isa, size, dtype="f32", layout="row"):
     return Subject(lower_pack(load_isa(isa), dtype, kept.nr, layout), case, k * n, f"{layout} into {kept}")
 
 
+def convolution(isa, image, n, *, gathered=False):
+    """A 3x3 convolution, padded by one, of an image (h, w, c): packing reads its windows, or a matrix of them."""
+    view = row_major(1, *image).pad(1, 1, 1).pad(2, 1, 1)
+    for axis, size in ((2, image[1]), (1, image[0])):
+        view = view.embed(axis, (size, 3), (1, 1))
+    view = view.permute(0, 1, 3, 2, 4, 5).merge(0, 3).merge(1, 3)
+    p, target = Problem(*(int(x) for x in (view.extents[0], n, view.extents[1]))), load_target(CHIP).limited_to(isa)
+    packed = [x for x in candidates(p, target) if x.program == "gemm" and x.a.packed and not x.atom.swap]
+    s = min(packed, key=lambda x: cost(p, x, atom_of(target.isa(isa), x.dtype, x.atom.lanes), target).seconds)
+    one = support.case(p)
+    values = np.random.default_rng(0).integers(-4, 5, int(np.prod(image))).astype(np.float32)
+    a = view.gather(values)
+    b = one.b[np.add.outer(np.arange(p.k) * one.fields["b_k"], np.arange(n))]
+    want = (a @ b)[None].astype(np.float64)
+    rows = {"a_m": p.k, "a_k": 1} if gathered else {"a_m": 0, "a_k": 0}
+    one = replace(one, a=np.ravel(a) if gathered else values, a_offset=0, fields=one.fields | rows, want=want)
+    atom = atom_of(target.isa(isa), s.dtype, s.atom.lanes)
+    kernel = gemm.build(s, target.isa(isa), atom, view=None if gathered else view)
+    return Subject(kernel, one, p.flops, spell(s))
+
+
 SUBJECTS = {
     "f32-64-avx2": lambda: product("avx2", (64, 64, 64)),
     "f32-odd-avx2": lambda: product("avx2", (65, 67, 63)),
@@ -96,6 +121,10 @@ SUBJECTS = {
     "pack-f32-avx2": lambda: packing("avx2", (64, 128)),
     "pack-f32-columns-avx2": lambda: packing("avx2", (64, 128), layout="col"),
     "pack-s8-avx2": lambda: packing("avx2", (64, 128), "s8-s8-s32"),
+    "conv-56-avx2": lambda: convolution("avx2", (56, 56, 64), 64),
+    "conv-56-gathered-avx2": lambda: convolution("avx2", (56, 56, 64), 64, gathered=True),
+    "conv-14-avx2": lambda: convolution("avx2", (14, 14, 256), 256),
+    "conv-14-gathered-avx2": lambda: convolution("avx2", (14, 14, 256), 256, gathered=True),
     "f32-64-sse2": lambda: product("sse2", (64, 64, 64)),
     "f32-m4-packed-sse2": lambda: product("sse2", (4, 128, 128), b="packed"),
     "f32-dot-sse2": lambda: product("sse2", (8, 8, 512), b="col"),

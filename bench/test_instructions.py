@@ -13,6 +13,8 @@ import pytest
 import support
 
 HERE = [name for name in instructions.SUBJECTS if support.runs_here(name.rpartition("-")[2])]
+VIEW = 1.08
+"""Bound on the instructions of a product whose A is the windows of a convolution, over those of a matrix of these."""
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="what is stored is of x86-64")
 
 
@@ -42,3 +44,9 @@ def test_instructions(counted, name):
     if name not in stored[maker]:
         pytest.skip(f"nothing is stored of {name}: `--store` does it")
     assert not instructions.difference(stored[maker][name], counted[name])
+
+
+@pytest.mark.parametrize("size", [56, 14])
+def test_windows_of_a_convolution_take_little_more_than_a_matrix_of_them(counted, size):
+    ours, gathered = (counted[f"conv-{size}{x}-avx2"].instructions for x in ("", "-gathered"))
+    assert ours <= VIEW * gathered

@@ -45,6 +45,7 @@ from portmm.kernels.cpu.panel_packing import pack_once, pack_panels
 from portmm.kernels.cpu.register_tile import finish, multiply
 from portmm.kernels.cpu.split_k import split_k
 from portmm.kernels.cpu.summation_runs import extents_of_k, over_k
+from portmm.kernels.cpu.view_packing import pack_view
 from portmm.spec.epilogue import operand_types
 from portmm.target.summation import BlockOfK
 
@@ -186,12 +187,8 @@ class Gemm(Operands):
         s = self.s
         if not s.a.packed:
             return ()
-        layout = s.a.layout
-        if self.view:  # vectors of a view along k begin at multiples of their length, as runs do
-            atom, whole = self.move_atom, self.block_of_k in (BlockOfK.RUN, BlockOfK.RUNS)
-            whole = whole and self.atom.left == atom.acc and self.view.vector(1, atom.n) == atom.n
-            layout = "row" if whole else "any"
-        pack = pack_a(self.isa, self.move_atom, s.mr, layout, s.types[0], self.atom.left, self.view)
+        how = (self.isa, self.move_atom, s.mr, s.types[0], self.atom.left)
+        pack = pack_view(*how, self.view) if self.view else pack_a(*how, s.a.layout)
         elements = (self.filled(self.pc, var("kd")),) if s.atom.kr > 1 else ()
         args = (var("kd"), *elements, var("h"), *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), self.slices(Call(pack, args)))

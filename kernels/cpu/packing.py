@@ -56,17 +56,6 @@ def sums_at(units: Index, nr: int, storage: str) -> Index:
     return round_up(units * nr, max(1, BY_NAME["s32"].bytes // BY_NAME[storage].bytes))
 
 
-def where_valid(source: Layout, at: tuple[Index, Index], load: Stmt, zero: Stmt) -> Stmt:
-    """The load of elements from a coordinate on, or in padding, of zeros."""
-    there = source.valid(at, var)
-    return load if isinstance(there, int) else If(there, (load,), (zero,))
-
-
-def moved(to: Ptr, name: str, source: Layout, at: tuple[Index, Index]) -> Stmt:
-    """Copy of an element of the operand called `name`."""
-    return where_valid(source, at, Move(to, Ptr(name, offset(source, *at))), Move(to, None))
-
-
 @dataclass(frozen=True, slots=True)
 class _Lines:
     """Operand as lines along k, which a panel interleaves.
@@ -80,7 +69,6 @@ class _Lines:
         valid: number of lines; past that, the last one is repeated.
         width: lines in a panel.
         begin: the first unit of k.
-        origin: coordinate in `source` of the first line, and of its first element, if these are not at the pointer.
     """
 
     name: str
@@ -91,7 +79,6 @@ class _Lines:
     valid: str
     width: Index
     begin: Index
-    origin: tuple[Index, Index] | None = None
 
     @property
     def kr(self) -> int:
@@ -113,18 +100,9 @@ class _Lines:
         """Whether the destination is a panel of B, of whole vectors."""
         return self.width.op == "const"
 
-    def coordinate(self, j: Index | int, p: Index | int) -> tuple[Index, Index]:
-        """Coordinate in the source of element p of line j, or of the last one."""
-        line, first = minimum(j, var(self.valid) - 1), const(0) + p
-        return (self.origin[0] + line, self.origin[1] + first) if self.origin else (line, first)
-
     def at(self, j: Index | int, p: Index | int) -> Ptr:
-        """Address of an element."""
-        return Ptr(self.name, offset(self.source, *self.coordinate(j, p)))
-
-    def moved(self, to: Ptr, j: Index, p: Index) -> Stmt:
-        """Copy of an element."""
-        return moved(to, self.name, self.source, self.coordinate(j, p))
+        """Address of element p of line j, or of the last one."""
+        return Ptr(self.name, offset(self.source, minimum(j, var(self.valid) - 1), const(0) + p))
 
 
 def pack_b_rows(  # noqa: PLR0917 - the order of a packer's geometry is the same everywhere
@@ -198,23 +176,20 @@ def sum_columns(atom: Atom, nr: int, storage: str) -> Function:
 
 
 def pack_a(  # noqa: PLR0917 - as above
-    isa: Isa, atom: Atom, mr: int, layout: str, storage: str, to: str, view: Layout | None = None
+    isa: Isa, atom: Atom, mr: int, storage: str, to: str, layout: str
 ) -> Function:
-    """Function to[p][i] = A[i][p] for p < k, i < rows; up to a vector past the end is overwritten.
-
-    A `view` (m, k) of A has any transforms; the function takes the coordinate of its first element, not strides.
-    """
+    """Function to[p][i] = A[i][p] for p < k, i < rows; up to a vector past the end is overwritten."""
     units = atom.k_pack > 1
     params = (
         Param("k"),
         *((Param("elements"),) if units else ()),
         Param("rows"),
         Param("a", storage, readonly=True),
-        *(Param(x) for x in (("row", "deep") if view else ("a_m", "a_k"))),
+        Param("a_m"),
+        Param("a_k"),
         Param("to", to),
     )
-    origin = (var("row"), var("deep")) if view else None
-    lines = _Lines("a", storage, to, to, view or operand("a", "any"), "rows", var("rows"), const(0), origin)
+    lines = _Lines("a", storage, to, to, operand("a", "any"), "rows", var("rows"), const(0))
     body = _packed(isa, atom, lines, {"row": "k", "col": "lines"}.get(layout, ""), mr)
     return Function("pack_a", "inner", params, body, f"to[k][rows] = A[rows][k], {layout} layout", of=atom.name)
 
@@ -277,13 +252,13 @@ def _gather(lines: _Lines, begin: Index) -> tuple[Stmt, ...]:
     p, j, e, kr = var("p"), var("j"), var("e"), lines.kr
     place = p * lines.width + j
     if kr == 1:
-        inner: tuple[Stmt, ...] = (lines.moved(Ptr("to", place), j, p),)
+        inner: tuple[Stmt, ...] = (Move(Ptr("to", place), lines.at(j, p)),)
         before: tuple[Stmt, ...] = ()
     else:
         to = Ptr("parts", place * kr + e)
         fill = If(
             (p * kr + e).lt(var("elements")),
-            (lines.moved(to, j, p * kr + e),),
+            (Move(to, lines.at(j, p * kr + e)),),
             (Move(to, None),),
         )
         inner = (For("e", const(0), const(kr), const(1), (fill,)),)
@@ -344,17 +319,8 @@ def _transpose_blocks(atom: Atom, lines: _Lines, group: int) -> tuple[Stmt, ...]
     lanes, p = atom.n, var("p")
     names = [f"{lines.name}{group + j}" for j in range(lanes)]
     storage = unit(lines.storage, lines.kr)
-    starts: tuple[Stmt, ...] = ()
-    load: list[Stmt] = []
-    for j, x in enumerate(names):
-        at, line = Ptr(x, p), group + j
-        if lines.origin:  # of a view, each vector has an address of its own, and is valid or in padding
-            at = lines.at(line, p)
-        else:
-            starts += (LetPtr(x, lines.at(line, 0), storage, readonly=True),)
-        zero = Verb("zero", f"t0_{j}")
-        one = Verb("load_b", f"t0_{j}", p=at, to=lines.register)
-        load.append(where_valid(lines.source, lines.coordinate(line, p), one, zero))
+    starts = tuple(LetPtr(x, lines.at(group + j, 0), storage, readonly=True) for j, x in enumerate(names))
+    load = tuple(Verb("load_b", f"t0_{j}", p=Ptr(x, p), to=lines.register) for j, x in enumerate(names))
     shuffles, last = transpose(lanes)
     place = [Ptr("to", (p + i) * lines.width + group) for i in range(lanes)]
     store = tuple(Verb("store", r, p=to, to=lines.register) for r, to in zip(last, place, strict=True))
@@ -362,8 +328,10 @@ def _transpose_blocks(atom: Atom, lines: _Lines, group: int) -> tuple[Stmt, ...]
     return (*starts, For("p", lines.begin, end, const(lanes), (*load, *shuffles, *store)))
 
 
-def transpose(lanes: int) -> tuple[tuple[Stmt, ...], list[str]]:
+def transpose(lanes: int, rows: int = 0) -> tuple[tuple[Stmt, ...], list[str]]:
     """Shuffles that transpose registers t0_0 ... t0_{lanes-1}, and the names of the results.
+
+    Of fewer `rows` the last is taken again.
 
     One round pairs register i with i + lanes/2 and interleaves their lanes; after
     log2(lanes) rounds, lane j of register i has become lane i of register j.
@@ -372,7 +340,7 @@ def transpose(lanes: int) -> tuple[tuple[Stmt, ...], list[str]]:
     low = tuple(x for i in range(half) for x in (i, lanes + i))
     high = tuple(x for i in range(half, lanes) for x in (i, lanes + i))
     body: list[Stmt] = []
-    now = [f"t0_{j}" for j in range(lanes)]
+    now = [f"t0_{min(j, (rows or lanes) - 1)}" for j in range(lanes)]
     for rnd in range(1, lanes.bit_length()):
         then = [f"t{rnd}_{j}" for j in range(lanes)]
         for i in range(half):

@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, var
 from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Verb
-from portmm.kernels.cpu.packing import moved, transpose
+from portmm.kernels.cpu.packing import transpose
 from portmm.kernels.cpu.tile_microkernel import TALL
+from portmm.kernels.cpu.view_packing import moved
 from portmm.spec.dtype import BY_NAME, base
 from portmm.spec.layouts import operand
 
@@ -127,6 +128,6 @@ def _one_by_one(atom: Atom, first: Index, row: Index, view: Layout | None = None
     at = STEP * atom.k + ELEMENT
     to = _element(atom)
     source = (var("row") + ROW, var("deep") + at) if view else (ROW, at)
-    fill = If(at.lt(ELEMENTS), (moved(to, "a", view or operand("a", "any"), source),), (Move(to, None),))
+    fill = If(at.lt(ELEMENTS), (moved(to, view or operand("a", "any"), source),), (Move(to, None),))
     each = For("i", row, ROWS, const(1), (For("e", const(0), const(atom.k), const(1), (fill,)),))
     return (For("t", first, ceil_div(ELEMENTS, atom.k), const(1), (each,)),)

@@ -9,6 +9,7 @@ from portmm.spec.layout_index import evaluate
 
 if TYPE_CHECKING:
     from portmm.spec.layout import Layout
+    from portmm.spec.layout_index import Sum
 
 
 def offset(layout: Layout, *index: Index | int, **sizes: Index) -> Index:
@@ -17,6 +18,12 @@ def offset(layout: Layout, *index: Index | int, **sizes: Index) -> Index:
     return value if isinstance(value, Index) else const(value)
 
 
+def value(x: Sum) -> Index:
+    """A sum of sizes, whose names are variables of a kernel."""
+    total: Index | int = evaluate(x, lambda leaf: var(leaf.name))
+    return const(0) + total
+
+
 def strides(layout: Layout) -> list[Index]:
     """Strides of the axes of an array in memory."""
-    return [const(0) + evaluate(x, lambda leaf: var(leaf.name)) for x in layout.stride]
+    return [value(x) for x in layout.stride]

@@ -8,7 +8,7 @@ compute with index expressions and NumPy with arrays. Sizes and strides are inte
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, is_dataclass, replace
+from dataclasses import dataclass, field, fields, is_dataclass, replace
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -160,10 +160,10 @@ class Layout:
     @locks.once
     def conditions(self) -> tuple[Condition, ...]:
         """Conditions under which an element is in no padding, those that always hold omitted."""
-        extents, needed = self.shape, []
-        for x, index in zip(self.transforms, reversed(self._levels[1:]), strict=True):
+        extents, needed, last = self.shape, [], len(self.transforms)
+        for i, (x, index) in enumerate(zip(self.transforms, reversed(self._levels[1:]), strict=True)):
             if isinstance(x, views.Pad):
-                needed.append(_condition(index[x.axis], extents[x.axis]))
+                needed.append(_condition(index[x.axis], extents[x.axis], (last - i, x.axis)))
             extents = x.extents(extents)
         return tuple(dict.fromkeys(x for x in reversed(needed) if x.least is not None or x.end is not None))
 
@@ -220,6 +220,10 @@ class Layout:
         terms = [x * _value(s, (), names) for x, s in zip(changes, self.stride, strict=True) if moves(x)]
         linear = position.linear + total(terms)
         return Position(tuple(levels), linear, self._swizzled(linear))
+
+    def padded(self, position: Position) -> list[Any]:
+        """Index of each condition at a position."""
+        return [position.levels[x.place[0]][x.place[1]] - x.before for x in self.conditions]
 
     def vector(self, axis: int, most: int, multiples: Mapping[str, int] | None = None) -> int:
         """Safe vector length along an axis: a power of two, up to `most`.
@@ -289,19 +293,30 @@ class Layout:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Condition least <= index < end, of sums; None for a bound that always holds."""
+    """Condition least <= index < end, of sums; None for a bound that always holds.
+
+    Attributes:
+        index: an index less its constant.
+        least: see above.
+        end: see above.
+        before: the constant.
+        place: of the index among the levels of a position, and in its level.
+    """
 
     index: Sum
     least: Sum | None
     end: Sum | None
+    before: int = field(compare=False)
+    place: tuple[int, int] = field(compare=False)
 
 
-def _condition(index: Sum, extent: Sum) -> Condition:
+def _condition(index: Sum, extent: Sum, place: tuple[int, int]) -> Condition:
     """The condition 0 <= index < extent, with the constant on the other side."""
     ends, constant = bounds(index), index.constant
     is_least = ends is not None and is_positive(ends[0] + 1)
     is_most = ends is not None and is_positive(extent - ends[1])
-    return Condition(index - constant, None if is_least else as_sum(-constant), None if is_most else extent - constant)
+    least, end = None if is_least else as_sum(-constant), None if is_most else extent - constant
+    return Condition(index - constant, least, end, constant, place)
 
 
 def _sums(values: Iterable[Size]) -> tuple[Sum, ...]:

@@ -13,6 +13,7 @@ from portmm.ir.index import const, var
 from portmm.ir.interpreter import evaluate
 from portmm.spec.layout import Layout
 from portmm.spec.layout_index import as_sum
+from portmm.spec.layout_runs import runs
 from portmm.spec.layout_transforms import Pad
 from portmm.spec.layouts import column_major, in_panels, panels, row_major, windows
 
@@ -193,6 +194,45 @@ def test_vectors_are_successive_aligned_and_in_padding_or_not(drawn, data):
     offset = offset[valid[:, 0]]
     assert (offset == offset[:, :1] + np.arange(length)).all()
     assert (offset[:, 0] % length == 0).all()
+
+
+@EXAMPLES
+@given(layouts(), st.data(), st.booleans())
+def test_runs_of_an_axis_add_to_the_other_axes(drawn, data, still):
+    layout = drawn[0]
+    assume(layout.extents)
+    axis = data.draw(st.integers(0, len(layout.extents) - 1))
+    found = runs(layout, axis, still=still)
+    assume(found)
+    length, step = int(found.length), int(found.step)
+    assert sizes(layout)[axis] % length == 0
+    for index in product(*map(range, sizes(layout))):
+        first = layout.start((*index[:axis], 0, *index[axis + 1 :]))
+        run, within = divmod(index[axis], length)
+        there = layout.start(index)
+        assert int(there.offset) == int(first.offset) + int(found.offset_of(run, as_sum)) + step * within
+        at = zip(*(map(int, layout.padded(x)) for x in (first, there)), found.indices_of(run, as_sum), strict=True)
+        for (before, now, own), (least, most) in zip(at, found.reach, strict=True):
+            reached = now - before - int(own)
+            assert int(least) <= reached <= int(most)
+            assert reached == 0 or not still
+
+
+@pytest.mark.parametrize(
+    ("kernel", "still", "length", "offset"),
+    [((3, 3), False, "c * 3", "run * c * w"), ((3, 3), True, "c", "run / 3 * c * w + run % 3 * c")],
+)
+def test_runs_of_windows_are_lines_of_them(kernel, still, length, offset):
+    view = row_major(1, "h", "w", "c").pad(1, 1, 1).pad(2, 1, 1)
+    for axis, size in ((2, kernel[1]), (1, kernel[0])):
+        view = view.embed(axis, (view.extents[axis] - (size - 1), size), (1, 1))
+    view = view.permute(0, 1, 3, 2, 4, 5).merge(0, 3).merge(1, 3)
+    found = runs(view, 1, still=still)
+    assert [str(x) for x in (found.length, found.step, found.offset)] == [length, "1", offset]
+
+
+def test_what_mixes_axes_has_no_runs():
+    assert runs(row_major(8, 8).xor(1, 0), 1) is None
 
 
 @EXAMPLES
