@@ -62,8 +62,8 @@ def runs(layout: Layout, axis: int, *, still: bool = False) -> Runs | None:
         return None
     extent = layout.extents[axis]
     kept = [x for x in parts if x is not None]
-    found = (_runs(kept, axis, extent, x, still=still) for x in _lengths(kept, axis, extent))
-    return next(x for x in found if x)
+    options = (_runs(kept, axis, extent, x, still=still) for x in _lengths(kept, axis, extent))
+    return next(x for x in options if x)
 
 
 def _value(x: Sum, run: Any, names: Callable[[str], Any]) -> Any:
@@ -87,17 +87,17 @@ def _lengths(parts: Sequence[Sum], axis: int, extent: Sum) -> list[Sum]:
     """Lengths that runs may have, the longest first: the extent, divisors in quotients and remainders, and 1."""
     name = f"i{axis}"
 
-    def found(x: Sum) -> Iterator[Sum]:
+    def divisors(x: Sum) -> Iterator[Sum]:
         for product, _ in x.terms:
             for factor in product:
                 if not isinstance(factor, Leaf) and any(y.name == name for y in leaves(factor.left)):
                     yield factor.right
-                    yield from found(factor.left)
+                    yield from divisors(factor.left)
 
     def size(x: Sum) -> tuple[int, int]:
         return max((len(product) for product, _ in x.terms), default=0), max([x.constant, *(c for _, c in x.terms)])
 
-    inner = dict.fromkeys(y for x in parts for y in found(x))
+    inner = dict.fromkeys(y for x in parts for y in divisors(x))
     return [extent, *sorted(inner, key=size, reverse=True), as_sum(1)]
 
 
