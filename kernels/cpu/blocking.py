@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import ceil_div, const, maximum, minimum, round_up, var
 from portmm.kernels.cpu.packing import line_of
-from portmm.schedule.schedule import finishes, shifts
+from portmm.schedule.schedule import finishes, shifts, sweeps
 from portmm.spec.dtype import BY_NAME, CODES_KR
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN, STEP, BlockOfK, block_of_k, chained, runs_in
@@ -208,6 +208,11 @@ class Blocks:
     def acc(self) -> str:
         """Type of the sums that micro-kernels write."""
         return "f32" if self.int4_in_place else self.atom.acc
+
+    @property
+    def sweeps(self) -> bool:
+        """Whether one call of a micro-kernel covers all columns of a task."""
+        return sweeps(self.s, self.atom)
 
     @property
     def finishes(self) -> bool:

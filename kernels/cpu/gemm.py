@@ -35,7 +35,7 @@ from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
-from portmm.ir.nodes import Call, For, Function, Kernel, Let, LetPtr, Parallel, Param, Switch
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel, Param, Switch
 from portmm.kernels.cpu import int4_in_place
 from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
 from portmm.kernels.cpu.dynamic_quantization import quantise_rows
@@ -226,13 +226,16 @@ class Gemm(Operands):
     def tiles(self, panels: int, begin: Index, end: Index) -> Stmt:
         """Loop over the register tiles of a run of panels."""
         s = self.s
+        width = (end - begin) * s.nr if self.sweeps else const(panels * s.nr)
         body = (
             Let("column", var("j") * s.nr),
-            Let("columns", minimum(N - var("column"), panels * s.nr)),
+            Let("columns", minimum(N - var("column"), width)),
             LetPtr("bp", self.panel(), self.read_types[1], readonly=True),
             *self.across(panels),
             self.slices(*self.visit(panels), *finish(self)),
         )
+        if self.sweeps:
+            return If(begin.lt(end), (Let("j", begin), *body))
         return For("j", begin, end, const(panels), body)
 
     def across(self, panels: int) -> tuple[Stmt, ...]:  # noqa: ARG002 - for vectors, nothing

@@ -13,11 +13,11 @@ too, C is loaded before it instead. (Goto & van de Geijn, ACM TOMS 34(3), 2008.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Index, Ptr, const, var
-from portmm.ir.nodes import For, Function, If, LetPtr, Move, Param, Prefetch, Scratch, Verb
+from portmm.ir.nodes import Call, For, Function, If, Let, LetPtr, Move, Param, Prefetch, Scratch, Verb
 from portmm.kernels.cpu.packing import keep, line_of
 from portmm.target.summation import BlockOfK
 
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
 
 
+MOST_STEPS = 8
+"""Steps of k of a full tile of a sweep that are written out."""
 AT_ONCE = 4
 """Vectors of C that are loaded before the first of them is added."""
 
@@ -46,6 +48,7 @@ class Shape:
         unroll: steps of k written out.
         inline: merge into the caller.
         ragged: the last panel may be partial.
+        partial: it is partial in each call.
         a: storage type of A: elements or units of left fragments, or a type that converts to them.
         b: storage type of B.
         unshift: A was shifted, and sums of B's columns are `sums_at` units past b: "whole",
@@ -68,6 +71,7 @@ class Shape:
     unroll: int = 1
     inline: bool = False
     ragged: bool = True
+    partial: bool = False
     a: str = "f32"
     b: str = "f32"
     unshift: str = ""
@@ -86,9 +90,10 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
         loop = _loop(atom, s, masked=False)
         if not s.b_packed and atom.mask:
             # An unpacked B must not be read past its last column.
-            loop = (If(short, _loop(atom, s, masked=True), loop),)
+            masked = _loop(atom, s, masked=True)
+            loop = masked if s.partial else (If(short, masked, loop),)
         begin, end = _begin(atom, s, edge=True), write_back(atom, s, edge=True)
-        if not atom.mask_free:
+        if not (atom.mask_free or s.partial):
             begin = (If(short, begin, _begin(atom, s, edge=False)),) if s.block_of_k.continues else begin
             end = (If(short, end, write_back(atom, s, edge=False)),)
         body = (*spare(atom, s), *begin, *loop, *end)
@@ -113,6 +118,39 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
     name = f"ukr_{s.rows}x{n}"
     comment = f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][{n}]"
     return Function(name, "inner", tuple(params), body, comment, s.inline)
+
+
+def sweep(atom: Atom, s: Shape, kc: int) -> Function:
+    """Function C[rows][columns] (+)= A . B[k][columns] over any number of tiles of NR columns, along the rows of B.
+
+    B is read in place, in a few long streams. Full tiles have no masks, and all KC steps of theirs are written out.
+
+    Args:
+        atom: the multiply-add.
+        s: the geometry of a tile, whose last may be partial.
+        kc: steps of all blocks of k but those at the end of a run.
+    """
+    edge = micro_kernel(atom, replace(s, partial=True))
+    full = micro_kernel(atom, replace(s, ragged=False, inline=True, unroll=min(kc, MOST_STEPS)))
+    full = replace(full, name=f"{edge.name}_full")
+    j, width, steps = var("j"), var("width"), (const(kc), var("k"))
+
+    def tile(f: Function, k: Index, columns: Index) -> Call:
+        own: dict[str, Index | Ptr] = {"k": k, "columns": columns}
+        own |= {x: Ptr(x, j) for x in ("b", "c", "kept")}
+        return Call(f, tuple(own.get(x.name, Ptr(x.name) if x.dtype else var(x.name)) for x in f.params))
+
+    def whole(k: Index) -> For:
+        return For("j", const(0), width, const(s.nr), (tile(full, k, const(s.nr)),))
+
+    rest = (Let("j", width), tile(edge, var("k"), var("columns") - width))
+    body = (
+        Let("width", var("columns") // s.nr * s.nr),
+        If(var("k").eq(kc), (whole(steps[0]),), (whole(steps[1]),)),
+        If(width.lt(var("columns")), rest),
+    )
+    name, comment = f"sweep_{s.rows}x{kc}", f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][columns]"
+    return Function(name, "inner", edge.params, body, comment)
 
 
 def vectors_of(atom: Atom, s: Shape) -> range:

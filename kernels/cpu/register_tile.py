@@ -12,7 +12,7 @@ from portmm.ir.nodes import Call, If
 from portmm.kernels.cpu import int4_in_place
 from portmm.kernels.cpu.elementwise import arguments, own
 from portmm.kernels.cpu.epilogue import finish as finish_tile
-from portmm.kernels.cpu.microkernel import Shape, micro_kernel
+from portmm.kernels.cpu.microkernel import Shape, micro_kernel, sweep
 from portmm.kernels.cpu.packing import sums_at
 from portmm.kernels.cpu.prefetch import next_item, next_panel
 from portmm.kernels.cpu.summation_runs import kept
@@ -49,7 +49,8 @@ def multiply(g: Operands, height: int, panels: int) -> Stmt:
     args += kept(g, ROW, COLUMN) if part else ()
     if shape.ahead is not None:
         args += next_item(g, ROW) if s.parallel.over == "batch" else next_panel(g, height)
-    return Call(micro_kernel(g.atom, shape), tuple(args))
+    function = sweep(g.atom, shape, s.kc) if g.sweeps else micro_kernel(g.atom, shape)
+    return Call(function, tuple(args))
 
 
 def _shape(g: Operands, height: int, panels: int) -> Shape:

@@ -183,7 +183,7 @@ def tile_setup(v: Extents) -> Array:
     t = v.t
     # A sum over lanes halves them repeatedly, with a shuffle and an addition each time.
     each = np.where(v.passes > 1, t.carried_on, t.carried)
-    one = (v.counts * (MODEL.tile_cycles + t.latency + v.mr_variants * (t.vectors * each))).sum(axis=0)
+    one = (v.counts * (t.begins + t.latency + v.mr_variants * (t.vectors * each))).sum(axis=0)
     cycles: Array = one * (v.visits * v.passes) + np.where(t.static, 0.0, MODEL.kernel_cycles)
     if "finishes" in t.some:
         cycles = cycles + t.finishes * (MODEL.finish * v.m * np.ceil(v.n / t.vector))
@@ -203,6 +203,8 @@ def packing_b(v: Extents) -> Any:
             else np.ceil(v.n * t.panels / t.visit_n) * t.visit_n / t.panels
         )
         cycles = cycles + v.k * columns * np.where(t.once, 1.0, v.blocks) * t.copy_b
+    if "unhidden" in t.some:
+        cycles = cycles + t.unhidden * (MODEL.unhidden * v.blocks * v.outward(v.k * v.n * t.b_far))
     if "once" in t.some:
         # The copy is written to, and read from, the level that it fits; half of that overlaps.
         cycles = cycles + t.once * v.outward(v.k * v.n * t.b)
@@ -266,7 +268,7 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     outer = b_bytes * b_again + c_far + a_bytes * np.where(a_fits, 1.0, v.visits)
     slow = np.where(short & (v.depth > MODEL.streams), t.runs, 1.0)
     slow = slow * np.where(
-        short & ~t.prefetches & (v.depth * t.visit_n * t.b > MODEL.fills * LINE), MODEL.overfull, 1.0
+        short & ~t.prefetches & ~t.sweeps & (v.depth * t.visit_n * t.b > MODEL.fills * LINE), MODEL.overfull, 1.0
     )
     far = b_bytes * np.where(b_bytes > capacity.get("L3", 0), b_again, 1.0)
     c_last = c_once * t.elements[2] + c_again * t.c * (c_home == len(names))
@@ -274,7 +276,9 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
 
     if threads is not None and t.cut.any():
         slow = slow * np.where(short & t.cut & (threads > 1), MODEL.cut_runs, 1.0)
-    from_memory, from_beyond = far * slow + c_last + a_bytes, beyond * (outer * slow)
+    # A core's window of instructions holds fewer lines of B the more rows multiply each.
+    seen = np.where(t.sweeps & t.prefetches, 1.0 / (1.0 + MODEL.unseen * (v.m - 1.0)), 1.0)
+    from_memory, from_beyond = far * (slow * seen) + c_last + a_bytes, beyond * (outer * slow)
     if "L3" in names:
         return {"L1": reads, "L2": l2, "L3": from_beyond, "memory": in_memory * from_memory}
     return {"L1": reads, "L2": l2, "memory": np.where(in_memory, from_memory, from_beyond)}

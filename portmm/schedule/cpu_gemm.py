@@ -96,12 +96,13 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             if may_pack_once(p, atom):
                 deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, MODEL.deep)))
                 yield from (s for s in _packings(deep, p, isa, atom, PACKED_ONCE) if s.b.once)
+            base = replace(base, c=AHEAD if target.tile_prefetch or p.b == "packed" else OperandPlan())
             for s in _packings(base, p, isa, atom):
                 yield s
                 if split and depth > 2 * s.kc and _adds_up(s, p, atom):
                     yield replace(s, parallel=OVER_K)
             yield from _textbook(base, p, isa, atom, target)
-            if _both_in_place(p, isa, atom, nr) and mr <= MODEL.in_place_rows and p.m <= MODEL.few_rows:
+            if _both_in_place(p, isa, atom, nr) and p.m <= MODEL.few_rows:
                 stream = tuple([t._replace(k=min(t.k, 2 * MODEL.stream_depths[-1])) for t in base.tiles[1:]])
                 yield replace(base, tiles=(base.tiles[0], *stream))
 
@@ -120,9 +121,7 @@ def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom, pack_b: Staging = P
     a, b = s.a.with_pack(None), s.b.with_pack(None)
     s = replace(s, a=a.with_pack(PACKED), b=b if p.b == "packed" else b.with_pack(pack_b))
     yield s
-    # A static kernel has the strides of A as constants, and so no rows to address.
-    few = p.a == "col" or (p.a == "row" and (s.mr <= MODEL.in_place_rows or p.static))
-    if few and _a_in_place(p, isa, atom):
+    if _a_in_place(p, isa, atom):
         yield replace(s, a=a)
         if _in_place(p, isa, atom, s.nr):
             yield replace(s, a=a, b=b)
@@ -189,9 +188,9 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
     yield in_place
     if not _a_in_place(p, isa, atom):
         return
-    for kc in MODEL.stream_depths:
+    followed = [(kc, 0) for kc in MODEL.stream_depths]
+    for kc, prefetch in (*followed, *((kc, kc) for kc in MODEL.ahead_depths if kc <= rows_ahead)):
         tiles = cache_tiles(p.m, nr, kc, ALL, ALL)
-        prefetch = rows_ahead if p.m >= MODEL.rows_ahead_from else 0
         s = replace(in_place, tiles=tiles, a=base.a.with_pack(None), b=in_place.b.prefetched(prefetch))
         yield s
         if not p.deterministic and p.k > MODEL.split_steps * kc and _adds_up(s, p, atom):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.schedule import finishes
+from portmm.schedule.schedule import finishes, sweeps
 from portmm.spec.dtype import BY_NAME, size
 from portmm.target.model import CPU as MODEL
 
@@ -76,6 +76,9 @@ class Table:
         panels: panels of B that one call of the micro-kernel covers.
         rate: multiply-add instructions per cycle.
         steps: cycles of a step besides its multiply-adds and loads.
+        begins: cycles to start and leave a register tile.
+        unhidden: B is packed between tiles, which nothing prefetches.
+        sweeps: a micro-kernel call covers all columns, in long streams of B.
         crowded: slowdown where rows of A in place start in one set of L1.
         apart: slowdown of multiply-adds by short runs of a strided B.
         runs: slowdown of reading a strided B, likewise.
@@ -147,7 +150,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> d
     dots, decodes = s.program == "dot", s.b.layout == "codes" and not pack_b
     over_k, over_batch = s.parallel.over == "k", s.parallel.over == "batch"
     strided, in_place = s.b.layout == "row" and not pack_b, s.a.layout == "row" and not pack_a
-    prefetches = ahead or s.b.prefetch > 0
+    prefetches, sweeping = ahead or s.b.prefetch > 0, sweeps(s, atom)
     visit_n, b = s.nr * s.b.panels, sizes[1] * atom.k_pack if decodes else BY_NAME[right].bytes
     lines, ways = max(1.0, visit_n * b / LINE), level.ways if level else WHOLE
     crowded = MODEL.crowded if s.mr + MODEL.passing >= ways else 1.0
@@ -160,9 +163,12 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> d
         "c": BY_NAME[atom.acc].bytes, "a_far": sizes[0] * atom.k_pack, "b_far": sizes[1] * atom.k_pack,
         "registers": isa.registers if isa else 0, "group": s.b.group, "panels": s.b.panels,
         "rate": macs_per_cycle(target, isa, atom, s.dtype),
-        "steps": MODEL.loop_cycles + MODEL.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b)),
+        "steps": MODEL.loop_cycles + MODEL.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
+        + MODEL.line_ahead * lines * (s.b.prefetch > 0),
+        "begins": MODEL.sweep_cycles if sweeping else MODEL.tile_cycles,
         "crowded": (MODEL.thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
-        "apart": 1.0 + MODEL.apart / lines,
+        "apart": 1.0 + MODEL.apart / lines * (not sweeping),
+        "sweeps": sweeping, "unhidden": pack_b and not once and not ahead and bool(s.kc),
         "runs": 1.0 + (MODEL.short_ahead if prefetches else MODEL.short_runs) / lines,
         "copy_a": _copying(s, atom, "a"), "copy_b": _copying(s, atom, "b"),
         "packs": MODEL.pack_cycles * (pack_a + pack_b), "carried": carried,

@@ -14,6 +14,7 @@ from portmm.spec.dtype import CODES_KR, accumulator, types, unit
 from portmm.spec.epilogue import parse
 from portmm.spec.kernel_name import KernelName
 from portmm.spec.problem import Family
+from portmm.target.summation import BlockOfK, block_of_k, chained
 
 if TYPE_CHECKING:
     from portmm.schedule.parts import Tile
@@ -215,3 +216,14 @@ def finishes(s: Schedule, atom: Atom) -> bool:
 def shifts(s: Schedule, atom: Atom) -> bool:
     """Whether A is shifted by 128 as it is packed, from signed to unsigned or back."""
     return atom.acc == "s32" and {s.types[0], atom.a} == {"s8", "u8"}
+
+
+def sweeps(s: Schedule, atom: Atom) -> bool:
+    """Whether one call of a micro-kernel covers all columns of a task: a B in place is streamed a few rows at a time.
+
+    There is a single slice of rows, and sums are in C between blocks of k.
+    """
+    single = s.program == "gemm" and not s.mc and len(s.heights) == 1 and s.b.panels == 1 and not s.static
+    in_place = s.b.layout == "row" and not s.b.packed and not s.a.packed and not s.c.prefetch
+    part = not chained(atom) and block_of_k(s.kc, s.atom.kr) is BlockOfK.PART
+    return single and in_place and part and not finishes(s, atom)

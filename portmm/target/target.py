@@ -75,6 +75,8 @@ class Target:
         frequency_ghz: sustained clock, of a device its boost clock; 0 if unknown.
         rows_ahead: useful prefetch distance, in rows of a matrix that is streamed in place,
             0 where software prefetches only disturb the hardware's.
+        tile_prefetch: whether the next tile's operands are worth a software prefetch where they are not panels of a B
+            packed once, which come from an outer cache.
         source: manual with the facts.
         measured: measured rates that replace derived ones: "<atom>" in GFLOP/s
             and "<level>" or "memory" in GB/s, one core each.
@@ -94,6 +96,7 @@ class Target:
     cores: int = 0
     frequency_ghz: float = 0.0
     rows_ahead: int = 0
+    tile_prefetch: bool = True
     source: str = ""
     measured: dict[str, float] = field(default_factory=dict)
     searches: tuple[str, ...] = ()

@@ -53,80 +53,95 @@ static inline long max_(long x, long y) { return x > y ? x : y; }
 typedef int lanes_t __attribute__((vector_size(32)));
 
 /* C[1][columns] (+)= A[1][k] . B[k][16] */
+static inline __attribute__((always_inline)) void ukr_1x16_full(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate, float *kept, long kept_m, long add, long keep) {
+  v8f c0_0, c0_1, b0, b1, before0, before1;
+  float a0;
+  if (accumulate) {
+    c0_0 = *(const v8f_u *)(c);
+    c0_1 = *(const v8f_u *)(c + 8);
+  } else {
+    c0_0 = (v8f){0};
+    c0_1 = (v8f){0};
+  }
+  #pragma GCC unroll 8
+  for (long p = 0; p < k; ++p) {
+    __builtin_prefetch(b + p * b_k + b_k * 4);
+    b0 = *(const v8f_u *)(b + p * b_k);
+    __builtin_prefetch(b + p * b_k + 8 + b_k * 4);
+    b1 = *(const v8f_u *)(b + p * b_k + 8);
+    a0 = *(a + p * a_k);
+    c0_0 += a0 * b0;
+    c0_1 += a0 * b1;
+  }
+  if (add) {
+    before0 = *(const v8f_u *)(kept);
+    c0_0 += before0;
+    before1 = *(const v8f_u *)(kept + 8);
+    c0_1 += before1;
+  }
+  if (keep) {
+    *(v8f_u *)(kept) = c0_0;
+    *(v8f_u *)(kept + 8) = c0_1;
+  } else {
+    *(v8f_u *)(c) = c0_0;
+    *(v8f_u *)(c + 8) = c0_1;
+  }
+}
+
+/* C[1][columns] (+)= A[1][k] . B[k][16] */
 static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate, float *kept, long kept_m, long add, long keep) {
   v8i m0, m1;
   v8f c0_0, c0_1, b0, b1, before0, before1;
   float a0;
   m0 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns, 8)));
   m1 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(columns - 8, 8)));
-  if (columns < 16) {
-    if (accumulate) {
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_0) : "m"(*(const v8f_u *)(c)), "x"(m0));
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_1) : "m"(*(const v8f_u *)(c + 8)), "x"(m1));
-    } else {
-      c0_0 = (v8f){0};
-      c0_1 = (v8f){0};
+  if (accumulate) {
+    __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_0) : "m"(*(const v8f_u *)(c)), "x"(m0));
+    __asm__("vmaskmovps %1, %2, %0" : "=x"(c0_1) : "m"(*(const v8f_u *)(c + 8)), "x"(m1));
+  } else {
+    c0_0 = (v8f){0};
+    c0_1 = (v8f){0};
+  }
+  #pragma GCC unroll 4
+  for (long p = 0; p < k; ++p) {
+    __builtin_prefetch(b + p * b_k + b_k * 4);
+    __asm__("vmaskmovps %1, %2, %0" : "=x"(b0) : "m"(*(const v8f_u *)(b + p * b_k)), "x"(m0));
+    __builtin_prefetch(b + p * b_k + 8 + b_k * 4);
+    __asm__("vmaskmovps %1, %2, %0" : "=x"(b1) : "m"(*(const v8f_u *)(b + p * b_k + 8)), "x"(m1));
+    a0 = *(a + p * a_k);
+    c0_0 += a0 * b0;
+    c0_1 += a0 * b1;
+  }
+  if (add) {
+    __asm__("vmaskmovps %1, %2, %0" : "=x"(before0) : "m"(*(const v8f_u *)(kept)), "x"(m0));
+    c0_0 += before0;
+    __asm__("vmaskmovps %1, %2, %0" : "=x"(before1) : "m"(*(const v8f_u *)(kept + 8)), "x"(m1));
+    c0_1 += before1;
+  }
+  if (keep) {
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(kept)) : "x"(c0_0), "x"(m0));
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(kept + 8)) : "x"(c0_1), "x"(m1));
+  } else {
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c)) : "x"(c0_0), "x"(m0));
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + 8)) : "x"(c0_1), "x"(m1));
+  }
+}
+
+/* C[1][columns] (+)= A[1][k] . B[k][columns] */
+static __attribute__((noinline)) void sweep_1x8(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate, float *kept, long kept_m, long add, long keep) {
+  const long width = columns / 16 * 16;
+  if (k == 8) {
+    for (long j = 0; j < width; j += 16) {
+      ukr_1x16_full(8, a, a_m, a_k, b + j, b_k, c + j, c_m, 16, accumulate, kept + j, kept_m, add, keep);
     }
   } else {
-    if (accumulate) {
-      c0_0 = *(const v8f_u *)(c);
-      c0_1 = *(const v8f_u *)(c + 8);
-    } else {
-      c0_0 = (v8f){0};
-      c0_1 = (v8f){0};
+    for (long j = 0; j < width; j += 16) {
+      ukr_1x16_full(k, a, a_m, a_k, b + j, b_k, c + j, c_m, 16, accumulate, kept + j, kept_m, add, keep);
     }
   }
-  if (columns < 16) {
-    #pragma GCC unroll 4
-    for (long p = 0; p < k; ++p) {
-      __builtin_prefetch(b + p * b_k + b_k * 4);
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(b0) : "m"(*(const v8f_u *)(b + p * b_k)), "x"(m0));
-      __builtin_prefetch(b + p * b_k + 8 + b_k * 4);
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(b1) : "m"(*(const v8f_u *)(b + p * b_k + 8)), "x"(m1));
-      a0 = *(a + p * a_k);
-      c0_0 += a0 * b0;
-      c0_1 += a0 * b1;
-    }
-  } else {
-    #pragma GCC unroll 4
-    for (long p = 0; p < k; ++p) {
-      __builtin_prefetch(b + p * b_k + b_k * 4);
-      b0 = *(const v8f_u *)(b + p * b_k);
-      __builtin_prefetch(b + p * b_k + 8 + b_k * 4);
-      b1 = *(const v8f_u *)(b + p * b_k + 8);
-      a0 = *(a + p * a_k);
-      c0_0 += a0 * b0;
-      c0_1 += a0 * b1;
-    }
-  }
-  if (columns < 16) {
-    if (add) {
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(before0) : "m"(*(const v8f_u *)(kept)), "x"(m0));
-      c0_0 += before0;
-      __asm__("vmaskmovps %1, %2, %0" : "=x"(before1) : "m"(*(const v8f_u *)(kept + 8)), "x"(m1));
-      c0_1 += before1;
-    }
-    if (keep) {
-      __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(kept)) : "x"(c0_0), "x"(m0));
-      __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(kept + 8)) : "x"(c0_1), "x"(m1));
-    } else {
-      __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c)) : "x"(c0_0), "x"(m0));
-      __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(c + 8)) : "x"(c0_1), "x"(m1));
-    }
-  } else {
-    if (add) {
-      before0 = *(const v8f_u *)(kept);
-      c0_0 += before0;
-      before1 = *(const v8f_u *)(kept + 8);
-      c0_1 += before1;
-    }
-    if (keep) {
-      *(v8f_u *)(kept) = c0_0;
-      *(v8f_u *)(kept + 8) = c0_1;
-    } else {
-      *(v8f_u *)(c) = c0_0;
-      *(v8f_u *)(c + 8) = c0_1;
-    }
+  if (width < columns) {
+    const long j = width;
+    ukr_1x16(k, a, a_m, a_k, b + j, b_k, c + j, c_m, columns - width, accumulate, kept + j, kept_m, add, keep);
   }
 }
 
@@ -165,13 +180,14 @@ static void run_of_k(const long *ctx, long task, long worker) {
     for (long run_start = k_first; run_start < k_last; run_start += run) {
       for (long pc = run_start; pc < min_(k_last, run_start + run); pc += kb) {
         const long kd = min_(kb, min_(k_last, run_start + run) - pc);
-        for (long j = first; j < last; ++j) {
+        if (first < last) {
+          const long j = first;
           const long column = j * 16;
-          const long columns = min_(n - column, 16);
+          const long columns = min_(n - column, (last - first) * 16);
           const float *bp = b + item * b_batch + pc * b_k + column;
           for (long i = 0; i < slices; ++i) {
             const long r = i * height + min_(i, taller);
-            ukr_1x16(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, cp + (row + r) * n + column, n, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, (pc + kd == min_(k_last, run_start + run)) * (k_first < run_start), (pc + kd == min_(k_last, run_start + run)) * (min_(k_last, run_start + run) < k_last));
+            sweep_1x8(kd, a + item * a_batch + (row + r) * a_m + pc, a_m, 1, bp, b_k, cp + (row + r) * n + column, n, columns, run_start < pc, kept + (row + r - row) * ((last - first) * 16) + column - first * 16, (last - first) * 16, (pc + kd == min_(k_last, run_start + run)) * (k_first < run_start), (pc + kd == min_(k_last, run_start + run)) * (min_(k_last, run_start + run) < k_last));
           }
         }
       }

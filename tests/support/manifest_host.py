@@ -46,7 +46,7 @@ KINDS, OTHERS = 2, 1
 """Problems that are looked at: of each layout of a main type, and of each other type."""
 REGISTERS = 7
 """Of the machine: few make small tiles, and short texts; `manifest_chosen` has large ones."""
-ROWS_AHEAD = 2
+ROWS_AHEAD = 4
 GROUPS = (0, 8, 64)
 POSTS = ("scale", "scale+bias", "scale+azero", "scale+azero+bzero+bias")
 
