@@ -1,117 +1,106 @@
-"""Methods of traced arrays, as NumPy's arrays have them.
+"""NumPy's functions and methods that fused functions may use, by name.
 
-Owns `ArrayMethods`, which expresses views, conversions, reductions and products by a few operations of
-`fusion.traced_array`: those whose names end in an underscore.
+Owns `METHODS`, the methods of ndarray as a few operations of `fusion.recorder` (views, conversions, reductions,
+products and calls of NumPy), and the tables of functions that are methods, views, copies, or known while tracing.
+Element-wise functions are rows of `spec.expr_ops.OPS` and `spec.elementwise`.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm.fusion.graph import refuse
 from portmm.spec import elementwise
 
-# ruff: noqa: D102 - the methods are those of ndarray
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+STATIC: dict[Any, Callable[[Any], Any]] = {
+    np.shape: lambda x: x.shape, np.ndim: lambda x: x.ndim, np.size: lambda x: x.size,
+}  # fmt: skip
+"""Functions of an array's layout, known while it is traced."""
+VIEWS = frozenset(
+    (
+        "transpose", "swapaxes", "moveaxis", "rollaxis", "squeeze", "expand_dims", "broadcast_to", "split",
+        "array_split", "hsplit", "vsplit", "atleast_2d", "flip", "matrix_transpose", "permute_dims", "unstack",
+    )
+)  # fmt: skip
+COPIES = frozenset(("concatenate", "stack", "hstack", "vstack", "column_stack", "concat"))
+"""Functions that move elements and compute nothing, by NumPy."""
+LOOKS = frozenset(("item", "tolist", "tobytes", "tofile", "dump", "dumps", "data", "ctypes", "flat", "base", "flags"))
+"""Attributes and methods that look at values or memory."""
+OF_FUNCTIONS: dict[str, frozenset[str]] = {
+    **dict.fromkeys(("sum", "max", "amax", "min", "amin", "mean", "var", "std"), frozenset(("axis", "keepdims"))),
+    **dict.fromkeys(("reshape", "ravel"), frozenset(("order",))),
+    "squeeze": frozenset(("axis",)),
+    **dict.fromkeys(("astype", "copy"), frozenset()),
+}
+"""Functions that are methods -> the options that these have, too."""
 
 
-class ArrayMethods:
-    """The methods of ndarray on a traced array."""
+def _view(name: str, method: str) -> Callable[..., Any]:
+    """A method that returns a view of the same elements."""
+    return lambda x, *args: x.recorder.viewed(name, lambda y: getattr(y, method)(*args), x)
 
-    __slots__ = ()
-    ndim: Any
-    dtype: Any
-    view_: Any
-    called_: Any
-    reduced_: Any
-    converted_: Any
-    product_: Any
-    __neg__: Any
 
-    @property
-    def T(self) -> Any:  # noqa: N802 - as NumPy calls it
-        return self.transpose()
+def _reshape(x: Any, *shape: Any, order: str = "C") -> Any:
+    wanted = shape[0] if len(shape) == 1 else shape
+    if order == "C":
+        return x.recorder.viewed("reshape", lambda y: y.reshape(wanted), x)
+    return x.recorder.viewed("[]", lambda y: y.reshape(wanted, order=order), x)
 
-    @property
-    def mT(self) -> Any:  # noqa: N802 - as NumPy calls it
-        return self.swapaxes(-1, -2)
 
-    def reshape(self, *shape: Any, order: str = "C") -> Any:
-        wanted = shape[0] if len(shape) == 1 else shape
-        if order == "C":
-            return self.view_("reshape", lambda x: x.reshape(wanted))
-        return self.view_("[]", lambda x: x.reshape(wanted, order=order))
+def _flat(x: Any, order: str = "C") -> Any:
+    return _reshape(x, -1, order=order)
 
-    def transpose(self, *axes: Any) -> Any:
-        return self.view_("transpose", lambda x: x.transpose(*axes))
 
-    def swapaxes(self, a: int, b: int) -> Any:
-        return self.view_("swapaxes", lambda x: x.swapaxes(a, b))
+def _refuse_view(*_: Any, **__: Any) -> Any:
+    raise refuse("view() looks at an array's memory; use astype")
 
-    def squeeze(self, axis: Any = None) -> Any:
-        return self.view_("reshape", lambda x: x.squeeze(axis))
 
-    def ravel(self, order: str = "C") -> Any:
-        return self.reshape(-1, order=order)
+def _reduction(name: str, plain: Any) -> Callable[..., Any]:
+    """A reduction with a kernel along the last axis."""
 
-    def flatten(self, order: str = "C") -> Any:
-        return self.reshape(-1, order=order)
+    def method(x: Any, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
+        return x.recorder.reduced(x, name, axis, keepdims=keepdims, plain=plain, options=options)
 
-    def copy(self, order: str = "C") -> Any:
-        del order
-        return self
+    return method
 
-    def astype(self, dtype: Any, **options: Any) -> Any:
-        del options
-        return self.converted_(dtype)
 
-    def view(self, *_: Any, **__: Any) -> Any:
-        raise refuse("view() looks at an array's memory; use astype")
+def _composed(name: str, last: Callable[[Any], Any], *, floats: bool = False) -> Callable[..., Any]:
+    """A reduction that is computed of others along the last axis, and elsewhere by NumPy."""
+    plain = getattr(np, name)
 
-    # Reductions.
+    def method(x: Any, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
+        if not is_last(x, axis) or options or (floats and x.dtype.kind != "f"):
+            return x.recorder.called(f"np.{name}", plain, (x,), {"axis": axis, "keepdims": keepdims, **options})
+        return squeezed(last(x), keepdims)
 
-    def sum(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        return self.reduced_("sum", axis, keepdims=keepdims, plain=np.sum, options=options)
+    return method
 
-    def max(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        return self.reduced_("max", axis, keepdims=keepdims, plain=np.max, options=options)
 
-    def mean(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        return self.reduced_("mean", axis, keepdims=keepdims, plain=np.mean, options=options)
+def _variance(x: Any) -> Any:
+    centred = x - x.mean(-1, keepdims=True)
+    return (centred * centred).mean(-1, keepdims=True)
 
-    def min(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        if not is_last(self, axis) or options or self.dtype.kind != "f":
-            return self.called_("np.min", np.min, (self,), {"axis": axis, "keepdims": keepdims, **options})
-        return squeezed(-(-self).max(-1, keepdims=True), keepdims)
 
-    def var(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        if not is_last(self, axis) or options:
-            return self.called_("np.var", np.var, (self,), {"axis": axis, "keepdims": keepdims, **options})
-        centred = self - self.mean(-1, keepdims=True)
-        return squeezed((centred * centred).mean(-1, keepdims=True), keepdims)
+def _clip(x: Any, low: Any = None, high: Any = None) -> Any:
+    return elementwise.clip(x, low, high)
 
-    def std(self, axis: Any = None, *, keepdims: bool = False, **options: Any) -> Any:
-        if not is_last(self, axis) or options:
-            return self.called_("np.std", np.std, (self,), {"axis": axis, "keepdims": keepdims, **options})
-        return squeezed(np.sqrt(self.var(-1, keepdims=True)), keepdims)
 
-    # Products, and other methods.
-
-    def __matmul__(self, other: Any) -> Any:
-        return self.product_(self, other)
-
-    def __rmatmul__(self, other: Any) -> Any:
-        return self.product_(other, self)
-
-    def __imatmul__(self, other: Any) -> Any:
-        raise refuse("@= changes an array in place; write x = x @ ...")
-
-    def dot(self, other: Any) -> Any:
-        return np.dot(self, other)  # type: ignore[call-overload] # by __array_function__
-
-    def clip(self, low: Any = None, high: Any = None) -> Any:
-        return elementwise.clip(self, low, high)
+METHODS: dict[str, Callable[..., Any]] = {
+    "transpose": _view("transpose", "transpose"), "swapaxes": _view("swapaxes", "swapaxes"),
+    "squeeze": lambda x, axis=None: _view("reshape", "squeeze")(x, axis),
+    "reshape": _reshape, "ravel": _flat, "flatten": _flat, "view": _refuse_view, "copy": lambda x, order="C": x,  # noqa: ARG005
+    "astype": lambda x, dtype, **_: x.recorder.wrap(x.recorder.convert(x.node, dtype)),
+    "sum": _reduction("sum", np.sum), "max": _reduction("max", np.max), "mean": _reduction("mean", np.mean),
+    "min": _composed("min", lambda x: -(-x).max(-1, keepdims=True), floats=True),
+    "var": _composed("var", _variance), "std": _composed("std", lambda x: np.sqrt(x.var(-1, keepdims=True))),
+    "dot": np.dot, "clip": _clip,
+}  # fmt: skip
+"""Methods of arrays, by name."""
 
 
 def is_last(x: Any, axis: Any) -> bool:
@@ -125,4 +114,4 @@ def is_last(x: Any, axis: Any) -> bool:
 
 def squeezed(x: Any, keepdims: bool) -> Any:
     """The result of a reduction, with or without its last axis."""
-    return x if keepdims else x.view_("reshape", lambda y: y[..., 0])
+    return x if keepdims else x.recorder.viewed("reshape", lambda y: y[..., 0], x)

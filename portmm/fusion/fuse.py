@@ -19,24 +19,25 @@ from portmm.arrays.libraries import on_device
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config as settings
 from portmm.errors import BuildError, ScheduleError, TraceError
-from portmm.fusion.captures import Scope, applied, arguments
-from portmm.fusion.graph import ByValueError, Graph, Node
+from portmm.fusion.captures import arguments, placeholder
 from portmm.fusion.partition import Splitter
 from portmm.fusion.plan_cpu import HostBuilder
 from portmm.fusion.program_cpu import ChangedError, Kernel
+from portmm.fusion.recorder import WholeArrays
 from portmm.fusion.rewrites import join_products, match_attention
-from portmm.fusion.traced_array import Recorded, Value
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
+from portmm.trace.captures import Captures
 from portmm.trace.guards import find, remember
+from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
 from portmm.trace.recorder import run
-from portmm.trace.tensor import rebuilt
 from portmm.util import locks
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.fusion.graph import Graph, Node
     from portmm.fusion.plan import Builder
     from portmm.trace.guards import Guards
 
@@ -206,41 +207,42 @@ class FusedFunction:
         leaves, graph.leaves, graph.values = graph.leaves, [], {}  # a cached program must not keep arrays alive
         return program, leaves
 
-    def trace(self, args: Any, options: Any, *, by_value: bool) -> tuple[Graph, Any, Scope]:
+    def trace(self, args: Any, options: Any, *, by_value: bool) -> tuple[Graph, Any, Captures]:
         """Run the function on traced values, which record its operations."""
-        graph = Graph(applied, strict=self.strict)
-        scope = Scope(graph, by_value=by_value)
+        graph = WholeArrays(strict=self.strict)
+        captures = Captures(graph, by_value=by_value, fresh=False)
         function = self.__wrapped__
         names = getattr(getattr(function, "__code__", None), "co_varnames", ())
-        positional = [scope.argument(x, names[i] if i < len(names) else f"argument {i}") for i, x in enumerate(args)]
-        named = {n: scope.argument(x, n) for n, x in options.items()}
-        bound = scope.outermost(function)
-        return graph, run(lambda: bound(*positional, **named)), scope
+        names = (*names[: len(args)], *(f"argument {i}" for i in range(len(names), len(args))))
+        positional = [placeholder(captures, x, name) for x, name in zip(args, names, strict=True)]
+        named = {n: placeholder(captures, x, n) for n, x in options.items()}
+        bound = captures.outermost(function)
+        return graph, run(lambda: bound(*positional, **named)), captures
 
     def compiled(self, args: Any, options: Any, kept: list[Any], *, by_value: bool) -> tuple[Graph, Program]:
         """The graph of a call, and its program."""
-        graph, result, scope = self.trace(args, options, by_value=by_value)
+        graph, result, captures = self.trace(args, options, by_value=by_value)
         outputs: list[Node] = []
 
         def seen(x: Any) -> Any:
-            if isinstance(x, Recorded):
+            if isinstance(x, Placeholder):
                 outputs.append(x.node)
             elif isinstance(x, np.ndarray):
-                graph.cacheable = False
+                graph.lasting = False
             return x
 
         rebuilt(result, seen)
         if any(x.kind == "number" for x in outputs):
             raise ByValueError("a number is returned")
         run, kernels, apart, source, notes = _program(graph, outputs, result)
-        if not graph.cacheable and not notes:
+        if not graph.lasting and not notes:
             notes.append(
                 "arrays are created while the function is traced, or captured where a later call cannot look them up: "
                 "each call traces it again"
             )
         blocked = tuple(dict.fromkeys([*graph.blocked, *apart]))
         explained = Explained(getattr(self, "__name__", "function"), tuple(kernels), blocked, tuple(notes), source)
-        return graph, Program(run, scope.finished(), kept, explained, graph.cacheable)
+        return graph, Program(run, captures.finished(), kept, explained, graph.lasting)
 
 
 _making = locks.reentrant_lock()
@@ -301,7 +303,7 @@ def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[
                 raise
             if isinstance(error, BuildError):
                 fall_back(error)
-                graph.cacheable = graph.cacheable and math.isinf(error.retry_at)
+                graph.lasting = graph.lasting and math.isinf(error.retry_at)
             return _evaluated(graph, result, f"no kernel: {error}")
         apart = [*stored, *split.apart, *unjoined, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
         return run, builder.kernels, apart, source, []
@@ -315,7 +317,7 @@ def _evaluated(graph: Graph, result: Any, why: str) -> tuple[Any, list[Kernel], 
 
     def run(leaves: list[Any]) -> Any:
         values: dict[Node, Any] = {}
-        return rebuilt(result, lambda x: graph.evaluate(x.node, leaves, values) if isinstance(x, Value) else x)
+        return rebuilt(result, lambda x: graph.evaluate(x.node, leaves, values) if isinstance(x, Placeholder) else x)
 
     kernels = [Kernel("numpy", x.name, (x.where,)) for x in graph.nodes if x.inputs and x.kind not in ("view", "item")]
     return run, kernels, [], "", [why]

@@ -22,6 +22,7 @@ from portmm.spec.elementwise import Typed
 from portmm.spec.epilogue import argument, reduction
 from portmm.spec.expr import Expr, apply, node, ordered, real
 from portmm.spec.expr_ops import OPS
+from portmm.trace.placeholders import ByValueError
 from portmm.trace.recorder import run
 from portmm.util.memo import Memory
 from portmm.util.user_warnings import caller
@@ -37,10 +38,6 @@ _WRITES = {"float32": "f32", "float16": "f32", "bfloat16": "f32", "int32": "s32"
 """Types of results that kernels compute -> the type of the expression."""
 FLOATS = ("float32", "float16", "bfloat16")
 _NARROW = frozenset(("float16", "bfloat16", "int8", "uint8"))
-
-
-class ByValueError(TraceError):
-    """Raised where tracing needs the value of a number that varies per call: trace again, with its value."""
 
 
 @dataclass(eq=False, slots=True)
@@ -139,23 +136,21 @@ class Graph:
     """The operations recorded while a function is traced.
 
     Attributes:
-        applied: the function that applies an epilogue or a prologue, with the axes that it indexes, to an array.
         strict: an operation without a kernel is an error.
         nodes: in the order in which they were recorded.
         leaves: the arrays, weights and numbers of this call.
         blocked: line -> the reason why an operation there is not part of a kernel.
-        cacheable: the next call would record the same.
+        lasting: the next call would record the same.
         values: of nodes that were evaluated while tracing.
         fixed: weights that are not arguments, but joined from others.
         device_arrays: leaves on a device, with their layouts.
     """
 
-    applied: Callable[..., Any]
     strict: bool = False
     nodes: list[Node] = field(default_factory=list)
     leaves: list[Any] = field(default_factory=list)
     blocked: list[tuple[str, str]] = field(default_factory=list)
-    cacheable: bool = True
+    lasting: bool = True
     values: dict[Node, Any] = field(default_factory=dict)
     fixed: dict[Node, Any] = field(default_factory=dict)
     device_arrays: dict[int, operand.Operand] = field(default_factory=dict)
@@ -187,7 +182,7 @@ class Graph:
 
     def constant(self, value: Array) -> Node:
         """Record an array created while tracing: the next call must trace again."""
-        self.cacheable = False
+        self.lasting = False
         return self.leaf(value, "an array made while tracing")
 
     def evaluate(self, wanted: Node, leaves: list[Any], values: dict[Node, Any]) -> Any:

@@ -16,7 +16,6 @@ from portmm.dispatch import config
 from portmm.errors import ScheduleError
 from portmm.fusion.plan import Builder, kernel_type
 from portmm.fusion.program_cpu import ARENA, ChangedError, Kernel, Writer
-from portmm.fusion.traced_array import Value
 from portmm.ir.block_program import program_of
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
@@ -25,6 +24,7 @@ from portmm.spec.dtype import spell
 from portmm.spec.epilogue import parse
 from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place, looked
+from portmm.trace.placeholders import Array
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -171,7 +171,7 @@ class HostBuilder(Builder):
 
     def result(self, x: Any) -> str:
         """The expression of the result in a program's text."""
-        if isinstance(x, Value):
+        if isinstance(x, Array):
             return self.text(x.node)
         if type(x) is tuple:
             return f"({''.join(f'{self.result(y)}, ' for y in x)})"

@@ -27,12 +27,11 @@ from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES
 from portmm.fusion.plan import Builder, kernel_type
 from portmm.fusion.program_cpu import Kernel
-from portmm.fusion.traced_array import Value
 from portmm.ops.kernel_call import start
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place
-from portmm.trace.tensor import rebuilt
+from portmm.trace.placeholders import Array, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -351,7 +350,7 @@ class GridBuilder(Builder):
     def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
         """The function of the arrays and numbers of a call; it has no text."""
         # `outputs` drops the values of the graph, which refer to arrays of this call.
-        outputs = rebuilt(result, lambda x: self.output(x.node) if isinstance(x, Value) else x)
+        outputs = rebuilt(result, lambda x: self.output(x.node) if isinstance(x, Array) else x)
         return runner(tuple(self.steps), tuple(self.graph.device_arrays), outputs), ""
 
 

@@ -134,7 +134,7 @@ class _Point:
         elif x.op == "index":
             result = _along(x.args[0], tile, np.array(tile[x.args[0]]))
         elif x.op in OPS:
-            result = OPS[x.op][1](*(self.value(y, tile, known) for y in x.inner))
+            result = OPS[x.op].plain(*(self.value(y, tile, known) for y in x.inner))
         else:
             number = x.args[0] if x.op == "const" else self.source[x.op][x.args[0]]
             result = np.full([1] * len(tile), number)

@@ -65,7 +65,7 @@ def mapped(s: Map, registers: Mapping[str, np.ndarray], lanes: int, count: int) 
     if s.op in ("literal", "splat"):
         return np.full(lanes, args[0], KINDS[s.dtype] if s.op == "literal" else np.float32)
     with np.errstate(all="ignore"):
-        return np.broadcast_to(OPS[s.op][1](*args), lanes)
+        return np.broadcast_to(OPS[s.op].plain(*args), lanes)
 
 
 def total(x: np.ndarray, kind: str) -> np.float32:

@@ -29,12 +29,13 @@ from portmm.ops.attention_shapes import (
 )
 from portmm.spec.epilogue import acc
 from portmm.trace.bind import UserFunction
-from portmm.trace.tracer import Indices
+from portmm.trace.tracer import indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.spec.expr import Expr
+    from portmm.trace.placeholders import Indices
 
 Array = np.ndarray[Any, Any]
 
@@ -191,7 +192,7 @@ def _put(result: Array, lse: Array | None, out: Any) -> Any:
 @cache
 def _leaves() -> tuple[Expr, Indices]:
     """The placeholder arguments of score and mask."""
-    return acc(), Indices(NAMES)
+    return acc(), indices(NAMES)
 
 
 def _four(x: Array, shape: Shape) -> Array:

@@ -12,7 +12,7 @@ import numpy as np
 from portmm.errors import ScheduleError
 from portmm.spec.epilogue import acc
 from portmm.trace.bind import bind_operands
-from portmm.trace.tracer import Indices
+from portmm.trace.tracer import indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from portmm.trace.tracer import Traced
 
 NAMES = {"m": "m", "n": "n", "b": "b"}
-VALUES = (acc(), Indices(NAMES))
+VALUES = (acc(), indices(NAMES))
 """The placeholder arguments of an epilogue."""
 NOT_F64 = "expressions are in float32; convert float64 operands, or multiply without an epilogue"
 

@@ -26,7 +26,7 @@ from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import acc
 from portmm.trace.bind import UserFunction
-from portmm.trace.tracer import Indices
+from portmm.trace.tracer import indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.trace.tracer import Traced
 
-_VALUES = (acc(), Indices(NAMES))
+_VALUES = (acc(), indices(NAMES))
 
 
 @dataclass(frozen=True, slots=True)

@@ -317,7 +317,7 @@ def question(x: Product, epilogue: Callable[..., Any] | None = None) -> tuple[Gr
     if x.ends is not None:
         _check_groups(x.a.shape, x.b.shape, *x.b.shape[:1])
     if epilogue is not None:
-        traced, _ = trace(epilogue, VALUES, by_value=False, rank=_rank(x))
+        traced, *_ = trace(epilogue, VALUES, by_value=False, rank=_rank(x))
         Captures.of(traced, _size(x))  # raises if it captures what kernels cannot read
         try:
             step = _step(x, "", traced)

@@ -316,7 +316,7 @@ def fused_problem(
 
     left, right = numpy_arrays.as_operand(a, "a"), operand_b(b)
     call = HostProduct(left, right, np.dtype(dtype) if typed_result else None, None)
-    traced, _ = trace(epilogue, VALUES, by_value=False, rank=2 if left.ndim == len(right.shape) == 2 else 3)
+    traced, *_ = trace(epilogue, VALUES, by_value=False, rank=2 if left.ndim == len(right.shape) == 2 else 3)
     try:
         step = call.step(traced)
         p, *_ = call.question(step)

@@ -14,7 +14,7 @@ from portmm.errors import ScheduleError, TraceError
 from portmm.spec import epilogue
 from portmm.spec.expr import ordered
 from portmm.trace.bind import UserFunction, split_column_reductions, typed
-from portmm.trace.tracer import Indices
+from portmm.trace.tracer import indices
 from portmm.util.memo import cached
 
 if TYPE_CHECKING:
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 @cached("calls", 64)
 def _leaves(types: tuple[str, ...], names: tuple[tuple[str, str], ...]) -> tuple[Any, ...]:
     """The placeholder arguments of a function of arrays of these types, and the indices."""
-    return (*(epilogue.argument(i, x) for i, x in enumerate(types)), Indices(dict(names)))
+    return (*(epilogue.argument(i, x) for i, x in enumerate(types)), indices(dict(names)))
 
 
 @dataclass(frozen=True, slots=True)

@@ -352,16 +352,9 @@ def quantize_rows(x: Any) -> tuple[Any, Any]:
 
 
 UFUNCS.update(
-    add=lambda a, b: apply("add", a, b), subtract=lambda a, b: apply("sub", a, b),
-    multiply=lambda a, b: apply("mul", a, b), divide=lambda a, b: real(a) / real(b),
-    true_divide=lambda a, b: real(a) / real(b), negative=lambda x: -x, positive=lambda x: x,
-    absolute=abs, fabs=abs, minimum=minimum, maximum=maximum, exp=exp, log=log, tanh=tanh, sqrt=sqrt,
-    square=square, expm1=expm1, less=lambda a, b: apply("lt", a, b), less_equal=lambda a, b: apply("le", a, b),
+    exp=exp, log=log, tanh=tanh, square=square, expm1=expm1, positive=lambda x: x,
     greater=lambda a, b: apply("lt", b, a), greater_equal=lambda a, b: apply("le", b, a),
-    equal=lambda a, b: apply("eq", a, b), not_equal=lambda a, b: apply("ne", a, b),
-    logical_and=lambda a, b: apply("and", a, b), bitwise_and=lambda a, b: apply("and", a, b),
-    logical_or=lambda a, b: apply("or", a, b), bitwise_or=lambda a, b: apply("or", a, b),
-    logical_not=lambda x: ~x, invert=lambda x: ~x, power=lambda x, y: (x if isinstance(x, Expr) else real(x)) ** y,
+    power=lambda x, y: (x if isinstance(x, Expr) else real(x)) ** y,
     reciprocal=lambda x: 1.0 / real(x), isnan=lambda x: x != x,  # noqa: PLR0124 - only a NaN differs from itself
 )  # fmt: skip
 FUNCTIONS.update(where=where, clip=clip)

@@ -162,7 +162,7 @@ def _read(words: list[str], steps: list[Expr], operands: tuple[Operand, ...]) ->
     if op in leaves:
         return leaves[op](*rest)
     args = tuple(steps[int(x)] for x in rest)
-    result = OPS[op][0]
+    result = OPS[op].result
     kinds = {"same": args[0].dtype, "second": args[-1].dtype}
     return node(op, args, kinds.get(result, result))
 

@@ -13,6 +13,7 @@ can, and any product that is an operand of a sum may be contracted to one: see
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakValueDictionary
 
@@ -29,6 +30,18 @@ Array = np.ndarray[Any, Any]
 Literal = int | float | bool
 MOST_POWER = 16
 """Exponents up to which x ** n is products: six of them."""
+
+
+def _operator(op: str) -> tuple[Callable[[Any, Any], Expr], Callable[[Any, Any], Expr]]:
+    """The methods of an operator of two operands, and of the operator with its operands reversed."""
+
+    def method(self: Any, other: Any) -> Expr:
+        return apply(op, self, other)
+
+    def reflected(self: Any, other: Any) -> Expr:
+        return apply(op, other, self)
+
+    return method, reflected
 
 
 class Expr:
@@ -68,29 +81,17 @@ class Expr:
     def __repr__(self) -> str:
         return f"<{self.op} {self.dtype}>"
 
-    def __add__(self, other: Any) -> Expr:
-        return apply("add", self, other)
-
-    def __radd__(self, other: Any) -> Expr:
-        return apply("add", other, self)
-
-    def __sub__(self, other: Any) -> Expr:
-        return apply("sub", self, other)
-
-    def __rsub__(self, other: Any) -> Expr:
-        return apply("sub", other, self)
-
-    def __mul__(self, other: Any) -> Expr:
-        return apply("mul", self, other)
-
-    def __rmul__(self, other: Any) -> Expr:
-        return apply("mul", other, self)
-
-    def __truediv__(self, other: Any) -> Expr:
-        return apply("div", self, other)
-
-    def __rtruediv__(self, other: Any) -> Expr:
-        return apply("div", other, self)
+    __add__, __radd__ = _operator("add")
+    __sub__, __rsub__ = _operator("sub")
+    __mul__, __rmul__ = _operator("mul")
+    __truediv__, __rtruediv__ = _operator("div")
+    __lt__, __gt__ = _operator("lt")
+    __le__, __ge__ = _operator("le")
+    __and__, __rand__ = _operator("and")
+    __or__, __ror__ = _operator("or")
+    __xor__, __rxor__ = _operator("xor")
+    __eq__, _ = _operator("eq")  # type: ignore[assignment]
+    __ne__, _ = _operator("ne")  # type: ignore[assignment]
 
     def __neg__(self) -> Expr:
         return apply("neg", self)
@@ -100,42 +101,6 @@ class Expr:
 
     def __abs__(self) -> Expr:
         return apply("abs", self)
-
-    def __lt__(self, other: Any) -> Expr:
-        return apply("lt", self, other)
-
-    def __le__(self, other: Any) -> Expr:
-        return apply("le", self, other)
-
-    def __gt__(self, other: Any) -> Expr:
-        return apply("lt", other, self)
-
-    def __ge__(self, other: Any) -> Expr:
-        return apply("le", other, self)
-
-    def __eq__(self, other: object) -> Expr:  # type: ignore[override]
-        return apply("eq", self, other)
-
-    def __ne__(self, other: object) -> Expr:  # type: ignore[override]
-        return apply("ne", self, other)
-
-    def __and__(self, other: Any) -> Expr:
-        return apply("and", self, other)
-
-    def __rand__(self, other: Any) -> Expr:
-        return apply("and", other, self)
-
-    def __or__(self, other: Any) -> Expr:
-        return apply("or", self, other)
-
-    def __ror__(self, other: Any) -> Expr:
-        return apply("or", other, self)
-
-    def __xor__(self, other: Any) -> Expr:
-        return apply("xor", self, other)
-
-    def __rxor__(self, other: Any) -> Expr:
-        return apply("xor", other, self)
 
     def __invert__(self) -> Expr:
         return apply("not", self)
@@ -188,17 +153,10 @@ class Expr:
         raise AttributeError(f"a value in a tile has no attribute {name!r}")
 
     def __array_ufunc__(self, ufunc: Any, method: str, *inputs: Any, **options: Any) -> Any:
-        known = UFUNCS.get(ufunc.__name__)
-        if method != "__call__" or options or known is None:
-            name = f"np.{ufunc.__name__}" if method == "__call__" else f"np.{ufunc.__name__}.{method}"
-            raise TraceError(f"{name} cannot be traced{' with options' if options else ''}; use the functions of pm")
-        return known(*inputs)
+        return array_ufunc(ufunc, method, inputs, options)
 
     def __array_function__(self, function: Any, types: Any, args: Any, options: Any) -> Any:
-        known = FUNCTIONS.get(function.__name__)
-        if known is None:
-            raise TraceError(f"np.{function.__name__} cannot be traced; use the functions of pm")
-        return known(*args, **options)
+        return array_function(function, args, options)
 
     def __bool__(self) -> bool:
         raise TraceError(
@@ -219,6 +177,23 @@ class Expr:
             "a value in a tile is not known while tracing, so it cannot be converted to an array, or index an array "
             "that the function creates; create the array before, and let the function capture it: table[i.n]"
         )
+
+
+def array_ufunc(ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The expression of a ufunc of NumPy's."""
+    known = UFUNCS.get(ufunc.__name__)
+    if method != "__call__" or options or known is None:
+        name = f"np.{ufunc.__name__}" if method == "__call__" else f"np.{ufunc.__name__}.{method}"
+        raise TraceError(f"{name} cannot be traced{' with options' if options else ''}; use the functions of pm")
+    return known(*inputs)
+
+
+def array_function(function: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+    """The expression of another function of NumPy's."""
+    known = FUNCTIONS.get(function.__name__)
+    if known is None:
+        raise TraceError(f"np.{function.__name__} cannot be traced; use the functions of pm")
+    return known(*args, **options)
 
 
 class MissingError(TraceError, AttributeError):
@@ -250,7 +225,7 @@ _WHOLE_ONLY = frozenset(("shl", "shr", "from_bits", "float"))
 _BITS = frozenset(("and", "or", "xor", "not"))
 
 UFUNCS: dict[str, Callable[..., Any]] = {}
-"""NumPy's name of an element-wise function -> the function of expressions: filled by `elementwise`."""
+"""NumPy's name of an element-wise function -> the function of expressions; `elementwise` adds those of its own."""
 FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The same for functions that are no ufuncs."""
 
@@ -347,17 +322,20 @@ def apply(op: str, *values: Any) -> Expr:
         raise TraceError(f"{op} is for integers{' and masks' if op in _BITS else ''}, not for {kind}")
     if kind == "mask" and op not in _BITS | {"select"}:
         return apply(op, *(real(x) for x in args))
-    result = OPS[op][0]
+    result = OPS[op].result
     dtype = {"same": args[0].dtype, "second": args[1].dtype}.get(result, result) if len(args) > 1 else result
     dtype = args[0].dtype if dtype == "same" else dtype
     return _simplified(op, args, dtype)
+
+
+UFUNCS.update({name: partial(apply, op) for op, x in OPS.items() for name in x.ufuncs})
 
 
 def _simplified(op: str, args: tuple[Expr, ...], dtype: str) -> Expr:
     """The operation, simplified: constants are folded, and operations without effect are removed."""
     if all(x.op == "const" for x in args):
         with np.errstate(all="ignore"):
-            return const(OPS[op][1](*(NUMPY[x.dtype](x.args[0]) for x in args)).item(), dtype)
+            return const(OPS[op].plain(*(NUMPY[x.dtype](x.args[0]) for x in args)).item(), dtype)
     first, last = args[0], args[-1]
     if op in ("mul", "div") and last.op == "const" and last.args[0] == 1:
         return first

@@ -1,16 +1,14 @@
 """Operations of expressions: the type of each one's result, and its meaning in NumPy.
 
-Owns `OPS`.
+Owns `OPS`, the table of operations: that of expressions, of traced arrays, and of what interpreters and printers know.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable  # noqa: TC003 - of a record
+from typing import Any, NamedTuple
 
 import numpy as np
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
 
@@ -29,35 +27,49 @@ def _whole(x: Array) -> Array:
     return np.where(fits, np.trunc(np.where(fits, x, 0)), -(2.0**31)).astype(np.int32)
 
 
-OPS: dict[str, tuple[str, Callable[..., Any]]] = {
-    "add": ("same", np.add),
-    "sub": ("same", np.subtract),
-    "mul": ("same", np.multiply),
-    "div": ("f32", np.divide),
-    "neg": ("same", np.negative),
-    "abs": ("same", np.abs),
-    "min": ("same", np.minimum),
-    "max": ("same", np.maximum),
-    "greater": ("f32", lambda x, y: np.where(x > y, x, y)),
-    "fma": ("f32", _fused),
-    "sqrt": ("f32", np.sqrt),
-    "lt": ("mask", np.less),
-    "le": ("mask", np.less_equal),
-    "eq": ("mask", np.equal),
-    "ne": ("mask", np.not_equal),
-    "and": ("same", np.bitwise_and),
-    "or": ("same", np.bitwise_or),
-    "xor": ("same", np.bitwise_xor),
-    "not": ("same", np.invert),
-    "shl": ("s32", np.left_shift),
-    "shr": ("s32", np.right_shift),
-    "select": ("second", np.where),
-    "bits": ("s32", lambda x: _f32(x).view(np.int32)),
-    "from_bits": ("f32", lambda x: np.asarray(x, np.int32).view(np.float32)),
-    "float": ("f32", _f32),
-    "int": ("s32", _whole),
+class Operation(NamedTuple):
+    """An operation of expressions.
+
+    Attributes:
+        result: the type of its result; "same": of its operands, "second": of its second.
+        plain: its meaning in NumPy.
+        ufuncs: names of NumPy's functions that are this operation.
+    """
+
+    result: str
+    plain: Callable[..., Any]
+    ufuncs: tuple[str, ...] = ()
+
+
+OPS: dict[str, Operation] = {
+    "add": Operation("same", np.add, ("add",)),
+    "sub": Operation("same", np.subtract, ("subtract",)),
+    "mul": Operation("same", np.multiply, ("multiply",)),
+    "div": Operation("f32", np.divide, ("divide", "true_divide")),
+    "neg": Operation("same", np.negative, ("negative",)),
+    "abs": Operation("same", np.abs, ("absolute", "fabs")),
+    "min": Operation("same", np.minimum, ("minimum",)),
+    "max": Operation("same", np.maximum, ("maximum",)),
+    "greater": Operation("f32", lambda x, y: np.where(x > y, x, y)),
+    "fma": Operation("f32", _fused),
+    "sqrt": Operation("f32", np.sqrt, ("sqrt",)),
+    "lt": Operation("mask", np.less, ("less",)),
+    "le": Operation("mask", np.less_equal, ("less_equal",)),
+    "eq": Operation("mask", np.equal, ("equal",)),
+    "ne": Operation("mask", np.not_equal, ("not_equal",)),
+    "and": Operation("same", np.bitwise_and, ("bitwise_and", "logical_and")),
+    "or": Operation("same", np.bitwise_or, ("bitwise_or", "logical_or")),
+    "xor": Operation("same", np.bitwise_xor),
+    "not": Operation("same", np.invert, ("invert", "logical_not")),
+    "shl": Operation("s32", np.left_shift),
+    "shr": Operation("s32", np.right_shift),
+    "select": Operation("second", np.where),
+    "bits": Operation("s32", lambda x: _f32(x).view(np.int32)),
+    "from_bits": Operation("f32", lambda x: np.asarray(x, np.int32).view(np.float32)),
+    "float": Operation("f32", _f32),
+    "int": Operation("s32", _whole),
 }
-"""Operation -> the type of its result ("same": of its operands; "second": of its second), and its meaning.
+"""Operations by name.
 
 min and max of a NaN are NaN. Shifts are by a literal, to the right with the sign. "bits" and "from_bits" reinterpret
 the same 32 bits as the other type; "float" and "int" convert, "int" towards zero.

@@ -168,14 +168,14 @@ class UserFunction:
             return way.result
         by_value = captured is not None
         try:
-            traced, tracer = trace(self.function, values, by_value=by_value, rank=rank)
+            traced, elements, captures = trace(self.function, values, by_value=by_value, rank=rank)
         except TraceError:
             by_value = True
-            traced, tracer = trace(self.function, values, by_value=by_value, rank=rank)
-        self.closure, self.lasting = tracer.captured, tracer.lasting
+            traced, elements, captures = trace(self.function, values, by_value=by_value, rank=rank)
+        self.closure, self.lasting = elements.captured, elements.lasting
         kernel = make(traced)
         if self.lasting:
-            remember(_ready, key, Way(tracer.finished(), kernel), self.function, by_value=by_value)
+            remember(_ready, key, Way(captures.finished(), kernel), self.function, by_value=by_value)
         return kernel
 
 

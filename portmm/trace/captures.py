@@ -11,7 +11,7 @@ import keyword
 import types
 from functools import partial
 from operator import itemgetter
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import ref
 
 import numpy as np
@@ -39,6 +39,9 @@ from portmm.trace.guards import Guards, place
 from portmm.trace.proxies import Namespace, proxy, refuse_class_attribute, replaced_builtins, unwrapped
 from portmm.util.array_subclasses import refuse_class
 from portmm.weights.kinds import ON_HOST, weight_kind
+
+if TYPE_CHECKING:
+    from portmm.trace.placeholders import Recorder
 
 _UNCHANGING = (np.number, np.bool_, np.str_, np.bytes_, np.datetime64, np.timedelta64, itemgetter)
 """Types of values of libraries that never change."""
@@ -68,12 +71,13 @@ class Captures:
     """The captured values of one trace, and what replaces them.
 
     Args:
+        recorder: makes placeholders of arrays and numbers.
         by_value: numbers are constants.
         fresh: each call has another function, with the same code: guards must not keep objects alive.
     """
 
-    def __init__(self, *, by_value: bool, fresh: bool) -> None:
-        self.by_value, self.fresh = by_value, fresh
+    def __init__(self, recorder: Recorder, *, by_value: bool, fresh: bool) -> None:
+        self.recorder, self.by_value, self.fresh = recorder, by_value, fresh
         self.guards = Guards(named=fresh)
         self.kept: list[Any] = []  # what the dicts below name by identity
         self.first: dict[int, tuple[str, Any]] = {}  # arrays: their first place, and their placeholder
@@ -83,23 +87,9 @@ class Captures:
         self.open: set[int] = set()  # containers whose items are walked
         self.compares_identities = False
 
-    # Placeholders of epilogues and of fused functions, which differ.
-
-    def captured_array(self, x: Any, at: Place) -> Any:
-        """The placeholder of an array in the host's memory or on a device."""
-        raise NotImplementedError
-
-    def captured_number(self, x: Any, at: Place) -> Any:
-        """The placeholder of a number; None if it is a constant."""
-        raise NotImplementedError
-
-    def captured_weight(self, x: Any, at: Place) -> Any:
-        """The placeholder of a packed weight."""
-        raise NotImplementedError
-
     def unseen(self) -> None:
         """Note that the trace depends on values that no later call compares."""
-        raise NotImplementedError
+        self.recorder.lasting = False
 
     # The walk.
 
@@ -108,7 +98,7 @@ class Captures:
         v = self.guards.look(at.text)
         if isinstance(x, np.ndarray) or (not isinstance(x, PLAIN) and on_device(x)):
             return self._array(x, v, at)
-        if is_float(x) and not self.by_value and (number := self.captured_number(x, at)) is not None:
+        if is_float(x) and not self.by_value and (number := self.recorder.number(x, at)) is not None:
             self.guards.typed(v, type(x))
             self.guards.returns(v, (at.text,), "{}" if self.fresh else "float({})")
             return number
@@ -140,7 +130,7 @@ class Captures:
         self._same(v, x)
         if is_weight(x):
             self.guards.returns(v, (at.text,))
-            return self.captured_weight(x, at)
+            return self.recorder.weight(x, at)
         return self.of_object(x, at.name, v)
 
     def _array(self, x: Any, v: str, at: Place) -> Any:
@@ -158,7 +148,7 @@ class Captures:
             self.equal.setdefault("on a device", []).append(v)
         self.kept.append(x)
         self.guards.returns(v, (at.text,))
-        placeholder = self.captured_array(x, at)
+        placeholder = self.recorder.array(x, at)
         self.first[id(x)] = v, placeholder
         return placeholder
 
@@ -225,7 +215,7 @@ class Captures:
             if isinstance(y, float):
                 item = self._item(v, i, at.name)
                 keys.append((item.text,))
-                z = y if self.by_value else self.captured_number(y, item)
+                z = y if self.by_value else self.recorder.number(y, item)
             replaced.append(z)
         self.guards.values_of(values, [y for _, y in items], keys, by_value=self.by_value)
         return replaced

@@ -1,26 +1,31 @@
-"""The reads of a traced function: operands of its kernel, which are views of captured arrays, and numbers.
+"""The recorder of epilogues, prologues, scores and functions of rows: their operands, numbers and expressions.
 
-Owns `Source`, the array of an operand and the view that is read, and `Recorder`, the record of one trace.
+Owns `Source`, the array of an operand and the view that is read, and `Elements`, the record of one trace.
 """
 
 from __future__ import annotations
 
+import types
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from portmm.arrays.interop import adopt
 from portmm.arrays.operand import standin
 from portmm.errors import TraceError, refusals
-from portmm.spec.epilogue import AXES, Operand, load, number
-from portmm.spec.expr import Expr, apply
+from portmm.spec.epilogue import AXES, PRODUCT, Operand, load, number
+from portmm.spec.expr import Expr, apply, array_function, array_ufunc
+from portmm.trace.closures import COMPUTED
+from portmm.trace.placeholders import Array, ByValueError, Number
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-Array = np.ndarray[Any, Any]
+    from portmm.trace.placeholders import Placeholder
+
+NdArray = np.ndarray[Any, Any]
 _KNOWN = {
     "float32": "f32", "float16": "f16", "bfloat16": "bf16", "float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2",
     "int8": "s8", "uint8": "u8", "int32": "s32",
@@ -42,14 +47,39 @@ class Source:
     """
 
     key: tuple[Any, ...]
-    array: Array
+    array: NdArray
     view: tuple[str | int, ...]
     exact: bool = False
     device: tuple[Any, ...] = ()
 
 
-class Recorder:
-    """The record of one trace: operands and numbers that the function reads.
+class Leaf(NamedTuple):
+    """A captured array or number.
+
+    Attributes:
+        key: the steps from the function to it, or, of a number, how it is computed from others.
+        like: the array as it was when it was traced, or the class of the number.
+    """
+
+    key: tuple[Any, ...]
+    like: Any
+
+
+_LAID = frozenset(("shape", "ndim", "dtype", "size", "strides", "itemsize", "nbytes"))
+"""Attributes of an array that do not depend on values."""
+_EXTENTS = frozenset(("shape", "size", "strides", "nbytes"))
+"""Attributes that depend on extents."""
+_VIEWS = frozenset(("T", "mT", "transpose", "swapaxes", "squeeze"))
+"""Attributes and methods that return views."""
+_OF_REALS = frozenset(("add", "sub", "mul", "truediv", "pow", "neg", "pos", "abs"))
+"""Operators of numbers alone, which Python computes in each call."""
+
+
+class Elements:
+    """The recorder of a function of one element of a tile: operations are expressions.
+
+    It keeps the operands and numbers that the function reads. An array is indexed by axes of the result, or broadcast
+    as in NumPy; what looks at its elements makes the trace hold for this call only.
 
     Attributes:
         rank: dimensions of the result, a batch and heads included.
@@ -64,14 +94,82 @@ class Recorder:
         self.operands: list[Operand] = []
         self.numbers: list[tuple[Any, ...]] = []
         self.captured: dict[tuple[Any, ...], Any] = {}
-        self.standins: dict[int, Array] = {}
-        self.there: dict[int, tuple[Array, Any, tuple[Any, ...]]] = {}  # by the identity of the stand-in
+        self.standins: dict[int, NdArray] = {}
+        self.there: dict[int, tuple[NdArray, Any, tuple[Any, ...]]] = {}  # by the identity of the stand-in
         self.kept: list[Any] = []  # devices' arrays that a dict names by identity
         self.lasting = True
         self.by_extents = False
 
-    def operand(self, key: tuple[Any, ...], array: Array, view: tuple[str | int, ...], *, exact: bool = False) -> Expr:
+    # What the function captures.
+
+    def array(self, x: Any, at: Any) -> Any:
+        """The placeholder of an array in the host's memory or on a device."""
+        self.captured[at.text,] = x
+        if not isinstance(x, np.ndarray):
+            return Array(self, Leaf((at.text,), self.standin(x)))
+        self.lasting &= x.ndim > 0
+        return Array(self, Leaf((at.text,), x)) if x.ndim else x
+
+    def number(self, x: Any, at: Any) -> Any:
+        """The placeholder of a number."""
+        self.captured[at.text,] = x
+        return Number(self, Leaf((at.text,), type(x)))
+
+    def weight(self, x: Any, at: Any) -> Any:  # noqa: ARG002 - of the protocol
+        """A packed weight, of which nothing is read but what it says of itself."""
+        return x
+
+    def kind(self, x: Placeholder) -> type:
+        """The class of what a placeholder stands for."""
+        kind: type = x.node.like if type(x) is Number else type(x.node.like)
+        return kind
+
+    def refusal(self, text: str) -> TraceError:
+        """The error for what cannot be traced."""
+        return TraceError(text)
+
+    # Operations.
+
+    def broadcast_(self, x: Any) -> Any:
+        """The value of a placeholder in expressions: last axes of an array are the result's, as NumPy broadcasts."""
+        if type(x) is Number:
+            if x.node.key not in self.numbers:
+                self.numbers.append(x.node.key)
+            return number(self.numbers.index(x.node.key))
+        if type(x) is not Array:
+            return x
+        shape = x.node.like.shape
+        if len(shape) > self.rank:
+            raise TraceError(f"an array of shape {shape} has more dimensions than the result")
+        axes = ("bhmn" if self.rank == 4 else PRODUCT)[-len(shape) :]
+        return self.operand(x.node, tuple("" if n == 1 else a for n, a in zip(shape, axes, strict=True)), exact=True)
+
+    def operation(self, name: str, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
+        """The result of an operator: a number again if all operands are, else an expression."""
+        kinds = [x.node.like if type(x) is Number else type(x) for x in operands]
+        if not all(issubclass(kind, (int, float, np.number)) for kind in kinds):
+            return function(*map(self.broadcast_, operands))
+        if name not in _OF_REALS:
+            raise ByValueError("a comparison of captured numbers depends on their values")
+        # As text, too: 0.0 and -0.0 are equal.
+        of = tuple((True, x.node.key) if type(x) is Number else (False, x, repr(x)) for x in operands)
+        return Number(self, Leaf((COMPUTED, function, of), type(function(*(kind(1) for kind in kinds)))))
+
+    def ufunc(self, ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The result of a ufunc."""
+        return array_ufunc(ufunc, method, tuple(map(self.broadcast_, inputs)), options)
+
+    def function(self, function: Any, kinds: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The result of another function of NumPy's: an expression, or what it makes of arrays alone."""
+        if Number in kinds or Expr in kinds:
+            return array_function(function, args, options)
+        return function._implementation(*args, **options)  # noqa: SLF001 - as NEP 18 has it
+
+    # Parts and attributes of arrays.
+
+    def operand(self, leaf: Leaf, view: tuple[str | int, ...], *, exact: bool = False) -> Expr:
         """The element of an array."""
+        key, array = leaf
         for i, x in enumerate(self.sources):
             if x.key == key and x.view == view and x.array is array:
                 return self.seen(i, array)
@@ -83,12 +181,64 @@ class Recorder:
         self.operands.append(described(array, view))
         return self.seen(len(self.sources) - 1, array)
 
-    def seen(self, i: int, array: Array) -> Expr:
+    def seen(self, i: int, array: NdArray) -> Expr:
         """The element of the i-th operand."""
         value = load(i, self.operands[i].dtype)
         return apply("ne", value, 0) if array.dtype.kind == "b" else value
 
-    def standin(self, value: Any) -> Array:
+    def item(self, x: Array, key: Any) -> Any:
+        """An operand indexed by axes of the result, or a part of the array."""
+        indices = key if isinstance(key, tuple) else (key,)
+        array = x.node.like
+        if any(isinstance(i, Expr) for i in indices):
+            if len(indices) != array.ndim:
+                raise TraceError(f"an array of {array.ndim} dimensions is indexed by {len(indices)}; give one for each")
+            return self.operand(x.node, tuple(map(_word, indices)))
+        integers = [i for i in indices if isinstance(i, (int, np.integer)) and not isinstance(i, bool)]
+        basic = all(i is None or i is ... or isinstance(i, (slice, int, np.integer)) for i in indices)
+        self._look(x, f"[{key!r}]", known=basic and len(integers) < array.ndim)
+        self.lasting = False
+        return self._part(x, array[key], lambda y: y[key], ("item", repr(key)))
+
+    def attribute(self, x: Array, name: str) -> Any:
+        """An attribute or a method; arrays become operands."""
+        self._look(x, name, known=name in _LAID or name in _VIEWS)
+        self.by_extents |= name in _EXTENTS
+        attribute = getattr(x.node.like, name)
+        if isinstance(attribute, np.ndarray):
+            return self._part(x, attribute, lambda y: getattr(y, name), ("attribute", name))
+        self.lasting &= name in _LAID  # else the result depends on its values
+        if not isinstance(attribute, types.BuiltinMethodType):
+            return attribute
+
+        def called(*values: Any, **options: Any) -> Any:
+            step = "called", name, repr((values, options))
+            return self._part(x, attribute(*values, **options), lambda y: getattr(y, name)(*values, **options), step)
+
+        return called
+
+    def _part(self, x: Array, part: Any, function: Callable[[Any], Any], step: tuple[str, ...]) -> Any:
+        """The placeholder of an array that was made of another; the view of a stand-in is one of the device's array."""
+        if not isinstance(part, np.ndarray) or not part.ndim:
+            return part
+        if id(x.node.like) in self.there:
+            _, value, device = self.there[id(x.node.like)]
+            self.there[id(part)] = (part, function(value), device)
+        return Array(self, Leaf((*x.node.key, step), part))
+
+    def value(self, x: Array, question: str, *args: Any) -> Any:
+        """The answer of an array's values."""
+        self._look(x, question)
+        self.lasting = False  # the result depends on its values
+        array = x.node.like
+        return np.asarray(array, *args) if question == "array" else getattr(array, f"__{question}__")(*args)
+
+    def _look(self, x: Array, what: str, *, known: bool = False) -> None:
+        """Refuse operations on the elements of an array on a device."""
+        if not known and id(x.node.like) in self.there:
+            raise TraceError(f"{what} of an array on a device; compute it before, and let the function capture it")
+
+    def standin(self, value: Any) -> NdArray:
         """The stand-in for an array on a device, the same each time."""
         stand_in = self.standins.get(id(value))
         if stand_in is None:
@@ -99,18 +249,14 @@ class Recorder:
             self.there[id(stand_in)] = (stand_in, value, there.device)
         return stand_in
 
-    def look(self, array: Array, view: Array, function: Callable[[Any], Any]) -> Array:
-        """A view of an array; the view of a stand-in is a stand-in for the same view of the device's array."""
-        if id(array) in self.there:
-            _, value, device = self.there[id(array)]
-            self.there[id(view)] = (view, function(value), device)
-        return view
 
-    def number(self, key: tuple[Any, ...]) -> Expr:
-        """The number that each call reads by this key."""
-        if key not in self.numbers:
-            self.numbers.append(key)
-        return number(self.numbers.index(key))
+def _word(x: Any) -> str | int:
+    """The axis of an index, or an integer."""
+    if isinstance(x, Expr) and x.op == "index":
+        return str(x.args[0])
+    if isinstance(x, (int, np.integer)):
+        return int(x)
+    raise TraceError(f"an array is indexed by {x!r}; use an index as it is (i.m, i.n), or an integer")
 
 
 def run(function: Callable[[], Any]) -> Any:
@@ -142,7 +288,7 @@ def element(dtype: np.dtype[Any]) -> tuple[str, bool]:
     return ("" if other is None else "f32" if other is np.float32 else "s32"), False
 
 
-def described(array: Array, view: tuple[str | int, ...]) -> Operand:
+def described(array: NdArray, view: tuple[str | int, ...]) -> Operand:
     """The operand that a view of an array is."""
     kind = element(array.dtype)[0]
     axes = "".join([x for x in AXES if x in view])
@@ -155,7 +301,7 @@ def described(array: Array, view: tuple[str | int, ...]) -> Operand:
     return Operand(kind, axes, step == array.itemsize or (last and array.shape[-1] == 1))
 
 
-def readable_in_place(array: Array) -> bool:
+def readable_in_place(array: NdArray) -> bool:
     """Whether kernels can read an array in place."""
     same_type = element(array.dtype)[1]
     return same_type and array.flags.aligned and not any([s % array.itemsize for s in array.strides])  # noqa: C419 - faster

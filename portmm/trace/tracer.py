@@ -4,7 +4,7 @@ Owns `Traced`, the expressions of a function with the operands and numbers that 
 results are remembered for each kind of closure, so that a function is traced once for each.
 
 A traced function sees the arrays that it captures (closures, globals,
-defaults, attributes of captured objects) as `Tensor`, which can be indexed by
+defaults, attributes of captured objects) as placeholders, which can be indexed by
 axes. Captured floats become numbers that each call passes, so that a new value
 compiles nothing; where Python must know them (an if, math.sqrt), they are
 constants, and each value has a kernel of its own.
@@ -24,67 +24,15 @@ from portmm.spec.elementwise import Typed
 from portmm.spec.epilogue import index
 from portmm.spec.expr import Expr, real
 from portmm.trace.captures import Captures
-from portmm.trace.recorder import Recorder, run
-from portmm.trace.tensor import Number, Tensor
+from portmm.trace.placeholders import Indices, Placeholder
+from portmm.trace.recorder import Elements, run
 from portmm.util.user_warnings import caller, is_users
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.spec.epilogue import Operand
-    from portmm.trace.captures import Place
     from portmm.trace.recorder import Source
-
-Array = np.ndarray[Any, Any]
-
-
-class Indices:
-    """Indices of an element of the result along each axis: of a product, row m, column n, item b of a batch."""
-
-    def __init__(self, names: dict[str, str]) -> None:
-        self._names = tuple(names.items())
-        for name, axis in names.items():
-            setattr(self, name, index(axis))
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        known = ", ".join(f"i.{x}" for x, _ in self._names)
-        raise TraceError(f"there is no index {name!r} here; there are {known}")
-
-    @property
-    def kind(self) -> tuple[Any, ...]:
-        """The names of the indices, with their axes."""
-        return self._names
-
-
-class Tracer(Recorder, Captures):
-    """One trace of an epilogue, a prologue or a function of rows."""
-
-    def __init__(self, *, by_value: bool, rank: int) -> None:
-        Recorder.__init__(self, rank)
-        Captures.__init__(self, by_value=by_value, fresh=True)
-
-    def captured_array(self, x: Any, at: Place) -> Any:
-        """The placeholder of an array in the host's memory or on a device."""
-        self.captured[at.text,] = x
-        if not isinstance(x, np.ndarray):
-            return Tensor(self, self.standin(x), (at.text,))
-        self.lasting &= x.ndim > 0
-        return Tensor(self, x, (at.text,)) if x.ndim else x
-
-    def captured_number(self, x: Any, at: Place) -> Any:
-        """The placeholder of a number."""
-        self.captured[at.text,] = x
-        return Number(self, (at.text,), type(x))
-
-    def captured_weight(self, x: Any, at: Place) -> Any:  # noqa: ARG002 - of the protocol
-        """A packed weight, of which nothing is read but what it says of itself."""
-        return x
-
-    def unseen(self) -> None:
-        """Note that the trace depends on values that no later call compares."""
-        self.lasting = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,23 +56,31 @@ class Traced:
     by_extents: bool = False
 
 
-def trace(function: Callable[..., Any], values: tuple[Any, ...], *, by_value: bool, rank: int) -> tuple[Traced, Tracer]:
-    """Run a function on values of a tile; also the tracer, which knows the captured values and the guards on them.
+def indices(names: dict[str, str]) -> Indices:
+    """The indices of an element: names -> axes."""
+    return Indices(names, index)
+
+
+def trace(
+    function: Callable[..., Any], values: tuple[Any, ...], *, by_value: bool, rank: int
+) -> tuple[Traced, Elements, Captures]:
+    """The expressions of a function that is run on values of a tile, their record, and the captured values' guards.
 
     Raises:
         TraceError: the function cannot be traced; the message names the line.
     """
-    tracer = Tracer(by_value=by_value, rank=rank)
+    elements = Elements(rank)
+    captures = Captures(elements, by_value=by_value, fresh=True)
     try:
         if not callable(function):
             raise TypeError(f"{function!r} is no function")
-        traced = tracer.outermost(function)
+        traced = captures.outermost(function)
         result = run(lambda: traced(*values[: arity(function, len(values))]))
-        results = tuple(_result(x, tracer) for x in _values_of(result))
+        results = tuple(map(_result, _values_of(result)))
     except TraceError as error:
         raise _located(error, function) from error.__cause__
-    reads = (tuple(tracer.operands), tuple(tracer.sources), tuple(tracer.numbers))
-    return Traced(results, isinstance(result, tuple), *reads, tracer.by_extents), tracer
+    reads = (tuple(elements.operands), tuple(elements.sources), tuple(elements.numbers))
+    return Traced(results, isinstance(result, tuple), *reads, elements.by_extents), elements, captures
 
 
 def _values_of(result: Any) -> tuple[Any, ...]:
@@ -162,15 +118,12 @@ def arity(function: Any, most: int, bound: int = 0, named: frozenset[str] = froz
     return min(most, free, without_default or len(names))
 
 
-def _result(x: Any, tracer: Tracer) -> tuple[Expr, Any]:
+def _result(x: Any) -> tuple[Expr, Any]:
     if isinstance(x, Typed):
-        value, _ = _result(x.value, tracer)
-        return value, x.dtype
-    if isinstance(x, (Tensor, Number)):
+        return _result(x.value)[0], x.dtype
+    if isinstance(x, Placeholder):
         x = x.broadcast_()
-    if not isinstance(x, Expr):
-        x = real(x)
-    return x, None
+    return x if isinstance(x, Expr) else real(x), None
 
 
 def _located(error: TraceError, function: Any) -> TraceError:
