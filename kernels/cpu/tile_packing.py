@@ -5,26 +5,33 @@ Memory behind an operand must not be read, and need not be finite.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import mul
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr, ceil_div, const, var
+from portmm.ir.address import value
+from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Verb
 from portmm.kernels.cpu.packing import transpose
 from portmm.kernels.cpu.tile_microkernel import TALL
-from portmm.kernels.cpu.view_packing import moved
+from portmm.kernels.cpu.view_packing import moved, tests
 from portmm.spec.dtype import BY_NAME, base
+from portmm.spec.layout_runs import runs
 from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.spec.layout import Layout
+    from portmm.spec.layout_runs import Runs
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
 ROW, STEP, ELEMENT = var("i"), var("t"), var("e")
 """Row of A, step of k, and element of the step."""
 ELEMENTS, ROWS = var("elements"), var("rows")
+PLACE = var("p")
+"""Element of a block of k, in part of a run."""
 
 
 def rest_of_b(atom: Atom, lines: Atom, nr: int, panels: int) -> Function:
@@ -53,11 +60,11 @@ def pack_lines(  # noqa: PLR0917 - the order of a packer's geometry is the same 
 ) -> Function:
     """Function to[step][row] = units of A[row] for a step, zeros past the end of k; rows past `rows` are kept.
 
-    A `view` is as that of `packing.pack_a`.
+    A `view` is as that of `view_packing.pack_view`.
     """
     body: tuple[Stmt, ...] = (LetPtr("parts", Ptr("to"), base(atom.left)),)
     if view:
-        body += _one_by_one(atom, const(0), const(0), view)
+        body += _in_runs(atom, storage, view) or _one_by_one(atom, const(0), const(0), view)
     elif layout == "row":
         body += _copied(atom)
     elif layout == "col" and isa.shuffles:
@@ -131,3 +138,64 @@ def _one_by_one(atom: Atom, first: Index, row: Index, view: Layout | None = None
     fill = If(at.lt(ELEMENTS), (moved(to, view or operand("a", "any"), source),), (Move(to, None),))
     each = For("i", row, ROWS, const(1), (For("e", const(0), const(atom.k), const(1), (fill,)),))
     return (For("t", first, ceil_div(ELEMENTS, atom.k), const(1), (each,)),)
+
+
+def _in_runs(atom: Atom, storage: str, view: Layout) -> tuple[Stmt, ...]:
+    """Statements that pack each row of a view by runs that are in padding or not; none if it has no runs."""
+    of = runs(view, 1, still=True)
+    if not of:
+        return ()
+    origin = view.start((var("row") + ROW, const(0)), var)
+    at = [Let(f"index_{c}", const(0) + x) for c, x in enumerate(view.padded(origin))]
+    number, deep, length = var("run"), var("deep"), value(of.length)
+    begin, there = var("begin"), const(1)
+    for c, (x, own) in enumerate(zip(view.conditions, of.indices_of(number, var), strict=True)):
+        there = reduce(mul, tests(x, var(f"index_{c}") + own, var(f"index_{c}") + own), there)
+    copy = _line(atom, storage, of)
+    past = (deep + begin - number * length) * value(of.step)
+    each = (
+        Let("begin", maximum(0, number * length - deep)),
+        Let("end", minimum(ELEMENTS, (number + 1) * length - deep)),
+        LetPtr("line", Ptr("a", var("offset") + (past + of.offset_of(number, var))), storage, readonly=True),
+        *((Let("there", there), If(var("there"), copy, _no_line(atom, of))) if view.conditions else copy),
+    )
+    over_k = For("run", deep // length, ceil_div(deep + ELEMENTS, length), const(1), each)
+    row = (Let("offset", const(0) + origin.linear), *at, over_k)
+    whole = ELEMENTS // atom.k
+    last = (
+        Let("t", whole),
+        For("e", ELEMENTS - whole * atom.k, const(atom.k), const(1), (Move(_element(atom), None),)),
+    )
+    rest = If((whole * atom.k).lt(ELEMENTS), last)
+    return (LetPtr("zeros", Ptr("to"), atom.acc), For("i", const(0), ROWS, const(1), (*row, rest)))
+
+
+def _steps(atom: Atom, of: Runs, step: tuple[Stmt, ...], element: Stmt) -> tuple[Stmt, ...]:
+    """Loops over a part of a row, from `begin` to `end`: whole steps of k, and the elements before and after them."""
+    begin, end = var("begin"), var("end")
+    single = (Let("t", PLACE // atom.k), Let("e", PLACE % atom.k), element)
+    if not step or (not of.length.terms and of.length.constant < atom.k):
+        return (For("p", begin, end, const(1), single),)
+    first = minimum(end, round_up(begin, atom.k))
+    last = maximum(first, end // atom.k * atom.k)
+    steps = For("t", first // atom.k, last // atom.k, const(1), step)
+    return (For("p", begin, first, const(1), single), steps, For("p", last, end, const(1), single))
+
+
+def _line(atom: Atom, storage: str, of: Runs) -> tuple[Stmt, ...]:
+    """Copy of a part of a row that lies at `line`."""
+    element = Move(_element(atom), Ptr("line", (PLACE - var("begin")) * value(of.step)))
+    if of.step != 1 or storage != base(atom.left):
+        return _steps(atom, of, (), element)
+    step = (
+        LetPtr("units", Ptr("line", STEP * atom.k - var("begin")), atom.left, readonly=True),
+        Verb("load_b", "x", p=Ptr("units"), to=atom.left),
+        Verb("store", "x", p=Ptr("to", _unit(atom, ROW)), to=atom.left),
+    )
+    return _steps(atom, of, step, element)
+
+
+def _no_line(atom: Atom, of: Runs) -> tuple[Stmt, ...]:
+    """Zeros for a part of a row that is in padding."""
+    step = (Verb("zero", "z"), Verb("store", "z", p=Ptr("zeros", _unit(atom, ROW))))
+    return _steps(atom, of, step, Move(_element(atom), None))

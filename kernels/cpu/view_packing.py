@@ -51,7 +51,7 @@ def pack_view(  # noqa: PLR0917 - the order of a packer's geometry is the same e
 def moved(to: Ptr, view: Layout, at: tuple[Index, Index]) -> Stmt:
     """Copy of an element of A, or in padding of zero."""
     there, copy = view.valid(at, var), Move(to, Ptr("a", offset(view, *at)))
-    return copy if isinstance(there, int) else If(there, (copy,), (Move(to, None),))
+    return copy if isinstance(there, int) else If(const(0).lt(there), (copy,), (Move(to, None),))
 
 
 def one_by_one(view: Layout, kr: int, to: str) -> tuple[Stmt, ...]:
@@ -118,7 +118,8 @@ class _Group:
             edges = self._edges("run")
         else:
             edges = (self._each(self.still, "edge", var("run_begin"), var("run_end"), self._edges("edge")),)
-        body = (If(self._inside(), self._copied(self.long, "run", tested=False), edges),)
+        inside = If(var("inside"), self._copied(self.long, "run", tested=False), edges)
+        body = (Let("inside", self._inside()), inside)
         return (*self._addresses(), self._each(self.long, "run", const(0), K, body))
 
     # -- rows ----------------------------------------------------------------
@@ -143,21 +144,21 @@ class _Group:
 
     def _inside(self) -> Index:
         """1 if no row is in padding anywhere in a run."""
-        tests = [self._there(self.rows[-1])]
+        checks = [self._there(self.rows[-1])]
         for c, (x, reach) in enumerate(zip(self.view.conditions, self.long.reach, strict=True)):
             least, most = (var(f"{name}_{c}") + var(f"run_{c}") for name in ("least", "most"))
-            tests += _tests(x, least + value(reach[0]), most + value(reach[1]))
-        return reduce(mul, tests)
+            checks += tests(x, least + value(reach[0]), most + value(reach[1]))
+        return reduce(mul, checks)
 
     def _edges(self, name: str) -> tuple[Stmt, ...]:
         """Copy of a run of rows that may be in padding."""
         body: list[Stmt] = []
         for j in self.rows:
-            tests = [self._there(j)]
+            checks = [self._there(j)]
             for c, x in enumerate(self.view.conditions):
                 at = var(f"index{j}_{c}") + var(f"{name}_{c}")
-                tests += _tests(x, at, at)
-            body.append(Let(f"there{j}", reduce(mul, tests)))
+                checks += tests(x, at, at)
+            body.append(Let(f"there{j}", reduce(mul, checks)))
         return (*body, *self._copied(self.still, name, tested=True))
 
     # -- runs ----------------------------------------------------------------
@@ -217,7 +218,7 @@ class _Group:
         return For("p", begin, var("count"), const(1), tuple(body))
 
 
-def _tests(x: Condition, least: Index, most: Index) -> list[Index]:
+def tests(x: Condition, least: Index, most: Index) -> list[Index]:
     """Tests that a condition holds from one index to another."""
     below = [] if x.least is None else [1 - least.lt(value(x.least))]
     return below if x.end is None else [*below, most.lt(value(x.end))]

@@ -35,6 +35,7 @@ VIEWS = {
     "1d strided": windows((2, 1, 21, 16), (1, 3), stride=2),
     "2d": windows((2, 6, 5, 3), (3, 2)),
     "2d padded": windows((2, 6, 5, 16), (3, 3), padding=1),
+    "2d long": windows((1, 3, 4, 32), (3, 3), padding=1),
     "2d dilated": windows((1, 7, 9, 5), (2, 3), stride=2, padding=2, dilation=2),
     "transposed": row_major(20, 14).permute(1, 0),
 }
@@ -87,7 +88,7 @@ def test_channels_are_read_in_vectors():
     assert [shuffles(x) for x in ("2d padded", "2d")] == [True, False]
 
 
-@pytest.mark.parametrize("name", ["2d padded", "1d"])
+@pytest.mark.parametrize("name", ["2d padded", "1d", "2d long", "2d dilated", "transposed"])
 def test_tiles_are_filled_from_views(name):
     target, view = small("amx_bf16"), VIEWS[name]
     k, schedules = posed(view, target, "bf16-bf16-f32", "tiles")
