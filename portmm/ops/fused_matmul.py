@@ -114,10 +114,16 @@ def kernel_of(
     rank = 2 if left.ndim == len(right.shape) == 2 else 3
     if rank == 2:
         m, k = left.shape
-        ready: ProductKernel | ScheduleError = user_function.ready((row_class(m)[1], k, other_keys), make, VALUES, rank)
+        ready: ProductKernel | ScheduleError = user_function.ready((row_class(m)[1], k, other_keys), make, VALUES, 2)
         if isinstance(ready, ProductKernel) and ready.rows[0] <= m <= ready.rows[1]:
             return ready.at(m)
     return user_function.ready((left.shape, other_keys), make, VALUES, rank)  # type: ignore[no-any-return]
+
+
+def _begun(call: HostProduct, traced: Traced) -> ProductKernel | ScheduleError:
+    """The kernel of a product, after the run time is loaded."""
+    host_matmul.begin()
+    return call.ready(traced)
 
 
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:
@@ -136,7 +142,7 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
     other_keys = (left.strides, left.dtype, left.flags.aligned, right.shape, b_kind, dtype, first)
     call = HostProduct(left, right, dtype, first)
     try:
-        ready = kernel_of(user_function, left, right, other_keys, call.ready)
+        ready = kernel_of(user_function, left, right, other_keys, lambda traced: _begun(call, traced))
     except BuildError as error:
         fall_back(error)
         return _split(call, epilogue, out)

@@ -30,7 +30,6 @@ from portmm.spec.expr_functions import substituted
 from portmm.trace.bind import Bound, UserFunction, dense
 from portmm.trace.closures import resolve
 from portmm.util.array_subclasses import refuse_class
-from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -40,9 +39,6 @@ if TYPE_CHECKING:
     from portmm.trace.tracer import Traced
 
 Array = np.ndarray[Any, Any]
-MOST_ROUTES = 4096
-"""Sizes of groups remembered before the memo is emptied."""
-_routes = Memory(MOST_ROUTES, "routes")
 
 
 def grouped_matmul(
@@ -226,6 +222,7 @@ class _Ready:
 
 def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
     """The products with an epilogue."""
+    host_matmul.begin()
     m, n, _ = x.size
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     first = None if first == np.float64 else first  # results in float32 are converted
@@ -311,7 +308,7 @@ def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays:
         numbers = np.concatenate([numbers[: ready.places], indices])
     array, *steps = b
     runtime().execute(
-        _route(p), rows, n, k, 1, a.array, a.row, a.col, 0, array, *steps, 0, c[begin:end], n, 1, rows * n, None,
+        routes.route(p), rows, n, k, 1, a.array, a.row, a.col, 0, array, *steps, 0, c[begin:end], n, 1, rows * n, None,
         table, numbers, *operands,
     )  # fmt: skip
 
@@ -323,12 +320,3 @@ def _operands(call: Any, step: Step, left: Array, right: Any) -> tuple[Problem, 
     if isinstance(other, numpy_arrays.Operand):
         return one.problem(step, rows.layout, other.layout), rows, (other.array, other.row, other.col)
     return one.problem(step, rows.layout, ""), rows, (other.owner, other.b_k, other.b_n)
-
-
-def _route(p: Problem) -> Any:
-    """The kernel of a group, from the memo by its size."""
-    route = _routes.get(p)
-    if route is None:
-        host_matmul.begin()
-        route = _routes.keep(p, routes.route(p))
-    return route

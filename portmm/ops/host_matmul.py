@@ -350,10 +350,10 @@ def _product(a: Any, b: Any, out: Any) -> Any:
 
 def _by_quantized(a: Any, b: Any, out: Any) -> Any:
     """A product with a quantized weight, prepacked now if it is not yet."""
-    from portmm.ops import int4_panels
+    from portmm.ops.int4_panels import PackedInt4, pack_int4
+    from portmm.ops.quantized_kernel import int4_product
 
-    packed = b if isinstance(b, int4_panels.PackedInt4) else int4_panels.pack_int4(b)
-    return int4_panels.product(a, packed, out, routes.route, product)
+    return int4_product(a, b if isinstance(b, PackedInt4) else pack_int4(b), out, product)
 
 
 def _usable(out: np.ndarray[Any, Any], types: numpy_arrays.DTypes, left: Any, right: Any) -> bool:

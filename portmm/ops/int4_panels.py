@@ -1,14 +1,13 @@
 """Prepacked int4 weights.
 
 Owns `PackedInt4`, panels of int4 values with the scales of their groups (layout: kernels/cpu/int4_panels.py),
-packing from and unpacking to `Quantized`, and the product with such a weight.
+packing from and unpacking to `Quantized`.
 """
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -18,16 +17,9 @@ from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
 from portmm.spec.epilogue import AXES
-from portmm.spec.problem import Family, Problem, family
-from portmm.util.memo import Memory
+from portmm.spec.problem import Family, family
 from portmm.weights.kinds import WeightKind
-from portmm.weights.quantized import Quantized, QuantizedMatrix, dequantize, int4_words
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
-MOST_CALLS = 256
-"""Shapes of activations whose kernels a weight remembers."""
+from portmm.weights.quantized import Quantized, QuantizedMatrix, int4_words
 
 Array = np.ndarray[Any, Any]
 
@@ -46,7 +38,7 @@ class PackedInt4(QuantizedMatrix):
     owner: Array
     shape: tuple[int, int]
     family: str
-    _calls: Memory = field(default_factory=lambda: Memory(MOST_CALLS, "calls"), repr=False)
+    _largest: list[float] = field(default_factory=list, repr=False)
 
     @property
     def b_k(self) -> int:
@@ -78,8 +70,8 @@ class PackedInt4(QuantizedMatrix):
 
 def largest_weight(w: PackedInt4) -> float:
     """A bound on the magnitude of a weight's values, and of the terms that kernels make of them."""
-    most: float | None = w._calls.get("largest")  # noqa: SLF001 - its own
-    if most is None:
+    known = w._largest  # noqa: SLF001 - computed once
+    if not known:
         layout, (k, n) = family(w.family), w.shape
         if not n:
             return 0.0
@@ -90,9 +82,8 @@ def largest_weight(w: PackedInt4) -> float:
             np.abs(panels[:, first[:, None] + at + np.arange(layout.nr)].view(np.float32)).max(initial=0)
             for at in (0, layout.nr)
         )
-        most = 2.0**CODE_BITS * float(scales) + float(offsets)
-        w._calls.keep("largest", most)  # noqa: SLF001 - its own
-    return most
+        known.append(2.0**CODE_BITS * float(scales) + float(offsets))
+    return known[0]
 
 
 def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> PackedInt4:
@@ -194,86 +185,3 @@ def unpack_int4(w: PackedInt4) -> Quantized:
     for e in range(CODES_KR):
         codes[e::CODES_KR] = words >> np.uint32(CODES_AT[e]) & np.uint32(15)
     return Quantized(codes[:k], scales.view(np.float32), offsets.view(np.float32), CODE_BITS, layout.group or max(k, 1))
-
-
-def product(a: Any, w: PackedInt4, out: Any, routed: Callable[[Problem], Any], dense: Callable[[Any, Any], Any]) -> Any:
-    """The product of float activations and a prepacked int4 weight: see `matmul.matmul`.
-
-    `routed` returns the kernel for a problem; `dense` multiplies by the dequantized weight.
-    """
-    left = numpy_arrays.as_operand(a, "a")
-    key = (left.shape, left.strides, left.dtype, config.current(), config.limit())
-    call = w._calls.get(key)  # noqa: SLF001 - its own memo
-    if call is None or not left.flags.aligned:
-        return _product(left, w, out, key, (routed, dense))
-    route, numbers, shape, dtype = call
-    if out is not None and not (numpy_arrays.dense_at(out, dtype, left) and out.shape == shape):
-        return _product(left, w, out, key, (routed, dense))
-    result = np.empty(shape, dtype) if out is None else out
-    address, c = left.__array_interface__["data"][0], result.__array_interface__["data"][0]
-    runtime().execute(route, *numbers[:4], address, *numbers[5:12], c, *numbers[13:])
-    return result
-
-
-def _product(
-    left: Array, w: PackedInt4, out: Any, key: Any, routed_and_dense: tuple[Callable[..., Any], Callable[..., Any]]
-) -> Any:
-    k, n = w.shape
-    if left.shape[-1] != k:
-        raise ValueError(
-            f"cannot multiply {left.shape} by {w.shape}: a has {left.shape[-1]} columns and b has {k} rows"
-        )
-    shape = (*left.shape[:-1], n)
-    dtype = left.dtype.newbyteorder("=")
-    if numpy_arrays.name_of(dtype) not in ("f32", "f16", "bf16"):
-        raise TypeError(
-            f"a has dtype {left.dtype}; an int4 weight is multiplied by float32, float16 or bfloat16, "
-            "and in linear by int8"
-        )
-    requested = numpy_arrays.check_out(out, shape, dtype).dtype.newbyteorder("=") if out is not None else dtype
-    types = (
-        dtype,
-        np.dtype(np.uint8),
-        requested if numpy_arrays.name_of(requested) in ("f32", "f16", "bf16") else dtype,
-    )
-    rows = left if left.ndim == 2 else left.reshape(math.prod(left.shape[:-1]), k)
-    direct = numpy_arrays.dense_at(out, types[2], left)
-    result = out if direct else np.empty(shape, types[2])
-    if result.size:
-        if k:
-            _run(rows, w, result, types, key if rows is left and out is None else None, routed_and_dense)
-        else:
-            result[...] = 0
-    if out is not None and not direct:
-        np.copyto(out, result, casting="same_kind")
-        return out
-    return result
-
-
-def _run(  # noqa: PLR0917 - one caller
-    rows: Array,
-    w: PackedInt4,
-    result: Array,
-    types: numpy_arrays.DTypes,
-    key: Any,
-    routed_and_dense: tuple[Callable[..., Any], ...],
-) -> None:
-    operand = numpy_arrays.canonical(rows, types[0])
-    (m, k), n = rows.shape, w.shape[1]
-    word = "-".join((numpy_arrays.name_of(types[0]), "u4", numpy_arrays.name_of(types[2])))
-    deterministic = config.current().deterministic
-    p = Problem(m, n, k, word, a=operand.layout, b="codes", family=w.family, deterministic=deterministic)
-    try:
-        route = routed_and_dense[0](p)
-    except (BuildError, ScheduleError) as error:
-        if isinstance(error, BuildError):
-            numpy_fallback.fall_back(error)
-        # Else it was packed on another machine.
-        weight = dequantize(unpack_int4(w))
-        np.copyto(result.reshape(m, n), routed_and_dense[1](rows, weight), casting="same_kind")
-        return
-    address, c = (int(x.__array_interface__["data"][0]) for x in (w.owner, result))
-    numbers = (m, n, k, 1, operand.address, operand.row, operand.col, 0, address, w.b_k, w.b_n, w.b_batch, c, n, 1, 0)
-    runtime().execute(route, *numbers)
-    if key is not None and operand.array is rows:
-        w._calls.keep(key, (route, numbers, result.shape, types[2]))  # noqa: SLF001 - its own

@@ -226,6 +226,7 @@ def _product(x: _Launch) -> None:
         call = grid_product.prepared(Product(a, b, outs[0]), "", traced)
         x.copied(call.run({"a": a, "b": b}, a, outs[0], closure), outs)
         return
+    host_matmul.begin()
     product = HostProduct(a, b, None, None)
     ready = product.ready(traced)
     if isinstance(ready, ScheduleError):

@@ -14,11 +14,12 @@ import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays, numpy_fallback
 from portmm.errors import BuildError
+from portmm.ops import host_matmul
 from portmm.ops.int4_panels import PackedInt4, largest_weight, pack_int4, unpack_int4
-from portmm.ops.linear_kernel import LinearOptions, kernel_of, layout_of, product_of
 from portmm.ops.linear_vectors import SAFE, is_default, scaled_in_float64, vectors_of, zero_point
 from portmm.ops.prepack import current, is_packed, pack, unpack
-from portmm.ops.product_kernel import ProductKernel
+from portmm.ops.product_kernel import HostProduct, ProductKernel
+from portmm.ops.quantized_kernel import LinearOptions, kernel_of, layout_of, product_of, run
 from portmm.spec.row_classes import last_of_class
 from portmm.util.array_subclasses import refuse_class
 from portmm.weights.quantized import Quantized, dequantize
@@ -112,7 +113,7 @@ def linear(
     scaling = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
     if epilogue is not None:
         return _with_epilogue(key, left, weight, options, out, epilogue, bias, scaling)
-    kernel, shape = kernel_of(key, m, left, weight, options), (*left.shape[:-1], weight.shape[1])
+    kernel, shape = kernel_of(key, m, _begun, left, weight, options), (*left.shape[:-1], weight.shape[1])
     ((_, written),) = kernel.results
     vectors = vectors_of(left, (m, shape[-1]), bias, scaling, _unit(left, weight, options), dynamic=dynamic)
     if vectors is None:
@@ -132,6 +133,12 @@ def linear(
         if to is not result:
             result[...] = to
     return result if out is not None or dtype is None else result.astype(dtype, copy=False)
+
+
+def _begun(*call: Any) -> HostProduct:
+    """The product of a call, after the run time is loaded."""
+    host_matmul.begin()
+    return product_of(*call)
 
 
 def _elsewhere(tracer: Any, operands: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[Any, ...]:
@@ -166,7 +173,7 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     user_function, m, vectors = user_function_type(epilogue), prod(left.shape[:-1]), None
 
     def make(traced: Any) -> ProductKernel | ScheduleError:
-        return product_of(left, weight, options).ready(traced)
+        return _begun(left, weight, options).ready(traced)
 
     try:
         kernel = fused_kernel(user_function, left, weight, ("linear", key), make)
@@ -254,8 +261,7 @@ def _run(  # noqa: PLR0917 - operands, then options
     if kernel.route is None:
         _without_kernel(options, left, weight, out, operands[2:])
         return
-    rows = left if kernel.direct else np.require(left, left.dtype.newbyteorder("="), ("C", "A"))
-    kernel.run(m, rows, (weight if kernel.weight is None else kernel.weight).owner, out, operands)
+    run(kernel, m, left, weight, out, operands)
 
 
 def _without_kernel(options: LinearOptions, left: Array, weight: Any, out: Array, arrays: tuple[Array, ...]) -> None:

@@ -17,7 +17,7 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import ScheduleError
-from portmm.ops import host_matmul, routes
+from portmm.ops import routes
 from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME, accumulator, spell
@@ -86,7 +86,7 @@ class ProductKernel:
 
 
 class HostProduct:
-    """A product with an epilogue, in the host's memory.
+    """A product with an epilogue, in the host's memory; the run time is loaded before its kernel is selected.
 
     Args:
         left: A.
@@ -144,7 +144,6 @@ class HostProduct:
         size, right = self.size(step), other if isinstance(other, numpy_arrays.Operand) else None
         if step is not None and self.after is not None and size[2] > 1:
             raise ScheduleError("scales are those of the rows of one product")
-        host_matmul.begin()
         route, shared, repacked = self._routed(p, repacks=step is None)
         other = other if repacked is None else repacked
         strides = (right.row, right.col, _item_stride(right, size)) if right else (other.b_k, other.b_n, 0)
@@ -181,7 +180,7 @@ class HostProduct:
         try:
             return (*routes.routed(p), None)
         except ScheduleError:
-            if self.after is None or not repacks:
+            if self.array or not repacks:
                 raise
         if self.int4:
             from portmm.ops.int4_panels import pack_int4, unpack_int4

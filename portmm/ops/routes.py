@@ -7,7 +7,6 @@ as fast as the best: a kernel serves any number of rows, and compiling another t
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch import config, cpu_race
@@ -17,6 +16,7 @@ from portmm.spec.row_classes import rows
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
 
 MOST_CLASSES = 4096
@@ -27,7 +27,7 @@ MOST = 1024
 """Products of fused functions remembered before the memo is emptied."""
 
 _classes = Memory(MOST_CLASSES, "routes")
-_first, _schedules, _routes = Memory(MOST, "routes"), Memory(MOST, "routes"), Memory(MOST, "routes")
+_kinds, _routes = Memory(MOST, "routes"), Memory(MOST, "routes")
 
 
 def route(p: Problem) -> Any:
@@ -61,25 +61,12 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    name, limit = config.target_name(), config.limit()
-    least, most = rows(p)
-    but_rows = p.but_rows
-    key = (most, but_rows, name, limit)
-    kernel = _classes.get(key)
-    if kernel is not None:
-        return kernel, True
-    kept = route_cache.of_target(name)
-    if kept is not None:
-        for span in ((least, most), (p.m, p.m)):
-            line = route_cache.question(p, span, limit)
-            kernel = route_cache.route(kept, line, runtime(), p)
-            if kernel is not None:
-                if not route_cache.remark(kept, line):
-                    cpu_race.enter(kernel, p, span, kept)
-                return (_classes.keep(key, kernel), True) if span == (least, most) else (kernel, False)
+    known = _known(p)
+    if known is not None:
+        return known
     from portmm.dispatch import cpu_routes
 
-    target = config.target()
+    target, kept, limit = config.target(), route_cache.of_target(config.target_name()), config.limit()
     threads = limit or config.get_num_threads()
 
     def keep(kernel: Any, served: tuple[int, int]) -> None:
@@ -91,7 +78,34 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
         return kernel, None
     keep(kernel, served)
     cpu_race.enter(kernel, p, served, kept)
-    return (_classes.keep(key, kernel), True) if served == (least, most) else (kernel, False)
+    return _remembered(p, kernel, served)
+
+
+def _key(p: Problem) -> tuple[Any, ...]:
+    """The key of the class of a problem, under the current settings."""
+    return rows(p)[1], p.but_rows, config.target_name(), config.limit()
+
+
+def _remembered(p: Problem, kernel: Any, served: tuple[int, int]) -> tuple[Any, bool]:
+    """A route, which is remembered if it serves the class of a problem, and whether it does."""
+    shared = served == rows(p)
+    return (_classes.keep(_key(p), kernel) if shared else kernel), shared
+
+
+def _known(p: Problem) -> tuple[Any, bool] | None:
+    """A route from the memo or from the route cache, and whether it serves the class; None if there is none."""
+    kernel = _classes.get(_key(p))
+    if kernel is not None:
+        return kernel, True
+    kept = route_cache.of_target(config.target_name())
+    for served in dict.fromkeys((rows(p), (p.m, p.m))):
+        question = route_cache.question(p, served, config.limit())
+        kernel = None if kept is None else route_cache.route(kept, question, runtime(), p)
+        if kept is not None and kernel is not None:
+            if not route_cache.remark(kept, question):
+                cpu_race.enter(kernel, p, served, kept)
+            return _remembered(p, kernel, served)
+    return None
 
 
 def route_of_rows(p: Problem) -> Any:
@@ -101,38 +115,32 @@ def route_of_rows(p: Problem) -> Any:
         ScheduleError: no schedule is legal.
         BuildError: it cannot be compiled.
     """
-    if p.static:
-        return route(p)
-    but_rows = (replace(p, m=0), config.current(), config.limit())
-    kernel = _routes.get((p.m, but_rows))
-    if kernel is None:
-        kernel = _find(p, but_rows)
-        if len(_routes) >= MOST:
-            for memo in (_routes, _first, _schedules):
-                memo.clear()
-        _routes[p.m, but_rows] = kernel
-    return kernel
+    but_rows = (p.but_rows, config.current(), config.limit())
+    first, schedules = _kinds.get(but_rows) or _kinds.keep(but_rows, (p, []))
+    known = _known(p)
+    if known is not None or p.static or first == p:
+        return route(p) if known is None else known[0]
+    key = (p.m, but_rows)
+    kernel = _routes.get(key)
+    return _routes.keep(key, _of_other_rows(p, first, schedules)) if kernel is None else kernel
 
 
-def _find(p: Problem, but_rows: Any) -> Any:
-    cache = route_cache.of_target(config.target_name())
-    question = route_cache.question(p, (p.m, p.m), config.limit())
-    kernel = None if cache is None else route_cache.route(cache, question, runtime(), p)
-    first = _first.setdefault(but_rows, p)
-    if first is p:
-        return kernel or route(p)
-    if kernel is not None:
-        return kernel
+def _of_other_rows(p: Problem, first: Problem, schedules: list[Schedule]) -> Any:
+    """A route by one of the schedules that are compiled for problems like `p`, which came `first`, or by another.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+        BuildError: it cannot be compiled.
+    """
     from portmm.dispatch import cpu_routes, schedule_choice
 
     target, threads = config.target(), config.get_num_threads()
-    schedules = _schedules.get(but_rows)
-    if schedules is None:
-        schedules = _schedules[but_rows] = [schedule_choice.choose(first, target, threads).schedule]
+    if not schedules:
+        schedules.append(schedule_choice.choose(first, target, threads).schedule)
     choice = schedule_choice.choose(p, target, threads)
     costs = {choice.schedule: choice.cost.seconds} | {s: c.seconds for s, c in choice.runners_up}
     known = [s for s in schedules if costs.get(s, float("inf")) <= NEARLY * choice.cost.seconds]
-    if not known:
-        schedules.append(choice.schedule)
-        return route(p)
-    return cpu_routes.route_by(min(known, key=costs.__getitem__), p, target, choice.workers)
+    if known:
+        return cpu_routes.route_by(min(known, key=costs.__getitem__), p, target, choice.workers)
+    schedules.append(choice.schedule)
+    return route(p)

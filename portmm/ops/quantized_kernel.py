@@ -1,22 +1,30 @@
-"""Kernels of a quantized linear layer on the host: products whose epilogue begins with scales.
+"""Products with quantized weights on the host: of floats and int4 values, and `linear`, whose epilogue has scales.
 
-Owns the memo of those without a user's function, and the rules for types, shapes and options.
+Owns the memo of their kernels without a user's function, and the rules for types, shapes and options of `linear`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from math import prod
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from portmm.arrays import numpy_arrays, numpy_fallback
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
+from portmm.ops.int4_panels import unpack_int4
 from portmm.ops.product_kernel import HostProduct, ProductKernel
 from portmm.spec.dequantization import Dequantization
 from portmm.spec.problem import family
-from portmm.spec.row_classes import row_class
+from portmm.spec.row_classes import last_of_class, row_class
 from portmm.util.memo import Memory, cached
+from portmm.weights.quantized import dequantize
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.ops.int4_panels import PackedInt4
 
 LONGEST_GROUP = (2**31 - 1) // (128 * 15)
 """Rows of int4 values whose sum of products with int8 is below 2**31."""
@@ -52,13 +60,23 @@ def layout_of(x: Array) -> tuple[Any, ...]:
     return (x.shape[-1], None) if x.flags.c_contiguous else (x.shape, x.strides)
 
 
-def kernel_of(key: tuple[Any, ...], m: int, left: Array, weight: Any, options: LinearOptions) -> ProductKernel:
-    """The kernel for operands of this kind, from the memo: for the class of M, where that has one kernel."""
+def kernel_of(key: tuple[Any, ...], m: int, make: Callable[..., HostProduct], *operands: Any) -> ProductKernel:
+    """The kernel for operands of this kind, from the memo: for the class of M, where that has one kernel.
+
+    Args:
+        key: the kind.
+        m: rows of A.
+        make: makes the product, of
+        operands: its arguments.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+    """
     key = (*key, config.current(), config.limit())
     kernel: ProductKernel | None = _kernels.get(key) or _kernels.get((m, key))
     if kernel is None:
-        product = product_of(left, weight, options)
-        if 0 in (m, *weight.shape):
+        product = make(*operands)
+        if 0 in (m, *product.right.shape):
             return _by_numpy(product)
         try:
             kernel = product.selected()
@@ -73,6 +91,65 @@ def kernel_of(key: tuple[Any, ...], m: int, left: Array, weight: Any, options: L
 def _by_numpy(product: HostProduct) -> ProductKernel:
     """A record for a call without a kernel."""
     return ProductKernel(((product.left.shape, product.types()[2]),), (0, 0))
+
+
+def run(  # noqa: PLR0917 - operands, then those of the epilogue
+    kernel: ProductKernel, m: int, left: Array, weight: Any, out: Array, operands: tuple[Any, ...] = ()
+) -> None:
+    """Run a kernel of such a kind; `operands` are those of its epilogue."""
+    rows = left if kernel.direct else np.require(left, left.dtype.newbyteorder("="), ("C", "A"))
+    kernel.run(m, rows, (weight if kernel.weight is None else kernel.weight).owner, out, operands)
+
+
+# -- products with weights of four bits ------------------------------------------------
+
+
+def int4_product(a: Any, w: PackedInt4, out: Any, multiply: Callable[[Any, Any, Any], Any]) -> Any:
+    """The product of float activations and a prepacked int4 weight; `multiply` does so by a dequantized one.
+
+    Raises:
+        TypeError: activations are no floats that kernels multiply, or `out` cannot hold the result.
+        ValueError: shapes do not match.
+    """
+    left = numpy_arrays.as_operand(a, "a")
+    shape, m = (*left.shape[:-1], w.shape[1]), prod(left.shape[:-1])
+    wanted = None if out is None else numpy_arrays.check_out(out, shape, left.dtype.newbyteorder("=")).dtype
+    key = ("int4", last_of_class(m), *layout_of(left), left.dtype, left.flags.aligned, w.family, w.shape, wanted)
+    try:
+        kernel = kernel_of(key, m, _by_int4, left, w, wanted)
+    except ScheduleError:  # there is none on this machine
+        kernel = _by_numpy(_by_int4(left, w, wanted))
+    ((_, written),) = kernel.results
+    direct = numpy_arrays.dense_at(out, written, left)
+    result = out if direct else np.empty(shape, written)
+    if result.size and kernel.route is not None:
+        run(kernel, m, left, w, result)
+    elif result.size:
+        np.copyto(result, multiply(left, dequantize(unpack_int4(w)), None), casting="same_kind")
+    if out is None or direct:
+        return result
+    np.copyto(out, result, casting="same_kind")
+    return out
+
+
+def _by_int4(left: Array, w: PackedInt4, wanted: np.dtype[Any] | None) -> HostProduct:
+    """The product of a call.
+
+    Raises:
+        TypeError: activations are no floats that kernels multiply.
+        ValueError: shapes do not match.
+    """
+    floats = ("f32", "f16", "bf16")
+    if numpy_arrays.name_of(left.dtype) not in floats:
+        raise TypeError(
+            f"a has dtype {left.dtype}; an int4 weight is multiplied by float32, float16 or bfloat16, "
+            "and in linear by int8"
+        )
+    written = None if wanted is None or numpy_arrays.name_of(wanted) not in floats else wanted.newbyteorder("=")
+    return HostProduct(left, w, written, None)
+
+
+# -- linear ----------------------------------------------------------------------------
 
 
 def product_of(left: Array, weight: Any, options: LinearOptions) -> HostProduct:
