@@ -41,6 +41,13 @@ _QUESTIONS = {
 """Special methods that ask for values -> why they cannot be traced; the last one is of conversions."""
 
 
+_LAYOUT: dict[str, Callable[[Node], Any]] = {
+    "shape": lambda x: x.shape, "ndim": lambda x: len(x.shape), "size": lambda x: x.size,
+    "dtype": lambda x: np.dtype(float) if x.dtype is None else x.dtype,
+}  # fmt: skip
+"""Attributes of an array that are known while a function is traced."""
+
+
 class Index(Array):
     """Integers computed from indices of elements."""
 
@@ -189,10 +196,8 @@ class WholeArrays(Graph):
 
     def attribute(self, x: Array, name: str) -> Any:
         """An attribute or a method."""
-        node = x.node
-        if name in ("shape", "dtype", "ndim", "size"):
-            known = {"shape": node.shape, "ndim": len(node.shape), "size": node.size, "dtype": node.dtype}
-            return np.dtype(float) if name == "dtype" and node.dtype is None else known[name]
+        if name in _LAYOUT:
+            return _LAYOUT[name](x.node)
         if name in METHODS:
             return partial(METHODS[name], x)
         if name.startswith("_") or not hasattr(np.ndarray, name):
@@ -202,7 +207,7 @@ class WholeArrays(Graph):
         if name in LOOKS:
             raise refuse(f".{name} looks at values or memory, which differ from call to call")
         if name in ("itemsize", "nbytes"):
-            return getattr(np.broadcast_to(np.zeros((), x.dtype), node.shape), name)
+            return getattr(np.broadcast_to(np.zeros((), x.dtype), x.shape), name)
         return lambda *args, **options: self.called(
             name, lambda y, *a, **o: getattr(y, name)(*a, **o), (x, *args), options
         )
@@ -230,13 +235,10 @@ class WholeArrays(Graph):
         if isinstance(x, Placeholder):
             node: Node = x.node
             return node
-        for what, found in (
-            ("a weight", hasattr(x, "family") or type(x).__name__ == "Quantized"),
-            ("an array on a device", on_device(x)),
-        ):
-            if found:
-                self.lasting = False
-                return self.leaf(x, what)
+        is_weight = hasattr(x, "family") or type(x).__name__ == "Quantized"
+        if is_weight or on_device(x):
+            self.lasting = False
+            return self.leaf(x, "a weight" if is_weight else "an array on a device")
         value = np.asarray(x)
         if value.dtype == object:
             raise refuse(f"a {type(x).__name__} cannot be an operand beside a traced array")

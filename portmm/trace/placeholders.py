@@ -24,7 +24,7 @@ class ByValueError(TraceError):
 
 
 class Recorder(Protocol):
-    """What operations with placeholders become.
+    """Record of a trace: results of operations with placeholders.
 
     Attributes:
         lasting: later calls of this kind would record the same.
@@ -67,7 +67,7 @@ class Recorder(Protocol):
 
 
 class Placeholder:
-    """What stands for a value.
+    """Stand-in for a value while a function is traced.
 
     Attributes:
         recorder: of the trace.
@@ -147,6 +147,16 @@ class Array(Placeholder):
                 "that returns a new one"
             )
         return self.recorder.attribute(self, name)
+
+    @property
+    def shape(self) -> Any:
+        """Extents, as the array's."""
+        return self.recorder.attribute(self, "shape")
+
+    @property
+    def ndim(self) -> Any:
+        """Number of dimensions."""
+        return self.recorder.attribute(self, "ndim")
 
     def __repr__(self) -> str:
         return f"<traced {self.dtype} {self.shape}>"
