@@ -22,7 +22,7 @@ from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.fusion.captures import arguments, placeholder
 from portmm.fusion.partition import Splitter
 from portmm.fusion.plan_cpu import HostBuilder
-from portmm.fusion.program_cpu import ChangedError, Kernel
+from portmm.fusion.program import ChangedError, Kernel
 from portmm.fusion.recorder import WholeArrays
 from portmm.fusion.rewrites import join_products, match_attention
 from portmm.ops import host_matmul

@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays import numpy_arrays
 from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES
-from portmm.fusion.program_cpu import Kernel
+from portmm.fusion.program import Kernel, Text
 from portmm.spec.epilogue import C, Fused, Operand, acc, load
 from portmm.spec.expr import apply, node
 from portmm.trace.bind import filled, unmasked
 from portmm.trace.buffers import Place, walk
+from portmm.trace.placeholders import Array
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -126,6 +127,7 @@ class Builder:
     """
 
     between = True
+    writer: Text
 
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         self.graph, self.outputs, self.split = graph, outputs, split
@@ -161,9 +163,25 @@ class Builder:
         """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
         raise NotImplementedError
 
+    def text(self, x: Node) -> str:
+        """A returned array, a weight or a number in the program's text."""
+        raise NotImplementedError
+
     def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
         """The function of the arrays, weights and numbers of a call, and its text."""
         raise NotImplementedError
+
+    def result(self, x: Any) -> str:
+        """The expression of the result in a program's text."""
+        if isinstance(x, Array):
+            return self.text(x.node)
+        if type(x) is tuple:
+            return f"({''.join(f'{self.result(y)}, ' for y in x)})"
+        if type(x) is list:
+            return f"[{', '.join(map(self.result, x))}]"
+        if type(x) is dict:
+            return f"{{{', '.join(f'{self.result(k)}: {self.result(y)}' for k, y in x.items())}}}"
+        return self.writer.name("x", x)
 
     # Steps.
 

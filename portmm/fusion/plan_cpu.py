@@ -15,7 +15,7 @@ from portmm.arrays.call import reduce_call
 from portmm.dispatch import config
 from portmm.errors import ScheduleError
 from portmm.fusion.plan import Builder, kernel_type
-from portmm.fusion.program_cpu import ARENA, ChangedError, Kernel, Writer
+from portmm.fusion.program import ARENA, ChangedError, Kernel, Writer
 from portmm.ir.block_program import program_of
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
@@ -24,7 +24,6 @@ from portmm.spec.dtype import spell
 from portmm.spec.epilogue import parse
 from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place, looked
-from portmm.trace.placeholders import Array
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,7 +43,7 @@ class HostBuilder(Builder):
 
     def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
         super().__init__(graph, outputs, split)
-        self.writer = Writer()
+        self.writer: Writer = Writer()
         self.views: dict[Node, list[Node]] = {}
         for x in graph.nodes:
             if x.kind == "view":
@@ -168,18 +167,6 @@ class HostBuilder(Builder):
     def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
         """The function of the arrays, weights and numbers of a call, and its text."""
         return self.writer.program(len(self.graph.leaves), self.result(result))
-
-    def result(self, x: Any) -> str:
-        """The expression of the result in a program's text."""
-        if isinstance(x, Array):
-            return self.text(x.node)
-        if type(x) is tuple:
-            return f"({''.join(f'{self.result(y)}, ' for y in x)})"
-        if type(x) is list:
-            return f"[{', '.join(map(self.result, x))}]"
-        if type(x) is dict:
-            return f"{{{', '.join(f'{self.result(k)}: {self.result(y)}' for k, y in x.items())}}}"
-        return self.writer.name("x", x)
 
     def call(self, unit: Unit) -> None:
         """Add a call of NumPy between kernels."""

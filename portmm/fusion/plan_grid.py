@@ -1,17 +1,17 @@
 """Programs of fused functions on a device: launches of units, and the arrays between them.
 
-Owns `GridBuilder`, which selects kernels for the units of a graph whose arrays are on a device, and `runner`, which
-returns a function that runs the steps of such a program. Shapes and strides are known when a program is built. An
-operation without a kernel is an error: NumPy does not compute on a device. Each call allocates the arrays between
-kernels in the library of its first array, and on its queue; it drops them after their last read, and their library
-frees them when the queue is done with them.
+Owns `GridBuilder`, which selects kernels for the units of a graph whose arrays are on a device, and writes the program
+that launches them. An operation without a kernel is an error: NumPy does not compute on a device. Each call allocates
+the arrays between kernels in the library of its first array, and on its queue; it drops them after their last read, and
+their library frees them when the queue is done with them.
 """
 
 from __future__ import annotations
 
 import math
+import re
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,158 +26,31 @@ from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES
 from portmm.fusion.plan import Builder, kernel_type
-from portmm.fusion.program_cpu import Kernel
+from portmm.fusion.program import Kernel, Text
 from portmm.ops.kernel_call import start
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place
-from portmm.trace.placeholders import Array, rebuilt
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.dispatch.machine import Launch, Machine
+    from portmm.dispatch.machine import Launch
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
     from portmm.fusion.plan import Expressions, Operands
-    from portmm.ops.kernel_call import Moves
     from portmm.trace.buffers import Walk
 
-State = dict[str, Operand]
-"""Arrays of a call, by name."""
+_TEMPORARY = re.compile(r"\bM\d+\b")
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Make:
-    """A step that allocates an array.
-
-    Attributes:
-        name: of the array.
-        shape: its shape.
-        dtype: its type.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    dtype: str
-
-    def run(self, state: State, like: Operand, _: list[Any]) -> None:
-        """Allocate it."""
-        state[self.name] = interop.empty_like(like, self.shape, self.dtype)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Run:
-    """A step that launches kernels.
-
-    Attributes:
-        on: the device.
-        launches: the kernels.
-        buffers: parameter -> array, and bytes from its first element.
-        numbers: parameter -> leaf.
-        workspace: elements of 32 bits shared by the kernels.
-    """
-
-    on: Machine
-    launches: tuple[tuple[Launch, Moves], ...]
-    buffers: tuple[tuple[str, str, int], ...]
-    numbers: tuple[tuple[str, int], ...]
-    workspace: int = 0
-
-    def run(self, state: State, like: Operand, leaves: list[Any]) -> None:
-        """Launch them."""
-        values = {name: address(state[root], at) for name, root, at in self.buffers}
-        values |= {name: float(leaves[i]) for name, i in self.numbers}
-        start(self.on, self.launches, values, like, (self.workspace, "f32"))
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Own:
-    """A step that calls a function of portmm.
-
-    Attributes:
-        name: of its result.
-        function: the function.
-        arguments: the names of its arrays.
-    """
-
-    name: str
-    function: Callable[..., Any]
-    arguments: tuple[str, ...]
-
-    def run(self, state: State, _: Operand, __: list[Any]) -> None:
-        """Call it."""
-        result = interop.adopt(self.function(*(state[x].source for x in self.arguments)))
-        assert result is not None  # noqa: S101 - of arrays on a device
-        state[self.name] = result
-
-
-Step = Make | Run | Own
-
-
-@dataclass(frozen=True, slots=True)
-class Output:
-    """An array that is returned.
-
-    Attributes:
-        root: its name.
-        shape: of the returned array.
-        masks: its elements are bytes of 0 and 1.
-    """
-
-    root: str
-    shape: tuple[int, ...]
-    masks: bool
-
-    def array(self, state: State) -> Any:
-        """The array to return."""
-        source = state[self.root].source
-        if self.masks:
-            own = isinstance(source.dtype, np.dtype)
-            source = source.view(np.dtype(np.bool_) if own else sys.modules["torch"].bool)
-        return (
-            source if self.root.startswith("L") or state[self.root].shape == self.shape else source.reshape(self.shape)
-        )
-
-
-def runner(every: tuple[Step, ...], arrays: tuple[int, ...], result: Any) -> Callable[[list[Any]], Any]:
-    """A function of the arrays and numbers of a call.
-
-    Args:
-        every: the steps.
-        arrays: indices of the leaves that are arrays.
-        result: the value to return, with an `Output` for each array.
-    """
-    kept: set[str] = set()
-    rebuilt(result, lambda x: kept.add(x.root) if isinstance(x, Output) else None)
-    steps = _until(every, kept)
-
-    def run(leaves: list[Any]) -> Any:
-        state: State = {}
-        for i in arrays:
-            array = interop.adopt(leaves[i])
-            assert array is not None  # noqa: S101 - the key of the call says so
-            state[f"L{i}"] = array
-        like = state[f"L{arrays[0]}"]
-        for step, done in steps:
-            step.run(state, like, leaves)
-            for name in done:
-                del state[name]
-        return rebuilt(result, lambda x: x.array(state) if isinstance(x, Output) else x)
-
-    return run
-
-
-def _until(steps: tuple[Step, ...], kept: set[str]) -> tuple[tuple[Step, tuple[str, ...]], ...]:
-    """Steps, each with the arrays between kernels that no later step reads."""
-    last: dict[str, int] = {}
-    for i, step in enumerate(steps):
-        if isinstance(step, Run):
-            names = [root for _, root, _ in step.buffers]
-        else:
-            names = [step.name, *(step.arguments if isinstance(step, Own) else ())]
-        last |= {x: i for x in names if x.startswith("M") and x not in kept}
-    return tuple((x, tuple(n for n, at in last.items() if at == i)) for i, x in enumerate(steps))
+def _returned(x: Operand, shape: tuple[int, ...], *, masks: bool) -> Any:
+    """The array to return, of a shape; `masks`: its elements are bytes of 0 and 1."""
+    source = x.source
+    if masks:
+        own = isinstance(source.dtype, np.dtype)
+        source = source.view(np.dtype(np.bool_) if own else sys.modules["torch"].bool)
+    return source if x.shape == shape else source.reshape(shape)
 
 
 class GridBuilder(Builder):
@@ -198,10 +71,12 @@ class GridBuilder(Builder):
             if x.leaf >= 0 and x.leaf not in arrays and x.kind in ("array", "weight"):
                 what = "a packed weight" if x.kind == "weight" else "an array in the host's memory"
                 raise TypeError(f"{x.name} ({x.where}) is {what}, others are on a device: copy it there first")
-        self.like = next(iter(arrays.values()))
-        self.on = machine_of(self.like)
-        self.steps: list[Make | Run | Own] = []
+        self.on = machine_of(next(iter(arrays.values())))
+        self.writer = Text(
+            on=self.on, adopt=interop.adopt, empty=interop.empty_like, address=address, start=start, returned=_returned
+        )
         self.aligned = {f"L{i}": math.gcd(x.at, WIDEST) for i, x in arrays.items()}
+        self.shapes = {f"L{i}": x.shape for i, x in arrays.items()}
 
     # Buffers.
 
@@ -226,15 +101,16 @@ class GridBuilder(Builder):
     def allocate(self, x: Node, shape: tuple[int, ...] | None = None, fusing: Expressions | None = None) -> Place:
         """Allocate an array for a node; no memory is reused."""
         del fusing
-        shape, kind, name = x.shape if shape is None else shape, kernel_type(np.dtype(x.dtype)), f"M{len(self.steps)}"
+        shape, kind = x.shape if shape is None else shape, kernel_type(np.dtype(x.dtype))
         if not kind:
             raise ScheduleError(f"kernels do not write {x.dtype}")
-        self.steps.append(Make(name, shape, kind))
-        return self.place(name, shape, x.dtype)
+        return self.place(f"empty(like, {shape}, {kind!r})", shape, x.dtype)
 
-    def place(self, name: str, shape: tuple[int, ...], dtype: Any) -> Place:
-        """A new array."""
-        self.aligned[name] = WIDEST
+    def place(self, text: str, shape: tuple[int, ...], dtype: Any) -> Place:
+        """A new array, the value of an expression."""
+        name = f"M{len(self.shapes)}"
+        self.writer.line(f"{name} = {text}")
+        self.aligned[name], self.shapes[name] = WIDEST, shape
         strides = contiguous(shape, np.dtype(dtype).itemsize)
         return Place(name, 0, stand_in(shape, np.dtype(dtype), strides), "")
 
@@ -253,20 +129,17 @@ class GridBuilder(Builder):
             self.launch(every, self.operands(fusing, moved), fusing, workspace)
 
     @staticmethod
-    def operands(fusing: Expressions, moved: tuple[int, ...]) -> list[tuple[str, str, int]]:
-        """The buffers and offsets of the operands of expressions, for one run of a kernel."""
-        return [
-            (f"x{i}_all", p.root, p.offset + far * p.like.itemsize)
-            for i, (p, far) in enumerate(zip(fusing.buffers, moved, strict=True))
-        ]
+    def operands(fusing: Expressions, moved: tuple[int, ...]) -> dict[str, str]:
+        """The operands of expressions, by parameter, for one run of a kernel."""
+        pairs = zip(fusing.buffers, moved, strict=True)
+        return {f"x{i}_all": _address(p, far) for i, (p, far) in enumerate(pairs)}
 
-    def launch(
-        self, every: tuple[Launch, ...], buffers: list[tuple[str, str, int]], fusing: Expressions, workspace: int
-    ) -> None:
-        """Add a launch of kernels on buffers."""
-        leaves = tuple((f"number_{i}", leaf) for i, leaf in enumerate(fusing.numbers))
-        unmoved = tuple((launch, ()) for launch in every)
-        self.steps.append(Run(self.on, unmoved, tuple(buffers), leaves, workspace))
+    def launch(self, every: tuple[Launch, ...], arguments: dict[str, str], fusing: Expressions, workspace: int) -> None:
+        """Add a launch of kernels with arguments by parameter."""
+        arguments |= {f"number_{i}": f"float(leaves[{leaf}])" for i, leaf in enumerate(fusing.numbers)}
+        values = ", ".join(f"{name!r}: {x}" for name, x in arguments.items())
+        kernels = self.writer.name("k", tuple((launch, ()) for launch in every))
+        self.writer.line(f"start(on, {kernels}, {{{values}}}, like, ({workspace}, 'f32'))")
 
     def launch_product(
         self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int], *, text: str
@@ -278,9 +151,8 @@ class GridBuilder(Builder):
         route = grid_routes.route(replace(p, k=max(p.k, 1)), self.on, vectors)
         every, (workspace, _) = route.launches(values, p)
         for moved in w.repeats:
-            at = zip("abc", operands, moved, strict=False)
-            buffers = [(name, y.root, y.offset + i * y.like.itemsize) for name, y, i in at]
-            self.launch(every, [*buffers, *self.operands(fusing, moved[3:])], fusing, workspace)
+            parts = {name: _address(y, i) for name, y, i in zip("abc", operands, moved, strict=False)}
+            self.launch(every, parts | self.operands(fusing, moved[3:]), fusing, workspace)
         return p
 
     def problem(
@@ -317,10 +189,8 @@ class GridBuilder(Builder):
         x, *items = unit.members
         if x.kind != "call" or items:
             raise ScheduleError(f"{x.name} ({x.where}) has no kernel, and NumPy does not compute on a device")
-        arguments = tuple(self.contiguous(y) for y in x.inputs)
-        name = f"M{len(self.steps)}"
-        self.steps.append(Own(name, x.plain, arguments))
-        self.buffers[x] = self.place(name, x.shape, x.dtype)
+        arguments = ", ".join(f"{self.contiguous(y)}.source" for y in x.inputs)
+        self.buffers[x] = self.place(f"adopt({self.writer.name('f', x.plain)}({arguments}))", x.shape, x.dtype)
         self.kernels.append(Kernel("product", x.name, (x.where,)))
 
     def contiguous(self, x: Node) -> str:
@@ -328,30 +198,37 @@ class GridBuilder(Builder):
         buffer = self.buffer_of(x)
         if buffer.root.startswith("L") and x.kind in LEAVES:
             return buffer.root
-        if not buffer.offset and buffer.like.flags.c_contiguous and self.shape_of(buffer.root) == x.shape:
+        if not buffer.offset and buffer.like.flags.c_contiguous and self.shapes[buffer.root] == x.shape:
             return buffer.root
         to = self.allocate(x)
         self.copy(buffer, to, x)
         return to.root
 
-    def shape_of(self, root: str) -> tuple[int, ...] | None:
-        """The shape of an array allocated between kernels."""
-        allocated = next((x for x in self.steps if isinstance(x, Make) and x.name == root), None)
-        own = next((p for p in self.buffers.values() if p.root == root), None)
-        return allocated.shape if allocated is not None else None if own is None else own.like.shape
-
-    def output(self, x: Node) -> Output:
-        """The returned array of a node."""
+    def text(self, x: Node) -> str:
+        """A returned array in the program's text."""
         buffer = self.buffer_of(x)
         own = buffer.root.startswith("M") and not buffer.offset and buffer.like.flags.c_contiguous
-        root = buffer.root if own and math.prod(self.shape_of(buffer.root) or (0,)) == x.size else self.contiguous(x)
-        return Output(root, x.shape, bool(x.dtype == np.bool_))
+        root = buffer.root if own and math.prod(self.shapes[buffer.root]) == x.size else self.contiguous(x)
+        return f"returned({root}, {x.shape}, masks={x.dtype == np.bool_})"
 
     def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
-        """The function of the arrays and numbers of a call; it has no text."""
-        # `outputs` drops the values of the graph, which refer to arrays of this call.
-        outputs = rebuilt(result, lambda x: self.output(x.node) if isinstance(x, Array) else x)
-        return runner(tuple(self.steps), tuple(self.graph.device_arrays), outputs), ""
+        """The function of the arrays and numbers of a call, and its text."""
+        value, arrays = self.result(result), tuple(self.graph.device_arrays)
+        last: dict[str, int] = {}
+        for i, line in enumerate(self.writer.lines):
+            last |= dict.fromkeys(_TEMPORARY.findall(line), i)
+        kept = {*_TEMPORARY.findall(value)}
+        free = {i: ", ".join(x for x, at in last.items() if at == i and x not in kept) for i in last.values()}
+        lines = [f"L{i} = adopt(leaves[{i}])" for i in arrays] + [f"like = L{arrays[0]}"]
+        for i, line in enumerate(self.writer.lines):
+            lines += [line, f"del {free[i]}"] if free.get(i) else [line]
+        return self.writer.function([*lines, f"return {value}"])
+
+
+def _address(x: Place, moved: int) -> str:
+    """The address of an array's first element, advanced by some elements, in a program's text."""
+    at = x.offset + moved * x.like.itemsize
+    return f"address({x.root}{f', {at}' if at else ''})"
 
 
 def _step(x: Place, axis: int) -> int:

@@ -1,7 +1,7 @@
-"""Python programs of fused functions on the CPU: one call of a kernel after the other.
+"""Python programs of fused functions: one call of a kernel after the other.
 
-Owns `Writer`, which writes a function of a call's arrays as text, with all shapes and
-strides in it, and `Kernel`, the description of a step. The invariant state of a program is a tuple:
+Owns `Text`, a function of a call's arrays as text, with all shapes and strides in it; `Writer`, that of a program on
+the CPU; and `Kernel`, the description of a step. The invariant state of a program on the CPU is a tuple:
 the arguments of kernels, the tables of their operands, and arrays between kernels, whose memory is
 the scratch arena of a thread. A call fills in addresses.
 """
@@ -62,21 +62,17 @@ class Kernel:
     notes: tuple[str, ...] = ()
 
 
-class Writer:
-    """A builder of a program's text and state."""
+class Text:
+    """A builder of a program's text.
 
-    def __init__(self) -> None:
+    Attributes:
+        lines: of its function.
+        names: values in it.
+    """
+
+    def __init__(self, **names: Any) -> None:
         self.lines: list[str] = []
-        self.names: dict[str, Any] = {
-            "empty": np.empty, "execute": runtime().execute_all, "address": runtime().address,
-        }  # fmt: skip
-        self.arena = Arena()
-        self.table: list[int] = []
-        self.words: list[int] = []
-        self.fixed: list[tuple[str, int, str, int]] = []
-        self.pending: list[Any] = []
-        self.numbers = 0
-        self.arrays: list[tuple[int, tuple[int, ...], Any]] = []
+        self.names = names
 
     def name(self, prefix: str, value: Any) -> str:
         """A new name in the text, bound to a value."""
@@ -87,6 +83,27 @@ class Writer:
     def line(self, text: str) -> None:
         """Add a line that does not depend on pending kernels."""
         self.lines.append(text)
+
+    def function(self, lines: list[str]) -> tuple[Callable[[Any], Any], str]:
+        """The function of `leaves`, the arrays, weights and numbers of a call, and its text."""
+        text = "def run(leaves):\n" + "".join(f"  {x}\n" for x in lines)
+        namespace = dict(self.names)
+        exec(compile(text, "<portmm.fuse>", "exec"), namespace)  # noqa: S102 - the text above, of literals and our names
+        return namespace["run"], text
+
+
+class Writer(Text):
+    """A builder of the text and the state of a program on the CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(empty=np.empty, execute=runtime().execute_all, address=runtime().address)
+        self.arena = Arena()
+        self.table: list[int] = []
+        self.words: list[int] = []
+        self.fixed: list[tuple[str, int, str, int]] = []
+        self.pending: list[Any] = []
+        self.numbers = 0
+        self.arrays: list[tuple[int, tuple[int, ...], Any]] = []
 
     def flush(self) -> None:
         """Add a line that runs the pending kernels."""
@@ -162,10 +179,8 @@ class Writer:
                 *body, f"result = {result}", keep, "return result",
             ]  # fmt: skip
             names = {"free": [], "make": lambda: make(numpy_arrays.aligned_empty(1, np.uint8), 0)}
-        text = "def run(leaves):\n" + "".join(f"  {x}\n" for x in lines)
-        namespace = {**self.names, **names}
-        exec(compile(text, "<portmm.fuse>", "exec"), namespace)  # noqa: S102 - the text above, of literals and our names
-        return namespace["run"], text
+        self.names |= names
+        return self.function(lines)
 
     def maker(self, body: list[str]) -> scratch_arena.Make:
         """The constructor of a program's state: its tables, and the arrays between kernels that its text names."""
