@@ -5,9 +5,6 @@ Owns `attention` in the host's memory: its options, its results, and NumPy in th
 
 from __future__ import annotations
 
-import math
-from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,25 +14,11 @@ from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError
 from portmm.ops.attention_fastpath import keep, kind_of, kinds
 from portmm.ops.attention_kernel import AttentionKernel, make_kernel
-from portmm.ops.attention_shapes import (
-    NAMES,
-    Shape,
-    by_item,
-    by_numpy,
-    count,
-    refuse_others,
-    score_of,
-    shape_of,
-)
-from portmm.spec.epilogue import acc
+from portmm.ops.attention_shapes import VALUES, Options, Shape, by_item, by_numpy, count, refuse_others, shape_of
 from portmm.trace.bind import UserFunction
-from portmm.trace.tracer import indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-
-    from portmm.spec.expr import Expr
-    from portmm.trace.placeholders import Indices
 
 Array = np.ndarray[Any, Any]
 
@@ -96,6 +79,7 @@ def attention(
         if known is not None:
             return known(q, k, v)
     refuse_others(score=score, mask=mask)
+    options = Options(score, mask, scale, causal, window, lengths, offset, return_lse)
     tracer = numpy_arrays.tracing_operand(q, k, v, lengths, offset)
     if tracer is not None or not libraries.on_host(q, k, v, lengths, offset, out):
         more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
@@ -105,50 +89,29 @@ def attention(
         if any(map(libraries.on_device, (q, k, v))):
             from portmm.ops import grid_attention
 
-            there = grid_attention.Options(score, mask, scale, causal, window, lengths, offset, return_lse)
-            return grid_attention.attention((q, k, v, out), there)
+            return grid_attention.attention((q, k, v, out), options)
         if libraries.in_host_memory(q, k, v, lengths, offset, out):
             from portmm.arrays.interop import through
 
             return through(attention, q, k, v, **more)
     shape = shape_of(q, k, v)
-    far = shape.n if window is None else min(window, shape.m + shape.n)
     if out is not None:
         numpy_arrays.check_out(out, shape.result, shape.dtype)
-    factor = 1 / math.sqrt(shape.d) if scale is None and score is None else scale
-    options = _Options(score_of(score, mask, factor), causal, window, far, return_lse)
-    many = None if lengths is None else by_item(lengths, "lengths", shape, 0)
-    starts = None if offset is None else by_item(offset, "offsets", shape, -shape.m)
-    result, lse, kernel = _computed(shape, options, many, starts, out)
+    result, lse, kernel = _computed(shape, options, out)
     if plain and kernel is not None:
-        numbers = [factor] * len(kernel.bound.traced.numbers)
+        numbers = [options.factor(shape.d)] * len(kernel.bound.traced.numbers)
         keep(plain, (q, k, v), kernel, shape, window, numbers, lse=return_lse)
-    return _put(result, lse, out)
+    if out is not None and result is not out:
+        out[...] = result
+        result = out
+    return result if lse is None else (result, lse)
 
 
-@dataclass(frozen=True, slots=True)
-class _Options:
-    """The options of an attention call.
-
-    Attributes:
-        function: the score, -inf where masked.
-        causal: keys after a query's position are masked.
-        window: distance from which keys are masked, or None.
-        far: the window as a number.
-        lse: logarithms are returned.
-    """
-
-    function: Callable[..., Any]
-    causal: bool
-    window: int | None
-    far: int
-    lse: bool
-
-
-def _computed(
-    shape: Shape, options: _Options, many: Array | None, starts: Array | None, out: Any
-) -> tuple[Array, Array | None, AttentionKernel | None]:
+def _computed(shape: Shape, options: Options, out: Any) -> tuple[Array, Array | None, AttentionKernel | None]:
     """The result, the logarithms if they are returned, and the kernel."""
+    causal, window = options.causal, options.window
+    many = None if options.lengths is None else by_item(options.lengths, "lengths", shape, 0)
+    starts = None if options.offset is None else by_item(options.offset, "offsets", shape, -shape.m)
     operands, dtype, result_shape = shape.operands, shape.dtype, shape.result
     result = out if numpy_arrays.dense_at(out, dtype, *operands) else np.empty(result_shape, dtype)
     lse = np.empty(result_shape[:-1], np.float32) if options.lse else None
@@ -157,18 +120,18 @@ def _computed(
         if lse is not None:
             lse[...] = -np.inf
         return result, lse, None
-    user_function = UserFunction(options.function)
-    flags = (options.causal, options.window is None, options.lse, many is None, starts is None)
+    user_function = UserFunction(options.function(shape.d))
+    flags = (causal, window is None, options.lse, many is None, starts is None)
     forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
     results = [_four(result, shape)]
     key = ("attention", dtype, forms, flags, results[0].strides)
     try:
         kernel: AttentionKernel = user_function.ready(
-            key, lambda traced: make_kernel(traced, shape, flags, results[0]), _leaves(), 4
+            key, lambda traced: make_kernel(traced, shape, flags, results[0]), VALUES, 4
         )
     except BuildError as error:
         fall_back(error)
-        fallback = by_numpy(shape, options.function, options.causal, options.window, many, starts)
+        fallback = by_numpy(shape, user_function.function, causal, window, many, starts)
         result[...] = fallback[0].reshape(result_shape)
         return result, fallback[1].reshape(result_shape[:-1]) if options.lse else None, None
     captured = [x for x in user_function.closure.values() if isinstance(x, np.ndarray)]
@@ -177,22 +140,8 @@ def _computed(
         results = [_four(result, shape)]
     results += [_four(lse[..., None], shape)] if lse is not None else []
     results += [x for x in (many, starts) if x is not None]
-    kernel.execute(shape, operands, user_function.closure, results, options.far)
+    kernel.execute(shape, operands, user_function.closure, results, shape.far(window))
     return result, lse, kernel
-
-
-def _put(result: Array, lse: Array | None, out: Any) -> Any:
-    """The values that a call returns, after the copy to `out`."""
-    if out is not None and result is not out:
-        out[...] = result
-        result = out
-    return result if lse is None else (result, lse)
-
-
-@cache
-def _leaves() -> tuple[Expr, Indices]:
-    """The placeholder arguments of score and mask."""
-    return acc(), indices(NAMES)
 
 
 def _four(x: Array, shape: Shape) -> Array:

@@ -17,9 +17,10 @@ from portmm.arrays import numpy_arrays
 from portmm.errors import TraceError
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.elementwise import where
-from portmm.spec.epilogue import C, Fused
+from portmm.spec.epilogue import C, Fused, acc
 from portmm.spec.expr import real
 from portmm.trace.closures import traced_through
+from portmm.trace.tracer import indices
 from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
@@ -33,6 +34,8 @@ SUPPORTED = tuple(BY_NAME[x].numpy for x in ("f32", "bf16", "f16"))
 """Types of operands, by NumPy's names."""
 NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
 """Names of the axes in score and mask: kernels have queries along rows and keys along columns, or transposed."""
+VALUES = (acc(), indices(NAMES))
+"""The placeholder arguments of both."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,39 @@ class Shape:
     def result(self) -> tuple[int, ...]:
         """The shape of the result."""
         return (*self.lead, self.heads, self.m, self.dv)
+
+    def far(self, window: int | None) -> int:
+        """The distance from which keys are not seen."""
+        return self.n if window is None else min(window, self.m + self.n)
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of an attention call: arguments of `attention.attention`."""
+
+    score: Callable[..., Any] | None
+    mask: Callable[..., Any] | None
+    scale: float | None
+    causal: bool
+    window: int | None
+    lengths: Any
+    offset: Any
+    lse: bool
+
+    def factor(self, d: int) -> float | None:
+        """The factor of products of heads of `d` elements, before the score."""
+        return 1 / math.sqrt(d) if self.scale is None and self.score is None else self.scale
+
+    def function(self, d: int) -> Callable[..., Any]:
+        """The function of a product before the softmax: factor, score and mask."""
+        scored, mask = _scored(self.score, self.factor(d)), self.mask
+        if mask is None:
+            return scored
+
+        def function(s: Any, i: Any) -> Any:
+            return where(mask(i), scored(s, i), -math.inf)
+
+        return traced_through(function)
 
 
 def shape_of(*operands: Any) -> Shape:
@@ -191,18 +227,6 @@ def refuse_others(**functions: Any) -> None:
             raise TypeError(
                 f"{name} is no function: pass one that reads the array, as in {name}=lambda i: seen[i.q, i.kv]"
             )
-
-
-def score_of(score: Any, mask: Any, factor: float | None) -> Callable[..., Any]:
-    """The function of a product before the softmax: score and mask."""
-    scored = _scored(score, factor)
-    if mask is None:
-        return scored
-
-    def function(s: Any, i: Any) -> Any:
-        return where(mask(i), scored(s, i), -math.inf)
-
-    return traced_through(function)
 
 
 def score_expression(traced: Traced) -> Fused:

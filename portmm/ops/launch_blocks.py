@@ -24,7 +24,7 @@ from portmm.ir.block_program import TileGemm
 from portmm.ir.product_program import product_of
 from portmm.ops import fused_matmul, grid_attention, grid_product, host_matmul
 from portmm.ops.attention_kernel import make_kernel
-from portmm.ops.attention_shapes import by_item, shape_of
+from portmm.ops.attention_shapes import Options, by_item, shape_of
 from portmm.ops.kernel_call import copy, start
 from portmm.ops.product_kernel import HostProduct
 from portmm.runtime.cpu import runtime
@@ -249,7 +249,7 @@ def _attention(x: _Launch) -> None:
     many, starts = (None if i is None else (x.there or x.views)[i] for i in (at.lengths, at.starts))
     traced, closure = x.traced([(form.score.results[0][1], None)], parts.reads)
     if x.there:
-        options = grid_attention.Options(None, None, None, form.bounds.causal, parts.window, many, starts, form.lse)
+        options = Options(None, None, None, form.bounds.causal, parts.window, many, starts, form.lse)
         x.copied(grid_attention.launch((q, k, v, outs[0]), options, traced, closure), outs)
         return
     shape = shape_of(q, k, v)
@@ -261,7 +261,6 @@ def _attention(x: _Launch) -> None:
     else:
         flags = (form.bounds.causal, not form.bounds.window, form.lse, many is None, starts is None)
         kernel = make_kernel(traced, shape, flags, dense[0])
-        far = shape.n if parts.window is None else min(parts.window, shape.m + shape.n)
         results = [dense[0], *(y[..., None] for y in dense[1:]), *(y for y in (many, starts) if y is not None)]
-        kernel.execute(shape, shape.operands, closure, results, far)
+        kernel.execute(shape, shape.operands, closure, results, shape.far(parts.window))
     x.copied(dense, outs)
