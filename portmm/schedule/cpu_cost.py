@@ -266,7 +266,9 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     b_bytes, a_bytes = v.k * v.n * t.b_far, a_once * t.a_far
     c_far = c_once * t.elements[2] + c_again * t.c * (c_home >= nearest)
     outer = b_bytes * b_again + c_far + a_bytes * np.where(a_fits, 1.0, v.visits)
-    slow = np.where(short & (v.depth > MODEL.streams), t.runs, 1.0)
+    # Rows of B are read a run at a time, by micro-kernels or to pack them.
+    apart = short | (t.gathers & (v.n > t.near)) if "gathers" in t.some else short
+    slow = np.where(apart & (v.depth > MODEL.streams), t.runs, 1.0)
     slow = slow * np.where(
         short & ~t.prefetches & ~t.sweeps & (v.depth * t.visit_n * t.b > MODEL.fills * LINE), MODEL.overfull, 1.0
     )

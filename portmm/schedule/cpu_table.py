@@ -81,7 +81,8 @@ class Table:
         sweeps: a micro-kernel call covers all columns, in long streams of B.
         crowded: slowdown where rows of A in place start in one set of L1.
         apart: slowdown of multiply-adds by short runs of a strided B.
-        runs: slowdown of reading a strided B, likewise.
+        runs: slowdown of reading a strided B, likewise; of a B that is packed in passing, of reading its rows.
+        near: columns of B that are packed together in passing.
         copy_a, copy_b: cycles to pack one unit of A, and of B.
         packs: cycles that packing takes at any extent.
         carried, carried_on: cycles for a vector of sums to be stored and loaded, in one block of k, and in several.
@@ -91,6 +92,7 @@ class Table:
         decodes: quantized values are multiplied without repacking; `spans`, by atoms that sum a group at a time.
         prefetches: the next rows of a B in place are prefetched.
         strided: B is read in place, by rows.
+        gathers: B is packed in passing, from rows.
         rows_in_place: A is read in place, by rows.
         finishes: sums are converted before they are stored in C.
         static: sizes are compiled in.
@@ -152,7 +154,9 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> d
     strided, in_place = s.b.layout == "row" and not pack_b, s.a.layout == "row" and not pack_a
     prefetches, sweeping = ahead or s.b.prefetch > 0, sweeps(s, atom)
     visit_n, b = s.nr * s.b.panels, sizes[1] * atom.k_pack if decodes else BY_NAME[right].bytes
+    gathers, near = pack_b and not once and s.b.layout == "row", max(s.tiles[2].n, visit_n)
     lines, ways = max(1.0, visit_n * b / LINE), level.ways if level else WHOLE
+    run = max(1.0, near * sizes[1] / LINE) if gathers else lines
     crowded = MODEL.crowded if s.mr + MODEL.passing >= ways else 1.0
     carried = 1.0 + (atom.n.bit_length() if dots else 0)
     return {
@@ -169,7 +173,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> d
         "crowded": (MODEL.thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "apart": 1.0 + MODEL.apart / lines * (not sweeping),
         "sweeps": sweeping, "unhidden": pack_b and not once and not ahead and bool(s.kc),
-        "runs": 1.0 + (MODEL.short_ahead if prefetches else MODEL.short_runs) / lines,
+        "runs": 1.0 + (MODEL.short_ahead if prefetches and not gathers else MODEL.short_runs) / run, "near": near,
         "copy_a": _copying(s, atom, "a"), "copy_b": _copying(s, atom, "b"),
         "packs": MODEL.pack_cycles * (pack_a + pack_b), "carried": carried,
         "carried_on": MODEL.carried if atom.tiled else carried,
@@ -177,6 +181,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> d
         "pack_a": pack_a, "pack_b": pack_b, "once": once, "ahead": ahead, "left": left != atom.left,
         "right": right != atom.right and not decodes, "decodes": decodes,
         "spans": decodes and atom.takes_int4 and s.b.group > 0, "prefetches": prefetches, "strided": strided,
+        "gathers": gathers,
         "rows_in_place": in_place, "finishes": not dots and finishes(s, atom), "static": s.static is not None,
         "cut": strided and not prefetches and not (over_k or over_batch),
     }  # fmt: skip
@@ -196,6 +201,9 @@ def _copying(s: Schedule, atom: Atom, operand: str) -> float:
     else:
         # A transposed block of L x L elements takes L log2(L) shuffles.
         copy = MODEL.copy_once if s.b.once and straight == "row" else MODEL.copy_passing
+        # A vector takes instructions, its lines take bandwidth.
+        line = min(1.0, atom.n * BY_NAME[atom.left if operand == "a" else atom.right].bytes / LINE)
+        copy *= MODEL.copy_vector + (1.0 - MODEL.copy_vector) * line
         each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
     if layout == "codes":
         each = MODEL.dequantize * atom.k_pack / atom.n
