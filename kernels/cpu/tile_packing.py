@@ -9,12 +9,12 @@ from functools import reduce
 from operator import mul
 from typing import TYPE_CHECKING
 
-from portmm.ir.address import value
+from portmm.ir.address import offset, tests, value
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Verb
 from portmm.kernels.cpu.packing import transpose
 from portmm.kernels.cpu.tile_microkernel import TALL
-from portmm.kernels.cpu.view_packing import moved, tests
+from portmm.kernels.cpu.view_packing import moved
 from portmm.spec.dtype import BY_NAME, base
 from portmm.spec.layout_runs import runs
 from portmm.spec.layouts import operand
@@ -145,22 +145,24 @@ def _in_runs(atom: Atom, storage: str, view: Layout) -> tuple[Stmt, ...]:
     of = runs(view, 1, still=True)
     if not of:
         return ()
-    origin = view.start((var("row") + ROW, const(0)), var)
-    at = [Let(f"index_{c}", const(0) + x) for c, x in enumerate(view.padded(origin))]
+    origin = (var("row") + ROW, const(0))
+    at = [Let(f"index_{c}", const(0) + x) for c, x in enumerate(view.indices(origin, var))]
     number, deep, length = var("run"), var("deep"), value(of.length)
     begin, there = var("begin"), const(1)
     for c, (x, own) in enumerate(zip(view.conditions, of.indices_of(number, var), strict=True)):
         there = reduce(mul, tests(x, var(f"index_{c}") + own, var(f"index_{c}") + own), there)
-    copy = _line(atom, storage, of)
+    copied: tuple[Stmt, ...] = _line(atom, storage, of)
+    if view.conditions:
+        copied = (Let("there", there), If(var("there"), copied, _no_line(atom, of)))
     past = (deep + begin - number * length) * value(of.step)
     each = (
         Let("begin", maximum(0, number * length - deep)),
         Let("end", minimum(ELEMENTS, (number + 1) * length - deep)),
         LetPtr("line", Ptr("a", var("offset") + (past + of.offset_of(number, var))), storage, readonly=True),
-        *((Let("there", there), If(var("there"), copy, _no_line(atom, of))) if view.conditions else copy),
+        *copied,
     )
     over_k = For("run", deep // length, ceil_div(deep + ELEMENTS, length), const(1), each)
-    row = (Let("offset", const(0) + origin.linear), *at, over_k)
+    row: tuple[Stmt, ...] = (Let("offset", offset(view, *origin)), *at, over_k)
     whole = ELEMENTS // atom.k
     last = (
         Let("t", whole),

@@ -16,7 +16,7 @@ from functools import reduce
 from operator import mul
 from typing import TYPE_CHECKING
 
-from portmm.ir.address import offset, value
+from portmm.ir.address import offset, tests, value
 from portmm.ir.index import Index, Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Verb
 from portmm.kernels.cpu.packing import transpose
@@ -26,7 +26,7 @@ from portmm.spec.layout_runs import runs
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
-    from portmm.spec.layout import Condition, Layout
+    from portmm.spec.layout import Layout
     from portmm.spec.layout_runs import Runs
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -216,12 +216,6 @@ class _Group:
                 copies.append(If(var(f"there{j}"), (copy,), (Move(to, None),)) if tested else copy)
             body += [If(const(j).lt(ROWS), tuple(copies))] if j else copies
         return For("p", begin, var("count"), const(1), tuple(body))
-
-
-def tests(x: Condition, least: Index, most: Index) -> list[Index]:
-    """Tests that a condition holds from one index to another."""
-    below = [] if x.least is None else [1 - least.lt(value(x.least))]
-    return below if x.end is None else [*below, most.lt(value(x.end))]
 
 
 def _named(position: Position, row: int) -> tuple[Position, list[Stmt]]:

@@ -77,6 +77,11 @@ class Transfer(OperandTile):
         return -(-self.pieces // self.threads)
 
     @property
+    def elements_of_k(self) -> int:
+        """Number of elements of k of a tile."""
+        return self.depth * self.kr
+
+    @property
     def elements(self) -> int:
         """Number of elements of a piece, rounded up to whole units."""
         return self.lines * self.units * self.kr
@@ -132,9 +137,10 @@ class Transfer(OperandTile):
     def _source(self, k: Index) -> tuple[Stmt, ...]:
         """Address of a piece, of a tile that begins at k."""
         n = self.name
-        at = offset(self.layout, self._row, var(f"{n}_at"))
+        within = var(f"{n}_unit") * self.kr
+        at = self.address(self._row, var(f"{n}_at"), within)
         return (
-            Let(f"{n}_at", k + var(f"{n}_unit") * self.kr),
+            Let(f"{n}_at", k + within),
             LetPtr(f"{n}_from", Ptr(f"{n}_item", at), self.dtype, readonly=True),
         )
 
@@ -147,12 +153,17 @@ class Transfer(OperandTile):
         body: list[Stmt] = list(self._source(k))
         if self.along == "k" and self.vector >= self.kr:
             body.append(or_zeros(self.inside(row, at, end), to, src, self.vector, size))
+        elif self.layout.transforms:  # neighbours may be in other lines of memory
+            within = var(f"{n}_unit") * self.kr
+            for j in range(self.kr):
+                element = Ptr(f"{n}_item", self.address(row, at + j, within + j))
+                body.append(or_zeros(self.inside(row, at + j, end), to + j, element, 1, size))
         else:
             body += [
                 or_zeros((at + j).lt(end), to + j * self.lines, src + offset(self.layout, 0, j), self.lines, size)
                 for j in range(self.kr)
             ]
-        return self._each(tuple(body))
+        return (*self.of_tile(k), *self._each(tuple(body)))
 
     def put(self, stage: Index) -> tuple[Stmt, ...]:
         """Stores of the pieces in registers to a tile in shared memory, in its type and layout."""
@@ -208,7 +219,7 @@ class Transfer(OperandTile):
             where = (unit + u) * self.rows + (row ^ self.swizzle(unit))
             source = src + (const(u) if self.along == "k" else offset(self.layout, 0, u))
             body.append(CopyAsync(tile + where, source, self.copies, self.inside(self._row, at + u, end)))
-        return self._each(tuple(body))
+        return (*self.of_tile(k), *self._each(tuple(body)))
 
 
 def _int4_registers(turns: int) -> tuple[Stmt, ...]:

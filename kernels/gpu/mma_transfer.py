@@ -109,7 +109,8 @@ class MmaTile(OperandTile):
         inside = self.inside(row, deep, end)
         there = inside if self.clamped else row.lt(self.end) * inside
         to = Ptr(f"{n}_tile", stage * self.size)
-        return (self.each(how, to, offset(self.layout, row, deep), there, place, prefix=f"{n}_"),)
+        each = self.each(how, to, self.address(row, deep, of_k), there, place, prefix=f"{n}_")
+        return (each,) if how == "put" else (*self.of_tile(k), each)
 
     def each(
         self, how: str, to: Ptr, source: Index, there: Index, place: tuple[Stmt, ...] = (), *,

@@ -7,15 +7,19 @@ nearly square part of C with those that run at the same time, so that they share
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import reduce
+from operator import mul
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from portmm.errors import ScheduleError
+from portmm.ir.address import offset, tests, value
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Let, LetPtr, Read, Scratch
 from portmm.ir.thread_nodes import Do, Leave
 from portmm.kernels.gpu import parameters
 from portmm.spec.dtype import BY_NAME
+from portmm.spec.layout_runs import runs
 from portmm.spec.layouts import operand
 
 if TYPE_CHECKING:
@@ -25,6 +29,7 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
     from portmm.spec.layout import Layout
+    from portmm.spec.layout_runs import Runs
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -78,9 +83,45 @@ class OperandTile:
         """Number of elements, or units, of one tile in shared memory."""
         return self.rows * self.depth
 
+    @property
+    def elements_of_k(self) -> int:
+        """Number of elements of k of a tile."""
+        return self.depth
+
+    @property
+    def runs(self) -> Runs | None:
+        """Runs of k of a view that tiles do not cross, each row of which is in padding or not; else None."""
+        of = runs(self.layout, 1, still=True) if self.layout.transforms else None
+        return of if of and of.length % self.elements_of_k == 0 else None
+
+    def of_tile(self, k: Index) -> tuple[Stmt, ...]:
+        """Terms of the tile at k, which all of its elements have, in their offsets and their indices of conditions."""
+        of, n = self.runs, self.name
+        if not of:
+            return ()
+        number = var(f"{n}_run")
+        return (
+            Let(f"{n}_run", k // value(of.length)),
+            Let(f"{n}_start", (k - number * value(of.length)) * value(of.step) + of.offset_of(number, var)),
+            *(Let(f"{n}_run_{c}", const(0) + x) for c, x in enumerate(of.indices_of(number, var))),
+        )
+
+    def address(self, row: Index, k: Index, within: Index) -> Index:
+        """Offset of an element at k, which is `within` elements into the current tile."""
+        of = self.runs
+        if not of:
+            return offset(self.layout, row, k)
+        return offset(self.layout, row, 0) + var(f"{self.name}_start") + within * value(of.step)
+
     def inside(self, row: Index, k: Index, end: Index) -> Index:
-        """1 if an element is before `end` and in no padding, else 0."""
-        there: Index = k.lt(end) * self.layout.valid((row, k), var)
+        """1 if an element of the current tile is before `end` and in no padding, else 0."""
+        there = k.lt(end)
+        if not self.runs:
+            valid: Index | int = self.layout.valid((row, k), var)
+            return there * valid
+        for c, (x, at) in enumerate(zip(self.layout.conditions, self.layout.indices((row, 0), var), strict=True)):
+            index = at + var(f"{self.name}_run_{c}")
+            there = reduce(mul, tests(x, index, index), there)
         return there
 
 

@@ -8,7 +8,7 @@ from portmm.ir.index import Index, const, var
 from portmm.spec.layout_index import evaluate
 
 if TYPE_CHECKING:
-    from portmm.spec.layout import Layout
+    from portmm.spec.layout import Condition, Layout
     from portmm.spec.layout_index import Sum
 
 
@@ -22,6 +22,12 @@ def value(x: Sum) -> Index:
     """A sum of sizes, whose names are variables of a kernel."""
     total: Index | int = evaluate(x, lambda leaf: var(leaf.name))
     return const(0) + total
+
+
+def tests(x: Condition, least: Index, most: Index) -> list[Index]:
+    """Tests that a condition of a layout holds for all indices from one to another."""
+    below = [] if x.least is None else [1 - least.lt(value(x.least))]
+    return below if x.end is None else [*below, most.lt(value(x.end))]
 
 
 def strides(layout: Layout) -> list[Index]:

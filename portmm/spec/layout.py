@@ -188,6 +188,10 @@ class Layout:
                 result = test if result is None else result * test
         return 1 if result is None else result
 
+    def indices(self, index: Sequence[Any], names: Names = as_sum) -> list[Any]:
+        """Index of each condition at a coordinate."""
+        return [_value(x.index, index, names) for x in self.conditions]
+
     # -- movement ----------------------------------------------------------------
 
     def step(self, axis: int, delta: int) -> Sum | None:

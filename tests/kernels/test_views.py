@@ -107,6 +107,9 @@ DEVICES = [
     (simt, grid_cases.MACHINE, "f32", (4, 4, 4), "2d padded", "cuda"),
     (simt, grid_cases.MACHINE, "f32", (1, 1, 1), "2d dilated", "opencl"),
     (simt, grid_cases.MACHINE, "bf16-bf16-f32", (8, 8, 4), "1d strided", "opencl"),
+    (simt, grid_cases.MACHINE, "f32", (4, 4, 4), "2d long", "cuda"),
+    (simt, grid_cases.MACHINE, "s8-s8-s32", (1, 1, 1), "2d padded", "cuda"),
+    (mma, load_target(str(MACHINES / "tiny_matrix.toml")), "f16-f16-f32", (8, 8, 4), "2d long", "cuda"),
     (mma, load_target(str(MACHINES / "tiny_matrix.toml")), "f16-f16-f32", (8, 8, 4), "2d padded", "cuda"),
 ]
 
