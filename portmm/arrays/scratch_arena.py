@@ -17,7 +17,6 @@ rest. A program for which there is no room even if all free arenas are dropped g
 
 from __future__ import annotations
 
-import mmap
 import os
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,7 +25,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays, scratch_budget
+from portmm.arrays import numpy_arrays, pages, scratch_budget
 from portmm.runtime.cpu import runtime
 
 SHARE = 0.4
@@ -142,13 +141,10 @@ def _larger(old: Arena, size: int) -> tuple[list[Arena], Arena]:
 
 def _pages(size: int) -> np.ndarray[Any, Any]:
     """Memory that returns to the system as soon as its last reference goes."""
-    try:
-        pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    except OSError as error:
-        raise MemoryError(f"no memory for an arena of {size} bytes") from error
-    if size >= HUGE and hasattr(mmap, "MADV_HUGEPAGE"):
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return np.frombuffer(pages, np.uint8)
+    memory = pages.anonymous(size)
+    if size >= HUGE:
+        pages.advise_huge(memory, 0, size)
+    return np.frombuffer(memory, np.uint8)
 
 
 def text(body: list[str], need: Layout) -> tuple[list[str], dict[str, Any]]:

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays, numpy_fallback
+from portmm.arrays import numpy_arrays, numpy_fallback, pages
 from portmm.dispatch import config
 from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.runtime.cpu import runtime
@@ -140,7 +140,7 @@ def pack_int4(q: Quantized) -> PackedInt4:
 
     k, n = q.shape
     layout = family_of_codes(config.target(), group_of(q))
-    owner = numpy_arrays.aligned_empty(_words(layout, k, n), np.int32)
+    owner = pages.lasting_empty(_words(layout, k, n), np.int32)
     if q.codes.size:
         try:
             _pack_by_kernel(q, layout, owner)

@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays, numpy_fallback
+from portmm.arrays import numpy_arrays, numpy_fallback, pages
 from portmm.arrays.libraries import in_host_memory, on_device
 from portmm.dispatch import config
 from portmm.errors import BuildError, PackError
@@ -202,7 +202,7 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
     layout = family_of(cpu_kernels.family(word, target))
     k, n = array.shape[-2:]
     item = _item(layout, k, n) * layout.kr
-    owner = numpy_arrays.aligned_empty(item * math.prod(array.shape[:-2]), dtype)
+    owner = pages.lasting_empty(item * math.prod(array.shape[:-2]), dtype)
     weight = _packed(owner, array.shape, layout)
     if owner.size and array.size:
         try:
@@ -243,7 +243,7 @@ def join(weights: tuple[Any, ...]) -> Any:
     if any(w.shape[1] % layout.nr for w in weights[:-1]):
         return None
     parts = [w.owner[: _item(layout, *w.shape) * layout.kr] for w in weights]
-    owner = numpy_arrays.aligned_empty(sum(x.size for x in parts), first.owner.dtype)
+    owner = pages.lasting_empty(sum(x.size for x in parts), first.owner.dtype)
     np.concatenate(parts, out=owner)
     owner.flags.writeable = False
     return _packed(owner, (k, sum(w.shape[1] for w in weights)), layout)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import importlib.util
 import json
+import mmap
 import sys
+from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -15,7 +18,7 @@ from places import BENCH
 from support import HERE, interpret, panels_of, valid_of
 
 import portmm as pm
-from portmm.arrays import numpy_arrays, numpy_fallback
+from portmm.arrays import numpy_arrays, numpy_fallback, pages
 from portmm.comparison import tables
 from portmm.dispatch import cpu_routes
 from portmm.errors import NoCompilerError
@@ -190,3 +193,51 @@ def test_copies_are_whole(monkeypatch):
         copy(to, src)
         copy.close()
         np.testing.assert_array_equal(to, src)
+
+
+def flags_of(address):
+    """Flags of the map that an address lies in, and its first address."""
+    found = ""
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        head = line.split()[0]
+        if "-" in head and not head.endswith(":"):
+            begin, end = (int(x, 16) for x in head.split("-"))
+            found = (begin <= address < end) and hex(begin)
+        elif head == "VmFlags:" and found:
+            return line.split()[1:], found
+    return [], ""
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_HUGEPAGE"), reason="this system has no huge pages")
+def test_a_large_weight_starts_on_a_huge_page_and_returns_it():
+    """Its memory is asked for in huge pages, and goes back to the system with the last reference."""
+    rows = pages.LEAST // 4 // 64 + 1
+    b = np.random.default_rng(0).standard_normal((rows, 64), np.float32)
+    w = pm.pack(b)
+    address = np.asarray(w.owner).ctypes.data
+    flags, begin = flags_of(address)
+    assert address % HUGE_PAGE == 0
+    assert np.asarray(w.owner).nbytes >= pages.LEAST
+    assert "hg" in flags
+    assert (unpack(w) == b).all()
+    kept = pm.matmul(b[:3, :1] * np.ones((3, rows), np.float32), w)
+    assert np.isfinite(kept).all()
+    del w
+    gc.collect()
+    pm.forget()
+    assert flags_of(address)[1] != begin or "hg" not in flags_of(address)[0]
+    assert np.asarray(pm.pack(b[:1000]).owner).ctypes.data % 64 == 0
+
+
+def test_a_system_without_huge_pages_is_served(monkeypatch):
+    class Plain(mmap.mmap):
+        def madvise(self, *_):
+            raise OSError(22, "Invalid argument")
+
+    monkeypatch.setattr(pages, "LEAST", 4096)
+    monkeypatch.setattr(pages.mmap, "mmap", Plain)
+    b = np.random.default_rng(0).standard_normal((70, 90), np.float32)
+    assert (unpack(pm.pack(b)) == b).all()
+    monkeypatch.setattr(pages.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(12, "no memory")))
+    with pytest.raises(MemoryError, match="no memory for"):
+        pm.pack(b)
