@@ -23,6 +23,8 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 
+ANY = "any"
+"""The setting of races in which results may change."""
 MOST_THREADS = 1024
 """Capacity of the thread pool in runtime/pool.c."""
 
@@ -37,14 +39,15 @@ class Config:
         threads: the most threads that one call may use; 0 for all cores.
         deterministic: results do not depend on threads or on the other rows.
         tf32: products of float32 on a device may round their operands to tf32.
-        race: the first calls of a kind may try several schedules; None: PORTMM_RACE decides, and if it is not set, yes.
+        race: the first calls of a kind may try several schedules, with "any" also those of other results; None:
+            PORTMM_RACE decides, and if it is not set, yes.
     """
 
     target: str = ""
     threads: int = 0
     deterministic: bool = False
     tf32: bool = False
-    race: bool | None = None
+    race: bool | str | None = None
 
 
 _default = Config()
@@ -68,10 +71,13 @@ def target_name() -> str:
     return current().target or os.environ.get("PORTMM_TARGET", "")
 
 
-def race() -> bool:
-    """Test whether the first calls of a kind may try several schedules."""
+def race() -> str:
+    """Which schedules the first calls of a kind may try: "same" for those with the same results, "any", or ""."""
     setting = current().race
-    return os.environ.get("PORTMM_RACE", "") not in ("0", "off") if setting is None else setting
+    if setting is None:
+        setting = os.environ.get("PORTMM_RACE", "")
+        setting = setting if setting == ANY else setting not in ("0", "off")
+    return setting if isinstance(setting, str) else "same" if setting else ""
 
 
 def rounds(dtype: str) -> bool:
@@ -134,7 +140,7 @@ def config(
     threads: int | None = None,
     deterministic: bool | None = None,
     tf32: bool | None = None,
-    race: bool | None = None,
+    race: bool | str | None = None,
 ) -> Iterator[Config]:
     """Change settings for a block of code; blocks nest, and each thread has its own.
 
@@ -147,7 +153,9 @@ def config(
             precision: by at most 2**-11 of it, half away from zero. Tensor cores then multiply them, and sums
             stay in float32. Off by default, and where results are deterministic.
         race: while a kind of product is called for the first times, several schedules with the same results are tried
-            in turn, and the fastest stays. On by default; False where every call should take the same time.
+            in turn, and the fastest stays. On by default; False where every call should take the same time. "any" lets
+            schedules with other results race as well: they add in another order, so that the bits of a result may
+            change from call to call.
 
     Yields:
         The settings of the block.
@@ -155,10 +163,12 @@ def config(
     Raises:
         TargetError: there is no such target, or this machine cannot run it.
         TypeError: `target` is no string, or `threads` no integer.
-        ValueError: `threads` is negative, or more than the pool has room for.
+        ValueError: `threads` is negative, or more than the pool has room for; `race` is another word than "any".
     """
     global _depth  # noqa: PLW0603 - counts the blocks that are open in any thread
     outer = current()
+    if isinstance(race, str) and race != ANY:
+        raise ValueError(f"race is {race!r}; give True, False, or {ANY!r} for schedules with other results, too")
     settings = Config(
         outer.target if target is None else target,
         outer.threads if threads is None else _checked(threads),

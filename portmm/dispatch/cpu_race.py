@@ -1,45 +1,59 @@
 """Races between schedules, in the calls of users: the first calls of a kind run the best candidates in turn.
 
-Owns which routes race, the choice of rivals, and what is kept of a race for other processes. Rivals give the same bits
-as the selected schedule, so that no result depends on who wins. Their kernels are built in the background, by a
-compiler at low priority, once calls of a kind took some time; the run time times the calls and decides
-(`runtime/race.c`). A process that ends earlier leaves nothing, and the next one starts afresh; what a race found is in
-the route cache, for all processes on this machine.
+Owns which routes race, and what is kept of a race for other processes. Rivals give the same bits as the selected
+schedule, so that no result depends on who wins, unless `race="any"` was asked for. Another process selects and builds
+them (`dispatch.rival_process`); this one loads what is built. The run time times the calls and decides
+(`runtime/race.c`). What was built is kept in the cache, and what a race found is in the route cache, for all processes
+on this machine: one that ends before its race is over leaves the next one less to do.
 """
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch import config
-from portmm.errors import PortmmError
+from portmm.dispatch import config, rival_process
+from portmm.dispatch.rival_process import RACED, WORDS
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
-from portmm.spec.dtype import UNCONVERTED
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.dispatch.schedule_choice import Choice
-    from portmm.runtime.route_cache import RouteCache
-    from portmm.schedule.schedule import Schedule
+    from portmm.runtime.route_cache import Racer, RouteCache
     from portmm.spec.problem import Problem
 
-MOST_RIVALS = 3
-"""Rivals of the selected schedule."""
-MOST_PREDICTED = 1.6
-"""A rival's predicted time over the least: what is slower loses too much while it is tried."""
 LEAST_FLOPS = 2e6
 """Operations from which a call is worth a race: some ten microseconds."""
-AFTER_SECONDS = 0.3
-"""Time of the calls of a kind before it races: 20 times what rivals take from them, whose choice and lowering are
-Python that holds its lock for some 15 ms."""
-RACED = "raced"
-"""The field of a route's line in the cache after which a race follows."""
+AFTER_SECONDS = 0.04
+"""Time of the calls of a kind before it races, and between two attempts: 20 times what a race takes from them, as far
+as it is work of the calling process: it starts another, loads three kernels, and writes a line."""
+ANY = " any"
+"""The end of questions whose answers may be kernels of other results."""
 
 
-def enter(route: Any, p: Problem, served: tuple[int, int], kept: RouteCache | None) -> None:
+def mark() -> str:
+    """What ends the questions of the route cache under the current settings."""
+    return ANY if config.race() == "any" else ""
+
+
+def question(p: Problem, served: tuple[int, int], kept: RouteCache | None) -> str:
+    """The question of the route cache for a route under the current settings: that of any results if it is answered.
+
+    Args:
+        p: the problem.
+        served: the least and the largest M that the route serves.
+        kept: the route cache of the configured target.
+    """
+    plain = route_cache.question(p, served, config.limit())
+    return f"{plain}{ANY}" if kept is not None and mark() and f"{plain}{ANY}" in kept.lines else plain
+
+
+def is_over(question: str, kept: RouteCache) -> bool:
+    """Whether the route of a question is what a race left, under the current settings."""
+    return bool(route_cache.remark(kept, question)) and question.endswith(mark())
+
+
+def enter(route: Any, p: Problem, served: tuple[int, int], kept: RouteCache | None) -> Any:
     """Let the route of a selected schedule race, if it is one that may.
 
     Args:
@@ -47,12 +61,19 @@ def enter(route: Any, p: Problem, served: tuple[int, int], kept: RouteCache | No
         p: the problem.
         served: the least and the largest M that the route serves.
         kept: the route cache of the configured target.
+
+    Returns:
+        The route; a copy of it where other results are allowed, since elsewhere they are not.
     """
-    if p.flops < LEAST_FLOPS or p.dtype not in UNCONVERTED or p.deterministic or p.static:
-        return
-    if config.race():
-        race = _Race(replace(p, m=served[1]), served, config.limit(), config.target_name(), kept)
+    if p.flops < LEAST_FLOPS or p.deterministic or p.static or kept is None:
+        return route
+    which = config.race()
+    if which and rival_process.possible():
+        if which == "any":
+            route = runtime().make_route(route.kernel, route.work_bytes, route.workers, route.dtype, p.unit)
+        race = _Race(replace(p, m=served[1]), served, config.limit(), config.target_name(), kept, mark())
         runtime().race(route, race, AFTER_SECONDS)
+    return route
 
 
 class _Race:
@@ -64,81 +85,50 @@ class _Race:
         limit: of threads, as configured.
         target: name of the target in the settings.
         kept: its route cache.
+        mark: `mark` of the settings.
     """
 
-    def __init__(self, p: Problem, served: tuple[int, int], limit: int, target: str, kept: RouteCache | None) -> None:
-        self.p, self.served, self.limit, self.target, self.kept = p, served, limit, target, kept
-        self.schedules: dict[int, Schedule] = {}  # by the identity of their routes
+    def __init__(  # noqa: PLR0917 - one caller
+        self, p: Problem, served: tuple[int, int], limit: int, target: str, kept: RouteCache, mark: str
+    ) -> None:
+        self.p, self.served, self.limit, self.target, self.kept, self.mark = p, served, limit, target, kept, mark
+        self.question = route_cache.question(p, served, limit) + mark
+        self.schedules: dict[int, str] = {}  # by the identity of their routes
 
     def __call__(self, route: Any, winner: Any = None, ratio: float = 1.0) -> None:
-        from portmm.dispatch import cpu_background
+        if winner is not None:
+            from portmm.dispatch import cpu_background
 
-        key = ("race", self.target, self.p, self.served, self.limit, winner is None)
-        if winner is None:
-            if not cpu_background.begin(key, lambda: self._bring_rivals(route)):
-                runtime().start_race(route, ())
-        elif self.kept is not None:
-            cpu_background.begin(key, lambda: self._keep(winner, 1 / ratio))
+            cpu_background.begin(("race", self.target, self.question), lambda: self._keep(winner, 1 / ratio))
+        elif racers := route_cache.racers(self.kept, self.question):
+            self._start(route, racers)
+        else:
+            words = {"problem": asdict(self.p), "served": self.served, "limit": self.limit, "target": self.target}
+            words |= {"key": _key(route), "question": self.question, "others": bool(self.mark)}
+            if not rival_process.ask(words, lambda answer: self._answered(route, answer)):
+                runtime().start_race(route, None)
 
-    def _bring_rivals(self, route: Any) -> None:
-        """Build the kernels of rivals, and begin; the routes live as long as the race."""
-        from portmm.dispatch.cpu_routes import route_by, tuned_within
-        from portmm.dispatch.overrides import active
-        from portmm.dispatch.schedule_choice import predicted, select_for_class
+    def _answered(self, route: Any, answer: list[list[Any]] | None) -> None:
+        self._start(route, [route_cache.Racer(*x) for x in answer or ()])
 
-        target, rivals = config.target(self.target), []
-        threads = self.limit or max(1, target.cores)
-        if active() or tuned_within(self.p, self.served, target, threads):
-            runtime().start_race(route, ())
-            return
-        try:
-            best = select_for_class(self.p, target, threads)
-            seconds = predicted(self.p, best.listed, best.workers)
-            self.schedules[id(route)] = best.schedule
-            for s in rivals_of(best.schedule, best.listed.schedules, seconds):
-                rival = route_by(s, self.p, target, best.workers)
-                rivals.append(rival)
-                self.schedules[id(rival)] = s
-        except PortmmError:
-            rivals = []  # the selected schedule stays
-        runtime().start_race(route, tuple(rivals))
+    def _start(self, route: Any, racers: list[Racer]) -> None:
+        """Load rivals and begin; without any, the selected schedule stays. The routes live as long as the race."""
+        rivals = []
+        if racers and racers[0].key == _key(route):
+            loaded = [(x, route_cache.routed(route_cache.spelled(x), runtime(), self.p)) for x in racers[1:]]
+            rivals = [(x, rival) for x, rival in loaded if rival is not None]
+            self.schedules = {id(route): racers[0].schedule} | {id(rival): x.schedule for x, rival in rivals}
+        runtime().start_race(route, tuple([rival for _, rival in rivals]))
 
     def _keep(self, winner: Any, gain: float) -> None:
         """Store the winner for other processes."""
-        from portmm.schedule.text import spell
-
-        assert self.kept is not None  # noqa: S101 - its caller looks
-        result = f"{RACED} {len(self.schedules)} {gain:.4f} {spell(self.schedules[id(winner)])}"
-        question = route_cache.question(self.p, self.served, self.limit)
-        route_cache.keep(self.kept, question, winner, config.target(self.target), result)
+        result = f"{RACED} {len(self.schedules)} {gain:.4f} {self.schedules[id(winner)]}"
+        route_cache.keep(self.kept, self.question, winner, config.target(self.target), result)
 
 
-def rivals_of(wanted: Schedule, listed: Sequence[Schedule], seconds: Sequence[float]) -> list[Schedule]:
-    """The rivals of a selected schedule, of the same results: by predicted time, no two of one register tile at first.
-
-    Args:
-        wanted: the selected schedule.
-        listed: candidates.
-        seconds: their predicted times.
-    """
-    from portmm.dispatch.cpu_background import same_results
-
-    least = min(seconds)
-    order = sorted(range(len(listed)), key=seconds.__getitem__)
-    usable = [
-        listed[i]
-        for i in order
-        if listed[i] != wanted and seconds[i] <= MOST_PREDICTED * least and same_results(listed[i], wanted)
-    ]
-    tiles = {(wanted.mr, wanted.nr)}
-    first: list[Schedule] = []
-    for s in usable:
-        if (s.mr, s.nr) not in tiles:
-            tiles.add((s.mr, s.nr))
-            first.append(s)
-    rest = [s for s in usable if s not in first]
-    # The next by prediction, then other tiles.
-    return [*rest[:1], *first, *rest[1:]][:MOST_RIVALS]
+def _key(route: Any) -> str:
+    """Key of the shared object that a route launches."""
+    return str(route.kernel.path).rpartition("/")[2].removesuffix(".so")
 
 
 def raced(choice: Choice, limit: int) -> Choice:
@@ -156,10 +146,10 @@ def raced(choice: Choice, limit: int) -> Choice:
     if kept is None or choice.origin.startswith("tuned"):
         return choice
     for served in (rows(p), (p.m, p.m)):
-        stored = route_cache.remark(kept, route_cache.question(p, served, limit))
+        stored = route_cache.remark(kept, route_cache.question(p, served, limit) + mark())
         if not stored.startswith(RACED):
             continue
-        _, count, gain, text = stored.split(" ", 3)
+        _, count, gain, text = stored.split(" ", WORDS)
         s = parse(text)
         terms = schedule_cost(p, s, choice.target, choice.workers)
         rest = tuple(x for x in ((choice.schedule, choice.cost), *choice.runners_up) if x[0] != s)

@@ -77,13 +77,12 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
     if served is None:
         return kernel, None
     keep(kernel, served)
-    cpu_race.enter(kernel, p, served, kept)
-    return _remembered(p, kernel, served)
+    return _remembered(p, cpu_race.enter(kernel, p, served, kept), served)
 
 
 def _key(p: Problem) -> tuple[Any, ...]:
     """The key of the class of a problem, under the current settings."""
-    return rows(p)[1], p.but_rows, config.target_name(), config.limit()
+    return rows(p)[1], p.but_rows, config.target_name(), config.limit(), cpu_race.mark()
 
 
 def _remembered(p: Problem, kernel: Any, served: tuple[int, int]) -> tuple[Any, bool]:
@@ -99,11 +98,11 @@ def _known(p: Problem) -> tuple[Any, bool] | None:
         return kernel, True
     kept = route_cache.of_target(config.target_name())
     for served in dict.fromkeys((rows(p), (p.m, p.m))):
-        question = route_cache.question(p, served, config.limit())
+        question = cpu_race.question(p, served, kept)
         kernel = None if kept is None else route_cache.route(kept, question, runtime(), p)
         if kept is not None and kernel is not None:
-            if not route_cache.remark(kept, question):
-                cpu_race.enter(kernel, p, served, kept)
+            if not cpu_race.is_over(question, kept):
+                kernel = cpu_race.enter(kernel, p, served, kept)
             return _remembered(p, kernel, served)
     return None
 

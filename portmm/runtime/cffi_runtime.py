@@ -100,7 +100,7 @@ class CffiRuntime:
         """Nothing: only the extension times single calls well enough."""
 
     @staticmethod
-    def start_race(route: Route, rivals: tuple[Route, ...]) -> None:
+    def start_race(route: Route, rivals: tuple[Route, ...] | None) -> None:
         """Nothing, likewise."""
 
     @staticmethod

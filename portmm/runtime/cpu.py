@@ -75,8 +75,11 @@ class Runtime(Protocol):
         the time of the route's own kernel.
         """
 
-    def start_race(self, route: Any, rivals: tuple[Any, ...]) -> None:
-        """Begin the race of a route that waits, with at most three routes of the same results; without any, end it."""
+    def start_race(self, route: Any, rivals: tuple[Any, ...] | None) -> None:
+        """Begin the race of a route that waits, with at most three routes; without any, end it; None: ask again later.
+
+        Calls of a route that is to ask again are counted from the start.
+        """
 
     def racing(self, route: Any) -> str:
         """State of a route: "counting" calls, "waiting" for rivals, "running", or "done"; "" if it does not race."""

@@ -167,12 +167,21 @@ static PyObject *py_race(PyObject *module, PyObject *args) {
   return Py_NewRef(Py_None);
 }
 
-/* Begin the rounds of a route that waits for rivals; without any its own kernel has won. */
+/* Begin the rounds of a route that waits for rivals; without any its own kernel has won. With None for rivals it counts
+ * again, and asks once more. */
 static PyObject *py_start_race(PyObject *module, PyObject *args) {
   PyObject *route, *rivals;
   (void)module;
-  if (!PyArg_ParseTuple(args, "O!O!:start_race", &route_type, &route, &PyTuple_Type, &rivals)) return NULL;
+  if (!PyArg_ParseTuple(args, "O!O:start_race", &route_type, &route, &rivals)) return NULL;
   route_object *r = (route_object *)route;
+  if (rivals == Py_None) {
+    if (r->race && r->race->state == WAITING) {
+      r->race->spent = 0;
+      r->race->state = COUNTING;
+    }
+    return Py_NewRef(Py_None);
+  }
+  if (!PyTuple_Check(rivals)) return PyErr_Format(PyExc_TypeError, "rivals are %R; need a tuple of routes, or None", rivals);
   const Py_ssize_t n = PyTuple_GET_SIZE(rivals);
   if (n >= RACERS) return PyErr_Format(PyExc_ValueError, "%zd rivals; at most %d", n, RACERS - 1);
   for (Py_ssize_t i = 0; i < n; i++) {

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
 from time import monotonic
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.build.cache import append_note, cache_dir, digest, load, read_note, tuned_database, write_note
 from portmm.host.host_probe import snapshot
@@ -36,7 +36,7 @@ from portmm.util.memo import forget_all
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from portmm.spec.problem import Problem
@@ -48,6 +48,8 @@ CHECK = 16
 """Hexadecimal digits of a line's checksum, and of a heading's digest."""
 ROUTES, HEADING, CODE = "book-", "book", "code "
 """The start of a note's name; kinds of lines: the heading, and the code of a schedule."""
+RACERS = " racers"
+"""The end of the question of kernels that race."""
 
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `dispatch`."""
@@ -105,6 +107,24 @@ class RouteCache:
     def line(self, question: str, answer: str) -> str:
         """An entry as a line of the file, with its checksum."""
         return _checked(f"{_under(self.cores, self.runtime, self.depends)}\t{question}\t{answer}")
+
+
+class Racer(NamedTuple):
+    """A kernel that was built to race.
+
+    Attributes:
+        key: of the shared object in the cache.
+        symbol: name of the function.
+        work: bytes of its workspace.
+        workers: threads that share the work.
+        schedule: its spelling.
+    """
+
+    key: str
+    symbol: str
+    work: int
+    workers: int
+    schedule: str
 
 
 _lock = locks.lock()
@@ -252,7 +272,12 @@ def question(p: Problem, served: tuple[int, int], limit: int) -> str:
 
 def route(kept: RouteCache, question: str, runtime: Any, p: Problem) -> Any:
     """The cached route of a question; None if there is no valid one."""
-    fields = _loaded(kept.lines.get(question, ""), runtime)
+    return routed(kept.lines.get(question, ""), runtime, p)
+
+
+def routed(line: str, runtime: Any, p: Problem) -> Any:
+    """The route of a line "key, symbol, workspace bytes, workers", separated by tabs; None if it is no valid one."""
+    fields = _loaded(line, runtime)
     if fields is None:
         return None
     kernel, work, workers, *_ = fields
@@ -291,6 +316,24 @@ def remark(kept: RouteCache, question: str) -> str:
     return fields[4] if len(fields) > 4 else ""
 
 
+def racers(kept: RouteCache, question: str) -> list[Racer]:
+    """The kernels that were built to race for a question by an earlier process, that of the selected schedule first."""
+    line = kept.lines.get(f"{question}{RACERS}", "")
+    fields = line.split("\t") if line else []
+    rows = [fields[i : i + len(Racer._fields)] for i in range(0, len(fields), len(Racer._fields))]
+    return [Racer(key, symbol, int(work), int(workers), text) for key, symbol, work, workers, text in rows]
+
+
+def keep_racers(kept: RouteCache, question: str, racers: Sequence[Racer], target: Target) -> None:
+    """Store kernels that were built to race for a question, that of the selected schedule first."""
+    _add(kept, kept.lines, f"{question}{RACERS}", "\t".join(map(spelled, racers)), target)
+
+
+def spelled(x: Racer) -> str:
+    """A racer as fields of a line."""
+    return "\t".join(map(str, x))
+
+
 def keep(kept: RouteCache, question: str, answer: Any, target: Target, remark: str = "") -> None:
     """Store the route of a question, and a remark about it."""
     about = f"{answer.kernel.symbol}\t{answer.work_bytes}\t{answer.workers}" + (f"\t{remark}" if remark else "")
@@ -306,16 +349,19 @@ def _keep(  # noqa: PLR0917 - two functions call it
     kept: RouteCache, entries: dict[str, str], name: str, kernel: Any, about: str, target: Target
 ) -> None:
     folder, _, file = str(kernel.path).rpartition("/")
-    if folder != str(cache_dir()):
-        return  # built into a private directory of this process
+    if folder == str(cache_dir()):  # else it was built into a private directory of this process
+        _add(kept, entries, name, f"{file.removesuffix('.so')}\t{about}", target)
+
+
+def _add(kept: RouteCache, entries: dict[str, str], name: str, line: str, target: Target) -> None:
+    """Store an entry of a cache."""
     if not kept.files:
         from portmm.build.compiler import find_compiler
         from portmm.host.calibrate import note_name
 
-        note = os.path.join(folder, f"{note_name(target)}.note")  # noqa: PTH118 - on the way to every first call
+        note = f"{cache_dir()}/{note_name(target)}.note"
         kept.own = os.path.basename(getattr(cpu_runtime.runtime(), "__file__", "")).removesuffix(".so")  # noqa: PTH119
         kept.files = (find_compiler().argv[0], note, str(tuned_database() or "no database"))
-    line = f"{file.removesuffix('.so')}\t{about}"
     with _lock:
         now, depends = monotonic(), kept.depends
         if now >= kept.fresh_until:

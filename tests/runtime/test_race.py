@@ -10,7 +10,7 @@ import pytest
 
 import portmm as pm
 from portmm.build import child_process, compiler
-from portmm.dispatch import config, cpu_background, cpu_race, cpu_routes, schedule_choice
+from portmm.dispatch import config, cpu_background, cpu_race, cpu_routes, rival_process, rivals, schedule_choice
 from portmm.ops import routes
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
@@ -43,6 +43,7 @@ def racing(extension, monkeypatch):
     extension.clear_memo()
     with pm.config(threads=1):
         yield extension
+    rival_process.wait()
     cpu_background.wait()
     forget_all()
     extension.clear_memo()
@@ -144,7 +145,7 @@ def test_calls_race_and_the_next_process_knows_the_winner(racing):
         state = racing.racing(routes.route(p))
         states += [state] if states[-1:] != [state] else []
         if state == "waiting":
-            cpu_background.wait()
+            rival_process.wait()
     assert len(results) == 1
     assert states[-2:] == ["running", "done"]
     cpu_background.wait()
@@ -168,15 +169,10 @@ def test_races_can_be_turned_off(racing, monkeypatch, how):
         assert not racing.racing(routes.route(Problem(M, N, K)))
 
 
-@pytest.mark.usefixtures("racing")
 def test_tuned_schedules_do_not_race(monkeypatch):
-    rivals = []
-    monkeypatch.setattr(cpu_routes, "tuned_within", lambda *_: True)
-    monkeypatch.setattr(cpu_race, "rivals_of", lambda *_: rivals.append(1) or [])
-    pm.matmul(*operands())
-    cpu_background.wait()
-    assert not rivals
-    assert "raced" not in pm.explain(*operands()).summary()
+    p = Problem(M, N, K)
+    monkeypatch.setattr(rivals, "tuned_within", lambda *_: True)
+    assert not rivals.racers(p, (M, M), 1, config.target(), "", others=False)
 
 
 @pytest.mark.usefixtures("racing")
@@ -207,10 +203,10 @@ def test_rivals_have_other_tiles_first():
     p, target = Problem(200, 300, 400), config.target()
     best = schedule_choice.select_for_class(p, target, 1)
     seconds = schedule_choice.predicted(p, best.listed, 1)
-    rivals = cpu_race.rivals_of(best.schedule, best.listed.schedules, seconds)
-    assert len(rivals) <= cpu_race.MOST_RIVALS
-    assert best.schedule not in rivals
-    assert all(cpu_background.same_results(s, best.schedule) for s in rivals)
+    found = rivals.rivals_of(best.schedule, best.listed.schedules, seconds)
+    assert len(found) == rivals.MOST_RIVALS
+    assert best.schedule not in found
+    assert all(cpu_background.same_results(s, best.schedule) for s in found)
 
 
 def test_compilers_in_the_background_leave_processors_to_others():
