@@ -64,7 +64,7 @@ class _Helper:
 
     pid: int
     connection: Any
-    asked: dict[int, Callable[[dict[str, Any] | None], None]] = field(default_factory=dict)
+    asked: dict[int, Callable[[Any], None]] = field(default_factory=dict)
 
 
 _lock = locks.lock()
@@ -72,7 +72,7 @@ _helpers: list[_Helper] = []
 _state = {"questions": 0, "crashes": 0}
 
 
-def ask(question: dict[str, Any], then: Callable[[dict[str, Any] | None], None]) -> bool:
+def ask(question: dict[str, Any], then: Callable[[Any], None]) -> bool:
     """Ask the helper, which is started if there is none; False if it cannot be asked now.
 
     Args:

@@ -23,9 +23,13 @@ import numpy as np
 import portmm as pm
 from portmm.dispatch import cpu_race, rival_process
 from portmm.ops import routes
+from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 from portmm.spec.problem import Problem
 cpu_race.AFTER_SECONDS = 0.0
+kept = route_cache.RouteCache(f"{route_cache.ROUTES}{os.getpid()}")  # nothing has raced before
+if not os.environ.get("TEST_KEEPS"):
+    route_cache.of_target = lambda _: kept
 pm.set_num_threads(1)
 
 def calls(until, n=120):
@@ -211,7 +215,7 @@ def test_programs_that_embed_python_start_none(monkeypatch):
 
 def test_a_process_that_ends_early_leaves_kernels_to_the_next(tmp_path):
     tmp_path.chmod(0o700)
-    env = {**os.environ, "PORTMM_RACE": "on", "PORTMM_CACHE": str(tmp_path)}
+    env = {**os.environ, "PORTMM_RACE": "on", "PORTMM_CACHE": str(tmp_path), "TEST_KEEPS": "1"}
     early = BEGIN + "\ncalls('waiting')\nrival_process.wait()\n"
     later = BEGIN + "\ncalls('done')\nprint(len(rival_process._helpers))\n"
     if python_headers() is None:
