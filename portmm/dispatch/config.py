@@ -72,7 +72,7 @@ def target_name() -> str:
 
 
 def race() -> str:
-    """Which schedules the first calls of a kind may try: "same" for those with the same results, "any", or ""."""
+    """The schedules that the first calls of a kind may try: "same" for those with the same results, "any", or ""."""
     setting = current().race
     if setting is None:
         setting = os.environ.get("PORTMM_RACE", "")

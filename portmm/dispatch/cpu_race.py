@@ -32,7 +32,7 @@ ANY = " any"
 
 
 def mark() -> str:
-    """What ends the questions of the route cache under the current settings."""
+    """The end of the questions of the route cache under the current settings."""
     return ANY if config.race() == "any" else ""
 
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 RACED, WORDS = "raced", 3
 """The field of a route's line in the cache after which a race follows, and words before the winner's spelling."""
-MOST_ASKED = 4
+MOST_PENDING = 4
 """Questions that wait for answers: each is a second of compilation, and calls that go on ask again."""
 IDLE_SECONDS = 20.0
 """Seconds without a question after which a helper ends: a program's new kinds of calls come close together."""
@@ -59,12 +59,12 @@ class _Helper:
     Attributes:
         pid: its id.
         connection: a socket to it, which keeps the boundaries of messages.
-        asked: by number, what is called with an answer.
+        pending: by number, what is called with an answer.
     """
 
     pid: int
     connection: Any
-    asked: dict[int, Callable[[Any], None]] = field(default_factory=dict)
+    pending: dict[int, Callable[[Any], None]] = field(default_factory=dict)
 
 
 _lock = locks.lock()
@@ -83,17 +83,17 @@ def ask(question: dict[str, Any], then: Callable[[Any], None]) -> bool:
         if not _helpers and not _start():
             return False
         helper = _helpers[0]
-        if len(helper.asked) >= MOST_ASKED:
+        if len(helper.pending) >= MOST_PENDING:
             return False
         number = _state["questions"] = _state["questions"] + 1
         message = json.dumps([number, question]).encode()
         if len(message) > MOST_BYTES:
             return False
-        helper.asked[number] = then
+        helper.pending[number] = then
         try:
             helper.connection.send(message, _socket.MSG_DONTWAIT | _socket.MSG_NOSIGNAL)
         except OSError:
-            del helper.asked[number]
+            del helper.pending[number]
             return False
         return True
 
@@ -153,14 +153,13 @@ def _listen(helper: _Helper) -> None:
             message = b""
         if message:
             number, answer = json.loads(message)
-            then = helper.asked.pop(number, None)
-            if then is not None:
-                with suppress(Exception):
-                    then(answer)
+            with suppress(Exception):
+                helper.pending[number](answer)
+            helper.pending.pop(number, None)
     with _lock:
         if helper in _helpers:  # else this is another process, or it has asked another one
             _helpers.remove(helper)
-        left = list(helper.asked.values())
+        left = list(helper.pending.values())
         _state["crashes"] += bool(left)
     helper.connection.close()
     for then in left:
@@ -179,7 +178,7 @@ def _reap(pid: int) -> None:
 def wait(seconds: float = 60.0) -> None:
     """Return when all questions are answered, or after some time."""
     until = time.monotonic() + seconds
-    while any(x.asked for x in tuple(_helpers)) and time.monotonic() < until:
+    while any(x.pending for x in tuple(_helpers)) and time.monotonic() < until:
         time.sleep(0.005)
 
 

@@ -93,13 +93,13 @@ def racers(
     else:
         seconds = predicted(p, best.listed, best.workers)
         rivals = rivals_of(best.schedule, best.listed.schedules, seconds, others=others)
-    found: dict[str, Racer] = {}
+    built: dict[str, Racer] = {}
     for s in (best.schedule, *rivals):
         kernel = cpu_kernels.kernel_of(s, cpu_kernels.isa_of(s, target))
         work = cpu_kernels.workspace_bytes(kernel, p, best.workers)
         key = cpu_kernels.build_kernel(kernel).key
-        found.setdefault(key, Racer(key, kernel.name, work, best.workers, spell(s)))
-    return list(found.values())
+        built.setdefault(key, Racer(key, kernel.name, work, best.workers, spell(s)))
+    return list(built.values())
 
 
 def serve(idle: float) -> None:
@@ -142,10 +142,10 @@ def _answer(  # noqa: PLR0917 - the words of a question
     winner = stored.split(" ", WORDS)[-1] if stored.startswith(RACED) else ""
     try:
         machine = config.target(target)
-        found = racers(p, (least, most), limit, machine, winner, others=others)
+        built = racers(p, (least, most), limit, machine, winner, others=others)
     except PortmmError:
         return None
-    if len(found) < 2 or found[0].key != key:
+    if len(built) < 2 or built[0].key != key:
         return None
-    route_cache.keep_racers(kept, question, found, machine)
-    return found
+    route_cache.keep_racers(kept, question, built, machine)
+    return built

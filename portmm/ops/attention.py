@@ -11,7 +11,9 @@ import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
+from portmm.dispatch import config
 from portmm.errors import BuildError
+from portmm.ops import host_matmul
 from portmm.ops.attention_fastpath import keep, kind_of, kinds
 from portmm.ops.attention_kernel import AttentionKernel, make_kernel
 from portmm.ops.attention_shapes import VALUES, Options, Shape, by_item, by_numpy, count, refuse_others, shape_of
@@ -74,10 +76,13 @@ def attention(
     window = None if window is None else count(window, "window", 1)
     plain = None
     if score is None and mask is None and lengths is None and out is None and offset is None:
-        plain = kind_of(q, k, v, scale, causal, window, return_lse)
-        known = kinds.get(plain) if plain else None
-        if known is not None:
-            return known(q, k, v)
+        call = (q, k, v, scale, causal, window, return_lse, config.current(), config.limit())
+        result = host_matmul.attend(*call)
+        if result is not NotImplemented:
+            return result
+        plain = kind_of(*call[:-2])
+        if (known := kinds.get(plain) if plain else None) is not None:
+            return known.again(call)
     refuse_others(score=score, mask=mask)
     options = Options(score, mask, scale, causal, window, lengths, offset, return_lse)
     tracer = numpy_arrays.tracing_operand(q, k, v, lengths, offset)
@@ -100,7 +105,7 @@ def attention(
     result, lse, kernel = _computed(shape, options, out)
     if plain and kernel is not None:
         numbers = [options.factor(shape.d)] * len(kernel.bound.traced.numbers)
-        keep(plain, (q, k, v), kernel, shape, window, numbers, lse=return_lse)
+        keep(plain, (q, k, v), kernel, shape, window, numbers, lse=return_lse, call=call)
     if out is not None and result is not out:
         out[...] = result
         result = out

@@ -12,6 +12,7 @@ import numpy as np
 
 from portmm.dispatch import config
 from portmm.ops.attention_kernel import FORK, AttentionKernel
+from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class
 from portmm.util.memo import Memory
 
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from portmm.ops.attention_shapes import Shape
 
 Array = np.ndarray[Any, Any]
+STRIDES = 4
+"""Strides of an operand: along items, rows, columns and heads."""
 MOST_KINDS = 1024
 """Kinds of calls remembered before the memo is emptied."""
 
@@ -53,10 +56,16 @@ def keep(  # noqa: PLR0917 - one caller
     numbers: list[Any],
     *,
     lse: bool,
+    call: tuple[Any, ...],
 ) -> None:
-    """Remember the kernel of a kind of calls, if operands of this kind are read without a copy."""
+    """Remember the kernel of a kind of calls, if operands of this kind are read without a copy.
+
+    The last argument is that of `Runtime.attend`.
+    """
     if all(map(_same, shape.operands, operands)):
-        kinds.keep(key, _Repeated(kernel, shape, window, numbers, lse=lse))
+        repeated = _Repeated(kernel, shape, window, numbers, lse=lse)
+        kinds.keep(key, repeated)
+        repeated.repeats = repeated.hand_on(call)
 
 
 def _same(x: Array, y: Array) -> bool:
@@ -79,6 +88,7 @@ class _Repeated:
         self, kernel: AttentionKernel, shape: Shape, window: int | None, numbers: list[Any], *, lse: bool
     ) -> None:
         self.kernel, self.window, self.lse, self.dtype = kernel, window, lse, shape.dtype
+        self.repeats = False
         self.numbers = np.array(numbers or [0], np.float32)
         self.sizes = shape.items * shape.heads, shape.heads, shape.group, shape.dv
         self.last = shape.m, shape.n, kernel.bound.template
@@ -91,6 +101,28 @@ class _Repeated:
         self.strides = np.zeros((*kernel.bound.template.shape, 3), np.int64)
         for strides, (row, column, many, of) in zip(self.strides, dense, strict=False):
             strides[1, of], strides[2:4, 0], strides[4, of] = row * many, (row, column), row
+
+    def again(self, call: tuple[Any, ...]) -> Any:
+        """The results of a call with the arguments of `Runtime.attend`."""
+        if self.repeats:  # a kind that the runtime tells from others, or has forgotten
+            self.hand_on(call)
+        return self(*call[:3])
+
+    def hand_on(self, call: tuple[Any, ...]) -> bool:
+        """Let the runtime run such calls by itself, if keys are read as they are."""
+        kernel, (q, k, *_) = self.kernel, call
+        unit = kernel.kr * k.itemsize if kernel.kr > 1 and not kernel.run else 1
+        if kernel.run and not q.flags.c_contiguous:
+            return False
+        if unit > 1 and (q.shape[-1] % kernel.k_step or any(s % unit for s in k.strides[:-1])):
+            return False
+        batch, heads, group, dv = self.sizes
+        numbers = (0, 0, q.shape[-1], batch, heads, group, 0, 0, kernel.step, 0, 0, dv, kernel.run)
+        steps = np.ascontiguousarray(self.strides[:, 1 : 1 + STRIDES])
+        window = -1 if self.window is None else self.window
+        return runtime().keep_attention(
+            call, kernel.route, numbers, kernel.bound.template, steps, self.numbers, window, unit, FORK
+        )
 
     def template(self, m: int, n: int) -> Array:
         """The table of operands for m queries and n keys, without addresses."""

@@ -129,6 +129,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
 
     fused, target, dtype = score_expression(traced), config.target(), numpy_arrays.name_of(shape.dtype)
     host_matmul.begin()
+    host_matmul.register_types((shape.dtype,) * 3)
     runtime()  # raises before a kernel is lowered in vain
     isa, atom, lanes = cpu_kernels.attention_unit(dtype, fused, target, last_of_class(shape.m))
     few = shape.m <= FEW // atom.k_pack

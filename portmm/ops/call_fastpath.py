@@ -10,11 +10,12 @@ first, take the general path each time.
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from portmm.arrays.numpy_arrays import name_of
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
 from portmm.runtime.cpu import types as types_of_runtime
@@ -120,6 +121,7 @@ class FastPath:
             is computed from these.
         results: shapes, with M where there is one, and types.
         several: the function returns a tuple.
+        repeats: the runtime repeats such calls by itself; it must be told of kinds that are one here.
     """
 
     route: Any
@@ -131,6 +133,20 @@ class FastPath:
     numbers: tuple[Any, ...]
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
     several: bool
+    repeats: bool = False
+
+    def hand_on(self, call: tuple[Any, ...], *, by_class: bool) -> bool:
+        """Let the runtime repeat calls as this one by itself; False if a number is computed from those captured."""
+        if not all(type(x) is int for x in self.numbers):
+            return False
+        function, *rest = call
+        numbers = (*self.sizes, *self.middle[0], *self.middle[1], *self.after[:3])
+        results = tuple([(shape, name_of(dtype)) for shape, dtype in self.results])
+        names = tuple(global_names(function.__code__))
+        return runtime().keep_call(
+            (function, *rest, config.current()), names, self.route, numbers, self.template, self.sources, self.numbers,
+            results, self.several, by_class,
+        )  # fmt: skip
 
     def __call__(self, seen: Seen, out: Any) -> Any:
         """The results of a call."""
@@ -172,13 +188,14 @@ def known(seen: Seen, out: Any) -> FastPath | None:
     return fast_path
 
 
-def keep(seen: Seen, kernel: ProductKernel, skip: int) -> None:
+def keep(seen: Seen, kernel: ProductKernel, skip: int, call: tuple[Any, ...]) -> None:
     """Remember a kind of call, if each operand and number is used without conversion.
 
     Args:
         seen: the call.
         kernel: of the product with its epilogue.
         skip: operands seen that the function does not capture.
+        call: the function, A, B, out and the type of the result as the user passed them.
     """
     bound, (m, n, batch) = kernel.bound, kernel.size
     traced, count = bound.traced, len(seen.operands) - skip
@@ -201,6 +218,7 @@ def keep(seen: Seen, kernel: ProductKernel, skip: int) -> None:
         (kernel.strides[:3], kernel.strides[3:]), (n, 1, m * n, None), bound.template, *places,
         kernel.results, kernel.several,
     )  # fmt: skip
+    fast_path = replace(fast_path, repeats=fast_path.hand_on(call, by_class=by_class))
     _known.keep(seen.key if by_class else (seen.key, seen.rows), fast_path)
 
 

@@ -128,10 +128,13 @@ def _begun(call: HostProduct, traced: Traced) -> ProductKernel | ScheduleError:
 
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:
     """A product and its epilogue, in one kernel or in two."""
+    arguments = (epilogue, left, right, out, dtype)
     dtype = None if dtype is None else np.dtype(dtype)
     seen = call_fastpath.see(epilogue, left, right, out, dtype)
     fast_path = None if seen is None else call_fastpath.known(seen, out)
     if seen is not None and fast_path is not None:
+        if fast_path.repeats:  # a kind that the runtime tells from others, or has forgotten
+            fast_path.hand_on(arguments, by_class=not fast_path.sizes[0])
         return fast_path(seen, out)
     first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
     if first == np.float64:
@@ -153,7 +156,7 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
         results[0] = out
     run(ready, call, user_function.closure, results)
     if seen is not None and user_function.lasting and ready.direct and (out is None or out is results[0]):
-        call_fastpath.keep(seen, ready, 2 + (out is not None))
+        call_fastpath.keep(seen, ready, 2 + (out is not None), arguments)
     return results[0] if out is None and not ready.several else fit(results, out, several=ready.several)
 
 

@@ -184,16 +184,26 @@ def _start(a: Any, b: Any, out: Any) -> Any:
     return fast(a, b, out)
 
 
+def _not_again(*_call: Any) -> Any:
+    """No call is known before the runtime is loaded."""
+    return NotImplemented
+
+
 fast: Callable[[Any, Any, Any], Any] = _start
+again: Callable[..., Any] = _not_again
+attend: Callable[..., Any] = _not_again
+"""`Runtime.repeat` and `Runtime.attend`, once that is loaded."""
 
 
 def begin(a: Any = None, b: Any = None, out: Any = None) -> None:
     """Load the runtime under the current settings: built now if need be, in parallel with this product's kernel."""
-    global fast  # noqa: PLW0603 - replaced once, so that later calls cost nothing
+    global fast, again, attend  # noqa: PLW0603 - replaced once, so that later calls cost nothing
     if fast is _start or _is_due():
         with _lock:
             if fast is _start or _is_due():
                 fast = _begin(a, b, out)
+                if "runtime" in _state:
+                    again, attend = _state["runtime"].repeat, _state["runtime"].attend
 
 
 def _is_due() -> bool:

@@ -13,6 +13,7 @@ import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
+from portmm.dispatch import config
 from portmm.errors import BuildError
 from portmm.ops import host_matmul
 from portmm.ops.host_matmul import make_plan, numpy_plan
@@ -76,6 +77,10 @@ def matmul(
         TraceError: a function cannot be traced.
     """
     if epilogue is not None or prologue_a is not None or prologue_b is not None:
+        if prologue_a is prologue_b is None:
+            result = host_matmul.again(epilogue, a, b, out, dtype, config.current())
+            if result is not NotImplemented:
+                return result
         if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
             functions = {"epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
             return tracer.matmul_(a, b, out, dtype, functions)

@@ -109,6 +109,26 @@ class CffiRuntime:
         return ""
 
     @staticmethod
+    def repeat(*_call: Any) -> Any:
+        """Nothing: a call in Python is as fast."""
+        return NotImplemented
+
+    @staticmethod
+    def keep_call(_call: tuple[Any, ...], *_prepared: Any) -> bool:
+        """False, likewise."""
+        return False
+
+    @staticmethod
+    def attend(*_call: Any) -> Any:
+        """Nothing, likewise."""
+        return NotImplemented
+
+    @staticmethod
+    def keep_attention(_call: tuple[Any, ...], *_prepared: Any) -> bool:
+        """False, likewise."""
+        return False
+
+    @staticmethod
     def register_dtype(name: str, dtype: np.dtype[Any]) -> None:
         """See `Runtime`."""
         register_dtype(name, dtype)

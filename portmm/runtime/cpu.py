@@ -25,7 +25,18 @@ if TYPE_CHECKING:
     from portmm.errors import BuildError
 
 _C_ONLY = ("pool.c", "host.c")
-_WITH_PYTHON = ("extension.c", "race.c", "memo.c", "matmul.c", "tape.c", "plan.c", "general.c", "module.c")
+_WITH_PYTHON = (
+    "extension.c",
+    "race.c",
+    "memo.c",
+    "matmul.c",
+    "tape.c",
+    "plan.c",
+    "general.c",
+    "repeat.c",
+    "attend.c",
+    "module.c",
+)
 
 # -Og halves the compile time of -O2 for five nanoseconds a call. -lc brings
 # libc back, which kernels do without; libgcc, which has the out-of-line atomics
@@ -134,6 +145,26 @@ class Runtime(Protocol):
         for their types, shapes and strides. Other calls, and those with an `out`
         that overlaps an operand, take the slow path.
         """
+
+    def repeat(self, *call: Any) -> Any:
+        """The results of a product with an epilogue, of a kind that was kept; else NotImplemented.
+
+        Args:
+            call: the function, A, B, out, the type of the result, or None, and the settings.
+        """
+
+    def keep_call(self, call: tuple[Any, ...], *prepared: Any) -> bool:
+        """Prepare further calls of a kind: see `ops.call_fastpath`; False if `repeat` cannot run them."""
+
+    def attend(self, *call: Any) -> Any:
+        """The results of attention, of a kind that was kept; else NotImplemented.
+
+        Args:
+            call: q, k, v, scale, causal, window, return_lse, the settings, and the limit of threads.
+        """
+
+    def keep_attention(self, call: tuple[Any, ...], *prepared: Any) -> bool:
+        """Prepare further calls of a kind: see `ops.attention_fastpath`; False if `attend` cannot run them."""
 
     def make_plan(  # noqa: PLR0917
         self,

@@ -20,6 +20,7 @@ enum { MEMO_MIN = 64 };
 /* Past the largest, endless new shapes: start afresh. A route is shared by many
  * keys of 120 bytes; a plan has one key and takes up to some kilobytes. */
 static memo_table routes = {.most = 1 << 16}, plans = {.most = 1 << 12};
+static memo_table calls = {.most = 1 << 12}, read_names = {.most = 1 << 12}; /* see repeat.c */
 static unsigned long memo_epoch; /* counts clearings */
 
 INLINE uint64_t memo_hash(const long *words, size_t count) {

@@ -1,5 +1,5 @@
 /* `matmul`, the settings, and the module.
- * Follows general.c in one translation unit. */
+ * Follows attend.c in one translation unit. */
 
 static PyObject *py_matmul(PyObject *module, PyObject *const *args, Py_ssize_t n, PyObject *kwnames) {
   static const char *const names[] = {"a", "b", "out"};
@@ -62,6 +62,8 @@ static PyObject *py_set_override(PyObject *module, PyObject *value) {
 static PyObject *py_clear_memo(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
   memo_clear();
+  memo_drop(&calls);
+  memo_drop(&read_names);
   return Py_NewRef(Py_None);
 }
 
@@ -158,6 +160,10 @@ static PyMethodDef functions[] = {
     {"matmul", FUNCTION(py_matmul), METH_FASTCALL | METH_KEYWORDS,
      "matmul($module, /, a, b, out=None)\n--\n\nMatrix product of two arrays."},
     {"make_plan", FUNCTION(py_make_plan), KEYWORDS, "make_plan(route, a, b, c, numbers, outer=None, *, detail=None) -> Plan"},
+    {"repeat", FUNCTION(py_repeat), METH_FASTCALL, "repeat(function, a, b, out, dtype, settings) -> results, or NotImplemented"},
+    {"keep_call", py_keep_call, METH_VARARGS, "keep_call(call, ...): prepare further calls of a kind"},
+    {"attend", FUNCTION(py_attend), METH_FASTCALL, "attend(q, k, v, ..., settings, limit) -> results, or NotImplemented"},
+    {"keep_attention", py_keep_attention, METH_VARARGS, "keep_attention(call, ...): prepare further calls of a kind"},
     {"set_slow", py_set_slow, METH_O, "set_slow(function): called as function(a, b, out)"},
     {"set_resolver", FUNCTION(py_set_resolver), KEYWORDS, "set_resolver(function, density=False)"},
     {"set_planner", py_set_planner, METH_O, "set_planner(function): called as function(a, b, out)"},
@@ -176,7 +182,7 @@ static struct PyModuleDef definition = {PyModuleDef_HEAD_INIT, .m_name = "_portm
                                         .m_methods = functions};
 
 PyMODINIT_FUNC PyInit__portmm_run(void) {
-  PyTypeObject *types[] = {&kernel_type, &route_type, &packed_type, &plan_type};
+  PyTypeObject *types[] = {&kernel_type, &route_type, &packed_type, &plan_type, &repeat_type, &attention_type};
   if (host_start()) return PyErr_Format(PyExc_RuntimeError, "the thread pool cannot be started");
   if (start_numpy() || !(no_family = PyUnicode_InternFromString(""))) return NULL;
   PyObject *module = PyModule_Create(&definition);

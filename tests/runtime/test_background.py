@@ -139,7 +139,7 @@ def test_schedules_in_the_place_of_others_give_the_same_bits(dtype):
     p = Problem(37, 83, 1000, dtype)
     best = schedule_choice.select_for_class(p, target, 1)
     alike = [s for s in best.listed.schedules if cpu_background.same_results(s, best.schedule)]
-    assert best.schedule.program != cpu_background.PROGRAM or best.schedule in alike
+    assert "k" in best.schedule.parallel.over or best.schedule in alike
     kind = np.dtype(np.float64 if dtype == "f64" else np.float32)
     a, b = (rng.standard_normal(x).astype(kind) for x in ((p.m, p.k), (p.k, p.n)))
     pm.matmul(a, b)
