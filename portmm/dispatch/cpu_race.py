@@ -131,28 +131,32 @@ def _key(route: Any) -> str:
     return str(route.kernel.path).rpartition("/")[2].removesuffix(".so")
 
 
-def raced(choice: Choice, limit: int) -> Choice:
+def result_of(p: Problem) -> tuple[str, str]:
+    """The sentence about the race of a problem under the current settings, and the winner; empty if there was none."""
+    from portmm.spec.row_classes import rows
+
+    kept = route_cache.of_target(config.target_name())
+    for served in () if kept is None else (rows(p), (p.m, p.m)):
+        stored = route_cache.remark(kept, route_cache.question(p, served, config.limit()) + mark())
+        if stored.startswith(RACED):
+            _, count, gain, text = stored.split(" ", WORDS)
+            return f"raced: {count} candidates, {float(gain):.2f}x the predicted one", text
+    return "", ""
+
+
+def raced(choice: Choice) -> Choice:
     """A choice as a race on this machine left it: the winner, or the choice itself if there was none.
 
     Args:
         choice: of a schedule for the configured target.
-        limit: of threads, as configured.
     """
     from portmm.dispatch.schedule_choice import schedule_cost
     from portmm.schedule.text import parse
-    from portmm.spec.row_classes import rows
 
-    p, kept = choice.problem, route_cache.of_target(config.target_name())
-    if kept is None or choice.origin.startswith("tuned"):
+    origin, text = ("", "") if choice.origin.startswith("tuned") else result_of(choice.problem)
+    if not origin:
         return choice
-    for served in (rows(p), (p.m, p.m)):
-        stored = route_cache.remark(kept, route_cache.question(p, served, limit) + mark())
-        if not stored.startswith(RACED):
-            continue
-        _, count, gain, text = stored.split(" ", WORDS)
-        s = parse(text)
-        terms = schedule_cost(p, s, choice.target, choice.workers)
-        rest = tuple(x for x in ((choice.schedule, choice.cost), *choice.runners_up) if x[0] != s)
-        origin = f"raced: {count} candidates, {float(gain):.2f}x the predicted one"
-        return replace(choice, schedule=s, cost=terms, runners_up=rest, origin=origin)
-    return choice
+    s = parse(text)
+    terms = schedule_cost(choice.problem, s, choice.target, choice.workers)
+    rest = tuple(x for x in ((choice.schedule, choice.cost), *choice.runners_up) if x[0] != s)
+    return replace(choice, schedule=s, cost=terms, runners_up=rest, origin=origin)

@@ -253,6 +253,6 @@ def _explained(
 
         return gpu_explanation.explained(replace(p, tf32=p.tf32 or config.rounds(p.dtype)), target, notes=notes)
     choice = schedule_choice.choose(p, target, threads)
-    choice = cpu_race.raced(choice, config.limit()) if called else choice
+    choice = cpu_race.raced(choice) if called else choice
     kernel = cpu_kernels.kernel_of(choice.schedule, cpu_kernels.isa_of(choice.schedule, target))
     return Explanation(choice, kernel, source(kernel), notes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import types
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
@@ -18,6 +18,7 @@ import numpy as np
 from portmm.arrays.libraries import on_device
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config as settings
+from portmm.dispatch import cpu_race
 from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.fusion.captures import arguments, placeholder
 from portmm.fusion.partition import Splitter
@@ -176,7 +177,8 @@ class FusedFunction:
         """An explanation of a call with these arguments: kernels, fused operations, lines of those not fused."""
         key, leaves, kept = self.kind(args, options)
         program, now = find(self.memo, key, None, leaves)
-        return (program or self.make(args, options, key, leaves, kept, by_value=now is not None)[0]).explained
+        program = program or self.make(args, options, key, leaves, kept, by_value=now is not None)[0]
+        return replace(program.explained, kernels=tuple(map(_raced, program.explained.kernels)))
 
     @staticmethod
     def kind(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, list[Any], list[Any]]:
@@ -243,6 +245,12 @@ class FusedFunction:
         blocked = tuple(dict.fromkeys([*graph.blocked, *apart]))
         explained = Explained(getattr(self, "__name__", "function"), tuple(kernels), blocked, tuple(notes), source)
         return graph, Program(run, captures.finished(), kept, explained, graph.lasting)
+
+
+def _raced(x: Kernel) -> Kernel:
+    """A kernel with a remark on the race of its product, if there was one."""
+    race = "" if x.problem is None else cpu_race.result_of(x.problem)[0]
+    return replace(x, notes=(*x.notes, race)) if race else x
 
 
 _making = locks.reentrant_lock()

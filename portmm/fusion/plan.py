@@ -294,7 +294,7 @@ class Builder:
         fusing.bind(w, columns, 3)
         text = fusing.text() if len(unit.members) > 1 else ""
         p = self.launch_product((a, b, c), (k, n), fusing, w, columns, text=text)
-        self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p)))
+        self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p), problem=p))
 
 
 def _counts(unit: Unit) -> bool:

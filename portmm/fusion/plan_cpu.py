@@ -205,7 +205,8 @@ class HostBuilder(Builder):
         self.writer.execute(routes.route_of_rows(call.problem), numbers, addresses, call.walk.outer)
         self.buffers[x] = to
         notes = (x.note,) if x.note else ()
-        self.kernels.append(Kernel("product", x.name, (x.where,), detail=str(call.problem), notes=notes))
+        p = call.problem
+        self.kernels.append(Kernel("product", x.name, (x.where,), detail=str(p), notes=notes, problem=p))
 
     def launch_rows(self, fusing: Expressions, w: Walk, columns: list[int], size: tuple[int, int, int]) -> None:
         """Add runs of a kernel over rows for expressions, of `size` rows, columns and items."""

@@ -23,6 +23,8 @@ from portmm.trace.buffers import Arena, Place
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.spec.problem import Problem
+
 ROW = 1 + len(AXES)
 """Integers of an operand in the argument block: an address, strides."""
 WORDS = 20
@@ -51,6 +53,7 @@ class Kernel:
         text: the fused expressions, or "".
         detail: the problem, or the iteration shape.
         notes: further remarks.
+        problem: of a product.
     """
 
     kind: str
@@ -60,6 +63,7 @@ class Kernel:
     text: str = ""
     detail: str = ""
     notes: tuple[str, ...] = ()
+    problem: Problem | None = None
 
 
 class Text:

@@ -18,6 +18,7 @@ from portmm.errors import NoCompilerError, TraceError
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.interpreter import run
 from portmm.ops import attention, attention_kernel
+from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.cpu_attention import Geometry, attention_schedule
 from portmm.spec.epilogue import C, Fused, acc, number, parse
 from portmm.target.target import load_isa, load_target
@@ -274,6 +275,7 @@ def test_without_a_compiler(monkeypatch):
 def made(monkeypatch):
     """The sizes of calls that a kernel is sought for; nothing is remembered before."""
     memo.forget_all()
+    cpu_runtime.clear_memo()
     found, make = [], attention_kernel.make_kernel
 
     def counted(traced, shape, flags, result):
