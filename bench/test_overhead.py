@@ -57,6 +57,35 @@ def test_a_call_on_4x4(benchmark, smoke, kind, bar):
     assert smoke or ratio <= bar
 
 
+def _calls():
+    """Calls whose kernels take some ten nanoseconds, by kind; of attention, some hundred."""
+    rng = np.random.default_rng(0)
+    a, b, bias = (rng.random(x, np.float32) for x in ((4, 4), (4, 4), 4))
+    q, k, v = (rng.random((1, 1, x, 4), np.float32) for x in (1, 2, 2))
+    block = pm.fuse(lambda x: pm.maximum(x @ b + bias, 0))
+    w, codes, scales = pm.pack(rng.integers(-9, 9, (4, 4), np.int8)), rng.integers(-9, 9, (4, 4), np.int8), bias
+    return {
+        "plain": lambda: pm.matmul(a, b),
+        "epilogue": lambda: pm.matmul(a, b, epilogue=lambda x, i: pm.maximum(x + bias[i.n], 0)),
+        "fuse": lambda: block(a),
+        "attention": lambda: pm.attention(q, k, v),
+        "linear": lambda: pm.linear(codes, w, bias, x_scale=0.1, w_scale=scales),
+    }
+
+
+@pytest.mark.parametrize(
+    ("kind", "bar"), [("plain", 0.6), ("epilogue", 2), ("fuse", 3), ("attention", 2), ("linear", 8)]
+)
+def test_microseconds_of_a_call(benchmark, smoke, kind, bar):
+    call = _calls()[kind]
+    for _ in range(10):
+        call()
+    benchmark(call)
+    took = 1e6 * min(_seconds(call, 10 if smoke else CALLS) for _ in range(1 if smoke else 31))
+    benchmark.extra_info["microseconds"] = took
+    assert smoke or took <= bar
+
+
 def test_import(benchmark, smoke):
     rounds = 1 if smoke else 11
     numpy = statistics.median(_fresh(IMPORT.format("numpy")) for _ in range(rounds))

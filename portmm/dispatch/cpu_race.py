@@ -136,8 +136,9 @@ def result_of(p: Problem) -> tuple[str, str]:
     from portmm.spec.row_classes import rows
 
     kept = route_cache.of_target(config.target_name())
-    for served in () if kept is None else (rows(p), (p.m, p.m)):
-        stored = route_cache.remark(kept, route_cache.question(p, served, config.limit()) + mark())
+    for served in (rows(p), (p.m, p.m)):
+        about = question(p, served, kept)
+        stored = route_cache.remark(kept, about) if kept is not None and about.endswith(mark()) else ""
         if stored.startswith(RACED):
             _, count, gain, text = stored.split(" ", WORDS)
             return f"raced: {count} candidates, {float(gain):.2f}x the predicted one", text

@@ -13,8 +13,7 @@ from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError
-from portmm.ops import host_matmul
-from portmm.ops.attention_fastpath import keep, kind_of, kinds
+from portmm.ops.attention_fastpath import again, keep
 from portmm.ops.attention_kernel import AttentionKernel, make_kernel
 from portmm.ops.attention_shapes import VALUES, Options, Shape, by_item, by_numpy, count, refuse_others, shape_of
 from portmm.trace.bind import UserFunction
@@ -77,12 +76,9 @@ def attention(
     plain = None
     if score is None and mask is None and lengths is None and out is None and offset is None:
         call = (q, k, v, scale, causal, window, return_lse, config.current(), config.limit())
-        result = host_matmul.attend(*call)
+        result, plain = again(call)
         if result is not NotImplemented:
             return result
-        plain = kind_of(*call[:-2])
-        if (known := kinds.get(plain) if plain else None) is not None:
-            return known.again(call)
     refuse_others(score=score, mask=mask)
     options = Options(score, mask, scale, causal, window, lengths, offset, return_lse)
     tracer = numpy_arrays.tracing_operand(q, k, v, lengths, offset)

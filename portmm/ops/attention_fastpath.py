@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.dispatch import config
+from portmm.ops import host_matmul
 from portmm.ops.attention_kernel import FORK, AttentionKernel
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class
@@ -45,6 +46,20 @@ def kind_of(q: Any, k: Any, v: Any, *options: Any) -> Any:
         return (q.shape, q.strides, k.shape, k.strides, v.shape, v.strides, *rest)
     spread = math.prod(lead) * m * n * (d + dv) > FORK
     return (last_of_class(m), last_of_class(n), spread, *lead, *heads, d, e, dv, *rest)
+
+
+def again(call: tuple[Any, ...]) -> tuple[Any, Any]:
+    """The results of a call of a known kind, else NotImplemented, and the key of its kind, if there may be others.
+
+    Args:
+        call: the arguments of `Runtime.attend`.
+    """
+    result = host_matmul.attend(*call)
+    if result is not NotImplemented:
+        return result, None
+    key = kind_of(*call[:-2])
+    known = kinds.get(key) if key else None
+    return (NotImplemented if known is None else known.again(call)), key
 
 
 def keep(  # noqa: PLR0917 - one caller
