@@ -65,7 +65,7 @@ def enter(route: Any, p: Problem, served: tuple[int, int], kept: RouteCache | No
     Returns:
         The route; a copy of it where other results are allowed, since elsewhere they are not.
     """
-    if p.flops < LEAST_FLOPS or p.deterministic or p.static or kept is None:
+    if p.flops < LEAST_FLOPS or p.deterministic or kept is None:
         return route
     which = config.race()
     if which and rival_process.possible():

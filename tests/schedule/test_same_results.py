@@ -106,6 +106,8 @@ def of_floats(t, form, epilogue):
         a, b = np.asfortranarray(a), np.asfortranarray(b)
     if form == "batch":
         a, b = np.stack([a, a[::-1]]), np.stack([b, b[::-1]])
+    if form == "small items":  # whose sizes are compiled in
+        a, b = floats(300, 23, 19, dtype=t), floats(300, 19, 21, dtype=t)
     return partial(pm.matmul, a, pm.pack(b) if form == "packed" else b, epilogue=epilogue)
 
 
@@ -140,7 +142,7 @@ def shifted(x, i):
 CALLS = {
     f"{t} {form}{' epilogue' * bool(epilogue)}": partial(of_floats, t, form, epilogue)
     for t in ("f32", "f64", "f16", "bf16")
-    for form in ("rows", "columns", "batch", "packed")
+    for form in ("rows", "columns", "batch", "packed", "small items")
     for epilogue in (None, gelu)
     if not epilogue or (t != "f64" and form in ("rows", "packed"))
 }
