@@ -28,7 +28,7 @@ RACED, WORDS = "raced", 3
 """The field of a route's line in the cache after which a race follows, and words before the winner's spelling."""
 MOST_PENDING = 4
 """Questions that wait for answers: each is a second of compilation, and calls that go on ask again."""
-IDLE_SECONDS = 20.0
+IDLE_SECONDS = 5.0
 """Seconds without a question after which a helper ends: a program's new kinds of calls come close together."""
 MOST_BYTES = 1 << 16
 """Longest message; only very long epilogues make longer ones."""
