@@ -71,11 +71,11 @@ def fault(entry: Entry) -> str:
     return "a method was wrong" if entry.reason else "" if _real(entry.seconds) else "not timed"
 
 
-def outcome(report: Report, result: Result, name: str) -> str:
-    """Cell of a contender on a case: its rate, or its state."""
+def outcome(report: Report, result: Result, name: str, none: str = NONE) -> str:
+    """Cell of a contender on a case: its rate, or its state; `none` where it does not support the case."""
     entry = result.entries.get(name)
     if entry is None or entry.state == "unsupported":
-        return NONE
+        return none
     if entry.state != "ok":
         return entry.state
     speed = rate(result, name)

@@ -260,8 +260,8 @@ def _result(row: dict[str, Any]) -> Result:
 
 def geomean(values: Iterable[float]) -> float | None:
     """Geometric mean, None for no values."""
-    logs = [math.log(v) for v in values]
-    return math.exp(statistics.fmean(logs)) if logs else None
+    every = [*values]
+    return statistics.geometric_mean(every) if every else None
 
 
 @dataclass(frozen=True, slots=True)

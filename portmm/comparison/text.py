@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.comparison.figures import Table, spread, total_line
-from portmm.comparison.rates import figure
+from portmm.comparison.rates import outcome
 from portmm.comparison.report import Report, Result, summaries
 from portmm.host import machine_load
 from portmm.util.console import table
@@ -38,14 +38,6 @@ EXCEEDED = (
 LIMIT = "% limit: portmm's rate over what this machine reached in the same rounds"
 
 
-def _cell(report: Report, result: Result, name: str) -> str:
-    entry = result.entries.get(name)
-    if entry is None or entry.state == "unsupported":
-        return "-"
-    mark = "~" if name in report.approximate else ""
-    return mark + figure(result.gflops(name)) if entry.state == "ok" else entry.state
-
-
 def heading(report: Report) -> str:
     """Heading of a report in one line: processor, threads, forced ISA, unit."""
     threads = "1 thread" if report.threads == 1 else f"{report.threads} threads"
@@ -67,7 +59,7 @@ def _row(report: Report, result: Result) -> list[str]:
     row = [
         result.case.name,
         result.case.shape,
-        *(_cell(report, result, name) for name in report.shown),
+        *(outcome(report, result, name, "-") for name in report.shown),
         result.best or "-",
     ]
     if not report.ours:
