@@ -16,7 +16,7 @@ from portmm.comparison import fused
 from portmm.comparison.case import Case
 from portmm.comparison.data import ZERO, Arrays
 from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError, repeat, returning
-from portmm.dispatch import cpu_background
+from portmm.dispatch import cpu_background, cpu_race
 from portmm.trace.closures import traced_through
 
 
@@ -42,7 +42,12 @@ def open_portmm(setup: Setup) -> Library:
             methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))
         return methods
 
-    return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None, fused=True)
+    return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None, fused=True, settle=_settle)
+
+
+def _settle(run: Run) -> None:
+    """Call until races between schedules are over, so that their winners are measured."""
+    cpu_race.settle(lambda: run(1))
 
 
 def _weight(pm: Any, case: Case, data: Arrays) -> Any:

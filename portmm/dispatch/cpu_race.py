@@ -9,6 +9,7 @@ on this machine: one that ends before its race is over leaves the next one less 
 
 from __future__ import annotations
 
+import time
 from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.dispatch.schedule_choice import Choice
     from portmm.runtime.route_cache import Racer, RouteCache
     from portmm.spec.problem import Problem
@@ -27,8 +30,14 @@ LEAST_FLOPS = 2e6
 AFTER_SECONDS = 0.04
 """Time of the calls of a kind before it races, and between two attempts: 20 times what a race takes from them, as far
 as it is work of the calling process: it starts another, loads three kernels, and writes a line."""
+SETTLE_SECONDS = 20.0
+"""Most seconds that `settle` waits: three compilations, on a machine that does other work."""
 ANY = " any"
 """The end of questions whose answers may be kernels of other results."""
+
+
+_open: set[int] = set()
+"""Races that have begun and are not over, by the identity of their tasks."""
 
 
 def mark() -> str:
@@ -96,9 +105,11 @@ class _Race:
         self.schedules: dict[int, str] = {}  # by the identity of their routes
 
     def __call__(self, route: Any, winner: Any = None, ratio: float = 1.0) -> None:
+        _open.add(id(self))
         if winner is not None:
             from portmm.dispatch import cpu_background
 
+            _open.discard(id(self))
             cpu_background.begin(("race", self.target, self.question), lambda: self._keep(winner, 1 / ratio))
         elif racers := route_cache.racers(self.kept, self.question):
             self._start(route, racers)
@@ -106,6 +117,7 @@ class _Race:
             words = {"problem": asdict(self.p), "served": self.served, "limit": self.limit, "target": self.target}
             words |= {"key": _key(route), "question": self.question, "others": bool(self.mark)}
             if not rival_process.ask(words, lambda answer: self._answered(route, answer)):
+                _open.discard(id(self))
                 runtime().start_race(route, None)
 
     def _answered(self, route: Any, answer: list[list[Any]] | None) -> None:
@@ -118,6 +130,8 @@ class _Race:
             loaded = [(x, route_cache.routed(route_cache.spelled(x), runtime(), self.p)) for x in racers[1:]]
             rivals = [(x, rival) for x, rival in loaded if rival is not None]
             self.schedules = {id(route): racers[0].schedule} | {id(rival): x.schedule for x, rival in rivals}
+        if not rivals:
+            _open.discard(id(self))
         runtime().start_race(route, tuple([rival for _, rival in rivals]))
 
     def _keep(self, winner: Any, gain: float) -> None:
@@ -129,6 +143,16 @@ class _Race:
 def _key(route: Any) -> str:
     """Key of the shared object that a route launches."""
     return str(route.kernel.path).rpartition("/")[2].removesuffix(".so")
+
+
+def settle(call: Callable[[], object]) -> None:
+    """Call until the races of these calls are over, for measurements of what stays."""
+    start = time.perf_counter()
+    while config.race() and time.perf_counter() < start + SETTLE_SECONDS:
+        if time.perf_counter() > start + 2 * AFTER_SECONDS and not _open:
+            return
+        rival_process.wait(SETTLE_SECONDS)
+        call()
 
 
 def result_of(p: Problem) -> tuple[str, str]:

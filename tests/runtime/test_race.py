@@ -159,6 +159,24 @@ def test_calls_race_and_the_next_process_knows_the_winner(racing):
     assert not racing.racing(routes.route(p)), "what was raced is not raced again"
 
 
+def test_measurements_wait_for_the_end_of_races(racing, monkeypatch):
+    a, b = operands()
+    pm.matmul(a, b)
+    calls = []
+
+    def call():
+        calls.append(1)
+        pm.matmul(a, b)
+
+    cpu_race.settle(call)
+    assert racing.racing(routes.route(Problem(M, N, K))) == "done"
+    assert not cpu_race._open
+    del calls[:]
+    monkeypatch.setenv("PORTMM_RACE", "off")
+    cpu_race.settle(call)
+    assert not calls
+
+
 @pytest.mark.parametrize("how", ["setting", "environment"])
 def test_races_can_be_turned_off(racing, monkeypatch, how):
     a, b = operands()
