@@ -227,6 +227,26 @@ def test_rivals_have_other_tiles_first():
     assert all(cpu_background.same_results(s, best.schedule) for s in found)
 
 
+def test_a_winner_of_another_process_is_the_only_rival():
+    p, target = Problem(M, N, K), config.target()
+    (own, *others) = rivals.racers(p, (M, M), 1, target, "", others=False)
+    assert len({x.key for x in (own, *others)}) == 1 + rivals.MOST_RIVALS
+    assert rivals.racers(p, (M, M), 1, target, others[-1].schedule, others=False) == [own, others[-1]]
+
+
+def test_racers_are_found_in_the_route_cache(extension):
+    p, kept = Problem(M, N, K), route_cache.RouteCache(f"{route_cache.ROUTES}{uuid.uuid4().hex}")
+    question = route_cache.question(p, (M, M), 1)
+    racers = rivals.racers(p, (M, M), 1, config.target(), "", others=False)
+    route_cache.keep_racers(kept, question, racers, config.target())
+    for read in (kept, route_cache._read(kept.name)):
+        assert route_cache.racers(read, question) == racers
+        assert not route_cache.racers(read, f"{question}0")
+    c = np.empty((M, N), np.float32)
+    call(route_cache.routed(route_cache.spelled(racers[1]), extension, p), c)
+    np.testing.assert_allclose(c, np.matmul(*operands()), rtol=1e-4, atol=1e-4)
+
+
 def test_compilers_in_the_background_leave_processors_to_others():
     child_process.background.set(True)
     try:
