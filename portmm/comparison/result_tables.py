@@ -1,9 +1,9 @@
 """Tables of stored results, by kind of result file.
 
 Owns the values of the tables of reports of `portmm compare` and `portmm tune`, and of the results of
-`bench/exhaustive.py`, `bench/leave_one_out.py`, `bench/cliff.py`, `bench/packing.py`, `bench/test_overhead.py`,
-`bench/fusion.py` and `bench/gpu.py`; and the ratios of all of them by chip and type. Their sentences and columns are
-in `results.md`.
+`bench/exhaustive.py`, `bench/leave_one_out.py`, `bench/cliff.py`, `bench/ragged.py`, `bench/packing.py`,
+`bench/test_overhead.py`, `bench/fusion.py` and `bench/gpu.py`; and the ratios of all of them by chip and type. Their
+sentences and columns are in `results.md`.
 """
 
 from __future__ import annotations

@@ -6,8 +6,8 @@ A folder of results has JSON files of these kinds: reports of `portmm compare`
 and of `portmm tune`, searches of `bench/exhaustive.py --json`, surveys of
 `bench/cliff.py --json`, rates of `bench/packing.py --json`, fused products of
 `bench/fusion.py --save`, devices of `bench/gpu.py --save`, choices on chips that are left out of
-`bench/leave_one_out.py --write`, and the figures that `keep_overhead` stores of `pytest bench/test_overhead.py
---benchmark-json`.
+`bench/leave_one_out.py --write`, time against M of `bench/ragged.py --save`, and the figures that `keep_overhead`
+stores of `pytest bench/test_overhead.py --benchmark-json`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ BEGIN, END = "<!-- results: made by portmm report -->", "<!-- end of results -->
 """Lines of the README before and after its tables."""
 NOTHING = "Nothing has been measured for this version yet; `python bench/run_suite.py` measures."
 HEAD = "# Performance\n\nMade by `portmm report` from `bench/results/`; how is told in [measuring](measuring.md).\n"
-KINDS = ("overhead", "cliff", "packing", "fusion", "device", "left_out")
+KINDS = ("overhead", "cliff", "packing", "fusion", "device", "left_out", "ragged")
 """Top-level keys of the files of one kind; reports may have any of these keys."""
 
 Results = dict[str, list[tuple[str, Any]]]
@@ -109,7 +109,7 @@ def summary(results: Results) -> str:
     parts = [*ratios(of["report"]), *(f"{stem}: {search(rows)}" for stem, rows in results["search"])]
     parts += [part("left_out", data) for data in of["left_out"]]
     parts += [part("tuning", *row) for row in grouped(of["tuning"], itemgetter("chip")).items()]
-    parts += [part(kind, data) for kind in ("overhead", "cliff") for data in of[kind]]
+    parts += [part(kind, data) for kind in ("overhead", "cliff", "ragged") for data in of[kind]]
     parts += [*map(packing, of["packing"]), *fusion(of["fusion"]), *(device(*row) for row in results["device"])]
     return "\n\n".join(filter(None, parts)) or NOTHING
 

@@ -82,6 +82,12 @@ LEFT_OUT = {
         ]},
     ],
 }  # fmt: skip
+RAGGED = {
+    "chip": "A chip", "machine": "tiny", "ragged": [
+        {"k": 8, "n": 9, "packed": packed, "seconds": [1.0, 2.0], "steps": steps} for packed, steps in
+        ((False, [{"m": 3, "beside": 2, "excess": 1.2}, {"m": 5, "beside": 4, "excess": 1.5}]), (True, []))
+    ],
+}  # fmt: skip
 STORED = {
     "a": REPORT,
     "b": {**REPORT, "threads": 2, "suite": "cube,odd"},
@@ -94,6 +100,7 @@ STORED = {
     "i": DEVICE,
     "j": TUNING,
     "l": LEFT_OUT,
+    "m": RAGGED,
     "k": {**TUNING, "cases": TUNING["cases"][2:], "cold": False, "rank_correlation": None},
 }
 
@@ -148,6 +155,9 @@ def test_tables_say_what_results_say(stored):
     assert "| 2 threads | 0 |  |  |  | 0 | 0 |  |  |" in text
     assert "| tiny-search | avx2 | 2 | 0.71 (0.50) | 0.50 (0.25) | 2.00 (2.00) | 1.00 (1.00) |" in text
     assert "- tiny-search: a schedule" in text
+    assert "[time against M](images/ragged-tiny.svg) from 1 to 2" in text
+    assert "| 8 | 9 | by rows | 2 | 1.50 | 5 |" in text
+    assert "| 8 | 9 | packed | 0 |  |  |" in text
     assert "odd-2" in text
     assert "| cube-2 | 1 | 2 | 1 | 0.50 | 2 | 0.90 |" in text
     assert "Not tuned: cube-4 (no time)." in text
