@@ -45,12 +45,14 @@ class Blocks:
         isa: its instruction set.
         atom: its multiply-add, with the loads and stores around it.
         view: layout (m, k) of an A that is packed from more than an array with strides, as windows of a convolution.
+        view_b: layout (k, n) of such a B.
     """
 
     s: Schedule
     isa: Isa
     atom: Atom
     view: Layout | None = None
+    view_b: Layout | None = None
 
     @property
     def move_atom(self) -> Atom:

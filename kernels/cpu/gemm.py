@@ -45,7 +45,7 @@ from portmm.kernels.cpu.panel_packing import pack_once, pack_panels
 from portmm.kernels.cpu.register_tile import finish, multiply
 from portmm.kernels.cpu.split_k import split_k
 from portmm.kernels.cpu.summation_runs import extents_of_k, over_k
-from portmm.kernels.cpu.view_packing import pack_view
+from portmm.kernels.cpu.view_packing import Viewed
 from portmm.spec.epilogue import operand_types
 from portmm.target.summation import BlockOfK
 
@@ -60,15 +60,19 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
 
 
-def build(s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None, view: Layout | None = None) -> Kernel:
-    """Kernel that computes C = A . B by schedule `s`, in the loops of `Gemm` or of a subclass; of a `view` of A.
+def build(  # noqa: PLR0917 - views are of few kernels
+    s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None, view: Layout | None = None,
+    view_b: Layout | None = None,
+) -> Kernel:  # fmt: skip
+    """Kernel that computes C = A . B by schedule `s`, in the loops of `Gemm` or of a subclass; of views of A or B.
 
     Raises:
-        ScheduleError: the schedule does not pack the A of a view, or blocks of k cut its vectors.
+        ScheduleError: the schedule does not pack the operand of a view.
     """
-    if view and not s.a.packed:
-        raise ScheduleError(f"A is a view, which only packing reads; {s.name(atom)} does not pack it")
-    g = (loops or Gemm)(s, isa, atom, view)
+    for name, x, plan in (("A", view, s.a), ("B", view_b, s.b)):
+        if x and not plan.packed:
+            raise ScheduleError(f"{name} is a view, which only packing reads; {s.name(atom)} does not pack it")
+    g = (loops or Gemm)(s, isa, atom, view, view_b)
     entry = Function("entry", "entry", (), g.entry(), "All products of the batch")
     constants: tuple[tuple[str, int], ...] = ()
     if s.static:
@@ -187,8 +191,11 @@ class Gemm(Operands):
         s = self.s
         if not s.a.packed:
             return ()
-        how = (self.isa, self.move_atom, s.mr, s.types[0], self.atom.left)
-        pack = pack_view(*how, self.view) if self.view else pack_a(*how, s.a.layout)
+        types = (s.types[0], self.atom.left)
+        if self.view:
+            pack = Viewed("a", self.view, *types, s.mr).pack(self.isa, self.move_atom)
+        else:
+            pack = pack_a(self.isa, self.move_atom, s.mr, s.a.layout, *types)
         elements = (self.filled(self.pc, var("kd")),) if s.atom.kr > 1 else ()
         args = (var("kd"), *elements, var("h"), *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), self.slices(Call(pack, args)))

@@ -176,7 +176,7 @@ def sum_columns(atom: Atom, nr: int, storage: str) -> Function:
 
 
 def pack_a(  # noqa: PLR0917 - as above
-    isa: Isa, atom: Atom, mr: int, storage: str, to: str, layout: str
+    isa: Isa, atom: Atom, mr: int, layout: str, storage: str, to: str
 ) -> Function:
     """Function to[p][i] = A[i][p] for p < k, i < rows; up to a vector past the end is overwritten."""
     units = atom.k_pack > 1

@@ -10,6 +10,7 @@ from portmm.ir.nodes import Call, For, Function, If, Let, LetPtr, Parallel, Para
 from portmm.kernels.cpu import packing
 from portmm.kernels.cpu.blocking import N
 from portmm.kernels.cpu.int4_panels import dequantize
+from portmm.kernels.cpu.view_packing import Viewed
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.problem import family
 from portmm.target.model import CPU as MODEL
@@ -136,6 +137,12 @@ def pack_panels(g: Operands, end: Index) -> tuple[Stmt, ...]:
         return Ptr("panels") if q == FIRST else Ptr("panels", (q - FIRST) * step)
 
     panels = LetPtr("panels", base, atom.right)
+    if g.view_b:
+        pack = Viewed("b", g.view_b.permute(1, 0), s.types[1], atom.right, s.nr).pack(g.isa, atom)
+        filled = (g.filled(row, depth),) if s.atom.kr > 1 else ()
+        call = Call(pack, (depth, *filled, g.operand("b", const(0)), Q * s.nr, row * s.atom.kr, place(Q)))
+        sums = (Call(packing.sum_columns(atom, s.nr, atom.right), (depth, place(Q))),) if g.unshifts else ()
+        return (panels, For("q", FIRST, last, const(1), (call, *sums)))
     if s.b.layout == "codes":
         kr = s.atom.kr
         words = (row * kr // CODES_KR, ceil_div((row + depth) * kr, CODES_KR))

@@ -22,7 +22,11 @@ from portmm.target.target import load_target
 
 def windows(images, kernel, *, stride=1, padding=0, dilation=1):
     """Matrix (n y x, r s c) of the windows of images (n, h, w, c)."""
-    view = row_major(*images)
+    return windows_of(row_major(*images), kernel, stride=stride, padding=padding, dilation=dilation)
+
+
+def windows_of(view, kernel, *, stride=1, padding=0, dilation=1):
+    """Matrix (n y x, r s c) of the windows of images, a layout (n, h, w, c)."""
     for axis, size in ((2, kernel[1]), (1, kernel[0])):
         view = view.pad(axis, padding, padding) if padding else view
         count = (int(view.extents[axis]) - (size - 1) * dilation - 1) // stride + 1
@@ -37,6 +41,7 @@ VIEWS = {
     "2d padded": windows((2, 6, 5, 16), (3, 3), padding=1),
     "2d long": windows((1, 3, 4, 32), (3, 3), padding=1),
     "2d dilated": windows((1, 7, 9, 5), (2, 3), stride=2, padding=2, dilation=2),
+    "planes": windows_of(row_major(2, 3, 6, 9).permute(0, 2, 3, 1), (3, 2), padding=1),
     "transposed": row_major(20, 14).permute(1, 0),
 }
 
@@ -93,6 +98,66 @@ def test_tiles_are_filled_from_views(name):
     target, view = small("amx_bf16"), VIEWS[name]
     k, schedules = posed(view, target, "bf16-bf16-f32", "tiles")
     k.check(interpret(built(schedules[0], target, view, tile_gemm.build), k), schedules[0])
+
+
+def planes(images, kernel, **how):
+    """Matrix (r s c, y x) of the windows of one of the images (c, h, w), of which there are as many as items."""
+    channels, high, wide = images
+    view = row_major(1, channels, high, wide).permute(0, 2, 3, 1)
+    return windows_of(view, kernel, **how).permute(1, 0)
+
+
+IMAGES = {
+    "planes": planes((3, 6, 11), (3, 2)),
+    "planes padded": planes((3, 5, 9), (3, 3), padding=1),
+    "planes strided": planes((3, 9, 12), (2, 3), stride=2, padding=1),
+    "pixels padded": windows((1, 3, 4, 16), (3, 3), padding=1).permute(1, 0),
+    "pixels of bytes": windows((1, 5, 6, 3), (3, 3), padding=1).permute(1, 0),
+}
+
+
+def drawn(view, target, dtype="f32"):
+    """A product of weights by the windows of two images, into rows of an item, and the schedules that pack these."""
+    k, n = (int(x) for x in view.extents)
+    p = Problem(5, n, k, dtype, b="any", batch=2)
+    one = case(p, seed=3)
+    size = int(np.prod([int(x) for x in view.shape]))
+    images = np.random.default_rng(5).integers(-4, 5, (2, size)).astype(numpy_type(p.types[1]))
+    b = np.stack([view.gather(x) for x in images]).astype(np.float64)
+    a = one.a[one.a_offset :].astype(np.float64)
+    steps = [8 * one.fields[f"a_{x}"] for x in ("batch", "m", "k")]
+    want = np.lib.stride_tricks.as_strided(a, (2, 5, k), steps) @ b
+    fields = one.fields | {"b_k": 0, "b_n": 0, "b_batch": size}
+    schedules = [s for s in candidates(p, target) if s.program == "gemm" and s.b.packed and not s.atom.swap]
+    return replace(one, b=images.ravel(), b_offset=0, fields=fields, want=want), schedules
+
+
+def built_b(s, target, view):
+    isa = target.isa(s.isa)
+    return gemm.build(s, isa, atom_of(isa, s.dtype, s.atom.lanes), view_b=view)
+
+
+@pytest.mark.parametrize("view", IMAGES.values(), ids=list(IMAGES))
+def test_views_of_b_are_read_by_packing(view):
+    k, schedules = drawn(view, TINY)
+    for i, s in enumerate({(s.b.once, s.kc > 0): s for s in schedules}.values()):
+        k.check(interpret(built_b(s, TINY, view), k, 1 + i % 3, shuffle=i), s)
+
+
+@pytest.mark.parametrize(
+    ("view", "dtype"),
+    [
+        ("planes padded", "f32"),
+        ("planes strided", "bf16-bf16-f32"),
+        ("pixels padded", "f32"),
+        ("pixels padded", "u8-s8-s32"),
+    ],
+)
+@pytest.mark.parametrize("name", [x for x in HERE if x in ("avx2", "avx512", "neon")])
+def test_built_kernels_read_views_of_b(name, dtype, view):
+    target = small(name)
+    k, schedules = drawn(IMAGES[view], target, dtype)
+    check_built(built_b(schedules[0], target, IMAGES[view]), k, 2, schedules[0], code=load)
 
 
 def test_views_must_be_packed():
