@@ -16,7 +16,7 @@ from gpu_arrays import drawn
 
 import portmm as pm
 from portmm.arrays import interop, numpy_arrays
-from portmm.dispatch import grid_routes
+from portmm.dispatch import device_routes
 from portmm.dispatch.machine import machine_of
 from portmm.ops import grid_product
 from portmm.spec.dtype import BY_NAME
@@ -133,7 +133,7 @@ def chosen(a, b):
     """The function that multiplies two arrays, and its predicted seconds."""
     product = grid_product.adopted(a, b)
     call, _ = grid_product.question(product)
-    choice = grid_routes.route(call.problem, machine_of(product.a), call.vectors).choice
+    choice = device_routes.route(call.problem, machine_of(product.a), call.vectors).choice
     return {"schedule": str(choice.schedule), "predicted": choice.cost.seconds}
 
 

@@ -18,7 +18,7 @@ from gpu_peers import NoPeers
 from gpu_run import say
 
 from portmm.codegen.lower import grid_atom
-from portmm.dispatch import grid_routes
+from portmm.dispatch import device_routes
 from portmm.dispatch.schedule_choice import Choice
 from portmm.dispatch.tuned_schedule import problem_text
 from portmm.errors import PortmmError
@@ -120,7 +120,7 @@ def opened(call, operands):
         PortmmError: it poses nothing that has candidates.
     """
     routes, tiles = [], []
-    route, listed = grid_routes.route, gpu_mma_attention.choices
+    route, listed = device_routes.route, gpu_mma_attention.choices
 
     def seen(p, on, vectors):
         routes.append((p, on, vectors))
@@ -131,14 +131,14 @@ def opened(call, operands):
         return listed(wanted, target)
 
     forget_all()
-    with replaced(grid_routes, "route", seen), replaced(gpu_mma_attention, "choices", seen_tiles):
+    with replaced(device_routes, "route", seen), replaced(gpu_mma_attention, "choices", seen_tiles):
         call(operands)
     if tiles:
         return Surveyed(tiles[0][0]._asdict(), (gpu_mma_attention, "choices"), tuple(_attention(*tiles[0])))
     if not routes:
         raise PortmmError("the call poses no problem that has candidates")
     p, on, vectors = max(routes, key=lambda x: x[0].m * x[0].n * x[0].k * x[0].batch)
-    return Surveyed(p, (grid_routes, "route"), tuple(_schedules(p, on, vectors)))
+    return Surveyed(p, (device_routes, "route"), tuple(_schedules(p, on, vectors)))
 
 
 def _schedules(p, on, vectors):
@@ -148,7 +148,7 @@ def _schedules(p, on, vectors):
 
         def build(s=s, terms=terms):
             choice = Choice(p, on.target, 1, s, terms, ())
-            return grid_routes.Route(choice, grid_routes._code(s, on))  # noqa: SLF001
+            return device_routes.Route(choice, device_routes._code(s, on))  # noqa: SLF001
 
         kind = (s.program, s.isa, s.a.asynchronous, s.atom.swap, s.parallel.split > 1, *shared)
         yield Candidate(

@@ -20,8 +20,8 @@ from portmm.arrays import interop, operand
 from portmm.arrays.grid_call import numbers
 from portmm.arrays.numpy_arrays import contiguous, stand_in
 from portmm.arrays.operand import WIDEST, Operand, address
-from portmm.dispatch import config, grid_routes
-from portmm.dispatch.grid_rows import launches
+from portmm.dispatch import config, device_routes
+from portmm.dispatch.device_routes import launches
 from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES
@@ -148,7 +148,7 @@ class GridBuilder(Builder):
         p, values, vectors = self.problem(operands, size, w, text)
         for i, steps_ in enumerate(zip(w.batch[1][3:], w.rows[1][3:], columns, strict=True)):
             values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps_, strict=True)}
-        route = grid_routes.route(replace(p, k=max(p.k, 1)), self.on, vectors)
+        route = device_routes.route(replace(p, k=max(p.k, 1)), self.on, vectors)
         every, (workspace, _) = route.launches(values, p)
         for moved in w.repeats:
             parts = {name: _address(y, i) for name, y, i in zip("abc", operands, moved, strict=False)}

@@ -172,9 +172,7 @@ def _prepare(call: _Call, options: Options, traced: Traced) -> KernelCall:
     q_vector, k_vector, v_vector, o_vector = (vector for _, vector in layouts.values())
     vectors = q_vector, k_vector, v_vector, o_vector
     loose = "".join(name for name, (steps, _) in layouts.items() if steps[3] != 1)
-    request = AttentionSizes(
-        q.dtype, d, dv, m, items * heads, group, n, (q_vector, k_vector, v_vector, o_vector), loose
-    )
+    request = AttentionSizes(q.dtype, d, dv, m, items * heads, group, n, vectors, loose)
     schedule = gpu_mma_attention.choices(request, on.target)[0]
     runs, run = gpu_mma_attention.splits(schedule, request, on.target)
     rows = items * heads * m

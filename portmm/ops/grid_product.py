@@ -20,7 +20,7 @@ from portmm.arrays.interop import adopt_all
 from portmm.arrays.libraries import on_device
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.arrays.operand import Operand, dense_like, named, overlap
-from portmm.dispatch import config, grid_routes
+from portmm.dispatch import config, device_routes
 from portmm.dispatch.machine import MOST, machine_of
 from portmm.errors import ScheduleError
 from portmm.ops import row_kernels
@@ -278,7 +278,7 @@ def prepared(x: Product, requested: str, traced: Traced | None = None, *, static
         p, vectors, values, copies = arranged(p, vectors, values, on)
     # An empty sum is zero: kernels of any k write zeros.
     at_least_one_k = replace(p, k=max(p.k, 1), static=static and p.k > 0 and on.language == "cuda")
-    launches, workspace = grid_routes.route(at_least_one_k, on, vectors).launches(values, p)
+    launches, workspace = device_routes.route(at_least_one_k, on, vectors).launches(values, p)
     sides = (x.b, x.a) if call.transposed else (x.a, x.b)
     sizes = [*(BY_NAME[y.dtype].bytes for y in sides), BY_NAME[first].bytes]
     repeats = np.zeros((1, 3), np.int64) if call.outer is None else call.outer

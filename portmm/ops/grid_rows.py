@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import numpy_arrays, operand
 from portmm.arrays.operand import WIDEST, Operand
-from portmm.dispatch.grid_rows import launches
+from portmm.dispatch.device_routes import launches
 from portmm.dispatch.machine import machine_of
 from portmm.ops.kernel_call import Captures, KernelCall, contiguous, copy
 from portmm.spec.dtype import BY_NAME
@@ -41,9 +41,6 @@ class GridRows:
     def usual(self, dtype: Any) -> np.dtype[Any]:
         """The type of results without a `cast`."""
         return numpy_arrays.numpy_of(operand.named(dtype) if dtype is not None else self.like.dtype)
-
-    def begin(self) -> None:
-        """Load what kernels need, before one is lowered in vain."""
 
     def kernel(
         self, traced: Traced, columns: tuple[epilogue.Operand, ...], usual: np.dtype[Any], closure: dict[Any, Any]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays import grid_call, operand
 from portmm.arrays.interop import adopt, empty_like
 from portmm.arrays.operand import address
-from portmm.dispatch.grid_rows import launches as launches_over_rows
+from portmm.dispatch.device_routes import launches as launches_over_rows
 from portmm.dispatch.machine import machine_of
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Fused, load

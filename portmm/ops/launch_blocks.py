@@ -15,7 +15,7 @@ from portmm.arrays import interop, numpy_arrays, operand
 from portmm.arrays.grid_call import Product
 from portmm.arrays.libraries import on_device
 from portmm.dispatch import config, cpu_routes
-from portmm.dispatch.grid_rows import launches
+from portmm.dispatch.device_routes import launches
 from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
 from portmm.ir import block_meaning

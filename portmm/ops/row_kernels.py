@@ -63,7 +63,6 @@ def over(
     key = ("rows", there.kinds, tuple(there.lead), usual, first, tuple(names.items()))
 
     def make(traced: Traced) -> _Kernels:
-        there.begin()
         return _kernels(there, typed(traced, first), usual, user_function.closure)
 
     leaves = _leaves(there.types, tuple(names.items()))

@@ -7,7 +7,6 @@ former.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from portmm.dispatch import config
 from portmm.errors import BuildError
 from portmm.ir.block_program import program_of
 from portmm.ops import host_matmul, row_kernels
+from portmm.ops.product_kernel import ProductKernel
 from portmm.runtime.cpu import runtime
 from portmm.schedule.rows import workers
 from portmm.spec.dtype import BY_NAME
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.spec import epilogue
-
 
 Array = np.ndarray[Any, Any]
 
@@ -112,23 +111,6 @@ class _NoRowsError(Exception):
     """Raised where columns without rows are reduced: a kernel without rows writes nothing."""
 
 
-@dataclass(frozen=True, slots=True)
-class _HostKernel:
-    """A kernel over rows on the processor.
-
-    Attributes:
-        route: the kernel.
-        bound: its operands.
-        results: shapes and types.
-        columns: it reduces columns.
-    """
-
-    route: Any
-    bound: Bound
-    results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-    columns: bool
-
-
 class HostRows:
     """Arrays of one shape in the host's memory, and the kernels over their rows.
 
@@ -150,39 +132,36 @@ class HostRows:
         wanted: np.dtype[Any] = self.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
         return wanted
 
-    def begin(self) -> None:
-        """Load what kernels need, before one is lowered in vain."""
-        host_matmul.begin()
-        runtime()
-
     def kernel(
         self, traced: Traced, columns: tuple[epilogue.Operand, ...], usual: np.dtype[Any], _: dict[Any, Any]
-    ) -> _HostKernel:
+    ) -> ProductKernel:
         """The kernel of a function, or of its sums down columns; `columns` are results of these, read again."""
         from portmm.dispatch import cpu_routes
 
+        host_matmul.begin()
+        runtime()  # raises before a kernel is lowered in vain
         size, (m, n, _batch) = self.size, self.size
         views = tuple([described(x, ("b", "m", "n")) for x in self.values])
         strides = [tuple([s // x.itemsize for s in x.strides]) for x in self.values]
         strides += [dense("bn", size)] * len(columns)
         step = bind_operands(traced, (*views, *columns), usual, ends=False)
+        if not m and step.fused.column_reductions:
+            raise _NoRowsError
         program = program_of(step.fused, "L1")
         route = cpu_routes.rows_route(program, size, config.target(), workers(program, size, config.get_num_threads()))
         bound = Bound(traced, size, strides, [dense(x, size) for x in step.axes])
         shapes = [(*self.lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
         results = tuple(zip(shapes, step.types, strict=True))
-        return _HostKernel(route, bound, results, bool(step.fused.column_reductions))
+        return ProductKernel(results, (m, m), route, bound)
 
     def run(
-        self, kernel: _HostKernel, closure: dict[Any, Any], values: list[Array], out: Any
+        self, kernel: ProductKernel, closure: dict[Any, Any], values: list[Array], out: Any
     ) -> tuple[list[Array], bool]:
         """Run a kernel: the results, and whether the first was written to `out`."""
         results = [np.empty(s, t) for s, t in kernel.results]
         if out is not None:
             results[0] = out
         m, n, batch = self.size
-        if not m and kernel.columns:
-            raise _NoRowsError
         if m and batch:
             operands = kernel.bound.fill(closure, values, results)
             runtime().execute(kernel.route, m, n, 1, batch, *(0,) * 12, None, *operands)

@@ -156,7 +156,7 @@ def _on_host(shapes: list[tuple[int, int, int, int]], word: str, b: str) -> dict
 def _on_device(shapes: list[tuple[int, int, int, int]], word: str, b: str, device: Any) -> tuple[dict[Any, str], str]:
     """Names of the kernels that a device has loaded, by schedule, and the device's name."""
     from portmm.arrays.grid_call import arranged
-    from portmm.dispatch import grid_routes
+    from portmm.dispatch import device_routes
 
     like, on = _machine(device)
     problems = []
@@ -166,7 +166,7 @@ def _on_device(shapes: list[tuple[int, int, int, int]], word: str, b: str, devic
         p, vectors, _, copies = arranged(call.problem, call.vectors, call.values, on)
         names |= {x.name: x.name for x in copies}
         problems.append((p, vectors))
-    for route in grid_routes.routes(problems, on, min(MOST_COMPILERS, os.cpu_count() or 1)):
+    for route in device_routes.routes(problems, on, min(MOST_COMPILERS, os.cpu_count() or 1)):
         names |= {(route.choice.schedule, i): x.name for i, (x, _) in enumerate(route.kernels)}
     where = f"cuda:{on.handle}" if on.language == "cuda" else on.target.name
     return names, where

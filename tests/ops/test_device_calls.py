@@ -10,7 +10,7 @@ from opencl_cpu import OpenCl
 
 import portmm as pm
 from portmm.arrays import interop, operand
-from portmm.dispatch import grid_routes
+from portmm.dispatch import device_routes
 from portmm.dispatch.machine import bind, machine_of
 from portmm.errors import ScheduleError, TraceError
 from portmm.spec.problem import Problem
@@ -416,7 +416,7 @@ def test_numbers_that_are_looked_at_beside_arrays(on):
 def test_more_than_kernels_count_is_said(on):
     one = np.ones((1, 4), np.float32)
     kernel = machine_of(interop.adopt(on.array(one)))
-    found = grid_routes.route(Problem(64, 64, 64, "f32"), kernel, (1, 1, 1))
+    found = device_routes.route(Problem(64, 64, 64, "f32"), kernel, (1, 1, 1))
     with pytest.raises(ScheduleError, match="m is 2147483647: kernels count in 32 bits"):
         bind(*found.kernels[0], {"m": (1 << 31) - 1, "n": 1, "k": 1, "batch": 1})
 
