@@ -30,7 +30,7 @@ from portmm.fusion.program import Kernel, Text
 from portmm.ops.kernel_call import start
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
-from portmm.trace.buffers import Place
+from portmm.trace.buffers import Place, looked
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -89,11 +89,11 @@ class GridBuilder(Builder):
     def view(self, x: Node) -> Place:
         """A view of a buffer, or a copy where strides cannot express the view."""
         base = self.buffer_of(x.inputs[0])
-        viewed = _viewed(base, x.plain)
+        viewed = looked(base, x.plain)
         if viewed is None:
             to = self.allocate(x, base.like.shape)
             self.copy(base, to, x)
-            viewed = _viewed(to, x.plain)
+            viewed = looked(to, x.plain)
         if viewed is None:
             raise ScheduleError(f"{x.name} ({x.where}) moves elements in a way that has no kernel")
         return viewed
@@ -234,22 +234,3 @@ def _address(x: Place, moved: int) -> str:
 def _step(x: Place, axis: int) -> int:
     """The stride along an axis, in elements."""
     return int(x.like.strides[axis]) // x.like.itemsize if x.like.shape[axis] > 1 else 1 if axis == -1 else 0
-
-
-def _viewed(buffer: Place, function: Any) -> Place | None:
-    """A view of a buffer; None if it needs a copy.
-
-    The function is applied to uninitialized host memory: it may be copied, and nothing is read from the device.
-    """
-    like = buffer.like
-    steps = [(max(n, 1) - 1) * s for n, s in zip(like.shape, like.strides, strict=True)]
-    low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
-    memory = np.empty(high - low + like.itemsize, np.uint8)
-    shadow = np.ndarray(like.shape, like.dtype, memory, -low, like.strides)
-    viewed = function(shadow)
-    if not viewed.size:
-        return Place(buffer.root, buffer.offset, np.empty(viewed.shape, like.dtype), "")
-    if not np.may_share_memory(viewed, memory):
-        return None
-    moved = viewed.__array_interface__["data"][0] - shadow.__array_interface__["data"][0]
-    return Place(buffer.root, buffer.offset + moved, stand_in(viewed.shape, like.dtype, viewed.strides), "")

@@ -47,13 +47,21 @@ class Place:
         return (*(0,) * (len(shape) - len(own)), *own)
 
 
-def looked(place: Place, function: Any, text: str) -> Place | None:
-    """A view of a buffer; None if that takes a copy."""
-    view = function(place.like)
-    if view.size and not np.may_share_memory(view, place.like):
+def looked(place: Place, function: Any, text: str = "") -> Place | None:
+    """A view of a buffer; None if that takes a copy.
+
+    The function is applied to uninitialized memory of the array's extent: nothing is read, wherever the array is.
+    """
+    like = place.like
+    steps = [(max(n, 1) - 1) * s for n, s in zip(like.shape, like.strides, strict=True)]
+    low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
+    memory = np.empty(high - low + like.itemsize, np.uint8)
+    shadow = np.ndarray(like.shape, like.dtype, memory, -low, like.strides)
+    view = function(shadow)
+    if view.size and not np.may_share_memory(view, memory):
         return None
-    offset = view.__array_interface__["data"][0] - place.like.__array_interface__["data"][0]
-    return Place(place.root, place.offset + (offset if view.size else 0), view, text)
+    offset = view.__array_interface__["data"][0] - shadow.__array_interface__["data"][0] if view.size else 0
+    return Place(place.root, place.offset + offset, view, text)
 
 
 @dataclass(frozen=True, slots=True)
