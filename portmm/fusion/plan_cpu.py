@@ -152,13 +152,14 @@ class HostBuilder(Builder):
             ScheduleError: no kernel computes it with its epilogue.
         """
         x = unit.members[0]
-        weight = self.weight(x.inputs[1])
-        if len(unit.members) == 1:
-            # An int4 weight caches its routes itself.
-            return self.call(unit) if x.inputs[1].dtype is None else self.plain_product(x)
-        if weight is not None and (len(weight.shape) > 2 or not hasattr(weight, "owner")):
-            raise ScheduleError("a product with such a weight takes no epilogue")
-        return super().product(unit)
+        weight, alone = self.weight(x.inputs[1]), len(unit.members) == 1
+        if alone and x.inputs[1].dtype is not None:
+            return self.plain_product(x)
+        if weight is None or (len(weight.shape) == 2 and hasattr(weight, "owner")):
+            return super().product(unit)
+        if alone:
+            return self.call(unit)
+        raise ScheduleError("a product with such a weight takes no epilogue")
 
     def text(self, x: Node) -> str:
         """An array, a weight or a number in the program's text."""
