@@ -72,30 +72,3 @@ def quantized_rows(left: Array) -> tuple[Array, Array]:
         scaled = np.where(np.isfinite(rows) & np.isfinite(inverse[..., None]), rows * inverse[..., None], 0)
         values = np.clip(np.rint(scaled), -127, 127).astype(np.int8)
         return values, np.where(np.isnan(absmax), absmax, absmax / np.float32(127)).reshape(-1)
-
-
-def scaled(sums: Array, vectors: dict[str, Array], columns: Array, dtype: np.dtype[Any]) -> Array:
-    """The epilogue of quantized products (`spec.dequantization`): zero points, scales, bias, rounding.
-
-    Args:
-        sums: int32, (m, n), or floats with only scales and a bias.
-        vectors: those of `dequantization.OPERANDS` that there are.
-        columns: sums of the columns of B, for zero points of A.
-        dtype: of the result.
-    """
-    if sums.dtype.kind == "i":
-        exact = sums.astype(np.int64)
-        if "a_zero" in vectors:
-            exact += vectors["a_zero"].astype(np.int64)[:, None] * columns
-        if "b_zero" in vectors:
-            exact += vectors["a_sum"].astype(np.int64)[:, None] * vectors["b_zero"].astype(np.int64)
-        sums = exact.astype(np.int32)  # modulo 2**32, as kernels sum
-    with np.errstate(all="ignore"):
-        precise = (sums.astype(np.float32) * vectors["b_scale"]).astype(np.float64) * vectors["a_scale"][:, None]
-        if "bias" in vectors:
-            precise += vectors["bias"]
-        result: Array = precise.astype(np.float32)
-        if dtype.kind in "iu":
-            info = np.iinfo(dtype)
-            result = np.clip(np.rint(result), info.min, info.max)
-        return result.astype(dtype)

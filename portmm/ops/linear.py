@@ -16,7 +16,7 @@ from portmm.arrays import libraries, numpy_arrays, numpy_fallback
 from portmm.errors import BuildError
 from portmm.ops import host_matmul
 from portmm.ops.int4_panels import PackedInt4, largest_weight, pack_int4, unpack_int4
-from portmm.ops.linear_vectors import SAFE, is_default, scaled_in_float64, vectors_of, zero_point
+from portmm.ops.linear_vectors import is_default, scaled_in_float64, vectors_of, zero_point
 from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.ops.product_kernel import HostProduct, ProductKernel
 from portmm.ops.quantized_kernel import LinearOptions, kernel_of, layout_of, product_of, run
@@ -116,11 +116,12 @@ def linear(
     kernel, shape = kernel_of(key, m, _begun, left, weight, options), (*left.shape[:-1], weight.shape[1])
     ((_, written),) = kernel.results
     vectors = vectors_of(left, (m, shape[-1]), bias, scaling, _unit(left, weight, options), dynamic=dynamic)
-    if vectors is None:
+    if vectors is None or kernel.route is None:
         into = np.empty(shape, written if dtype is None else dtype) if out is None else out
         result = _checked_out(into, shape, written)
-        rows = left.reshape(m, left.shape[-1])
-        result[...] = _scaled_apart(rows, weight, written, bias, scaling, dynamic=dynamic).reshape(shape)
+        if result.size:
+            rows = left.reshape(m, left.shape[-1])
+            result[...] = _by_numpy(rows, weight, written, bias, scaling, dynamic=dynamic).reshape(shape)
         return result
     if out is None:
         result = np.empty(shape, written)
@@ -128,10 +129,9 @@ def linear(
     else:
         result = _checked_out(out, shape, written)
         to = result if numpy_arrays.dense_at(result, written, left, *vectors) else np.empty(shape, written)
-    if result.size:
-        _run(kernel, options, m, left, weight, to, (kernel.bound, None, *vectors))
-        if to is not result:
-            result[...] = to
+    run(kernel, m, left, weight, to, (kernel.bound, None, *vectors))
+    if to is not result:
+        result[...] = to
     return result if out is not None or dtype is None else result.astype(dtype, copy=False)
 
 
@@ -193,7 +193,7 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
         return fit(list(row_results), out, several=several)
     results = [np.empty(shape, t) for shape, t in kernel.results]
     operands = kernel.bound.fill(user_function.closure, vectors, results[1:])
-    _run(kernel, options, m, left, weight, results[0], operands)
+    run(kernel, m, left, weight, results[0], operands)
     return fit(results, out, several=kernel.several)
 
 
@@ -215,18 +215,23 @@ def _unit(left: Array, weight: Any, options: LinearOptions) -> float:
     return largest_weight(weight) if integers and rescaled and isinstance(weight, PackedInt4) else 1.0
 
 
-def _scaled_apart(
+def _by_numpy(
     left: Array, weight: Any, dtype: np.dtype[Any], bias: Any, scaling: tuple[Any, ...], *, dynamic: bool
 ) -> Array:
-    """The product without scales, then scaled in float64, where float32 would overflow."""
+    """The result by NumPy, scaled in float64: without a kernel, and where float32 would overflow."""
     _, x_zero, _, w_zero, *_ = scaling
     rows = None
     if dynamic:
         left, rows = numpy_fallback.quantized_rows(left)
-    if isinstance(weight, PackedInt4) and largest_weight(weight) > SAFE:
+    if isinstance(weight, PackedInt4):
+        # Values and scales are exact in float64, in which groups are summed, too.
         sums = left.astype(np.float64) @ dequantize(unpack_int4(weight), np.float64)
+    elif left.dtype.kind in "iu":
+        # Exact as well, by libraries that have no integers; kernels sum modulo 2**32.
+        codes, columns = left.astype(np.float64) - np.reshape(x_zero, (-1, 1)), np.reshape(w_zero, (1, -1))
+        sums = (codes @ (unpack(weight).astype(np.float64) - columns)).astype(np.int64).astype(np.int32)
     else:
-        sums = linear(left, weight, x_zero=x_zero, w_zero=w_zero, dtype=np.float32)
+        sums = left.astype(np.float32) @ unpack(weight).astype(np.float32)
     return scaled_in_float64(sums, rows, bias, scaling, dtype)
 
 
@@ -246,40 +251,6 @@ def _weight(w: Any, activations: np.dtype[Any]) -> Any:
     if codes.ndim != 2:
         raise ValueError(f"w has shape {codes.shape}; it must be a matrix")
     return pack(codes, activations=activations.newbyteorder("="))
-
-
-def _run(  # noqa: PLR0917 - operands, then options
-    kernel: ProductKernel,
-    options: LinearOptions,
-    m: int,
-    left: Array,
-    weight: Any,
-    out: Array,
-    operands: tuple[Any, ...],
-) -> None:
-    """Run a kernel; `operands` are the last arguments of `execute`."""
-    if kernel.route is None:
-        _without_kernel(options, left, weight, out, operands[2:])
-        return
-    run(kernel, m, left, weight, out, operands)
-
-
-def _without_kernel(options: LinearOptions, left: Array, weight: Any, out: Array, arrays: tuple[Array, ...]) -> None:
-    """The product and its epilogue, computed by NumPy."""
-    vectors = dict(zip(options.dequantization.names, arrays, strict=True))
-    left = left.reshape(prod(left.shape[:-1]), weight.shape[0])
-    if options.dynamic:
-        left, vectors["a_scale"] = numpy_fallback.quantized_rows(left)
-    columns: Array = np.zeros(1, np.int64)
-    if isinstance(weight, PackedInt4):
-        # Values and scales are exact in float64, in which groups are summed, too.
-        sums = left.astype(np.float64) @ dequantize(unpack_int4(weight), np.float64)
-    elif left.dtype.kind in "iu":
-        dense = unpack(weight).astype(np.int64)
-        sums, columns = (left.astype(np.int64) @ dense).astype(np.int32), dense.sum(axis=0)
-    else:
-        sums = left.astype(np.float32) @ unpack(weight).astype(np.float32)
-    out[...] = numpy_fallback.scaled(sums, vectors, columns, out.dtype).reshape(out.shape)
 
 
 # -- on a device -----------------------------------------------------------------------

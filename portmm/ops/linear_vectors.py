@@ -151,11 +151,7 @@ def scaled_in_float64(
             values += _spread("bias", bias, n, np.float32)
         if out_scale is not None:
             values = values / np.float64(_step(out_scale)) + zero_point(out_zero)
-        return _rounded(values, dtype)
-
-
-def _rounded(values: Array, dtype: np.dtype[Any]) -> Array:
-    if dtype.kind in "iu":
-        info = np.iinfo(dtype)
-        values = np.clip(np.rint(values), info.min, info.max)
-    return values.astype(dtype)
+        if dtype.kind in "iu":
+            info = np.iinfo(dtype)
+            values = np.clip(np.rint(values), info.min, info.max)
+        return values.astype(dtype)
