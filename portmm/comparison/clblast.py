@@ -21,7 +21,7 @@ BY_ROWS, PLAIN, TRANSPOSED = 101, 111, 112
 """Constants of CBLAS."""
 KINDS = {"f32": ("S", ctypes.c_float), "f64": ("D", ctypes.c_double)}
 
-_int, _size, _pointer = ctypes.c_int, ctypes.c_size_t, ctypes.c_void_p
+_size, _pointer = ctypes.c_size_t, ctypes.c_void_p
 
 
 class BlastError(RuntimeError):
@@ -55,7 +55,7 @@ class Blast:
         step = [(_size(x),) if case.batch > 1 else () for x in (m * k, k * n, m * n)]
         function = getattr(self._library, f"CLBlast{letter}gemm{'StridedBatched' if case.batch > 1 else ''}")
         arguments = (
-            _int(BY_ROWS), *(_int(PLAIN if x == "row" else TRANSPOSED) for x in (case.a, case.b)),
+            BY_ROWS, *(PLAIN if x == "row" else TRANSPOSED for x in (case.a, case.b)),
             _size(m), _size(n), _size(k), number(1), a, nothing, _size(lda), *step[0],
             b, nothing, _size(ldb), *step[1], number(0), c, nothing, _size(n), *step[2],
             *((_size(case.batch),) if case.batch > 1 else ()), ctypes.byref(queue_handle), None,

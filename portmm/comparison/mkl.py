@@ -82,7 +82,7 @@ def open_mkl(setup: Setup) -> Library:
         if native.is_vector(case):
             methods["gemv"] = native.gemv(library, case, data)
         if case.batch > 1:
-            after = [*native.matrices(case, data, c_int), c_int(case.batch)]
+            after = [*native.matrices(case, data, c_int), case.batch]
             methods["batch_strided"] = native.of_cblas(library, case, "gemm_batch_strided", after, data)
         if case.packed:
             methods["pack/compute"] = _packed(library, case, data)
@@ -96,7 +96,7 @@ def _normal(library: Any, case: Case) -> Callable[..., None]:
     function = getattr(library, f"v{native.LETTER[case.dtype]}CdfNorm")
 
     def normal(x: Any, out: Any) -> None:
-        function(c_int(x.size), native.pointer(x), native.pointer(out))
+        function(x.size, native.pointer(x), native.pointer(out))
 
     return normal
 
@@ -109,15 +109,13 @@ def _narrow(library: Any, case: Case, data: Arrays) -> dict[str, Run]:
     order, ta, tb, lda, ldb, ldc = native.flags(case)
     # MKL writes no narrow floats: its results are converted for the check, which is not timed.
     c = data.c if case.types[2] == result else np.empty(data.c.shape, np.float32)
-    sizes = [*map(c_int, (case.m, case.n, case.k))]
     flip = case.types[:2] == SIGNED
     a = np.empty_like(data.a).view(np.uint8) if flip else data.a
-    zero = [c_int(-FLIPPED if flip else 0)] if result == "s32" else []
+    zero = [-FLIPPED if flip else 0] if result == "s32" else []
 
     def run(function: str, marks: tuple[int, int], b: c_void_p, keep: object) -> Run:
-        after = [*map(c_int, (order, *marks)), *sizes, native.pointer(a), c_int(lda), b, c_int(ldb)]
+        after = [order, *marks, case.m, case.n, case.k, native.pointer(a), lda, b, ldb, native.pointer(c), ldc, *zero]
         call = native.address(getattr(library, function))
-        after += [native.pointer(c), c_int(ldc), *zero]
         product = native.counted(getattr(native.driver(), loop), [call], after, (a, c, keep))
         if flip:
             return repeat(lambda: (np.bitwise_xor(data.a.view(np.uint8), FLIPPED, out=a), product(1)))
@@ -134,13 +132,12 @@ def _narrow(library: Any, case: Case, data: Arrays) -> dict[str, Run]:
 def _pack(library: Any, name: str, case: Case, data: Arrays, *scale: Any) -> tuple[c_void_p, Any]:
     """Address of a B that NAME_pack packed, with a scale for floats, and the object that owns its memory."""
     order, _, tb, _, ldb, _ = native.flags(case)
-    sizes = [*map(c_int, (case.m, case.n, case.k))]
     size = getattr(library, f"{name}_pack_get_size")
     size.restype = ctypes.c_size_t
-    store = (ctypes.c_char * (size(c_int(IDENTIFIER_B), *sizes) + 64))()
+    store = (ctypes.c_char * (size(IDENTIFIER_B, case.m, case.n, case.k) + 64))()
     start = c_void_p(-(-ctypes.addressof(store) // 64) * 64)
-    marks = map(c_int, (order, IDENTIFIER_B, tb))
-    getattr(library, f"{name}_pack")(*marks, *sizes, *scale, native.pointer(data.b), c_int(ldb), start)
+    sizes = order, IDENTIFIER_B, tb, case.m, case.n, case.k
+    getattr(library, f"{name}_pack")(*sizes, *scale, native.pointer(data.b), ldb, start)
     return start, store
 
 
@@ -148,8 +145,8 @@ def _packed(library: Any, case: Case, data: Arrays) -> Run:
     order, ta, _, lda, ldb, ldc = native.flags(case)
     name, one = f"cblas_{native.LETTER[case.dtype]}gemm", native.SCALAR[case.dtype](1)
     start, store = _pack(library, name, case, data, one)
-    after: list[Any] = [*map(c_int, (order, ta, PACKED, case.m, case.n, case.k))]
-    after += [native.pointer(data.a), c_int(lda), start, c_int(ldb), native.pointer(data.c), c_int(ldc)]
+    sizes = order, ta, PACKED, case.m, case.n, case.k
+    after = [*sizes, native.pointer(data.a), lda, start, ldb, native.pointer(data.c), ldc]
     return native.of_cblas(library, case, "gemm_compute", after, (store, data))
 
 
@@ -171,8 +168,7 @@ def _jit(library: Any, setup: Setup, case: Case, data: Arrays) -> Run:
     scalar = native.SCALAR[case.dtype]
     jit = c_void_p()
     create = getattr(library, f"mkl_cblas_jit_create_{letter}gemm")
-    sizes = map(c_int, (order, ta, tb, case.m, case.n, case.k))
-    status = create(ctypes.byref(jit), *sizes, scalar(1), c_int(lda), c_int(ldb), scalar(0), c_int(ldc))
+    status = create(ctypes.byref(jit), order, ta, tb, case.m, case.n, case.k, scalar(1), lda, ldb, scalar(0), ldc)
     native.only(status != NO_JIT, "MKL has no JIT kernel for this shape on this processor")
     native.only(status == 0, f"mkl_jit_create_{letter}gemm returned {status}")
     get = getattr(library, f"mkl_jit_get_{letter}gemm_ptr")

@@ -1,6 +1,7 @@
 """C libraries, called without the overhead of Python: BLIS, libxsmm, and what others need, too.
 
-Owns the search for shared libraries, the small C driver that repeats a call, the calls of CBLAS, and two contenders. A
+Owns the search for shared libraries, the small C driver that repeats a call, the calls of CBLAS, and two contenders.
+Whole numbers are passed as C's int, which is ctypes' own rule; other types are spelled out where a call needs them. A
 call from Python by ctypes costs about a microsecond, a tenth of a 64 x 64 product, which a user who calls the library
 from C does not pay; so the loop over repetitions and over a batch is in C.
 
@@ -166,8 +167,7 @@ def gemv(library: Any, case: Case, data: Arrays) -> Run:
     rows, columns = matrix.shape
     order, lead = (ROW, columns) if layout == "row" else (COLUMN, rows)
     transposed = TRANSPOSED if case.m == 1 else NORMAL
-    sizes = map(c_int, (order, transposed, rows, columns))
-    after = [*sizes, pointer(matrix), c_int(lead), pointer(x), pointer(data.c)]
+    after = [order, transposed, rows, columns, pointer(matrix), lead, pointer(x), pointer(data.c)]
     return of_cblas(library, case, "gemv", after, data)
 
 
@@ -192,9 +192,9 @@ def matrices(case: Case, data: Arrays, number: Callable[[int], Any]) -> list[Any
     """
     order, ta, tb, *leads = flags(case)
     m, n, k = case.m, case.n, case.k
-    after: list[Any] = [*map(c_int, (order, ta, tb, m, n, k))]
+    after: list[Any] = [order, ta, tb, m, n, k]
     for array, lead, stride in zip((data.a, data.b, data.c), leads, (m * k, k * n, m * n), strict=True):
-        after += [pointer(array), c_int(lead), number(stride)]
+        after += [pointer(array), lead, number(stride)]
     return after
 
 
@@ -291,8 +291,7 @@ def _dispatch(library: Any, setup: Setup, case: Case, data: Arrays) -> Run:
     # Column-major only: C^T = B^T . A^T.
     leads = [ctypes.byref(c_int(x)) for x in (case.n, case.k, case.n)]
     one, zero = scalar(1), scalar(0)
-    sizes = map(c_int, (case.n, case.m, case.k))
-    kernel = dispatch(*sizes, *leads, ctypes.byref(one), ctypes.byref(zero), None, None)
+    kernel = dispatch(case.n, case.m, case.k, *leads, ctypes.byref(one), ctypes.byref(zero), None, None)
     only(bool(kernel), "libxsmm generated no kernel")
     a, sa, b, sb, c, sc = strided(case, data)
     loop = getattr(driver(setup.threads), f"loop_kernel_{letter}")

@@ -60,8 +60,8 @@ def open_onednn(setup: Setup) -> Library:
     version = library.dnnl_version().contents
     if version.major != 3:
         raise MissingError(f"oneDNN {version.major}.{version.minor} has another C interface than 3")
-    engine = _created(library.dnnl_engine_create, c_int(CPU), ctypes.c_size_t(0))
-    opened = _Opened(library, engine, _created(library.dnnl_stream_create, engine, c_int(IN_ORDER)), setup.threads)
+    engine = _created(library.dnnl_engine_create, CPU, ctypes.c_size_t(0))
+    opened = _Opened(library, engine, _created(library.dnnl_stream_create, engine, IN_ORDER), setup.threads)
 
     def prepare(case: Case, data: Arrays) -> dict[str, Run]:
         native.only(not case.block and (case.whole or not case.scaled), "no float-by-integer products in this version")
@@ -108,9 +108,9 @@ def _sgemm(library: Any, case: Case, data: Arrays) -> Run:
 def _described(library: Any, array: Any, dtype: int, any_format: bool = False) -> c_void_p:
     dims = (c_int64 * array.ndim)(*array.shape)
     if any_format:
-        return _created(library.dnnl_memory_desc_create_with_tag, c_int(array.ndim), dims, c_int(dtype), c_int(TAG_ANY))
+        return _created(library.dnnl_memory_desc_create_with_tag, array.ndim, dims, dtype, TAG_ANY)
     strides = (c_int64 * array.ndim)(*(s // array.itemsize for s in array.strides))
-    return _created(library.dnnl_memory_desc_create_with_strides, c_int(array.ndim), dims, c_int(dtype), strides)
+    return _created(library.dnnl_memory_desc_create_with_strides, array.ndim, dims, dtype, strides)
 
 
 def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run:
@@ -131,7 +131,7 @@ def _matmul(opened: _Opened, case: Case, data: Arrays, any_weights: bool) -> Run
         more.append((BIAS, opened.memory(bias, data.bias)))
     arguments = _arguments([(SOURCE, memories[0]), (WEIGHTS, weights), (DESTINATION, memories[1]), *more])
     before = [native.address(library.dnnl_primitive_execute), native.address(library.dnnl_stream_wait)]
-    after = [primitive, opened.stream, c_int(len(arguments)), byref(arguments)]
+    after = [primitive, opened.stream, len(arguments), byref(arguments)]
     if case.scaled and not case.fused:
         # Scales of the source have no rows in this version, and its own primitive for them runs at a tenth of this.
         sizes = [c_long(case.m), c_long(case.n), native.pointer(data.rows), native.pointer(data.c)]
@@ -148,7 +148,7 @@ def _attributes(opened: _Opened, case: Case, data: Arrays) -> tuple[c_void_p, li
     if case.scaled:
         described = _described(library, data.columns, TYPES["f32"])
         memory = opened.memory(described, data.columns)
-        status = library.dnnl_primitive_attr_set_scales_mask(attributes, c_int(WEIGHTS), c_int(BY_COLUMN))
+        status = library.dnnl_primitive_attr_set_scales_mask(attributes, WEIGHTS, BY_COLUMN)
         native.only(status == 0, f"scales by column returned {status}")
         arguments.append((SCALES | WEIGHTS, memory))
     chain = _created(library.dnnl_post_ops_create)
@@ -156,10 +156,10 @@ def _attributes(opened: _Opened, case: Case, data: Arrays) -> tuple[c_void_p, li
         if array is None:
             # Alpha is the factor of negative numbers of relu, and that of the exponent of silu.
             alpha = c_float(kind != ELTWISE["relu"])
-            status = library.dnnl_post_ops_append_eltwise(chain, c_int(kind), alpha, c_float(0))
+            status = library.dnnl_post_ops_append_eltwise(chain, kind, alpha, c_float(0))
         else:
             described = _described(library, array, TYPES[dtype])
-            status = library.dnnl_post_ops_append_binary(chain, c_int(kind), described)
+            status = library.dnnl_post_ops_append_binary(chain, kind, described)
             memory = opened.memory(described, array)
             arguments.append((POST_OP * (i + 1) | OPERAND, memory))
         native.only(status == 0, f"a post-op returned {status}")
@@ -189,12 +189,12 @@ def _reordered(opened: _Opened, description: c_void_p, plain: c_void_p, describe
     library, engine, stream = opened.library, opened.engine, opened.stream
     query = library.dnnl_primitive_desc_query_md
     query.restype = c_void_p
-    wanted = c_void_p(query(description, c_int(QUERY_WEIGHTS), c_int(0)))
+    wanted = c_void_p(query(description, QUERY_WEIGHTS, 0))
     weights = _created(library.dnnl_memory_create, wanted, engine, c_void_p(-1))
     reorder = _created(library.dnnl_reorder_primitive_desc_create, described, engine, wanted, engine, None)
     primitive = _created(library.dnnl_primitive_create, reorder)
     arguments = _arguments(((SOURCE, plain), (DESTINATION, weights)))
-    library.dnnl_primitive_execute(primitive, stream, c_int(2), byref(arguments))
+    library.dnnl_primitive_execute(primitive, stream, 2, byref(arguments))
     library.dnnl_stream_wait(stream)
     return weights
 
