@@ -1,7 +1,8 @@
 """Interpreter of kernels over a grid: the meaning of nodes for threads of a device.
 
 Owns `run_grid`. Threads of a block are threads of this process that meet at barriers; blocks run one after another. As
-in `ir.interpreter`, accesses are checked, and shared memory that was never written is NaN.
+in `ir.interpreter`, accesses are checked, and shared memory that was never written is NaN. What the lanes of a warp
+multiply together, or load as matrices, follows from the rows of fragments alone: `ir.warp_values`.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.ir.interpreter import UNWRITTEN, Address, _Frame, _Machine, _view, evaluate
-from portmm.spec.dtype import BY_NAME
+from portmm.ir import warp_values
+from portmm.ir.index import Ptr
+from portmm.ir.interpreter import UNWRITTEN, Address, _Frame, _Machine, _view, evaluate, numpy_type
+from portmm.spec.dtype import BY_NAME, base
 from portmm.target.device import CUDA_WARP
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from portmm.ir.grid_kernel import GridKernel
-    from portmm.ir.thread_nodes import Barrier, Clear, CopyAsync, CopyCommit, CopyWait, Exchange, Shared, Vector
+    from portmm.ir.nodes import LetPtr, Mac
+    from portmm.ir.thread_nodes import Barrier, Clear, CopyAsync, CopyCommit, CopyWait, Do, Exchange, Shared, Vector
 
 PATIENCE = 20.0
 """Seconds that threads wait for others at a barrier, which then will not come."""
@@ -47,7 +51,7 @@ def run_grid(kernel: GridKernel, numbers: Mapping[str, Any], arrays: Mapping[str
     real = {x.name: np.full(1, numbers[x.name], np.float32) for x in kernel.arguments if x.kind == "float"}
     blocks, slices = (range(evaluate(x, numbers)) for x in kernel.grid)
     for part, block in product(slices, blocks):
-        meet = _Block(kernel.threads)
+        meet = _Block(kernel)
         at = [whole | {"block": block, "slice": part, "thread": i} for i in range(kernel.threads)]
         each = [_Thread(kernel, cache(kernel.isa.word), x, pointers, None, meet=meet) for x in at]
         threads = [Thread(target=x.run, args=(real,)) for x in each]
@@ -63,12 +67,15 @@ def run_grid(kernel: GridKernel, numbers: Mapping[str, Any], arrays: Mapping[str
 class _Block:
     """The threads of a block, with their shared memory."""
 
-    def __init__(self, threads: int) -> None:
+    def __init__(self, kernel: GridKernel) -> None:
+        threads, warp = kernel.threads, kernel.isa.warp or CUDA_WARP
         self.all = Meeting(threads, timeout=PATIENCE)
-        sizes = [min(CUDA_WARP, threads - i) for i in range(0, threads, CUDA_WARP)]
+        self.warp = warp
+        sizes = [min(warp, threads - i) for i in range(0, threads, warp)]
         self.warps = [Meeting(x, timeout=PATIENCE) for x in sizes]
         self.exchanged: list[Any] = [None] * threads
-        self.shared: dict[str, np.ndarray] = {}
+        self.layout = {x.name: at for x, at in kernel.layout.items()}
+        self.shared = np.full(kernel.shared_bytes, UNWRITTEN, np.uint8)
 
     def abort(self) -> None:
         """Release all threads that wait."""
@@ -96,18 +103,67 @@ class _Thread(_Machine):
             self.meet.abort()
 
     def do_shared(self, s: Shared, f: _Frame) -> None:
-        raw = np.full(s.elements * BY_NAME[s.dtype].bytes, UNWRITTEN, np.uint8)
-        f.ptrs[s.name] = _view(self.meet.shared.setdefault(s.name, raw), 0, s.dtype)
+        at = self.meet.layout[s.name]
+        f.ptrs[s.name] = _view(self.meet.shared[at : at + s.elements * BY_NAME[s.dtype].bytes], 0, s.dtype)
+
+    def do_letptr(self, s: LetPtr, f: _Frame) -> None:
+        array, at, name = self.at(s.value, f, 0)
+        if np.may_share_memory(array, self.meet.shared):  # results reuse the memory of all tiles, which are neighbours
+            first = array.__array_interface__["data"][0] - self.meet.shared.__array_interface__["data"][0]
+            array = _view(self.meet.shared[first:], 0, name)[0]
+        f.ptrs[s.name] = _view(array, at, s.dtype)
 
     def do_barrier(self, _: Barrier, __: _Frame) -> None:
         self.meet.all.wait()
 
+    @property
+    def lane(self) -> int:
+        """Number of this thread in its warp."""
+        return self.block["thread"] % self.meet.warp
+
+    def shared_by_warp(self, own: Any) -> list[Any]:
+        """Values of all lanes of this thread's warp, which meet here."""
+        me, size = self.block["thread"], self.meet.warp
+        warp = self.meet.warps[me // size]
+        self.meet.exchanged[me] = own
+        warp.wait()
+        first = me // size * size
+        every = self.meet.exchanged[first : first + size]
+        warp.wait()
+        return every
+
     def do_exchange(self, s: Exchange, f: _Frame) -> None:
-        me = self.block["thread"]
-        self.meet.exchanged[me] = f.regs[s.x]
-        self.meet.warps[me // CUDA_WARP].wait()
-        f.regs[s.d] = self.meet.exchanged[me ^ s.mask]
-        self.meet.warps[me // CUDA_WARP].wait()
+        every = self.shared_by_warp(f.regs[s.x])
+        f.regs[s.d] = every[self.lane ^ s.mask]
+
+    def elements_at(self, p: Ptr, f: _Frame, count: int, dtype: np.dtype) -> np.ndarray:
+        """The first `count` elements of a type in the registers at an address, which they share."""
+        name = f.ptrs[p.name][2]
+        array, at, _ = self.at(p, f, -(-count * dtype.itemsize // BY_NAME[name].bytes))
+        return array[at:].view(np.uint8)[: count * dtype.itemsize].view(dtype)
+
+    def do_mac(self, s: Mac, f: _Frame) -> None:
+        atom = self.kernel.atom
+        if atom.unit != "warp":
+            _Machine.do_mac(self, s, f)
+            return
+        left, right, sums = warp_values.fragments(atom)
+        a = self.elements_at(s.a, f, left.elements, numpy_type(base(atom.a)))
+        b = self.elements_at(s.b, f, right.elements, numpy_type(base(atom.b)))
+        every = self.shared_by_warp((a.copy(), b.copy()))
+        d = self.elements_at(s.d, f, sums.elements, numpy_type(atom.acc))
+        d += warp_values.multiplied(atom, every)[warp_values.places(sums)[self.lane]].astype(d.dtype)
+
+    def do_do(self, s: Do, f: _Frame) -> None:
+        fragment, pointers = self.kernel.isa.fragments.get(s.name), [x for x in s.args if isinstance(x, Ptr)]
+        if fragment is None:
+            warp_values.primitive(s.name)(*(self.elements_at(p, f, 1, np.dtype(np.uint32)) for p in pointers))
+            return
+        to, src = pointers
+        array, at, _ = self.at(src, f, warp_values.ROW_BYTES // BY_NAME[f.ptrs[src.name][2]].bytes)
+        rows = warp_values.loaded(fragment, self.shared_by_warp((array, at)))
+        own = rows[warp_values.places(fragment)[self.lane]]
+        self.elements_at(to, f, fragment.elements, own.dtype)[:] = own
 
     def do_vector(self, s: Vector, f: _Frame) -> None:
         count = s.bytes // BY_NAME[f.ptrs[s.to.name][2]].bytes
