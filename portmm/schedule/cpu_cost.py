@@ -272,6 +272,9 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     slow = slow * np.where(
         short & ~t.prefetches & ~t.sweeps & (v.depth * t.visit_n * t.b > MODEL.fills * LINE), MODEL.overfull, 1.0
     )
+    # Prefetchers fetch lines in pairs: of a shorter run, neighbours are gone when the next panel reads them.
+    scattered = short & (t.visit_n * t.b < MODEL.long_run) & ~_b_stays(v, "L2")
+    slow = slow * np.where(scattered & (v.depth > MODEL.streams), t.runs, 1.0)
     far = b_bytes * np.where(b_bytes > capacity.get("L3", 0), b_again, 1.0)
     c_last = c_once * t.elements[2] + c_again * t.c * (c_home == len(names))
     in_memory = home == len(names)

@@ -169,7 +169,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> d
         "rate": macs_per_cycle(target, isa, atom, s.dtype),
         "steps": MODEL.loop_cycles + MODEL.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
         + MODEL.line_ahead * lines * (s.b.prefetch > 0),
-        "begins": MODEL.sweep_cycles if sweeping else MODEL.tile_cycles,
+        "begins": MODEL.sweep_cycles + MODEL.sweep_line * lines if sweeping else MODEL.tile_cycles,
         "crowded": (MODEL.thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "apart": 1.0 + MODEL.apart / lines * (not sweeping),
         "sweeps": sweeping, "unhidden": pack_b and not once and not ahead and bool(s.kc),
