@@ -8,7 +8,7 @@ with zeros; `matrix_descriptor` describes the same layout to the tensor cores. E
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.ir.grid_kernel import Argument, MapOf
@@ -18,14 +18,17 @@ from portmm.ir.thread_nodes import Do, Get, Shared
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.product import OperandTile
 from portmm.schedule.gpu_wgmma import LINE, SWIZZLED, WIDE_ROWS, padded_rows
+from portmm.spec.layouts import swizzled_tile
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.spec.layout import Layout
 
 VECTOR = 16
 """Unit of descriptors, in bytes."""
-EIGHT_LINES = 8 * LINE
+LINES = 8
+"""Lines that are swizzled together."""
 ATOM_BYTES = 32
 """Bytes of a row along k that one instruction multiplies."""
 
@@ -39,6 +42,15 @@ class TmaTile(OperandTile):
     """
 
     cluster: int = 1
+
+    @property
+    def memory(self) -> Layout:
+        """Layout (row, k) of a tile in shared memory."""
+        return swizzled_tile(self.bytes, self.depth, along_k=self.along == "k")
+
+    def step(self, axis: int, count: int) -> int:
+        """Number of bytes between lines `count` rows, or elements of k, apart, whose swizzles agree."""
+        return int(replace(self.memory, swizzle=None).step(axis, count) or 0) * self.bytes
 
     @property
     def tile_rows(self) -> int:
@@ -69,10 +81,11 @@ class TmaTile(OperandTile):
         name = self.name
         step = var(f"{name}_{self.extent if self.along == 'k' else 'k'}")
         items = maximum(var("batch") * const(0).lt(var(f"{name}_batch")), 1)
-        ends, box = (var("k"), var(self.extent)), (self.depth, self.box)
+        ends, lines = (var("k"), var(self.extent)), self.box
         if self.along != "k":
-            ends, box = ends[::-1], box[::-1]
-        of = MapOf(name, self.dtype, (*ends, items), (step, var(f"{name}_batch")), (*box, 1), LINE)
+            ends, lines = ends[::-1], self.depth
+        box = (int(self.memory.shape[-1]), lines, 1)
+        of = MapOf(name, self.dtype, (*ends, items), (step, var(f"{name}_batch")), box, LINE)
         return [Argument(f"{name}_map", "map", map=of), Argument(f"{name}_batch", "long")]
 
     # -- to shared memory ------------------------------------------------------
@@ -101,14 +114,14 @@ class TmaTile(OperandTile):
 
     def describe(self, row: Index) -> Stmt:
         """Descriptor of the first stage's tile, from a row on."""
-        leading = const(VECTOR if self.along == "k" else WIDE_ROWS * self.depth * self.bytes)
+        along_k = self.along == "k"
+        leading, stride = VECTOR if along_k else self.step(0, WIDE_ROWS), self.step(0 if along_k else 1, LINES)
         at = Ptr(f"{self.name}_tile", row * self.depth)
-        return Get(f"{self.name}_matrix", "matrix_descriptor", (at, leading, const(EIGHT_LINES)), "long")
+        return Get(f"{self.name}_matrix", "matrix_descriptor", (at, const(leading), const(stride)), "long")
 
     def matrix(self, stage: Index, strip: Index, unit: Index) -> Index:
         """Descriptor of 64 rows, and those after, at one step of k of a stage."""
-        step = ATOM_BYTES if self.along == "k" else ATOM_BYTES // self.bytes * LINE
-        strips = strip * (WIDE_ROWS * self.depth * self.bytes // VECTOR)
+        step, strips = self.step(1, ATOM_BYTES // self.bytes), strip * (self.step(0, WIDE_ROWS) // VECTOR)
         return (
             var(f"{self.name}_matrix") + stage * (self.size * self.bytes // VECTOR) + strips + unit * (step // VECTOR)
         )

@@ -89,6 +89,18 @@ def swizzled(width: int, size: int, together: int = 1) -> Layout:
     return Layout(shape, stride, transforms=(swizzle(width, size, together),))
 
 
+def swizzled_tile(size: int, depth: int, *, along_k: bool) -> Layout:
+    """Tile (row, k), of elements of `size` bytes, as copies of boxes write it and tensor cores read it.
+
+    Lines of 128 bytes are swizzled in eights. A line is `depth` elements of a row along k, or one k of as many rows as
+    it has elements; strips of these rows follow one another.
+    """
+    line, bits = BANKS // size, (3, (VECTOR // size).bit_length() - 1, 3)
+    if along_k:
+        return Layout(("rows", depth), swizzle=bits)
+    return Layout(("strips", depth, line), swizzle=bits).permute(0, 2, 1).merge(0, 2)
+
+
 def windows(
     image: Layout, kernel: tuple[Size, Size], stride: tuple[Size, Size] = (1, 1), dilation: tuple[Size, Size] = (1, 1)
 ) -> Layout:

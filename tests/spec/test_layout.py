@@ -15,7 +15,8 @@ from portmm.spec.layout import Layout
 from portmm.spec.layout_index import as_sum
 from portmm.spec.layout_runs import runs
 from portmm.spec.layout_transforms import Pad
-from portmm.spec.layouts import column_major, in_panels, panels, row_major, windows
+from portmm.spec.layouts import column_major, in_panels, panels, row_major, swizzled_tile, windows
+from portmm.spec.problem import family
 
 EXAMPLES = settings(derandomize=True, deadline=None, max_examples=150, database=None)
 MOST = 3000
@@ -255,6 +256,10 @@ PERMUTATIONS = {
     "units of VNNI": panels(8, 32, 16, 4),
     "swizzled shared memory": Layout((16, 64), swizzle=(3, 3, 3)),
     "swizzled lines of 64 bytes": Layout((8, 32), swizzle=(2, 3, 3)),
+    "tiles of wgmma along k": swizzled_tile(2, 64, along_k=True).bind(rows=24),
+    "tiles of wgmma along rows": swizzled_tile(2, 64, along_k=False).bind(strips=2),
+    "tiles of wgmma of bytes": swizzled_tile(1, 128, along_k=True).bind(rows=16),
+    "a dense batch": row_major(3, 4, 5).permute(0, 2, 1),
     "lines that are no power of two": row_major(8, 96).unmerge(1, None, 8).unmerge(1, None, 4).xor(2, 0, 1, 4),
 }
 
@@ -265,6 +270,42 @@ def test_permutations_are_bijections(name):
     offsets = layout.offsets()
     assert sorted(offsets.ravel()) == list(range(offsets.size))
     np.testing.assert_array_equal(layout.gather(np.arange(offsets.size)), offsets)
+
+
+INJECTIONS = {
+    "a view with gaps": Layout((4, 5), (17, 3)),
+    "a strided batch": Layout((3, 4, 5), (100, 7, 1)),
+    "columns of a batch": Layout((2, 6, 5), (64, 1, 9)),
+    "every second row": row_major(8, 6).slice(0, 1, 3, 2),
+    "panels with sums": panels(6, 20, 8, 4, step=96),
+    "scales of int4 values": family("u4x8k8g16").parts(40, 20)[0],
+    "offsets of int4 values": family("u4x8k8g16").parts(40, 20)[1],
+    "words of int4 values": family("u4x8k8g16").parts(40, 20)[2],
+}
+
+
+@pytest.mark.parametrize("name", INJECTIONS)
+def test_gaps_separate_elements(name):
+    layout = INJECTIONS[name]
+    offsets = layout.offsets().ravel()
+    assert len(set(offsets)) == offsets.size
+    assert (
+        0
+        <= offsets.min()
+        <= offsets.max()
+        <= sum((int(x) - 1) * int(s) for x, s in zip(layout.shape, layout.stride, strict=True))
+    )
+    for index in product(*map(range, sizes(layout))):
+        for axis, extent in enumerate(sizes(layout)):
+            if index[axis] + 1 < extent:
+                there = (*index[:axis], index[axis] + 1, *index[axis + 1 :])
+                assert layout.move(layout.start(index), axis, 1) == layout.start(there)
+
+
+def test_parts_of_int4_values_are_disjoint():
+    kept = family("u4x8k8g16")
+    every = np.concatenate([x.offsets().ravel() for x in kept.parts(40, 24)])
+    assert len(set(every)) == every.size <= 3 * kept.panel(40)
 
 
 def test_panels_and_the_view_that_fills_them_are_inverse():
