@@ -42,12 +42,12 @@ def open_portmm(setup: Setup) -> Library:
             methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))
         return methods
 
-    return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None, fused=True, settle=_settle)
+    return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None, fused=True, await_races=_await_races)
 
 
-def _settle(run: Run) -> None:
+def _await_races(run: Run) -> None:
     """Call until races between schedules are over, so that their winners are measured."""
-    cpu_race.settle(lambda: run(1))
+    cpu_race.await_races(lambda: run(1))
 
 
 def _weight(pm: Any, case: Case, data: Arrays) -> Any:

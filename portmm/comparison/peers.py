@@ -122,7 +122,7 @@ class Library:
         dtypes: words of types that it multiplies; None where `prepare` decides.
         precision: its rounding, one of `data.PRECISIONS`.
         fused: `prepare` supports epilogues; otherwise fused cases are refused without it.
-        settle: runs a method until it is as fast as it will be; None if the first calls are as fast as others.
+        await_races: runs a method until it is as fast as it will be; None if the first calls are as fast as others.
     """
 
     version: str
@@ -130,7 +130,7 @@ class Library:
     dtypes: Collection[str] | None = PLAIN
     precision: str = EXACT
     fused: bool = False
-    settle: Callable[[Run], None] | None = None
+    await_races: Callable[[Run], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)

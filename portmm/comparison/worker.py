@@ -69,8 +69,8 @@ class Bench:
         wrong: list[str] = []
         worst = allowed = 0.0
         for name, run in methods.items():
-            if self.library.settle is not None:
-                self.library.settle(run)
+            if self.library.await_races is not None:
+                self.library.await_races(run)
             error, bound = measure.checked(case, run, copies, self.library.precision)
             if error > bound:
                 wrong.append(f"{name}: error {error:.3g} exceeds {bound:.3g}")

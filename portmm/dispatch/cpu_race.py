@@ -30,8 +30,8 @@ LEAST_FLOPS = 2e6
 AFTER_SECONDS = 0.04
 """Time of the calls of a kind before it races, and between two attempts: 20 times what a race takes from them, as far
 as it is work of the calling process: it starts another, loads three kernels, and writes a line."""
-SETTLE_SECONDS = 20.0
-"""Most seconds that `settle` waits: three compilations, on a machine that does other work."""
+WAIT_SECONDS = 20.0
+"""Most seconds that `await_races` waits: three compilations, on a machine that does other work."""
 ANY = " any"
 """The end of questions whose answers may be kernels of other results."""
 
@@ -145,13 +145,13 @@ def _key(route: Any) -> str:
     return str(route.kernel.path).rpartition("/")[2].removesuffix(".so")
 
 
-def settle(call: Callable[[], object]) -> None:
+def await_races(call: Callable[[], object]) -> None:
     """Call until the races of these calls are over, for measurements of what stays."""
     start = time.perf_counter()
-    while config.race() and time.perf_counter() < start + SETTLE_SECONDS:
+    while config.race() and time.perf_counter() < start + WAIT_SECONDS:
         if time.perf_counter() > start + 2 * AFTER_SECONDS and not _open:
             return
-        rival_process.wait(SETTLE_SECONDS)
+        rival_process.wait(WAIT_SECONDS)
         call()
 
 

@@ -23,7 +23,7 @@ from portmm.schedule.cpu_blocking import (
 from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
-from portmm.spec.dtype import BY_NAME
+from portmm.spec.dtype import BY_NAME, UNCONVERTED
 from portmm.spec.problem import family
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
@@ -96,7 +96,8 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             if may_pack_once(p, atom):
                 deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, MODEL.deep)))
                 yield from (s for s in _packings(deep, p, isa, atom, PACKED_ONCE) if s.b.once)
-            base = replace(base, c=AHEAD if target.tile_prefetch or p.b == "packed" else OperandPlan())
+            if not target.tile_prefetch and p.b != "packed" and p.dtype in UNCONVERTED:
+                base = replace(base, c=OperandPlan())
             for s in _packings(base, p, isa, atom):
                 yield s
                 if split and depth > 2 * s.kc and _adds_up(s, p, atom):
@@ -121,7 +122,9 @@ def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom, pack_b: Staging = P
     a, b = s.a.with_pack(None), s.b.with_pack(None)
     s = replace(s, a=a.with_pack(PACKED), b=b if p.b == "packed" else b.with_pack(pack_b))
     yield s
-    if _a_in_place(p, isa, atom):
+    # Measured for floats that are not converted; a static kernel has the strides of A as constants.
+    tall = s.mr <= MODEL.in_place_rows or p.a == "col" or p.static or p.dtype in UNCONVERTED
+    if tall and _a_in_place(p, isa, atom):
         yield replace(s, a=a)
         if _in_place(p, isa, atom, s.nr):
             yield replace(s, a=a, b=b)

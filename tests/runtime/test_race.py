@@ -168,12 +168,12 @@ def test_measurements_wait_for_the_end_of_races(racing, monkeypatch):
         calls.append(1)
         pm.matmul(a, b)
 
-    cpu_race.settle(call)
+    cpu_race.await_races(call)
     assert racing.racing(routes.route(Problem(M, N, K))) == "done"
     assert not cpu_race._open
     del calls[:]
     monkeypatch.setenv("PORTMM_RACE", "off")
-    cpu_race.settle(call)
+    cpu_race.await_races(call)
     assert not calls
 
 
