@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import _socket  # `socket` has the same, and takes milliseconds to import
 import _thread  # a thread that the end of the interpreter does not wait for
-import json
 import os
 import sys
 import time
@@ -85,6 +84,8 @@ def ask(question: dict[str, Any], then: Callable[[Any], None]) -> bool:
         helper = _helpers[0]
         if len(helper.pending) >= MOST_PENDING:
             return False
+        import json  # by the first race: it takes milliseconds
+
         number = _state["questions"] = _state["questions"] + 1
         message = json.dumps([number, question]).encode()
         if len(message) > MOST_BYTES:
@@ -114,6 +115,8 @@ def _start() -> bool:
     """Start a helper, and a thread that listens to it."""
     if not possible():
         return False
+    import json
+
     flags = [f"-{x}" for x, is_set in (("I", sys.flags.isolated), ("S", sys.flags.no_site)) if is_set]
     argv = [sys.executable, "-P", *flags, "-c", _CODE, json.dumps(sys.path), str(IDLE_SECONDS)]
     # It imports NumPy, and multiplies nothing.
@@ -145,6 +148,8 @@ def _start() -> bool:
 
 def _listen(helper: _Helper) -> None:
     """Hand answers on until the helper ends."""
+    import json
+
     message = b"first"
     while message:
         try:

@@ -17,7 +17,7 @@ from portmm.dispatch import cpu_kernels, cpu_routes
 from portmm.errors import NoCompilerError, TraceError
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.interpreter import run
-from portmm.ops import attention, attention_kernel
+from portmm.ops import attention, attention_fastpath, attention_kernel
 from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.cpu_attention import Geometry, attention_schedule
 from portmm.spec.epilogue import C, Fused, acc, number, parse
@@ -260,7 +260,8 @@ def test_without_a_compiler(monkeypatch):
     want = [pm.attention(q, k, v, return_lse=True, **how) for how in calls]
     monkeypatch.setattr(cpu_routes, "program_route", none)
     monkeypatch.setattr(bind, "_ready", {})
-    monkeypatch.setattr(attention, "kinds", {})
+    monkeypatch.setattr(attention_fastpath, "kinds", {})
+    cpu_runtime.clear_memo()
     monkeypatch.setattr(numpy_fallback, "_warned", ["once"])
     for how, (result, lse) in zip(calls, want, strict=True):
         got = pm.attention(q, k, v, return_lse=True, **how)
