@@ -4,7 +4,8 @@
 
 Each file is what `bench/exhaustive.py --json` wrote on one machine. Without
 `--steps` it only tells how near the present choices come to the best candidates,
-and `--rechoose` marks these choices in the files. A fit prints constants; a
+and `--rechoose` marks these choices in the files. A chip with a file of its own under
+`targets/model/` has its own constants fitted. A fit prints constants; a
 person decides whether they mean anything, rounds them and writes them down.
 """
 
@@ -25,6 +26,7 @@ from portmm.comparison.shapes import cases
 from portmm.dispatch import config, cpu_kernels
 from portmm.schedule import cpu_cost
 from portmm.schedule.cpu_table import Table
+from portmm.schedule.cpu_textbook import follows
 from portmm.schedule.text import parse
 from portmm.target.model import CPU as MODEL
 
@@ -36,6 +38,7 @@ FACTORS = ("crowded", "thrashed", "overfull")
 FREE = (
     *("ahead_cycles", "exposed", "short_runs", "short_ahead", "copy_once", "copy_passing"),
     *("conflicts", "apart", "tile_cycles", "loop_cycles", *FACTORS),
+    *("line_ahead", "unseen", "unhidden", "unhidden_rows", "sweep_cycles", "streams"),
 )
 """Constants that one thread determines; `cut_runs` and the cost of threads are not among them."""
 NEAR = 1.6
@@ -51,12 +54,14 @@ class Search:
         problem: its problem.
         target: the machine, limited to the instruction set that was searched.
         tried: (row of the file, schedule, atom), one per candidate.
+        textbook: indices of those that are never chosen.
     """
 
     name: str
     problem: Problem
     target: Target
     tried: tuple
+    textbook: frozenset
 
     def predicted(self):
         """Predicted seconds of every candidate."""
@@ -83,13 +88,19 @@ def searches(rows, target):
             (row, s, atom_of(cpu_kernels.isa_of(s, held), s.dtype, s.atom.lanes))
             for row, s in zip(mine, schedules, strict=True)
         )
-        yield Search(name, problem_of(known[name]), held, tried)
+        p = problem_of(known[name])
+        textbook = frozenset(i for i, (_, s, _) in enumerate(tried) if target.searches and follows(s, p, held))
+        yield Search(name, p, held, tried, textbook)
 
 
 def choice(search, predicted):
-    """The index of the candidate that the model chooses; of equals the slowest, so that no order decides."""
-    least = min(predicted)
-    equals = (i for i, p in enumerate(predicted) if p == least)
+    """The index of the candidate that the model chooses; of equals the slowest, so that no order decides.
+
+    On a chip with stored searches, textbook blockings are not among them.
+    """
+    fair = [i for i in range(len(predicted)) if i not in search.textbook] or range(len(predicted))
+    least = min(predicted[i] for i in fair)
+    equals = (i for i in fair if predicted[i] == least)
     return max(equals, key=lambda i: search.tried[i][0]["seconds"])
 
 
@@ -117,27 +128,27 @@ def quality(found):
     return regret + 0.3 * math.sqrt(sum(spreads) / len(spreads)) + 0.02 * max(regrets), math.exp(-regret)
 
 
-def give(values):
-    """Let the model have these constants."""
+def give(model, values):
+    """Let a model have these constants."""
     for name, value in values.items():
-        setattr(MODEL, name, value)
+        setattr(model, name, value)
 
 
-def fit(found, steps, seed=1):
+def fit(model, found, steps, seed=1):
     """Constants that serve better, by random steps from the present ones."""
     rng = random.Random(seed)  # noqa: S311 - no secret
-    best, kept = quality(found), {name: getattr(MODEL, name) for name in FREE}
+    best, kept = quality(found), {name: getattr(model, name) for name in FREE}
     for step in range(steps):
         tried = dict(kept)
         for name in rng.sample(FREE, rng.choice((1, 1, 2, 3))):
             above = 1.0 if name in FACTORS else 0.0
             tried[name] = above + (kept[name] - above) * math.exp(rng.gauss(0, 0.35))
-        give(tried)
+        give(model, tried)
         now = quality(found)
         if now[0] < best[0]:
             best, kept = now, tried
             print(f"step {step}: {best[1]:.4f} of the best, objective {best[0]:.4f}", flush=True)
-    give(kept)
+    give(model, kept)
     for name, value in kept.items():
         print(f"{name} = {value:.3g}")
 
@@ -153,7 +164,7 @@ def main():
         files = {path: json.loads(path.read_text()) for path in options.files}
         found = [x for rows in files.values() for x in searches(rows, config.target())]
     if options.steps:
-        fit(found, options.steps)
+        fit(MODEL.of(found[0].target.name), found, options.steps)
     shares = [(share(x, x.predicted()), x.name, x.target.isas[0].name) for x in found]
     for value, name, isa in sorted(shares)[:20]:
         print(f"{value:.2f} {name} {isa}")

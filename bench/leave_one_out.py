@@ -4,12 +4,12 @@
     python bench/leave_one_out.py --fit 400    # fit the constants to the other chips, without this one, again
     python bench/leave_one_out.py --write      # bench/results/leave-one-out.json, of which the table is made
 
-A chip that is left out has no `searches`: its caches are counted, and textbook blockings preferred, as on any unknown
-chip (`cpu_textbook.preferred`). Choices are made twice, with the constants of `targets/model/` and with constants that
-were fitted from `START` to the other chips' searches only. A choice is among the candidates whose times are stored,
-so that its time is known; files that are older than textbook blockings hold none of these. Choices are compared with
-the fastest candidate of each case, and with the best constant schedule: the one with the least times over all cases,
-clipped to each.
+A chip that is left out has no `searches`, and no constants of its own: its caches are counted, and textbook blockings
+preferred, as on any unknown chip (`cpu_textbook.preferred`). Choices are made twice, with the constants of
+`targets/model/` and with constants that were fitted from `START` to the other chips' searches only. A choice is among
+the candidates whose times are stored, so that its time is known; files that are older than textbook blockings hold
+none of these. Choices are compared with the fastest candidate of each case, and with the best constant schedule: the
+one with the least times over all cases, clipped to each.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ STORED = RESULTS / "leave-one-out.json"
 START = {
     "ahead_cycles": 1.0, "exposed": 0.1, "short_runs": 1.0, "short_ahead": 1.0, "copy_once": 5.0, "copy_passing": 5.0,
     "conflicts": 0.2, "apart": 0.2, "tile_cycles": 50.0, "loop_cycles": 0.1, "crowded": 1.1, "thrashed": 1.5,
-    "overfull": 1.5,
+    "overfull": 1.5, "line_ahead": 0.5, "unseen": 0.1, "unhidden": 1.0, "unhidden_rows": 1.0, "sweep_cycles": 5.0,
+    "streams": 16.0,
 }  # fmt: skip
 """Constants that a fit starts from: guesses with one digit, of no chip."""
 DIGITS = 3
@@ -67,7 +68,8 @@ def left_out() -> Iterator[LeftOut]:
         for stem in target.searches:
             rows = json.loads((RESULTS / f"{stem}.json").read_text())
             found = fit_cost.searches(rows, target)
-            yield LeftOut(stem, chip, tuple(replace(x, target=replace(x.target, searches=())) for x in found))
+            # Without its name, the chip has no constants of its own either.
+            yield LeftOut(stem, chip, tuple(replace(x, target=replace(x.target, name="", searches=())) for x in found))
 
 
 # -- choices -------------------------------------------------------------------
@@ -89,22 +91,22 @@ def seconds(x: fit_cost.Search) -> list[float]:
 def chosen_with(constants: Mapping[str, float], cases: Iterable[fit_cost.Search]) -> list[int]:
     """Choices of a model with these constants."""
     usual = {name: getattr(MODEL, name) for name in constants}
-    fit_cost.give(constants)
+    fit_cost.give(MODEL, constants)
     try:
         return [choice(x) for x in cases]
     finally:
-        fit_cost.give(usual)
+        fit_cost.give(MODEL, usual)
 
 
 def fitted(others: list[fit_cost.Search], steps: int) -> dict[str, float]:
     """Constants that were fitted to searches from `START`, of few digits."""
     usual = {name: getattr(MODEL, name) for name in fit_cost.FREE}
-    fit_cost.give(START)
+    fit_cost.give(MODEL, START)
     try:
-        fit_cost.fit(others, steps)
+        fit_cost.fit(MODEL, others, steps)
         return {name: float(f"{getattr(MODEL, name):.{DIGITS}g}") for name in fit_cost.FREE}
     finally:
-        fit_cost.give(usual)
+        fit_cost.give(MODEL, usual)
 
 
 # -- constant schedules --------------------------------------------------------

@@ -179,7 +179,7 @@ class Tape:
     @classmethod
     def of(cls, t: Table, rows: int, *, several: bool) -> Tape:
         """The tape of a table, for a number of values of M, and one thread or several."""
-        names = [level.name for level in t.target.levels] if "strided" in t.some else []
+        names = list(reached(t, 1, 1))
         among = SHARED if several else 0
         recorder = Recorder((rows, t.count), among + 4 + len(names))
         sizes = [recorder.input(among + i) for i in range(4 + len(names))]
@@ -200,7 +200,7 @@ class Tape:
             workers: threads that share the work.
         """
         sizes = [*rows]
-        for x in (q.n, q.k, q.batch, *reached(t, q.n).values()):
+        for x in (q.n, q.k, q.batch, *reached(t, q.n, q.k).values()):
             sizes += [x] * len(rows)  # type: ignore[list-item]
         among = None
         if self.several:

@@ -16,11 +16,10 @@ import numpy as np
 
 from portmm.schedule.cpu_table import LINE, WHOLE, Table
 from portmm.schedule.roofline import Cost, Work, roofline
-from portmm.target.model import CPU as MODEL
 from portmm.util.memo import cached
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Iterator, Sequence
 
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
@@ -68,16 +67,16 @@ def timed(v: Extents, workers: int, among: Partition) -> Cost:
     scale = v.batch / t.hertz
     packers = threads
     if "once" in t.some:
-        most = np.ceil(v.n * t.b / MODEL.run_bytes) * np.ceil(v.k / MODEL.pack_rows)
+        most = np.ceil(v.n * t.b / t.model.run_bytes) * np.ceil(v.k / t.model.pack_rows)
         packers = np.where(t.once, np.minimum(threads, most), threads)
     added = {"tiles": own.waiting * (share * scale), "packing": packing * scale / packers}
     if "over_k" in t.some:
         sums = 2 * v.outward(v.m * v.n * tasks * t.c)
-        added["sums"] = t.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(v.n / MODEL.sum_columns)))
+        added["sums"] = t.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(v.n / t.model.sum_columns)))
     if workers > 1:
         phases = np.where(t.over_batch, 1.0, np.where(t.over_k, 2.0 * v.batch, v.batch)) + t.once * v.batch
-        added["threads"] = phases * MODEL.fork_seconds + tasks * MODEL.task_seconds
-    return roofline(own.counts, t.rates, added, MODEL.exposed, scale=share * scale)
+        added["threads"] = phases * t.model.fork_seconds + tasks * t.model.task_seconds
+    return roofline(own.counts, t.rates, added, t.model.exposed, scale=share * scale)
 
 
 def work(v: Extents, threads: Any = None) -> Work:
@@ -92,7 +91,7 @@ class Extents:
         t: the candidates.
         m: values of M, as a column.
         n, elements, batch: N, K and the number of items, which all of them share.
-        reached: number of sets of a level that rows of a B in place start in, by the level's name.
+        reached: number of sets of a level that rows in place start in, by "B" or "A" and the level's name.
         k: steps of a full sum: units of k.
         visits: calls of the micro-kernel along N.
         blocks: blocks of rows.
@@ -121,7 +120,7 @@ class Extents:
     def of(cls, t: Table, q: Problem, rows: Sequence[int]) -> Extents:
         """The extents of a problem, for several values of M."""
         m = np.array(rows, np.float64)[:, np.newaxis]
-        return cls(t, (m, float(q.n), float(q.k), float(q.batch)), reached(t, q.n))
+        return cls(t, (m, float(q.n), float(q.k), float(q.batch)), reached(t, q.n, q.k))
 
     def home(self, size: Array) -> Any:
         """The index of the nearest level with room for `size` bytes; that of memory is last."""
@@ -132,10 +131,15 @@ class Extents:
         return size / np.choose(self.home(size), self.t.bandwidth)
 
 
-def reached(t: Table, n: int) -> dict[str, float]:
-    """Number of sets of each level that rows of a B in place of `n` columns start in."""
-    row = int(n * t.strided_bytes)
-    return {name: float(sets // gcd(max(1, row // line), sets)) for name, line, sets in t.sets}
+def reached(t: Table, n: int, k: int) -> dict[str, float]:
+    """Number of sets of each level that rows in place start in: of a B of `n` columns, and of an A of `k`."""
+
+    def of(row: int) -> Iterator[float]:
+        return (float(sets // gcd(max(1, row // line), sets)) for _, line, sets in t.sets)
+
+    names = [name for name, _, _ in t.sets]
+    sides = (("B", int(n * t.strided_bytes)), ("A", int(k * t.rows_bytes)))
+    return {side + name: x for side, row in sides if row for name, x in zip(names, of(row), strict=True)}
 
 
 def compute(v: Extents) -> Array:
@@ -145,15 +149,15 @@ def compute(v: Extents) -> Array:
     strips = np.ceil(mr / t.strip_rows) if "strips" in t.some else mr
     macs = strips * (t.vectors / np.where(t.tiled, t.m, 1.0))
     if "decodes" in t.some:
-        macs = np.where(t.decodes, mr * t.vectors * (1 + _group_ends(v)) + MODEL.decode * t.vectors + mr, macs)
+        macs = np.where(t.decodes, mr * t.vectors * (1 + _group_ends(v)) + t.model.decode * t.vectors + mr, macs)
     if t.some & {"left", "right"}:
-        macs = macs + MODEL.convert * (mr * t.left + t.vectors * t.right) * t.rate
-    loads = (strips + t.vectors * t.deep) / MODEL.loads_per_cycle
+        macs = macs + t.model.convert * (mr * t.left + t.vectors * t.right) * t.rate
+    loads = (strips + t.vectors * t.deep) / t.model.loads_per_cycle
     # A chain advances one step per latency, however far it is unrolled.
-    step = np.maximum(np.maximum(macs / t.rate, loads), t.latency) + MODEL.conflicts * loads
+    step = np.maximum(np.maximum(macs / t.rate, loads), t.latency) + t.model.conflicts * loads
     cycles: Array = (v.counts * (step + t.steps)).sum(axis=0) * (v.visits * np.ceil(v.k / t.covers))
     if "tiled" in t.some:
-        cycles = cycles * np.where(t.tiled & ~_b_fits(v, "L1"), MODEL.both_far, 1.0)
+        cycles = cycles * np.where(t.tiled & ~_b_fits(v, "L1"), t.model.both_far, 1.0)
     return cycles * _crowding(v) * np.where(_short(v), t.apart, 1.0)
 
 
@@ -161,7 +165,8 @@ def _group_ends(v: Extents) -> Array:
     """Cost of scaling a group's integer sums, per multiply-add of the group."""
     t = v.t
     waiting = 2 * v.mr_variants * np.floor(t.vectors / t.panels) > t.registers
-    return np.where(t.spans, (MODEL.group_end + MODEL.group_waits * waiting) * t.k_pack / np.maximum(t.group, 1.0), 0.0)
+    ends = t.model.group_end + t.model.group_waits * waiting
+    return np.where(t.spans, ends * t.k_pack / np.maximum(t.group, 1.0), 0.0)
 
 
 def _short(v: Extents) -> Any:
@@ -184,11 +189,11 @@ def tile_setup(v: Extents) -> Array:
     # A sum over lanes halves them repeatedly, with a shuffle and an addition each time.
     each = np.where(v.passes > 1, t.carried_on, t.carried)
     one = (v.counts * (t.begins + t.latency + v.mr_variants * (t.vectors * each))).sum(axis=0)
-    cycles: Array = one * (v.visits * v.passes) + np.where(t.static, 0.0, MODEL.kernel_cycles)
+    cycles: Array = one * (v.visits * v.passes) + np.where(t.static, 0.0, t.model.kernel_cycles)
     if "finishes" in t.some:
-        cycles = cycles + t.finishes * (MODEL.finish * v.m * np.ceil(v.n / t.vector))
+        cycles = cycles + t.finishes * (t.model.finish * v.m * np.ceil(v.n / t.vector))
     if "tiled" in t.some:
-        cycles = cycles + t.tiled * (MODEL.configure * v.blocks)
+        cycles = cycles + t.tiled * (t.model.configure * v.blocks)
     return cycles
 
 
@@ -204,7 +209,7 @@ def packing_b(v: Extents) -> Any:
         )
         cycles = cycles + v.k * columns * np.where(t.once, 1.0, v.blocks) * t.copy_b
     if "unhidden" in t.some:
-        cycles = cycles + t.unhidden * (MODEL.unhidden * v.blocks * v.outward(v.k * v.n * t.b_far))
+        cycles = cycles + t.unhidden * (np.where(t.once, 1.0, v.blocks) * v.outward(v.k * v.n * t.b_far))
     if "once" in t.some:
         # The copy is written to, and read from, the level that it fits; half of that overlaps.
         cycles = cycles + t.once * v.outward(v.k * v.n * t.b)
@@ -214,7 +219,8 @@ def packing_b(v: Extents) -> Any:
 def _b_fits(v: Extents, name: str) -> Flags:
     """Whether a panel of B and a slice of A fit a level."""
     t, level = v.t, v.t.target.level(name)
-    fits: Flags = (t.visit_n * t.b + t.mr * t.a) * v.depth <= (level.bytes if level else WHOLE)
+    width = np.where(t.sweeps, v.n, t.visit_n) if "sweeps" in t.some else t.visit_n
+    fits: Flags = (width * t.b + t.mr * t.a) * v.depth <= (level.bytes if level else WHOLE)
     return fits
 
 
@@ -232,9 +238,20 @@ def _b_stays(v: Extents, name: str) -> Flags:
     sets = level.bytes // (level.line * level.ways)
     lines = np.maximum(1.0, t.visit_n * t.b // level.line)
     panels = np.where(t.ahead, 2.0, 1.0) if name != "L1" else 1.0
-    room = level.ways * np.minimum(v.reached[name], sets // lines)
+    room = level.ways * np.minimum(v.reached["B" + name], sets // lines)
     stays: Flags = fits & (~t.strided | (np.minimum(t.kc, v.elements) * panels <= room))
     return stays
+
+
+def _a_stays(v: Extents, name: str) -> Any:
+    """Whether rows of a block of an A in place stay in a level: no more than fit the sets that their stride reaches."""
+    t, level = v.t, v.t.target.level(name)
+    if level is None or "rows_in_place" not in t.some:
+        return True
+    sets = level.bytes // (level.line * level.ways)
+    lines = np.maximum(1.0, v.depth * t.a / level.line)
+    room = level.ways * np.minimum(v.reached["A" + name], np.floor(sets / lines))
+    return ~t.rows_in_place | (v.rows <= room)
 
 
 def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
@@ -265,24 +282,25 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     b_again = np.where(a_fits & _b_stays(v, "L2"), v.blocks, v.slices)
     b_bytes, a_bytes = v.k * v.n * t.b_far, a_once * t.a_far
     c_far = c_once * t.elements[2] + c_again * t.c * (c_home >= nearest)
-    outer = b_bytes * b_again + c_far + a_bytes * np.where(a_fits, 1.0, v.visits)
+    outer = b_bytes * b_again + c_far + a_bytes * np.where(a_fits & _a_stays(v, "L2"), 1.0, v.visits)
     # Rows of B are read a run at a time, by micro-kernels or to pack them.
     apart = short | (t.gathers & (v.n > t.near)) if "gathers" in t.some else short
-    slow = np.where(apart & (v.depth > MODEL.streams), t.runs, 1.0)
+    slow = np.where(apart & (v.depth > t.model.streams), t.runs, 1.0)
     slow = slow * np.where(
-        short & ~t.prefetches & ~t.sweeps & (v.depth * t.visit_n * t.b > MODEL.fills * LINE), MODEL.overfull, 1.0
+        short & ~t.prefetches & ~t.sweeps & (v.depth * t.visit_n * t.b > t.model.fills * LINE), t.model.overfull, 1.0
     )
     # Prefetchers fetch lines in pairs: of a shorter run, neighbours are gone when the next panel reads them.
-    scattered = short & (t.visit_n * t.b < MODEL.long_run) & ~_b_stays(v, "L2")
-    slow = slow * np.where(scattered & (v.depth > MODEL.streams), t.runs, 1.0)
+    scattered = short & (t.visit_n * t.b < t.model.long_run) & ~_b_stays(v, "L2")
+    slow = slow * np.where(scattered & (v.depth > t.model.streams), t.runs, 1.0)
     far = b_bytes * np.where(b_bytes > capacity.get("L3", 0), b_again, 1.0)
     c_last = c_once * t.elements[2] + c_again * t.c * (c_home == len(names))
     in_memory = home == len(names)
 
     if threads is not None and t.cut.any():
-        slow = slow * np.where(short & t.cut & (threads > 1), MODEL.cut_runs, 1.0)
+        slow = slow * np.where(short & t.cut & (threads > 1), t.model.cut_runs, 1.0)
     # A core's window of instructions holds fewer lines of B the more rows multiply each.
-    seen = np.where(t.sweeps & t.prefetches, 1.0 / (1.0 + MODEL.unseen * (v.m - 1.0)), 1.0)
+    kept = 2 * v.depth * v.n * t.b + v.m * v.n * t.c <= t.model.home * capacity.get("L2", 0)
+    seen = np.where(t.sweeps & t.prefetches & kept, 1.0 / (1.0 + t.model.unseen * (v.m - 1.0)), 1.0)
     from_memory, from_beyond = far * (slow * seen) + c_last + a_bytes, beyond * (outer * slow)
     if "L3" in names:
         return {"L1": reads, "L2": l2, "L3": from_beyond, "memory": in_memory * from_memory}

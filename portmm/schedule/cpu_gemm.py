@@ -96,9 +96,12 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             if may_pack_once(p, atom):
                 deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, MODEL.deep)))
                 yield from (s for s in _packings(deep, p, isa, atom, PACKED_ONCE) if s.b.once)
-            if not target.tile_prefetch and p.b != "packed" and p.dtype in UNCONVERTED:
+            followed = not target.tile_prefetch and p.dtype in UNCONVERTED
+            if followed and p.b != "packed":
                 base = replace(base, c=OperandPlan())
             for s in _packings(base, p, isa, atom):
+                if followed and p.b == "packed" and not s.a.packed:
+                    continue  # panels from memory are prefetched, and A in place would be with them
                 yield s
                 if split and depth > 2 * s.kc and _adds_up(s, p, atom):
                     yield replace(s, parallel=OVER_K)
@@ -159,6 +162,9 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
         yield from _decoded(p, isa, atom)
     for nr in widths(isa, atom, p):
         if p.m > tallest(isa, atom, nr):
+            if p.m <= 2 * tallest(isa, atom, nr):  # the rows of B are still in L2 when the second slice reads them
+                tiles = cache_tiles(-(-p.m // 2), nr, ALL, ALL, ALL, p.m // 2)
+                yield from _swept(base_schedule("gemm", p, isa, tiles, True, False), p, isa, atom, rows_ahead)
             continue
         most = max(1, tallest(isa, atom, nr) // p.m) if p.b == "packed" else 1
         if "column_sum" in p.fused:
@@ -185,16 +191,19 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
         near = max(1, MODEL.run_bytes // (nr * BY_NAME[p.types[1]].bytes)) * nr
         for kc in MODEL.interleaved_depths:
             yield replace(base, tiles=cache_tiles(p.m, nr, kc, ALL, ALL, near=near))
-    if not _in_place(p, isa, atom, nr):
-        return
-    in_place = replace(base, b=base.b.with_pack(None))
-    yield in_place
-    if not _a_in_place(p, isa, atom):
+    if _in_place(p, isa, atom, nr):
+        yield replace(base, b=base.b.with_pack(None))
+        yield from _swept(base, p, isa, atom, rows_ahead)
+
+
+def _swept(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
+    """Schedules with A and B in place, that stream a few rows of B at a time, alone or with a prefetch of as many."""
+    if not _both_in_place(p, isa, atom, base.nr):
         return
     followed = [(kc, 0) for kc in MODEL.stream_depths]
     for kc, prefetch in (*followed, *((kc, kc) for kc in MODEL.ahead_depths if kc <= rows_ahead)):
-        tiles = cache_tiles(p.m, nr, kc, ALL, ALL)
-        s = replace(in_place, tiles=tiles, a=base.a.with_pack(None), b=in_place.b.prefetched(prefetch))
+        tiles = (base.tiles[0], *cache_tiles(base.mr, base.nr, kc, ALL, ALL)[1:])
+        s = replace(base, tiles=tiles, a=base.a.with_pack(None), b=base.b.with_pack(None).prefetched(prefetch))
         yield s
         if not p.deterministic and p.k > MODEL.split_steps * kc and _adds_up(s, p, atom):
             yield replace(s, parallel=OVER_K)

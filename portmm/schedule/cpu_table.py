@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
+    from portmm.target.model import Model
     from portmm.target.target import Target
 
 WHOLE = 1e300
@@ -77,7 +78,7 @@ class Table:
         rate: multiply-add instructions per cycle.
         steps: cycles of a step besides its multiply-adds and loads.
         begins: cycles to start and leave a register tile.
-        unhidden: B is packed between tiles, which nothing prefetches.
+        unhidden: see `_unhidden`.
         sweeps: a micro-kernel call covers all columns, in long streams of B.
         crowded: slowdown where rows of A in place start in one set of L1.
         apart: slowdown of multiply-adds by short runs of a strided B.
@@ -100,43 +101,49 @@ class Table:
         count: number of candidates.
         some: names of the flags that some candidate has, "panels" if one covers several, "strips" if one has some.
         target: the machine.
+        model: constants of the cost model for it.
         hertz: its cycles per second.
         elements: bytes of an element of A, B and C.
         firsts: the first of each group of candidates that are partitioned into tasks alike.
         group_of: the group of each candidate.
         reach: bytes of the largest data that stays in each level.
         bandwidth: bytes per cycle of each level, and of memory; `rates`, by their names.
-        strided_bytes: bytes of an element of B where it is read in place; 0 if it never is.
+        strided_bytes: bytes of an element of B where it is read in place; 0 if it never is. `rows_bytes`, of A.
         sets: name, bytes of a line and number of sets of each level.
     """
 
     def __init__(self, q: Problem, schedules: Sequence[Schedule], atoms: Sequence[Atom], target: Target) -> None:
         """Make the table of schedules for problems like `q`, which has C by rows."""
         sizes = tuple(map(size, q.types[:2]))
-        rows = [_facts(s, atom, target, sizes) for s, atom in zip(schedules, atoms, strict=True)]
+        model = MODEL.of(target.name)
+        rows = [_facts(s, atom, target, model, sizes) for s, atom in zip(schedules, atoms, strict=True)]
         flags = {name for name, x in rows[0].items() if isinstance(x, bool)}
         columns = {name: np.array([x[name] for x in rows], bool if name in flags else float) for name in rows[0]}
         self.__dict__.update(columns)
-        self.count, self.target, self.hertz = len(rows), target, hertz(target)
+        self.count, self.target, self.hertz, self.model = len(rows), target, hertz(target), model
         self.elements = tuple(x.bytes for x in q.elements)
         self.some = frozenset(
             {name for name in flags if columns[name].any()}
             | ({"panels"} if (self.panels > 1).any() else set())
             | ({"strips"} if (self.strip_rows > 1).any() else set())
+            | ({"unhidden"} if self.unhidden.any() else set())
         )
         over = np.where(self.over_k, self.kc, np.where(self.over_batch, -1.0, 0.0))
         kinds = np.stack((self.visit_n, self.mc, self.nc, over), axis=1)
         _, self.firsts, groups = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
         self.group_of = groups.reshape(-1)
         # A core's share of L3 may be less than its L2: data stays in the first level that it fits.
-        near = [target.counted(x.name) * MODEL.home for x in target.levels]
+        near = [target.counted(x.name) * model.home for x in target.levels]
         self.reach = np.maximum.accumulate(near or [0.0])[: len(near)]
         rates = {name: bytes_per_cycle(target, name) for name in (*(x.name for x in target.levels), "memory")}
         self.bandwidth, self.rates = np.array([*rates.values()]), DEFAULT_BYTES_PER_CYCLE | rates
         # All rows in place hold elements of one type.
         strided = "strided" in self.some
         self.strided_bytes = float(self.b[self.strided][0]) if strided else 0.0
-        self.sets = tuple((x.name, x.line, x.bytes // (x.line * x.ways)) for x in target.levels) if strided else ()
+        in_rows = "rows_in_place" in self.some
+        self.rows_bytes = float(self.a[self.rows_in_place][0]) if in_rows else 0.0
+        placed = strided or in_rows
+        self.sets = tuple((x.name, x.line, x.bytes // (x.line * x.ways)) for x in target.levels) if placed else ()
 
     if TYPE_CHECKING:
 
@@ -144,7 +151,7 @@ class Table:
             """A column of `_facts`."""
 
 
-def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> dict[str, float]:
+def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequence[float]) -> dict[str, float]:
     """The columns of one candidate; flags are bools."""
     isa, level = target.isa(s.isa), target.level("L1")
     left, right = s.element_types(atom)
@@ -157,7 +164,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> d
     gathers, near = pack_b and not once and s.b.layout == "row", max(s.tiles[2].n, visit_n)
     lines, ways = max(1.0, visit_n * b / LINE), level.ways if level else WHOLE
     run = max(1.0, near * sizes[1] / LINE) if gathers else lines
-    crowded = MODEL.crowded if s.mr + MODEL.passing >= ways else 1.0
+    crowded = model.crowded if s.mr + model.passing >= ways else 1.0
     carried = 1.0 + (atom.n.bit_length() if dots else 0)
     return {
         "mr": s.mr, "mc": s.mc or WHOLE, "kc": s.kc or WHOLE, "nc": s.nc or WHOLE, "visit_n": visit_n,
@@ -167,16 +174,16 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> d
         "c": BY_NAME[atom.acc].bytes, "a_far": sizes[0] * atom.k_pack, "b_far": sizes[1] * atom.k_pack,
         "registers": isa.registers if isa else 0, "group": s.b.group, "panels": s.b.panels,
         "rate": macs_per_cycle(target, isa, atom, s.dtype),
-        "steps": MODEL.loop_cycles + MODEL.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
-        + MODEL.line_ahead * lines * (s.b.prefetch > 0),
-        "begins": MODEL.sweep_cycles + MODEL.sweep_line * lines if sweeping else MODEL.tile_cycles,
-        "crowded": (MODEL.thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
-        "apart": 1.0 + MODEL.apart / lines * (not sweeping),
-        "sweeps": sweeping, "unhidden": pack_b and not once and not ahead and bool(s.kc),
-        "runs": 1.0 + (MODEL.short_ahead if prefetches and not gathers else MODEL.short_runs) / run, "near": near,
-        "copy_a": _copying(s, atom, "a"), "copy_b": _copying(s, atom, "b"),
-        "packs": MODEL.pack_cycles * (pack_a + pack_b), "carried": carried,
-        "carried_on": MODEL.carried if atom.tiled else carried,
+        "steps": model.loop_cycles + model.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
+        + model.line_ahead * lines * (s.b.prefetch > 0),
+        "begins": model.sweep_cycles + model.sweep_line * lines if sweeping else model.tile_cycles,
+        "crowded": (model.thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
+        "apart": 1.0 + model.apart / lines * (not sweeping),
+        "sweeps": sweeping, "unhidden": _unhidden(s, model, sweeping),
+        "runs": 1.0 + (model.short_ahead if prefetches and not gathers else model.short_runs) / run, "near": near,
+        "copy_a": _copying(s, atom, model, "a"), "copy_b": _copying(s, atom, model, "b"),
+        "packs": model.pack_cycles * (pack_a + pack_b), "carried": carried,
+        "carried_on": model.carried if atom.tiled else carried,
         "tiled": atom.tiled, "over_k": over_k, "over_batch": over_batch,
         "pack_a": pack_a, "pack_b": pack_b, "once": once, "ahead": ahead, "left": left != atom.left,
         "right": right != atom.right and not decodes, "decodes": decodes,
@@ -187,7 +194,16 @@ def _facts(s: Schedule, atom: Atom, target: Target, sizes: Sequence[float]) -> d
     }  # fmt: skip
 
 
-def _copying(s: Schedule, atom: Atom, operand: str) -> float:
+def _unhidden(s: Schedule, model: Model, sweeping: bool) -> float:
+    """Time that reading B from its cache adds to blocks that are not prefetched, as a multiple."""
+    if s.b.once:
+        return float(model.unhidden_once)
+    if s.c.prefetch or sweeping:
+        return 0.0
+    return float(model.unhidden if s.b.packed else model.unhidden_rows if s.b.layout == "row" else 0.0)
+
+
+def _copying(s: Schedule, atom: Atom, model: Model, operand: str) -> float:
     """Cycles to pack a unit: a few per vector, and the shuffles of a transposed operand; 0 if it is not packed."""
     if operand == "a":
         packed, layout, straight, interleaved = s.a.packed, s.a.layout, "row" if atom.tiled else "col", "col"
@@ -197,16 +213,16 @@ def _copying(s: Schedule, atom: Atom, operand: str) -> float:
     if not packed:
         return 0.0
     if layout == "any" or (layout != straight and atom.n == 1):
-        each: float = MODEL.copy_element
+        each: float = model.copy_element
     else:
         # A transposed block of L x L elements takes L log2(L) shuffles.
-        copy = MODEL.copy_once if s.b.once and straight == "row" else MODEL.copy_passing
+        copy = model.copy_once if s.b.once and straight == "row" else model.copy_passing
         # A vector takes instructions, its lines take bandwidth.
         line = min(1.0, atom.n * BY_NAME[atom.left if operand == "a" else atom.right].bytes / LINE)
-        copy *= MODEL.copy_vector + (1.0 - MODEL.copy_vector) * line
+        copy *= model.copy_vector + (1.0 - model.copy_vector) * line
         each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
     if layout == "codes":
-        each = MODEL.dequantize * atom.k_pack / atom.n
+        each = model.dequantize * atom.k_pack / atom.n
     if atom.k_pack > 1 and layout == interleaved:
-        each += MODEL.interleave * atom.k_pack / atom.n
+        each += model.interleave * atom.k_pack / atom.n
     return each

@@ -221,9 +221,9 @@ def shifts(s: Schedule, atom: Atom) -> bool:
 def sweeps(s: Schedule, atom: Atom) -> bool:
     """Whether one call of a micro-kernel covers all columns of a task: a B in place is streamed a few rows at a time.
 
-    There is a single slice of rows, and sums are in C between blocks of k.
+    A task has all rows, and sums are in C between blocks of k.
     """
-    single = s.program == "gemm" and not s.mc and len(s.heights) == 1 and s.b.panels == 1 and not s.static
+    whole = s.program == "gemm" and not s.mc and s.b.panels == 1 and not s.static
     in_place = s.b.layout == "row" and not s.b.packed and not s.a.packed and not s.c.prefetch
     part = not chained(atom) and block_of_k(s.kc, s.atom.kr) is BlockOfK.PART
-    return single and in_place and part and not finishes(s, atom)
+    return whole and in_place and part and not finishes(s, atom)

@@ -59,8 +59,24 @@ def test_constants_say_where_they_were_measured(name):
         imported = re.search(rf"from portmm.target.model import .*\b{name.upper()}( as MODEL)?", text)
         if imported:
             named |= set(re.findall(rf"\b{'MODEL' if imported[1] else name.upper()}\.(\w+)", text))
+    if name == "cpu":  # the tables of candidates have the model of their chip
+        for path in ("cpu_table", "cpu_cost"):
+            named |= set(re.findall(r"\bmodel\.(\w+)", Path(portmm.__path__[0], "schedule", f"{path}.py").read_text()))
+        named -= {"of", "CPU", "import"}
     assert named == set(rows)
     assert (folder / "model" / f"{name}.toml").read_text().count("measured = ") == len(rows)
+
+
+def test_constants_of_a_chip_take_the_place_of_general_ones():
+    general = set(model._constants("cpu"))
+    files = {x.stem for x in Path(portmm.targets.__path__[0], "model").glob("*.toml")}
+    for chip in files - {"cpu", "device"}:
+        assert load_target(chip).searches
+        own, of_chip = model._constants(chip), model.CPU.of(chip)
+        assert own.keys() <= general
+        assert all(getattr(of_chip, name) == value for name, value in own.items())
+        assert of_chip.home == model.CPU.home or "home" in own
+    assert model.CPU.of("haswell") is model.CPU
 
 
 def test_unknown_constants_are_named():
