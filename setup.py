@@ -2,6 +2,7 @@
 
 import ast
 import io
+import re
 import tokenize
 import tomllib
 from pathlib import Path
@@ -60,7 +61,18 @@ def bare_toml(text: str) -> str:
     return bare if tomllib.loads(bare) == tomllib.loads(text) else text
 
 
-BARE = {".py": bare_python, ".toml": bare_toml}
+C_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|/\*.*?\*/', re.DOTALL)
+"""A string of C, or a comment."""
+
+
+def bare_c(text: str) -> str:
+    """C without comments, and without the lines that they leave empty."""
+    bare = C_TOKEN.sub(lambda x: x[0] if x[0][0] == '"' else " ", text)
+    lines = [line.rstrip() for line in bare.splitlines()]
+    return "\n".join(line for line in lines if line) + "\n"
+
+
+BARE = {".py": bare_python, ".toml": bare_toml, ".c": bare_c, ".h": bare_c}
 
 
 class Build(build_py):

@@ -262,14 +262,14 @@ def test_code_that_another_process_built_needs_no_source(kept, monkeypatch):
     """Another size with a schedule that is known is neither lowered nor emitted; damaged code is made again."""
     from portmm.dispatch import cpu_kernels
 
-    expected = np.full((7, 5), 8.0, np.float32)
+    expected = np.full((7, 5), 10.0, np.float32)
 
     def product():
         """The same schedule as the answer in the book has, for another K."""
         cpu_kernels.forget()
         route_cache._kernels.clear()
         host_matmul._state["runtime"].clear_memo()
-        return pm.matmul(np.ones((7, 8), np.float32), np.ones((8, 5), np.float32))
+        return pm.matmul(np.ones((7, 10), np.float32), np.ones((10, 5), np.float32))
 
     (schedule, line) = next(iter(kept().codes.items()))
     assert schedule.startswith(("gemm:", "dot:", "tiles:"))
