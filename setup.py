@@ -66,9 +66,9 @@ C_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|/\*.*?\*/', re.DOTALL)
 
 
 def bare_c(text: str) -> str:
-    """C without comments, and without the lines that they leave empty."""
+    """C without comments, indentation and empty lines."""
     bare = C_TOKEN.sub(lambda x: x[0] if x[0][0] == '"' else " ", text)
-    lines = [line.rstrip() for line in bare.splitlines()]
+    lines = map(str.strip, bare.splitlines())
     return "\n".join(line for line in lines if line) + "\n"
 
 
