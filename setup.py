@@ -62,17 +62,17 @@ def bare_toml(text: str) -> str:
 
 
 C_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|/\*.*?\*/', re.DOTALL)
-"""A string of C, or a comment."""
+"""A string of C or of a style sheet, or a comment."""
 
 
 def bare_c(text: str) -> str:
-    """C without comments, indentation and empty lines."""
+    """C, or a style sheet, without comments, indentation and empty lines."""
     bare = C_TOKEN.sub(lambda x: x[0] if x[0][0] == '"' else " ", text)
     lines = map(str.strip, bare.splitlines())
     return "\n".join(line for line in lines if line) + "\n"
 
 
-BARE = {".py": bare_python, ".toml": bare_toml, ".c": bare_c, ".h": bare_c}
+BARE = {".py": bare_python, ".toml": bare_toml, ".c": bare_c, ".css": bare_c}
 
 
 class Build(build_py):
