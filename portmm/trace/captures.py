@@ -11,7 +11,7 @@ import keyword
 import types
 from functools import partial
 from operator import itemgetter
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 from weakref import ref
 
 import numpy as np
@@ -40,9 +40,6 @@ from portmm.trace.proxies import Namespace, proxy, refuse_class_attribute, repla
 from portmm.util.array_subclasses import refuse_class
 from portmm.weights.kinds import ON_HOST, weight_kind
 
-if TYPE_CHECKING:
-    from portmm.trace.placeholders import Recorder
-
 _UNCHANGING = (np.number, np.bool_, np.str_, np.bytes_, np.datetime64, np.timedelta64, itemgetter)
 """Types of values of libraries that never change."""
 
@@ -65,6 +62,25 @@ class Place(NamedTuple):
 def is_weight(x: Any) -> bool:
     """Whether an object is a packed or quantized weight on the host, which never changes."""
     return weight_kind(x) in ON_HOST
+
+
+class Recorder(Protocol):
+    """Record of a trace, which has the placeholders of captured values.
+
+    Attributes:
+        lasting: later calls of this kind would record the same.
+    """
+
+    lasting: bool
+
+    def array(self, x: Any, at: Place) -> Any:
+        """The placeholder of an array, in the host's memory or on a device."""
+
+    def number(self, x: Any, at: Place) -> Any:
+        """The placeholder of a number; None if it is a constant."""
+
+    def weight(self, x: Any, at: Place) -> Any:
+        """The placeholder of a weight, packed or quantized."""
 
 
 class Captures:

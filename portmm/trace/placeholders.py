@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import operator
 from functools import partial
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from portmm.errors import TraceError
 
@@ -23,54 +23,12 @@ class ByValueError(TraceError):
     """Raised where tracing needs the value of a number that varies per call: trace again, with its value."""
 
 
-class Recorder(Protocol):
-    """Record of a trace: results of operations with placeholders.
-
-    Attributes:
-        lasting: later calls of this kind would record the same.
-    """
-
-    lasting: bool
-
-    def array(self, x: Any, at: Any) -> Any:
-        """The placeholder of a captured array, in the host's memory or on a device, that is at a `captures.Place`."""
-
-    def number(self, x: Any, at: Any) -> Any:
-        """The placeholder of a captured number; None if it is a constant."""
-
-    def weight(self, x: Any, at: Any) -> Any:
-        """The placeholder of a captured weight, packed or quantized."""
-
-    def operation(self, name: str, function: Callable[..., Any], operands: tuple[Any, ...]) -> Any:
-        """The result of an operator of Python's."""
-
-    def ufunc(self, ufunc: Any, method: str, inputs: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The result of a ufunc of NumPy's."""
-
-    def function(self, function: Any, types: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Any:
-        """The result of another function of NumPy's, some of whose arguments are of these types."""
-
-    def kind(self, x: Any) -> type:
-        """The class of what a placeholder stands for."""
-
-    def attribute(self, x: Array, name: str) -> Any:
-        """An attribute or a method of an array."""
-
-    def item(self, x: Array, key: Any) -> Any:
-        """The part of an array that [] selects."""
-
-    def value(self, x: Array, question: str, *args: Any) -> Any:
-        """The result of a special method that asks for values of an array."""
-
-    def refusal(self, text: str) -> TraceError:
-        """The error for what cannot be traced."""
-
-
 class Placeholder:
     """Stand-in for a value while a function is traced.
 
     Attributes:
-        recorder: of the trace.
+        recorder: of the trace; its methods `operation`, `ufunc`, `function`, `kind`, `attribute`, `item` and `value`
+            return what becomes of operations, and `refusal` the error for what cannot be traced.
         node: the value, as the recorder knows it.
     """
 

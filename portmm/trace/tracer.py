@@ -12,9 +12,9 @@ constants, and each value has a kernel of its own.
 
 from __future__ import annotations
 
-import types
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -29,6 +29,7 @@ from portmm.trace.recorder import Elements, run
 from portmm.util.user_warnings import caller, is_users
 
 if TYPE_CHECKING:
+    import types
     from collections.abc import Callable
 
     from portmm.spec.epilogue import Operand
@@ -90,32 +91,20 @@ def _values_of(result: Any) -> tuple[Any, ...]:
     return result if isinstance(result, tuple) else (result,)
 
 
-def arity(function: Any, most: int, bound: int = 0, named: frozenset[str] = frozenset()) -> int:
-    """The number of values that a function takes: its parameters without defaults, all if each has one, at most `most`.
-
-    Args:
-        function: the function.
-        most: number of values that there are.
-        bound: number of its parameters that have their values already.
-        named: parameters that are passed by name; those from the first of them on are no values.
-    """
-    function = getattr(function, "__wrapped__", function)
-    if isinstance(function, np.ufunc):
-        return min(most, function.nin - bound)
-    if isinstance(function, partial):
-        return arity(function.func, most, bound + len(function.args), named | function.keywords.keys())
-    code: types.CodeType | None = getattr(function, "__code__", None)
-    method = isinstance(function, types.MethodType)
-    if code is None:
-        code, method = getattr(type(function).__call__, "__code__", None), True
-    if code is None:
+def arity(function: Any, most: int) -> int:
+    """The number of values that a function takes, at most `most`: its parameters without defaults, or all of them."""
+    ufunc, bound = (function.func, len(function.args)) if isinstance(function, partial) else (function, 0)
+    if isinstance(ufunc, np.ufunc):
+        return min(most, ufunc.nin - bound)
+    try:
+        parameters = signature(function).parameters.values()
+    except (TypeError, ValueError):  # of C
         return most
-    names = code.co_varnames[method + bound : code.co_argcount]
-    free = next((i for i, x in enumerate(names) if x in named), len(names))
-    if code.co_flags & 0x04 and free == len(names):  # *args
+    # A partial function's parameters from the first on that has its value by name are for keywords only.
+    usual = [x for x in parameters if x.kind in (x.POSITIONAL_ONLY, x.POSITIONAL_OR_KEYWORD)]
+    if any(x.kind is x.VAR_POSITIONAL for x in parameters):
         return most
-    without_default = max(0, len(names) - len(getattr(function, "__defaults__", None) or ()))
-    return min(most, free, without_default or len(names))
+    return min(most, sum(x.default is x.empty for x in usual) or len(usual))
 
 
 def _result(x: Any) -> tuple[Expr, Any]:
