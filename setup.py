@@ -15,13 +15,20 @@ OPENINGS = ('"""', "'''")
 
 
 def unread_strings(tree: ast.Module) -> list[ast.stmt]:
-    """Docstrings of private functions and classes, but where they are all of a body, and of attributes; taken out."""
+    """Docstrings of modules without `__all__`, of private functions and classes, and of attributes; taken out.
+
+    One that is all of a body stays.
+    """
     taken: list[ast.stmt] = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
             continue
         name = getattr(node, "name", "")
-        private = name.startswith("_") and not name.endswith("__") and len(node.body) > 1
+        private = name.startswith("_") and not name.endswith("__")
+        if isinstance(node, ast.Module):
+            targets = (x for one in node.body if isinstance(one, ast.Assign) for x in one.targets)
+            private = not any(isinstance(x, ast.Name) and x.id == "__all__" for x in targets)
+        private = private and len(node.body) > 1
         strings = [x for x in node.body if isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant)]
         unread = [x for x in strings if isinstance(x.value.value, str) and (private or x is not node.body[0])]
         node.body = [x for x in node.body if x not in unread]
