@@ -25,10 +25,10 @@ CASES = [
     "bf16 256x256x256", "bf16-packed 128x1024x1024", "f16 256x256x256",
     "s8 256x256x256", "s8-packed 128x1024x1024", "linear 128x1024x1024", "int4 32x1024x1024", "int4 1x4096x4096",
 ]  # fmt: skip
-PAIRS = 3
+PAIRS = 5
 FIRST, LAST = 200, 50
-SECONDS = 0.7
-"""Of calls, before all rivals are there and after that."""
+SECONDS = 0.5
+"""Of calls, 200 at least: before rivals are compiled, while they are, and after that."""
 CALLS = """
 import json, sys, time
 import ml_dtypes
@@ -61,7 +61,7 @@ else:
 call()  # waits for a compiler
 call()
 took = []
-for _ in range(2):
+for _ in range(3):
     deadline, least = time.perf_counter() + float(sys.argv[5]), len(took) + 200
     while len(took) < least or time.perf_counter() < deadline:
         start = time.perf_counter()

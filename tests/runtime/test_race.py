@@ -118,6 +118,21 @@ def test_a_race_may_end_while_other_threads_are_in_its_first_calls(extension):
         assert extension.racing(fast) == "done"
 
 
+def test_rivals_are_asked_for_again_where_they_cannot_come_now(extension):
+    fast, _ = fast_and_slow()
+    told = []
+
+    def task(route):
+        told.append(route)
+        extension.start_race(route, None if len(told) < 3 else ())
+
+    extension.race(fast, task, 0.0)
+    for _ in range(5):
+        call(fast, np.empty((M, N), np.float32))
+    assert told == [fast] * 3
+    assert extension.racing(fast) == "done"
+
+
 def test_an_error_of_the_task_is_no_error_of_the_call(extension, monkeypatch):
     fast, _ = fast_and_slow()
     said = []
@@ -217,14 +232,20 @@ def test_calls_of_little_time_do_not_race(racing, monkeypatch):
     assert racing.racing(routes.route(Problem(M, N, K))) == "counting"
 
 
-def test_rivals_have_other_tiles_first():
+def test_rivals_differ_in_packing_tile_and_depth():
     p, target = Problem(200, 300, 400), config.target()
     best = schedule_choice.select_for_class(p, target, 1)
     seconds = schedule_choice.predicted(p, best.listed, 1)
-    found = rivals.rivals_of(best.schedule, best.listed.schedules, seconds)
+    listed = best.listed.schedules
+    found = rivals.rivals_of(best.schedule, listed, seconds)
     assert len(found) == rivals.MOST_RIVALS
     assert best.schedule not in found
     assert all(cpu_background.same_results(s, best.schedule) for s in found)
+    within = rivals.MOST_PREDICTED * min(seconds)
+    near = [s for s, t in zip(listed, seconds, strict=True) if t <= within]
+    for way in rivals._WAYS:
+        if len({way(s) for s in near if cpu_background.same_results(s, best.schedule)}) > 1:
+            assert len({way(s) for s in (best.schedule, *found)}) > 1
 
 
 def test_a_winner_of_another_process_is_the_only_rival():
