@@ -190,6 +190,8 @@ def tile_setup(v: Extents) -> Array:
     each = np.where(v.passes > 1, t.carried_on, t.carried)
     one = (v.counts * (t.begins + t.latency + v.mr_variants * (t.vectors * each))).sum(axis=0)
     cycles: Array = one * (v.visits * v.passes) + np.where(t.static, 0.0, t.model.kernel_cycles)
+    if "sweeps" in t.some:  # a call for all columns of a slice
+        cycles = cycles + t.sweeps * (t.model.tile_cycles * v.slices * v.passes)
     if "finishes" in t.some:
         cycles = cycles + t.finishes * (t.model.finish * v.m * np.ceil(v.n / t.vector))
     if "tiled" in t.some:
