@@ -113,7 +113,7 @@ def fitted(others: list[fit_cost.Search], steps: int) -> dict[str, float]:
 
 
 def kind(s: Schedule) -> tuple:
-    """What of a schedule may stay the same for products of all sizes and layouts."""
+    """The parts of a schedule that products of all sizes and layouts may share."""
     return s.program, s.atom.kr, s.tiles, s.a.packed, s.b.packed, s.b.once, s.c.prefetch
 
 
@@ -160,7 +160,7 @@ def best_constant(cases: tuple[fit_cost.Search, ...]) -> tuple[Schedule, list[in
 
 
 def figures(x: LeftOut, fit: Mapping[str, float]) -> dict:
-    """What is stored of a file of searches: a row for each case with the rates of choices over others'."""
+    """The stored rows of a file of searches: for each case the rates of choices over others'."""
     present, refitted = chosen_with({}, x.cases), chosen_with(fit, x.cases)
     constant, places = best_constant(x.cases)
     rows = []
@@ -180,7 +180,7 @@ def computed(fits: Mapping[str, Mapping[str, float]]) -> dict:
 
 
 def stored() -> dict:
-    """What is stored now; nothing if there is no file."""
+    """The stored figures; none if there is no file."""
     return json.loads(STORED.read_text()) if STORED.exists() else {"left_out": []}
 
 

@@ -1,6 +1,6 @@
 """Time against M: products of ragged batches, whose number of rows is any.
 
-    flock /tmp/measure.lock chrt -r 1 taskset -c 1 python bench/ragged.py [--most 600] [--rounds 5] [--save]
+    python bench/ragged.py [--most 600] [--rounds 5] [--save]
 
 For float32, K = N = 768 and 4096 x 1024, B packed and not, every M from 1 to `--most` is timed in random order, round
 after round, on one thread; the least of its times counts. A step is an M from which one row more takes over 10 % more
@@ -62,7 +62,7 @@ class Series:
 
     @property
     def title(self):
-        """What was multiplied."""
+        """The shape and layout of the products."""
         return f"K = {self.k}, N = {self.n}, {'B packed' if self.packed else 'B by rows'}"
 
 
@@ -90,7 +90,7 @@ def suspects(seconds, rows=ATOM_ROWS):
 
 
 def excess(first, second, ratio, rows=ATOM_ROWS):
-    """How far the time of the second M is above what it should be, given its ratio to the first's."""
+    """Excess of the time of the second M over its share, given its ratio to the first's."""
     return ratio / max(1.0, padded(second, rows) / padded(first, rows))
 
 

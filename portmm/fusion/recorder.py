@@ -66,7 +66,7 @@ class WholeArrays(Graph):
 
     __slots__ = ()
 
-    # What the function captures, and its arguments.
+    # Captures of the function, and its arguments.
 
     def array(self, x: Any, at: Any) -> Any:
         """The placeholder of an array in the host's memory or on a device."""

@@ -152,7 +152,7 @@ _OF_VALUES = ("bool", "float", "int", "index", "complex", "contains")
 """Special methods that ask for values."""
 _OF_NUMBERS = ("array", "hash", "repr", "str", "format", "round", "trunc", "floor", "ceil", "len", "iter", "getitem",
                "divmod", "rdivmod")  # fmt: skip
-"""Those of numbers, besides: each needs the number's value."""
+"""Further methods of numbers; each needs the number's value."""
 
 
 def _operators() -> None:

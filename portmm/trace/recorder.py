@@ -100,7 +100,7 @@ class Elements:
         self.lasting = True
         self.by_extents = False
 
-    # What the function captures.
+    # Captures of the function.
 
     def array(self, x: Any, at: Any) -> Any:
         """The placeholder of an array in the host's memory or on a device."""
