@@ -2,7 +2,6 @@
 
 import ast
 import io
-import re
 import tokenize
 import tomllib
 from pathlib import Path
@@ -68,18 +67,7 @@ def bare_toml(text: str) -> str:
     return bare if tomllib.loads(bare) == tomllib.loads(text) else text
 
 
-C_TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|/\*.*?\*/', re.DOTALL)
-"""A string of C or of a style sheet, or a comment."""
-
-
-def bare_c(text: str) -> str:
-    """C, or a style sheet, without comments, indentation and empty lines."""
-    bare = C_TOKEN.sub(lambda x: x[0] if x[0][0] == '"' else " ", text)
-    lines = map(str.strip, bare.splitlines())
-    return "\n".join(line for line in lines if line) + "\n"
-
-
-BARE = {".py": bare_python, ".toml": bare_toml, ".c": bare_c, ".css": bare_c}
+BARE = {".py": bare_python, ".toml": bare_toml}
 
 
 class Build(build_py):
