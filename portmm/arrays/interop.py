@@ -229,8 +229,8 @@ def through(function: Callable[..., Any], *operands: Any, **options: Any) -> Any
     tensors: dict[int, Any] = {}
 
     def read(x: Any) -> Any:
-        if isinstance(x, (list, tuple)):
-            return type(x)([read(y) for y in x])
+        if isinstance(x, (list, tuple, dict)):
+            return _rebuilt(x, read)
         library = library_of(x)
         if library == "torch" and not x.is_cuda:
             view = as_numpy(x)
@@ -239,13 +239,21 @@ def through(function: Callable[..., Any], *operands: Any, **options: Any) -> Any
         return numpy_of(BY_NUMPY[str(x)[6:]].name) if not library and str(x).startswith("torch.") else x
 
     def written(x: Any) -> Any:
-        if isinstance(x, tuple):
-            return tuple([written(y) for y in x])
+        if isinstance(x, (list, tuple, dict)):
+            return _rebuilt(x, written)
         if id(x) in tensors:  # an `out`
             return tensors[id(x)][0]
         return _tensor(x) if isinstance(x, (np.ndarray, np.generic)) else x
 
     return written(function(*map(read, operands), **{name: read(x) for name, x in options.items()}))
+
+
+def _rebuilt(x: Any, function: Callable[[Any], Any]) -> Any:
+    """A list, tuple or dict with a function of its items in their place."""
+    if isinstance(x, dict):
+        return {key: function(y) for key, y in x.items()}
+    items = [function(y) for y in x]
+    return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
 
 
 def as_numpy(x: Any) -> np.ndarray[Any, Any]:

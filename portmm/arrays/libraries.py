@@ -68,6 +68,13 @@ def in_host_memory(*values: Any) -> bool:
     return any(type(x) is not np.ndarray and library_of(x) == "torch" and not x.is_cuda for x in values)
 
 
+def any_tensor(x: Any) -> bool:
+    """Whether one of PyTorch's tensors in the host's memory is among values, or in their lists, tuples and dicts."""
+    if isinstance(x, dict):
+        return any(map(any_tensor, x.values()))
+    return any(map(any_tensor, x)) if isinstance(x, (list, tuple)) else in_host_memory(x)
+
+
 def exports_cuda(x: Any) -> bool:
     """Whether an object exports memory of a CUDA device by DLPack."""
     where = getattr(x, "__dlpack_device__", None)

@@ -15,7 +15,8 @@ from weakref import WeakSet
 
 import numpy as np
 
-from portmm.arrays.libraries import on_device
+from portmm.arrays.interop import through
+from portmm.arrays.libraries import any_tensor, on_device
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config as settings
 from portmm.dispatch import cpu_race
@@ -148,6 +149,8 @@ class FusedFunction:
                         return program.run(args if program.simple else _leaves(args, captured))
                     except ChangedError:
                         return self.again(args, options)
+        if description is None and any_tensor((args, options)):
+            return through(self, *args, **options)
         key, leaves, kept = self.kind(args, options)
         program, captured = find(self.memo, key, None, leaves)
         if program is None:
@@ -175,6 +178,9 @@ class FusedFunction:
 
     def explain(self, *args: Any, **options: Any) -> Explained:
         """An explanation of a call with these arguments: kernels, fused operations, lines of those not fused."""
+        if any_tensor((args, options)):
+            explained: Explained = through(self.explain, *args, **options)
+            return explained
         key, leaves, kept = self.kind(args, options)
         program, now = find(self.memo, key, None, leaves)
         program = program or self.make(args, options, key, leaves, kept, by_value=now is not None)[0]

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.interop import lay
+from portmm.arrays.interop import as_numpy, lay
 from portmm.arrays.libraries import on_device
 from portmm.trace.closures import constant_key, filled, is_constant
 from portmm.util.array_subclasses import refuse_class
@@ -68,7 +68,7 @@ class Guards:
         self.names: dict[str, Any] = {
             "ndarray": np.ndarray, "_no_array": _no_array, "_filled": filled,
             "_other_device_array": _other_device_array, "_other_constant": _other_constant,
-            "_bits": _bits,
+            "_bits": _bits, "_as_numpy": as_numpy,
         }  # fmt: skip
         self.returned: list[str] = []
         self.numbers: dict[int, tuple[str, str]] = {}  # lines that guard values -> those of types, and what is returned

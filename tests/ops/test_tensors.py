@@ -175,3 +175,39 @@ def test_functions_of_several_operands(torch):
     ends, matrices = np.array([2, 5]), [b, b * 2]
     got = pm.grouped_matmul(x, [tensor(torch, m) for m in matrices], tensor(torch, ends))
     np.testing.assert_array_equal(read(torch, got), pm.grouped_matmul(a, matrices, ends))
+
+
+def test_functions_capture_tensors(torch):
+    a, b, bias, lifted = values((5, 6)), values((6, 7), seed=1), values((7,), seed=2), values((7,), BF16, 3)
+    x, captured, narrow = tensor(torch, a), tensor(torch, bias), tensor(torch, lifted)
+    for step in range(3):  # later calls read other values
+        bias[0] = step
+        got = pm.matmul(x, b, epilogue=lambda acc, i: pm.relu(acc + captured[i.n]) + narrow[i.n])
+        want = pm.matmul(a, b, epilogue=lambda acc, i: pm.relu(acc + bias[i.n]) + lifted[i.n])
+        np.testing.assert_array_equal(read(torch, got), want)
+    q, extra = values((2, 9, 8)), values((9, 9))
+    shift = tensor(torch, extra)
+    got = pm.attention(q, q, q, score=lambda s, i: s + shift[i.q, i.kv])
+    np.testing.assert_array_equal(got, pm.attention(q, q, q, score=lambda s, i: s + extra[i.q, i.kv]))
+
+
+def test_fused_functions_take_tensors(torch):
+    def layer(x, weights, bias):
+        y = pm.silu(x @ weights["first"]) @ weights["second"] + bias
+        return {"y": y, "parts": [pm.softmax(y), y.sum(-1, keepdims=True)]}
+
+    for dtype in (np.float32, BF16):
+        a, bias = values((5, 6), dtype), values((4,), dtype, 3)
+        weights = {"first": values((6, 7), dtype, 1), "second": values((7, 4), dtype, 2)}
+        fused = pm.fuse(layer)
+        want = fused(a, weights, bias)
+        ours = {name: tensor(torch, w) for name, w in weights.items()}
+        for _ in range(2):
+            got = fused(tensor(torch, a), ours, tensor(torch, bias))
+            np.testing.assert_array_equal(read(torch, got["y"]), want["y"])
+            for x, y in zip(got["parts"], want["parts"], strict=True):
+                np.testing.assert_array_equal(read(torch, x), y)
+        packed = pm.fuse(lambda x, w: pm.relu(x @ w))
+        w = pm.pack(ours["first"])
+        np.testing.assert_array_equal(read(torch, packed(tensor(torch, a), w)), packed(a, w))
+        assert str(fused.explain(tensor(torch, a), ours, bias)) == str(fused.explain(a, weights, bias))
