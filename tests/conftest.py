@@ -19,7 +19,7 @@ from portmm.arrays import numpy_fallback
 from portmm.build import cache, compiler, failed_builds
 from portmm.build.compiler import find_compiler
 from portmm.dispatch import config as settings
-from portmm.dispatch import cpu_background, cpu_kernels
+from portmm.dispatch import cpu_background, cpu_kernels, missing
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 
@@ -98,6 +98,7 @@ def _anew():
     host_matmul.fast = host_matmul._start
     host_matmul._state.clear()
     numpy_fallback.forget()
+    missing.forget()
     cpu_runtime.forget_refusal()
     settings._listeners.clear()
     settings.set_num_threads(0)

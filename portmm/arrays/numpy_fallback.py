@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import numpy_arrays
+from portmm.dispatch import missing
 from portmm.spec.dtype import accumulator
 from portmm.util.user_warnings import warn
 
@@ -23,7 +24,13 @@ _warned: list[str] = []
 
 
 def fall_back(error: Exception) -> None:
-    """Warn once per process that NumPy computes, and why."""
+    """Warn once per process that NumPy computes, and why.
+
+    Raises:
+        Exception: the error itself, where `$PORTMM_MISSING` says that a missing kernel is one.
+    """
+    if missing.strict():
+        raise error
     if not _warned:
         _warned.append(str(error))
         warn(f"portmm computes with NumPy, which is slower: {error}")

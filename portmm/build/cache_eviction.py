@@ -92,7 +92,7 @@ def _stem(name: str) -> str:
     for suffix in (*CODE, ".txt", *FAILED):
         if name.endswith(suffix):
             return name.removesuffix(suffix) + (".failed" if suffix in FAILED else "")
-    return name if name.startswith(("book-", "hung-")) and name.endswith(".note") else ""
+    return name if name.startswith(("book-", "hung-", "made-")) and name.endswith(".note") else ""
 
 
 def _groups(directory: Path, version: str) -> list[_Group]:

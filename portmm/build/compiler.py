@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portmm.build import child_process, failed_builds
+from portmm.build import child_process, failed_builds, kernel_store
 from portmm.build.cache import digest, read_note, write_note
 from portmm.errors import BuildError, NoCompilerError
 
@@ -132,18 +132,22 @@ def _is_zig(argv: tuple[str, ...]) -> bool:
     return any(Path(word).name.startswith("zig") for word in argv if not word.startswith("-"))
 
 
-def _stamp(argv: tuple[str, ...], path: str) -> str:
-    """Identity of a command: its words, and path, time and size of each program it names (ccache gcc)."""
-    programs = [_which(word, path) for word in argv if not word.startswith("-")]
+def programs(argv: tuple[str, ...], path: str) -> list[str]:
+    """State of each program that a command names (ccache gcc), a line each."""
+    every = [_which(word, path) for word in argv if not word.startswith("-")]
     package = _ziglang() if "ziglang" in argv else None
     if package is not None:
-        programs += [package, str(Path(package).with_name("zig"))]
-    lines = ["\n".join(argv)]
-    for program in programs:
-        if program is not None and os.access(program, os.R_OK):
-            info = Path(program).stat()
-            lines.append(f"{program} {info.st_mtime_ns} {info.st_size}")
-    return "\n".join(lines)
+        every += [package, str(Path(package).with_name("zig"))]
+    return [kernel_store.state(x) for x in every if x is not None and os.access(x, os.R_OK)]
+
+
+def is_named(arch: str) -> bool:
+    """Whether the user names the compiler for an architecture, by `$CC` or the like."""
+    return bool(_named_compiler(arch))
+
+
+def _named_compiler(arch: str) -> str:
+    return os.environ.get("CC" if arch == os.uname().machine else f"CC_{arch}", "").strip()
 
 
 BACKGROUND_LIMIT = 10
@@ -193,7 +197,8 @@ def _describe(argv: tuple[str, ...], arch: str, path: str) -> Compiler:
     Raises:
         BuildError: its --version fails, or failed when it was last run.
     """
-    note = "compiler-" + digest(_stamp(argv, path).encode("utf-8", "surrogateescape"))
+    stamp = "\n".join((*argv, *programs(argv, path)))
+    note = "compiler-" + digest(stamp.encode("utf-8", "surrogateescape"))
     text = read_note(note)
     if not text:
         failure = failed_builds.known(note)
@@ -274,8 +279,7 @@ def find_compiler(arch: str | None = None) -> Compiler:
     """
     machine = os.uname().machine
     wanted = arch or machine
-    cc = os.environ.get("CC" if wanted == machine else f"CC_{wanted}", "").strip()
-    return _find(wanted, cc, os.environ.get("PATH", os.defpath), native=wanted == machine)
+    return _find(wanted, _named_compiler(wanted), os.environ.get("PATH", os.defpath), native=wanted == machine)
 
 
 def _zig_spelling(flag: str) -> str:
@@ -286,6 +290,11 @@ def _zig_spelling(flag: str) -> str:
     words = [f"v{major}_{minor}a" if minor and minor != "0" else f"v{major}a"]
     words += [_LLVM_NAMES.get(x, x) for x in extensions.split("+")[1:]]
     return "-mcpu=generic+" + "+".join(words)
+
+
+def common_options() -> tuple[str, ...]:
+    """The options of every compilation by every kind of compiler."""
+    return _BASE
 
 
 def command(compiler: Compiler, flags: tuple[str, ...], include: tuple[Path, ...], stem: str) -> tuple[str, ...]:

@@ -1,20 +1,29 @@
 """Compilation of C source to a shared object, through the cache.
 
-Owns the cache key and the run of the compiler. A build that failed is not retried at once: see
-`build.failed_builds`.
+Owns the cache key and the run of the compiler. An object that is there is used before any search for a compiler:
+see `build.kernel_store`. A build that failed is not retried at once: see `build.failed_builds`.
 """
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from portmm.build import cache, child_process, failed_builds
+from portmm.build import cache, child_process, failed_builds, kernel_store
 from portmm.build.build_lock import build_lock
-from portmm.build.compiler import Compiler, command, find_compiler, limit_seconds
+from portmm.build.compiler import (
+    Compiler,
+    command,
+    common_options,
+    find_compiler,
+    is_named,
+    limit_seconds,
+    programs,
+)
 from portmm.build.elf import fault
-from portmm.errors import BuildError
+from portmm.errors import BuildError, NoCompilerError
 from portmm.ir import abi
 from portmm.version import VERSION
 
@@ -165,6 +174,21 @@ def _make(  # noqa: PLR0917 - arguments of `build`, and values derived from them
     return entry, code
 
 
+def stored(source: str, *, flags: tuple[str, ...], arch: str | None = None, interface: str = "") -> Artifact | None:
+    """The object of a source that was built before, whoever compiled it; None if there is none."""
+    known = kernel_store.find(_identity(source, flags, arch or os.uname().machine, interface))
+    return None if known is None else _artifact(known, source, flags)
+
+
+def _identity(source: str, flags: tuple[str, ...], arch: str, interface: str) -> str:
+    return kernel_store.identity(source, (*common_options(), *flags), arch, interface)
+
+
+def _artifact(known: kernel_store.Stored, source: str, flags: tuple[str, ...]) -> Artifact:
+    entry = known.entry
+    return Artifact(entry.path, source, flags, tuple(entry.command.split()), entry.key, entry.seconds, True, known.code)
+
+
 def build(
     source: str,
     *,
@@ -173,8 +197,9 @@ def build(
     name: str = "kernel",
     include: tuple[Path, ...] = (),
     symbols: tuple[str, ...] = (),
+    interface: str = "",
 ) -> Artifact:
-    """Compile `source` into a shared object, or load it from the cache.
+    """Compile `source` into a shared object, or load it from where it was built before.
 
     Processes that need the same object at the same time compile it once.
 
@@ -185,26 +210,51 @@ def build(
         name: stem of file names, in messages, debuggers and profilers.
         include: directories with headers.
         symbols: functions that the object must define.
+        interface: identity of the headers, whatever their directory.
 
     Raises:
         NoCompilerError: there is no compiler for `arch`.
         BuildError: the compiler failed, now or recently; its messages are in that of the error.
     """
-    compiler = find_compiler(arch)
+    machine = arch or os.uname().machine
+    identity = _identity(source, flags, machine, interface)
+    # A compiler that the user names builds what it has not built.
+    known = None if is_named(machine) else kernel_store.find(identity)
+    if known is not None and known.current:
+        return _artifact(known, source, flags)
+    try:
+        compiler = find_compiler(arch)
+    except NoCompilerError:
+        known = known or kernel_store.find(identity)
+        if known is None:
+            raise
+        return _artifact(known, source, flags)
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in name) or "kernel"
     argv = command(compiler, flags, include, stem)
     key = _key(source, compiler, argv, include)
-    loaded = cache.load(key)
-    cached = loaded is not None
-    if loaded is None:
-        _check_known(compiler, key)
-        with build_lock(key):
-            loaded = cache.load(key)
-            cached = loaded is not None
-            try:
-                loaded = loaded or _make(source, compiler, argv, key, stem, symbols)
-            except OSError as error:
-                text = f"cannot build {name}: {error}; set TMPDIR and PORTMM_CACHE to writable directories"
-                raise failed_builds.transient(key, BuildError(text)) from error
-    entry, code = loaded
+    entry, code, cached = _loaded_or_built(source, compiler, argv, key, stem, symbols)
+    kernel_store.record(identity, key, programs(compiler.argv, os.environ.get("PATH", os.defpath)))
     return Artifact(entry.path, source, flags, argv, key, entry.seconds, cached, code)
+
+
+def _loaded_or_built(  # noqa: PLR0917 - as `_make`
+    source: str, compiler: Compiler, argv: tuple[str, ...], key: str, stem: str, symbols: tuple[str, ...]
+) -> tuple[cache.Entry, bytes, bool]:
+    """The entry of a key, its code, and whether it was there.
+
+    Raises:
+        BuildError: the compiler failed, now or recently.
+    """
+    loaded = cache.load(key)
+    if loaded is not None:
+        return (*loaded, True)
+    _check_known(compiler, key)
+    with build_lock(key):
+        loaded = cache.load(key)
+        if loaded is not None:
+            return (*loaded, True)
+        try:
+            return (*_make(source, compiler, argv, key, stem, symbols), False)
+        except OSError as error:
+            text = f"cannot build {stem}: {error}; set TMPDIR and PORTMM_CACHE to writable directories"
+            raise failed_builds.transient(key, BuildError(text)) from error

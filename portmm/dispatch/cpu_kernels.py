@@ -248,6 +248,20 @@ def known_code(s: Schedule, target: Target, kept: RouteCache | None) -> Code | N
     return code
 
 
+def stored_code(s: Schedule, target: Target, kept: RouteCache | None) -> Code | None:
+    """The code of a schedule if it was built before, by this process or another, with a compiler or without."""
+    from portmm.build.shared_object import stored
+    from portmm.codegen.c_kernel import source
+
+    code, isa = known_code(s, target, kept), isa_of(s, target)
+    if code is None:
+        kernel = kernel_of(s, isa)
+        arch = None if isa.arch == "any" else isa.arch
+        if stored(source(kernel), flags=isa.flags, arch=arch) is not None:
+            code = code_of(s, target, kept)
+    return code
+
+
 def is_loaded(s: Schedule, target: Target) -> bool:
     """Whether the code of a schedule is in this process."""
     return (s, isa_of(s, target)) in _codes

@@ -12,12 +12,21 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.lower import lower_int4_repack, lower_pack, lower_program
-from portmm.dispatch import cpu_background
+from portmm.dispatch import cpu_background, missing
 from portmm.dispatch.cpu_background import StandIn, stand_in
-from portmm.dispatch.cpu_kernels import Code, code_of, int4_unit, is_loaded, known_code, loaded_program, unit_for
+from portmm.dispatch.cpu_kernels import (
+    Code,
+    code_of,
+    int4_unit,
+    is_loaded,
+    known_code,
+    loaded_program,
+    stored_code,
+    unit_for,
+)
 from portmm.dispatch.overrides import active, schedule_for
 from portmm.dispatch.schedule_choice import ClassSelection, check, choose, predicted, select_for_class
-from portmm.errors import BuildError, DatabaseError
+from portmm.errors import BuildError, DatabaseError, NoCompilerError
 from portmm.ir.index import meaning
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME, types
@@ -38,6 +47,9 @@ if TYPE_CHECKING:
 
 MOST_ROUTES = 4096
 """Routes kept before all are dropped: an endless series of new shapes must not fill memory."""
+
+MOST_SUBSTITUTES = 32
+"""Candidates, the fastest first, that are looked for without a compiler: the source of each takes milliseconds."""
 
 _routes = Memory(MOST_ROUTES, "routes")
 _stand_ins = Memory(MOST_ROUTES, "routes")
@@ -67,7 +79,7 @@ def routed(
         BuildError: the compiler failed.
     """
     own, served = (p.m, p.m), rows(p)
-    build, route = _Building(target, kept, None if active() else later), None
+    build, route = _Building(target, kept, None if active() or missing.strict() else later), None
     if served != own and not active():
         route = _kept(p, target, (threads, served), lambda: _shared(p, served, target, threads, build))
     if route is None:
@@ -100,7 +112,28 @@ class _Building(NamedTuple):
             other = self._begin(best, p, rows)
             if other is not None:
                 return other
-        return _route(code_of(best.schedule, self.target, self.kept), p, best.workers, rows)
+        return _route(self._code(best, p), p, best.workers, rows)
+
+    def _code(self, best: ClassSelection, p: Problem) -> Code:
+        """The code of the selected schedule, or without a compiler that of the fastest one that was built before.
+
+        Raises:
+            NoCompilerError: there is no compiler, and none of the candidates was built.
+            BuildError: the compiler failed.
+        """
+        try:
+            return code_of(best.schedule, self.target, self.kept)
+        except NoCompilerError as error:
+            if missing.strict():
+                raise
+            seconds = predicted(p, best.listed, best.workers)
+            nearest = sorted(zip(seconds, best.listed.schedules, strict=True), key=lambda x: x[0])[:MOST_SUBSTITUTES]
+            for x, s in nearest:
+                code = stored_code(s, self.target, self.kept)
+                if code is not None:
+                    missing.substituted(p, x / seconds[best.index], str(error))
+                    return code
+            raise
 
     def _begin(self, best: ClassSelection, p: Problem, rows: int | None) -> StandIn | None:
         """Begin to build the code of the selected schedule if another one can take its place, which is returned."""
@@ -117,7 +150,7 @@ class _Building(NamedTuple):
 
     def _built(self, best: ClassSelection, p: Problem, rows: int | None) -> None:
         """Build the code of the selected schedule, and hand its route on."""
-        route = _route(code_of(best.schedule, self.target, self.kept), p, best.workers, rows)
+        route = _route(self._code(best, p), p, best.workers, rows)
         if self.later is not None:
             self.later(route, (p.m, p.m) if rows is None else best.rows)
 

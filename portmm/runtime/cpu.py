@@ -309,6 +309,21 @@ def _extension_at(where: str) -> Any:
     return module
 
 
+def interface() -> str:
+    """The interface of this interpreter that extension modules are compiled for, as in their file names."""
+    import _imp
+
+    suffixes = _imp.extension_suffixes()
+    return str(suffixes[0]) if suffixes else ""
+
+
+def stored_extension() -> Artifact | None:
+    """The extension module for this interpreter, if it was built before, on whichever machine."""
+    from portmm.build.shared_object import stored
+
+    return stored(source(python=True), flags=flags(), interface=interface())
+
+
 def _build_extension() -> Artifact:
     from portmm.build.shared_object import build
     from portmm.errors import BuildError
@@ -319,7 +334,9 @@ def _build_extension() -> Artifact:
             "Python.h is not installed; install your Python's development package, or use the run time through cffi"
         )
     symbols = (f"PyInit_{_MODULE}",)
-    return build(source(python=True), flags=flags(), name=_MODULE, include=(headers,), symbols=symbols)
+    return build(
+        source(python=True), flags=flags(), name=_MODULE, include=(headers,), symbols=symbols, interface=interface()
+    )
 
 
 def load_cffi_runtime() -> Runtime:
@@ -354,7 +371,7 @@ _refused: list[BuildError] = []
 def runtime(code: bytes = b"", path: Path | None = None) -> Runtime:
     """The run time of this process, built and loaded by the first caller.
 
-    The extension where Python's headers are installed, else the cffi runtime: the same
+    The extension where it was built before, or Python's headers are installed, else the cffi runtime: the same
     interface, some microseconds more per call.
 
     Args:
@@ -386,7 +403,12 @@ def _load(code: bytes, path: Path | None) -> Runtime:
     if _refused and time.monotonic() < _refused[0].retry_at:
         raise _refused[0].again()
     try:
-        return load_extension(code, path) if path is not None or python_headers() else load_cffi_runtime()
+        if path is None and not python_headers():
+            extension = stored_extension()
+            if extension is None:
+                return load_cffi_runtime()
+            code, path = extension.code, extension.path
+        return load_extension(code, path)
     except BuildError as error:
         _refused[:] = [error.again()]
         raise

@@ -57,6 +57,8 @@ MOST_KERNELS = 1024
 FRESH = 0.02
 """Seconds between looks at the state of those files. Lines that follow a change unseen have the old state in their
 heading, and are ignored by all readers."""
+NO_COMPILER = "no compiler"
+"""In place of the compiler's program: routes may be of other kernels than those selected."""
 DEPENDS = 3
 """Number of files that a cache depends on: the compiler, the measured rates, the tuned schedules."""
 
@@ -196,7 +198,7 @@ def _read(name: str) -> RouteCache:
     kept = RouteCache(name)
     for body in sound:
         kind, *rest = body.split("\t")
-        if kind == HEADING and len(rest) == DEPENDS + 2 and all(_state(x.partition(" ")[2]) == x for x in rest[2:]):
+        if kind == HEADING and len(rest) == DEPENDS + 2 and _holds(rest[2:]):
             kept = RouteCache(name, int(rest[0]), rest[1], tuple(rest[2:]))
     kept.size = size
     under = _short(kept.heading)
@@ -353,15 +355,31 @@ def _keep(  # noqa: PLR0917 - two functions call it
         _add(kept, entries, name, f"{file.removesuffix('.so')}\t{about}", target)
 
 
+def _compiler() -> str:
+    """The program of the compiler; without one, kernels are of machines that have it."""
+    from portmm.build.compiler import find_compiler
+    from portmm.errors import NoCompilerError
+
+    try:
+        return find_compiler().argv[0]
+    except NoCompilerError:
+        return NO_COMPILER
+
+
+def _holds(depends: list[str]) -> bool:
+    """Whether the files that a cache depends on are in the same state, and a compiler that was missing still is."""
+    same = all(_state(x.partition(" ")[2]) == x for x in depends)
+    return same and (not depends[0].endswith(f" {NO_COMPILER}") or _compiler() == NO_COMPILER)
+
+
 def _add(kept: RouteCache, entries: dict[str, str], name: str, line: str, target: Target) -> None:
     """Store an entry of a cache."""
     if not kept.files:
-        from portmm.build.compiler import find_compiler
         from portmm.host.calibrate import note_name
 
         note = f"{cache_dir()}/{note_name(target)}.note"
         kept.own = os.path.basename(getattr(cpu_runtime.runtime(), "__file__", "")).removesuffix(".so")  # noqa: PTH119
-        kept.files = (find_compiler().argv[0], note, str(tuned_database() or "no database"))
+        kept.files = (_compiler(), note, str(tuned_database() or "no database"))
     with _lock:
         now, depends = monotonic(), kept.depends
         if now >= kept.fresh_until:

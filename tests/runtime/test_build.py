@@ -387,7 +387,7 @@ def test_entries_size_and_clear(fake):
     assert entries[1].bytes == first.path.stat().st_size
     assert str(fake.path) in entries[1].command
     assert cache_size() > sum(e.bytes for e in entries)
-    assert cache_clear() == 5
+    assert cache_clear() == 6
     assert cache_entries() == []
     assert [p.name for p in cache_dir().iterdir()] == ["stranger.txt.bak"]
     assert not build(SOURCE, flags=()).cached

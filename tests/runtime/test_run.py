@@ -294,6 +294,7 @@ def test_the_first_callers_share_one_runtime():
 
 def test_without_headers_the_twin_is_taken(monkeypatch):
     monkeypatch.setattr(cpu_runtime, "python_headers", lambda: None)
+    monkeypatch.setattr(cpu_runtime, "stored_extension", lambda: None)
     monkeypatch.setattr(cpu_runtime, "_loaded", [])
     assert type(cpu_runtime.runtime()).__name__ == "CffiRuntime"
     with pytest.raises(BuildError, match=r"Python\.h"):
