@@ -3,7 +3,7 @@
 Owns the support of CuPy, PyTorch, PyOpenCL, and of objects with `__cuda_array_interface__` or `__dlpack__`: the reading
 of addresses, strides, types and streams, one description of their arrays on a device, and new arrays of the same
 library; for tensors of PyTorch in the host's memory, views of them as NumPy's arrays, and `through`, a call of a
-function of such arrays.
+function of such arrays; and `elsewhere`, the way of every call whose arrays are not all NumPy's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.libraries import exports_cuda, library_of
+from portmm.arrays.libraries import any_on_device, any_tensor, exports_cuda, library_of
 from portmm.arrays.numpy_arrays import contiguous, name_of, numpy_of
 from portmm.arrays.operand import Operand, same_device, title_of, type_name, type_of
 from portmm.errors import NoDeviceError
@@ -254,6 +254,33 @@ def _rebuilt(x: Any, function: Callable[[Any], Any]) -> Any:
         return {key: function(y) for key, y in x.items()}
     items = [function(y) for y in x]
     return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
+
+
+def elsewhere(
+    function: Callable[..., Any],
+    there: Callable[..., Any],
+    operands: tuple[Any, ...],
+    options: dict[str, Any],
+    record: str = "call_",
+) -> tuple[Any, ...]:
+    """A tuple of the result of a call of arrays that are traced, on a device, or tensors; empty for others.
+
+    Args:
+        function: of arrays of NumPy's, which tensors in the host's memory are passed to as views.
+        there: the same of arrays on a device.
+        operands: of which at least one is on a device if the call is.
+        options: the other arguments.
+        record: the method of a tracer that records the call.
+    """
+    values = (*operands, *options.values())
+    for x in values:
+        if hasattr(x, record):
+            return (getattr(x, record)(function, operands, options),)
+    if any_on_device(*operands):
+        return (there(*operands, **options),)
+    if any_tensor(values):
+        return (through(function, *operands, **options),)
+    return ()
 
 
 def as_numpy(x: Any) -> np.ndarray[Any, Any]:

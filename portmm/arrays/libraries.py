@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from portmm.weights.kinds import ON_HOST, WeightKind
+from portmm.weights.kinds import ON_HOST, WeightKind, weight_kind
 
 _LIBRARY_TYPES = {"cupy": ("cupy", "ndarray"), "torch": ("torch", "Tensor"), "pyopencl": ("pyopencl.array", "Array")}
 # DLPack's device types: CUDA, and CUDA's managed memory.
@@ -61,6 +61,11 @@ def on_device(x: Any) -> bool:
         return bool(x.is_cuda) if library == "torch" else True
     cls: Any = type(x)
     return hasattr(cls, "__cuda_array_interface__") or (hasattr(cls, "__dlpack_device__") and exports_cuda(x))
+
+
+def any_on_device(*values: Any) -> bool:
+    """Whether some of the values are arrays, or weights, on a device."""
+    return any(on_device(x) or weight_kind(x) is WeightKind.DEVICE_INT4 for x in values)
 
 
 def in_host_memory(*values: Any) -> bool:

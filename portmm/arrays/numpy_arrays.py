@@ -122,14 +122,6 @@ def as_operand(x: Any, name: str, *, matrix: bool = True) -> Array:
     return array
 
 
-def tracing_operand(*values: Any) -> Any:
-    """The first value that is being traced, which records the operation, or None."""
-    for x in values:  # a generator takes twice as long, and most calls have none
-        if hasattr(x, "call_"):
-            return x
-    return None
-
-
 def addressable(array: Array, dtype: np.dtype[Any]) -> bool:
     """Whether kernels can address the elements in place: native, aligned, strides in whole elements."""
     return array.dtype == dtype and array.flags.aligned and not any(s % dtype.itemsize for s in array.strides)

@@ -83,7 +83,6 @@ def of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False)
         ValueError: the product is empty.
     """
     x = adopted(a, b, out)
-    assert x is not None  # noqa: S101 - checked by `explain`
     call, notes = question(replace(x, ends=x.a) if grouped else x, epilogue)
     p, vectors = call.problem, call.vectors
     if not p.flops:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from portmm.trace.buffers import Walk
 
 FOREVER = 1 << 30
-OWN = ("attention", "linear")
+OWN = ("attention", "linear", "grouped_matmul")
 """Functions of portmm that are a step by themselves."""
 
 

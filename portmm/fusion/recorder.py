@@ -160,16 +160,17 @@ class WholeArrays(Graph):
             return self.mapped(name, dropped, dropped, (x, rate))
         return self.mapped(name, function, function, values)
 
-    def matmul_(self, a: Any, b: Any, out: Any, dtype: Any, options: dict[str, Any]) -> Any:
+    def matmul_(self, function: Callable[..., Any], args: tuple[Any, Any], options: dict[str, Any]) -> Any:
         """The result of `portmm.matmul`."""
-        if out is not None:
+        del function
+        if options.get("out") is not None:
             raise refuse("out= changes an array in place; use what matmul returns")
-        left, right = self.whole(a), self.whole(b)
+        left, right = map(self.whole, args)
         if options.get("prologue_a") is not None:
             left = self.applied(options["prologue_a"], left, "mk")
         if options.get("prologue_b") is not None:
             right = self.applied(options["prologue_b"], right, "kn")
-        product = self.wrap(self.matmul("matmul", left.node, right.node, dtype))
+        product = self.wrap(self.matmul("matmul", left.node, right.node, options.get("dtype")))
         epilogue = options.get("epilogue")
         return product if epilogue is None else self.applied(epilogue, product, "mn")
 

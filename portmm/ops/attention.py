@@ -80,21 +80,14 @@ def attention(
         if result is not NotImplemented:
             return result
     refuse_others(score=score, mask=mask)
-    options = Options(score, mask, scale, causal, window, lengths, offset, return_lse)
-    tracer = numpy_arrays.tracing_operand(q, k, v, lengths, offset)
-    if tracer is not None or not libraries.on_host(q, k, v, lengths, offset, out):
+    if not libraries.on_host(q, k, v, lengths, offset, out):
+        from portmm.arrays.interop import elsewhere
+
         more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
-        if tracer is not None:
-            return tracer.call_(attention, (q, k, v), more)
-        if any(map(libraries.on_device, (q, k, v))):
-            from portmm.ops import grid_attention
-
-            return grid_attention.attention((q, k, v, out), options)
-        if libraries.in_host_memory(q, k, v, lengths, offset, out):
-            from portmm.arrays.interop import through
-
-            return through(attention, q, k, v, **more)
+        if there := elsewhere(attention, _on_device, (q, k, v), more):
+            return there[0]
+    options = Options(score, mask, scale, causal, window, lengths, offset, return_lse)
     shape = shape_of(q, k, v)
     if out is not None:
         numpy_arrays.check_out(out, shape.result, shape.dtype)
@@ -106,6 +99,13 @@ def attention(
         out[...] = result
         result = out
     return result if lse is None else (result, lse)
+
+
+def _on_device(q: Any, k: Any, v: Any, *, out: Any, return_lse: bool, **options: Any) -> Any:
+    """The same for arrays on a device."""
+    from portmm.ops import grid_attention
+
+    return grid_attention.attention((q, k, v, out), Options(**options, lse=return_lse))
 
 
 def _computed(shape: Shape, options: Options, out: Any) -> tuple[Array, Array | None, AttentionKernel | None]:

@@ -26,7 +26,6 @@ from portmm.util.array_subclasses import in_class_of
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.grid_call import Product
     from portmm.trace.bind import Bound
     from portmm.trace.tracer import Traced
 
@@ -46,12 +45,11 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
 ) -> Any:
     """The product with prologues and an epilogue: see `matmul.matmul`."""
     if not libraries.on_host(a, b, out):
-        if (there := host_matmul.device_operands(a, b, out)) is not None:
-            return _on_device(there, dtype, epilogue, prologue_a, prologue_b)
-        if libraries.in_host_memory(a, b, out):
-            from portmm.arrays.interop import through
+        from portmm.arrays.interop import elsewhere
 
-            return through(matmul, a, b, out, dtype, epilogue, prologue_a, prologue_b)
+        options = {"out": out, "dtype": dtype, "epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
+        if there := elsewhere(matmul, _on_device, (a, b), options, "matmul_"):
+            return there[0]
     left = numpy_arrays.as_operand(a, "a")
     right = operand_b(b)
     if prologue_a is not None:
@@ -71,10 +69,13 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
     return in_class_of(result, a, b)
 
 
-def _on_device(x: Product, dtype: Any, epilogue: Any, prologue_a: Any, prologue_b: Any) -> Any:
+def _on_device(  # noqa: PLR0917 - as `matmul`
+    a: Any, b: Any, out: Any, dtype: Any, epilogue: Any, prologue_a: Any, prologue_b: Any
+) -> Any:
     """The same for operands on a device."""
     from portmm.ops import grid_product
 
+    x = grid_product.adopted(a, b, out)
     x = replace(x, b=replace(x.b, queue=x.a.queue))  # one queue for all, that of A
     if prologue_a is not None:
         x = replace(x, a=_before(prologue_a, x.a, "a", _OF_A))

@@ -17,7 +17,7 @@ import numpy as np
 from portmm.arrays import operand
 from portmm.arrays.grid_call import Copy, GridCall, Product, arranged, grid_call
 from portmm.arrays.interop import adopt_all
-from portmm.arrays.libraries import on_device
+from portmm.arrays.libraries import any_on_device
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.arrays.operand import Operand, dense_like, named, overlap
 from portmm.dispatch import config, device_routes
@@ -49,16 +49,14 @@ _ready = Memory(MOST_KINDS, "calls")
 # -- operands --------------------------------------------------------------------------
 
 
-def adopted(a: Any, b: Any, out: Any = None, ends: Any = None) -> Product | None:
-    """The operands of a product on a device; None if A and B are in the host's memory.
+def adopted(a: Any, b: Any, out: Any = None, ends: Any = None) -> Product:
+    """The operands of a product on a device.
 
     Raises:
-        TypeError: only some of them are, or a type is not supported.
+        TypeError: some of them are in the host's memory, or a type is not supported.
         ValueError: they are on several devices, or their shapes do not match.
     """
     weight = b if weight_kind(b) is WeightKind.DEVICE_INT4 else None
-    if weight is None and not any(isinstance(x, Operand) or on_device(x) for x in (a, b, ends)):
-        return None
     there = adopt_all({"a": a, "b": b if weight is None else weight.codes}, {"ends": ends, "out": out})
     product = Product(there["a"], there["b"], there.get("out"), weight, there.get("ends"))
     return product if ends is None else grouped(product)
@@ -99,6 +97,13 @@ def _check_groups(a: tuple[int, ...], b: tuple[int, ...], ends: int) -> None:
 
 
 # -- calls -----------------------------------------------------------------------------
+
+
+def matmul(  # noqa: PLR0917 - the operands, then the function
+    a: Any, b: Any, out: Any = None, dtype: Any = None, epilogue: Callable[..., Any] | None = None, ends: Any = None
+) -> Any:
+    """The product of arrays on a device: see `multiply`."""
+    return multiply(adopted(a, b, out, ends), dtype, epilogue)
 
 
 def multiply(x: Product, dtype: Any = None, epilogue: Callable[..., Any] | None = None) -> Any:
@@ -203,9 +208,9 @@ class Plan:
         """
         if self.weight is not None:
             b, out = self.weight, out if b is None else b
-        x = adopted(a, b, out)
-        if x is None:
+        if not any_on_device(a, b):
             raise TypeError("this plan is for arrays on a device, and these are in the host's memory")
+        x = adopted(a, b, out)
         for name in ("a", "b", "out"):
             own, planned = getattr(x, name), getattr(self.like, name)
             if own is not None and planned is not None and own.kind != planned.kind:

@@ -72,18 +72,12 @@ def grouped_matmul(
         ScheduleError: the epilogue reduces.
         TraceError: the epilogue cannot be traced.
     """
-    every = (a, ends, out, *(b if isinstance(b, (list, tuple)) else (b,)))
-    if not libraries.on_host(*every):
-        if any(map(libraries.on_device, (a, b, ends))):
-            from portmm.ops import grid_product
+    if not libraries.on_host(a, ends, out, *(b if isinstance(b, (list, tuple)) else (b,))):
+        from portmm.arrays.interop import elsewhere
 
-            product = grid_product.adopted(a, b, out, ends)
-            assert product is not None  # noqa: S101 - one of them is on a device
-            return grid_product.multiply(product, dtype, epilogue)
-        if libraries.in_host_memory(*every):
-            from portmm.arrays.interop import through
-
-            return through(grouped_matmul, a, b, ends, out, dtype=dtype, epilogue=epilogue)
+        more = {"out": out, "dtype": dtype, "epilogue": epilogue}
+        if there := elsewhere(grouped_matmul, _on_device, (a, b, ends), more):
+            return there[0]
     groups = _groups(a, b, ends)
     if epilogue is not None:
         requested = None if dtype is None else np.dtype(dtype)
@@ -93,6 +87,13 @@ def grouped_matmul(
             fall_back(error)
             return _by_numpy(groups, out, requested, epilogue)
     return _plain(groups, out, None if dtype is None else np.dtype(dtype))
+
+
+def _on_device(a: Any, b: Any, ends: Any, **options: Any) -> Any:
+    """The same for arrays on a device."""
+    from portmm.ops import grid_product
+
+    return grid_product.matmul(a, b, ends=ends, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from portmm.arrays.numpy_fallback import product as product_by_numpy
 from portmm.dispatch import config
 from portmm.errors import BuildError, PortmmError, ScheduleError
 from portmm.ops import routes
-from portmm.ops.prepack import current, fixed, is_int4_on_device, is_packed, is_quantized, register_dtype, unpack
+from portmm.ops.prepack import current, fixed, is_packed, is_quantized, register_dtype, unpack
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import row_class, rows
@@ -131,33 +131,20 @@ _lock = locks.lock()
 _state: dict[str, Any] = {}
 
 
-def device_operands(a: Any, b: Any, out: Any = None) -> Any:
-    """The operands as a `grid_call.Product`; None if they are in the host's memory."""
-    if not (is_int4_on_device(b) or libraries.on_device(a) or libraries.on_device(b)):
-        return None
-    from portmm.ops.grid_product import adopted
+def _on_device(a: Any, b: Any, **options: Any) -> Any:
+    """The product of arrays on a device."""
+    from portmm.ops import grid_product
 
-    return adopted(a, b, out)
+    return grid_product.matmul(a, b, **options)
 
 
-def _elsewhere(multiply: Callable[..., Any], a: Any, b: Any, out: Any, *dtype: Any) -> tuple[Any, ...]:
-    """A tuple of the product of operands that are traced, on a device, or tensors; empty if all are NumPy's.
-
-    Tensors in the host's memory are multiplied by `multiply`, as arrays.
-    """
-    if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
-        return (tracer.matmul_(a, b, out, np.dtype(*dtype) if dtype else None, {}),)
+def _elsewhere(a: Any, b: Any, out: Any, dtype: Any = None) -> tuple[Any, ...]:
+    """A tuple of the product of operands that are traced, on a device, or tensors; empty if all are NumPy's."""
     if libraries.on_host(a, b, out):
         return ()
-    if (there := device_operands(a, b, out)) is not None:
-        from portmm.ops import grid_product
+    from portmm.arrays.interop import elsewhere
 
-        return (grid_product.multiply(there, *dtype),)
-    if libraries.in_host_memory(a, b, out):
-        from portmm.arrays.interop import through
-
-        return (through(multiply, a, b, out, *dtype),)
-    return ()
+    return elsewhere(product, _on_device, (a, b), {"out": out, "dtype": dtype}, "matmul_")
 
 
 def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
@@ -168,7 +155,7 @@ def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
 def typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
     """A product with a requested result type."""
     out = numpy_arrays.single(out)
-    if there := _elsewhere(typed, a, b, out, dtype):
+    if there := _elsewhere(a, b, out, dtype):
         return there[0]
     from portmm.ops import result_dtype
 
@@ -178,7 +165,7 @@ def typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
 def _start(a: Any, b: Any, out: Any) -> Any:
     """The first call of a process: build the runtime, then multiply. A device needs no runtime."""
     out = numpy_arrays.single(out)
-    if there := _elsewhere(_start, a, b, out):
+    if there := _elsewhere(a, b, out):
         return there[0]
     begin(a, b, out)
     return fast(a, b, out)
@@ -272,7 +259,7 @@ def _without_compiler(a: Any, b: Any, out: Any) -> Any:
         if fast is not _without_compiler:
             return fast(a, b, out)
     out = numpy_arrays.single(out)
-    if there := _elsewhere(_without_compiler, a, b, out):
+    if there := _elsewhere(a, b, out):
         return there[0]
     from portmm.ops.result_dtype import numbers
 
@@ -325,7 +312,7 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
 def _general(a: Any, b: Any, out: Any) -> Any:
     """The general path: any product that NumPy accepts."""
     out = numpy_arrays.single(out)
-    if there := _elsewhere(_state["runtime"].matmul, a, b, out):
+    if there := _elsewhere(a, b, out):
         return there[0]
     result = _by_quantized(a, b, out) if is_quantized(b) else _product(a, b, out)
     return in_class_of(result, a, b) if out is None else result

@@ -82,9 +82,7 @@ class DeviceInt4(QuantizedMatrix):
     def __rmatmul__(self, a: Any) -> Any:
         from portmm.ops import grid_product
 
-        product = grid_product.adopted(a, self)
-        assert product is not None  # noqa: S101 - the weight is on a device
-        return grid_product.multiply(product)
+        return grid_product.matmul(a, self)
 
 
 def to_device(w: Quantized, like: Any) -> DeviceInt4:

@@ -91,11 +91,12 @@ def linear(
             does not fit 16 bits.
         ScheduleError: `w` was packed for other activations.
     """
-    tracer = numpy_arrays.tracing_operand(x, w, bias, x_scale, w_scale)
-    if tracer is not None or not libraries.on_host(x, w, bias, out):
+    if not libraries.on_host(x, w, bias, x_scale, w_scale, out):
+        from portmm.arrays.interop import elsewhere
+
         more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
         more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
-        if there := _elsewhere(tracer, (x, w, bias), more):
+        if there := elsewhere(linear, _on_device, (x, w), {"bias": bias, **more}):
             return there[0]
     left = numpy_arrays.as_operand(x, "x", matrix=False)
     if isinstance(w, PackedInt4):
@@ -139,19 +140,6 @@ def _begun(*call: Any) -> HostProduct:
     """The product of a call, after the run time is loaded."""
     host_matmul.begin()
     return product_of(*call)
-
-
-def _elsewhere(tracer: Any, operands: tuple[Any, Any, Any], options: dict[str, Any]) -> tuple[Any, ...]:
-    """A tuple of the result of operands that are traced, on a device, or tensors; empty for others."""
-    if tracer is not None:
-        return (tracer.call_(linear, operands, options),)
-    if libraries.on_device(operands[0]) or libraries.on_device(operands[1]):
-        return (_on_device(*operands, **options),)
-    if libraries.in_host_memory(*operands, options["out"]):
-        from portmm.arrays.interop import through
-
-        return (through(linear, *operands, **options),)
-    return ()
 
 
 def _with_epilogue(  # noqa: PLR0917 - one caller

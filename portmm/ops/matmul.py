@@ -17,7 +17,7 @@ from portmm.dispatch import config
 from portmm.errors import BuildError
 from portmm.ops import host_matmul
 from portmm.ops.host_matmul import make_plan, numpy_plan
-from portmm.ops.prepack import current, is_int4_on_device, is_packed, is_quantized
+from portmm.ops.prepack import current, is_packed, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -81,9 +81,6 @@ def matmul(
             result = host_matmul.again(epilogue, a, b, out, dtype, config.current())
             if result is not NotImplemented:
                 return result
-        if (tracer := numpy_arrays.tracing_operand(a, b)) is not None:
-            functions = {"epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
-            return tracer.matmul_(a, b, out, dtype, functions)
         from portmm.ops import fused_matmul
 
         return fused_matmul.matmul(a, b, numpy_arrays.single(out), dtype, epilogue, prologue_a, prologue_b)
@@ -110,12 +107,12 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         ValueError: shapes do not match, or no kernel can read an operand in place.
         ScheduleError: the packed weight was made for another machine, or `out` is column-major with one.
     """
-    if is_quantized(b) and not is_int4_on_device(b):
-        raise TypeError("a plan takes arrays and packed weights; an int4 weight has a memo of its calls: use matmul")
-    if (there := host_matmul.device_operands(a, b, out)) is not None:
+    if libraries.any_on_device(a, b):
         from portmm.ops import grid_product
 
-        return grid_product.plan(there)
+        return grid_product.plan(grid_product.adopted(a, b, out))
+    if is_quantized(b):
+        raise TypeError("a plan takes arrays and packed weights; an int4 weight has a memo of its calls: use matmul")
     if libraries.in_host_memory(a, b, out):
         from portmm.arrays.interop import through
 

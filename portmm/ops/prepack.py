@@ -256,11 +256,6 @@ def items(p: Any) -> list[Any]:
     return [_packed(p.owner[i * item : (i + 1) * item], (k, n), layout) for i in range(count)]
 
 
-def is_int4_on_device(b: Any) -> bool:
-    """Whether an object is an int4 weight on a device."""
-    return weight_kind(b) is WeightKind.DEVICE_INT4
-
-
 def is_quantized(b: Any) -> bool:
     """Whether an object is a quantized weight."""
     return weight_kind(b) in INTEGERS

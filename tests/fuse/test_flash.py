@@ -90,3 +90,10 @@ def test_attention_and_linear_are_called_inside():
     told = block.explain(*x)
     assert [k.kind for k in told.kernels] == ["attention", "rows", "linear", "rows"]
     np.testing.assert_allclose(block(*x), block.__wrapped__(*x), rtol=2e-4, atol=2e-5)
+
+
+def test_groups_are_multiplied_inside():
+    a, b = (np.random.default_rng(0).random(x, np.float32) for x in ((8, 4), (2, 4, 5)))
+    experts = pm.fuse(lambda x: pm.relu(pm.grouped_matmul(x, b, [3, 8]) - 1))
+    assert [k.kind for k in experts.explain(a).kernels] == ["grouped_matmul", "rows"]
+    np.testing.assert_allclose(experts(a), experts.__wrapped__(a), rtol=2e-4, atol=2e-5)
