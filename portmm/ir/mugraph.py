@@ -1,0 +1,328 @@
+"""Graphs of kernels whose dimensions are labelled, down to the tiles of each: µGraphs.
+
+Owns `MuGraph`, `Step` and `Tensor`, their text and their serialised form. A step is a block program: one operation, as
+a product or a sum is, or many that share a grid and a loop. Which part of a tensor a tile has follows from labels.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from portmm.errors import ScheduleError
+from portmm.ir.block_program import BlockProgram, Pass, TileGemm, TileMap, TileReduce, TileTransfer
+from portmm.spec.epilogue import (
+    Operand,
+    argument,
+    column_reduction,
+    contraction,
+    extent,
+    index,
+    load,
+    number,
+    reduction,
+)
+from portmm.spec.expr import Expr, const, node, ordered
+from portmm.spec.expr_ops import OPS
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+_OPERATORS: dict[str, Any] = {x.__name__: x for x in (TileMap, TileReduce, TileGemm, TileTransfer)}
+
+
+class Tensor(NamedTuple):
+    """An array in memory.
+
+    Attributes:
+        name: for messages.
+        axes: a label for each dimension; "1" has extent 1.
+        dtype: type of its elements.
+    """
+
+    name: str
+    axes: str
+    dtype: str = "f32"
+
+
+class Binding(NamedTuple):
+    """A tensor as an operand of a program.
+
+    Attributes:
+        tensor: its number.
+        dims: for each dimension of the operand the dimensions of the tensor that are one there, in order; those that
+            are in none have extent 1. None: the same ones.
+        part: a dimension of a concatenation, the labels of its parts before this one, and the label of this one.
+    """
+
+    tensor: int
+    dims: tuple[tuple[int, ...], ...] | None = None
+    part: tuple[int, str, str] | None = None
+
+
+class Step(NamedTuple):
+    """A kernel.
+
+    Attributes:
+        program: its block program.
+        operands: the tensor of each of its operands.
+    """
+
+    program: BlockProgram
+    operands: tuple[Binding, ...]
+
+
+@dataclass(frozen=True)
+class MuGraph:
+    """A µGraph.
+
+    Attributes:
+        tensors: all tensors.
+        steps: kernels, in order of execution.
+        inputs: numbers of the tensors that are arguments.
+        results: numbers of those that are results.
+        joined: labels of concatenations, each with those of its parts.
+
+    Raises:
+        ScheduleError: a step reads a tensor before one writes it, or an operand has more or fewer dimensions than its
+            tensor.
+    """
+
+    tensors: tuple[Tensor, ...]
+    steps: tuple[Step, ...]
+    inputs: tuple[int, ...]
+    results: tuple[int, ...]
+    joined: tuple[tuple[str, str], ...] = ()
+
+    def __post_init__(self) -> None:
+        known = {*self.inputs}
+        for i, x in enumerate(self.steps):
+            written = {x.operands[j].tensor for j, _ in x.program.fused.results}
+            for j, (operand, at) in enumerate(zip(x.program.operands, x.operands, strict=True)):
+                if len(self.labels(at)) != len(operand.axes):
+                    raise ScheduleError(
+                        f"operand {j} of step {i} is along {operand.axes!r}, its tensor {self.tensors[at.tensor]}: "
+                        f"bind a dimension to each label"
+                    )
+                if at.tensor not in known | written:
+                    raise ScheduleError(f"step {i} reads {self.tensors[at.tensor]} before it is written")
+            known |= written
+        if not known >= {*self.results}:
+            raise ScheduleError("a result is written by no step")
+
+    def labels(self, at: Binding) -> tuple[str, ...]:
+        """The labels that are one dimension of an operand, for each."""
+        axes = self.tensors[at.tensor].axes
+        if at.part is not None:
+            axes = axes[: at.part[0]] + at.part[2] + axes[at.part[0] + 1 :]
+        return tuple(axes) if at.dims is None else tuple("".join(axes[i] for i in x) for x in at.dims)
+
+    def __str__(self) -> str:
+        lines = [f"in  {_tensor(self, i)}" for i in self.inputs]
+        for x in self.steps:
+            reads = ", ".join(self.tensors[y.tensor].name for y in x.operands)
+            kinds = [[_operator(y) for y in one] for one in x.program.passes]
+            lines.append(f"kernel({reads}) grid {x.program.grid}, loop {x.program.loop}")
+            lines += [f"    pass {i}: {', '.join(one)}" for i, one in enumerate(kinds)]
+        return "\n".join([*lines, *(f"out {_tensor(self, i)}" for i in self.results)])
+
+
+def _tensor(graph: MuGraph, i: int) -> str:
+    x = graph.tensors[i]
+    return f"{x.name}[{x.axes}] {x.dtype}"
+
+
+def _operator(x: Any) -> str:
+    along = f" along {x.value.args[0]}" if x.value.op == "contract" else ""
+    kind = f" {x.value.args[0]}" if x.value.op in ("reduce", "fold") else ""
+    to = f" to {x.operand}" if isinstance(x, TileTransfer) else ""
+    rescaled = ", rescaled" if getattr(x, "rescaled", None) is not None else ""
+    return f"{type(x).__name__.removeprefix('Tile').lower()}{kind}{along}{to}{rescaled}"
+
+
+# The serialised form: steps of expressions by their number.
+
+
+def to_json(graph: MuGraph) -> dict[str, Any]:
+    """A graph as lists and strings, which `from_json` reads."""
+    return {
+        "tensors": [list(x) for x in graph.tensors],
+        "steps": [{"operands": [list(y) for y in x.operands], **_program(x.program)} for x in graph.steps],
+        "inputs": list(graph.inputs),
+        "results": list(graph.results),
+        "joined": [list(x) for x in graph.joined],
+    }
+
+
+def _program(x: BlockProgram) -> dict[str, Any]:
+    values = [y.value for one in x.passes for y in one]
+    rescaled = [r for one in x.passes for y in one if (r := getattr(y, "rescaled", None)) is not None]
+    every = ordered((*values, *rescaled))
+    at = {y: i for i, y in enumerate(every)}
+
+    def spelled(y: Any) -> list[Any]:
+        parts = dict(zip(y._fields, y, strict=True))
+        named = {k: at[v] if isinstance(v, Expr) else v for k, v in parts.items()}
+        return [type(y).__name__, named]
+
+    return {
+        "grid": x.grid,
+        "loop": x.loop,
+        "arrays": [[y.dtype, y.axes, y.dense] for y in x.operands],
+        "values": [[y.op, y.dtype, [f"%{at[z]}" if isinstance(z, Expr) else z for z in y.args]] for y in every],
+        "passes": [[spelled(y) for y in one] for one in x.passes],
+    }
+
+
+def from_json(data: Mapping[str, Any]) -> MuGraph:
+    """The graph of `to_json`.
+
+    Raises:
+        ScheduleError: it is none.
+    """
+    try:
+        steps = tuple(
+            Step(_read_program(x), tuple(Binding(i, y and tuple(map(tuple, y)), z and tuple(z))
+                                         for i, y, z in x["operands"])) for x in data["steps"]
+        )  # fmt: skip
+        tensors, joined = tuple(Tensor(*x) for x in data["tensors"]), tuple(tuple(x) for x in data["joined"])
+        return MuGraph(tensors, steps, tuple(data["inputs"]), tuple(data["results"]), joined)
+    except (KeyError, IndexError, TypeError, ValueError) as error:
+        raise ScheduleError(f"this is no serialised graph of kernels ({error!r})") from error
+
+
+def _read_program(data: Mapping[str, Any]) -> BlockProgram:
+    values: list[Expr] = []
+    for op, dtype, args in data["values"]:
+        if op not in OPS and op not in _LEAVES:
+            raise ValueError(f"operation {op!r}")
+        filled = [values[int(x[1:])] if isinstance(x, str) and x.startswith("%") else x for x in args]
+        values.append(_LEAVES.get(op, node)(*((op, tuple(filled), dtype) if op in OPS else (dtype, *filled))))
+    passes: list[Pass] = []
+    for one in data["passes"]:
+        read = []
+        for name, fields in one:
+            known = {k: values[v] if k in ("value", "rescaled") and v is not None else v for k, v in fields.items()}
+            read.append(_OPERATORS[name](**known))
+        passes.append(tuple(read))
+    return BlockProgram(data["grid"], data["loop"], tuple(Operand(*x) for x in data["arrays"]), tuple(passes))
+
+
+_LEAVES: dict[str, Any] = {
+    "const": lambda dtype, x: const(x, dtype),
+    "load": lambda dtype, i: node("load", (i,), dtype),
+    "index": lambda _, x: index(x),
+    "extent": lambda _, x: extent(x),
+    "number": lambda _, i: number(i),
+    "given": lambda dtype, i: argument(i, dtype),
+    "reduce": lambda _, kind, x: reduction(kind, x),
+    "fold": lambda _, kind, x: column_reduction(kind, x),
+    "contract": lambda dtype, along, x, y: contraction(x, y, along, dtype),
+}
+
+
+# Graphs of one operation for each step.
+
+
+class Builder:
+    """A builder of graphs from operations on whole tensors, each a step of its own.
+
+    Dimensions with the same label are the same; a tensor is broadcast along labels that it lacks.
+    """
+
+    def __init__(self) -> None:
+        self.tensors: list[Tensor] = []
+        self.steps: list[Step] = []
+        self.inputs: list[int] = []
+        self.joined: list[tuple[str, str]] = []
+
+    def tensor(self, name: str, axes: str, dtype: str = "f32") -> int:
+        """A new tensor."""
+        self.tensors.append(Tensor(name, axes, dtype))
+        return len(self.tensors) - 1
+
+    def input(self, name: str, axes: str, dtype: str = "f32") -> int:
+        """An argument."""
+        self.inputs.append(self.tensor(name, axes, dtype))
+        return self.inputs[-1]
+
+    def map(self, template: Expr, *of: int, axes: str = "", name: str = "") -> int:
+        """An element-wise function of tensors: `epilogue.argument` i stands for the i-th."""
+        labels = axes or "".join(dict.fromkeys(x for i in of for x in self.tensors[i].axes if x != "1"))
+        return self._step(template, of, labels, "", name or "map")
+
+    def sum(self, x: int, along: str, template: Expr | None = None) -> int:
+        """The sum of a tensor, or of a function of it, along a label."""
+        value = argument(0, "f32") if template is None else template
+        return self._step(contraction(value, const(1.0), along), (x,), self.tensors[x].axes.replace(along, ""), along)
+
+    def max(self, x: int, along: str) -> int:
+        """The maximum of a tensor along a label."""
+        return self._step(node("most", (along, argument(0, "f32")), "f32"), (x,),
+                          self.tensors[x].axes.replace(along, ""), along, "max")  # fmt: skip
+
+    def matmul(self, a: int, b: int, along: str, axes: str = "") -> int:
+        """The sum of products of two tensors along a label."""
+        labels = "".join(dict.fromkeys(self.tensors[a].axes + self.tensors[b].axes)).replace(along, "")
+        value = contraction(argument(0, "f32"), argument(1, "f32"), along)
+        return self._step(value, (a, b), axes or labels.replace("1", ""), along, "matmul")
+
+    def concat(self, label: str, along: tuple[int, ...], *of: int) -> int:
+        """Tensors one after the other, each along one of its dimensions; `label` is that of the result."""
+        axes = self.tensors[of[0]].axes
+        parts = [self.tensors[i].axes[j] for i, j in zip(of, along, strict=True)]
+        to = self.tensor(f"concat{len(self.tensors)}", axes[: along[0]] + label + axes[along[0] + 1 :])
+        for n, i in enumerate(of):
+            one = self.tensors[i]
+            step = one_step([one], (i,), Tensor("", one.axes), to, argument(0, "f32"), "")
+            at = step.operands[1]._replace(part=(along[0], "".join(parts[:n]), parts[n]))
+            self.steps.append(step._replace(operands=(step.operands[0], at)))
+        if (label, "".join(parts)) not in self.joined:
+            self.joined.append((label, "".join(parts)))
+        return to
+
+    def _step(self, value: Expr, of: tuple[int, ...], axes: str, along: str, name: str = "sum") -> int:
+        to = self.tensor(f"{name}{len(self.tensors)}", axes)
+        self.steps.append(one_step([self.tensors[i] for i in of], of, self.tensors[to], to, value, along))
+        return to
+
+    def graph(self, *results: int) -> MuGraph:
+        """The graph."""
+        return MuGraph(tuple(self.tensors), tuple(self.steps), tuple(self.inputs), results, tuple(self.joined))
+
+
+def one_step(  # noqa: PLR0917 - the parts of an operation
+    tensors: list[Tensor], of: tuple[int, ...], result: Tensor, to: int, value: Expr, along: str
+) -> Step:
+    """A step of one operation, an expression of `epilogue.argument`s, reduced along a label or an empty string."""
+    swapped = {}
+    if value.op == "most" and along != "n":
+        swapped = {along: "n", "n": along}  # maxima are along n
+
+    def local(axes: str) -> str:
+        return "".join(swapped.get(x, x) for x in axes)
+
+    def filled(x: Expr) -> Expr:
+        if x.op == "given":
+            return load(x.args[0], tensors[x.args[0]].dtype)
+        args = tuple(filled(y) if isinstance(y, Expr) else y for y in x.args)
+        if x.op == "most":
+            return reduction("max", args[1])
+        if x.op in ("index", "extent"):
+            return node(x.op, (local(x.args[0]),), x.dtype)
+        return node(x.op, args, x.dtype)
+
+    operands = tuple(Operand(x.dtype, local(x.axes.replace("1", ""))) for x in (*tensors, result))
+    loop = local(along) or next((x.axes[-1] for x in operands if x.axes), "")
+    body, store = filled(value), len(tensors)
+    if along:
+        carried = (TileGemm if body.op == "contract" else TileReduce)(body)
+        passes: tuple[Pass, ...] = ((carried,), (TileTransfer(store, body),))
+    else:
+        passes = ((TileTransfer(store, body),),)
+    grid = "".join(x for x in dict.fromkeys("".join(y.axes for y in operands)) if x != loop)
+    bindings = tuple(
+        Binding(i, None if "1" not in x.axes else tuple((j,) for j, y in enumerate(x.axes) if y != "1"))
+        for i, x in zip((*of, to), (*tensors, result), strict=True)
+    )
+    return Step(BlockProgram(grid, loop, operands, passes), bindings)

@@ -1,0 +1,75 @@
+"""Functions that expressions spell out: an exponential is found in a tree of shifts and polynomials.
+
+Owns `function_of`. Kernels have no call of exp: `vector_math` expands it, and equal expressions are one object, so that
+a tree is the expansion of a function if it unifies with that of an argument.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.spec import vector_math
+from portmm.spec.epilogue import argument
+from portmm.spec.expr_ops import OPS
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.spec.expr import Expr
+
+_ARGUMENT = argument(0, "f32")
+NAMES = ("exp", "log", "tanh", "erf", "sigmoid", "silu", "expm1", "softplus", "gelu_tanh", "gelu")
+_patterns: dict[tuple[str, str], list[tuple[str, Expr]]] = {}
+_matches = Memory(1 << 14, "kernels")
+
+
+def add(name: str, function: Callable[[Expr], Expr]) -> None:
+    """Add a further spelling of a function."""
+    pattern = function(_ARGUMENT)
+    _patterns.setdefault((pattern.op, pattern.dtype), []).append((name, pattern))
+    _matches.clear()
+
+
+for _name in NAMES:
+    add(_name, getattr(vector_math, _name))
+
+
+def function_of(x: Expr) -> tuple[str, Expr] | None:
+    """The name and the argument of the function whose expansion an expression is, or None."""
+    if x.op not in OPS:
+        return None
+    if x not in _matches:
+        tried = (_match(x, *one) for one in _patterns.get((x.op, x.dtype), ()))
+        return _matches.keep(x, next((y for y in tried if y), None))  # type: ignore[no-any-return]
+    return _matches[x]  # type: ignore[no-any-return]
+
+
+def _match(x: Expr, name: str, pattern: Expr) -> tuple[str, Expr] | None:
+    """The argument with which a pattern is an expression, which is then one object with it."""
+    value = _unified(x, pattern)
+    return None if value is None else (name, value)
+
+
+def _unified(x: Expr, pattern: Expr) -> Expr | None:
+    """The argument of a pattern, or None if an expression is not of its form."""
+    value: Expr | None = None
+    seen: set[tuple[int, int]] = set()
+    stack = [(x, pattern)]
+    while stack:
+        a, b = stack.pop()
+        if b is _ARGUMENT:
+            if value is not None and value is not a:
+                return None
+            value = a
+        elif a is not b and (id(a), id(b)) not in seen:
+            seen.add((id(a), id(b)))
+            inner = list(zip(a.args, b.args, strict=False))
+            if (a.op, a.dtype, len(a.args)) != (b.op, b.dtype, len(b.args)) or not a.inner or not b.inner:
+                return None
+            for y, z in inner:
+                if hasattr(y, "op") != hasattr(z, "op") or (not hasattr(y, "op") and y != z):
+                    return None
+                if hasattr(y, "op"):
+                    stack.append((y, z))
+    return value
