@@ -71,13 +71,18 @@ class Blocks:
 
     @property
     def kb(self) -> Index:
-        """Extent of a block of k: some runs, or a part of one; any for chained sums; whole words for int4 values."""
+        """Extent of a block of k: some runs, or a part of one; any for chained sums; whole words for int4 values.
+
+        Sweeps have their number of steps written out.
+        """
         k, kc = self.k, self.s.kc
         if not kc:
             return self.whole(k)
         match self.block_of_k:
             case BlockOfK.CHAIN:
                 return self.whole(ceil_div(k, maximum(1, ceil_div(k, kc))))
+            case BlockOfK.PART if self.sweeps:
+                return const(kc)
             case BlockOfK.PART:
                 run = minimum(self.run, k)
                 return self.whole(ceil_div(run, maximum(1, ceil_div(run, kc))))

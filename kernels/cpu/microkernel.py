@@ -17,17 +17,24 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Index, Ptr, const, var
-from portmm.ir.nodes import Call, For, Function, If, Let, LetPtr, Move, Param, Prefetch, Scratch, Verb
+from portmm.ir.nodes import Call, For, Function, If, Let, LetPtr, Move, Param, Prefetch, Scratch, UntilAligned, Verb
 from portmm.kernels.cpu.packing import keep, line_of
+from portmm.spec.dtype import BY_NAME
 from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.ir.nodes import Stmt
     from portmm.target.atom import Atom
 
 
-MOST_STEPS = 8
-"""Steps of k of a full tile of a sweep that are written out."""
+FEW_ROWS, FEW_STEPS, MOST_STEPS, LEAST_STEPS = 4, 16, 8, 2
+"""Steps of k of a full tile of a sweep that are written out: many of few rows, each of which has an address in each
+step, in blocks of few, which are of a B that comes from afar; few of more rows (Zen 5: up to a fifth faster)."""
+WIDE = 4
+"""Vectors across a sweep, for each of its rows, from which a narrow first tile is worth its time: a chain waits there
+for the latency of each step."""
 AT_ONCE = 4
 """Vectors of C that are loaded before the first of them is added."""
 
@@ -45,7 +52,8 @@ class Shape:
         prefetch: prefetch distance in rows of a B in place, 0 for none.
         ahead: prefetch the next tile of C, and these operands: at step p, operand s at s_next + p * s_step.
         slice_ahead: of A, prefetch instead a line of each row of a slice at a_next, every `line` steps.
-        unroll: steps of k written out.
+        unroll: steps of k that a compiler is to write out.
+        written: steps of k that are written out here, each at the row of B after the last; k is a multiple of them.
         inline: merge into the caller.
         ragged: the last panel may be partial.
         partial: it is partial in each call.
@@ -69,6 +77,7 @@ class Shape:
     ahead: tuple[str, ...] | None = None
     slice_ahead: bool = False
     unroll: int = 1
+    written: int = 1
     inline: bool = False
     ragged: bool = True
     partial: bool = False
@@ -123,7 +132,9 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
 def sweep(atom: Atom, s: Shape, kc: int) -> Function:
     """Function C[rows][columns] (+)= A . B[k][columns] over any number of tiles of NR columns, along the rows of B.
 
-    B is read in place, in a few long streams. Full tiles have no masks, and all KC steps of theirs are written out.
+    B is read in place, in a few long streams. Full tiles have no masks, and some steps of theirs are written out.
+    Where rows of B start in the middle of a vector, all alike, columns up to the next are a narrow tile of their own:
+    no vector of the others is in two cache lines.
 
     Args:
         atom: the multiply-add.
@@ -131,26 +142,53 @@ def sweep(atom: Atom, s: Shape, kc: int) -> Function:
         kc: steps of all blocks of k but those at the end of a run.
     """
     edge = micro_kernel(atom, replace(s, partial=True))
-    full = micro_kernel(atom, replace(s, ragged=False, inline=True, unroll=min(kc, MOST_STEPS)))
-    full = replace(full, name=f"{edge.name}_full")
-    j, width, steps = var("j"), var("width"), (const(kc), var("k"))
+    whole_tile = replace(s, ragged=False, inline=True, unroll=1)
+    few = s.rows <= FEW_ROWS
+    # With prefetches, of as many addresses more, compilers do it better.
+    written = 1 if s.prefetch or (few and kc > FEW_STEPS) else min(kc, MOST_STEPS if few else LEAST_STEPS)
+    steps = {"written": written} if written > 1 else {"unroll": min(kc, MOST_STEPS)}
+    full = replace(micro_kernel(atom, replace(whole_tile, **steps)), name=f"{edge.name}_full")
+    short = replace(micro_kernel(atom, whole_tile), name=f"{edge.name}_short")
+    j, width = var("j"), var("width")
+    begin = var("begin") if _peels(atom, s) else const(0)
 
     def tile(f: Function, k: Index, columns: Index) -> Call:
         own: dict[str, Index | Ptr] = {"k": k, "columns": columns}
         own |= {x: Ptr(x, j) for x in ("b", "c", "kept")}
         return Call(f, tuple(own.get(x.name, Ptr(x.name) if x.dtype else var(x.name)) for x in f.params))
 
-    def whole(k: Index) -> For:
-        return For("j", const(0), width, const(s.nr), (tile(full, k, const(s.nr)),))
+    def whole(f: Function, k: Index) -> For:
+        return For("j", begin, width, const(s.nr), (tile(f, k, const(s.nr)),))
 
     rest = (Let("j", width), tile(edge, var("k"), var("columns") - width))
     body = (
-        Let("width", var("columns") // s.nr * s.nr),
-        If(var("k").eq(kc), (whole(steps[0]),), (whole(steps[1]),)),
+        *_until_aligned(atom, s, tile),
+        Let("width", begin + (var("columns") - begin) // s.nr * s.nr),
+        If(var("k").eq(kc), (whole(full, const(kc)),), (whole(short, var("k")),)),
         If(width.lt(var("columns")), rest),
     )
     name, comment = f"sweep_{s.rows}x{kc}", f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][columns]"
     return Function(name, "inner", edge.params, body, comment)
+
+
+def _peels(atom: Atom, s: Shape) -> bool:
+    """Whether a sweep may have a narrow first tile; lines of a B in memory, which is prefetched, are late anyway."""
+    return bool(atom.mask) and not s.prefetch
+
+
+def _until_aligned(atom: Atom, s: Shape, tile: Callable[[Function, Index, Index], Call]) -> tuple[Stmt, ...]:
+    """First tile of a wide sweep: columns before the first aligned vector of B, if rows of B are vectors apart."""
+    if not _peels(atom, s):
+        return ()
+    begin = var("begin")
+    worth = (var("b_k") % atom.n).eq(0) * const(WIDE * s.rows * atom.n - 1).lt(var("columns"))
+    narrow = micro_kernel(atom, replace(s, nr=atom.n, partial=True))
+    first = (Let("j", const(0)), tile(narrow, var("k"), begin))
+    return (
+        UntilAligned("misaligned", Ptr("b"), atom.n * BY_NAME[s.b].bytes),
+        Let("begin", var("misaligned") * worth),
+        If(const(0).lt(begin), first),
+    )
 
 
 def vectors_of(atom: Atom, s: Shape) -> range:
@@ -294,17 +332,34 @@ def _copy(s: Shape, to: Ptr, src: Ptr, to_m: Index, src_m: Index) -> tuple[Stmt,
 
 
 def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
-    """Loop over k: one outer product per step."""
-    p = var("p")
-    row = p * s.nr if s.b_packed else p * var("b_k")
+    """Loop over k: one outer product per step.
+
+    Of steps that are written out, each has B's row by adding a stride to the one before: compilers would keep all
+    multiples of it, times vectors of a row, and registers do not suffice.
+    """
+    p, step = var("p"), s.nr if s.b_packed else var("b_k")
+    body = _step(atom, s, p, Ptr("b", p * step), masked=masked)
+    if s.written == 1:
+        return (For("p", const(0), var("k"), const(1), body, s.unroll),)
+    steps: tuple[Stmt, ...] = (LetPtr("row0", Ptr("b", p * step), s.b, readonly=True),)
+    for i in range(s.written):
+        steps += (LetPtr(f"row{i}", Ptr(f"row{i - 1}", const(0) + step), s.b, readonly=True),) if i else ()
+        steps += _step(atom, s, p + i, Ptr(f"row{i}"), masked=masked)
+    return (For("p", const(0), var("k"), const(s.written), steps),)
+
+
+def _step(atom: Atom, s: Shape, p: Index, row: Ptr, *, masked: bool) -> tuple[Stmt, ...]:
+    """Outer product of step p, with the row of B at an address."""
     per_panel = s.nr // atom.n
     body: list[Stmt] = []
     for v in vectors_of(atom, s):
         panel = var("b_panel") * (v // per_panel) if s.panels > 1 else const(0)
-        at = Ptr("b", panel + row + (v % per_panel) * atom.n)
+        at = Ptr(row.name, panel + row.offset + (v % per_panel) * atom.n)
         if s.prefetch and not s.b_packed:
             body.append(Prefetch(at + var("b_k") * s.prefetch))
         body.append(Verb("load_mask", f"b{v}", p=at, mask=f"m{v}") if masked else Verb("load_b", f"b{v}", p=at))
+    if atom.hold and s.written > 1 and 1 < s.rows < FEW_ROWS:
+        body += [Verb("hold", f"b{v}") for v in vectors_of(atom, s)]
     for x in s.ahead or ():
         if x == "a" and s.slice_ahead:
             lines = (Prefetch(element_of_a(s, i, p, "a_next"), near=False) for i in range(s.rows))
@@ -315,4 +370,4 @@ def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
         a = f"a{i // atom.m % 2}"
         body.append(Verb("load_a", a, p=element_of_a(s, i, p), step=_row_stride(atom, s, i, const(1))))
         body += [Verb("mac", acc_of(i, v), a, f"b{v}") for v in vectors_of(atom, s)]
-    return (For("p", const(0), var("k"), const(1), tuple(body), s.unroll),)
+    return tuple(body)

@@ -33,6 +33,7 @@ from portmm.ir.nodes import (
     Param,
     Prefetch,
     Scratch,
+    UntilAligned,
     functions,
     walk,
 )
@@ -207,6 +208,10 @@ class _Printer(Printer):
             self.put(depth + 1, line)
         self.put(depth + 1, f"*({address(s.p)}) = {converted(f'{old} + sum', acc, self.points[s.p.name])};")
         self.put(depth, "}")
+
+    def do_untilaligned(self, s: UntilAligned, depth: int) -> None:
+        size = BY_NAME[self.points[s.p.name]].bytes
+        self.put(depth, f"const long {s.name} = -(unsigned long)({address(s.p)}) % {s.bytes} / {size};")
 
     def do_mac(self, s: Mac, depth: int) -> None:
         acc = self.kernel.atom.acc

@@ -18,7 +18,23 @@ from portmm.codegen.conversions import converted
 from portmm.errors import ScheduleError
 from portmm.ir.index import Index, Ptr
 from portmm.ir.lane_nodes import Map, Shuffle
-from portmm.ir.nodes import BLOCKS, Add, For, If, Let, LetPtr, Move, Parallel, Read, Scratch, Stmt, Switch, Verb, walk
+from portmm.ir.nodes import (
+    BLOCKS,
+    Add,
+    For,
+    If,
+    Let,
+    LetPtr,
+    Move,
+    Parallel,
+    Read,
+    Scratch,
+    Stmt,
+    Switch,
+    UntilAligned,
+    Verb,
+    walk,
+)
 from portmm.ir.thread_nodes import Exchange
 from portmm.spec.dtype import BY_NAME, base
 
@@ -37,7 +53,7 @@ _BITS = ("^", ">>", "&")
 _PRECEDENCE = {"==": 1, "<": 2, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
 SUM, _ALWAYS = _PRECEDENCE["+"], 9
 _LEAVES = ("const", "var")
-_DECLARATIONS = (Let, LetPtr, Read, Scratch)
+_DECLARATIONS = (Let, LetPtr, Read, Scratch, UntilAligned)
 
 
 def index(x: Index, outer: int = -1) -> str:

@@ -42,6 +42,7 @@ from portmm.ir.nodes import (
     Scratch,
     Stmt,
     Switch,
+    UntilAligned,
     Verb,
 )
 from portmm.spec.dtype import BY_NAME, CODES_KR, EXTENSION_TYPES, ZERO_CODE, base
@@ -80,7 +81,7 @@ def _method(node: str) -> str:
 
 def _declares(body: tuple[Stmt, ...]) -> bool:
     """Whether a block has names of its own."""
-    return any(isinstance(s, Let | LetPtr | Read | Scratch) for s in body)
+    return any(isinstance(s, Let | LetPtr | Read | Scratch | UntilAligned) for s in body)
 
 
 def evaluate(x: Index, ints: Mapping[str, int]) -> int:
@@ -171,6 +172,7 @@ _WRITTEN: dict[str, Callable[[Verb, Registers, Atom, int], np.ndarray]] = {
     **dict.fromkeys(LESS, _int4_values),
     "ones": _ones,
     "zero": lambda _, __, atom, ___: np.zeros(atom.n, numpy_type(atom.acc)),
+    "hold": lambda s, regs, *_: regs[s.d],
     "real": lambda s, regs, atom, _: regs[s.a].astype(numpy_type(atom.acc)),
     "mask": lambda _, __, atom, count: np.arange(atom.n) < count,
 }
@@ -221,6 +223,10 @@ class _Machine:
     def do_read(self, s: Read, f: _Frame) -> None:
         array, at, _ = self.at(s.p, f, 1)
         f.ints[s.name] = int(array[at])
+
+    def do_untilaligned(self, s: UntilAligned, f: _Frame) -> None:
+        array, at, _ = self.at(s.p, f, 0)
+        f.ints[s.name] = -(array.ctypes.data + at * array.itemsize) % s.bytes // array.itemsize
 
     def do_letptr(self, s: LetPtr, f: _Frame) -> None:
         array, at, _ = self.at(s.value, f, 0)

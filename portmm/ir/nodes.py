@@ -68,6 +68,18 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
+class UntilAligned:
+    """Declaration of an integer: elements from an address to the first one that is aligned to a vector of `bytes`.
+
+    It is less than a vector's elements. Of an address between elements nothing is aligned, and the number is any.
+    """
+
+    name: str
+    p: Ptr
+    bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class LetPtr:
     """Declaration of a pointer to elements of type `dtype`, derived from a pointer to any type."""
 
@@ -221,6 +233,7 @@ class Parallel:
 Stmt = (
     Let
     | Read
+    | UntilAligned
     | LetPtr
     | Scratch
     | For

@@ -30,6 +30,7 @@ PLACEHOLDERS = {
     "amax": {"d", "a"},
     "real": {"d", "a"},
     "add": {"d", "a"},
+    "hold": {"d"},
     "configure": {"rows"},
     "release": set(),
 }
@@ -86,6 +87,7 @@ class Atom:
         below: {d} = the same minus 16, of other floats.
         real: {d} = the s32 lanes of {a} as numbers of f32.
         add: {d} += {a}, both accumulators; as it is spelled for numbers and GNU vectors.
+        hold: keep a right fragment {d} in its register: compilers may load it again for each use.
         configure: set the rows of the tiles to {rows}, a number for each of them, and clear them.
         release: release all tiles.
         unit: of a device, the scope of the instruction: "warp" or "warpgroup", whose lanes have the fragments;
@@ -129,6 +131,7 @@ class Atom:
     amax: str = ""
     real: str = ""
     add: str = "{d} += {a};"
+    hold: str = ""
     configure: str = ""
     release: str = ""
     unit: str = ""

@@ -89,6 +89,41 @@ static inline __attribute__((always_inline)) void ukr_1x16_full(long k, const fl
 }
 
 /* C[1][columns] (+)= A[1][k] . B[k][16] */
+static inline __attribute__((always_inline)) void ukr_1x16_short(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate, float *kept, long kept_m, long add, long keep) {
+  v8f c0_0, c0_1, b0, b1, before0, before1;
+  float a0;
+  if (accumulate) {
+    c0_0 = *(const v8f_u *)(c);
+    c0_1 = *(const v8f_u *)(c + 8);
+  } else {
+    c0_0 = (v8f){0};
+    c0_1 = (v8f){0};
+  }
+  for (long p = 0; p < k; ++p) {
+    __builtin_prefetch(b + p * b_k + b_k * 4);
+    b0 = *(const v8f_u *)(b + p * b_k);
+    __builtin_prefetch(b + p * b_k + 8 + b_k * 4);
+    b1 = *(const v8f_u *)(b + p * b_k + 8);
+    a0 = *(a + p * a_k);
+    c0_0 += a0 * b0;
+    c0_1 += a0 * b1;
+  }
+  if (add) {
+    before0 = *(const v8f_u *)(kept);
+    c0_0 += before0;
+    before1 = *(const v8f_u *)(kept + 8);
+    c0_1 += before1;
+  }
+  if (keep) {
+    *(v8f_u *)(kept) = c0_0;
+    *(v8f_u *)(kept + 8) = c0_1;
+  } else {
+    *(v8f_u *)(c) = c0_0;
+    *(v8f_u *)(c + 8) = c0_1;
+  }
+}
+
+/* C[1][columns] (+)= A[1][k] . B[k][16] */
 static __attribute__((noinline)) void ukr_1x16(long k, const float *a, long a_m, long a_k, const float *b, long b_k, float *c, long c_m, long columns, long accumulate, float *kept, long kept_m, long add, long keep) {
   v8i m0, m1;
   v8f c0_0, c0_1, b0, b1, before0, before1;
@@ -136,7 +171,7 @@ static __attribute__((noinline)) void sweep_1x8(long k, const float *a, long a_m
     }
   } else {
     for (long j = 0; j < width; j += 16) {
-      ukr_1x16_full(k, a, a_m, a_k, b + j, b_k, c + j, c_m, 16, accumulate, kept + j, kept_m, add, keep);
+      ukr_1x16_short(k, a, a_m, a_k, b + j, b_k, c + j, c_m, 16, accumulate, kept + j, kept_m, add, keep);
     }
   }
   if (width < columns) {
@@ -161,7 +196,7 @@ static void run_of_k(const long *ctx, long task, long worker) {
   const float *a = (const float *)g->a;
   const float *b = (const float *)g->b;
   float *work = (float *)g->work;
-  const long kb = (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8);
+  const long kb = 8;
   const long steps = (k + kb - 1) / kb;
   const long runs = min_(workers, steps);
   const long k_first = steps * task / runs * kb;
@@ -211,7 +246,7 @@ static void sum_runs(const long *ctx, long task, long worker) {
   const long i = task / ((n + 1023) / 1024);
   const long j_first = task % ((n + 1023) / 1024) * 1024;
   const long j_last = min_(n, j_first + 1024);
-  const long kb = (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8);
+  const long kb = 8;
   const long steps = (k + kb - 1) / kb;
   const long runs = min_(workers, steps);
   for (long j = j_first; j < j_last; ++j) {
@@ -234,7 +269,7 @@ void portmm_gemm_f32_f32_f32_1x16x1_avx2(const portmm_args *g) {
   for (long item = 0; item < batch; ++item) {
     {
       const long task_ctx[] = {(long)g, item};
-      g->parallel(g->pool, run_of_k, task_ctx, min_(workers, (k + (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8) - 1) / ((min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8) - 1) / max_(1, (min_(((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32, k) + 7) / 8))), workers);
+      g->parallel(g->pool, run_of_k, task_ctx, min_(workers, (k + 7) / 8), workers);
     }
     {
       const long task_ctx[] = {(long)g, item};
