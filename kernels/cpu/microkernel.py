@@ -146,8 +146,8 @@ def sweep(atom: Atom, s: Shape, kc: int) -> Function:
     few = s.rows <= FEW_ROWS
     # With prefetches, of as many addresses more, compilers do it better.
     written = 1 if s.prefetch or (few and kc > FEW_STEPS) else min(kc, MOST_STEPS if few else LEAST_STEPS)
-    steps = {"written": written} if written > 1 else {"unroll": min(kc, MOST_STEPS)}
-    full = replace(micro_kernel(atom, replace(whole_tile, **steps)), name=f"{edge.name}_full")
+    steps = replace(whole_tile, written=written, unroll=1 if written > 1 else min(kc, MOST_STEPS))
+    full = replace(micro_kernel(atom, steps), name=f"{edge.name}_full")
     short = replace(micro_kernel(atom, whole_tile), name=f"{edge.name}_short")
     j, width = var("j"), var("width")
     begin = var("begin") if _peels(atom, s) else const(0)
