@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from portmm.dispatch.config import config, get_num_threads, set_num_threads
 from portmm.errors import (
     BuildError,
+    BundleError,
     NoCompilerError,
     PackError,
     PortmmError,
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from portmm.explanation.cpu import Explanation, explain
     from portmm.fusion.fuse import fuse
     from portmm.ops.attention import attention
+    from portmm.ops.bundles import use_bundle
     from portmm.ops.grouped_matmul import grouped_matmul
     from portmm.ops.launch import launch
     from portmm.ops.linear import linear
@@ -76,6 +78,7 @@ __version__ = VERSION
 
 __all__ = [
     "BuildError",
+    "BundleError",
     "Explanation",
     "NoCompilerError",
     "PackError",
@@ -144,6 +147,7 @@ __all__ = [
     "sum",
     "tanh",
     "tune",
+    "use_bundle",
     "warmup",
     "where",
 ]
@@ -161,6 +165,7 @@ _LAZY = {
     "forget": "dispatch.cpu_kernels",
     "fuse": "fusion.fuse",
     "tune": "tuning",
+    "use_bundle": "ops.bundles",
     "warmup": "ops.warmup",
     **dict.fromkeys(
         (

@@ -42,6 +42,10 @@ class NoCompilerError(BuildError):
     """Error for a machine without a usable compiler, for C or for CUDA."""
 
 
+class BundleError(PortmmError):
+    """Error for a bundle of kernels that is damaged, of another version, or cannot be read or made."""
+
+
 class DeviceError(PortmmError):
     """Error of a device or its driver."""
 

@@ -1,7 +1,8 @@
 """Kernel stores: look-ups of machine code that was built before, without a compiler.
 
-Owns the identity of a source without regard to who compiles it, and the order of look-ups: a build asks here before
-it searches for a compiler. The identity leads to the key of an object, whose bytes `build.cache` has.
+Owns the identity of a source without regard to who compiles it, and the order of look-ups: bundles that the process
+uses, then the cache, then the base set of the wheel. A build looks here before it searches for a compiler. In the
+cache an identity leads to the key of an object; a bundle answers questions about sources, schedules and problems.
 
 An object in the cache is used while the compiler that built it is as it was, or is not on this machine: a cache that
 is copied to an image without that compiler serves there. Where the compiler has changed in its place, the source is
@@ -11,9 +12,11 @@ compiled again.
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.build import cache
+from portmm.build.bundle import Bundle, open_bundle
 from portmm.ir import abi
 from portmm.version import VERSION
 
@@ -51,11 +54,76 @@ def identity(source: str, flags: Sequence[str], arch: str, interface: str = "") 
     return cache.digest(text.encode("utf-8", "surrogateescape"))
 
 
+SOURCE = "source "
+"""The start of a bundle's question for the object of a source, which ends with its identity."""
+
+_used: list[Bundle] = []
+_base: list[Bundle] = []
+_opened: list[str] = []
+"""`$PORTMM_BUNDLE` as it was when its bundles were opened."""
+
+
+def use(bundle: Bundle) -> None:
+    """Look into a bundle first, from now on."""
+    _used[:] = [bundle, *(x for x in _used if x.path != bundle.path)]
+
+
+def bundles() -> list[Bundle]:
+    """The bundles that this process uses, the latest first, and then those of `$PORTMM_BUNDLE`.
+
+    Raises:
+        BundleError: one of these cannot be used.
+    """
+    text = os.environ.get("PORTMM_BUNDLE", "")
+    if text and _opened != [text]:
+        _opened[:] = [text]
+        _used.extend(open_bundle(x) for x in text.split(os.pathsep) if x)
+    return _used
+
+
+def base() -> Bundle | None:
+    """The base set of the wheel for this architecture; None in a wheel without one, and where `$PORTMM_BASE` is off."""
+    if not _base and os.environ.get("PORTMM_BASE", "") != "off":
+        path = Path(__file__).parent.parent / "base" / f"{os.uname().machine}.bundle"
+        if path.is_file():
+            _base.append(open_bundle(path))
+    return _base[0] if _base else None
+
+
+def forget() -> None:
+    """Use no bundles; those of `$PORTMM_BUNDLE` are opened again at the next look-up."""
+    for each in (_used, _base, _opened):
+        each.clear()
+
+
+def answer(question: str, *, last: bool = False) -> tuple[Bundle, list[str]] | None:
+    """The answer of the bundles to a question, with the bundle whose objects it names; None if there is none.
+
+    Args:
+        question: as `dispatch.bundle_build` writes it.
+        last: ask the base set instead, after the cache.
+    """
+    for bundle in filter(None, (base(),)) if last else bundles():
+        fields = bundle.answer(question)
+        if fields is not None:
+            return bundle, fields
+    return None
+
+
 def find(name: str) -> Stored | None:
     """The object of an identity; None if none was built."""
+    return _bundled(name) or _cached(name) or _bundled(name, last=True)
+
+
+def _bundled(name: str, *, last: bool = False) -> Stored | None:
+    answered = answer(SOURCE + name, last=last)
+    return None if answered is None else Stored(*answered[0].load(int(answered[1][0])), current=True)
+
+
+def _cached(name: str) -> Stored | None:
     key, *programs = (cache.read_note(BUILDS + name) or "").splitlines()[:16] or [""]
     loaded = cache.load(key) if key else None
-    return None if loaded is None else Stored(*loaded, all(map(_unchanged, programs)))
+    return None if loaded is None else Stored(*loaded, current=all(map(_unchanged, programs)))
 
 
 def record(name: str, key: str, programs: Sequence[str]) -> None:

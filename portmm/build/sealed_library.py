@@ -77,7 +77,7 @@ def load(code: bytes, path: Path, opener: Callable[[str], T]) -> T:
     Raises:
         Exception: the error of `opener` for the last path tried.
     """
-    if os.environ.get("PORTMM_LOAD") == "file":
+    if os.environ.get("PORTMM_LOAD") == "file" and path.is_file():  # an object of a bundle is no file
         return opener(str(path))
     try:
         fd = _sealed(path.stem, code)

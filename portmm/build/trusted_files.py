@@ -99,6 +99,24 @@ def chain_fault(path: str | os.PathLike[str]) -> str:
     return reason
 
 
+def file_fault(path: Path, info: os.stat_result) -> str:
+    """The reason why another user may have written a file, or "": it may be root's, in a directory to trust.
+
+    Args:
+        path: the file.
+        info: its status.
+
+    Raises:
+        OSError: a directory cannot be examined.
+    """
+    if not stat.S_ISREG(info.st_mode):
+        return "it is no regular file"
+    reason = _owner_fault(info, str(path))
+    if not reason and info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        reason = "other users may write to it"
+    return reason or chain_fault(path.parent)
+
+
 def _make(path: Path) -> None:
     """Create a directory and its missing parents, for this user alone."""
     missing = [path]

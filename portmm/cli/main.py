@@ -12,6 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
+from portmm.cli.bundling import bundle
 from portmm.cli.measuring import compare, probe, report, tune, tuned
 from portmm.errors import PortmmError
 from portmm.util.console import Json, console, print_json, progress
@@ -278,6 +279,7 @@ def _scheduled(text: str, language: str) -> str:
     return source(kernel_of(schedule, isa))
 
 
+app.command()(bundle)
 app.command()(compare)
 
 

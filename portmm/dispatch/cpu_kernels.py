@@ -7,10 +7,12 @@ them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import atom_of, lower
+from portmm.dispatch import stored_kernels
+from portmm.dispatch.stored_kernels import Code, fields_of
 from portmm.errors import ScheduleError, TargetError
 from portmm.ir.index import meaning, parsed, spelled
 from portmm.runtime import route_cache
@@ -25,7 +27,7 @@ from portmm.util import locks
 from portmm.util.memo import Memory, cached, forget_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable
 
     from portmm.build.shared_object import Artifact
     from portmm.ir.nodes import Kernel
@@ -195,39 +197,13 @@ def loaded_program(lowering: Callable[..., Kernel], *arguments: Any) -> tuple[Ke
     return replace(kernel, entry=replace(kernel.entry, body=())), loaded(kernel)
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
-    """The loaded code of a schedule, which serves other sizes too.
-
-    Attributes:
-        code: the function that the run time launches.
-        swap: the kernel computes the transpose.
-        workspace: elements of its scratch, from fields of the argument block.
-        bytes: of an element of scratch.
-    """
-
-    code: Any
-    swap: bool
-    workspace: Callable[[Mapping[str, int]], int]
-    bytes: int
-
-    def scratch(self, p: Problem, rows: int, workers: int) -> int:
-        """Bytes of its scratch for problems like `p` with `rows` rows."""
-        return self.workspace(_fields(p, rows, workers, swap=self.swap)) * self.bytes
-
-
 def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
     """Bytes of scratch of a kernel for a problem."""
-    return meaning(kernel.workspace)(_fields(p, p.m, workers, swap=kernel.swap)) * BY_NAME[kernel.atom.acc].bytes
-
-
-def _fields(p: Problem, rows: int, workers: int, *, swap: bool) -> dict[str, int]:
-    m, n = (p.n, rows) if swap else (rows, p.n)
-    return {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers}
+    return meaning(kernel.workspace)(fields_of(p, p.m, workers, swap=kernel.swap)) * BY_NAME[kernel.atom.acc].bytes
 
 
 def code_of(s: Schedule, target: Target, kept: RouteCache | None = None) -> Code:
-    """The code of a schedule: from this process, from the route cache, or built now."""
+    """The code of a schedule: from this process, from a bundle or the route cache, or built now."""
     code = known_code(s, target, kept)
     if code is None:
         isa = isa_of(s, target)
@@ -237,11 +213,11 @@ def code_of(s: Schedule, target: Target, kept: RouteCache | None = None) -> Code
 
 
 def known_code(s: Schedule, target: Target, kept: RouteCache | None) -> Code | None:
-    """The code of a schedule from this process or from the route cache; None if it must be built."""
+    """The code of a schedule from this process, a bundle or the route cache; None if it must be built."""
     isa = isa_of(s, target)
     key = s, isa
     code: Code | None = _codes.get(key)
-    if code is None and kept is not None:
+    if code is None:
         code = _looked_up(s, isa, kept)
         if code is not None:
             _codes.keep(key, code)
@@ -267,13 +243,18 @@ def is_loaded(s: Schedule, target: Target) -> bool:
     return (s, isa_of(s, target)) in _codes
 
 
-def _looked_up(s: Schedule, isa: Isa, kept: RouteCache) -> Code | None:
-    """Code that an earlier process built, looked up without its source."""
-    entry = route_cache.code(kept, spell(s), runtime())
+def _looked_up(s: Schedule, isa: Isa, kept: RouteCache | None) -> Code | None:
+    """Code of a bundle, or that an earlier process built, looked up without its source."""
+    text = spell(s)
+    code = stored_kernels.code(text)
+    if code is not None:
+        return code
+    entry = None if kept is None else route_cache.code(kept, text, runtime())
     if entry is None:
-        return None
-    code, workspace = entry
-    return Code(code, s.atom.swap, meaning(parsed(workspace)), BY_NAME[atom_of(isa, s.dtype, s.atom.lanes).acc].bytes)
+        return stored_kernels.code(text, last=True)
+    loaded_code, workspace = entry
+    size = BY_NAME[atom_of(isa, s.dtype, s.atom.lanes).acc].bytes
+    return Code(loaded_code, s.atom.swap, meaning(parsed(workspace)), size)
 
 
 def _built(s: Schedule, isa: Isa, target: Target, kept: RouteCache | None) -> Code:
@@ -290,6 +271,7 @@ def forget() -> None:
     The cache on disk stays, and code that is in use. `portmm cache` names the caches.
     """
     forget_all(functions=True)
+    stored_kernels.forget()
     route_cache.forget(kernels=True)
     with _lock:
         _loaded.clear()

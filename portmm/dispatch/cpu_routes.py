@@ -15,7 +15,6 @@ from portmm.codegen.lower import lower_int4_repack, lower_pack, lower_program
 from portmm.dispatch import cpu_background, missing
 from portmm.dispatch.cpu_background import StandIn, stand_in
 from portmm.dispatch.cpu_kernels import (
-    Code,
     code_of,
     int4_unit,
     is_loaded,
@@ -36,6 +35,7 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.dispatch.stored_kernels import Code
     from portmm.ir.block_program import BlockProgram
     from portmm.ir.nodes import Kernel
     from portmm.runtime.route_cache import RouteCache

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch import config, cpu_race
+from portmm.dispatch import config, cpu_race, stored_kernels
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import rows
@@ -96,6 +96,8 @@ def _known(p: Problem) -> tuple[Any, bool] | None:
     kernel = _classes.get(_key(p))
     if kernel is not None:
         return kernel, True
+    if (stored := stored_kernels.route(p, config.target, config.get_num_threads)) is not None:
+        return _remembered(p, *stored)
     kept = route_cache.of_target(config.target_name())
     for served in dict.fromkeys((rows(p), (p.m, p.m))):
         question = cpu_race.question(p, served, kept)

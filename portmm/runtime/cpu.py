@@ -44,7 +44,7 @@ _WITH_PYTHON = (
 _FLAGS = ("-Og", "-fno-asynchronous-unwind-tables", "-lc", "-pthread", "-fvisibility=hidden")
 _ARCH_FLAGS = {"aarch64": ("-mno-outline-atomics",)}
 
-_MODULE = "_portmm_run"
+MODULE = "_portmm_run"
 
 _lock = locks.lock()
 
@@ -270,9 +270,9 @@ def source(*, python: bool) -> str:
     return first + ARGS + "".join(f'#line 1 "{n}"\n{(here / n).read_text(encoding="utf-8")}' for n in names)
 
 
-def flags() -> tuple[str, ...]:
-    """Compiler flags for `source` on this machine, beyond those of every kernel."""
-    return _FLAGS + _ARCH_FLAGS.get(os.uname().machine, ())
+def flags(arch: str = "") -> tuple[str, ...]:
+    """Compiler flags for `source` on an architecture, by default this one, beyond those of every kernel."""
+    return _FLAGS + _ARCH_FLAGS.get(arch or os.uname().machine, ())
 
 
 def load_extension(code: bytes = b"", path: Path | None = None) -> Runtime:
@@ -303,18 +303,22 @@ def _extension_at(where: str) -> Any:
     from importlib.machinery import ExtensionFileLoader, ModuleSpec
     from importlib.util import module_from_spec
 
-    loader = ExtensionFileLoader(_MODULE, where)
-    module: Any = module_from_spec(ModuleSpec(_MODULE, loader, origin=where))
+    loader = ExtensionFileLoader(MODULE, where)
+    module: Any = module_from_spec(ModuleSpec(MODULE, loader, origin=where))
     loader.exec_module(module)
     return module
 
 
-def interface() -> str:
-    """The interface of this interpreter that extension modules are compiled for, as in their file names."""
+def interface(arch: str = "") -> str:
+    """The interface of this interpreter that extension modules are compiled for, as in their file names.
+
+    Args:
+        arch: architecture of the interpreter, by default this one.
+    """
     import _imp
 
-    suffixes = _imp.extension_suffixes()
-    return str(suffixes[0]) if suffixes else ""
+    suffixes, here = _imp.extension_suffixes(), os.uname().machine
+    return str(suffixes[0]).replace(here, arch or here) if suffixes else ""
 
 
 def stored_extension() -> Artifact | None:
@@ -333,9 +337,9 @@ def _build_extension() -> Artifact:
         raise BuildError(
             "Python.h is not installed; install your Python's development package, or use the run time through cffi"
         )
-    symbols = (f"PyInit_{_MODULE}",)
+    symbols = (f"PyInit_{MODULE}",)
     return build(
-        source(python=True), flags=flags(), name=_MODULE, include=(headers,), symbols=symbols, interface=interface()
+        source(python=True), flags=flags(), name=MODULE, include=(headers,), symbols=symbols, interface=interface()
     )
 
 

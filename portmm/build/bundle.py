@@ -1,0 +1,183 @@
+"""Bundles: many compiled kernels in one file, with an index that is read through mmap.
+
+Owns the format. A file has four parts, all little-endian:
+
+- a header: magic, version of the format, `abi.VERSION`, number of rows and of objects, where the text and the code
+  begin, CRC-32 of the index, and its SHA-256;
+- the index: rows, sorted by the first 16 bytes of the SHA-256 of a question, each with where its answer is, and a table
+  of the objects: where each is, its sizes packed and unpacked, and its SHA-256;
+- the text of answers, each once;
+- the objects, compressed by zlib.
+
+An answer is fields separated by tabs, of which the first may be the number of an object. The same contents give the
+same bytes. The index is checked when a file is opened, an object when it is read. A file that another user could have
+written is not opened.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from portmm.build.cache import Entry, digest
+from portmm.build.trusted_files import file_fault
+from portmm.errors import BundleError
+from portmm.ir import abi
+from portmm.version import VERSION
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+MAGIC, FORMAT = b"portmm\0\1", 1
+HEADER = struct.Struct("<8sIIIIQQI4x32s16s")
+ROW = struct.Struct("<16sII")
+OBJECT = struct.Struct("<QII32s")
+KEY_BYTES = 16
+"""Bytes of a question's digest in a row: no two questions share them."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bundle:
+    """An open bundle.
+
+    Attributes:
+        path: of the file.
+        data: its bytes.
+        rows: number of questions.
+        objects: number of objects.
+        text: offset of the text.
+        code: offset of the objects.
+        signature: SHA-256 of the index, which has those of all objects.
+        version: portmm's that wrote it.
+    """
+
+    path: Path
+    data: Any
+    rows: int
+    objects: int
+    text: int
+    code: int
+    signature: str
+    version: str
+
+    def answer(self, question: str) -> list[str] | None:
+        """The fields of the answer to a question; None if it has none."""
+        key = bytes.fromhex(digest(question.encode())[: 2 * KEY_BYTES])
+        low, high = 0, self.rows
+        while low < high:
+            middle = (low + high) // 2
+            at = HEADER.size + middle * ROW.size
+            if self.data[at : at + KEY_BYTES] < key:
+                low = middle + 1
+            else:
+                high = middle
+        if low == self.rows:
+            return None
+        same, start, size = ROW.unpack_from(self.data, HEADER.size + low * ROW.size)
+        start += self.text
+        return self.data[start : start + size].decode().split("\t") if same == key else None
+
+    def load(self, number: int) -> tuple[Entry, bytes]:
+        """The entry of an object and its bytes, checked against their SHA-256.
+
+        Raises:
+            BundleError: there is no such object, or it is damaged.
+        """
+        if not 0 <= number < self.objects:
+            raise BundleError(f"{self.path} has {self.objects} objects, and no number {number}: make it again")
+        table = HEADER.size + self.rows * ROW.size
+        start, packed, size, sha = OBJECT.unpack_from(self.data, table + number * OBJECT.size)
+        start += self.code
+        try:
+            code = zlib.decompress(self.data[start : start + packed], bufsize=size)
+        except zlib.error as error:
+            raise BundleError(f"{self.path} is damaged: object {number}: {error}; copy or make it again") from error
+        if digest(code) != sha.hex():
+            raise BundleError(f"{self.path} is damaged: object {number} has another SHA-256; copy or make it again")
+        key = str(sha.hex())
+        return Entry(key, self.path.with_name(f"{key}.so"), key[:12], size, 0.0, "", f"of bundle {self.path}"), code
+
+
+def open_bundle(path: str | os.PathLike[str]) -> Bundle:
+    """Open a bundle.
+
+    Raises:
+        BundleError: it cannot be read, other users can write to it, it is damaged, or for another version of portmm.
+    """
+    at = Path(path).absolute()
+    try:
+        fd = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
+        try:
+            reason = file_fault(at, os.fstat(fd))
+            if reason:
+                raise BundleError(f"bundle {at} is not used: {reason}; give it to this user or to root, for them alone")
+            data = mmap.mmap(fd, 0, prot=mmap.PROT_READ)
+        finally:
+            os.close(fd)
+    except (OSError, ValueError) as error:
+        raise BundleError(f"bundle {at} cannot be read: {error}") from error
+    return _opened(at, data)
+
+
+def _opened(at: Path, data: Any) -> Bundle:
+    if len(data) < HEADER.size:
+        raise BundleError(f"{at} is no bundle of portmm: it has {len(data)} bytes")
+    magic, version, interface, rows, objects, text, code, crc, sha, release = HEADER.unpack_from(data)
+    if magic != MAGIC:
+        raise BundleError(f"{at} is no bundle of portmm: it begins with {magic!r}")
+    if (version, interface) != (FORMAT, abi.VERSION):
+        raise BundleError(
+            f"bundle {at} has format {version} and kernels of interface {interface}; this portmm {VERSION} takes "
+            f"{FORMAT} and {abi.VERSION}: make it again by `portmm bundle`"
+        )
+    if not HEADER.size <= text <= code <= len(data) or zlib.crc32(data[HEADER.size : code]) != crc:
+        raise BundleError(f"{at} is damaged: its index has another checksum; copy or make it again")
+    return Bundle(at, data, rows, objects, text, code, sha.hex(), release.rstrip(b"\0").decode("ascii", "replace"))
+
+
+def check(bundle: Bundle) -> None:
+    """Check all contents against their SHA-256.
+
+    Raises:
+        BundleError: some are damaged.
+    """
+    if digest(bundle.data[HEADER.size : bundle.code]) != bundle.signature:
+        raise BundleError(f"{bundle.path} is damaged: its index has another SHA-256; copy or make it again")
+    for number in range(bundle.objects):
+        bundle.load(number)
+
+
+def packed(answers: Mapping[str, tuple[bytes | None, tuple[str, ...]]]) -> bytes:
+    """The bytes of a bundle; the same for the same contents.
+
+    Args:
+        answers: by question the object that the answer's first field is to name, or None, and the other fields.
+    """
+    codes = sorted({code for code, _ in answers.values() if code is not None}, key=digest)
+    numbers = {code: i for i, code in enumerate(codes)}
+    text, rows, blob, table = bytearray(), [], bytearray(), bytearray()
+    places: dict[bytes, int] = {}
+    for key, question in sorted((digest(x.encode())[: 2 * KEY_BYTES], x) for x in answers):
+        code, fields = answers[question]
+        answer = "\t".join(fields if code is None else (str(numbers[code]), *fields)).encode()
+        if answer not in places:
+            places[answer] = len(text)
+            text += answer
+        rows.append(ROW.pack(bytes.fromhex(key), places[answer], len(answer)))
+    for code in codes:
+        small = zlib.compress(code, 9)
+        table += OBJECT.pack(len(blob), len(small), len(code), bytes.fromhex(digest(code)))
+        blob += small
+    index = b"".join(rows) + bytes(table)
+    start = HEADER.size + len(index)
+    index += bytes(text)
+    header = HEADER.pack(
+        MAGIC, FORMAT, abi.VERSION, len(rows), len(codes), start, HEADER.size + len(index), zlib.crc32(index),
+        bytes.fromhex(digest(index)), VERSION.encode(),
+    )  # fmt: skip
+    return header + index + bytes(blob)

@@ -1,0 +1,100 @@
+"""The command `portmm bundle`: makes bundles of kernels, and checks them."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path  # noqa: TC003 - typer reads the annotations
+from typing import Annotated
+
+import typer
+
+from portmm.errors import BundleError
+from portmm.util.console import Json, console, print_json, progress, table
+
+
+def bundle(  # noqa: PLR0917 - typer's parameters
+    output: Annotated[Path, typer.Argument(help="The bundle.", show_default=False)],
+    shapes: Annotated[
+        Path | None, typer.Option(help="A file of lines `M N K [types] [row, col or packed]`, M as 7, 1-512 or 1,16.")
+    ] = None,
+    machines: Annotated[
+        str, typer.Option("--for", help="Chips, levels, instruction sets or cloud instances, with commas between.")
+    ] = "",
+    from_cache: Annotated[
+        bool, typer.Option("--from-cache", help="All that the cache has for this machine's architecture.")
+    ] = False,
+    threads: Annotated[str, typer.Option(help="Numbers of threads that kernels are selected for.")] = "",
+    check: Annotated[bool, typer.Option("--check", help="Check a bundle, and run its kernels.")] = False,
+    as_json: Json = False,
+) -> None:
+    """Make one file with the kernels of some shapes for some machines, or check it.
+
+    Programs use it by `portmm.use_bundle`, or PORTMM_BUNDLE in the environment; they need no compiler then.
+    """
+    making = shapes is not None or from_cache
+    if not making and not check:
+        raise typer.BadParameter("give --shapes, --from-cache or --check")
+    if making:
+        _make(output, shapes, machines, threads, from_cache=from_cache, as_json=as_json)
+    if check:
+        _check(output, as_json=as_json)
+
+
+def _make(output: Path, shapes: Path | None, machines: str, threads: str, *, from_cache: bool, as_json: bool) -> None:
+    from portmm.build.cache import digest
+    from portmm.build.trusted_files import write
+    from portmm.host.detect import host
+    from portmm.ops import bundle_build
+
+    start = time.perf_counter()
+    maker = bundle_build.Maker()
+    words = [x.strip() for x in machines.split(",") if x.strip()] or [host().name]
+    try:
+        counts = tuple(sorted({int(x) for x in threads.split(",") if x})) or bundle_build.COUNTS
+        text = None if shapes is None else shapes.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(str(error)) from error
+    if from_cache:
+        bundle_build.add_cache(maker)
+    if text is not None:
+        bundle_build.add_shapes(
+            maker, bundle_build.shapes_of(text, str(shapes)), bundle_build.machines_of(words), counts
+        )
+    with progress("compiling") as report:
+        data = maker.pack(counts, report)
+    try:
+        write(output.absolute(), data)
+        output.chmod(0o644)
+    except OSError as error:
+        raise BundleError(f"{output} cannot be written: {error}") from error
+    seconds = time.perf_counter() - start
+    if as_json:
+        rows = [
+            {"machine": x.machine, "shape": str(x.shape), "m": x.m, "kernel": x.kernel, "kernels": x.kernels,
+             "seconds": x.seconds}
+            for x in maker.built
+        ]  # fmt: skip
+        print_json({"path": str(output), "bytes": len(data), "sha256": digest(data), "seconds": seconds, "built": rows})
+        return
+    if maker.built:
+        title, head = "predicted on one thread, at the largest M", ("chip", "shape", "kernel", "kernels", "time")
+        cells = [(x.machine, str(x.shape), x.kernel, str(x.kernels), f"{1e6 * x.seconds:.4g} us") for x in maker.built]
+        console().print(table(title, head, cells, words=("chip", "shape", "kernel")))
+    console().print(
+        f"{output}: {len(data)} bytes, {len(set(maker.jobs))} objects, {seconds:.1f} s, SHA-256 {digest(data)}",
+        soft_wrap=True,
+    )
+
+
+def _check(path: Path, *, as_json: bool) -> None:
+    from portmm.build.bundle import open_bundle
+    from portmm.ops.bundle_check import check
+
+    with progress("checking") as report:
+        counts = check(open_bundle(path), report)
+    if as_json:
+        print_json(counts)
+        return
+    for what, number in counts.items():
+        console().print(f"{number} kernels {what}")
+    console().print("contents match their digests")

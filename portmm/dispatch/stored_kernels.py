@@ -1,0 +1,146 @@
+"""Kernels of bundles: the code of a schedule, and the route of a problem, without selection, source and compiler.
+
+Owns the questions that a bundle answers about schedules and problems, and the choice of the machine in a bundle whose
+kernels serve this one. Nothing that is imported here is slow to import.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from portmm.build import kernel_store
+from portmm.ir.index import meaning, parsed
+from portmm.runtime.cpu import load_kernel, runtime
+from portmm.spec.row_classes import rows as rows_of
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Mapping
+
+    from portmm.build.bundle import Bundle
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Target
+
+CODE, ROUTE, MACHINES, THREADS = "code ", "route ", "machines", "threads"
+"""Questions, or their beginnings: the code of a schedule, the route of a problem, for which machines, how many threads.
+
+Answers: object, symbol, 1 if it computes the transpose, bytes of an element of scratch, its elements; of a route also
+1 if one thread does the work. Machines are as "zen4=avx512,avx2,...", with their instruction sets.
+"""
+MOST_KERNELS = 1024
+"""Kernels loaded before all are dropped, as in `cpu_kernels`."""
+
+_kernels = Memory(MOST_KERNELS, "kernels")
+_machines: dict[tuple[str, int], tuple[Target, str]] = {}
+
+
+@dataclass(frozen=True, slots=True)
+class Code:
+    """The loaded code of a schedule, which serves other sizes too.
+
+    Attributes:
+        code: the function that the run time launches.
+        swap: the kernel computes the transpose.
+        workspace: elements of its scratch, from fields of the argument block.
+        bytes: of an element of scratch.
+    """
+
+    code: Any
+    swap: bool
+    workspace: Callable[[Mapping[str, int]], int]
+    bytes: int
+
+    def scratch(self, p: Problem, rows: int, workers: int) -> int:
+        """Bytes of its scratch for problems like `p` with `rows` rows."""
+        return self.workspace(fields_of(p, rows, workers, swap=self.swap)) * self.bytes
+
+
+def fields_of(p: Problem, rows: int, workers: int, *, swap: bool) -> dict[str, int]:
+    """Fields of the argument block that scratch depends on, with `rows` rows."""
+    m, n = (p.n, rows) if swap else (rows, p.n)
+    return {"m": m, "n": n, "k": p.k, "batch": p.batch, "workers": workers}
+
+
+def code(schedule: str, *, last: bool = False) -> Code | None:
+    """The code of a spelled schedule in a bundle; None if there is none.
+
+    Args:
+        schedule: its spelling.
+        last: look into the base set instead, after the cache.
+
+    Raises:
+        BundleError: a bundle is damaged.
+    """
+    answered = kernel_store.answer(CODE + schedule, last=last)
+    return None if answered is None else _code(*answered)
+
+
+def _code(bundle: Bundle, fields: list[str]) -> Code:
+    number, symbol, swap, size, workspace, *_ = fields
+    return Code(_loaded(bundle, int(number), symbol), swap == "1", meaning(parsed(workspace)), int(size))
+
+
+def _loaded(bundle: Bundle, number: int, symbol: str) -> Any:
+    """A kernel of a bundle, loaded once."""
+    key = bundle.signature, number
+    kernel = _kernels.get(key)
+    if kernel is None:
+        entry, object_ = bundle.load(number)
+        kernel = _kernels.keep(key, load_kernel(runtime(), object_, entry.path, symbol))
+    return kernel
+
+
+def route(p: Problem, target: Callable[[], Target], threads: Callable[[], int]) -> tuple[Any, tuple[int, int]] | None:
+    """A route of a bundle for a problem, and the least and the largest M that it serves; None if there is none.
+
+    Args:
+        p: the problem.
+        target: returns the machine; called if there is a bundle.
+        threads: returns the most threads to use.
+
+    Raises:
+        BundleError: a bundle is damaged.
+    """
+    for bundle in kernel_store.bundles():
+        machine = machine_of(bundle, target())
+        for served in dict.fromkeys((rows_of(p), (p.m, p.m))) if machine else ():
+            fields = bundle.answer(question(machine, count(bundle, threads()), p, served))
+            if fields is not None:
+                kernel, workers = _code(bundle, fields), 1 if fields[5] == "1" else threads()
+                work = kernel.scratch(p, served[1], workers)
+                return runtime().make_route(kernel.code, work, workers, p.storage, p.unit), served
+    return None
+
+
+def question(machine: str, threads: int, p: Problem, served: tuple[int, int]) -> str:
+    """The question for a route on a machine of a bundle."""
+    least, most = served
+    return f"{ROUTE}{machine} {threads} {least if least == most else f'{least}-{most}'} {p.but_rows}"
+
+
+def count(bundle: Bundle, threads: int) -> int:
+    """The number of threads in a bundle for which kernels were selected: the least that is not less, or the largest."""
+    counts = [int(x) for x in bundle.answer(THREADS) or ("1",)]
+    return min((x for x in counts if x >= threads), default=max(counts))
+
+
+def machine_of(bundle: Bundle, target: Target) -> str:
+    """The machine of a bundle whose kernels serve a target: its chip, or else the best that it has all sets of.
+
+    It is empty if there is none.
+    """
+    key = bundle.signature, id(target)
+    if key not in _machines:
+        has = {isa.name for isa in target.isas}
+        machines = [x.partition("=")[::2] for x in bundle.answer(MACHINES) or ()]
+        fit = [
+            (name == target.name, isas.count(","), name) for name, isas in machines if has.issuperset(isas.split(","))
+        ]
+        _machines[key] = target, max(fit)[2] if fit else ""  # the target is kept alive, since its identity is the key
+    return _machines[key][1]
+
+
+def forget() -> None:
+    """Drop which machines serve targets; loaded kernels are dropped with other memos."""
+    _machines.clear()

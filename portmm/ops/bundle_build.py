@@ -1,0 +1,362 @@
+"""Making of bundles: which kernels the calls of some shapes need on some machines, selected and compiled for each.
+
+Owns `Shape`, the files that list shapes, and `make`, which selects for each described chip as its own process would,
+compiles for its instruction sets, here or across, and packs what was built.
+"""
+
+from __future__ import annotations
+
+import os
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from portmm.arrays.call import problem
+from portmm.build import cache, kernel_store
+from portmm.build.bundle import packed
+from portmm.build.compiler import common_options
+from portmm.codegen.c_kernel import source
+from portmm.codegen.lower import lower_pack
+from portmm.dispatch import cpu_kernels, stored_kernels
+from portmm.dispatch.schedule_choice import select_for_class
+from portmm.dispatch.stored_kernels import CODE, MACHINES, THREADS
+from portmm.errors import BundleError, ScheduleError
+from portmm.ir.index import spelled
+from portmm.runtime import cpu as cpu_runtime
+from portmm.schedule.text import spell
+from portmm.spec.dtype import BY_NAME, BY_NUMPY, natural, types
+from portmm.spec.dtype import spell as spell_types
+from portmm.spec.problem import family as family_of
+from portmm.spec.row_classes import rows as rows_of
+from portmm.target.target import described, instance, load_target
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable, Iterator, Sequence
+
+    from portmm.ir.nodes import Kernel
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Target
+
+COUNTS = (1, 2, 4, 8, 16, 32, 64)
+"""Numbers of threads that kernels are selected for; a count in between has those of the next."""
+SMALL = ("-s", "-Wl,-z,noseparate-code", "-Wl,--build-id=none")
+"""Options of the linker for objects of a third of the size."""
+SCHEDULES = "schedules"
+"""The question for the spelling of all schedules of a bundle."""
+LAYOUTS = ("row", "col", "packed")
+MOST_ROWS = 1 << 16
+"""Largest M of a range."""
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A kind of products.
+
+    Attributes:
+        rows: the values of M, one for each class.
+        n, k: columns of B, and its rows.
+        dtype: element types of A, B and C, as in a `Problem`.
+        b: layout of B: "row", "col" or "packed".
+    """
+
+    rows: tuple[int, ...]
+    n: int
+    k: int
+    dtype: str
+    b: str
+
+    def __str__(self) -> str:
+        m = str(self.rows[0]) if len(self.rows) == 1 else f"{self.rows[0]}..{self.rows[-1]}"
+        return f"{m}x{self.n}x{self.k} {self.dtype} {self.b}"
+
+
+@dataclass(frozen=True, slots=True)
+class Built:
+    """A kernel that a bundle has for a shape on a machine.
+
+    Attributes:
+        machine: name of the chip.
+        shape: the shape.
+        m: the M of the prediction, the largest of the shape.
+        kernel: name of the kernel for it.
+        kernels: number of kernels for all M and numbers of threads.
+        seconds: predicted time on one thread; 0 where the chip's clock is unknown.
+    """
+
+    machine: str
+    shape: Shape
+    m: int
+    kernel: str
+    kernels: int
+    seconds: float
+
+
+def shapes_of(text: str, where: str = "shapes") -> list[Shape]:
+    """The shapes of a file: a line each, `M N K [types] [layout of B]`; M may be a range as 1-512, or a list as 1,16.
+
+    Raises:
+        BundleError: a line is none.
+    """
+    shapes = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if not words:
+            continue
+        try:
+            m, n, k, *rest = words
+            dtype, b = (*rest, *("f32", "row")[len(rest) :])
+            shapes.append(_shape(m, int(n), int(k), dtype, b))
+        except (KeyError, ValueError) as error:
+            raise BundleError(
+                f"{where}, line {number}: {line.strip()!r} is no shape ({error}); write as: 1-512 768 3072 f32 packed"
+            ) from error
+    if not shapes:
+        raise BundleError(f"{where} has no shapes; write lines as: 1-512 768 3072 f32 packed")
+    return shapes
+
+
+def _shape(m: str, n: int, k: int, dtype: str, b: str) -> Shape:
+    if b not in LAYOUTS:
+        raise ValueError(f"the layout of B is {b!r}, not {', '.join(LAYOUTS)}")
+    short = BY_NUMPY[dtype].name if dtype in BY_NUMPY else dtype
+    word = spell_types(*types(short)) if "-" in short else spell_types(short, short, natural(short, short))
+    values: dict[int, None] = {}
+    for part in m.split(","):
+        first, _, last = part.partition("-")
+        at, end = int(first), int(last or first)
+        if not 0 < at <= end <= MOST_ROWS or min(n, k) < 1:
+            raise ValueError(f"sizes are positive, and M is at most {MOST_ROWS}")
+        while at <= end:
+            top = rows_of(_problem((at, n, k), word, "row", ""))[1]
+            values[min(top, end)] = None
+            at = top + 1
+    return Shape(tuple(values), n, k, word, b)
+
+
+def machines_of(words: Iterable[str]) -> list[Target]:
+    """The described processors that words name: chips, levels, instruction sets, and all chips of cloud instances.
+
+    Raises:
+        TargetError: a word names no target.
+        BundleError: it names a device.
+    """
+    targets: dict[str, Target] = {}
+    for word in words:
+        family = instance(word)
+        for chip in (load_target(x) for x in family.chips) if family else (described(word),):
+            if chip.device is not None:
+                raise BundleError(f"{word} is {chip.name}, a device; bundles have kernels for processors")
+            targets.setdefault(chip.name, chip)
+    return list(targets.values())
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """A source to compile."""
+
+    arch: str
+    text: str
+    flags: tuple[str, ...]
+    name: str
+    symbols: tuple[str, ...]
+    interface: str = ""
+
+    @property
+    def question(self) -> str:
+        """The question for its object."""
+        return kernel_store.SOURCE + kernel_store.identity(
+            self.text, (*common_options(), *self.flags), self.arch, self.interface
+        )
+
+    def compiled(self) -> bytes:
+        """The object."""
+        from portmm.build.shared_object import build
+
+        include = (cpu_runtime.python_headers(),) if self.interface else ()
+        artifact = build(
+            self.text, flags=(*self.flags, *SMALL), arch=self.arch, name=self.name, symbols=self.symbols,
+            include=tuple(x for x in include if x), interface=self.interface,
+        )  # fmt: skip
+        return artifact.code
+
+
+class Maker:
+    """Collects the kernels of a bundle.
+
+    Attributes:
+        jobs: what to compile, by question; the schedule's spelling and its kernel by job, where it has one.
+        routes: fields of answers to questions for routes, after those of the schedule's code.
+        built: what the bundle has, for a table.
+        objects: compiled objects, by question.
+        machines: instruction sets by name of a machine.
+    """
+
+    def __init__(self) -> None:
+        self.jobs: dict[str, _Job] = {}
+        self.codes: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self.routes: dict[str, tuple[str, str]] = {}
+        self.built: list[Built] = []
+        self.objects: dict[str, bytes] = {}
+        self.machines: dict[str, tuple[str, ...]] = {}
+
+    def add_source(self, kernel: Kernel, arch: str) -> str:
+        """Add the source of a kernel, and return its question."""
+        job = _Job(arch, source(kernel), kernel.isa.flags, kernel.name, (kernel.name,))
+        self.jobs.setdefault(job.question, job)
+        return job.question
+
+    def add_schedule(self, s: Any, target: Target) -> str:
+        """Add the code of a schedule, and return its spelling."""
+        text = spell(s)
+        if text not in self.codes:
+            kernel = cpu_kernels.kernel_of(s, cpu_kernels.isa_of(s, target))
+            size = BY_NAME[kernel.atom.acc].bytes
+            about = (kernel.name, str(int(kernel.swap)), str(size), spelled(kernel.workspace))
+            self.codes[text] = (self.add_source(kernel, target.arch), about)
+        return text
+
+    def add_shape(self, shape: Shape, target: Target, counts: Sequence[int]) -> None:
+        """Add the kernels that calls of a shape need on a machine.
+
+        Raises:
+            ScheduleError: the machine does not multiply these types.
+        """
+        family = _family(shape, target)
+        schedules: dict[str, None] = {}
+        last: tuple[str, float] = ("", 0.0)
+        for m in shape.rows:
+            p = _problem((m, shape.n, shape.k), shape.dtype, shape.b, family)
+            for threads in counts:
+                best = select_for_class(p, target, threads)
+                text = self.add_schedule(best.schedule, target)
+                schedules[text] = None
+                question = stored_kernels.question(target.name, threads, p, best.rows)
+                self.routes[question] = (text, str(int(best.workers == 1)))
+                if threads == 1:
+                    last = self.codes[text][1][0], _seconds(p, best, target)
+        if shape.b == "packed" and not family.startswith("u4"):
+            self.add_packing(shape.dtype, target)
+        self.built.append(Built(target.name, shape, shape.rows[-1], last[0], len(schedules), last[1]))
+
+    def add_packing(self, dtype: str, target: Target) -> None:
+        """Add the kernels that pack a weight."""
+        isa, _ = cpu_kernels.packing_unit(dtype, target)
+        nr = family_of(cpu_kernels.family(dtype, target)).nr
+        for layout in ("row", "col"):
+            self.add_source(lower_pack(isa, dtype, nr, layout), target.arch)
+
+    def add_run_time(self, arch: str) -> None:
+        """Add the run time: the extension for this version of Python if its headers are there, and that of cffi."""
+        from portmm.runtime.cffi_runtime import SYMBOLS
+
+        flags = cpu_runtime.flags(arch)
+        plain = _Job(arch, cpu_runtime.source(python=False), flags, "portmm_run", SYMBOLS)
+        every = [plain]
+        if cpu_runtime.python_headers():
+            module = cpu_runtime.MODULE
+            interface = cpu_runtime.interface(arch)
+            every.append(_Job(arch, cpu_runtime.source(python=True), flags, module, (f"PyInit_{module}",), interface))
+        self.jobs |= {job.question: job for job in every}
+
+    def pack(self, counts: Sequence[int], report: Callable[[int, int, str], None], processes: int = 0) -> bytes:
+        """Compile everything and pack it.
+
+        Raises:
+            NoCompilerError: there is no compiler for an architecture.
+            BuildError: a compiler failed.
+        """
+        objects = self.objects | dict(self._compiled(report, processes or os.cpu_count() or 1))
+        answers: dict[str, tuple[bytes | None, tuple[str, ...]]] = {x: (code, ()) for x, code in objects.items()}
+        answers |= {CODE + text: (objects[job], about) for text, (job, about) in self.codes.items()}
+        for question, (text, one) in self.routes.items():
+            job, about = self.codes[text]
+            answers[question] = objects[job], (*about, one)
+        answers[MACHINES] = None, tuple(f"{name}={','.join(isas)}" for name, isas in sorted(self.machines.items()))
+        answers[THREADS] = None, tuple(map(str, counts))
+        answers[SCHEDULES] = None, tuple(sorted(self.codes))
+        return packed(answers)
+
+    def _compiled(self, report: Callable[[int, int, str], None], processes: int) -> Iterator[tuple[str, bytes]]:
+        done, jobs = 0, list(self.jobs.items())
+        with ThreadPoolExecutor(processes) as pool:
+            for (question, job), code in zip(jobs, pool.map(lambda x: x[1].compiled(), jobs), strict=True):
+                report(done, len(jobs), f"{job.name} for {job.arch}")
+                done += 1
+                yield question, code
+        report(len(jobs), len(jobs), "done")
+
+
+def make(
+    shapes: Sequence[Shape],
+    machines: Sequence[Target],
+    *,
+    counts: Sequence[int] = COUNTS,
+    report: Callable[[int, int, str], None] = lambda *_: None,
+) -> tuple[bytes, list[Built]]:
+    """A bundle with the kernels of shapes for machines, and what it has.
+
+    Args:
+        shapes: kinds of products.
+        machines: as from `machines_of`.
+        counts: numbers of threads.
+        report: called with steps done, steps in all, and what is being compiled.
+
+    Raises:
+        BundleError: no machine multiplies the types of a shape.
+        NoCompilerError: there is no compiler for an architecture.
+        BuildError: a compiler failed.
+    """
+    maker = Maker()
+    add_shapes(maker, shapes, machines, counts)
+    return maker.pack(counts, report), maker.built
+
+
+def add_shapes(maker: Maker, shapes: Sequence[Shape], machines: Sequence[Target], counts: Sequence[int]) -> None:
+    """Add the kernels of shapes for machines, and the run time.
+
+    Raises:
+        BundleError: no machine multiplies the types of a shape.
+    """
+    for target in machines:
+        maker.machines[target.name] = tuple(isa.name for isa in target.isas)
+    for shape in shapes:
+        errors = []
+        for target in machines:
+            try:
+                maker.add_shape(shape, target, counts)
+            except ScheduleError as error:
+                errors.append(str(error))
+        if len(errors) == len(machines):
+            raise BundleError(f"{shape} runs on none of these machines: {'; '.join(errors)}")
+    for arch in dict.fromkeys(x.arch for x in machines):
+        maker.add_run_time(arch)
+
+
+def add_cache(maker: Maker) -> None:
+    """Add the objects of the cache: kernels of any kind, and the run time; their sources find them."""
+    folder, start = cache.cache_dir(), kernel_store.BUILDS
+    for note in sorted(folder.glob(f"{start}*.note")):
+        name = note.name.removeprefix(start).removesuffix(".note")
+        known = kernel_store.find(name)
+        if known is not None:
+            maker.objects[kernel_store.SOURCE + name] = known.code
+
+
+def _family(shape: Shape, target: Target) -> str:
+    return cpu_kernels.family(shape.dtype, target) if shape.b == "packed" else ""
+
+
+def _problem(size: tuple[int, int, int], dtype: str, b: str, family: str) -> Problem:
+    """The problem that a call with dense arrays has."""
+    layout = "codes" if family.startswith("u4") else b
+    p = problem(dtype, size, ("row", layout, "row"), family, dense=True)
+    return replace(p, deterministic=False)
+
+
+def _seconds(p: Problem, best: Any, target: Target) -> float:
+    from portmm.dispatch.schedule_choice import schedule_cost
+
+    with suppress(ArithmeticError):
+        return float(schedule_cost(p, best.schedule, target).seconds)
+    return 0.0

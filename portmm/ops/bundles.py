@@ -1,0 +1,30 @@
+"""Use of bundles: compiled kernels in a file, for machines without a compiler."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.build import kernel_store
+from portmm.build.bundle import open_bundle
+
+if TYPE_CHECKING:
+    from os import PathLike
+
+
+def use_bundle(path: str | PathLike[str]) -> None:
+    """Look into a bundle before anything else, in this process from now on.
+
+    `portmm bundle` makes bundles; `$PORTMM_BUNDLE` names others, which are looked into after those of this function.
+    A kernel that a bundle lacks is looked for in the cache, then in the base set of the wheel, and is then compiled;
+    see `$PORTMM_MISSING` for machines without a compiler.
+
+    Args:
+        path: of the bundle.
+
+    Raises:
+        BundleError: it cannot be read, other users can write to it, it is damaged, or for another version of portmm.
+    """
+    from portmm.dispatch.cpu_kernels import forget
+
+    kernel_store.use(open_bundle(path))
+    forget()

@@ -1,0 +1,226 @@
+"""Bundles: their bytes, what is refused, and processes that have nothing else."""
+
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+
+import portmm as pm
+from portmm.build import kernel_store
+from portmm.build.bundle import HEADER, check, open_bundle, packed
+from portmm.build.compiler import find_compiler
+from portmm.cli.main import app
+from portmm.errors import BundleError, NoCompilerError
+from portmm.host.detect import host
+from portmm.ops import bundle_build, bundle_check
+
+SMALL = {"one": (b"\x7fELF" + bytes(4000), ("x", "y")), "two": (None, ("text", "")), "three": (b"code" * 9, ())}
+
+CALLS = """
+import json, sys, warnings
+import numpy as np
+sys.modules["ziglang"] = None
+from portmm.runtime import cpu
+cpu.python_headers = lambda: None
+import portmm as pm
+if len(sys.argv) > 1:
+    pm.use_bundle(sys.argv[1])
+r = np.random.default_rng(0)
+wrong = []
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    for m in (1, 7, 40, 63):
+        a, b = r.integers(-3, 3, (m, 96)).astype(np.float32), r.integers(-3, 3, (96, 80)).astype(np.float32)
+        wrong.append(not np.array_equal(pm.matmul(a, pm.pack(b)), a @ b))
+print(json.dumps([wrong, [str(x.message) for x in heard], "portmm.dispatch.cpu_routes" in sys.modules]))
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """A bundle for this machine, and what it has."""
+    try:
+        find_compiler()
+    except NoCompilerError:
+        pytest.skip("no compiler")
+    shapes = bundle_build.shapes_of("1-64 80 96 f32 packed\n")
+    data, built = bundle_build.make(shapes, [host()], counts=(1, 2))
+    path = tmp_path_factory.mktemp("bundle") / "some.bundle"
+    path.write_bytes(data)
+    return path, built, shapes
+
+
+@pytest.fixture(autouse=True)
+def _only_here():
+    yield
+    kernel_store.forget()
+
+
+def run(tmp_path, *arguments, **environment):
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    kept = {k: v for k, v in os.environ.items() if k != "CC"}
+    changed = {"PATH": str(tmp_path / "empty"), "PORTMM_CACHE": str(tmp_path / "cache"), "PORTMM_BASE": "off"}
+    return subprocess.run(
+        [sys.executable, "-c", CALLS, *arguments], capture_output=True, text=True, check=False,
+        env=kept | changed | environment,
+    )  # fmt: skip
+
+
+def test_bytes_are_reproducible_and_checked(tmp_path):
+    data = packed(SMALL)
+    assert packed(dict(reversed(SMALL.items()))) == data
+    path = tmp_path / "small.bundle"
+    path.write_bytes(data)
+    bundle = open_bundle(path)
+    assert bundle.answer("two") == ["text", ""]
+    assert bundle.answer("four") is None
+    number, *fields = bundle.answer("one")
+    assert (bundle.load(int(number))[1], tuple(fields)) == SMALL["one"]
+    check(bundle)
+    with pytest.raises(BundleError, match="no number 2"):
+        bundle.load(2)
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "words"),
+    [
+        (0, b"x", "no bundle"),
+        (8, b"\x09", "make it again"),
+        (12, b"\x09", "make it again"),
+        (HEADER.size + 3, b"\xff", "another checksum"),
+        (-2, b"\xff\xff", "damaged"),
+        (slice(50, None), b"", "no bundle"),
+        (slice(HEADER.size + 9, None), b"", "damaged"),
+    ],
+)
+def test_damage_is_noticed(tmp_path, at, value, words):
+    data = bytearray(packed(SMALL))
+    data[at if isinstance(at, slice) else slice(at, at + len(value) or None)] = value
+    path = tmp_path / "damaged.bundle"
+    path.write_bytes(data)
+    with pytest.raises(BundleError, match=words):
+        check(open_bundle(path))
+
+
+def test_files_of_others_are_not_used(tmp_path):
+    path = tmp_path / "open.bundle"
+    with pytest.raises(BundleError, match="cannot be read"):
+        pm.use_bundle(path)
+    path.write_bytes(packed(SMALL))
+    path.chmod(0o666)
+    with pytest.raises(BundleError, match="other users may write"):
+        pm.use_bundle(path)
+
+
+def test_a_process_needs_nothing_but_the_bundle(made, tmp_path):
+    path, _, shapes = made
+    assert bundle_build.make(shapes, [host()], counts=(1, 2))[0] == path.read_bytes()
+    for done in (run(tmp_path, str(path)), run(tmp_path, PORTMM_BUNDLE=str(path))):
+        assert done.returncode == 0, done.stderr
+        wrong, heard, _ = json.loads(done.stdout)
+        assert wrong == [False] * 4
+        assert heard == []
+    assert not list((tmp_path / "cache").glob("*.so"))
+    wrong, heard, _ = json.loads(run(tmp_path).stdout)
+    assert wrong == [False] * 4
+    assert len(heard) == 1
+    assert "computes with NumPy" in heard[0]
+
+
+def test_another_chip_takes_what_it_can_run(made):
+    bundle = open_bundle(made[0])
+    from dataclasses import replace
+
+    from portmm.dispatch.stored_kernels import count, machine_of
+
+    here = host()
+    assert machine_of(bundle, here) == here.name
+    assert machine_of(bundle, replace(here, name="another")) == here.name
+    assert not machine_of(bundle, replace(here, name="lesser", isas=here.isas[-1:])) or len(here.isas) == 1
+    assert [count(bundle, n) for n in (1, 2, 3, 64)] == [1, 2, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("", "has no shapes"),
+        ("1 2", "line 1"),
+        ("\n0 1 1", "line 2"),
+        ("3-2 1 1", "sizes"),
+        ("1 1 1 f32 diagonal", "layout"),
+        ("1 1 1 f31", "line 1"),
+    ],
+)
+def test_lines_that_are_no_shapes(text, words):
+    with pytest.raises(BundleError, match=words):
+        bundle_build.shapes_of(text)
+
+
+def test_ranges_have_each_class_once():
+    (shape,) = bundle_build.shapes_of("1-40,100 8 9 bf16 packed # a layer\n")
+    assert shape.rows == (*range(1, 33), 34, 36, 38, 40, 100)
+    assert str(shape) == "1..100x8x9 bf16 packed"
+
+
+def test_cloud_instances_are_all_their_chips():
+    assert [x.name for x in bundle_build.machines_of(["c5", "m7a.large", "c5.xlarge"])] == [
+        "skylake_sp", "cascade_lake", "zen4",
+    ]  # fmt: skip
+    with pytest.raises(BundleError, match="device"):
+        bundle_build.machines_of(["h100"])
+
+
+@pytest.mark.emulated
+def test_the_command_makes_and_checks_kernels_of_other_machines(tmp_path, capsys):
+    from crossing import program_compiler
+
+    program_compiler("aarch64")
+    shapes = tmp_path / "shapes.txt"
+    shapes.write_text("1,70 24 40\n5 24 40 s8-s8-s32 packed\n")
+    path = tmp_path / "arm.bundle"
+    words = ["bundle", str(path), "--shapes", str(shapes), "--for", "c6g,c7g", "--threads", "1", "--check"]
+    app(words, standalone_mode=False)
+    out = capsys.readouterr().out
+    assert "neoverse_n1" in out
+    assert "neoverse_v1" in out
+    assert "kernels correct" in out
+    bundle = open_bundle(path)
+    counts = bundle_check.check(bundle)
+    assert counts == {bundle_check.RAN: len(bundle.answer(bundle_build.SCHEDULES))}
+
+
+def test_a_wrong_kernel_is_noticed(made, tmp_path):
+    bundle = open_bundle(made[0])
+    texts = bundle.answer(bundle_build.SCHEDULES)
+    assert sum(bundle_check.check(bundle).values()) == len(texts)
+    fields = {x: bundle.answer(f"code {x}") for x in texts}
+    tall = max(texts, key=lambda x: int(x.split(":")[3].split("x")[0]))
+    other = min(texts, key=lambda x: int(x.split(":")[3].split("x")[0]))
+    code = bundle.load(int(fields[other][0]))[1]
+    answers = {bundle_build.SCHEDULES: (None, (tall,)), f"code {tall}": (code, tuple(fields[other][1:]))}
+    path = tmp_path / "wrong.bundle"
+    path.write_bytes(packed(answers))
+    if tall != other:
+        bundle_check.check(open_bundle(path))  # another register tile gives the same product
+    lying = tuple(x.replace("portmm_gemm", "portmm_germ") for x in fields[tall][1:])
+    path.write_bytes(packed({**answers, f"code {tall}": (code, lying)}))
+    with pytest.raises(BundleError, match="ends the driver"):
+        bundle_check.check(open_bundle(path))
+
+
+def test_what_the_cache_has(made, tmp_path, monkeypatch):
+    monkeypatch.setenv("PORTMM_CACHE", str(tmp_path / "own"))
+    pm.forget()
+    a = np.ones((9, 11), np.float32)
+    pm.matmul(a, a.T)
+    maker = bundle_build.Maker()
+    bundle_build.add_cache(maker)
+    path = tmp_path / "cache.bundle"
+    path.write_bytes(maker.pack((1,), lambda *_: None))
+    check(open_bundle(path))
+    assert open_bundle(path).objects >= 1
+    pm.forget()
+    assert made
