@@ -66,7 +66,11 @@ def weight(x: Expr, most: Expr) -> Expr:
     to the weight is that of f32 times the difference; relative to the weight of the largest it is negligible.
     """
     # A product that is recomputed must be rounded as for the maximum, and not be fused with the difference.
-    less = (fma(x.args[0], x.args[1], 0.0) if x.op == "mul" else x) - most
+    return decay((fma(x.args[0], x.args[1], 0.0) if x.op == "mul" else x) - most)
+
+
+def decay(less: Expr) -> Expr:
+    """The exponential of a difference that is not positive; 0 where it would be subnormal."""
     shifted = fma(less, LOG2E, _WHOLE)
     rest = fma(less, LOG2E, -(shifted - _WHOLE))
     power: Expr = literal(_EXP2[-1])

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, replace
+from pathlib import Path  # noqa: TC003 - typer reads annotations
 from typing import Annotated, Any
 
 import typer
@@ -348,6 +349,30 @@ def doctor(
 
 
 app.command()(report)
+
+
+@app.command()
+def verify(
+    certificate: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A certificate, as JSON.")],
+    as_json: Json = False,
+) -> None:
+    """Repeat the checks of a certificate: that a program found by search computes what was asked; status 0 if so."""
+    import json
+
+    from portmm.verification.certificate import CertificateError, repeat
+
+    try:
+        data = json.loads(certificate.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise CertificateError(f"{certificate} is no JSON: {error}") from error
+    outcomes = repeat(data)
+    if as_json:
+        print_json([x._asdict() for x in outcomes])
+    else:
+        for x in outcomes:
+            typer.echo(f"{'holds' if x.holds else 'FAILS'}  {x.what}: {x.detail}")
+    if not all(x.holds for x in outcomes):
+        raise typer.Exit(1)
 
 
 def main() -> None:

@@ -64,6 +64,8 @@ UNWRITTEN = 0xFF
 
 @dataclass(slots=True)
 class _Frame:
+    """The names and registers of a function that runs."""
+
     atom: Atom
     ints: dict[str, int]
     ptrs: dict[str, Typed]
@@ -89,7 +91,14 @@ def evaluate(x: Index, ints: Mapping[str, int]) -> int:
     return meaning(x)(ints)
 
 
-def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], *, shuffle: int = 0) -> None:
+def run(
+    kernel: Kernel,
+    ints: Mapping[str, int],
+    arrays: Mapping[str, Address],
+    *,
+    shuffle: int = 0,
+    machine: Callable[..., _Machine] | None = None,
+) -> None:
     """Execute `kernel` as if its entry were called.
 
     Args:
@@ -97,6 +106,7 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
         ints: the caller's integer fields, in elements.
         arrays: "a", "b", "c", and operands of epilogue expressions -> (1-D array, offset of element zero).
         shuffle: seed for the order of tasks; 0 keeps it.
+        machine: makes another machine, whose registers hold other numbers.
 
     Raises:
         IndexError: an access leaves its array.
@@ -111,7 +121,8 @@ def run(kernel: Kernel, ints: Mapping[str, int], arrays: Mapping[str, Address], 
     ptrs = {name: memory[source[name]] for name in OPERANDS if source[name] in memory} | {x: memory[x] for x in extra}
     typed = {name: _view(x, at, kernel.type_of(name)) for name, (x, at) in ptrs.items()}
     order = np.random.default_rng(shuffle) if shuffle else None
-    _Machine(kernel, cache(kernel.isa.word), fields, typed, order).call(kernel.entry, {}, {})
+    make = _Machine if machine is None else machine
+    make(kernel, cache(kernel.isa.word), fields, typed, order).call(kernel.entry, {}, {})
 
 
 @cache
@@ -181,6 +192,8 @@ _WRITTEN: dict[str, Callable[[Verb, Registers, Atom, int], np.ndarray]] = {
 
 @dataclass(slots=True)
 class _Machine:
+    """The state of a kernel that runs."""
+
     kernel: Any
     word: Callable[[str], Atom]
     block: dict[str, int]

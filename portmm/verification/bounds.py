@@ -2,25 +2,28 @@
 
 Owns `Size`, those of a value as a quotient of polynomials in elements and exponentials, `sizes`, which follows them
 through a graph, and `tests_for`. A value that differs is a polynomial that is not zero; Schwartz and Zippel's lemma
-bounds how often it vanishes modulo p, the number of its exponentials how often their exponents coincide modulo q, and
-the number of primes how often one divides all coefficients. Each comparison of data is a coin.
+bounds how often it vanishes modulo p, and the number of primes how often one divides all coefficients. Where it has
+exponentials, one of its coefficients is not zero, and remains alone unless its exponent is modulo q that of another
+one: their number bounds how often. Each comparison of data is a coin.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
+from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.ir.block_program import TileGemm, TileReduce
 from portmm.spec.epilogue import summed, varies
 from portmm.spec.expr_ops import OPS
+from portmm.util.memo import Memory
+from portmm.verification.batches import levels
 from portmm.verification.field import LEAST, PRIMES, Q
 from portmm.verification.functions import function_of
 from portmm.verification.values import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
+    from collections.abc import Callable, Iterable, Mapping, Sequence
 
     from portmm.ir.block_program import BlockProgram
     from portmm.ir.mugraph import MuGraph
@@ -88,7 +91,12 @@ class Size(NamedTuple):
         return self._replace(factors=tuple(changed))
 
 
+_ZERO = Size(0, bits=0)
+
+
 def _times(a: Size, b: Size) -> Size:
+    if _ZERO in (a, b):
+        return _ZERO
     every = Counter(dict(a.factors)) + Counter(dict(b.factors))
     return Size(a.top + b.top, a.many * b.many, a.exponent + b.exponent, a.bits + b.bits, a.coins + b.coins,
                 tuple(every.items()))  # fmt: skip
@@ -104,14 +112,19 @@ def _expanded(a: Size, factors: Mapping[Factor, int]) -> Size:
 
 
 def _plus(a: Size, b: Size) -> Size:
+    if _ZERO in (a, b):
+        return b if a == _ZERO else a
     every = dict(Counter(dict(a.factors)) | Counter(dict(b.factors)))
     x, y = _expanded(a, every), _expanded(b, every)
     exponent, coins = max(a.exponent, b.exponent), max(a.coins, b.coins)
-    return Size(max(x.top, y.top), x.many + y.many, exponent, max(x.bits, y.bits) + 1, coins, x.factors)
+    many = x.many + y.many if exponent else 1
+    return Size(max(x.top, y.top), many, exponent, max(x.bits, y.bits) + 1, coins, x.factors)
 
 
 def _either(a: Size, b: Size) -> Size:
     """The size of one of two values, which does not depend on data."""
+    if _ZERO in (a, b):
+        return b if a == _ZERO else a
     every = dict(Counter(dict(a.factors)) | Counter(dict(b.factors)))
     x, y = _expanded(a, every), _expanded(b, every)
     top, many, exponent, bits, coins = map(max, x[:-1], y[:-1])
@@ -135,7 +148,9 @@ def _sum(a: Size, label: str, n: int) -> Size:
                            bits=a.bits + k * x.bits * (n - 1))  # fmt: skip
             whole = Factor((x.name, label), x.degree * n, x.many**n, x.bits * n, x.along - {label})
             fixed[whole] = k
-    return a._replace(many=a.many * n, bits=a.bits + math.log2(n + 1), factors=tuple(fixed.items()))
+    return a._replace(
+        many=a.many * n if a.exponent else 1, bits=a.bits + math.log2(n + 1), factors=tuple(fixed.items())
+    )
 
 
 def _exponential(a: Size) -> Size:
@@ -144,7 +159,7 @@ def _exponential(a: Size) -> Size:
 
 def _literal(x: float) -> Size:
     if not math.isfinite(x):
-        return Size(0, bits=0)
+        return _ZERO
     top, bottom = float(x).as_integer_ratio()
     return Size(0, bits=math.log2(abs(top) + 1) + math.log2(bottom))
 
@@ -155,11 +170,21 @@ def _known(x: Expr) -> bool:
 
 
 def _positive(x: Expr) -> bool:
+    """Whether a value is a sum of products and quotients of exponentials and of literals that are not negative."""
+    if x not in _signs:
+        _signs.keep(x, _has_sign(x))
+    return bool(_signs[x])
+
+
+_signs = Memory(1 << 16, "kernels")
+
+
+def _has_sign(x: Expr) -> bool:
     named = function_of(x)
     if named is not None or x.op == "const":
-        return named[0] == "exp" if named is not None else x.args[0] > 0
+        return named[0] == "exp" if named is not None else x.args[0] >= 0
     summed_ = x.op in ("reduce", "fold", "contract") and x.args[0] != "max"
-    return (summed_ or x.op in ("add", "mul", "div")) and all(map(_positive, x.inner))
+    return (summed_ or x.op in ("add", "mul", "div", "fma")) and all(map(_positive, x.inner))
 
 
 class _Sizes:
@@ -250,12 +275,37 @@ def sizes(graph: MuGraph, extents: Mapping[str, int]) -> list[Size]:
     return [known[i] for i in graph.results]
 
 
+class _Elements(_Sizes):
+    """Sizes of expressions of single elements."""
+
+    def __init__(self) -> None:
+        self.number, self.axes, self.known = "elements", defaultdict(frozenset), {}
+
+    def _of(self, x: Expr) -> Size:
+        return Size() if x.op == "element" else super()._of(x)
+
+
+def element_sizes(results: Iterable[Sequence[Expr]]) -> list[Size]:
+    """The size of the largest element of each of some results."""
+    every, at = [], _Elements()
+    for elements in results:
+        for _, group in levels(elements, {}):
+            for x in group:
+                at.of(x)
+        each = [at.of(x) for x in elements]
+        bottom = max(each, key=lambda x: math.log2(x.bottom + 1) + sum(math.log2(y.many) * n for y, n in x.factors))
+        top, many = max(x.top for x in each), max(x.many for x in each)
+        exponent, bits = max(x.exponent for x in each), max(x.bits for x in each)
+        every.append(Size(top, many, exponent, bits, max(x.coins for x in each), bottom.factors))
+    return every
+
+
 def error(a: Size, b: Size) -> tuple[float, float]:
     """Probability that one test does not tell two values that differ, without comparisons, and with them."""
     exponent = max(a.exponent, b.exponent)
     less, more = (_times(x, _inverse(y._replace(top=0, many=1, bits=0), "", frozenset())) for x, y in ((a, b), (b, a)))
     many, degree, bits = less.many + more.many, max(less.top, more.top), max(less.bits, more.bits) + 1
-    exponents = many**2 * exponent / (2 * Q) if exponent else 0
+    exponents = many * exponent / Q if exponent else 0
     divided = (Q - 1 if exponent else 1) * bits / (PRIMES * math.log2(LEAST))
     one = exponents + divided + UNEVEN * degree / LEAST
     return one, 1 - 2.0 ** -(a.coins + b.coins) * (1 - one)

@@ -10,12 +10,13 @@ import math
 import secrets
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from portmm.errors import ScheduleError
 from portmm.ir import block_meaning
+from portmm.ir.block_meaning import Arithmetic
 from portmm.util.memo import Memory
 from portmm.verification.bounds import MOST_TESTS, REDRAWS, sizes, tests_for
 from portmm.verification.field import Field
@@ -29,6 +30,13 @@ if TYPE_CHECKING:
 
 LEAST, MOST = 3, 40
 """Extents of labels, and the largest literal that an index is compared with."""
+
+
+class Numbers(Arithmetic, Protocol):
+    """An arithmetic with operands that are not written yet."""
+
+    def empty(self, shape: tuple[int, ...], name: str) -> Any:
+        """Such an operand, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -191,7 +199,7 @@ def _drawn(graph: MuGraph, i: int, numbers: Residues, extents: Mapping[str, int]
 
 
 def evaluate(
-    graph: MuGraph, inputs: list[Any], numbers: Residues, extents: Mapping[str, int], *, tiled: bool = True
+    graph: MuGraph, inputs: list[Any], numbers: Numbers, extents: Mapping[str, int], *, tiled: bool = True
 ) -> list[Any]:
     """The results of a graph for some inputs; `tiled`: in tiles of one less than each extent."""
     known = dict(zip(graph.inputs, inputs, strict=True))
@@ -219,7 +227,7 @@ def _local(graph: MuGraph, step: Step, extents: Mapping[str, int]) -> dict[str, 
     return local
 
 
-def _unwritten(graph: MuGraph, i: int, numbers: Residues, extents: Mapping[str, int], name: str) -> Any:
+def _unwritten(graph: MuGraph, i: int, numbers: Numbers, extents: Mapping[str, int], name: str) -> Any:
     x = graph.tensors[i]
     shape = tuple(extents.get(y, 1) for y in x.axes)
     return np.full(shape, -1, np.int32) if x.dtype == "s32" else numbers.empty(shape, name)

@@ -9,6 +9,7 @@ comparisons of data among them, are random functions of a key: what is equal und
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -282,6 +283,22 @@ class Residues:
             state = self._state(a, "max") + self._state(b, "max")
         finite = [np.where(a.low, y, x) for x, y in zip(a.parts()[:2], b.parts()[:2], strict=True)]
         return self._maximum(state, a.low & b.low, *finite)
+
+    _greater = _max
+
+    def _greatest(self, *values: Value) -> Any:
+        """The maximum of a set of values, in which equal ones are one."""
+        states: list[Array] = []
+        for x in values:
+            state = self._state(x, "max")
+            for y in states:
+                state = np.where(state == y, np.uint64(0), state)
+            states.append(state)
+        low = reduce(np.logical_and, [x.low for x in values])
+        finite = [reduce(np.maximum, [np.where(x.low, y.dtype.type(0), y) for x, y in zip(values, z, strict=True)])
+                  for z in ([x.p for x in values], [x.q for x in values])]  # fmt: skip
+        with np.errstate(over="ignore"):
+            return self._maximum(reduce(np.add, states), low, *finite)
 
     def _maximum(self, state: Array, low: Array, p: Array, q: Array) -> Value:
         """The maximum of a set by its hash; of no values -inf where it is low, or the residues of a finite number."""

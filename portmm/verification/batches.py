@@ -1,0 +1,102 @@
+"""Evaluation of many expressions of single elements at once: a row of residues for each.
+
+Owns `evaluate_all`. Expressions are taken in levels, and those of a level with the same operation are one call of the
+arithmetic, whose arrays have a row for each.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.util.memo import Memory
+from portmm.verification.functions import function_of
+from portmm.verification.values import Residues, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from portmm.spec.expr import Expr
+
+MAXIMA = ("max", "greater")
+_sets = Memory(1 << 16, "kernels")
+_Key = tuple[int, str, str, tuple[Any, ...]]
+
+
+def evaluate_all(roots: Sequence[Expr], leaves: Mapping[Expr, tuple[Value, int]], numbers: Residues) -> Value:
+    """The values of f32 expressions, a row for each.
+
+    Args:
+        roots: the expressions.
+        leaves: for each leaf that is no literal, a value with a row for each of several, and its row.
+        numbers: the arithmetic.
+
+    Raises:
+        UnsupportedError: an operation has no meaning in the arithmetic.
+    """
+    known: dict[Expr, tuple[Any, int]] = dict(leaves)
+    for (_, op, dtype, _), group in levels(roots, known):
+        if op == "const":
+            for x in group:
+                known[x] = numbers.number(np.full(1, x.args[0]), dtype), 0
+            continue
+        columns = list(zip(*[inner_of(x)[1] for x in group], strict=True))
+        values = [_gathered([known[y] for y in column]) for column in columns]
+        result = numbers.apply(op, dtype, values)
+        for i, x in enumerate(group):
+            known[x] = result, i
+    return _gathered([known[x] for x in roots])  # type: ignore[no-any-return]
+
+
+def inner_of(x: Expr) -> tuple[str, tuple[Expr, ...]]:
+    """The operation of an expression, which may be a function that it spells out, and its operands."""
+    named = function_of(x)
+    if x.op in MAXIMA and named is None:
+        return "greatest", _maximum_of(x)
+    return (x.op, x.inner) if named is None else (named[0], (named[1],))
+
+
+def _maximum_of(x: Expr) -> tuple[Expr, ...]:
+    """The values that an expression is the maximum of, each of them once."""
+    if x not in _sets:
+        every = dict.fromkeys(z for y in x.inner for z in (_maximum_of(y) if y.op in MAXIMA else (y,)))
+        _sets.keep(x, tuple(every))
+    return _sets[x]  # type: ignore[no-any-return]
+
+
+def levels(roots: Sequence[Expr], leaves: Mapping[Expr, Any]) -> list[tuple[_Key, list[Expr]]]:
+    """Expressions by level and operation, and by which operands are positive, operands first."""
+    level: dict[Expr, int] = dict.fromkeys(leaves, 0)
+    positive: dict[Expr, bool] = dict.fromkeys(leaves, False)
+    groups: dict[_Key, list[Expr]] = {}
+    stack = list(roots)
+    while stack:
+        x = stack[-1]
+        if x in level:
+            stack.pop()
+            continue
+        op, inner = inner_of(x)
+        missing = [y for y in inner if y not in level]
+        stack += missing
+        if not missing:
+            stack.pop()
+            level[x] = 1 + max((level[y] for y in inner), default=0)
+            signs = tuple((positive[y], y.dtype) for y in inner)
+            positive[x] = op == "exp" or (op == "const" and x.dtype == "f32" and x.args[0] >= 0)
+            positive[x] = positive[x] or (op in ("add", "mul", "div", "fma", "select") and _all_positive(op, signs))
+            groups.setdefault((level[x], op, x.dtype, signs), []).append(x)
+    return sorted(groups.items(), key=lambda x: x[0][0])
+
+
+def _all_positive(op: str, signs: tuple[tuple[bool, str], ...]) -> bool:
+    return all(x for x, _ in (signs[1:] if op == "select" else signs))
+
+
+def _gathered(rows: Sequence[tuple[Any, int]]) -> Any:
+    """A value with a row for each of some rows of others."""
+    if isinstance(rows[0][0], Value):
+        parts = zip(*[[y[i] for y in x.parts()] for x, i in rows], strict=True)
+        return Value.of((np.stack(x) for x in parts), positive=all(x.positive for x, _ in rows))
+    tests = max(x.shape[-1] for x, _ in rows)
+    return np.stack([np.broadcast_to(x[i], (tests,)) for x, i in rows])

@@ -1,0 +1,216 @@
+"""Equivalence of an emitted kernel and its record: the kernel's loops on symbols, the record over finite fields.
+
+Owns `check_kernel`. A kernel over rows, of a product or of attention is called on arrays of a reduced shape as its
+caller calls it; the expressions of all elements that it writes are evaluated in the fields where the record is.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from portmm.errors import PortmmError
+from portmm.ir import block_meaning
+from portmm.ir.attention_program import attention_of
+from portmm.ir.block_program import TileGemm
+from portmm.ir.mugraph import Binding, MuGraph, Step, Tensor
+from portmm.ir.product_program import product_of
+from portmm.spec.epilogue import AXES
+from portmm.verification import symbolic
+from portmm.verification.batches import evaluate_all
+from portmm.verification.bounds import REDRAWS, element_sizes, sizes, tests_for
+from portmm.verification.equivalence import Verdict, fields
+from portmm.verification.functions import add
+from portmm.verification.values import Residues, UnsupportedError, Value
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portmm.ir.block_program import BlockProgram
+    from portmm.ir.nodes import Kernel
+    from portmm.spec.expr import Expr
+    from portmm.verification.bounds import Size
+
+KEYS = 4
+"""Keys of a block of attention."""
+
+
+class Call(NamedTuple):
+    """A call of a kernel on dense arrays.
+
+    Attributes:
+        names: the kernel's name of each operand.
+        ints: integer fields.
+    """
+
+    names: tuple[str, ...]
+    ints: dict[str, int]
+
+
+def check_kernel(
+    program: BlockProgram, kernel: Kernel, extents: Mapping[str, int], *, seed: int | None = None
+) -> Verdict:
+    """Check that a kernel computes what its record means, at these extents of the record's labels.
+
+    Args:
+        program: the record, of floats.
+        kernel: of a host, lowered from it.
+        extents: of its labels: more than a tile, and no multiple of one.
+        seed: see `equivalence.check`.
+    """
+    seed = secrets.randbits(63) if seed is None else seed
+    try:
+        return _checked(program, kernel, dict(extents), seed)
+    except (IndexError, KeyError, PortmmError, ValueError) as error:
+        return Verdict(equal=False, reason=f"{type(error).__name__}: {error}", seed=seed)
+
+
+def _checked(program: BlockProgram, kernel: Kernel, extents: dict[str, int], seed: int) -> Verdict:
+    _spellings()
+    shapes = [tuple(extents[x] for x in y.axes) for y in program.operands]
+    if any(x.dtype != "f32" for x in program.operands):
+        raise UnsupportedError("operands of other types than f32 are no symbols")
+    call = call_of(program, extents)
+    written = dict(program.fused.results)
+    arrays = {call.names[i]: math.prod(x) for i, x in enumerate(shapes)}
+    results = [call.names[i] for i in written]
+    expressions = symbolic.run(kernel, call.ints, arrays, results)
+    if any(x is None for y in expressions.values() for x in y):
+        return Verdict(equal=False, reason="an element of a result is not written", seed=seed)
+    pairs = _sizes(program, expressions, call, extents)
+    tests, bits = tests_for(pairs)
+    for i in range(REDRAWS):
+        numbers = Residues(fields(seed + i, tests))
+        try:
+            why = _difference(program, (call, expressions), shapes, numbers)
+        except ZeroDivisionError:
+            continue
+        primes = tuple(int(x) for x in numbers.field.p)
+        return Verdict(not why, why, -bits, tests, seed + i, tuple(extents.items()), primes)
+    return Verdict(equal=False, reason="a divisor is zero in every field", seed=seed)
+
+
+def _difference(
+    program: BlockProgram, of: tuple[Call, dict[str, list[Expr]]], shapes: list[tuple[int, ...]], numbers: Residues
+) -> str:
+    """The first result that differs, or an empty string."""
+    call, expressions = of
+    written = dict(program.fused.results)
+    operands = [
+        numbers.empty(x, f"result {i}") if i in written else numbers.drawn(x, f"input {i}")
+        for i, x in enumerate(shapes)
+    ]
+    block_meaning.run(program, operands, None, (), numbers)
+    order = {name: i for i, name in enumerate(call.names)}
+    leaves: dict[Expr, tuple[Any, int]] = {}
+    for i, x in enumerate(operands):
+        if i not in written:
+            rows = Value.of(y.reshape(-1, y.shape[-1]) for y in x.parts())
+            leaves |= {symbolic.element(i, j): (rows, j) for j in range(len(rows.p))}
+    for name, elements in expressions.items():
+        got, meant = evaluate_all(elements, leaves, numbers), operands[order[name]]
+        want, low = (x.reshape(-1, x.shape[-1]) for x in (meant.p, meant.low))
+        same = (got.low == low) & np.where(low, got.low, got.p == want)
+        if not same.all():
+            return f"operand {order[name]} differs in {np.count_nonzero(~same.all(-1))} of {len(same)} elements"
+    return ""
+
+
+def _sizes(
+    program: BlockProgram, expressions: dict[str, list[Expr]], call: Call, extents: Mapping[str, int]
+) -> list[tuple[Size, Size]]:
+    """Sizes of each result, as the record has it and as the kernel does."""
+    graph = graph_of(program)
+    record = sizes(graph, extents)
+    each = element_sizes(expressions[call.names[i]] for i in graph.results)
+    return list(zip(record, each, strict=True))
+
+
+def graph_of(program: BlockProgram) -> MuGraph:
+    """The graph of one kernel."""
+    tensors = tuple(Tensor(f"x{i}", x.axes, x.dtype) for i, x in enumerate(program.operands))
+    written = dict(program.fused.results)
+    inputs = tuple(i for i in range(len(tensors)) if i not in written)
+    return MuGraph(tensors, (Step(program, tuple(map(Binding, range(len(tensors))))),), inputs, tuple(written))
+
+
+def call_of(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+    """A call of the kernel of a record."""
+    gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
+    return (_attention if gemms > 1 else _product if gemms else _rows)(program, extents)
+
+
+def _strides(axes: str, extents: Mapping[str, int]) -> dict[str, int]:
+    """Strides of a dense array, by label."""
+    strides, step = {}, 1
+    for x in reversed(axes):
+        strides[x.lower()] = step
+        step *= extents[x]
+    return strides
+
+
+def _further(program: BlockProgram, numbers: Mapping[int, str], extents: Mapping[str, int]) -> dict[str, int]:
+    """Strides of the operands of expressions."""
+    ints: dict[str, int] = {}
+    for i, name in numbers.items():
+        strides = _strides(program.operands[i].axes, extents)
+        ints |= {f"{name}_{x}": strides.get(x, 0) for x in AXES}
+    return ints
+
+
+def _rows(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+    names = {i: f"x{i}" for i in range(len(program.operands))}
+    ints = {"m": extents.get("m", 1), "n": extents.get("n", 1), "k": 1, "batch": extents.get("b", 1), "workers": 2}
+    ints |= {f"{x}_{y}": 0 for x in "abc" for y in ("m", "n", "k", "batch")}
+    return Call(tuple(names.values()), ints | _further(program, names, extents))
+
+
+def _product(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+    parts = product_of(program)
+    c = parts.results[0][0]
+    rest = {i: f"x{j}" for j, i in enumerate((*parts.reads, *(i for i, _ in parts.results[1:])))}
+    names = {parts.a: "a", parts.b: "b", c: "c"} | rest
+    ints = {"m": extents["m"], "n": extents["n"], "k": extents["k"], "batch": extents.get("b", 1), "workers": 2}
+    for i, name in ((parts.a, "a"), (parts.b, "b"), (c, "c")):
+        strides = _strides(program.operands[i].axes, extents)
+        ints |= {f"{name}_{'batch' if x == 'b' else x}": strides.get(x, 0) for x in "bmnk"}
+    ints["rows"] = extents["m"]
+    return Call(tuple(names[i] for i in range(len(names))), ints | _further(program, rest, extents))
+
+
+def _attention(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+    parts = attention_of(program)
+    if parts.form.score.operands or parts.form.lengths or parts.form.starts or parts.form.bounds.window:
+        raise UnsupportedError("operands of scores and of items are no symbols yet")
+    at, names = parts.at, {i: f"x{i}" for i in range(len(program.operands))}
+    queries = "nm"["nm".index(program.loop) - 1]
+    m, n = extents[queries], extents[program.loop]
+    heads, few = extents["h"], extents.get("H", extents["h"])
+    ints = dict.fromkeys(("a_batch", "b_batch", "b_k"), 0)
+    ints |= {"m": m, "n": n, "k": extents["d"], "batch": extents["b"] * heads, "workers": 2, "a_m": heads}
+    ints |= {"a_k": heads // few, "b_n": KEYS, "c_m": n - m, "c_n": extents["e"], "c_batch": 2 * KEYS}
+    for i, name in names.items():
+        axes = program.operands[i].axes
+        strides = _strides(axes, extents)
+        rows = "m" if program.loop == "n" else "n"
+        row, column = (rows, "e" if i in (at.v, at.o) else "d") if i in (at.q, at.o) else (program.loop, axes[-1])
+        if i == at.lse:
+            row, column = queries, ""
+        ints |= {f"{name}_b": strides["b"], f"{name}_h": strides["h"], f"{name}_m": strides[row]}
+        ints[f"{name}_n"] = strides.get(column, 1)
+    return Call(tuple(names.values()), ints)
+
+
+_added: list[bool] = []
+
+
+def _spellings() -> None:
+    """Add spellings of functions that only kernels have."""
+    if not _added:
+        from portmm.kernels.cpu.online_softmax import decay
+
+        add("exp", decay)
+        _added.append(True)

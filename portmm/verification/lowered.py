@@ -1,0 +1,104 @@
+"""Kernels of a record for its verification: a schedule with small blocks, and a shape with a ragged tail everywhere.
+
+Owns `lowered`. Register tiles, packing and order are those of a schedule; blocks of k are a few elements, so that a
+shape of some hundred elements has several.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING, NamedTuple
+
+from portmm.codegen.lower import lower_program
+from portmm.errors import ScheduleError
+from portmm.ir.block_program import TileGemm
+from portmm.ir.product_program import product_of
+from portmm.schedule.candidates import candidates
+from portmm.schedule.cpu_attention import attention_schedule
+from portmm.schedule.legality import inconsistent
+from portmm.schedule.rows import core_schedule
+from portmm.spec.problem import Problem
+
+if TYPE_CHECKING:
+    from portmm.ir.block_program import BlockProgram
+    from portmm.ir.nodes import Kernel
+    from portmm.schedule.schedule import Schedule
+    from portmm.target.target import Target
+
+DEPTH = 4
+"""Block of k."""
+
+
+class Lowered(NamedTuple):
+    """A kernel to be verified.
+
+    Attributes:
+        kernel: the kernel.
+        schedule: its schedule.
+        extents: of the record's labels.
+    """
+
+    kernel: Kernel
+    schedule: Schedule
+    extents: dict[str, int]
+
+
+def lowered(program: BlockProgram, target: Target, schedule: Schedule | None = None) -> Lowered:
+    """The kernel of a record on a host.
+
+    Args:
+        program: over rows, of a product or of attention.
+        target: the host.
+        schedule: of a product, in the place of the first candidate.
+
+    Raises:
+        ScheduleError: there is no such kernel.
+    """
+    gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
+    return _product(program, target, schedule) if gemms == 1 else _other(program, target, gemms)
+
+
+def _product(program: BlockProgram, target: Target, schedule: Schedule | None) -> Lowered:
+    parts = product_of(program)
+    if schedule is None:
+        p = Problem(64, 250, 256, parts.dtype, fused=parts.epilogue)
+        schedule = next(x for x in candidates(p, target) if not x.on_device)
+    s = small(schedule)
+    isa = next(x for x in target.isas if x.name == s.isa)
+    (kernel,) = lower_program(program, s, isa)
+    extents = {"m": s.mr + 1, "n": s.nr + s.nr // 2 + 1, "k": 2 * DEPTH + 1}
+    return Lowered(kernel, s, _labelled(program, extents | {"b": 2}))
+
+
+def _other(program: BlockProgram, target: Target, gemms: int) -> Lowered:
+    isa, atom = next((x, y) for x in target.isas if (y := x.atom("f32")) is not None)
+    if gemms > 1:
+        s = attention_schedule(isa, atom, packs=program.loop == "m")
+        queries = "nm"["nm".index(program.loop) - 1]
+        many = 5 if program.loop == "n" else s.tile("L2").n + 5
+        extents = {queries: many, program.loop: 2 * atom.n + 3 if program.loop == "n" else 11, "d": 3, "e": 2}
+        extents |= {"b": 1 if program.loop == "n" else 2, "h": 2, "H": 1}
+    else:
+        s = core_schedule(program, isa, atom)
+        extents = {"b": 2, "m": 7 if program.loop == "m" else 2, "n": 2 * s.nr + 3}
+    (kernel,) = lower_program(program, s, isa, atom)
+    return Lowered(kernel, s, _labelled(program, extents))
+
+
+def _labelled(program: BlockProgram, extents: dict[str, int]) -> dict[str, int]:
+    """The extents of the labels of a record.
+
+    Raises:
+        ScheduleError: it has others.
+    """
+    labels = {x for y in program.operands for x in y.axes}
+    if more := labels - extents.keys():
+        raise ScheduleError(f"the record has labels {''.join(sorted(more))}, which kernels of its kind do not have")
+    return {x: n for x, n in extents.items() if x in labels}
+
+
+def small(s: Schedule) -> Schedule:
+    """A schedule with blocks of `DEPTH` elements of k, or the same one where it has none."""
+    tiles = tuple(x._replace(k=min(x.k, DEPTH) if x.k > 1 else x.k) for x in s.tiles)
+    less = replace(s, tiles=tiles)
+    return s if inconsistent(less) else less

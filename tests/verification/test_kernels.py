@@ -1,0 +1,166 @@
+"""Emitted kernels compute their records, element by element, and mutants of their loops do not."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import fields, is_dataclass, replace
+
+import numpy as np
+import pytest
+from support import TINY
+
+from portmm.codegen.lower import lower_program
+from portmm.ir import block_meaning, interpreter
+from portmm.ir.attention_program import Bounds, Form, of_attention
+from portmm.ir.block_program import program_of
+from portmm.ir.index import Index, const
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import For, If, Kernel, Verb
+from portmm.ir.product_program import of_product
+from portmm.schedule.candidates import candidates
+from portmm.schedule.cpu_attention import attention_schedule
+from portmm.spec.elementwise import exp
+from portmm.spec.epilogue import C, Fused, Operand, acc, load, reduction
+from portmm.spec.problem import Problem
+from portmm.target.target import load_target
+from portmm.verification.kernels import call_of, check_kernel
+from portmm.verification.lowered import lowered
+
+SEED = 5
+FUSED = Fused((Operand("f32", "n"), Operand("f32", "mn")), ((C, acc() * load(0, "f32")), (1, acc() - 1.0)))
+PRODUCT = of_product(Problem(7, 12, 9, fused=str(FUSED)))
+CHIPS = ("zen5", "haswell", "neoverse-n1")
+
+
+def softmax():
+    x = load(0, "f32")
+    w = exp(x - reduction("max", x))
+    return program_of(Fused((Operand("f32", "bmn"),) * 2, ((1, w / reduction("add", w)),)), "L1")
+
+
+def scaled_attention(loop, *, causal=False, lse=False):
+    return of_attention(Form(Fused((), ((C, acc() * 0.5),)), "f32", "f32", Bounds(causal=causal), lse=lse), loop)
+
+
+def tiny(program, loop="n"):
+    isa = TINY.isas[0]
+    atom = isa.atom("f32")
+    return lower_program(program, attention_schedule(isa, atom, packs=loop == "m"), isa, atom)[0]
+
+
+@pytest.mark.parametrize("chip", CHIPS)
+@pytest.mark.parametrize("program", [PRODUCT, softmax(), scaled_attention("n")], ids=["product", "rows", "decoding"])
+def test_kernels_of_chips(program, chip):
+    x = lowered(program, load_target(chip))
+    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED)
+    assert verdict, verdict
+    assert verdict.bits >= 40
+
+
+def test_schedules_of_a_product():
+    p = Problem(7, 13, 9, fused=str(FUSED))
+    every = [s for s in candidates(p, TINY) if not s.on_device]
+    for s in every[:: max(1, len(every) // 4)]:
+        (kernel,) = lower_program(PRODUCT, replace(s, epilogue=""), TINY.isas[0])
+        verdict = check_kernel(PRODUCT, kernel, {"m": 7, "n": 13, "k": 9}, seed=SEED)
+        assert verdict, verdict
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("loop", ["n", "m"])
+def test_attention(loop, causal):
+    program, queries = scaled_attention(loop, causal=causal, lse=True), "nm"["nm".index(loop) - 1]
+    extents = {"b": 2, "h": 4, "H": 2, queries: 5, loop: 11, "d": 3, "e": 2}
+    verdict = check_kernel(program, tiny(program, loop), extents, seed=SEED)
+    assert verdict, verdict
+
+
+def test_another_record_is_told():
+    extents = {"b": 1, "h": 2, "H": 1, "m": 5, "n": 11, "d": 3, "e": 2}
+    other = of_attention(Form(Fused((), ((C, acc() * 0.25),)), "f32", "f32", Bounds()), "n")
+    assert not check_kernel(scaled_attention("n"), tiny(other), extents, seed=SEED)
+    assert not check_kernel(scaled_attention("n", causal=True), tiny(scaled_attention("n")), extents, seed=SEED)
+
+
+class Mutator:
+    """Changes the n-th place of a kernel that can be changed: a trip, an offset, a literal, a reset, a condition."""
+
+    def __init__(self, site):
+        self.left, self.what = site, ""
+
+    def of(self, x):
+        if isinstance(x, tuple):
+            parts = [self.of(y) for y in x]
+            return type(x)(*parts) if hasattr(x, "_fields") else tuple(parts)
+        if isinstance(x, Index) or not is_dataclass(x) or isinstance(x, type):
+            return x
+        if isinstance(x, Kernel):
+            return replace(x, entry=self.of(x.entry))
+        if not type(x).__module__.startswith("portmm.ir"):
+            return x
+        changed = self.changed(x)
+        if changed is not None:
+            self.left -= 1
+            if self.left == -1:
+                self.what = f"{type(x).__name__} {getattr(x, 'name', getattr(x, 'op', getattr(x, 'var', '')))}"
+                return changed
+        new = {f.name: self.of(getattr(x, f.name)) for f in fields(x)}
+        return replace(x, **new) if any(new[f.name] is not getattr(x, f.name) for f in fields(x)) else x
+
+    @staticmethod
+    def changed(x):  # noqa: PLR0911 - one for each kind
+        if isinstance(x, For):
+            return replace(x, end=x.end - const(1))
+        if isinstance(x, Verb) and x.name in ("load_a", "load_b", "store") and x.p is not None:
+            return replace(x, p=x.p + 1)
+        if isinstance(x, Verb) and x.name == "zero":
+            return Verb("add", x.d, x.d)
+        if isinstance(x, Map) and x.op in ("mul", "add", "sub", "lt"):
+            return replace(x, op={"mul": "add", "add": "sub", "sub": "add", "lt": "le"}[x.op])
+        if isinstance(x, Map) and x.op == "greater":
+            return replace(x, args=x.args[::-1][:1] * 2)
+        if isinstance(x, If) and x.orelse:
+            return replace(x, then=x.orelse)
+        return None
+
+
+def same_in_floats(program, kernel, extents):
+    """Whether a kernel agrees with its record on floats; it may also leave its arrays."""
+    rng, call = np.random.default_rng(0), call_of(program, extents)
+    arrays = [rng.normal(size=[extents[x] for x in y.axes]).astype("f4") for y in program.operands]
+    got = [x.copy() for x in arrays]
+    written = dict(program.fused.results)
+    for i in written:
+        got[i][...] = np.nan
+    block_meaning.run(program, arrays)
+    try:
+        with np.errstate(all="ignore"):
+            interpreter.run(kernel, call.ints, {n: (x.reshape(-1), 0) for n, x in zip(call.names, got, strict=True)})
+    except (IndexError, KeyError, ValueError):
+        return False
+    return all(np.allclose(got[i], arrays[i], rtol=1e-3, atol=1e-5) for i in written)
+
+
+MUTATED = {
+    "product": (PRODUCT, lambda: lowered(PRODUCT, TINY).kernel, {"m": 5, "n": 6, "k": 9}),
+    "rows": (softmax(), lambda: lowered(softmax(), TINY).kernel, {"b": 1, "m": 2, "n": 11}),
+    "decoding": (scaled_attention("n"), lambda: tiny(scaled_attention("n")),
+                 {"b": 1, "h": 2, "H": 1, "m": 3, "n": 11, "d": 3, "e": 2}),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MUTATED)
+def test_mutants_are_told(name):
+    program, make, extents = MUTATED[name]
+    kernel, seen = make(), Counter()
+    sites = Mutator(1 << 20)
+    sites.of(kernel)
+    every = (1 << 20) - sites.left
+    assert every > 20
+    for site in range(0, every, max(1, every // 40)):
+        mutator = Mutator(site)
+        mutant = mutator.of(kernel)
+        verdict = check_kernel(program, mutant, extents, seed=SEED)
+        assert not verdict or same_in_floats(program, mutant, extents), mutator.what
+        seen[bool(verdict)] += 1
+    assert seen[False] > 3, seen  # loops for other sizes than this one do not run
