@@ -174,7 +174,7 @@ class Gemm(Operands):
         if not s.kc:
             return (place, Let("c_wide", const(s.nr * s.b.panels)))
         width = (var("last") - var("first")) * s.nr
-        several = Let("deep", var("kb").lt(self.k))
+        several = Let("deep", const(1) if self.sweeps else var("kb").lt(self.k))
         return (place, several, Let("c_wide", var("deep") * width + (1 - var("deep")) * (s.nr * s.b.panels)))
 
     def slices(self, *body: Stmt) -> Stmt:

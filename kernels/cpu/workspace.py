@@ -59,13 +59,14 @@ class Workspace(Blocks):
 
     @property
     def c_size(self) -> Index:
-        """Number of elements of one worker's sums: a tile, or where k is cut a block by a chunk of the columns."""
+        """Number of elements of one worker's sums: a tile, or a block by columns where k is cut or swept."""
         if not self.finishes:
             return const(0)
         tile = self.s.mr * self.s.nr * self.s.b.panels
         if not self.s.kc:
             return const(-(-tile // 64) * 64)
-        return round_up(maximum(tile, self.kb.lt(self.k) * (self.block_rows * self.chunk_width)), 64)
+        whole = const(1) if self.sweeps else self.kb.lt(self.k)
+        return round_up(maximum(tile, whole * (self.block_rows * self.chunk_width)), 64)
 
     @property
     def kept_size(self) -> Index:

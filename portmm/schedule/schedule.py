@@ -226,4 +226,4 @@ def sweeps(s: Schedule, atom: Atom) -> bool:
     whole = s.program == "gemm" and not s.mc and s.b.panels == 1 and not s.static
     in_place = s.b.layout == "row" and not s.b.packed and not s.a.packed and not s.c.prefetch
     part = not chained(atom) and block_of_k(s.kc, s.atom.kr) is BlockOfK.PART
-    return whole and in_place and part and not finishes(s, atom)
+    return whole and in_place and part
