@@ -9,7 +9,11 @@ from typing import TYPE_CHECKING
 from portmm.dispatch.config import config, get_num_threads, set_num_threads
 from portmm.errors import (
     BuildError,
+<<<<<<< HEAD
     BundleError,
+=======
+    ConvolutionError,
+>>>>>>> 77bfef3 (Convolutions are products whose A or B is a view of the windows: pm.conv and pm.pack_conv)
     NoCompilerError,
     PackError,
     PortmmError,
@@ -27,7 +31,12 @@ if TYPE_CHECKING:
     from portmm.explanation.cpu import Explanation, explain
     from portmm.fusion.fuse import fuse
     from portmm.ops.attention import attention
+<<<<<<< HEAD
     from portmm.ops.bundles import use_bundle
+=======
+    from portmm.ops.convolution import conv
+    from portmm.ops.convolution_weights import pack_conv
+>>>>>>> 77bfef3 (Convolutions are products whose A or B is a view of the windows: pm.conv and pm.pack_conv)
     from portmm.ops.grouped_matmul import grouped_matmul
     from portmm.ops.launch import launch
     from portmm.ops.linear import linear
@@ -78,7 +87,11 @@ __version__ = VERSION
 
 __all__ = [
     "BuildError",
+<<<<<<< HEAD
     "BundleError",
+=======
+    "ConvolutionError",
+>>>>>>> 77bfef3 (Convolutions are products whose A or B is a view of the windows: pm.conv and pm.pack_conv)
     "Explanation",
     "NoCompilerError",
     "PackError",
@@ -93,6 +106,7 @@ __all__ = [
     "clip",
     "compare",
     "config",
+    "conv",
     "dequantize",
     "dropout",
     "elu",
@@ -128,6 +142,7 @@ __all__ = [
     "mean",
     "minimum",
     "pack",
+    "pack_conv",
     "plan",
     "quantize",
     "quantize_rows",
@@ -155,6 +170,8 @@ __all__ = [
 _LAZY = {
     "attention": "ops.attention",
     "compare": "comparison",
+    "conv": "ops.convolution",
+    "pack_conv": "ops.convolution_weights",
     **dict.fromkeys(("Explanation", "explain"), "explanation.cpu"),
     **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "weights.quantized"),
     **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "weights.checkpoints"),

@@ -58,6 +58,10 @@ class PackError(PortmmError):
     """Error for a packed weight that does not match the call."""
 
 
+class ConvolutionError(PortmmError, ValueError):
+    """Error for operands or options of a convolution that do not fit together."""
+
+
 class TraceError(PortmmError):
     """Error for a function that cannot be traced into a kernel; `matmul` and `fuse` name its line."""
 

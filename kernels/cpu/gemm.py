@@ -192,12 +192,14 @@ class Gemm(Operands):
         if not s.a.packed:
             return ()
         types = (s.types[0], self.atom.left)
+        end: tuple[Index, ...] = ()
         if self.view:
-            pack = Viewed("a", self.view, *types, s.mr).pack(self.isa, self.move_atom)
+            viewed = Viewed("a", self.view, *types, s.mr)
+            pack, end = viewed.pack(self.isa, self.move_atom), (M,) if viewed.open_ended else ()
         else:
             pack = pack_a(self.isa, self.move_atom, s.mr, s.a.layout, *types)
         elements = (self.filled(self.pc, var("kd")),) if s.atom.kr > 1 else ()
-        args = (var("kd"), *elements, var("h"), *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
+        args = (var("kd"), *elements, var("h"), *end, *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
         return (LetPtr("ap", self.private() + self.b_size, self.atom.left), self.slices(Call(pack, args)))
 
     def totals(self) -> tuple[Stmt, ...]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.address import offset, tests, value
 from portmm.ir.index import Index, Ptr, ceil_div, const, maximum, minimum, var
-from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Verb
+from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.packing import transpose
 from portmm.spec.dtype import BY_NAME, base, unit
 from portmm.spec.layout import Position
@@ -38,6 +38,8 @@ if TYPE_CHECKING:
 
 LONG = 32
 """Elements of a run from which on the instructions that each run takes are some percent of those that copy it."""
+SHIFT = {("s8", "u8"): 128, ("u8", "s8"): -128}
+"""Types in memory and in panels -> difference of their values."""
 ROW, ROWS, DEEP, K, UNIT = (var(x) for x in ("row", "rows", "deep", "k", "p"))
 """First row and rows of a slice, first element and units of a block of k, and unit of a part of a run."""
 
@@ -52,6 +54,7 @@ class Viewed:
         storage: type of the elements in memory.
         to: type of elements or units in panels.
         most: rows of a slice of A, at most, or of a panel of B.
+        padding: value of elements in padding, an integer.
     """
 
     name: str
@@ -59,11 +62,27 @@ class Viewed:
     storage: str
     to: str
     most: int
+    padding: int = 0
+
+    @property
+    def fill(self) -> int:
+        """Value of padding in panels, of integers that are shifted there from signed to unsigned or back."""
+        return self.padding + SHIFT.get((self.storage, base(self.to)), 0)
 
     @property
     def kr(self) -> int:
         """Number of elements of k in a unit."""
         return BY_NAME[self.to].pack
+
+    @property
+    def open_ended(self) -> bool:
+        """Whether the number of rows of the view is only known by a call, as that of images."""
+        return bool(self.view.extents[0].terms)
+
+    @property
+    def end(self) -> Index:
+        """Number of rows of the view."""
+        return var("end") if self.open_ended else value(self.view.extents[0])
 
     @property
     def width(self) -> Index:
@@ -77,6 +96,7 @@ class Viewed:
     def pack(self, isa: Isa, atom: Atom) -> Function:
         """Function to[p][i] = A[row + i][deep + p], p < k, i < rows; up to a vector past the end is overwritten."""
         counts = ("k", *(("elements",) if self.kr > 1 else ()), *(("rows",) if self.name == "a" else ()))
+        counts += ("end",) if self.open_ended else ()
         params = (*map(Param, counts), Param(self.name, self.storage, readonly=True))
         params += (Param("row"), Param("deep"), Param("to", self.to))
         body = _in_runs(self, isa, atom) or _one_by_one(self)
@@ -84,21 +104,21 @@ class Viewed:
         return Function(name, "inner", params, body, f"to[k][rows] = {self.name.upper()}, a view", of=atom.name)
 
 
-def moved(to: Ptr, view: Layout, at: tuple[Index, Index], name: str = "a") -> Stmt:
-    """Copy of an element of an operand, or in padding of zero."""
+def moved(to: Ptr, view: Layout, at: tuple[Index, Index], name: str = "a", fill: int = 0) -> Stmt:
+    """Copy of an element of an operand, or in padding of a number, zero by default."""
     there, copy = view.valid(at, var), Move(to, Ptr(name, offset(view, *at)))
-    return copy if isinstance(there, int) else If(const(0).lt(there), (copy,), (Move(to, None),))
+    return copy if isinstance(there, int) else If(const(0).lt(there), (copy,), (Move(to, None, fill),))
 
 
 def _one_by_one(x: Viewed) -> tuple[Stmt, ...]:
     """Loop that copies a slice element by element, with an address and a test for each."""
     j, e = var("j"), var("e")
     place, at = Ptr("parts", (UNIT * x.width + j) * x.kr + e), UNIT * x.kr + e
-    copy = moved(place, x.view, (ROW + j, DEEP + at), x.name)
+    copy = moved(place, x.view, (ROW + j, DEEP + at), x.name, x.fill)
     fill = If(at.lt(var("elements")), (copy,), (Move(place, None),)) if x.kr > 1 else copy
     each: tuple[Stmt, ...] = (For("e", const(0), const(x.kr), const(1), (fill,)),)
     if x.name == "b":
-        each = (If((ROW + j).lt(value(x.view.extents[0])), each),)
+        each = (If((ROW + j).lt(x.end), each),)
     across = For("j", const(0), x.width, const(1), each)
     return (LetPtr("parts", Ptr("to"), base(x.to)), For("p", const(0), K, const(1), (across,)))
 
@@ -121,7 +141,8 @@ def _in_runs(x: Viewed, isa: Isa, atom: Atom) -> tuple[Stmt, ...]:
 
 def _lines(x: Viewed, atom: Atom, along: Runs) -> Runs | None:
     """Runs of contiguous rows, where memory has known bounds and vectors along them can be copied; else None."""
-    of = runs(x.view, 0) if x.kr == 1 < atom.n and not x.view.swizzle else None
+    bounded = not x.view.swizzle and not any(y.terms for y in x.view.shape)
+    of = runs(x.view, 0) if x.kr == 1 < atom.n and bounded else None
     forward = all(y.terms or y.constant >= 0 for y in (*x.view.stride, along.step))
     return of if of and of.step == 1 and along.step != 1 and forward else None
 
@@ -181,7 +202,7 @@ class _Group:
 
     def _there(self, row: int) -> Index:
         """1 for a row that the view has."""
-        return (ROW + row).lt(value(self.x.view.extents[0]))
+        return (ROW + row).lt(self.x.end)
 
     def _inside(self) -> Index:
         """1 if no row is in padding anywhere in a run."""
@@ -254,7 +275,8 @@ class _Group:
         )
         clear: list[Stmt] = []
         for j in self.rows:
-            zeros = For("p", const(0), var("count"), const(1), (Move(Ptr("out", UNIT * self.x.width + j), None),))
+            one = Move(Ptr("out", UNIT * self.x.width + j), None, self.x.fill)
+            zeros = For("p", const(0), var("count"), const(1), (one,))
             clear += self.x.where(j, (If(1 - var(f"there{j}"), (zeros,)),))
         return (
             Let("count", var("run_end") - begin),
@@ -271,14 +293,26 @@ class _Group:
         load: list[Stmt] = []
         for i, j in enumerate(self.rows):
             one = Verb("load_b", f"t0_{i}", p=Ptr(f"line{j}", UNIT), to=self.x.to)
-            load.append(If(var(f"there{j}"), (one,), (Verb("zero", f"t0_{i}"),)) if tested else one)
+            load.append(If(var(f"there{j}"), (one,), (self._padding(f"t0_{i}"),)) if tested else one)
         shuffles, columns = transpose(lanes, len(self.rows))
         store = tuple(
             Verb("store", x, p=Ptr("out", (UNIT + i) * self.x.width + self.rows[0]), to=self.x.to)
             for i, x in enumerate(columns)
         )
         blocks = For("p", const(0), var("count") - (lanes - 1), const(lanes), (*load, *shuffles, *store))
-        return (*lines, blocks)
+        return (*lines, *self._fill(lanes * self.x.kr, tested=tested), blocks)
+
+    def _padding(self, name: str) -> Stmt:
+        """A vector of padding."""
+        return Verb("load_b", name, p=Ptr("padding"), to=self.x.to) if self.x.fill else Verb("zero", name)
+
+    def _fill(self, elements: int, *, tested: bool) -> tuple[Stmt, ...]:
+        """An array of padding, where that is not zero."""
+        if not tested or not self.x.fill:
+            return ()
+        kind = base(self.x.to)
+        filled = For("e", const(0), const(elements), const(1), (Move(Ptr("fill", var("e")), None, self.x.fill),))
+        return (Scratch("fill", elements, kind), filled, LetPtr("padding", Ptr("fill"), self.x.to, readonly=True))
 
     def _elements(self, of: Runs, begin: Index, *, tested: bool) -> Stmt:
         """Loop that copies units of a run from one on, element by element."""
@@ -288,7 +322,7 @@ class _Group:
             for e in range(self.x.kr):
                 to = Ptr("parts", const(j * self.x.kr + e))
                 copy = Move(to, Ptr(f"a{j}", (UNIT * self.x.kr + e) * value(of.step)))
-                copies.append(If(var(f"there{j}"), (copy,), (Move(to, None),)) if tested else copy)
+                copies.append(If(var(f"there{j}"), (copy,), (Move(to, None, self.x.fill),)) if tested else copy)
             body += self.x.where(j, tuple(copies))
         return For("p", begin, var("count"), const(1), tuple(body))
 

@@ -289,7 +289,7 @@ class Printer:
         self.put(depth, line)
 
     def do_move(self, s: Move, depth: int) -> None:
-        value = self.at(s.src, base(self.points[s.to.name])) if s.src else "0"
+        value = self.at(s.src, base(self.points[s.to.name])) if s.src else str(s.value)
         self.put(depth, f"*({self.address(s.to)}) = {value};")
 
     def do_add(self, s: Add, depth: int) -> None:

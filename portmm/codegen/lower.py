@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.layout import Layout
     from portmm.spec.problem import Family
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -78,6 +79,20 @@ def lower(s: Schedule, isa: Isa) -> Kernel:
         raise ScheduleError(f"schedule {inconsistent(s)}: {spell(s)}")
     kernel: Kernel = _built(s, isa, atom_of(isa, s.dtype, s.atom.lanes))
     return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {quote(spell(s))}"))
+
+
+def lower_view(s: Schedule, isa: Isa, view: Layout | None = None, view_b: Layout | None = None) -> Kernel:
+    """The kernel of a schedule that packs A or B from a view of memory, as the windows of a convolution.
+
+    Raises:
+        ScheduleError: the program is unknown, does not read such a view, or the ISA lacks the type.
+    """
+    _check(s, device=False)
+    builder, atom = _builder(PROGRAMS[s.program].builder), atom_of(isa, s.dtype, s.atom.lanes)
+    views = {name: x for name, x in (("view", view), ("view_b", view_b)) if x is not None}
+    kernel: Kernel = builder.build(s, isa, atom, **views)
+    forms = (f"{name[5:].upper() or 'A'} at {x.form}" for name, x in views.items())
+    return replace(kernel, header=_header(kernel.name, isa, f"{s}, {', '.join(forms)}", f"portmm.conv on {isa.title}"))
 
 
 def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:

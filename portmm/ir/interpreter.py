@@ -370,7 +370,7 @@ class _Machine:
     def do_move(self, s: Move, f: _Frame) -> None:
         to, i, into = self.at(s.to, f, 1)
         if s.src is None:
-            to[i] = 0
+            to[i] = s.value
         else:
             src, j, memory = self.at(s.src, f, 1)
             to[i] = converted(src[j : j + 1], memory, into)[0]

@@ -184,10 +184,11 @@ class Mac:
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """Copy of one element, converted if the types differ; from None: store of zero."""
+    """Copy of one element, converted if the types differ; from None: store of an integer."""
 
     to: Ptr
     src: Ptr | None
+    value: int = 0
 
 
 @dataclass(frozen=True, slots=True)

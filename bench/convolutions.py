@@ -1,0 +1,322 @@
+"""Convolutions of ResNet-50 and of Stable Diffusion's U-Net, one by one, beside oneDNN's and ONNX Runtime's.
+
+    python bench/convolutions.py [--only resnet] [--rounds 7] [--seconds 110] [--save FILE]
+
+Images are float32, channels last; filters are prepacked by each library. Each library has a process of its own, and
+rounds alternate between them, so that both see the same clock; a case's ratio is the median over rounds of the best
+peer's time over portmm's. Results are compared with PyTorch's in float64 where that takes less than a second. Peak
+memory is portmm's resident set beyond images, filters and result. oneDNN is called through PyTorch, with filters in
+the layout that it asks for; ONNX Runtime gets a model of one node.
+
+Run it on one processor that does nothing else; `--save` appends to a file, from which cases that it has are not
+measured again, so that runs may be short.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Case:
+    """A convolution of square images."""
+
+    model: str
+    size: int
+    channels: int
+    outputs: int
+    kernel: int
+    stride: int = 1
+    groups: int = 1
+    batch: int = 1
+
+    @property
+    def padding(self):
+        """Zeros on each side."""
+        return self.kernel // 2
+
+    @property
+    def out(self):
+        """Rows of a result."""
+        return (self.size + 2 * self.padding - self.kernel) // self.stride + 1
+
+    @property
+    def flops(self):
+        """Multiplications and additions."""
+        return 2 * self.batch * self.out**2 * self.outputs * self.kernel**2 * self.channels // self.groups
+
+    @property
+    def name(self):
+        """A short name."""
+        stride = f"s{self.stride}" if self.stride > 1 else ""
+        return f"{self.model}-{self.size}-{self.channels}-{self.outputs}-{self.kernel}x{self.kernel}{stride}"
+
+
+def resnet(*sizes):
+    """Convolutions of ResNet-50."""
+    return [Case("resnet", *x) for x in sizes]
+
+
+def unet(*sizes):
+    """Convolutions of the U-Net of Stable Diffusion 1.5, for an image of 512 by 512."""
+    return [Case("unet", *x) for x in sizes]
+
+
+CASES = [
+    *resnet(
+        (224, 3, 64, 7, 2), (56, 64, 64, 1), (56, 64, 64, 3), (56, 64, 256, 1), (56, 256, 64, 1), (56, 256, 128, 1),
+        (56, 128, 128, 3, 2), (28, 128, 512, 1), (56, 256, 512, 1, 2), (28, 512, 128, 1), (28, 128, 128, 3),
+        (28, 512, 256, 1), (28, 256, 256, 3, 2), (14, 256, 1024, 1), (28, 512, 1024, 1, 2), (14, 1024, 256, 1),
+        (14, 256, 256, 3), (14, 1024, 512, 1), (14, 512, 512, 3, 2), (7, 512, 2048, 1), (14, 1024, 2048, 1, 2),
+        (7, 2048, 512, 1), (7, 512, 512, 3),
+    ),
+    *unet(
+        (64, 4, 320, 3), (64, 320, 320, 3), (64, 320, 320, 1), (64, 320, 320, 3, 2), (32, 320, 640, 3),
+        (32, 320, 640, 1), (32, 640, 640, 3), (32, 640, 640, 1), (32, 640, 640, 3, 2), (16, 640, 1280, 3),
+        (16, 640, 1280, 1), (16, 1280, 1280, 3), (16, 1280, 1280, 1), (16, 1280, 1280, 3, 2), (8, 1280, 1280, 3),
+        (8, 2560, 1280, 3), (8, 2560, 1280, 1), (16, 2560, 1280, 3), (16, 1920, 1280, 1), (32, 1920, 640, 3),
+        (32, 960, 640, 3), (32, 1280, 1280, 3), (64, 640, 640, 3), (64, 960, 320, 3), (64, 640, 320, 1),
+        (64, 320, 4, 3),
+    ),
+]  # fmt: skip
+
+
+def operands(case):
+    """Images, channels last, and filters."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((case.batch, case.size, case.size, case.channels), np.float32)
+    shape = (case.outputs, case.channels // case.groups, case.kernel, case.kernel)
+    return x, rng.standard_normal(shape, np.float32) / math.sqrt(math.prod(shape[1:]))
+
+
+# -- libraries -------------------------------------------------------------------
+
+
+def open_portmm():
+    """Prepared calls of portmm."""
+    import portmm as pm
+
+    pm.set_num_threads(1)
+
+    def prepare(case):
+        x, w = operands(case)
+        packed = pm.pack_conv(w, groups=case.groups)
+        how = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
+        return lambda: pm.conv(x, packed, **how)
+
+    return prepare
+
+
+def open_torch():
+    """Prepared calls of oneDNN through PyTorch."""
+    import torch
+
+    torch.set_num_threads(1)
+    torch.set_grad_enabled(False)
+
+    def prepare(case):
+        x, w = (torch.from_numpy(y) for y in operands(case))
+        x = x.permute(0, 3, 1, 2)
+        pads, strides, ones = ([y, y] for y in (case.padding, case.stride, 1))
+        reorder, call = (
+            getattr(torch.ops.mkldnn, y) for y in ("_reorder_convolution_weight", "_convolution_pointwise")
+        )
+        w = reorder(w.contiguous(memory_format=torch.channels_last), pads, strides, ones, case.groups, list(x.shape))
+        return lambda: call(x, w, None, pads, strides, ones, case.groups, "none", [], "").permute(0, 2, 3, 1)
+
+    return prepare
+
+
+def open_onnxruntime():
+    """Prepared calls of ONNX Runtime, whose images have channels first."""
+    import onnx
+    import onnxruntime as ort
+    from onnx import TensorProto, helper, numpy_helper
+
+    def prepare(case):
+        x, w = operands(case)
+        x = np.ascontiguousarray(x.transpose(0, 3, 1, 2))
+        node = helper.make_node("Conv", ["x", "w"], ["y"], strides=[case.stride] * 2, pads=[case.padding] * 4,
+                                group=case.groups)  # fmt: skip
+        out = (case.batch, case.outputs, case.out, case.out)
+        graph = helper.make_graph(
+            [node], "g", [helper.make_tensor_value_info("x", TensorProto.FLOAT, x.shape)],
+            [helper.make_tensor_value_info("y", TensorProto.FLOAT, out)], [numpy_helper.from_array(w, "w")],
+        )  # fmt: skip
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8)
+        options = ort.SessionOptions()
+        options.intra_op_num_threads = 1
+        session = ort.InferenceSession(onnx.ModelProto.SerializeToString(model), options, ["CPUExecutionProvider"])
+        return lambda: session.run(None, {"x": x})[0].transpose(0, 2, 3, 1)
+
+    return prepare
+
+
+LIBRARIES = {"portmm": open_portmm, "onednn": open_torch, "onnxruntime": open_onnxruntime}
+
+
+def serve(name):
+    """Answer requests, one a line: prepare a case, time it for some seconds, write its result, or peak memory."""
+    prepare, call = LIBRARIES[name](), None
+    for line in sys.stdin:
+        word, value = json.loads(line)
+        answer = None
+        if word == "prepare":
+            call = prepare(CASES[value])
+            call()
+        elif word == "time":
+            answer, end = math.inf, time.perf_counter() + value
+            while True:
+                start = time.perf_counter()
+                call()
+                now = time.perf_counter()
+                answer = min(answer, now - start)
+                if now > end:
+                    break
+        elif word == "result":
+            np.save(value, np.asarray(call()))
+        print(json.dumps(answer), flush=True)
+
+
+class Worker:
+    """A library in a process of its own."""
+
+    def __init__(self, name):
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )  # fmt: skip
+
+    def ask(self, word, value):
+        """The answer to a request."""
+        self.process.stdin.write(json.dumps([word, value]) + "\n")
+        self.process.stdin.flush()
+        answer = self.process.stdout.readline()
+        if not answer:
+            raise SystemExit("a worker has ended: see its message above")
+        return json.loads(answer)
+
+    def close(self):
+        """End the process."""
+        self.process.stdin.close()
+        self.process.wait()
+
+
+# -- measurement -----------------------------------------------------------------
+
+
+def measure(workers, index, rounds):
+    """Seconds of each library: a list of rounds."""
+    for x in workers.values():
+        x.ask("prepare", index)
+    times = {name: [] for name in workers}
+    for i in range(rounds + 1):
+        for name in sorted(workers, reverse=bool(i % 2)):
+            seconds = workers[name].ask("time", 0.02 if i else 0.0)
+            if i:
+                times[name].append(seconds)
+    return times
+
+
+def ratio(times):
+    """The median over rounds of the best peer's time over portmm's, and that peer."""
+    peers = {name: statistics.median(x / y for x, y in zip(v, times["portmm"], strict=True))
+             for name, v in times.items() if name != "portmm"}  # fmt: skip
+    best = min(peers, key=peers.get)
+    return peers[best], best
+
+
+def worst_error(workers, folder):
+    """The largest difference of results between libraries, relative to the largest element."""
+    found = []
+    for name, x in workers.items():
+        path = Path(folder, f"{name}.npy")
+        x.ask("result", str(path))
+        found.append(np.load(path).astype(np.float64))
+        path.unlink()
+    return max(np.abs(x - found[0]).max() for x in found) / np.abs(found[0]).max()
+
+
+def memory(index):
+    """MiB of portmm's peak resident set beyond images, packed filters and the result."""
+    code = (
+        "import sys, resource; sys.path.insert(0, sys.argv[1]); import convolutions as c, portmm as pm, numpy as np\n"
+        "case = c.CASES[int(sys.argv[2])]; x, w = c.operands(case); pm.set_num_threads(1)\n"
+        "small = pm.pack_conv(w[:1]); packed = pm.pack_conv(w); del w\n"
+        "how = dict(stride=case.stride, padding=case.padding); out = np.zeros(pm.conv(x[:, :1 + case.kernel], packed, "
+        "**how).shape[:0] + (case.batch, case.out, case.out, case.outputs), np.float32)\n"
+        "pm.conv(x, packed, out, **how)\n"
+        "open('/proc/self/clear_refs', 'w').write('5')\n"
+        "def peak(): return [int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')][0]\n"
+        "def now(): return [int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmRSS')][0]\n"
+        "before = now(); pm.forget(); pm.conv(x, packed, out, **how); print((peak() - before) / 1024)"
+    )
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(index)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+
+def table(rows):
+    """Lines of a table."""
+    for name, row in rows.items():
+        best = f"{row['ratio']:5.2f} of {row['best']:12}"
+        yield f"{name:34} {row['gflops']:7.1f} GFLOP/s  {best} error {row['error']:.0e}"
+    every = [row["ratio"] for row in rows.values()]
+    mean = math.exp(statistics.fmean(map(math.log, every)))
+    yield f"geometric mean {mean:.3f}, least {min(every):.2f}, {len(every)} cases"
+
+
+def main():
+    """Measure, and print."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default="", help="part of the names of cases")
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--seconds", type=float, default=110, help="after which no further case begins")
+    parser.add_argument("--peers", default="onednn,onnxruntime")
+    parser.add_argument("--save", default="", help="file that results are kept in")
+    parser.add_argument("--memory", action="store_true", help="measure peak memory instead of time")
+    parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.serve:
+        serve(args.serve)
+        return
+    wanted = [i for i, x in enumerate(CASES) if args.only in x.name]
+    if args.memory:
+        for i in wanted:
+            print(f"{CASES[i].name:34} {memory(i):6.1f} MiB")
+        return
+    path = Path(args.save or os.devnull)
+    rows = json.loads(path.read_text()) if args.save and path.exists() else {}
+    begin = time.monotonic()
+    workers = {name: Worker(name) for name in ["portmm", *filter(None, args.peers.split(","))]}
+    folder = tempfile.mkdtemp()
+    for i in wanted:
+        case = CASES[i]
+        if case.name in rows or time.monotonic() - begin > args.seconds:
+            continue
+        times = measure(workers, i, args.rounds)
+        best, peer = ratio(times)
+        rate = case.flops / statistics.median(times["portmm"]) / 1e9
+        rows[case.name] = {"ratio": best, "best": peer, "gflops": rate, "error": worst_error(workers, folder)}
+        if args.save:
+            path.write_text(json.dumps(rows, indent=1) + "\n")
+    for x in workers.values():
+        x.close()
+    Path(folder).rmdir()
+    measured = {CASES[i].name: rows[CASES[i].name] for i in wanted if CASES[i].name in rows}
+    print(*table(measured) if measured else ("no case",), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Routes on a CPU of products whose A or B is a view of memory with transforms, as the windows of a convolution.
+
+Owns the selection among schedules that pack the view, and the memo of routes: a kernel is made for one view.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from portmm.codegen.lower import lower_view
+from portmm.dispatch.cpu_kernels import isa_of, loaded_program, workspace_bytes
+from portmm.dispatch.schedule_choice import choose
+from portmm.errors import ScheduleError
+from portmm.runtime.cpu import runtime
+from portmm.spec.row_classes import of_class
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.layout import Layout
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Target
+
+MOST = 1024
+"""Routes remembered before all are dropped."""
+
+_routes = Memory(MOST, "routes")
+
+
+class Views(NamedTuple):
+    """The operands of a product that are views.
+
+    Attributes:
+        a: layout (m, k) of A, or None.
+        b: layout (k, n) of B, or None.
+    """
+
+    a: Layout | None = None
+    b: Layout | None = None
+
+
+def view_route(p: Problem, views: Views, target: Target, threads: int) -> Any:
+    """A route for a problem whose A or B is a view.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    key = (p, views, id(target), threads)
+    entry = _routes.get(key)
+    if entry is None:
+        entry = _routes.keep(key, (target, _new_route(p, views, target, threads)))  # the entry keeps the target alive
+    return entry[1]
+
+
+def _new_route(p: Problem, views: Views, target: Target, threads: int) -> Any:
+    s, workers = schedule_of(p, views, target, threads)
+    kernel, code = loaded_program(lower_view, s, isa_of(s, target), *views)
+    return runtime().make_route(code, workspace_bytes(kernel, p, workers), workers, p.storage, p.unit)
+
+
+def schedule_of(p: Problem, views: Views, target: Target, threads: int) -> tuple[Schedule, int]:
+    """The schedule predicted to be fastest among those that pack the view, and its threads.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    choice = choose(of_class(p), target, threads, tuned=False)
+    for s in (choice.schedule, *(s for s, _ in choice.runners_up)):
+        if _packs(s, views):
+            return s, choice.workers
+    raise ScheduleError(f"no schedule of {p} packs its view on {target.name}")
+
+
+def _packs(s: Schedule, views: Views) -> bool:
+    """Whether a schedule packs the operands that are views."""
+    programs = ("gemm",) if views.b is not None else ("gemm", "tiles")
+    if s.program not in programs or s.atom.swap or s.static:
+        return False
+    return (views.a is None or s.a.packed) and (views.b is None or s.b.packed)

@@ -1,0 +1,102 @@
+"""Convolution: `conv`.
+
+Owns the public function and the fast path of calls without functions. `convolution_options` has the checks,
+`convolution_call` the calls, `convolution_kernel` the kernels, `convolution_weights` the filters.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays import libraries, numpy_arrays
+from portmm.dispatch import config
+from portmm.errors import ConvolutionError
+from portmm.ops.convolution_call import Repeated, convolved, prologue, readable
+from portmm.ops.convolution_options import Options, hashable, sizes
+from portmm.ops.convolution_weights import PackedConv, pack_conv, unpack_conv
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+MOST = 1024
+"""Kinds of calls remembered before the memo is emptied."""
+
+_sizes, _repeated = Memory(MOST), Memory(MOST)
+
+
+def conv(
+    x: Any,
+    w: Any,
+    out: Any = None,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Any = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    layout: str = "NHWC",
+    dtype: Any = None,
+    epilogue: Callable[..., Any] | None = None,
+    prologue_a: Callable[..., Any] | None = None,
+) -> Any:
+    """Convolution (cross-correlation, as in PyTorch and ONNX) over one, two or three dimensions.
+
+    Windows of the images are a view that the kernels of products read: nothing is gathered to memory first, and no
+    copy of the images is padded. Types are summed as in `matmul`.
+
+    Args:
+        x: images in `layout`, of any strides; the types of `matmul`.
+        w: filters (outputs, channels of a group, *kernel), or those of `pack_conv`, which are packed once.
+        out: the array of the result, of any strides.
+        stride: of windows: a number, or one for each dimension.
+        padding: zeros around the images: a number, one for each dimension, a pair (before, after) for each, or "same".
+        dilation: distance of the taps of a filter.
+        groups: of channels, each convolved by itself.
+        layout: "NHWC" or "NCHW", or those of one or three dimensions: "NWC", "NCW", "NDHWC", "NCDHW".
+        dtype: type of the result, as in `matmul`.
+        epilogue: a function (acc, i) of the sums, as in `matmul`: i.b is the image, i.m the pixel of the result and
+            i.n its channel, in any layout. Arrays without indices are broadcast to (image, pixel, channel), or
+            (image, channel, pixel) with channels first.
+        prologue_a: a function (a, i) of the images, with i.k the channel; padding stays zero.
+
+    Returns:
+        The result in `layout`; `out` if given; of several results of an epilogue, a tuple.
+
+    Raises:
+        ConvolutionError: shapes or options do not fit together.
+        TypeError: a dtype is not supported.
+        TraceError: a function cannot be traced.
+    """
+    key = None
+    if epilogue is None is prologue_a and type(x) is np.ndarray and type(w) is PackedConv:
+        options = Options(stride, padding, dilation, groups, layout)
+        key = (x.shape, x.strides, x.dtype, x.flags.aligned, w.kind, options, dtype, config.current(), config.limit())
+        try:
+            repeated = _repeated.get(key)
+        except TypeError:  # a list
+            key = repeated = None
+        if repeated is not None and (result := repeated(x, w, out)) is not None:
+            return result
+    if not libraries.on_host(x, w, out):
+        if not libraries.in_host_memory(x, w, out):
+            raise ConvolutionError("convolutions are computed in the host's memory; copy the images there")
+        from portmm.arrays.interop import through
+
+        more = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "layout": layout}
+        return through(conv, x, w, out, **more, dtype=dtype, epilogue=epilogue, prologue_a=prologue_a)
+    images = numpy_arrays.as_operand(x, "x", matrix=False)
+    packed = isinstance(w, PackedConv)
+    groups = w.groups if packed and groups == 1 else groups
+    options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout)
+    about = (images.shape, tuple(w.shape), options)
+    size = _sizes.get(about) or _sizes.keep(about, sizes(*about))
+    if not packed or (w.layout, w.groups) != (layout, groups):
+        w = pack_conv(unpack_conv(w) if packed else w, groups=groups, layout=layout, activations=images.dtype)
+    if prologue_a is not None:
+        images = prologue(prologue_a, images, last=w.channels_last)
+    result = convolved(readable(images, w), w, size, (out, None if dtype is None else np.dtype(dtype)), epilogue)
+    if key is not None and (ready := Repeated.of(images, w, size, dtype)) is not None:
+        _repeated.keep(key, ready)
+    return result

@@ -1,0 +1,308 @@
+"""Calls of convolutions: where results go, the kernels of a kind of call, and NumPy in place of kernels."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from portmm.arrays import numpy_arrays
+from portmm.arrays.numpy_fallback import fall_back
+from portmm.dispatch import config
+from portmm.errors import BuildError, ConvolutionError
+from portmm.ops import host_matmul
+from portmm.ops.convolution_kernel import ConvolutionKernel, HostConvolution
+from portmm.ops.convolution_weights import unpack_conv
+from portmm.ops.epilogues import NAMES, NOT_F64
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from portmm.errors import ScheduleError
+    from portmm.ops.convolution_weights import PackedConv
+    from portmm.spec.convolution import Convolution
+
+Array = np.ndarray[Any, Any]
+Wanted = tuple[Any, np.dtype[Any] | None]
+"""The array of the result and its type, or None."""
+CHANNELS_FIRST = {"m": "n", "n": "m", "b": "b"}
+"""Names of indices -> axes of a product whose rows are channels."""
+MOST = 1024
+"""Kinds of calls without an epilogue remembered before the memo is emptied."""
+
+_kinds = Memory(MOST)
+
+
+def readable(x: Array, w: PackedConv) -> Array:
+    """Images in a form that kernels read, copied only if they must be."""
+    dtype = x.dtype.newbyteorder("=")
+    if not w.channels_last:
+        dtype = numpy_arrays.types_of(w.dtype, dtype)[1]
+    elif hasattr(w.weight[0], "element"):
+        dtype = numpy_arrays.types_of(dtype, w.dtype)[0]
+    if numpy_arrays.addressable(x, dtype) and min(x.strides, default=0) >= 0:
+        return x
+    return np.require(np.ascontiguousarray(x), dtype, ("C", "A"))
+
+
+class _Place(NamedTuple):
+    """Memory of the first result.
+
+    Attributes:
+        array: the user's array as (image, pixel, channel), or with channels first (image, channel, pixel); or None.
+        strides: of rows and items, in elements.
+    """
+
+    array: Array | None
+    strides: tuple[int, int]
+
+
+def convolved(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, epilogue: Any) -> Any:
+    """The convolution with its epilogue."""
+    call = _call(x, w, size, wanted, fused=epilogue is not None)
+    host_matmul.begin()
+    if 0 in (*call.shape, size.depth):
+        return _finished(_by_numpy(call, epilogue), call, wanted)
+    place = _place(wanted[0], call)
+    try:
+        kernel, closure = (_plain(call, place), None) if epilogue is None else _fused(call, place, epilogue)
+    except BuildError as error:
+        fall_back(error)
+        return _finished(_by_numpy(call, epilogue), call, wanted)
+    if not isinstance(kernel, ConvolutionKernel):
+        return _finished(_split(call, epilogue) if epilogue else _by_numpy(call, None), call, wanted)
+    to, (shape, dtype) = place.array, kernel.results[0]
+    if to is not None and (to.dtype != dtype or not _apart(to, kernel, closure)):
+        result = convolved(x, w, size, (None, call.first if wanted[1] is None else wanted[1]), epilogue)
+        return _copied(result, wanted[0])
+    results = [np.empty(shape, dtype) if to is None else to, *(np.empty(s, t) for s, t in kernel.results[1:])]
+    kernel.run(x, w, (results[0], *place.strides), closure, results[1:])
+    if to is None:
+        return _finished((results, kernel.several), call, wanted)
+    return (wanted[0], *_shaped(results[1:], call)) if kernel.several else wanted[0]
+
+
+def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: bool) -> HostConvolution:
+    """The convolution, with results of the requested type where kernels write them; others are converted afterwards."""
+    out, dtype = wanted
+    first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
+    first = None if first == np.float64 else first  # results in float32 are converted
+    if fused:
+        return HostConvolution(x, w, size, dtype, first)
+    call = HostConvolution(x, w, size, first if dtype is None else dtype, None)
+    return call if call.wanted is None or call.writes() else HostConvolution(x, w, size, None, None)
+
+
+def _plain(call: HostConvolution, place: _Place) -> ConvolutionKernel | ScheduleError:
+    """The kernel without an epilogue."""
+    key = (call.kind, place.strides, config.current(), config.limit())
+    kernel: ConvolutionKernel | ScheduleError = _kinds.get(key) or _kinds.keep(key, call.ready(place.strides))
+    return kernel
+
+
+def _fused(call: HostConvolution, place: _Place, epilogue: Any) -> tuple[Any, Any]:
+    """The kernel with an epilogue, and the arrays and numbers that this captures."""
+    from portmm.spec.epilogue import acc
+    from portmm.trace.bind import UserFunction
+    from portmm.trace.tracer import indices
+
+    function = UserFunction(epilogue)
+    values = (acc(), indices(NAMES if call.last else CHANNELS_FIRST))
+    key = ("conv", *call.kind, place.strides)
+    return function.ready(key, lambda traced: call.ready(place.strides, traced), values, 3), function.closure
+
+
+# -- the fast path ---------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Repeated:
+    """A further call of a kind, without an epilogue.
+
+    Attributes:
+        kernel: the kernel.
+        shape: of the result.
+        dtype: of the result.
+        strides: of rows and items of a dense result, in elements.
+    """
+
+    kernel: ConvolutionKernel
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    strides: tuple[int, int]
+
+    @classmethod
+    def of(cls, x: Array, w: PackedConv, size: Convolution, dtype: Any) -> Repeated | None:
+        """The record of a call that was made; None where it is not to be repeated like this."""
+        if readable(x, w) is not x:
+            return None
+        call = HostConvolution(x, w, size, None if dtype is None else np.dtype(dtype), None)
+        if 0 in (*call.shape, size.depth) or not (dtype is None or call.writes()):
+            return None
+        strides = _dense(call.shape)
+        kernel = _kinds.get((call.kind, strides, config.current(), config.limit()))
+        if not isinstance(kernel, ConvolutionKernel):
+            return None
+        return cls(kernel, _user_shape(call), kernel.results[0][1], strides)
+
+    def __call__(self, x: Array, w: PackedConv, out: Any) -> Any:
+        """The result; None if it cannot be written to `out` like this."""
+        if out is None:
+            out = np.empty(self.shape, self.dtype)
+        elif type(out) is not np.ndarray or out.shape != self.shape or not numpy_arrays.dense_at(out, self.dtype, x):
+            return None
+        self.kernel.run(x, w, (out, *self.strides))
+        return out
+
+
+# -- memory of results -----------------------------------------------------------
+
+
+def _dense(shape: tuple[int, int, int]) -> tuple[int, int]:
+    return shape[2], shape[1] * shape[2]
+
+
+def _place(out: Any, call: HostConvolution) -> _Place:
+    """Memory of the first result: the user's, where kernels can write it.
+
+    Raises:
+        TypeError: `out` is no array.
+        ValueError: it has another shape, or is read-only.
+    """
+    shape = call.shape
+    nowhere = _Place(None, _dense(shape))
+    if out is None:
+        return nowhere
+    numpy_arrays.check_out(out, _user_shape(call), np.dtype(np.int8))
+    addressable = numpy_arrays.addressable(out, out.dtype.newbyteorder("=")) and min(out.strides, default=0) >= 0
+    if not addressable or np.may_share_memory(out, call.x):
+        return nowhere
+    view = out.view()
+    try:
+        view.shape = shape
+    except AttributeError:  # pixels are at no equal distances
+        return nowhere
+    item, row, element = (s // out.itemsize for s in view.strides)
+    item = row * shape[1] if shape[0] == 1 else item
+    rows = (element == 1 or shape[2] == 1) and row >= shape[2] and item >= row * (shape[1] - 1) + shape[2]
+    return _Place(view, (row, item)) if rows else nowhere
+
+
+def _apart(to: Array, kernel: ConvolutionKernel, closure: Any) -> bool:
+    """Whether operands of an epilogue share no memory with the result, or the very elements that they are read for."""
+    if kernel.bound is None:
+        return True
+    from portmm.trace.closures import resolve
+
+    same = (to.__array_interface__["data"], to.shape, to.strides, ("b", "m", "n"))
+    for source in kernel.bound.traced.sources:
+        y = closure[source.key] if source.key in closure else resolve(source.key, closure)
+        layout = (y.__array_interface__["data"], y.shape, y.strides, source.view)
+        if np.may_share_memory(to, y) and layout != same:
+            return False
+    return True
+
+
+def _copied(result: Any, out: Array) -> Any:
+    """A result copied to an array that kernels do not write."""
+    several = isinstance(result, tuple)
+    first, *rest = result if several else (result,)
+    numpy_arrays.put(numpy_arrays.check_out(out, first.shape, first.dtype), first)
+    return (out, *rest) if several else out
+
+
+def _user_shape(call: HostConvolution) -> tuple[int, ...]:
+    """The shape of a result in the layout of the images."""
+    images, *rest = call.shape
+    return (images, *call.size.out, rest[1]) if call.last else (images, rest[0], *call.size.out)
+
+
+def _shaped(results: Sequence[Array], call: HostConvolution) -> list[Array]:
+    """Results in the layout of the images; of one that varies along no channel or no pixel, with an extent of 1."""
+    spatial, shaped = call.size.out, []
+    for x in results:
+        images, m, n = x.shape
+        pixels, channels = (m, n) if call.last else (n, m)
+        along = spatial if pixels == call.size.pixels else (1,) * len(spatial)
+        shaped.append(x.reshape((images, *along, channels) if call.last else (images, channels, *along)))
+    return shaped
+
+
+def _finished(computed: tuple[Sequence[Array], bool], call: HostConvolution, wanted: Wanted) -> Any:
+    """Results in the layout of the images, the first copied to `out`, or of the requested type."""
+    (results, several), (out, dtype) = computed, wanted
+    first, *rest = _shaped(results, call)
+    if out is not None:
+        return _copied((first, *rest) if several else first, out)
+    if dtype is not None and not several:
+        if not np.can_cast(first.dtype, dtype, casting="same_kind"):
+            raise TypeError(f"dtype is {dtype}, which cannot hold {first.dtype} results")
+        first = first.astype(dtype, copy=False)
+    return (first, *rest) if several else first
+
+
+# -- in place of one kernel ------------------------------------------------------
+
+
+def _split(call: HostConvolution, epilogue: Any) -> tuple[list[Array], bool]:
+    """The convolution first, then the epilogue over its rows."""
+    from portmm.ops.rowwise import over_rows
+
+    sums = call.sums()
+    if sums == "f64":
+        raise TypeError(NOT_F64)
+    whole = np.dtype(np.int32 if sums == "s32" else np.float32)
+    product = convolved(call.x, call.w, call.size, (None, whole), None).reshape(call.shape)
+    names = NAMES if call.last else CHANNELS_FIRST
+    usual = call.types(fused=True)[2]
+    results, several = over_rows(
+        epilogue, (product.astype(np.float32, copy=False),), names, dtype=usual, first=call.first
+    )
+    return list(results), several
+
+
+def _by_numpy(call: HostConvolution, epilogue: Any) -> tuple[Sequence[Array], bool]:
+    """The convolution computed by NumPy, from copies of the windows."""
+    from portmm.spec.convolution import windows
+    from portmm.spec.layout import Layout
+
+    size, x = call.size, call.x if call.last else np.moveaxis(call.x, 1, -1)
+    filters, acc = unpack_conv(call.w), numpy_arrays.numpy_of(call.sums())
+    sums = np.zeros((call.images * size.pixels, size.groups * size.outputs), acc)
+    if sums.size and size.depth:
+        dense = Layout((call.images, *size.spatial, size.channels)).stride
+        view = windows(size, [int(s) for s in dense]).bind(images=call.images)
+        for group in range(size.groups):
+            inputs, outputs = (slice(group * n, (group + 1) * n) for n in (size.channels, size.outputs))
+            matrix = view.gather(np.ascontiguousarray(x[..., inputs])).astype(acc)
+            rows = np.moveaxis(filters[outputs], 1, -1).reshape(size.outputs, size.depth)
+            sums[:, outputs] = matrix @ rows.T.astype(acc)
+    product = sums.reshape(call.images, size.pixels, size.groups * size.outputs)
+    product = product if call.last else np.ascontiguousarray(product.swapaxes(1, 2))
+    if epilogue is None:
+        return [product.astype(call.types()[2])], False
+    from portmm.ops.rowwise import by_numpy
+
+    names = NAMES if call.last else CHANNELS_FIRST
+    usual = call.types(fused=True)[2] if call.first is None else call.first
+    return by_numpy(epilogue, (product.astype(np.float32),), names, usual)
+
+
+def prologue(function: Callable[..., Any], x: Array, *, last: bool) -> Array:
+    """The images after a prologue.
+
+    Raises:
+        ConvolutionError: it returns a tuple.
+    """
+    from portmm.ops.rowwise import over_rows
+
+    if not x.size:
+        return x
+    rows = x.reshape((len(x), -1, x.shape[-1]) if last else (len(x), x.shape[1], -1))
+    names = {"b": "b", "m": "m", "k": "n"} if last else {"b": "b", "m": "n", "k": "m"}
+    results, several = over_rows(function, (rows,), names)
+    if several:
+        raise ConvolutionError(f"a prologue returns one value, not a tuple of {len(results)}")
+    return np.ascontiguousarray(np.broadcast_to(results[0], rows.shape)).reshape(x.shape)

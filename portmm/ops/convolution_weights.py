@@ -1,0 +1,133 @@
+"""Filters of convolutions, prepacked.
+
+Owns `pack_conv` and the class it returns. With channels last the matrix (tap channel, output) of each group is in
+panels, as `pack` makes them; with channels first filters are rows, dense, which kernels read as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+import numpy as np
+
+from portmm.arrays import libraries, numpy_arrays
+from portmm.errors import ConvolutionError
+from portmm.ops.convolution_options import LAYOUTS, layout_of
+from portmm.ops.prepack import pack
+from portmm.weights.kinds import WeightKind
+
+Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedConv:
+    """Filters in the form that kernels read, usable as the `w` of `conv`.
+
+    Attributes:
+        weight: of each group, a packed one; with channels first the dense rows.
+        shape: (outputs, channels of a group, *kernel).
+        groups: of channels.
+        layout: of the images.
+        dtype: NumPy's type of the elements; of int4 values uint8.
+        kind: what kernels depend on.
+    """
+
+    weight_kind: ClassVar[WeightKind] = WeightKind.PANELS
+    weight: tuple[Any, ...]
+    shape: tuple[int, ...]
+    groups: int
+    layout: str
+    dtype: np.dtype[Any]
+    kind: tuple[Any, ...] = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        family = getattr(self.weight[0], "family", "") if self.weight else ""
+        object.__setattr__(self, "kind", (self.shape, self.groups, self.layout, self.dtype, family))
+
+    @property
+    def ndim(self) -> int:
+        """Dimensions of the filters."""
+        return len(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the packed filters."""
+        return sum(int(x.nbytes) for x in self.weight)
+
+    @property
+    def channels_last(self) -> bool:
+        """Whether images have their channels last."""
+        return LAYOUTS[self.layout][1]
+
+    def __repr__(self) -> str:
+        groups = f", {self.groups} groups" if self.groups > 1 else ""
+        return f"<portmm.PackedConv {self.shape} {self.dtype}{groups}, {self.layout}>"
+
+
+def pack_conv(
+    w: Any, *, groups: int = 1, layout: str = "NHWC", activations: Any = None, bits: int | None = None,
+    group: int | None = None,
+) -> PackedConv:  # fmt: skip
+    """Filters prepacked for `conv`.
+
+    Args:
+        w: (outputs, channels of a group, *kernel), as in PyTorch and ONNX, of any strides; the types of `pack`.
+        groups: of channels.
+        layout: of the images: "NHWC" or "NCHW", or those of one or three dimensions.
+        activations: dtype of the images, if not that of `w`.
+        bits: 4 to quantize the filters, with channels last.
+        group: elements of a sum that share a scale then, by default 128; a multiple of 8.
+
+    Raises:
+        ConvolutionError: shapes or options do not fit together.
+        TypeError: a dtype is not supported.
+    """
+    if libraries.in_host_memory(w):
+        from portmm.arrays.interop import as_numpy
+
+        w = as_numpy(w)
+    array = numpy_arrays.as_operand(w, "w", matrix=False)
+    spatial, last = layout_of(layout)
+    if array.ndim != spatial + 2:
+        raise ConvolutionError(f"w has shape {array.shape}; with {layout} it is (outputs, channels, {'*' * spatial})")
+    if groups < 1 or array.shape[0] % groups:
+        raise ConvolutionError(f"{array.shape[0]} outputs are not in {groups} groups of as many each")
+    if bits is not None and (bits != 4 or not last):
+        raise ConvolutionError(f"filters are quantized to 4 bits, with channels last; got {bits} bits, {layout}")
+    outputs, channels = array.shape[0] // groups, array.shape[1]
+    by_group = array.reshape(groups, outputs, channels, *array.shape[2:])
+    depth = channels * math.prod(array.shape[2:])
+    dtype = array.dtype.newbyteorder("=")
+    if not last:
+        rows = np.array(by_group.reshape(groups, outputs, depth), dtype, order="C")
+        rows.flags.writeable = False
+        weight: tuple[Any, ...] = tuple(rows)
+    else:
+        order = (0, *range(3, 3 + spatial), 2, 1)
+        matrices = by_group.transpose(order).reshape(groups, depth, outputs)
+        if bits is None:
+            weight = tuple(pack(x, activations=activations) for x in matrices)
+        else:
+            from portmm.ops.int4_panels import pack_int4
+            from portmm.weights.quantized import quantize
+
+            kept = 128 if group is None else group
+            weight = tuple(pack_int4(quantize(x.astype(np.float32, copy=False), bits=4, group=kept)) for x in matrices)
+            dtype = np.dtype(np.uint8)
+    return PackedConv(weight, tuple(array.shape), groups, layout, dtype)
+
+
+def unpack_conv(w: PackedConv) -> Array:
+    """The filters of packed ones, as an array; of int4 values, in float32."""
+    from portmm.ops.result_dtype import numbers
+
+    outputs, channels, *kernel = w.shape
+    each = outputs // w.groups
+    matrices = list(map(numbers, w.weight))
+    if not w.channels_last:
+        return np.concatenate(matrices).reshape(w.shape)
+    every = np.stack(matrices).reshape(w.groups, *kernel, channels, each)
+    order = (0, every.ndim - 1, every.ndim - 2, *range(1, every.ndim - 2))
+    return np.ascontiguousarray(every.transpose(order)).reshape(w.shape)
