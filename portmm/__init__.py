@@ -9,11 +9,8 @@ from typing import TYPE_CHECKING
 from portmm.dispatch.config import config, get_num_threads, set_num_threads
 from portmm.errors import (
     BuildError,
-<<<<<<< HEAD
     BundleError,
-=======
     ConvolutionError,
->>>>>>> 77bfef3 (Convolutions are products whose A or B is a view of the windows: pm.conv and pm.pack_conv)
     NoCompilerError,
     PackError,
     PortmmError,
@@ -31,12 +28,9 @@ if TYPE_CHECKING:
     from portmm.explanation.cpu import Explanation, explain
     from portmm.fusion.fuse import fuse
     from portmm.ops.attention import attention
-<<<<<<< HEAD
     from portmm.ops.bundles import use_bundle
-=======
     from portmm.ops.convolution import conv
     from portmm.ops.convolution_weights import pack_conv
->>>>>>> 77bfef3 (Convolutions are products whose A or B is a view of the windows: pm.conv and pm.pack_conv)
     from portmm.ops.grouped_matmul import grouped_matmul
     from portmm.ops.launch import launch
     from portmm.ops.linear import linear
@@ -87,11 +81,8 @@ __version__ = VERSION
 
 __all__ = [
     "BuildError",
-<<<<<<< HEAD
     "BundleError",
-=======
     "ConvolutionError",
->>>>>>> 77bfef3 (Convolutions are products whose A or B is a view of the windows: pm.conv and pm.pack_conv)
     "Explanation",
     "NoCompilerError",
     "PackError",
