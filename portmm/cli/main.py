@@ -352,6 +352,33 @@ app.command()(report)
 
 
 @app.command()
+def superoptimize(
+    function: Annotated[str, typer.Argument(help="FILE.py:NAME or MODULE:NAME, a function of arrays.")],
+    shapes: Annotated[list[str], typer.Argument(help="Shape of each argument, as in 16x1024.")],
+    budget: Annotated[float, typer.Option(min=1, help="Seconds of the search.")] = 60.0,
+    threads: Threads = None,
+    save: Annotated[Path | None, typer.Option(help="Write the certificate of what is found, as JSON.")] = None,
+) -> None:
+    """Search an equivalent program of a function that is faster: verified, measured and kept for later calls."""
+    import json
+
+    from portmm.cli.functions import arrays_of, function_named
+    from portmm.dispatch import config as settings
+    from portmm.fusion.fuse import fuse
+
+    if threads is not None:
+        settings.set_num_threads(threads)
+    fused = fuse(function_named(function), search=budget)
+    explained = fused.explain(*arrays_of(shapes))
+    typer.echo(str(explained))
+    certificate = explained.finding.certificate if explained.finding else None
+    if save is not None:
+        if certificate is None:
+            raise typer.BadParameter("nothing faster was found, so there is no certificate to save")
+        save.write_text(json.dumps(certificate), encoding="utf-8")
+
+
+@app.command()
 def verify(
     certificate: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A certificate, as JSON.")],
     as_json: Json = False,

@@ -10,6 +10,7 @@ import functools
 import math
 import types
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
@@ -85,6 +86,7 @@ class Explained:
         blocked: line, and the reason why an operation there is not fused.
         notes: further remarks.
         source: the Python that calls the kernels.
+        finding: the result of a search, or None: see `superoptimizer.Finding`.
     """
 
     name: str
@@ -92,6 +94,7 @@ class Explained:
     blocked: tuple[tuple[str, str], ...]
     notes: tuple[str, ...]
     source: str
+    finding: Any = None
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {len(self.kernels)} kernel{'s' * (len(self.kernels) != 1)}"]
@@ -111,10 +114,10 @@ class Explained:
 class FusedFunction:
     """A callable that runs a function as few kernels. See `fuse`."""
 
-    def __init__(self, function: Callable[..., Any], *, strict: bool) -> None:
+    def __init__(self, function: Callable[..., Any], *, strict: bool, search: float = 0.0) -> None:
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
-        self.strict = strict
+        self.strict, self.search = strict, search
         self.memo = Memory(MOST_KINDS, "calls")
         self.fast_path: tuple[Any, Memory] = (None, Memory(MOST_KINDS, "calls"))
         self.describe: Callable[[Any], bytes | None] = self.begin
@@ -209,11 +212,36 @@ class FusedFunction:
                 raise
             by_value = True
             graph, program = self.compiled(args, options, kept, by_value=True)
+        if self.search and program.cacheable:
+            self.superoptimize(program, args, options)
         if program.cacheable:
             _make_room(len(program.explained.kernels) + KIND)
             remember(self.memo, key, program, None, leaves, by_value=by_value)
         leaves, graph.leaves, graph.values = graph.leaves, [], {}  # a cached program must not keep arrays alive
         return program, leaves
+
+    def superoptimize(self, program: Program, args: Any, options: Any) -> None:
+        """Search a faster program, which takes the place of one if there is one: see `superoptimizer.optimize`."""
+        import sys
+        from contextlib import nullcontext
+
+        from portmm.fusion import superoptimizer
+        from portmm.util.console import progress
+
+        plain = all(type(x) is np.ndarray for x in args) and not options and not program.guards.returned
+        finding = superoptimizer.Finding(note="not searched: it reads other values than arrays that are its arguments")
+        if plain:
+            graph, result, _ = self.trace(args, options, by_value=program.by_value)
+            outputs: list[Node] = []
+            rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
+            task = superoptimizer.Task(graph, outputs, result, list(args), program.run, partial(_compiled, args))
+            with progress("superoptimize", self.search) if sys.stderr.isatty() else nullcontext() as shown:
+                finding = superoptimizer.optimize(task, self.search, shown)
+        explained = finding.explained or program.explained
+        if finding.run is not None:
+            program.run = finding.run
+        notes = (*explained.notes, f"search: {finding}")
+        program.explained = replace(explained, name=program.explained.name, notes=notes, finding=finding)
 
     def trace(self, args: Any, options: Any, *, by_value: bool) -> tuple[Graph, Any, Captures]:
         """Run the function on traced values, which record its operations."""
@@ -251,6 +279,19 @@ class FusedFunction:
         blocked = tuple(dict.fromkeys([*graph.blocked, *apart]))
         explained = Explained(getattr(self, "__name__", "function"), tuple(kernels), blocked, tuple(notes), source)
         return graph, Program(run, captures.finished(), kept, explained, graph.lasting)
+
+
+def _compiled(args: tuple[Any, ...], function: Callable[..., Any]) -> tuple[Any, Explained]:
+    """The program of a function of portmm's on arrays, and its explanation."""
+    graph = WholeArrays(strict=False)
+    captures = Captures(graph, by_value=False, fresh=False)
+    positional = [placeholder(captures, x, f"argument {i}") for i, x in enumerate(args)]
+    result = run(lambda: function(*positional))
+    outputs: list[Node] = []
+    rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
+    program, kernels, apart, source, notes = _program(graph, outputs, result)
+    graph.leaves, graph.values = [], {}
+    return program, Explained("function", tuple(kernels), tuple(dict.fromkeys(apart)), tuple(notes), source)
 
 
 def _raced(x: Kernel) -> Kernel:
@@ -337,7 +378,12 @@ def _evaluated(graph: Graph, result: Any, why: str) -> tuple[Any, list[Kernel], 
     return run, kernels, [], "", [why]
 
 
-def fuse(function: Callable[..., Any] | None = None, *, on_unfusable: Literal["split", "error"] = "split") -> Any:
+def fuse(
+    function: Callable[..., Any] | None = None,
+    *,
+    on_unfusable: Literal["split", "error"] = "split",
+    search: bool | float = False,
+) -> Any:
     """Fuse a function of matrix products, element-wise operations, reductions and reshapes into few kernels.
 
     The function is traced once for each kind of arguments (shapes, strides, types), with its
@@ -354,6 +400,8 @@ def fuse(function: Callable[..., Any] | None = None, *, on_unfusable: Literal["s
         function: the function; it may take and return lists, tuples and dicts of arrays.
         on_unfusable: "split" lets NumPy compute, between kernels, what no kernel can;
             "error" raises TraceError, naming the line.
+        search: seconds, or True for a minute: the first call of each kind searches an equivalent program that is
+            faster, which is verified and measured, and kept in the tuning database.
 
     Returns:
         A function with the same arguments, and a method `explain` that takes them too.
@@ -365,8 +413,9 @@ def fuse(function: Callable[..., Any] | None = None, *, on_unfusable: Literal["s
     if on_unfusable not in ("split", "error"):
         raise ValueError(f"on_unfusable is {on_unfusable!r}; use 'split' or 'error'")
     if function is None:
-        return functools.partial(fuse, on_unfusable=on_unfusable)
-    return FusedFunction(function, strict=on_unfusable == "error")
+        return functools.partial(fuse, on_unfusable=on_unfusable, search=search)
+    seconds = 60.0 if search is True else float(search)
+    return FusedFunction(function, strict=on_unfusable == "error", search=seconds)
 
 
 __all__ = ["Explained", "FusedFunction", "TraceError", "fuse"]

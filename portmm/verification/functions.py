@@ -53,7 +53,7 @@ def _match(x: Expr, name: str, pattern: Expr) -> tuple[str, Expr] | None:
 
 def _unified(x: Expr, pattern: Expr) -> Expr | None:
     """The argument of a pattern, or None if an expression is not of its form."""
-    value: Expr | None = None
+    value: Expr | None = _ARGUMENT if x is pattern else None
     seen: set[tuple[int, int]] = set()
     stack = [(x, pattern)]
     while stack:

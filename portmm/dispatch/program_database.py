@@ -1,0 +1,62 @@
+"""Programs that a search has found, in the tuning database: rewrites of a function's structure, with a certificate.
+
+Owns their table. The key is a digest of the function's graph of labelled operations, which has no sizes: what was found
+for some sizes is verified and used for others.
+"""
+
+from __future__ import annotations
+
+import json
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from portmm.build.cache import tuned_database
+from portmm.dispatch.tuning_database import opened
+from portmm.errors import DatabaseError
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+_TABLE = (
+    "CREATE TABLE IF NOT EXISTS programs (key TEXT NOT NULL, chip TEXT NOT NULL, threads INTEGER NOT NULL, "
+    "path TEXT NOT NULL, certificate TEXT NOT NULL, PRIMARY KEY (key, chip, threads))"
+)
+
+
+class Entry(NamedTuple):
+    """A stored program.
+
+    Attributes:
+        path: names of rewrites, each with its number among the alternatives.
+        certificate: of its equivalence.
+    """
+
+    path: tuple[tuple[str, int], ...]
+    certificate: dict[str, Any]
+
+
+def store(key: str, chip: str, threads: int, path: Sequence[tuple[str, int]], certificate: dict[str, Any]) -> None:
+    """Store a program, in the place of an earlier one; a database that cannot be written is left alone."""
+    file = tuned_database()
+    if file is None:
+        return
+    with suppress(DatabaseError), opened(file, write=True) as base:
+        base.execute(_TABLE)
+        row = (key, chip, threads, json.dumps(list(path)), json.dumps(certificate))
+        base.execute("INSERT OR REPLACE INTO programs VALUES (?, ?, ?, ?, ?)", row)
+
+
+def find(key: str, chip: str, threads: int) -> Entry | None:
+    """The program of a structure on a chip, or None."""
+    file = tuned_database()
+    if file is None or not file.exists():
+        return None
+    with suppress(DatabaseError, ValueError), opened(file) as base:
+        if not base.execute("SELECT count(*) FROM sqlite_master WHERE name = 'programs'").fetchone()[0]:
+            return None
+        query = "SELECT path, certificate FROM programs WHERE key = ? AND chip = ? AND threads = ?"
+        row = base.execute(query, (key, chip, threads)).fetchone()
+        if row is not None:
+            path, certificate = map(json.loads, row)
+            return Entry(tuple((str(name), int(i)) for name, i in path), certificate)
+    return None

@@ -1,0 +1,281 @@
+"""Search of an equivalent program that is faster: by rewrites of terms, verified and measured.
+
+Owns `optimize` and its result, `Finding`. Terms are expanded best first, each form once, and none of which even the
+optimistic prediction is above the best; the most promising forms are verified over finite fields and judged for
+stability, compiled and measured beside the program as it is. What is kept is faster and has a certificate.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import time
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from portmm.dispatch import config, program_database
+from portmm.errors import PortmmError
+from portmm.fusion.term_cost import Rates, predicted
+from portmm.fusion.term_rewrites import alternatives
+from portmm.fusion.terms import Labelled, UnlabelledError, compute, graph_of, term_of
+from portmm.ir.mugraph import to_json
+from portmm.trace.placeholders import Placeholder, rebuilt
+from portmm.verification.certificate import certify
+from portmm.verification.equivalence import check
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+    from portmm.fusion.graph import Graph, Node
+    from portmm.fusion.terms import Term
+    from portmm.ir.mugraph import MuGraph
+
+SECONDS = 60.0
+"""Budget of a search by default."""
+MOST_FORMS = 4000
+MEASURED = 10
+"""Forms that are compiled and measured."""
+SLACK = 1.5
+"""How much the optimistic prediction of a form that is expanded may be above the best prediction."""
+FASTER = 0.97
+"""Time of a form over that of the program as it is, from which it takes its place."""
+LONGEST = 0.4
+"""Seconds of all runs of one form."""
+Run = Any
+
+
+class Form(NamedTuple):
+    """Terms that compute the results.
+
+    Attributes:
+        roots: a term for each result.
+        path: rewrites that lead to it: their names, each with its number among the alternatives.
+        seconds: as predicted.
+    """
+
+    roots: tuple[Term, ...]
+    path: tuple[tuple[str, int], ...]
+    seconds: float
+
+
+class Finding(NamedTuple):
+    """A program that was found.
+
+    Attributes:
+        run: the program, of the arguments of a call, or None where the program as it is remains.
+        explained: what it explains, or None.
+        path: names of the rewrites that lead to it.
+        seconds, before: time of a call, and that of the program as it is.
+        forms, verified: numbers of forms that were seen, and that passed.
+        elapsed: seconds of the search.
+        certificate: of its equivalence, or None.
+        note: a remark.
+        stored: it was known from an earlier search.
+    """
+
+    run: Run = None
+    explained: Any = None
+    path: tuple[str, ...] = ()
+    seconds: float = 0.0
+    before: float = 0.0
+    forms: int = 0
+    verified: int = 0
+    elapsed: float = 0.0
+    certificate: dict[str, Any] | None = None
+    note: str = ""
+    stored: bool = False
+
+    def __str__(self) -> str:
+        if self.run is None:
+            return self.note or f"no faster form among {self.forms}, in {self.elapsed:.1f} s"
+        known = "known from an earlier search" if self.stored else f"found among {self.forms} forms"
+        gain = f", {self.before / self.seconds:.2f} times as fast" if self.seconds else ""
+        return f"{known} in {self.elapsed:.1f} s: {', '.join(self.path)}{gain}"
+
+
+class Task(NamedTuple):
+    """A function to be searched.
+
+    Attributes:
+        graph, outputs: as traced.
+        result: nested placeholders of the outputs.
+        arrays: the arguments.
+        before: the program as it is.
+        compiled: makes a program of a function of arrays, and what it explains.
+    """
+
+    graph: Graph
+    outputs: list[Node]
+    result: Any
+    arrays: list[Any]
+    before: Run
+    compiled: Callable[[Any], tuple[Run, Any]]
+
+
+def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], None] | None = None) -> Finding:
+    """Search a faster program; an interrupt from the keyboard ends the search, and what it found is kept.
+
+    Args:
+        task: the function.
+        seconds: budget.
+        progress: takes numbers of forms measured and to measure, and the best so far.
+    """
+    try:
+        labelled = term_of(task.graph, task.outputs)
+    except UnlabelledError as error:
+        return Finding(note=f"not searched: {error}")
+    return _Search(task, labelled, seconds, progress or (lambda *_: None)).run()
+
+
+class _Search:
+    """A search that runs."""
+
+    def __init__(
+        self, task: Task, labelled: Labelled, seconds: float, progress: Callable[[int, int, str], None]
+    ) -> None:
+        self.task, self.labelled, self.progress = task, labelled, progress
+        self.start = time.monotonic()
+        self.end = self.start + seconds
+        self.rates = Rates.of(config.target())
+        self.inputs = _axes_of_inputs(labelled)
+        self.reference = self.graph(labelled.results)
+        self.key = hashlib.sha256(json.dumps(to_json(self.reference), sort_keys=True).encode()).hexdigest()
+        self.forms: list[Form] = []
+        self.verified = 0
+        self.best = Finding()
+
+    def graph(self, roots: tuple[Term, ...]) -> MuGraph:
+        """The µGraph of a form."""
+        return graph_of(roots, self.labelled.axes, self.inputs)
+
+    def run(self) -> Finding:
+        """The best program."""
+        known = self.known()
+        if known is not None:
+            return known
+        try:
+            self.enumerate()
+            self.measure()
+        except KeyboardInterrupt:
+            self.best = self.best._replace(note="interrupted: the best so far is kept")
+        elapsed = time.monotonic() - self.start
+        best = self.best._replace(forms=len(self.forms), verified=self.verified, elapsed=elapsed)
+        return best if best.run is None else self.kept(best)
+
+    def enumerate(self) -> None:
+        """Expand forms, best first, until there are no more, or enough."""
+        first = Form(self.labelled.results, (), self.seconds(self.labelled.results))
+        heap = [(first.seconds, 0, first)]
+        seen = {first.roots}
+        best = first.seconds
+        while heap and len(seen) < MOST_FORMS and time.monotonic() < self.start + (self.end - self.start) / 2:
+            _, _, form = heapq.heappop(heap)
+            self.forms.append(form)
+            if self.seconds(form.roots, optimistic=True) > SLACK * best:
+                continue
+            for i, (name, roots) in enumerate(alternatives(form.roots)):
+                if roots in seen:
+                    continue
+                seen.add(roots)
+                new = Form(roots, (*form.path, (name, i)), self.seconds(roots))
+                best = min(best, new.seconds)
+                heapq.heappush(heap, (new.seconds, len(seen), new))
+        self.forms += [x for *_, x in heap]
+
+    def seconds(self, roots: tuple[Term, ...], *, optimistic: bool = False) -> float:
+        """Predicted seconds of a form."""
+        return predicted(roots, self.labelled.extents, self.rates, optimistic=optimistic)
+
+    def measure(self) -> None:
+        """Verify and measure the most promising forms."""
+        before = timed(self.task.before, self.task.arrays)
+        self.best = Finding(before=before, seconds=before)
+        ranked = sorted(self.forms, key=lambda x: x.seconds)[:MEASURED]
+        for i, form in enumerate(ranked):
+            if time.monotonic() > self.end:
+                break
+            self.progress(i, len(ranked), f"{before / self.best.seconds:.2f} times as fast")
+            if not check(self.reference, self.graph(form.roots)):
+                continue
+            self.verified += 1
+            try:
+                run, explained = self.compiled(form.roots)
+                first = timed(self.task.before, self.task.arrays)
+                seconds = timed(run, self.task.arrays)
+            except PortmmError:
+                continue
+            if seconds < FASTER * min(first, before) and seconds < self.best.seconds:
+                self.best = self.best._replace(
+                    run=run, explained=explained, seconds=seconds, path=tuple(x for x, _ in form.path),
+                    certificate={"form": form},
+                )  # fmt: skip
+
+    def compiled(self, roots: tuple[Term, ...]) -> tuple[Run, Any]:
+        """The program of a form."""
+        labelled, result = self.labelled, self.task.result
+
+        def function(*arrays: Any) -> Any:
+            inputs = []
+            for leaf, views in labelled.leaves:
+                x = arrays[leaf]
+                for view in views:
+                    x = view(x)
+                inputs.append(x)
+            ends = iter(compute(roots, labelled.axes, inputs, labelled.extents))
+            return rebuilt(result, lambda x: next(ends) if isinstance(x, Placeholder) else x)
+
+        return self.task.compiled(function)
+
+    def kept(self, best: Finding) -> Finding:
+        """A finding with its certificate, stored for later searches; none if a check fails."""
+        assert best.certificate is not None  # noqa: S101 - of a program
+        form = best.certificate["form"]
+        try:
+            certificate = certify(self.reference, self.graph(form.roots))
+        except PortmmError as error:
+            return Finding(note=f"what was found is not kept: {error}", forms=best.forms, elapsed=best.elapsed)
+        program_database.store(self.key, config.target().name, config.get_num_threads(), form.path, certificate)
+        return best._replace(certificate=certificate)
+
+    def known(self) -> Finding | None:
+        """The program that an earlier search has found for the same structure, verified again."""
+        entry = program_database.find(self.key, config.target().name, config.get_num_threads())
+        if entry is None:
+            return None
+        roots = self.labelled.results
+        for name, i in entry.path:
+            every = list(alternatives(roots))
+            if i >= len(every) or every[i][0] != name:
+                return None
+            roots = every[i][1]
+        if not check(self.reference, self.graph(roots)):
+            return None
+        try:
+            run, explained = self.compiled(roots)
+        except PortmmError:
+            return None
+        path, elapsed = tuple(name for name, _ in entry.path), time.monotonic() - self.start
+        return Finding(run, explained, path, elapsed=elapsed, certificate=entry.certificate, stored=True)
+
+
+def _axes_of_inputs(labelled: Labelled) -> tuple[str, ...]:
+    """Labels of the inputs' dimensions."""
+    axes: dict[int, str] = {}
+    stack = list(labelled.results)
+    while stack:
+        x = stack.pop()
+        if x.op == "input":
+            axes[x.data] = x.labels
+        stack += x.args
+    return tuple(axes.get(i, "") for i in range(len(labelled.leaves)))
+
+
+def timed(run: Run, arrays: Sequence[Any]) -> float:
+    """Least seconds of some runs of a program."""
+    run(arrays)
+    least, began, runs = float("inf"), time.perf_counter(), 0
+    while runs < 3 or (time.perf_counter() - began < LONGEST and runs < 200):
+        start = time.perf_counter()
+        run(arrays)
+        least, runs = min(least, time.perf_counter() - start), runs + 1
+    return least

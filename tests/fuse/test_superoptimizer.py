@@ -1,0 +1,200 @@
+"""Search of equivalent programs: rewrites are sound, benchmarks are found, and what is found is kept and verified."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+import portmm as pm
+from portmm.cli.main import app
+from portmm.fusion import superoptimizer
+from portmm.fusion.fuse import FusedFunction
+from portmm.fusion.term_rewrites import RULES, alternatives, rebuilt, subterms
+from portmm.fusion.terms import UnlabelledError, compute, dot, graph_of, term_of
+from portmm.trace.placeholders import Placeholder
+from portmm.trace.placeholders import rebuilt as nested
+from portmm.verification.certificate import repeat
+from portmm.verification.equivalence import check
+
+QUICKLY = True
+SCALE = np.float32(0.125)
+SEED = 7
+
+
+def attend(q, k, v):
+    s = q @ k.swapaxes(-1, -2) * SCALE
+    e = np.exp(s - s.max(-1, keepdims=True))
+    return (e / e.sum(-1, keepdims=True)) @ v
+
+
+def qk_norm(q, k, v):
+    def norm(x):
+        return x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(1e-5))
+
+    e = np.exp(norm(q) @ k.swapaxes(-1, -2))
+    return (e / e.sum(-1, keepdims=True)) @ norm(v)
+
+
+def normed(x, w):
+    return (x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(1e-5))) @ w
+
+
+CASES = {
+    "chain": (lambda x, a, b: x @ (a @ b), [(4, 64), (64, 3), (3, 64)], "dot"),
+    "lora": (lambda x, w, a, b: x @ w + (x @ a) @ b, [(4, 32), (32, 48), (32, 2), (2, 48)], "dot"),
+    "norm": (normed, [(3, 32), (32, 24)], "div"),
+    "attention": (attend, [(3, 5, 16), (3, 7, 16), (3, 7, 8)], "attention"),
+    "grouped": (attend, [(2, 3, 5, 16), (2, 1, 7, 16), (2, 1, 7, 16)], "attention"),
+    "one head of keys": (attend, [(4, 5, 16), (7, 16), (7, 16)], "attention"),
+    "QKNorm": (qk_norm, [(2, 5, 16), (2, 7, 16), (2, 7, 16)], "attention"),
+    "gated": (lambda x, w, u: pm.silu(x @ w) * (x @ u), [(3, 32), (32, 24), (32, 24)], "mul"),
+    "distribution": (lambda x, a, b: x @ a + x @ b, [(3, 32), (32, 24), (32, 24)], "dot"),
+    "two results": (lambda x, a: (x @ a, (x @ a).sum(-1)), [(3, 32), (32, 24)], "sum"),
+}
+
+
+def arrays_of(shapes):
+    rng = np.random.default_rng(0)
+    return [rng.standard_normal(x, dtype=np.float32) for x in shapes]
+
+
+def labelled_of(function, arrays):
+    graph, result, _ = FusedFunction(function, strict=False).trace(tuple(arrays), {}, by_value=False)
+    outputs = []
+    nested(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
+    return term_of(graph, outputs)
+
+
+def inputs_of(labelled, arrays):
+    inputs = []
+    for leaf, views in labelled.leaves:
+        x = arrays[leaf]
+        for view in views:
+            x = view(x)
+        inputs.append(x)
+    return inputs
+
+
+def reachable(roots, most):
+    """Forms by rewrites, nearest first."""
+    seen, queue = {roots: ()}, [roots]
+    for form in queue:
+        for name, other in alternatives(form):
+            if other not in seen and len(seen) < most:
+                seen[other] = (*seen[form], name)
+                queue.append(other)
+    return seen
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_every_form_is_equivalent(name):
+    """In finite fields, and in floats as it is computed."""
+    function, shapes, wanted = CASES[name]
+    arrays = arrays_of(shapes)
+    labelled = labelled_of(function, arrays)
+    axes = superoptimizer._axes_of_inputs(labelled)
+    reference = graph_of(labelled.results, labelled.axes, axes)
+    want = function(*[x.astype(np.float64) for x in arrays])
+    want, forms, ops = want if isinstance(want, tuple) else (want,), reachable(labelled.results, 24), set()
+    for form, path in forms.items():
+        verdict = check(reference, graph_of(form, labelled.axes, axes), seed=SEED)
+        assert verdict, (path, form, verdict)
+        got = compute(form, labelled.axes, inputs_of(labelled, arrays), labelled.extents)
+        for x, y in zip(got, want, strict=True):
+            assert x.shape == y.shape
+            np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4 * np.abs(y).max())
+        ops |= {x.op for x in form}
+    assert wanted in ops
+
+
+def test_a_factor_stays_where_it_varies():
+    """sum_k(a b) is not (sum_k a) b where k is in b."""
+    labelled = labelled_of(lambda a, b: (a * b).sum(-1), arrays_of([(3, 5), (3, 5)]))
+    assert list(alternatives(labelled.results)) == []
+    labelled = labelled_of(lambda a, b: (a * b).sum(-1), arrays_of([(3, 5), (3, 1)]))
+    assert [name for name, _ in alternatives(labelled.results)] == ["factor past a sum"]
+
+
+def test_rules_are_used():
+    used = set()
+    for function, shapes, _ in CASES.values():
+        for path in reachable(labelled_of(function, arrays_of(shapes)).results, 40).values():
+            used |= {*path}
+    assert used >= {*RULES} - {"quotient"}
+
+
+def test_equal_terms_are_one_object():
+    labelled = labelled_of(CASES["chain"][0], arrays_of(CASES["chain"][1]))
+    (root,) = labelled.results
+    assert dot(root.data, *root.args) is root
+    assert rebuilt(root, root.args) is root
+    assert len(subterms((root, root))) == 5
+
+
+def test_operations_without_terms_are_not_searched():
+    for function in (lambda x: np.cumsum(x, -1), lambda x: (x + 1).reshape(4, 3)):
+        with pytest.raises(UnlabelledError):
+            labelled_of(function, arrays_of([(2, 6)]))
+    fused = pm.fuse(lambda x: (x + 1).reshape(4, 3), search=1)
+    x = arrays_of([(2, 6)])
+    np.testing.assert_allclose(fused(*x), fused.__wrapped__(*x))
+    assert "not searched" in fused.explain(*x).notes[-1]
+
+
+@pytest.fixture
+def database(tmp_path, monkeypatch):
+    monkeypatch.setenv("PORTMM_TUNED", str(tmp_path / "tuned.sqlite"))
+    return tmp_path / "tuned.sqlite"
+
+
+def test_a_chain_is_found_kept_and_used_for_other_sizes(database):
+    function = CASES["chain"][0]
+    fused, arrays = pm.fuse(function, search=20), arrays_of([(8, 512), (512, 4), (4, 512)])
+    np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-3)
+    finding = fused.explain(*arrays).finding
+    assert finding.path == ("association",)
+    assert finding.seconds < finding.before
+    assert not finding.stored
+    assert all(x.holds for x in repeat(json.loads(json.dumps(finding.certificate))))
+    assert database.exists()
+    other = arrays_of([(5, 300), (300, 7), (7, 260)])
+    np.testing.assert_allclose(fused(*other), function(*other), rtol=1e-3, atol=1e-3)
+    known = fused.explain(*other).finding
+    assert known.stored
+    assert known.path == ("association",)
+
+
+def test_an_interrupt_keeps_the_best(database, monkeypatch):
+    del database
+    calls = []
+
+    def timed(run, arrays):
+        run(arrays)
+        calls.append(run)
+        if len(calls) > 4:
+            raise KeyboardInterrupt
+        return 1.0 / len(calls)
+
+    monkeypatch.setattr(superoptimizer, "timed", timed)
+    function, shapes, _ = CASES["grouped"]
+    arrays = arrays_of(shapes)
+    fused = pm.fuse(function, search=20)
+    np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-4, atol=1e-5)
+    finding = fused.explain(*arrays).finding
+    assert finding.path
+    assert finding.certificate
+
+
+def test_the_command(database, tmp_path):
+    path, certificate = tmp_path / "functions.py", tmp_path / "found.json"
+    path.write_text("def chain(x, a, b):\n    return x @ (a @ b)\n")
+    words = ["superoptimize", f"{path}:chain", "8x512", "512x4", "4x512", "--save", str(certificate), "--budget", "20"]
+    done = CliRunner().invoke(app, words)
+    assert done.exit_code == 0, done.output
+    assert "association" in done.output
+    assert database.exists()
+    done = CliRunner().invoke(app, ["verify", str(certificate)])
+    assert done.exit_code == 0, done.output
