@@ -243,7 +243,7 @@ def through(function: Callable[..., Any], *operands: Any, **options: Any) -> Any
             return _rebuilt(x, written)
         if id(x) in tensors:  # an `out`
             return tensors[id(x)][0]
-        return _tensor(x) if isinstance(x, (np.ndarray, np.generic)) else x
+        return as_tensor(x) if isinstance(x, (np.ndarray, np.generic)) else x
 
     return written(function(*map(read, operands), **{name: read(x) for name, x in options.items()}))
 
@@ -298,7 +298,7 @@ def as_numpy(x: Any) -> np.ndarray[Any, Any]:
     return np.asarray(bare.view(bits).numpy()).view(numpy_of(known.name))
 
 
-def _tensor(x: Any) -> Any:
+def as_tensor(x: Any) -> Any:
     """A tensor over the memory of an array of NumPy's."""
     torch, array = sys.modules["torch"], np.asarray(x)
     name = name_of(array.dtype)

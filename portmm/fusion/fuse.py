@@ -270,7 +270,7 @@ class FusedFunction:
         rebuilt(result, seen)
         if any(x.kind == "number" for x in outputs):
             raise ByValueError("a number is returned")
-        run, kernels, apart, source, notes = _program(graph, outputs, result)
+        run, kernels, apart, source, notes = compiled_program(graph, outputs, result)
         if not graph.lasting and not notes:
             notes.append(
                 "arrays are created while the function is traced, or captured where a later call cannot look them up: "
@@ -289,7 +289,7 @@ def _compiled(args: tuple[Any, ...], function: Callable[..., Any]) -> tuple[Any,
     result = run(lambda: function(*positional))
     outputs: list[Node] = []
     rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
-    program, kernels, apart, source, notes = _program(graph, outputs, result)
+    program, kernels, apart, source, notes = compiled_program(graph, outputs, result)
     graph.leaves, graph.values = [], {}
     return program, Explained("function", tuple(kernels), tuple(dict.fromkeys(apart)), tuple(notes), source)
 
@@ -321,7 +321,9 @@ def _leaves(args: tuple[Any, ...], more: list[Any]) -> list[Any]:
     return [*(x for x in args if type(x) is not int), *more]
 
 
-def _program(graph: Graph, outputs: list[Node], result: Any) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
+def compiled_program(
+    graph: Graph, outputs: list[Node], result: Any
+) -> tuple[Any, list[Kernel], list[tuple[str, str]], str, list[str]]:
     """The function that runs a graph, its kernels, reasons for operations that are not fused, its text, and notes.
 
     Raises:

@@ -142,7 +142,7 @@ class Graph:
         blocked: line -> the reason why an operation there is not part of a kernel.
         lasting: the next call would record the same.
         values: of nodes that were evaluated while tracing.
-        fixed: weights that are not arguments, but joined from others.
+        fixed: arrays and weights that are not arguments, but the same in all calls.
         device_arrays: leaves on a device, with their layouts.
     """
 
@@ -179,6 +179,15 @@ class Graph:
             # An int4 weight is dequantized to the type of the other operand.
             kind, shape, dtype = "weight", value.shape, value.owner.dtype if type(value).__name__ == "Packed" else None
         return self.add(kind, shape, dtype, (), _itself, name, leaf=index)
+
+    def fixed_leaf(self, value: Any, name: str) -> Node:
+        """Record an array or a packed weight that is the same in all calls: programs hold its address."""
+        weight = not isinstance(value, np.ndarray)
+        int4 = weight and type(value).__name__ != "Packed"
+        dtype = None if int4 else value.owner.dtype if weight else value.dtype
+        x = self.add("weight" if weight else "array", value.shape, dtype, (), lambda: value, name)
+        self.fixed[x] = value
+        return x
 
     def constant(self, value: Array) -> Node:
         """Record an array created while tracing: the next call must trace again."""

@@ -73,6 +73,9 @@ class HostBuilder(Builder):
 
     def leaf(self, x: Node) -> Place:
         """The buffer of an argument, copied if kernels cannot address its elements."""
+        if x in self.graph.fixed:
+            value = np.require(self.graph.fixed[x], x.dtype, ("A",))
+            return Place(str(runtime().address(value)), 0, value, self.writer.name("held", value))
         value, text = self.graph.leaves[x.leaf], f"L{x.leaf}"
         if not numpy_arrays.addressable(value, x.dtype):
             fix = self.writer.name("f", lambda y: np.require(y, x.dtype, ("C", "A")))
@@ -163,6 +166,8 @@ class HostBuilder(Builder):
 
     def text(self, x: Node) -> str:
         """An array, a weight or a number in the program's text."""
+        if x.kind == "weight" and x in self.graph.fixed:
+            return self.writer.name("held", self.graph.fixed[x])
         return f"L{x.leaf}" if x.kind in ("weight", "number") else self.buffer_of(x).text
 
     def program(self, result: Any) -> tuple[Callable[[list[Any]], Any], str]:
@@ -184,15 +189,17 @@ class HostBuilder(Builder):
 
     def weight(self, x: Node) -> Any:
         """The packed weight of a node, or None."""
-        return (self.graph.fixed[x] if x.leaf < 0 else self.graph.leaves[x.leaf]) if x.kind == "weight" else None
+        if x.kind != "weight":
+            return None
+        return self.graph.fixed[x] if x in self.graph.fixed else self.graph.leaves[x.leaf]
 
     def right(self, x: Node) -> Place:
         """The buffer of B of a product."""
         weight = self.weight(x)
         if weight is None:
             return self.buffer_of(x)
-        self.writer.name("held", weight)  # the program stores its address, so it keeps it alive
-        return Place(str(runtime().address(weight.owner)), 0, weight.owner, f"L{x.leaf}")
+        name = self.writer.name("weight", weight)  # the program stores its address, so it keeps it alive
+        return Place(str(runtime().address(weight.owner)), 0, weight.owner, name)
 
     def plain_product(self, x: Node) -> None:
         """Add a product without epilogue."""
@@ -274,7 +281,8 @@ def _checked(x: Node, items: list[Node]) -> Callable[..., tuple[Any, ...]]:
     def run(state: Any, *operands: Any) -> tuple[Any, ...]:
         result = x.plain(*operands)
         results = []
-        for value, (shape, dtype) in zip(result if items else (result,), expected, strict=True):
+        values = [item.plain(result) for item in items] or [result]  # nobody reads the other items
+        for value, (shape, dtype) in zip(values, expected, strict=True):
             y = np.asarray(value)
             if y.shape != shape or y.dtype != dtype:
                 raise ChangedError

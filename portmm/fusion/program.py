@@ -119,7 +119,7 @@ class Writer(Text):
 
     def put(self, where: str, at: int, root: str, offset: int) -> None:
         """Set an address in an argument block or a table: part of the state, or filled in by each call."""
-        if root in (ARENA, TABLE, NUMBERS):
+        if root in (ARENA, TABLE, NUMBERS) or root.isdigit():
             self.fixed.append((where, at, root, offset))
         else:
             self.lines.append(f"{where}[{at}] = {root}{f'+{offset}' if offset else ''}")
@@ -198,7 +198,7 @@ class Writer(Text):
             roots = {ARENA: address}
             roots |= {TABLE: tables["T"].buffer_info()[0], NUMBERS: tables["N"].buffer_info()[0]}
             for where, at, root, offset in fixed:
-                tables[where][at] = roots[root] + offset
+                tables[where][at] = (int(root) if root.isdigit() else roots[root]) + offset
             views = [None if x is None else np.ndarray(x[1], x[2], memory, x[0]) for x in arrays]
             return (*tables.values(), (memory, *views), tables["W"].buffer_info()[0])
 

@@ -239,7 +239,8 @@ def _unjoined(x: Node, why: str) -> tuple[str, str]:
 
 def _join(graph: Graph, products: list[Node]) -> list[tuple[str, str]]:
     """Replace several products by one; their results become views of its result."""
-    weights = tuple(graph.leaves[x.inputs[1].leaf] for x in products)
+    sources = [x.inputs[1] for x in products]
+    weights = tuple(graph.fixed[y] if y in graph.fixed else graph.leaves[y.leaf] for y in sources)
     if len({x.dtype for x in products}) > 1 or len(set(map(id, weights))) < len(weights):
         return []
     size = sum(w.nbytes for w in weights)

@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 import portmm as pm
 from portmm.build import shared_object
 from portmm.errors import TraceError
+from portmm.fusion.fuse import compiled_program
+from portmm.fusion.recorder import WholeArrays
 from portmm.spec import elementwise as v
+from portmm.trace.placeholders import Array
 
 pytestmark = pytest.mark.calls
 
@@ -642,3 +645,30 @@ def test_any_expressions(data):
 
     fused = pm.fuse(f)
     agrees(fused, *(x.astype(np.float32) for x in arrays), rtol=2e-3, atol=2e-3)
+
+
+def test_some_results_of_a_function_of_numpys():
+    def halves(x):
+        return np.frexp(x * 2)[1] + np.modf(x)[0]
+
+    x = np.random.default_rng(0).random((5, 7), np.float32)
+    np.testing.assert_allclose(pm.fuse(halves)(x), halves(x), rtol=1e-6)
+
+
+def test_arrays_that_are_the_same_in_all_calls():
+    """Their addresses are in the tables of a program, those of its arguments are not."""
+    rng = np.random.default_rng(0)
+    bias, weight, x, y = (rng.random(shape, np.float32) for shape in ((6,), (7, 6), (5, 7), (3, 5, 7)))
+    for left in (x, y):
+        graph = WholeArrays()
+        a = Array(graph, graph.leaf(left, "a"))
+        w, b = (Array(graph, graph.fixed_leaf(z, "fixed")) for z in (pm.pack(weight), bias))
+        result = (a @ w + b, np.tanh(b), (a @ w).sum(-1))
+        run, *_, source, notes = compiled_program(graph, [z.node for z in result], result)
+        assert not notes
+        assert "L1" not in source
+        for step in range(2):
+            bias += step
+            got = run([left])
+            for z, want in zip(got, (left @ weight + bias, np.tanh(bias), (left @ weight).sum(-1)), strict=True):
+                np.testing.assert_allclose(z, want, rtol=1e-5, atol=1e-5)

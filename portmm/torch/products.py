@@ -1,0 +1,124 @@
+"""Products and attention among the operators of PyTorch, as operations on traced arrays.
+
+Rows of A keep the dimensions that PyTorch flattens for a product, so that what follows is fused with it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import numpy as np
+
+from portmm.ops.attention import attention
+from portmm.torch.aten import Unsupported, reshape, row, row_weights
+from portmm.trace.closures import traced_through
+from portmm.trace.placeholders import Array
+
+LEAST_SCORES = 1 << 18
+"""Scores from which attention is one kernel; fewer take less time in three kernels of one call."""
+
+
+def _flattened(x: Any) -> Any:
+    """An array of which another is a reshape, if that moves no column."""
+    if isinstance(x, Array) and x.node.kind == "view" and x.node.name == "reshape":
+        base = x.node.inputs[0]
+        if len(base.shape) >= 2 and base.shape[-1] == x.shape[-1]:
+            return Array(x.recorder, base)
+    return None
+
+
+def product(t: Any, x: Any, y: Any) -> Any:
+    """The product of matrices; rows keep the dimensions that were flattened for it, so that what follows is fused."""
+    a = t.array(x)
+    for z in (a, y):
+        if str(z.dtype).removeprefix("torch.") not in ("float32", "float16", "bfloat16"):
+            raise Unsupported(f"products of {z.dtype}")
+    base = _flattened(a)
+    left = a if base is None else base
+    value = left @ t.weight(y, a.dtype)
+    return value if base is None else reshape(t, value, (*a.shape[:-1], value.shape[-1]))
+
+
+@row("mm")
+def _mm(t: Any, x: Any, y: Any, *_: Any) -> Any:
+    return product(t, x, y)
+
+
+@row("addmm")
+def _addmm(t: Any, c: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    value = product(t, x, y)
+    other = t.operand(c)
+    inner = value.node.inputs[0] if value.node.kind == "view" and value.node.name == "reshape" else None
+    by_column = isinstance(other, Array) and other.ndim == 1
+    total: Any = Array(value.recorder, inner) if inner is not None and by_column else value
+    total = total if alpha == 1 else total * alpha
+    total = total + (other if beta == 1 else other * beta)
+    return total if total.shape == value.shape else reshape(t, total, value.shape)
+
+
+@row("bmm")
+def _bmm(t: Any, x: Any, y: Any) -> Any:
+    a, b = t.array(x), t.array(y)
+    first, second = _unbatched(a), _unbatched(b)
+    if first is None or second is None or first.shape[:-2] != second.shape[:-2]:
+        return a @ b
+    value = first @ second
+    return reshape(t, value, (*a.shape[:-1], b.shape[-1]))
+
+
+def _unbatched(x: Array) -> Any:
+    """The array whose leading dimensions were flattened to the batch of another."""
+    if x.node.kind == "view" and x.node.name == "reshape":
+        base = x.node.inputs[0]
+        if base.shape[-2:] == x.shape[-2:]:
+            return Array(x.recorder, base)
+    return None
+
+
+@row("baddbmm")
+def _baddbmm(t: Any, c: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 1) -> Any:
+    value = _bmm(t, x, y)
+    value = value if alpha == 1 else value * alpha
+    return value + t.operand(c) * beta if beta else value
+
+
+# -- attention -------------------------------------------------------------------------
+
+
+@row("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
+def _flash(  # noqa: PLR0917 - the operator's arguments
+    t: Any, q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None,
+    scale: Any = None, **_: Any,
+) -> Any:  # fmt: skip
+    reads_sums = any(n.args[1] == 1 and n.users for n in t.now.users)
+    if dropout or reads_sums:
+        raise Unsupported("dropout in attention" if dropout else "attention whose gradients are computed")
+    q, k, v = (t.operand(x) for x in (q, k, v))
+    factor = 1 / math.sqrt(q.shape[-1]) if scale is None else float(scale)
+    mask = None if attn_mask is None else t.operand(attn_mask)
+    grouped = q.shape[1] != k.shape[1]
+    if causal or grouped or math.prod(q.shape[:-1]) * k.shape[-2] >= LEAST_SCORES:
+        return [_one_kernel(t, (q, k, v), mask, factor, causal=causal), None]
+    scores = (q @ k.swapaxes(-1, -2)) * factor
+    return [row_weights(scores if mask is None else scores + mask) @ v, None]
+
+
+def _one_kernel(t: Any, operands: tuple[Any, ...], mask: Any, factor: float, *, causal: bool) -> Any:
+    q, k, v = operands
+    wanted = (*q.shape[:2], q.shape[2], k.shape[2])
+
+    def plain(q: Any, k: Any, v: Any, *masks: Any) -> Any:
+        @traced_through
+        def score(s: Any, i: Any) -> Any:
+            return s * factor + masks[0][i.b, i.h, i.q, i.kv]
+
+        if masks:
+            masks = (np.broadcast_to(masks[0], wanted),)
+        return attention(q, k, v, scale=None if masks else factor, score=score if masks else None, causal=causal,
+                         offset=0 if causal else None)  # fmt: skip
+
+    inputs = tuple([x.node for x in (q, k, v, *(() if mask is None else (mask,)))])
+    shape = (*q.shape[:-1], v.shape[-1])
+    node = t.recorder.add("call", shape, q.dtype, inputs, plain, "attention")
+    return Array(t.recorder, node)
