@@ -357,7 +357,9 @@ def superoptimize(
     shapes: Annotated[list[str], typer.Argument(help="Shape of each argument, as in 16x1024.")],
     budget: Annotated[float, typer.Option(min=1, help="Seconds of the search.")] = 60.0,
     threads: Threads = None,
-    save: Annotated[Path | None, typer.Option(help="Write the certificate of what is found, as JSON.")] = None,
+    save: Annotated[
+        Path | None, typer.Option(help="Write the certificate of what is found, as JSON, or its picture: graph.svg.")
+    ] = None,
 ) -> None:
     """Search an equivalent program of a function that is faster: verified, measured and kept for later calls."""
     import json
@@ -372,6 +374,9 @@ def superoptimize(
     explained = fused.explain(*arrays_of(shapes))
     typer.echo(str(explained))
     certificate = explained.finding.certificate if explained.finding else None
+    if save is not None and save.suffix == ".svg":
+        save.write_text(explained.graph(), encoding="utf-8")
+        return
     if save is not None:
         if certificate is None:
             raise typer.BadParameter("nothing faster was found, so there is no certificate to save")

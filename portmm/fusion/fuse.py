@@ -96,6 +96,19 @@ class Explained:
     source: str
     finding: Any = None
 
+    def graph(self) -> str:
+        """A picture of the kernels and their operators as SVG, of a function that was searched.
+
+        Raises:
+            TraceError: it was not.
+        """
+        from portmm.fusion.mugraph_svg import svg
+
+        if self.finding is None or self.finding.graph is None:
+            raise TraceError(f"{self.name} has no graph of labelled operations: fuse it with search=True")
+        one = self.finding.kernel
+        return svg(self.finding.graph if one is None or self.finding.run is not None else one.graph)
+
     def __str__(self) -> str:
         lines = [f"{self.name}: {len(self.kernels)} kernel{'s' * (len(self.kernels) != 1)}"]
         for i, k in enumerate(self.kernels, 1):

@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
 from portmm.fusion.term_cost import Rates, predicted
+from portmm.fusion.term_kernels import Kernel, one_kernels
 from portmm.fusion.term_rewrites import alternatives
 from portmm.fusion.terms import Labelled, UnlabelledError, compute, graph_of, term_of
 from portmm.ir.mugraph import to_json
 from portmm.trace.placeholders import Placeholder, rebuilt
 from portmm.verification.certificate import certify
 from portmm.verification.equivalence import check
+from portmm.verification.stability import judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -39,6 +41,8 @@ SLACK = 1.5
 """How much the optimistic prediction of a form that is expanded may be above the best prediction."""
 FASTER = 0.97
 """Time of a form over that of the program as it is, from which it takes its place."""
+FORMS_OF_KERNELS = 60
+"""Forms that are tried as one kernel, with the fewest rewrites first."""
 LONGEST = 0.4
 """Seconds of all runs of one form."""
 Run = Any
@@ -70,6 +74,8 @@ class Finding(NamedTuple):
         elapsed: seconds of the search.
         certificate: of its equivalence, or None.
         note: a remark.
+        graph: its µGraph, or that of the function as it is.
+        kernel: the function as one kernel, verified, or None: a record with a meaning, which need not have loops yet.
         stored: it was known from an earlier search.
     """
 
@@ -83,14 +89,19 @@ class Finding(NamedTuple):
     elapsed: float = 0.0
     certificate: dict[str, Any] | None = None
     note: str = ""
+    graph: MuGraph | None = None
+    kernel: Kernel | None = None
     stored: bool = False
 
     def __str__(self) -> str:
+        one = ""
+        if self.kernel is not None:
+            one = f"; one kernel has a loop along {self.kernel.loop}, {self.kernel.passes} passes"
         if self.run is None:
-            return self.note or f"no faster form among {self.forms}, in {self.elapsed:.1f} s"
+            return self.note or f"no faster form among {self.forms}, in {self.elapsed:.1f} s{one}"
         known = "known from an earlier search" if self.stored else f"found among {self.forms} forms"
         gain = f", {self.before / self.seconds:.2f} times as fast" if self.seconds else ""
-        return f"{known} in {self.elapsed:.1f} s: {', '.join(self.path)}{gain}"
+        return f"{known} in {self.elapsed:.1f} s: {', '.join(self.path)}{gain}{one}"
 
 
 class Task(NamedTuple):
@@ -156,11 +167,12 @@ class _Search:
         try:
             self.enumerate()
             self.measure()
+            self.best = self.best._replace(kernel=self.as_one())
         except KeyboardInterrupt:
             self.best = self.best._replace(note="interrupted: the best so far is kept")
         elapsed = time.monotonic() - self.start
         best = self.best._replace(forms=len(self.forms), verified=self.verified, elapsed=elapsed)
-        return best if best.run is None else self.kept(best)
+        return best._replace(graph=self.reference) if best.run is None else self.kept(best)
 
     def enumerate(self) -> None:
         """Expand forms, best first, until there are no more, or enough."""
@@ -210,6 +222,17 @@ class _Search:
                     certificate={"form": form},
                 )  # fmt: skip
 
+    def as_one(self) -> Kernel | None:
+        """The function as one kernel that moves the fewest bytes in the fewest passes, of any form; verified."""
+        extents, axes = self.labelled.extents, self.labelled.axes
+        every: list[Kernel] = []
+        for form in sorted(self.forms, key=lambda x: len(x.path))[:FORMS_OF_KERNELS]:
+            every += one_kernels(form.roots, axes, self.inputs, extents, self.rates.near)
+        for kernel in sorted(every, key=lambda x: (x.passes, x.moved)):
+            if check(self.reference, kernel.graph) and judge(self.reference, kernel.graph).stable:
+                return kernel
+        return None
+
     def compiled(self, roots: tuple[Term, ...]) -> tuple[Run, Any]:
         """The program of a form."""
         labelled, result = self.labelled, self.task.result
@@ -231,11 +254,12 @@ class _Search:
         assert best.certificate is not None  # noqa: S101 - of a program
         form = best.certificate["form"]
         try:
-            certificate = certify(self.reference, self.graph(form.roots))
+            certificate = certify(self.reference, self.graph(form.roots), config.target().name)
         except PortmmError as error:
-            return Finding(note=f"what was found is not kept: {error}", forms=best.forms, elapsed=best.elapsed)
+            note = f"a faster program is not kept: {error}"
+            return Finding(note=note, forms=best.forms, elapsed=best.elapsed, kernel=best.kernel)
         program_database.store(self.key, config.target().name, config.get_num_threads(), form.path, certificate)
-        return best._replace(certificate=certificate)
+        return best._replace(certificate=certificate, graph=self.graph(form.roots))
 
     def known(self) -> Finding | None:
         """The program that an earlier search has found for the same structure, verified again."""
@@ -255,7 +279,8 @@ class _Search:
         except PortmmError:
             return None
         path, elapsed = tuple(name for name, _ in entry.path), time.monotonic() - self.start
-        return Finding(run, explained, path, elapsed=elapsed, certificate=entry.certificate, stored=True)
+        done = Finding(run, explained, path, elapsed=elapsed, certificate=entry.certificate, stored=True)
+        return done._replace(graph=self.graph(roots))
 
 
 def _axes_of_inputs(labelled: Labelled) -> tuple[str, ...]:

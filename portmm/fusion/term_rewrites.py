@@ -177,11 +177,13 @@ def _attentions(scores: Term, v: Term, n: str, scale: float) -> Iterator[Term]:
 
 
 def inverse(x: Term) -> Iterator[Term]:
-    """A (1 / b) is a / b."""
+    """A (1 / b) is a / b, and (a / b) c is a c / b."""
     if x.op == "mul":
         for a, b in (x.args, x.args[::-1]):
             if b.op == "div" and b.args[0] is literal(1.0):
                 yield elementwise_term("div", a, b.args[1])
+            elif b.op == "div" and b.args[0].labels:
+                yield elementwise_term("div", elementwise_term("mul", b.args[0], a), b.args[1])
 
 
 RULES: dict[str, Callable[[Term], Iterator[Term]]] = {

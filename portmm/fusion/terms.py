@@ -335,7 +335,7 @@ def graph_of(results: Sequence[Term], axes: Sequence[str], inputs: Sequence[str]
         of = [y for y in x.args if y.op != "const"]
         positions = iter(range(len(of)))
         values = [const(y.data) if y.op == "const" else argument(next(positions), "f32") for y in x.args]
-        return b.map(_template(x.op, values), *[tensor(y) for y in of], axes=x.labels)
+        return b.map(template_of(x.op, values), *[tensor(y) for y in of], axes=x.labels)
 
     ends = []
     for x, labels in zip(results, axes, strict=True):
@@ -345,7 +345,8 @@ def graph_of(results: Sequence[Term], axes: Sequence[str], inputs: Sequence[str]
     return b.graph(*ends)
 
 
-def _template(op: str, values: Sequence[Expr]) -> Expr:
+def template_of(op: str, values: Sequence[Expr]) -> Expr:
+    """The expression of an element-wise operation or function."""
     return getattr(vector_math, op)(*values) if op in NAMES else apply(op, *values)
 
 
@@ -400,32 +401,54 @@ def compute(results: Sequence[Term], axes: Sequence[str], arrays: Sequence[Any],
         arrays: inputs, whose dimensions of extent 1 are dropped.
         extents: of labels.
     """
-    known: dict[Term, Any] = {}
+    known: dict[Term, tuple[Any, str]] = {}
 
-    def value(x: Term) -> Any:
+    def value(x: Term) -> tuple[Any, str]:
         if x not in known:
             known[x] = build(x)
         return known[x]
 
-    def build(x: Term) -> Any:
+    def whole(x: Term) -> Any:
+        return _aligned(*value(x), x.labels)
+
+    def build(x: Term) -> tuple[Any, str]:
+        """An array and its axes: after a reduction, a last one of extent 1 remains, as kernels over rows have it."""
         if x.op == "input":
-            return _shaped(arrays[x.data], tuple(extents[y] for y in x.labels))
+            return _shaped(arrays[x.data], tuple(extents[y] for y in x.labels)), x.labels
         if x.op in ("sum", "most"):
-            y = x.args[0]
-            moved = _moved(value(y), y.labels, x.labels + x.data)
-            return moved.sum(-1) if x.op == "sum" else moved.max(-1)
+            moved = _aligned(*value(x.args[0]), x.labels + x.data)
+            return (moved.sum if x.op == "sum" else moved.max)(-1, keepdims=True), f"{x.labels}1"
         if x.op == "dot":
-            return _product(x, value(x.args[0]), value(x.args[1]), extents)
+            return _product(x, whole(x.args[0]), whole(x.args[1]), extents), x.labels
         if x.op == "attention":
-            return _attended(x, [value(y) for y in x.args], extents)
-        return _ARRAYS[x.op](*(np.float32(y.data) if y.op == "const" else _moved(value(y), y.labels, x.labels)
-                               for y in x.args))  # fmt: skip
+            return _attended(x, [whole(y) for y in x.args], extents), x.labels
+        of = [value(y)[1] for y in x.args if y.labels]
+        axes_ = x.labels + "1" * all(y.endswith("1") for y in of)
+        values = (np.float32(y.data) if y.op == "const" else _aligned(*value(y), axes_) for y in x.args)
+        return _ARRAYS[x.op](*values), axes_
 
     ends = []
     for x, labels in zip(results, axes, strict=True):
-        shape = tuple(1 if y == "1" else extents[y] for y in labels)
-        ends.append(_shaped(_moved(value(x), x.labels, labels.replace("1", "")), shape))
+        (array, own), shape = value(x), tuple(1 if y == "1" else extents[y] for y in labels)
+        ends.append(array if own == labels else _shaped(_aligned(array, own, labels.replace("1", "")), shape))
     return ends
+
+
+def _aligned(x: Any, axes: str, to: str) -> Any:
+    """An array with other axes: in their order, with extent 1 for those that it lacks, as its last one may be."""
+    if axes == to:
+        return x
+    labels = axes.rstrip("1")
+    if axes != labels and to and to[-1] not in labels:
+        order = [labels.index(y) for y in to if y in labels]
+        if order != sorted(order):
+            x = x.transpose(*order, len(labels))
+        missing = tuple(slice(None) if y in labels else None for y in to[:-1])
+        lead = next((i for i, y in enumerate(missing) if y is not None), len(missing))
+        return x[missing[lead:]] if None in missing[lead:] else x
+    if axes != labels:
+        x = x.reshape(x.shape[:-1])
+    return _moved(x, labels, to)
 
 
 def _shaped(x: Any, shape: tuple[int, ...]) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import xml.etree.ElementTree as ET
 
 import numpy as np
 import pytest
@@ -12,6 +13,7 @@ import portmm as pm
 from portmm.cli.main import app
 from portmm.fusion import superoptimizer
 from portmm.fusion.fuse import FusedFunction
+from portmm.fusion.term_kernels import one_kernels
 from portmm.fusion.term_rewrites import RULES, alternatives, rebuilt, subterms
 from portmm.fusion.terms import UnlabelledError, compute, dot, graph_of, term_of
 from portmm.trace.placeholders import Placeholder
@@ -198,3 +200,35 @@ def test_the_command(database, tmp_path):
     assert database.exists()
     done = CliRunner().invoke(app, ["verify", str(certificate)])
     assert done.exit_code == 0, done.output
+    picture = tmp_path / "graph.svg"
+    done = CliRunner().invoke(app, [*words[:-4], "--save", str(picture)])
+    assert done.exit_code == 0, done.output
+    assert ET.parse(picture).getroot().tag.endswith("svg")  # noqa: S314 - written by the command
+    assert "pass 1: transfer to" in picture.read_text()
+
+
+ONE = {
+    "lora": ("lora", 2), "norm": ("norm", 2), "gated": ("gated", 2), "attention": ("attention", 2),
+    "QKNorm": ("QKNorm", 2), "grouped": ("grouped", 2), "chain": ("chain", 2),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ONE)
+def test_functions_are_one_kernel(name):
+    """Norm and product, LoRA, a gated MLP, QKNorm and attention: one pass along a loop, and one that stores."""
+    case, passes = ONE[name]
+    function, shapes, _ = CASES[case]
+    labelled = labelled_of(function, arrays_of(shapes))
+    axes = superoptimizer._axes_of_inputs(labelled)
+    reference = graph_of(labelled.results, labelled.axes, axes)
+    every = [
+        k
+        for form in reachable(labelled.results, 40)
+        for k in one_kernels(form, labelled.axes, axes, labelled.extents, 1 << 20)
+    ]
+    least = min(every, key=lambda k: k.passes)
+    assert least.passes == passes
+    assert len(least.graph.steps) == 1
+    verdict = check(reference, least.graph, seed=SEED)
+    assert verdict, verdict
+    assert not [*one_kernels(labelled.results, labelled.axes, axes, labelled.extents, 1)]  # nothing fits one byte

@@ -1,0 +1,232 @@
+"""Mirage's benchmarks: functions as they are written, fused greedily, by what a search finds, and by torch.compile.
+
+    python bench/superoptimiser.py --list
+    python bench/superoptimiser.py --out bench/results/zen5-1t-superoptimiser.json gqa-decode lora
+
+Each case is a process of its own with one thread; ways are measured in turns, and the median of each is stored with its
+least. Sizes are those of the paper's twelve and of its artifact's six, in float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+import portmm as pm
+
+SCALE, EPS = np.float32(0.125), np.float32(1e-5)
+SEARCH = 40.0
+SECONDS = 5.0
+
+
+def attend(q, k, v):
+    s = q @ k.swapaxes(-1, -2) * SCALE
+    e = np.exp(s - s.max(-1, keepdims=True))
+    return (e / e.sum(-1, keepdims=True)) @ v
+
+
+def norm(x):
+    return x / np.sqrt((x * x).mean(-1, keepdims=True) + EPS)
+
+
+def qk_norm(q, k, v):
+    e = np.exp(norm(q) @ k.swapaxes(-1, -2) * SCALE)
+    return (e / e.sum(-1, keepdims=True)) @ norm(v)
+
+
+def mlp(x, a, b):
+    return np.exp(x @ a) @ b
+
+
+def gated(x, w, u):
+    return pm.silu(x @ w) * (x @ u)
+
+
+def lora(x, w, a, b):
+    return x @ w + (x @ a) @ b
+
+
+def rms_linear(x, g, w):
+    return (norm(x) * g) @ w
+
+
+def n_trans(h, a, alpha):
+    return norm(h + alpha * (norm(a) - h))
+
+
+def torch_ways():
+    """The same functions for PyTorch."""
+    import torch
+    import torch.nn.functional as f
+
+    def t_norm(x):
+        return x / torch.sqrt((x * x).mean(-1, keepdim=True) + 1e-5)
+
+    def t_attend(q, k, v):
+        return torch.softmax(q @ k.transpose(-1, -2) * 0.125, -1) @ v
+
+    def t_qk_norm(q, k, v):
+        e = torch.exp(t_norm(q) @ k.transpose(-1, -2) * 0.125)
+        return (e / e.sum(-1, keepdim=True)) @ t_norm(v)
+
+    return {
+        attend: t_attend,
+        qk_norm: t_qk_norm,
+        mlp: lambda x, a, b: torch.exp(x @ a) @ b,
+        gated: lambda x, w, u: f.silu(x @ w) * (x @ u),
+        lora: lambda x, w, a, b: x @ w + (x @ a) @ b,
+        rms_linear: lambda x, g, w: (t_norm(x) * g) @ w,
+        n_trans: lambda h, a, alpha: t_norm(h + alpha * (t_norm(a) - h)),
+    }
+
+
+def heads(group, queries, kv=2, keys=4096):
+    """Q, K and V of heads of 64 elements: groups of heads of queries share those of keys."""
+    if not group:
+        return (kv, queries, 64), (kv, keys, 64), (kv, keys, 64)
+    return (kv, group, queries, 64), (kv, 1, keys, 64), (kv, 1, keys, 64)
+
+
+CASES = {
+    "mha-decode": (attend, heads(0, 1, 16)),
+    "mha-speculative": (attend, heads(0, 8, 16)),
+    "mha-prefill": (attend, heads(0, 512, 4, 1024)),
+    "gqa-decode": (attend, heads(8, 1)),
+    "gqa-speculative": (attend, heads(8, 8)),
+    "gqa-prefill": (attend, heads(8, 256, 2, 1024)),
+    "mqa-decode": (attend, ((16, 1, 64), (4096, 64), (4096, 64))),
+    "mqa-speculative": (attend, ((16, 8, 64), (4096, 64), (4096, 64))),
+    "mqa-prefill": (attend, ((16, 256, 64), (1024, 64), (1024, 64))),
+    "mlp": (mlp, ((16, 8192), (8192, 8), (8, 8192))),
+    "moe": (gated, ((8, 8, 4096), (8, 4096, 4096), (8, 4096, 4096))),
+    "lora": (lora, ((16, 256), (256, 4096), (256, 16), (16, 4096))),
+    "artifact-gqa": (attend, heads(16, 16)),
+    "artifact-qknorm": (qk_norm, ((2, 256, 64), (2, 4096, 64), (2, 4096, 64))),
+    "artifact-rmsnorm": (rms_linear, ((2, 4096), (4096,), (4096, 6144))),
+    "artifact-lora": (lora, ((16, 256), (256, 4096), (256, 16), (16, 4096))),
+    "artifact-gatedmlp": (gated, ((8, 4096), (4096, 4096), (4096, 4096))),
+    "artifact-ntrans": (n_trans, ((8, 4096), (8, 4096), (4096,))),
+}  # fmt: skip
+
+
+def arrays_of(function, shapes):
+    """Operands whose products do not grow: weights are divided by the root of their rows."""
+    rng = np.random.default_rng(0)
+    block = rng.standard_normal(1 << 20, dtype=np.float32)
+    arrays = []
+    for shape in shapes:
+        n = int(np.prod(shape))
+        x = np.resize(block, n).reshape(shape)
+        weight = arrays and len(shape) > 1 and function not in (attend, qk_norm, n_trans)
+        arrays.append(np.ascontiguousarray(x * np.float32(shape[-2] ** -0.5) if weight else x))
+    return arrays
+
+
+def turns(ways):
+    """The median and the least of each way; each follows each other one equally often, as caches keep operands."""
+    order = random.Random(0)  # noqa: S311 - an order of calls
+    names = list(ways)
+    times = {name: [] for name in ways}
+    for run in ways.values():
+        run()
+        run()
+    end = time.perf_counter() + SECONDS * len(ways)
+    for i in range(4000):
+        if time.perf_counter() > end and i >= 5:
+            break
+        order.shuffle(names)
+        for name in names:
+            run = ways[name]
+            start = time.perf_counter()
+            run()
+            times[name].append(time.perf_counter() - start)
+    return {name: {"median": float(np.median(x)), "least": min(x), "calls": len(x)} for name, x in times.items()}
+
+
+def measured(name, *, torch_too):
+    """The record of a case."""
+    function, shapes = CASES[name]
+    arrays = arrays_of(function, shapes)
+    pm.set_num_threads(1)
+    greedy, searched = pm.fuse(function), pm.fuse(function, search=SEARCH)
+    want = function(*arrays)
+    results = {"greedy": greedy(*arrays), "search": searched(*arrays)}
+    finding, explained = searched.explain(*arrays).finding, searched.explain(*arrays)
+    ways = {"numpy": lambda: function(*arrays), "greedy": lambda: greedy(*arrays), "search": lambda: searched(*arrays)}
+    if torch_too:
+        import torch
+
+        torch.set_num_threads(1)
+        torch.set_grad_enabled(False)
+        tensors = [torch.from_numpy(x) for x in arrays]
+        compiled = torch.compile(torch_ways()[function], dynamic=False)
+        results["torch.compile"] = compiled(*tensors).numpy()
+        ways["torch.compile"] = lambda: compiled(*tensors)
+    for way, x in results.items():
+        np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-3 * float(np.abs(want).max()), err_msg=way)
+    bits = None if finding.certificate is None else finding.certificate["check"]["bits"]
+    return {
+        "shapes": [list(x) for x in shapes], "path": list(finding.path), "forms": finding.forms,
+        "verified": finding.verified, "search_seconds": finding.elapsed, "note": finding.note, "bits": bits,
+        "kernels": [f"{x.kind} {x.what}" for x in explained.kernels],
+        "greedy_kernels": [f"{x.kind} {x.what}" for x in greedy.explain(*arrays).kernels], "times": turns(ways),
+    }  # fmt: skip
+
+
+def table(records):
+    """A table of all cases, and geometric means."""
+    lines = ["| case | greedy, ms | search | torch.compile | search took | rewrites |", "|---|--:|--:|--:|--:|---|"]
+    gains, rivals = [], []
+    for name, x in records.items():
+        t = {way: y["median"] for way, y in x["times"].items()}
+        gains.append(t["greedy"] / t["search"])
+        rivals.append(t["torch.compile"] / t["search"] if "torch.compile" in t else np.nan)
+        words = ", ".join(dict.fromkeys(x["path"])) or x["note"] or "none is faster"
+        lines.append(f"| {name} | {t['greedy'] * 1e3:.3f} | {gains[-1]:.2f} | {rivals[-1]:.2f} "
+                     f"| {x['search_seconds']:.1f} s | {words} |")  # fmt: skip
+    means = [float(np.exp(np.nanmean(np.log(x)))) for x in (gains, rivals)]
+    return "\n".join([*lines, f"| geometric mean | | {means[0]:.2f} | {means[1]:.2f} | | |"])
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("cases", nargs="*")
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--list", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print the table of --out")
+    parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
+    options = parser.parse_args()
+    if options.list:
+        print("\n".join(CASES))
+        return
+    if options.one:
+        print(json.dumps(measured(options.cases[0], torch_too=not options.no_torch)))
+        return
+    known = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
+    for name in () if options.table else options.cases or CASES:
+        with tempfile.TemporaryDirectory() as folder:
+            words = [sys.executable, __file__, "--one", name, *(["--no-torch"] if options.no_torch else [])]
+            more = {"PORTMM_TUNED": f"{folder}/tuned.sqlite"}
+            done = subprocess.run(words, capture_output=True, text=True, env=os.environ | more, check=False)
+        if done.returncode:
+            print(f"{name}: {done.stderr.splitlines()[-1] if done.stderr else 'failed'}")
+            continue
+        known[name] = json.loads(done.stdout.splitlines()[-1])
+        if options.out:
+            options.out.write_text(json.dumps({x: known[x] for x in CASES if x in known}, indent=1) + "\n")
+        print(table({name: known[name]}).splitlines()[2], flush=True)
+    print(table({x: known[x] for x in CASES if x in known}))
+
+
+if __name__ == "__main__":
+    main()
