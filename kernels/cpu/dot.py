@@ -5,7 +5,8 @@
         for each NR columns
           MR x NR accumulators, vectors along k
 
-Nothing is packed or transposed: x . W^T with W in place. Each element of
+Nothing is packed or transposed: x . W^T with W in place. Only the few columns of a B by
+rows are copied first, each along k; threads then share the rows of C. Each element of
 C is a sum over lanes, so its order of additions differs from the other programs'
 and `deterministic` excludes this one. Runs (`summation`) are counted in steps of all
 lanes. A register tile of MR x NR loads (MR + NR) / (MR * NR) vectors per multiply-add;
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.lane_nodes import Reduce
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Mac, Parallel, Param, Scratch, Verb
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Mac, Move, Parallel, Param, Scratch, Verb
 from portmm.target.summation import RUN, chained
 
 if TYPE_CHECKING:
@@ -34,6 +35,8 @@ M, N, K = var("m"), var("n"), var("k")
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
     """Kernel that computes C = A . B by schedule `s`."""
+    if s.b.packed:
+        return _few_columns(s, isa, atom)
     groups = ceil_div(N, s.nr)
     chunks = maximum(1, minimum(groups, (var("workers") - 1) * TASKS_PER_WORKER))
     task = var("task")
@@ -49,6 +52,40 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
     entry = Function("entry", "entry", (), (Parallel(block, chunks * var("batch")),), "All products of the batch")
     types = tuple(zip("abc", s.types, strict=True))
     return Kernel(str(s.name(atom)), isa, atom, entry, const(64), swap=s.atom.swap, types=types)
+
+
+def _few_columns(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
+    """Kernel by schedule `s` for a B by rows that has a few columns: copies of them, then shares of the rows of C."""
+    j, p, item, task = (var(x) for x in ("j", "p", "item", "task"))
+    step = ceil_div(K, atom.n) * atom.n
+    element = Ptr("b", item * var("b_batch") + p * var("b_k") + j * var("b_n"))
+    copy = For("j", const(0), N, const(1), (Move(Ptr("work", j * step + p), element),))
+    slices = ceil_div(M, s.mr)
+    tasks = maximum(1, minimum(slices, (var("workers") - 1) * TASKS_PER_WORKER))
+    share = (
+        Let("first", slices * task // tasks * s.mr),
+        Let("last", minimum(M, slices * (task + 1) // tasks * s.mr)),
+        Let("whole", var("first") + (var("last") - var("first")) // s.mr * s.mr),
+        For("i", var("first"), var("whole"), const(s.mr), _columns(s, atom, s.mr, step)),
+        *((For("i", var("whole"), var("last"), const(1), _columns(s, atom, 1, step)),) if s.mr > 1 else ()),
+    )
+    rows = Function("rows_of_c", "task", (Param("item"),), share, "A share of the rows of C, all columns")
+    body = (For("p", const(0), K, const(1), (copy,)), Parallel(rows, tasks, (item,)))
+    items = For("item", const(0), var("batch"), const(1), body)
+    entry = Function("entry", "entry", (), (items,), "All products of the batch")
+    types = tuple(zip("abc", s.types, strict=True))
+    return Kernel(str(s.name(atom)), isa, atom, entry, N * step + 64, swap=s.atom.swap, types=types)
+
+
+def _columns(s: Schedule, atom: Atom, rows: int, step: Index) -> tuple[Stmt, ...]:
+    """Loops over the columns of some rows of C, by copies of them that are `step` elements apart."""
+    j, whole = var("j"), N // s.nr * s.nr
+
+    def call(columns: int) -> tuple[Stmt, ...]:
+        return (_call(s, atom, rows, columns, (Ptr("work", j * step), step)),)
+
+    tiles = For("j", const(0), whole, const(s.nr), call(s.nr))
+    return (tiles, For("j", whole, N, const(1), call(1))) if s.nr > 1 else (tiles,)
 
 
 def _tiles(s: Schedule, atom: Atom) -> tuple[Stmt, ...]:
@@ -67,14 +104,14 @@ def _rows(s: Schedule, atom: Atom, columns: int) -> tuple[Stmt, ...]:
     return rows if s.mr == 1 else (*rows, For("i", whole, M, const(1), (_call(s, atom, 1, columns),)))
 
 
-def _call(s: Schedule, atom: Atom, rows: int, columns: int) -> Stmt:
+def _call(s: Schedule, atom: Atom, rows: int, columns: int, b: tuple[Ptr, Index] | None = None) -> Stmt:
+    """Call of the micro-kernel at row i and column j, whose column is at an address `b`, by its stride, or in place."""
     i, j, item = var("i"), var("j"), var("item")
     args: tuple[Index | Ptr, ...] = (
         K,
         Ptr("a", item * var("a_batch") + i * var("a_m")),
         var("a_m"),
-        Ptr("b", item * var("b_batch") + j * var("b_n")),
-        var("b_n"),
+        *(b or (Ptr("b", item * var("b_batch") + j * var("b_n")), var("b_n"))),
         Ptr("c", item * var("c_batch") + i * var("c_m") + j),
         var("c_m"),
     )

@@ -43,6 +43,8 @@ INT4_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
 """Values of MR for units that are multiplied by a word of quantized values at once."""
 DOT_TILES = ((4, 4), (2, 4), (1, 4), (1, 8), (4, 1), (1, 1))
 """MR x NR of the dot program."""
+FEW_COLUMNS = 8
+"""Columns of a B by rows that the dot program copies, at most: fewer than a vector of any chip with AVX-512 has."""
 AHEAD = OperandPlan(stagings=(PREFETCHED,))
 OVER_K = Parallel("k")
 
@@ -63,21 +65,28 @@ def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vector
 
 
 def dots(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
-    """Schedules of the dot program: both operands along k, and k long enough to sum over lanes."""
+    """Schedules of the dot program: both operands along k, or a B of a few columns that are copied."""
     del target, vectors
     if p.static or atom.tiled:
         return
-    if p.deterministic or p.fused or p.a != "row" or p.b != "col" or (atom.n > 1 and not (isa.shuffles or atom.reduce)):
+    copied = p.b == "row" and p.n <= FEW_COLUMNS and p.dtype in UNCONVERTED
+    if p.deterministic or p.fused or p.a != "row" or not (copied or p.b == "col"):
+        return
+    if atom.n > 1 and not (isa.shuffles or atom.reduce):
         return
     # Without masks, the remainder of k is added to C one by one, rounded each time.
     rounds = p.types[2] != atom.acc and not atom.mask and atom.n > 1
     # Vectors of integers have units.
     if atom.k_pack > 1 or rounds or (atom.acc == "s32" and (atom.n > 1 or p.types[2] != atom.acc)):
         return
-    for mr, nr in DOT_TILES:
+    n = max(1, p.n)
+    few = min(n, 3 if n == 6 else 4)
+    # With all columns in a tile, A is read once.
+    tiles_of = tuple(dict.fromkeys(((4, few), (2, few), (1, few), (2, n), (1, n))))
+    for mr, nr in tiles_of if copied else DOT_TILES:
         if (mr <= p.m and nr <= p.n) or mr == nr == 1:
             tiles = (Tile("registers", mr, nr, atom.n), *(Tile(x, ALL, nr, ALL) for x in ("L1", "L2", "L3")))
-            yield base_schedule("dot", p, isa, tiles, False, False)
+            yield base_schedule("dot", p, isa, tiles, False, copied)
 
 
 def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:

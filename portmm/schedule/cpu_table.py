@@ -155,7 +155,9 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
     """The columns of one candidate; flags are bools."""
     isa, level = target.isa(s.isa), target.level("L1")
     left, right = s.element_types(atom)
-    pack_a, pack_b, once, ahead = s.a.packed, s.b.packed, s.b.once, s.c.prefetch > 0
+    pack_a, pack_b, ahead = s.a.packed, s.b.packed, s.c.prefetch > 0
+    copied = s.program == "dot" and pack_b  # all columns by a few rows at a time
+    once = s.b.once or copied
     dots, decodes = s.program == "dot", s.b.layout == "codes" and not pack_b
     over_k, over_batch = s.parallel.over == "k", s.parallel.over == "batch"
     strided, in_place = s.b.layout == "row" and not pack_b, s.a.layout == "row" and not pack_a
@@ -167,7 +169,8 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
     crowded = model.crowded if s.mr + model.passing >= ways else 1.0
     carried = 1.0 + (atom.n.bit_length() if dots else 0)
     return {
-        "mr": s.mr, "mc": s.mc or WHOLE, "kc": s.kc or WHOLE, "nc": s.nc or WHOLE, "visit_n": visit_n,
+        "mr": s.mr, "mc": model.dot_rows if copied else s.mc or WHOLE,
+        "kc": s.kc or WHOLE, "nc": s.nc or WHOLE, "visit_n": visit_n,
         "vectors": s.nr if dots else s.nr // atom.n * s.b.panels, "covers": atom.n if dots else atom.deep,
         "deep": atom.deep, "m": atom.m, "strip_rows": 1 if atom.tiled else atom.m, "k_pack": atom.k_pack,
         "latency": atom.latency, "vector": isa.columns(atom) if isa else atom.n, "a": BY_NAME[left].bytes, "b": b,
@@ -176,7 +179,8 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "rate": macs_per_cycle(target, isa, atom, s.dtype),
         "steps": model.loop_cycles + model.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
         + model.line_ahead * lines * (s.b.prefetch > 0),
-        "begins": model.sweep_cycles + model.sweep_line * lines if sweeping else model.tile_cycles,
+        "begins": model.sweep_cycles + model.sweep_line * lines if sweeping
+        else model.dot_cycles if copied else model.tile_cycles,
         "crowded": (model.thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "apart": 1.0 + model.apart / lines * (not sweeping),
         "sweeps": sweeping, "unhidden": _unhidden(s, model, sweeping),
@@ -212,7 +216,7 @@ def _copying(s: Schedule, atom: Atom, model: Model, operand: str) -> float:
         packed, layout = s.b.packed, s.b.layout
     if not packed:
         return 0.0
-    if layout == "any" or (layout != straight and atom.n == 1):
+    if layout == "any" or (layout != straight and atom.n == 1) or s.program == "dot":
         each: float = model.copy_element
     else:
         # A transposed block of L x L elements takes L log2(L) shuffles.
