@@ -15,6 +15,7 @@ import typer
 
 from portmm.cli.bundling import bundle
 from portmm.cli.measuring import compare, probe, report, tune, tuned
+from portmm.cli.models import run
 from portmm.errors import PortmmError
 from portmm.util.console import Json, console, print_json, progress
 
@@ -349,6 +350,7 @@ def doctor(
 
 
 app.command()(report)
+app.command()(run)
 
 
 @app.command()

@@ -7,7 +7,6 @@ arguments, and from then on runs as a program of few kernels.
 from __future__ import annotations
 
 import functools
-import math
 import types
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,16 +17,13 @@ import numpy as np
 
 from portmm.arrays.interop import through
 from portmm.arrays.libraries import any_tensor, on_device
-from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config as settings
 from portmm.dispatch import cpu_race
-from portmm.errors import BuildError, ScheduleError, TraceError
+from portmm.errors import TraceError
 from portmm.fusion.captures import arguments, placeholder
-from portmm.fusion.partition import Splitter
-from portmm.fusion.plan_cpu import HostBuilder
+from portmm.fusion.compilation import compiled_program
 from portmm.fusion.program import ChangedError, Kernel
 from portmm.fusion.recorder import WholeArrays
-from portmm.fusion.rewrites import join_products, match_attention
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 from portmm.trace.captures import Captures
@@ -41,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.fusion.graph import Graph, Node
-    from portmm.fusion.plan import Builder
     from portmm.trace.guards import Guards
 
 MOST_KINDS = 256
@@ -50,7 +45,6 @@ MOST_KERNELS = 12288
 """Kernels of all cached programs of a process, 4 KiB of objects each, before all are dropped."""
 KIND = 4
 """Memory of a program besides its kernels, counted in kernels."""
-MOST_TRIES = 64
 
 
 @dataclass(eq=False, slots=True)
@@ -283,7 +277,7 @@ class FusedFunction:
         rebuilt(result, seen)
         if any(x.kind == "number" for x in outputs):
             raise ByValueError("a number is returned")
-        run, kernels, apart, source, notes = compiled_program(graph, outputs, result)
+        run, kernels, apart, source, notes, _ = compiled_program(graph, outputs, result)
         if not graph.lasting and not notes:
             notes.append(
                 "arrays are created while the function is traced, or captured where a later call cannot look them up: "
@@ -302,7 +296,7 @@ def _compiled(args: tuple[Any, ...], function: Callable[..., Any]) -> tuple[Any,
     result = run(lambda: function(*positional))
     outputs: list[Node] = []
     rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
-    program, kernels, apart, source, notes = compiled_program(graph, outputs, result)
+    program, kernels, apart, source, notes, _ = compiled_program(graph, outputs, result)
     graph.leaves, graph.values = [], {}
     return program, Explained("function", tuple(kernels), tuple(dict.fromkeys(apart)), tuple(notes), source)
 
@@ -332,65 +326,6 @@ def _make_room(more: int) -> None:
 def _leaves(args: tuple[Any, ...], more: list[Any]) -> list[Any]:
     """The values of a call that vary; integers are part of the program."""
     return [*(x for x in args if type(x) is not int), *more]
-
-
-def compiled_program(
-    graph: Graph, outputs: list[Node], result: Any
-) -> tuple[Any, list[Kernel], list[tuple[str, str]], str, list[str]]:
-    """The function that runs a graph, its kernels, reasons for operations that are not fused, its text, and notes.
-
-    Raises:
-        TypeError: some of its arrays are on a device, others in the host's memory.
-        ValueError: its arrays are on several devices.
-        ScheduleError: something has no kernel on a device.
-    """
-    there = bool(graph.device_arrays)
-    make: type[Builder] = HostBuilder
-    if there:
-        from portmm.fusion import plan_grid
-
-        make = plan_grid.GridBuilder
-    else:
-        host_matmul.begin()
-    if not there and any(0 in x.shape or (x.kind == "matmul" and 0 in x.inputs[0].shape) for x in graph.nodes):
-        return _evaluated(graph, result, "an array is empty: NumPy computes the function")
-    plain: dict[Node, str] = {}
-    numpy: dict[Node, str] = {}
-    unjoined: list[tuple[str, str]] = []
-    stored = [] if there else match_attention(graph, outputs)
-    for _ in range(MOST_TRIES):
-        split = Splitter(graph, outputs, plain, numpy).split()
-        if not (there or plain or numpy) and (reasons := join_products(graph, split)) is not None:
-            unjoined = reasons
-            split = Splitter(graph, outputs, plain, numpy).split()
-        try:
-            builder = make(graph, outputs, split)
-            if not builder.built(plain, numpy):
-                continue
-            run, source = builder.program(result)
-        except (ScheduleError, BuildError) as error:
-            if there:
-                raise
-            if isinstance(error, BuildError):
-                fall_back(error)
-                graph.lasting = graph.lasting and math.isinf(error.retry_at)
-            return _evaluated(graph, result, f"no kernel: {error}")
-        apart = [*stored, *split.apart, *unjoined, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
-        return run, builder.kernels, apart, source, []
-    if there:
-        raise ScheduleError("no way to split the function into kernels was found")
-    return _evaluated(graph, result, "no way to split it was found")
-
-
-def _evaluated(graph: Graph, result: Any, why: str) -> tuple[Any, list[Kernel], list[Any], str, list[str]]:
-    """A program that evaluates the graph with NumPy, one operation after the other."""
-
-    def run(leaves: list[Any]) -> Any:
-        values: dict[Node, Any] = {}
-        return rebuilt(result, lambda x: graph.evaluate(x.node, leaves, values) if isinstance(x, Placeholder) else x)
-
-    kernels = [Kernel("numpy", x.name, (x.where,)) for x in graph.nodes if x.inputs and x.kind not in ("view", "item")]
-    return run, kernels, [], "", [why]
 
 
 def fuse(

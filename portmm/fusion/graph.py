@@ -76,8 +76,10 @@ class Node:
 
     @property
     def where(self) -> str:
-        """The line, with the name of the file."""
+        """The line, with the name of the file, or the name of the operation where no file has it."""
         file, line = self.line
+        if not line and file:
+            return file
         return f"{Path(file).name}:{line}" if file else "?"
 
     @property
@@ -193,6 +195,10 @@ class Graph:
         """Record an array created while tracing: the next call must trace again."""
         self.lasting = False
         return self.leaf(value, "an array made while tracing")
+
+    def sample(self, node: Node) -> Any:
+        """The results of a call on the arrays of this trace, for their shapes and types."""
+        return self.evaluate(node, self.leaves, self.values)
 
     def evaluate(self, wanted: Node, leaves: list[Any], values: dict[Node, Any]) -> Any:
         """The value of a node, computed by NumPy."""
@@ -356,7 +362,7 @@ class Graph:
         if shape is not None and dtype is not None:
             return self.add("call", shape, dtype, inputs, plain, name)
         node = self.add("call", (), None, inputs, plain, name)
-        value = self.evaluate(node, self.leaves, self.values)
+        value = self.sample(node)
         if isinstance(value, (list, tuple)) and all(isinstance(x, (np.ndarray, np.generic)) for x in value):
             node.kind = "several"
             return [

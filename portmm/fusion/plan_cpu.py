@@ -41,8 +41,11 @@ OWN = ("attention", "linear", "grouped_matmul")
 class HostBuilder(Builder):
     """A builder of a program of kernels on the processor, between which NumPy may compute: see `Builder`."""
 
-    def __init__(self, graph: Graph, outputs: list[Node], split: Split) -> None:
+    def __init__(
+        self, graph: Graph, outputs: list[Node], split: Split, clock: Callable[[int], None] | None = None
+    ) -> None:
         super().__init__(graph, outputs, split)
+        self.clock = clock
         self.writer: Writer = Writer()
         self.views: dict[Node, list[Node]] = {}
         for x in graph.nodes:
@@ -147,6 +150,13 @@ class HostBuilder(Builder):
         return None
 
     # Steps.
+
+    def step(self, unit: Unit) -> None:
+        """Add the kernel or the call of a unit, and the clock's call after it."""
+        super().step(unit)
+        if self.clock is not None:
+            self.writer.flush()
+            self.writer.line(f"{self.writer.name('clock', self.clock)}({len(self.kernels)})")
 
     def product(self, unit: Unit) -> None:
         """Add a product, with its epilogue if it has one.

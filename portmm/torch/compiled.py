@@ -15,7 +15,8 @@ import torch
 from torch._functorch.compile_utils import fx_graph_cse
 
 from portmm.arrays.interop import as_numpy, as_tensor
-from portmm.fusion.fuse import Explained, compiled_program
+from portmm.fusion.compilation import compiled_program
+from portmm.fusion.fuse import Explained
 from portmm.torch.aten import Unsupported
 from portmm.torch.translation import Constants, Translator
 from portmm.trace.placeholders import Array
@@ -115,7 +116,7 @@ class CompiledGraph:
             translator = Translator(self.module, self.constants, args)
             results = translator.run()
             traced = [x for x in results if isinstance(x, Array)]
-            run, kernels, apart, source, notes = compiled_program(
+            run, kernels, apart, source, notes, _ = compiled_program(
                 translator.recorder, [x.node for x in traced], tuple(traced)
             )
         translator.recorder.leaves, translator.recorder.values = [], {}

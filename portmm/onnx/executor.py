@@ -1,0 +1,253 @@
+"""Execution of a graph: programs of kernels for parts of it, and what runs between them.
+
+Owns `Executor`. A graph is cut where a value that decides on shapes is computed from data, and at operators whose
+results have such shapes; what lies between is traced once for each kind of its inputs, as `fuse` traces functions, and
+is a program of kernels from then on. Values that follow from shapes and constants are computed while it is traced.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.fusion.compilation import compiled_program
+from portmm.fusion.program import ChangedError
+from portmm.onnx import operators
+from portmm.onnx.arrays import ModelArrays
+from portmm.onnx.control_flow import run_node
+from portmm.onnx.model import free_names
+from portmm.trace.placeholders import Array as Traced
+from portmm.trace.placeholders import Placeholder
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.fusion.program import Kernel
+    from portmm.onnx.model import Graph, Node
+
+MOST_KINDS = 64
+"""Kinds of inputs whose programs a part of a graph caches before it drops them all."""
+SHAPES = ("Shape", "Size")
+"""Operators whose results follow from the shapes of their inputs."""
+TYPES = frozenset(
+    (
+        "bool", "int8", "uint8", "int16", "uint16", "int32", "uint32", "int64", "uint64", "float16", "bfloat16",
+        "float32", "float64",
+    )
+)  # fmt: skip
+"""Types of arrays that programs of kernels and NumPy take."""
+MOST_CONSTANT = 1 << 28
+"""Bytes up to which a result of constants is computed at load."""
+
+
+@dataclass(eq=False, slots=True)
+class Program:
+    """A part of a graph for one kind of inputs.
+
+    Attributes:
+        run: of the arrays of a call; None where NumPy computes one node after the other.
+        kernels: its steps.
+        copied: for each output, whether it must be copied since kernels or the caller keep its memory.
+        reasons: (node, why it is not fused).
+        scratch: bytes between its kernels.
+    """
+
+    run: Callable[[list[Any]], Any] | None
+    kernels: list[Kernel]
+    copied: tuple[bool, ...]
+    reasons: list[tuple[str, str]]
+    scratch: int = 0
+
+
+@dataclass(eq=False, slots=True)
+class Part:
+    """Consecutive nodes of a graph.
+
+    Attributes:
+        nodes: its nodes.
+        alone: an operator that runs by itself.
+        arrays: names that it reads as arrays.
+        values: names that it reads by value: they select its program.
+        outputs: names that other parts or the caller read.
+    """
+
+    nodes: list[Node]
+    alone: bool = False
+    arrays: list[str] = field(default_factory=list)
+    values: list[str] = field(default_factory=list)
+    outputs: list[str] = field(default_factory=list)
+    programs: Memory = field(default_factory=lambda: Memory(MOST_KINDS, "calls"))
+
+
+class Executor:
+    """A graph that can run.
+
+    Args:
+        graph: its record.
+    """
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.inputs = [x.name for x in graph.inputs] + free_names(graph)
+        self.outputs = [x.name for x in graph.outputs]
+        self.constants = dict(graph.constants)
+        self.executors: dict[int, Executor] = {}
+        for node in graph.nodes:
+            operators.check(node)
+        self.parts = self.divided(computed_constants(graph, self.constants))
+
+    def divided(self, nodes: list[Node]) -> list[Part]:
+        """The parts of the graph, with what they read and return."""
+        known = set(self.constants)
+        by_value = {n.inputs[i] for n in nodes for i in operators.find(n).host if i < len(n.inputs)} - known - {""}
+        known |= by_value & set(self.inputs)
+        parts: list[Part] = []
+        produced: set[str] = set()
+        for node in nodes:
+            row = operators.find(node)
+            wanted = [node.inputs[i] for i in row.host if i < len(node.inputs) and node.inputs[i]]
+            alone = row.alone
+            if alone:
+                parts.append(Part([node], alone=True))
+                produced = set()
+                known |= by_value & set(node.outputs)
+                continue
+            if not parts or parts[-1].alone or any(x not in known and x in produced for x in wanted):
+                parts.append(Part([]))
+                known |= by_value & produced
+                produced = set()
+            known.update(x for x in wanted if x not in known)
+            parts[-1].nodes.append(node)
+            produced.update(node.outputs)
+            if node.op in SHAPES or all(not x or x in known for x in node.inputs):
+                known.update(node.outputs)
+        self.connect(parts, known)
+        return parts
+
+    def inner(self, graph: Graph) -> Executor:
+        """The executor of a graph of one of its operators."""
+        if id(graph) not in self.executors:
+            self.executors[id(graph)] = Executor(graph)
+        return self.executors[id(graph)]
+
+    def connect(self, parts: list[Part], known: set[str]) -> None:
+        """Set what parts read and return."""
+        wanted = set(self.outputs)
+        for part in reversed(parts):
+            inside = {x for n in part.nodes for x in n.outputs if x}
+            part.outputs = [x for n in part.nodes for x in n.outputs if x in wanted]
+            read = dict.fromkeys(x for n in part.nodes for x in (*n.inputs, *n.captured) if x and x not in inside)
+            outside = [x for x in read if x not in self.constants]
+            part.values = [] if part.alone else [x for x in outside if x in known]
+            part.arrays = [x for x in outside if x not in part.values]
+            wanted.update(outside)
+
+    def run(self, values: dict[str, Any]) -> list[Any]:
+        """The results of the graph for some inputs by name."""
+        with np.errstate(all="ignore"):
+            for part in self.parts:
+                self.run_part(part, values)
+        return [values[x] if x in values else self.constants[x].copy() for x in self.outputs]
+
+    def run_part(self, part: Part, values: dict[str, Any]) -> None:
+        """Run a part, and add what it computes to the values."""
+        if part.alone:
+            self.run_alone(part.nodes[0], values)
+            return
+        arrays = [values[x] for x in part.arrays]
+        if any(type(x) is not np.ndarray for x in arrays):
+            self.interpret(part, values)
+            return
+        key = (*[(x.shape, x.dtype) for x in arrays], *[(values[x].shape, values[x].tobytes()) for x in part.values])
+        program = part.programs.get(key)
+        if program is None:
+            program = part.programs.keep(key, self.compiled(part, values))
+        if program.run is None:
+            self.interpret(part, values)
+            return
+        try:
+            results = program.run(arrays)
+        except ChangedError:
+            self.interpret(part, values)
+            return
+        for name, x, copied in zip(part.outputs, results, program.copied, strict=True):
+            values[name] = x.copy() if copied else x
+
+    def interpret(self, part: Part, values: dict[str, Any]) -> None:
+        """Compute a part by NumPy, one node after the other."""
+        for node in part.nodes:
+            inputs = [self.value(x, values) for x in node.inputs]
+            values.update(zip(node.outputs, operators.apply(node, inputs, None), strict=False))
+
+    def run_alone(self, node: Node, values: dict[str, Any]) -> None:
+        """Run an operator that runs by itself, with the outer values that its graphs read."""
+        inputs = [self.value(x, values) for x in node.inputs]
+        if node.op in operators.CONTROL:
+            outer = {x: self.value(x, values) for x in node.captured}
+            results = run_node(self, node, inputs, outer)
+        else:
+            results = operators.results(operators.computed(node, operators.find(node).function, inputs))
+        values.update(zip(node.outputs, results, strict=False))
+
+    def value(self, name: str, values: dict[str, Any]) -> Any:
+        """A constant or a value by name; None for an input that is left out."""
+        return None if not name else values[name] if name in values else self.constants[name]
+
+    def recorded(self, part: Part, values: dict[str, Any]) -> tuple[ModelArrays, dict[str, Any]]:
+        """The graph of whole arrays of a part, and its values: arrays or placeholders."""
+        recorder = ModelArrays()
+        known: dict[str, Any] = {x: values[x] for x in part.values}
+        for name in part.arrays:
+            recorder.label = name
+            known[name] = Traced(recorder, recorder.leaf(values[name], name))
+        for node in part.nodes:
+            inputs = [self.value(x, known) for x in node.inputs]
+            known.update(zip(node.outputs, operators.apply(node, inputs, recorder), strict=False))
+        return recorder, known
+
+    def compiled(self, part: Part, values: dict[str, Any], clock: Callable[[int], None] | None = None) -> Program:
+        """The program of a part for inputs of this kind."""
+        if any(values[x].dtype.name not in TYPES for x in part.arrays):
+            return Program(None, [], (), [("", "its types are NumPy's alone")])
+        with np.errstate(all="ignore"):
+            recorder, known = self.recorded(part, values)
+        results = [known[x] for x in part.outputs]
+        outputs = [x.node for x in results if isinstance(x, Placeholder)]
+        if any(x.dtype is not None and x.dtype.name not in TYPES for x in recorder.nodes):
+            return Program(None, [], (), [("", "its types are NumPy's alone")])
+        if not outputs:
+            return Program(lambda _: results, [], (True,) * len(results), [])
+        program = compiled_program(recorder, outputs, results, clock)
+        copied = tuple(not isinstance(x, Placeholder) or _origin(x.node).kind == "array" for x in results)
+        recorder.leaves, recorder.values = [], {}
+        reasons = list(dict.fromkeys([*recorder.blocked, *program.apart, *(("", x) for x in program.notes)]))
+        return Program(program.run, program.kernels, copied, reasons, program.scratch)
+
+
+def _origin(x: Any) -> Any:
+    while x.kind == "view":
+        x = x.inputs[0]
+    return x
+
+
+def computed_constants(graph: Graph, constants: dict[str, Any]) -> list[Node]:
+    """The nodes that are left when those of constants alone are computed, which become constants."""
+    rest: list[Node] = []
+    for node in graph.nodes:
+        row = operators.find(node)
+        ready = not node.captured and all(not x or x in constants for x in node.inputs)
+        random = node.op.startswith("Random") or node.op in ("Multinomial", "Bernoulli", "Dropout")
+        if not ready or row.alone or random or node.op == "DequantizeLinear":
+            rest.append(node)
+            continue
+        with np.errstate(all="ignore"):
+            inputs = [constants[x] if x else None for x in node.inputs]
+            results = operators.apply(node, inputs, None)
+        if sum(getattr(x, "nbytes", 0) for x in results) > MOST_CONSTANT or any(x is None for x in results):
+            rest.append(node)
+            continue
+        constants.update(zip(node.outputs, results, strict=False))
+    return rest

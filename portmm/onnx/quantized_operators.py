@@ -1,0 +1,235 @@
+"""Quantization, and products of quantized operands by kernels of integers."""
+
+from __future__ import annotations
+
+import weakref
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.onnx.elementwise_operators import FLOATS
+from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
+from portmm.ops.linear import linear
+from portmm.ops.matmul import matmul
+from portmm.ops.prepack import pack
+from portmm.weights.quantized import Quantized
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.onnx.model import Node
+
+BYTES = ("int8", "uint8")
+_weights: dict[tuple[int, str], tuple[Any, Any]] = {}
+"""(identity of a constant, use) -> a reference to it, and what was once of it."""
+
+
+def once(constant: Any, use: str, make: Callable[[], Any]) -> Any:
+    """The object that a use makes of a constant, once."""
+    known = _weights.get((id(constant), use))
+    if known is None or known[0]() is not constant:
+        for old in [k for k, (ref, _) in tuple(_weights.items()) if ref() is None]:
+            _weights.pop(old, None)
+        known = _weights[id(constant), use] = weakref.ref(constant), make()
+    return known[1]
+
+
+def along(x: Any, parameter: Any, axis: int, block: int = 0) -> Any:
+    """A scale or a zero point, shaped to broadcast to x."""
+    if parameter is None or parameter.ndim == 0 or (parameter.size == 1 and not block):
+        return parameter if parameter is None else parameter.reshape(())
+    if block:
+        return np.repeat(parameter, block, axis=axis)[tuple(slice(0, n) for n in x.shape)]
+    return parameter.reshape(tuple(-1 if i == axis % x.ndim else 1 for i in range(x.ndim)))
+
+
+@operator("QuantizeLinear", domains=("", MICROSOFT))
+def _quantize(node: Node, x: Any, scale: Any, zero: Any = None) -> Any:
+    target = np.dtype(np.uint8) if zero is None else zero.dtype
+    kinds = (x.dtype.name, scale.dtype.name)
+    known = kinds in {("float32", "float32"), ("float16", "float16")}
+    if target.name not in BYTES or is_traced(x) or not known or node.attribute("output_dtype", 0):
+        raise UnsupportedError("integers are rounded between kernels")
+    return quantized(
+        x,
+        along(x, scale, node.attribute("axis", 1), node.attribute("block_size", 0)),
+        zero is not None and along(x, zero, node.attribute("axis", 1), node.attribute("block_size", 0)),
+        target,
+    )
+
+
+def quantized(x: Any, scale: Any, zero: Any, target: Any) -> Any:
+    """Values over their scale, rounded to the nearest even integer, plus the zero point, saturated."""
+    limits = np.iinfo(target)
+    codes = np.rint(x / scale)
+    if zero is not False and zero is not None:
+        codes = codes + zero.astype(codes.dtype)
+    return np.clip(codes, limits.min, limits.max).astype(target)
+
+
+@operator("DequantizeLinear", domains=("", MICROSOFT))
+def _dequantize(node: Node, x: Any, scale: Any, zero: Any = None) -> Any:
+    block = node.attribute("block_size", 0)
+    if x.dtype.name not in (*BYTES, "int32") or scale.dtype.name not in FLOATS or node.attribute("output_dtype", 0):
+        raise UnsupportedError
+    if is_traced(scale, zero) and block:
+        raise UnsupportedError
+    axis = node.attribute("axis", 1)
+    factor, point = along(x, scale, axis, block), along(x, zero, axis, block)
+    values = x.astype(np.float32)
+    if point is not None and (is_traced(point) or np.any(point)):
+        values = values - point.astype(np.float32)
+    return (values * factor).astype(scale.dtype)
+
+
+@operator("DynamicQuantizeLinear", computed=True)
+def _dynamic(_: Node, x: Any) -> Any:
+    low, high = min(0.0, float(x.min(initial=0))), max(0.0, float(x.max(initial=0)))
+    scale = np.float32((np.float32(high) - np.float32(low)) / np.float32(255)) or np.float32(1)
+    zero = np.uint8(np.clip(np.rint((0 - np.float32(low)) / scale), 0, 255))
+    codes = np.clip(np.rint(x / scale) + np.float32(zero), 0, 255).astype(np.uint8)
+    return codes, np.asarray(scale, np.float32), np.asarray(zero, np.uint8)
+
+
+class _Integers:
+    """A constant matrix of bytes as kernels of int8 take it: packed, with its zero point shifted, and column sums."""
+
+    def __init__(self, b: Any) -> None:
+        self.shift = 128 if b.dtype == np.uint8 else 0
+        signed = (b.astype(np.int16) - self.shift).astype(np.int8)
+        self.sums = signed.astype(np.int32).sum(0, dtype=np.int32)
+        self.packed = {kind: pack(signed, activations=np.dtype(kind)) for kind in BYTES}
+
+
+def integer_product(a: Any, b: Any, a_zero: Any, b_zero: Any, weight: _Integers | None = None) -> Any:
+    """The exact product of bytes less their zero points, in int32."""
+    if weight is None and b.ndim == 2:
+        weight = _Integers(b)
+    if weight is None or 0 in a.shape or 0 in b.shape:
+        left = a.astype(np.int32) - _by_row(a_zero, a)
+        return np.matmul(left, b.astype(np.int32) - (0 if b_zero is None else b_zero.astype(np.int32)))
+    k = a.shape[-1]
+    result = matmul(a, weight.packed[a.dtype.name])
+    point = (0 if b_zero is None else b_zero.astype(np.int32)) - np.int32(weight.shift)
+    if np.any(point):
+        result -= a.sum(-1, dtype=np.int32, keepdims=True) * point
+    left = _by_row(a_zero, a)
+    if np.any(left):
+        result -= left * (weight.sums - np.int32(k) * point)
+    return result
+
+
+def _by_row(zero: Any, a: Any) -> Any:
+    """The zero point of the left operand as int32, one or one for each row."""
+    if zero is None:
+        return np.int32(0)
+    point = zero.astype(np.int32)
+    return point.reshape((*point.shape, 1)) if point.ndim and point.size > 1 and point.ndim < a.ndim else point
+
+
+@operator("MatMulInteger")
+def _matmul_integer(_: Node, a: Any, b: Any, a_zero: Any = None, b_zero: Any = None) -> Any:
+    if not is_traced(a, b, a_zero, b_zero):
+        return integer_product(a, b, a_zero, b_zero)
+    if is_traced(b, b_zero) or b.ndim != 2 or a.ndim < 2:
+        raise UnsupportedError
+    weight = once(b, "integers", lambda: _Integers(b))
+
+    def run(x: Any, *zero: Any) -> Any:
+        return integer_product(x, b, zero[0] if zero else a_zero, b_zero, weight)
+
+    return own_call(
+        "linear",
+        run,
+        a,
+        *([a_zero] if is_traced(a_zero) else []),
+        shape=(*a.shape[:-1], b.shape[1]),
+        dtype=np.dtype(np.int32),
+    )
+
+
+def own_call(name: str, function: Callable[..., Any], *operands: Any, shape: Any, dtype: Any) -> Any:
+    """Record a function of portmm with a kernel of its own."""
+    recorder = operands[0].recorder
+    nodes = tuple(recorder.node_of(x) for x in operands)
+    return recorder.wrap(recorder.call(name, function, nodes, "", shape=shape, dtype=dtype, own=True))
+
+
+@operator("QLinearMatMul")
+def _qlinear_matmul(node: Node, a: Any, a_scale: Any, a_zero: Any, b: Any, *more: Any) -> Any:
+    b_scale, b_zero, scale, zero = more
+    if is_traced(a_scale, a_zero, b, b_scale, b_zero, scale, zero):
+        raise UnsupportedError
+    if a.dtype.name not in BYTES or b.dtype.name not in BYTES:
+        raise UnsupportedError
+    del node
+    limits, target = np.iinfo(zero.dtype), zero.dtype
+    weight = once(b, "integers", lambda: _Integers(b)) if b.ndim == 2 else None
+
+    def run(x: Any) -> Any:
+        total = integer_product(x, b, a_zero, b_zero, weight)
+        factor = _by_row_scale(a_scale, x) * b_scale.astype(np.float32) / scale.astype(np.float32)
+        codes = np.rint(total.astype(np.float32) * factor) + zero.astype(np.float32)
+        return np.clip(codes, limits.min, limits.max).astype(target)
+
+    if not is_traced(a):
+        return run(a)
+    if a.ndim < 2 or b.ndim != 2:
+        raise UnsupportedError
+    one = all(x.size == 1 for x in (a_scale, a_zero, scale, zero))
+    if one and weight is not None and b_zero.size in (1, b.shape[1]) and b_scale.size in (1, b.shape[1]):
+        points = b_zero.astype(np.int32).reshape(-1) - np.int32(weight.shift)
+        how = {
+            "x_scale": float(a_scale.reshape(())), "x_zero": int(a_zero.reshape(())),
+            "w_scale": np.broadcast_to(b_scale.astype(np.float32).reshape(-1), (b.shape[1],)).copy(),
+            "w_zero": np.broadcast_to(points, (b.shape[1],)).copy() if np.any(points) else 0,
+            "out_scale": float(scale.reshape(())), "out_zero": int(zero.reshape(())), "dtype": target,
+        }  # fmt: skip
+        ready = weight.packed[a.dtype.name]
+
+        def run(x: Any) -> Any:
+            return linear(x, ready, **how)
+
+    return own_call("linear", run, a, shape=(*a.shape[:-1], b.shape[1]), dtype=target)
+
+
+def _by_row_scale(scale: Any, a: Any) -> Any:
+    value = scale.astype(np.float32)
+    return value.reshape((*value.shape, 1)) if value.ndim and value.size > 1 and value.ndim < a.ndim else value
+
+
+@operator("MatMulNBits", domains=(MICROSOFT,))
+def _matmul_bits(
+    node: Node, a: Any, b: Any, scales: Any, zeros: Any = None, order: Any = None, bias: Any = None
+) -> Any:
+    if node.attribute("bits", 4) != 4 or (order is not None) or is_traced(b, scales, zeros):
+        raise UnsupportedError("only weights of four bits, in the order of K, have kernels")
+    k, n, group = (int(node.attribute(x)) for x in ("K", "N", "block_size"))
+    weight = once(b, "four bits", lambda: pack(four_bits(b, scales, zeros, k, n, group)))
+    y = a @ a.recorder.weight(weight) if is_traced(a) else matmul(a, weight)
+    return y if bias is None else y + bias
+
+
+def four_bits(b: Any, scales: Any, zeros: Any, k: int, n: int, group: int) -> Quantized:
+    """The weight of MatMulNBits: nibbles of K along rows of N, with a scale and a zero point for each block."""
+    blocks = -(-k // group)
+    codes = nibbles(b.reshape(n, -1))[:, : blocks * group][:, :k]
+    steps = scales.reshape(n, blocks).astype(np.float32)
+    if zeros is None:
+        points = np.full((n, blocks), 8, np.float32)
+    elif zeros.dtype == np.uint8:
+        points = nibbles(zeros.reshape(n, -1))[:, :blocks].astype(np.float32)
+    else:
+        points = zeros.reshape(n, blocks).astype(np.float32)
+    return Quantized(
+        np.ascontiguousarray(codes.T),
+        np.ascontiguousarray(steps.T),
+        np.ascontiguousarray((-points * steps).T),
+        4,
+        group,
+    )
+
+
+def nibbles(x: Any) -> Any:
+    """The values of bytes, the lower four bits first."""
+    return np.stack([x & 15, x >> 4], axis=-1).reshape(*x.shape[:-1], -1)

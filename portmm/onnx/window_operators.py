@@ -1,0 +1,138 @@
+"""Operators over windows of images: convolution and pooling.
+
+Windows are gathered by NumPy, whose copies a product then multiplies: `gather_windows` is im2col, an intermediate of
+kernel size times the image. Convolutions of extent 1 gather nothing.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from portmm.onnx.operators import UnsupportedError, is_traced, operator
+
+if TYPE_CHECKING:
+    from portmm.onnx.model import Node
+
+Ints = tuple[int, ...]
+
+
+class Windows(NamedTuple):
+    """Windows over the spatial axes of an image.
+
+    Attributes:
+        kernel: extents of a window.
+        strides: between windows.
+        dilations: between elements of a window.
+        begin: padding before each axis.
+        end: padding after each axis.
+        result: number of windows along each axis.
+    """
+
+    kernel: Ints
+    strides: Ints
+    dilations: Ints
+    begin: Ints
+    end: Ints
+    result: Ints
+
+
+def windows_of(node: Node, size: Ints, kernel: Ints) -> Windows:
+    """The windows of a node's attributes over an image."""
+    rank = len(size)
+    strides = tuple(node.attribute("strides", (1,) * rank))
+    dilations = tuple(node.attribute("dilations", (1,) * rank))
+    spans = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
+    auto = node.attribute("auto_pad", "NOTSET")
+    pads = tuple(node.attribute("pads", (0,) * (2 * rank)))
+    begin, end = pads[:rank], pads[rank:]
+    if auto.startswith("SAME"):
+        total = [max((-(-n // s) - 1) * s + w - n, 0) for n, s, w in zip(size, strides, spans, strict=True)]
+        less, more = tuple(t // 2 for t in total), tuple(t - t // 2 for t in total)
+        begin, end = (less, more) if auto == "SAME_UPPER" else (more, less)
+    elif auto == "VALID":
+        begin = end = (0,) * rank
+    result, grown = [], []
+    for n, s, w, b, z in zip(size, strides, spans, begin, end, strict=True):
+        count = (n + b + z - w) // s + 1
+        if node.attribute("ceil_mode", 0):
+            count = -(-(n + b + z - w) // s) + 1
+            count -= (count - 1) * s >= n + b  # a window must begin inside the image or its padding before
+        result.append(count)
+        grown.append(max((count - 1) * s + w - n - b, z))
+    return Windows(kernel, strides, dilations, begin, tuple(grown), tuple(result))
+
+
+def views(x: Any, w: Windows, fill: Any) -> Any:
+    """A view of the windows of a padded image: (n, c, windows along each axis, extents of the kernel)."""
+    if any(w.begin) or any(w.end):
+        pads = ((0, 0), (0, 0), *zip(w.begin, w.end, strict=True))
+        x = np.pad(x, pads, constant_values=fill)
+    inner = x.strides[2:]
+    shape = (*x.shape[:2], *w.result, *w.kernel)
+    steps = (s * t for s, t in zip(w.strides, inner, strict=True))
+    strides = (*x.strides[:2], *steps, *(d * t for d, t in zip(w.dilations, inner, strict=True)))
+    return np.lib.stride_tricks.as_strided(x, shape, strides, writeable=False)
+
+
+def gather_windows(x: Any, w: Windows, groups: int) -> Any:
+    """Windows as columns of a matrix: (n, groups, channels of a group times extents, windows)."""
+    rank = len(w.kernel)
+    n, c = x.shape[:2]
+    order = (0, 1, *range(2 + rank, 2 + 2 * rank), *range(2, 2 + rank))
+    columns = views(x, w, 0).transpose(order)
+    return columns.reshape(n, groups, c // groups * math.prod(w.kernel), math.prod(w.result))
+
+
+@operator("Conv")
+def _conv(node: Node, x: Any, weight: Any, bias: Any = None) -> Any:
+    groups = node.attribute("group", 1)
+    kernel = tuple(weight.shape[2:])
+    w = windows_of(node, tuple(x.shape[2:]), kernel)
+    n, c = x.shape[:2]
+    m = weight.shape[0]
+    rows = weight.reshape((groups, m // groups, c // groups * math.prod(kernel)))
+    if all(k == 1 for k in kernel) and all(s == 1 for s in w.strides) and not any((*w.begin, *w.end)):
+        columns = x.reshape((n, groups, c // groups, math.prod(w.result)))
+    elif is_traced(x):
+        columns = x.recorder.called(
+            "im2col", lambda y: np.ascontiguousarray(gather_windows(y, w, groups)), (x,), {}, own=True
+        )
+    else:
+        columns = gather_windows(x, w, groups)
+    if groups == 1:
+        rows, columns = rows.reshape(rows.shape[1:]), columns.reshape((n, *columns.shape[2:]))
+    y = rows @ columns
+    if bias is not None:
+        y = y + bias.reshape((1, groups, m // groups, 1) if groups > 1 else (1, m, 1))
+    return y.reshape((n, m, *w.result))
+
+
+@operator("MaxPool", "AveragePool", "LpPool", computed=True)
+def _pool(node: Node, x: Any) -> Any:
+    if len(node.outputs) > 1 and node.outputs[1]:
+        raise UnsupportedError
+    w = windows_of(node, x.shape[2:], tuple(node.attribute("kernel_shape")))
+    axes = tuple(range(2 + len(w.kernel), 2 + 2 * len(w.kernel)))
+    if node.op == "MaxPool":
+        least = -np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).min
+        return views(x, w, least).max(axes).astype(x.dtype)
+    if node.op == "LpPool":
+        power = node.attribute("p", 2)
+        total = (np.abs(views(x, w, 0)) ** power).sum(axes)
+        return (total ** (1.0 / power)).astype(x.dtype)
+    total = views(x, w, 0).sum(axes)
+    if node.attribute("count_include_pad", 0) and node.attribute("ceil_mode", 0):
+        pads = tuple(node.attribute("pads", (0,) * (2 * len(w.kernel))))[len(w.kernel) :]
+        ones = np.pad(
+            np.ones((1, 1, *x.shape[2:])), ((0, 0), (0, 0), *zip(w.begin, pads, strict=True)), constant_values=1
+        )
+        rest = w._replace(begin=(0,) * len(pads), end=tuple(b - a for a, b in zip(pads, w.end, strict=True)))
+        count = views(ones, rest, 0).sum(axes)
+    elif node.attribute("count_include_pad", 0):
+        count = math.prod(w.kernel)
+    else:
+        count = views(np.ones((1, 1, *x.shape[2:])), w, 0).sum(axes)
+    return (total / count).astype(x.dtype)

@@ -1,0 +1,185 @@
+"""Sessions: the interface, graphs that are fused, shapes that depend on data, and refusals."""
+
+import numpy as np
+import pytest
+from onnx import TensorProto, helper, numpy_helper
+from places import BENCH
+
+import portmm.onnx
+from portmm.onnx import OnnxError
+
+QUICKLY = True
+rng = np.random.default_rng(0)
+
+
+def model(nodes, inputs, outputs, arrays=(), opset=17):
+    def value(name, kind, shape):
+        return helper.make_tensor_value_info(name, kind, shape)
+
+    graph = helper.make_graph(
+        [helper.make_node(*n[:3], **(n[3] if len(n) > 3 else {})) for n in nodes], "graph",
+        [value(*x) for x in inputs], [value(*x) for x in outputs],
+        [numpy_helper.from_array(v, k) for k, v in dict(arrays).items()],
+    )  # fmt: skip
+    made = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("com.microsoft", 1)]
+    )
+    made.ir_version = 8
+    return made
+
+
+FLOAT = TensorProto.FLOAT
+W = rng.standard_normal((24, 48)).astype(np.float32)
+B = rng.standard_normal(48).astype(np.float32)
+DENSE = model(
+    [("MatMul", ["x", "w"], ["p"]), ("Add", ["p", "b"], ["s"]), ("Relu", ["s"], ["r"]), ("Add", ["r", "y"], ["z"])],
+    [("x", FLOAT, ["rows", 24]), ("y", FLOAT, ["rows", 48])], [("z", FLOAT, ["rows", 48])], {"w": W, "b": B},
+)  # fmt: skip
+
+
+def inputs_of(rows):
+    return {
+        "x": rng.standard_normal((rows, 24)).astype(np.float32),
+        "y": rng.standard_normal((rows, 48)).astype(np.float32),
+    }
+
+
+def test_one_kernel_has_product_bias_activation_and_residual():
+    session = portmm.onnx.load(DENSE.SerializeToString())
+    for rows in (5, 9, 5):
+        x = inputs_of(rows)
+        (z,) = session.run(None, x)
+        want = np.maximum(x["x"].astype(np.float64) @ W + B, 0) + x["y"]
+        np.testing.assert_allclose(z, want, rtol=1e-5, atol=1e-5)
+    report = session.report(x)
+    assert [row.kind for row in report.rows] == ["product"]
+    assert not report.numpy
+    assert "1 product" in str(report)
+
+
+def test_the_interface_is_that_of_onnx_runtime(tmp_path):
+    path = tmp_path / "dense.onnx"
+    path.write_bytes(DENSE.SerializeToString())
+    with pytest.warns(RuntimeWarning, match="CUDAExecutionProvider"):
+        session = portmm.onnx.load(path, providers=["CUDAExecutionProvider", "CPUExecutionProvider"])
+    assert [(x.name, x.type, x.shape) for x in session.get_inputs()] == [
+        ("x", "tensor(float)", ["rows", 24]), ("y", "tensor(float)", ["rows", 48])
+    ]  # fmt: skip
+    assert [x.name for x in session.get_outputs()] == ["z"]
+    assert session.get_providers() == ["PortmmExecutionProvider"]
+    x = inputs_of(3)
+    (first,), (second,) = session.run(["z"], x), session.run(x)
+    np.testing.assert_array_equal(first, second)
+    np.testing.assert_array_equal(first, session.run([x["x"], x["y"]])[0])
+
+
+def test_results_of_earlier_calls_stay():
+    session = portmm.onnx.load(DENSE)
+    x, other = inputs_of(4), inputs_of(4)
+    (kept,) = session.run(None, x)
+    before = kept.copy()
+    session.run(None, other)
+    np.testing.assert_array_equal(kept, before)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda x: x.pop("y"), "input 'y' is missing"),
+        (lambda x: x.update(x=x["x"].astype(np.float64)), r"input 'x' is float64; the model takes float32"),
+        (lambda x: x.update(x=x["x"][:, :5]), r"input 'x' has shape \(4, 5\); the model takes \(rows, 24\)"),
+        (lambda x: x.update(t=x["x"]), "the model has no input 't'"),
+    ],
+)
+def test_wrong_inputs_are_refused(change, message):
+    x = inputs_of(4)
+    change(x)
+    with pytest.raises(OnnxError, match=message):
+        portmm.onnx.load(DENSE).run(None, x)
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(OnnxError, match="there is no model at"):
+        portmm.onnx.load(tmp_path / "none.onnx")
+    with pytest.raises(OnnxError, match="are no ONNX model"):
+        portmm.onnx.load(b"no model")
+    unknown = model([("Frobnicate", ["x"], ["z"])], [("x", FLOAT, [2])], [("z", FLOAT, [2])])
+    with pytest.raises(OnnxError, match="operator Frobnicate is not offered"):
+        portmm.onnx.load(unknown)
+    with pytest.raises(OnnxError, match="no output 'q'"):
+        portmm.onnx.load(DENSE).run(["q"], inputs_of(2))
+
+
+def test_shapes_may_depend_on_data():
+    made = model(
+        [("NonZero", ["x"], ["i"]), ("Transpose", ["i"], ["t"]), ("Shape", ["t"], ["s"]),
+         ("ConstantOfShape", ["s"], ["c"]), ("Cast", ["t"], ["f"], {"to": FLOAT}), ("Add", ["f", "c"], ["z"])],
+        [("x", FLOAT, ["n"])], [("z", FLOAT, None)],
+    )  # fmt: skip
+    session = portmm.onnx.load(made)
+    for x in (np.float32([0, 1, 2]), np.float32([0, 0, 2]), np.float32([0, 0, 0])):
+        np.testing.assert_array_equal(session.run(None, {"x": x})[0], np.argwhere(x).astype(np.float32))
+
+
+def test_values_that_decide_on_shapes_select_programs():
+    made = model(
+        [("Reshape", ["x", "s"], ["r"]), ("Neg", ["r"], ["z"])],
+        [("x", FLOAT, [6]), ("s", TensorProto.INT64, [2])],
+        [("z", FLOAT, None)],
+    )
+    session = portmm.onnx.load(made)
+    x = np.arange(6, dtype=np.float32)
+    for shape in ((2, 3), (3, 2), (2, 3)):
+        np.testing.assert_array_equal(session.run(None, {"x": x, "s": np.int64(shape)})[0], -x.reshape(shape))
+
+
+def test_weights_of_four_bits_are_a_kernel():
+    k, n, group = 64, 32, 32
+    codes = rng.integers(0, 16, (n, k)).astype(np.uint8)
+    scales = rng.random((n, k // group), np.float32)
+    packed = (codes[:, ::2] | codes[:, 1::2] << 4).reshape(n, k // group, group // 2)
+    node = (
+        "MatMulNBits",
+        ["x", "w", "s"],
+        ["z"],
+        {"domain": "com.microsoft", "K": k, "N": n, "bits": 4, "block_size": group},
+    )
+    made = model([node], [("x", FLOAT, [5, k])], [("z", FLOAT, [5, n])], {"w": packed, "s": scales.reshape(-1)})
+    session = portmm.onnx.load(made)
+    x = rng.standard_normal((5, k)).astype(np.float32)
+    want = x.astype(np.float64) @ ((codes.astype(np.float64) - 8) * np.repeat(scales, group, 1)).T
+    np.testing.assert_allclose(session.run({"x": x})[0], want, rtol=1e-4, atol=1e-4)
+    assert [row.kind for row in session.report({"x": x}).rows] == ["product"]
+
+
+@pytest.mark.parametrize("kind", [np.int8, np.uint8])
+def test_integers_are_exact(kind):
+    low, high = np.iinfo(kind).min, np.iinfo(kind).max + 1
+    b = rng.integers(low, high, (96, 40)).astype(kind)
+    made = model(
+        [("MatMulInteger", ["a", "b", "za", "zb"], ["z"])],
+        [("a", TensorProto.UINT8, [7, 96])],
+        [("z", TensorProto.INT32, [7, 40])],
+        {"b": b, "za": np.uint8(13), "zb": kind(5)},
+    )
+    a = rng.integers(0, 256, (7, 96)).astype(np.uint8)
+    session = portmm.onnx.load(made)
+    np.testing.assert_array_equal(session.run({"a": a})[0], (a.astype(np.int64) - 13) @ (b.astype(np.int64) - 5))
+    assert not session.report({"a": a}).numpy
+
+
+def test_a_transformer_s_layer_is_few_kernels(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import model_graphs
+
+    made = model_graphs.bert(model_graphs.Encoder(32, 2, 64, 1), vocabulary=50)
+    session = portmm.onnx.load(made)
+    x = model_graphs.feeds(made, batch=2, length=6)
+    x["input_ids"] %= 50
+    from onnx.reference import ReferenceEvaluator
+
+    (want,) = ReferenceEvaluator(made).run(None, x)
+    np.testing.assert_allclose(session.run(None, x)[0], want, rtol=1e-4, atol=1e-4)
+    report = session.report(x)
+    assert report.numpy.keys() == {"Gather", "Cast"}
+    assert len(report.rows) <= 17
