@@ -178,16 +178,40 @@ class Blocks:
         fewest = ceil_div(N, s.nc) if s.nc else const(1)
         if s.parallel.over != "tiles":
             return fewest
-        wanted = ceil_div((WORKERS - 1) * TASKS_PER_WORKER, self.blocks)
-        return maximum(fewest, minimum(self.groups, wanted))
+        return maximum(fewest, minimum(self.groups, self.chunks_wanted))
+
+    @property
+    def chunks_wanted(self) -> Index:
+        """Number of chunks of the columns of a block for which every thread has work."""
+        return ceil_div((WORKERS - 1) * TASKS_PER_WORKER, self.blocks)
 
     def chunk_start(self, chunk: Index, chunks: Index) -> Index:
         """First visit of a chunk; a block's wider chunks are first, so that the last ones even out the threads."""
         return self.groups // chunks * chunk + minimum(chunk, self.groups % chunks)
 
     @property
+    def slab(self) -> Index:
+        """Number of columns that are packed at once where all of B is packed: slabs of about the same width."""
+        panels = ceil_div(N, self.s.nr)
+        return round_up(ceil_div(panels, ceil_div(panels, self.slab_panels)), self.near) * self.s.nr
+
+    @property
+    def slab_panels(self) -> Index:
+        """Maximum number of panels of a slab: a multiple of those that are packed together."""
+        bytes_ = self.whole(self.k) * (self.near * self.s.nr * BY_NAME[self.atom.right].bytes)
+        return maximum(1, WORKERS * MODEL.slab_bytes // bytes_) * self.near
+
+    @property
+    def slab_first(self) -> Index:
+        """First column of the current slab of B."""
+        return var("across") if self.s.b.once else const(0)
+
+    @property
     def chunk_width(self) -> Index:
         """Number of columns of the widest chunk of a block, in whole panels."""
+        if self.s.b.once:  # of a slab of any width
+            few = ceil_div(self.groups, maximum(1, minimum(self.groups, self.chunks_wanted)))
+            return (minimum(few, self.s.nc // self.s.nr) if self.s.nc else few) * self.s.nr
         return ceil_div(self.groups, self.column_chunks) * (self.s.nr * self.s.b.panels)
 
     @property

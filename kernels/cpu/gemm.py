@@ -35,13 +35,13 @@ from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel, Param, Switch
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel, Switch
 from portmm.kernels.cpu import int4_in_place
 from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
 from portmm.kernels.cpu.dynamic_quantization import quantise_rows
 from portmm.kernels.cpu.operands import Operands
 from portmm.kernels.cpu.packing import pack_a
-from portmm.kernels.cpu.panel_packing import pack_once, pack_panels
+from portmm.kernels.cpu.panel_packing import pack_once, pack_panels, params_of_tasks
 from portmm.kernels.cpu.register_tile import finish, multiply
 from portmm.kernels.cpu.split_k import split_k
 from portmm.kernels.cpu.summation_runs import extents_of_k, over_k
@@ -120,9 +120,14 @@ class Gemm(Operands):
         if self.s.parallel.over == "batch":
             return (self.in_order(),)
         comment = "A block of rows by a share of the columns of C"
-        task = Function("block", "task", (Param("item"),), self.block(var("task")), comment)
-        blocks = Parallel(task, self.blocks * self.column_chunks, (var("item"),))
-        return (pack_once(self), blocks) if self.s.b.once else (blocks,)
+        params, args = params_of_tasks(self)
+        task = Function("block", "task", params, self.block(var("task")), comment)
+        blocks = Parallel(task, self.blocks * self.column_chunks, args)
+        if not self.s.b.once:
+            return (blocks,)
+        # Names of a slab take the place of those of all columns.
+        slab = (Let("n", minimum(var("slab"), var("all") - var("across"))), pack_once(self), blocks)
+        return (Let("all", N), Let("slab", self.slab), For("across", const(0), var("all"), var("slab"), slab))
 
     def in_order(self) -> Stmt:
         """Loop over the blocks of C of one thread."""

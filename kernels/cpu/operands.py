@@ -48,7 +48,7 @@ class Operands(Workspace):
 
     def source(self, column: Index, row: Index) -> Ptr:
         """Address of an element of B in place."""
-        return self.strided("b", "row" if self.s.b.layout == "row" else "any", row, column)[0]
+        return self.strided("b", "row" if self.s.b.layout == "row" else "any", row, column + self.slab_first)[0]
 
     def result(self, row: Index, column: Index) -> Ptr:
         """Address of an element of C, or of this run's own C, or of the sum that will become it."""
@@ -56,7 +56,11 @@ class Operands(Workspace):
             return Ptr("cp", row * N + column)
         if self.finishes:
             return self.sums(row, column)
-        return self.operand("c", row * var("c_m") + column)
+        return self.element(row, column)
+
+    def element(self, row: Index, column: Index) -> Ptr:
+        """Address of an element of C."""
+        return self.operand("c", row * var("c_m") + (column + self.slab_first))
 
     def sums(self, row: Index, column: Index) -> Ptr:
         """Address of a sum that is not yet an element of C: in one tile, or at its position in the block."""

@@ -108,17 +108,24 @@ class Panels:
         return (*body, For("q", self.first, end, const(1), sums)) if sums else body
 
 
+def params_of_tasks(g: Operands) -> tuple[tuple[Param, ...], tuple[Index, ...]]:
+    """Parameters of tasks, and their values: the item, and where all of B is packed the columns of a slab."""
+    names = ("item", "n", "across") if g.s.b.once else ("item",)
+    return tuple(map(Param, names)), tuple(map(var, names))
+
+
 def pack_once(g: Operands) -> Stmt:
-    """Packing of all of B by parallel tasks, each some rows of a few panels; items with the same B share the panels."""
+    """Packing of a slab of B by parallel tasks, each some rows of a few panels; items share those of the same B."""
     panels, cuts = ceil_div(N, g.s.nr), g.cuts
     body = (
         Let("jg", var("task") // cuts * g.near),
         Let("p_first", var("task") % cuts * MODEL.pack_rows),
         *pack_panels(g, panels),
     )
-    task = Function("pack_share", "task", (Param("item"),), body, "Some rows of a few panels of B")
-    fresh_b = const(0).lt(var("item").eq(0) + (1 - var("b_batch").eq(0)))
-    return If(fresh_b, (Parallel(task, ceil_div(panels, g.near) * cuts, (var("item"),)),))
+    params, args = params_of_tasks(g)
+    task = Function("pack_share", "task", params, body, "Some rows of a few panels of B")
+    fresh_b = const(0).lt(var("item").eq(0) + (1 - var("b_batch").eq(0)) + var("slab").lt(var("all")))
+    return If(fresh_b, (Parallel(task, ceil_div(panels, g.near) * cuts, args),))
 
 
 def pack_panels(g: Operands, end: Index) -> tuple[Stmt, ...]:
@@ -140,14 +147,17 @@ def pack_panels(g: Operands, end: Index) -> tuple[Stmt, ...]:
     if g.view_b:
         pack = Viewed("b", g.view_b.permute(1, 0), s.types[1], atom.right, s.nr).pack(g.isa, atom)
         filled = (g.filled(row, depth),) if s.atom.kr > 1 else ()
-        call = Call(pack, (depth, *filled, g.operand("b", const(0)), Q * s.nr, row * s.atom.kr, place(Q)))
+        call = Call(
+            pack, (depth, *filled, g.operand("b", const(0)), Q * s.nr + g.slab_first, row * s.atom.kr, place(Q))
+        )
         sums = (Call(packing.sum_columns(atom, s.nr, atom.right), (depth, place(Q))),) if g.unshifts else ()
         return (panels, For("q", FIRST, last, const(1), (call, *sums)))
     if s.b.layout == "codes":
         kr = s.atom.kr
         words = (row * kr // CODES_KR, ceil_div((row + depth) * kr, CODES_KR))
         dequantized = dequantize(g.isa, atom, family(s.family))
-        one = Call(dequantized, (*words, g.operand("b", Q * var("b_n")), place(Q)))
+        panel = g.operand("b", (Q + g.slab_first // s.nr) * var("b_n"))
+        one = Call(dequantized, (*words, panel, place(Q)))
         return (panels, For("q", FIRST, last, const(1), (one,)))
     several = Panels(
         g.isa, atom, s.nr, near, s.b.layout, s.types[1], atom.right, PREFETCH, FIRST, last, minimum(end * s.nr, N), N,

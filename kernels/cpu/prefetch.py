@@ -40,7 +40,7 @@ def next_panel(g: Operands, height: int) -> list[Index | Ptr]:
     next_row = var("row") + more * (var("r") + height)
     next_column = var("column") + (1 - more) * g.s.nr
     if g.finishes:  # of this tile: its epilogue is next
-        out: list[Index | Ptr] = [g.operand("c", (var("row") + var("r")) * var("c_m") + var("column")), var("c_m")]
+        out: list[Index | Ptr] = [g.element(var("row") + var("r"), var("column")), var("c_m")]
     else:
         out = [g.result(next_row, next_column)]
     out += _next_a(g, height) if "a" in g.streams else []

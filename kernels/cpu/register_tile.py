@@ -88,10 +88,10 @@ def finish(g: Operands) -> tuple[Stmt, ...]:
     if not g.finishes:
         return ()
     tile = (var("h"), var("columns"), g.sums(ROW, COLUMN), var("c_wide"))
-    into = (g.operand("c", ROW * var("c_m") + COLUMN), var("c_m"))
+    into = (g.element(ROW, COLUMN), var("c_m"))
     inner: list[Ptr] = []
     more: tuple[Index | Ptr, ...] = ()
-    fused, place = s.fused, (var("item"), ROW, COLUMN)
+    fused, place = s.fused, (var("item"), ROW, COLUMN + g.slab_first)
     if fused:
         more = (*place, *arguments(fused, *place))
         inner = [_vector(g, name) for name in own(fused)]

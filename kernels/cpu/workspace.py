@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr, ceil_div, const, maximum, round_up, var
+from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.ir.nodes import LetPtr
 from portmm.kernels.cpu.blocking import WORKERS, Blocks, M, N
 from portmm.kernels.cpu.int4_panels import starts_of_group
@@ -33,10 +33,10 @@ class Workspace(Blocks):
 
     @property
     def shared_size(self) -> Index:
-        """Number of elements of all of B in panels."""
+        """Number of elements of a slab of B in panels."""
         if not self.s.b.once:
             return const(0)
-        return round_up(ceil_div(N, self.s.nr) * self.b_step * self.scaled("b"), 64)
+        return round_up(minimum(ceil_div(N, self.s.nr), self.slab_panels) * self.b_step * self.scaled("b"), 64)
 
     @property
     def own_size(self) -> Index:

@@ -167,8 +167,9 @@ static __attribute__((noinline)) void pack_b_rows(long k, const float *b, long b
 static void pack_share(const long *ctx, long task, long worker) {
   const portmm_args *g = (const portmm_args *)ctx[0];
   const long item = ctx[1];
+  const long n = ctx[2];
+  const long across = ctx[3];
   (void)g; (void)task; (void)worker;
-  const long n = g->n;
   const long k = g->k;
   const long b_k = g->b_k;
   const long b_n = g->b_n;
@@ -180,10 +181,10 @@ static void pack_share(const long *ctx, long task, long worker) {
   float *panels = work;
   if (min_((n + 15) / 16 * 16, n) < (jg + 16) * 16) {
     for (long q = jg; q < min_((n + 15) / 16, jg + 16); ++q) {
-      pack_b(min_(k - p_first, 256), min_(n - q * 16, 16), b + item * b_batch + p_first * b_k + q * 16, b_k, b_n, panels + p_first * 16 + q * (k * 16));
+      pack_b(min_(k - p_first, 256), min_(n - q * 16, 16), b + item * b_batch + p_first * b_k + q * 16 + across, b_k, b_n, panels + p_first * 16 + q * (k * 16));
     }
   } else {
-    pack_b_rows(min_(k - p_first, 256), b + item * b_batch + p_first * b_k + jg * 16, b_k, panels + p_first * 16 + jg * (k * 16), k * 16);
+    pack_b_rows(min_(k - p_first, 256), b + item * b_batch + p_first * b_k + jg * 16 + across, b_k, panels + p_first * 16 + jg * (k * 16), k * 16);
   }
 }
 
@@ -308,9 +309,10 @@ static __attribute__((noinline)) void ukr_2x16(long k, const float *a, const flo
 static void block(const long *ctx, long task, long worker) {
   const portmm_args *g = (const portmm_args *)ctx[0];
   const long item = ctx[1];
+  const long n = ctx[2];
+  const long across = ctx[3];
   (void)g; (void)task; (void)worker;
   const long m = g->m;
-  const long n = g->n;
   const long k = g->k;
   const long a_m = g->a_m;
   const long a_k = g->a_k;
@@ -332,7 +334,7 @@ static void block(const long *ctx, long task, long worker) {
   const long kb = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + ((n + 15) / 16 * (k * 16) + 63) / 64 * 64 + worker * ((min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 8 + 63) / 64 * 64);
+    float *ap = work + (min_((n + 15) / 16, max_(1, workers * 67108864 / (k * 1024)) * 16) * (k * 16) + 63) / 64 * 64 + worker * ((min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 8 + 63) / 64 * 64);
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
@@ -344,7 +346,7 @@ static void block(const long *ctx, long task, long worker) {
       const float *bp = work + j * (k * 16) + pc * 16;
       for (long i = 0; i < slices; ++i) {
         const long r = i * height + min_(i, taller);
-        ukr_2x16(kd, ap + r * kd, bp, c + item * c_batch + (row + r) * c_m + column, c_m, columns, 0 < pc);
+        ukr_2x16(kd, ap + r * kd, bp, c + item * c_batch + (row + r) * c_m + column + across, c_m, columns, 0 < pc);
       }
     }
   }
@@ -359,15 +361,20 @@ void portmm_gemm_f32_f32_f32_2x16x1_avx2(const portmm_args *g) {
   const long b_batch = g->b_batch;
   const long workers = g->workers;
   for (long item = 0; item < batch; ++item) {
-    if (0 < (item == 0) + 1 - (b_batch == 0)) {
-      {
-        const long task_ctx[] = {(long)g, item};
-        g->parallel(g->pool, pack_share, task_ctx, ((n + 15) / 16 + 15) / 16 * ((k + 255) / 256), workers);
+    const long all = n;
+    const long slab = (((n + 15) / 16 + ((n + 15) / 16 + max_(1, workers * 67108864 / (k * 1024)) * 16 - 1) / (max_(1, workers * 67108864 / (k * 1024)) * 16) - 1) / (((n + 15) / 16 + max_(1, workers * 67108864 / (k * 1024)) * 16 - 1) / (max_(1, workers * 67108864 / (k * 1024)) * 16)) + 15) / 16 * 16 * 16;
+    for (long across = 0; across < all; across += slab) {
+      const long n = min_(slab, all - across);
+      if (0 < (item == 0) + 1 - (b_batch == 0) + (slab < all)) {
+        {
+          const long task_ctx[] = {(long)g, item, n, across};
+          g->parallel(g->pool, pack_share, task_ctx, ((n + 15) / 16 + 15) / 16 * ((k + 255) / 256), workers);
+        }
       }
-    }
-    {
-      const long task_ctx[] = {(long)g, item};
-      g->parallel(g->pool, block, task_ctx, (m + 7) / 8 * max_((n + 63) / 64, min_((n + 15) / 16, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))), workers);
+      {
+        const long task_ctx[] = {(long)g, item, n, across};
+        g->parallel(g->pool, block, task_ctx, (m + 7) / 8 * max_((n + 63) / 64, min_((n + 15) / 16, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))), workers);
+      }
     }
   }
 }

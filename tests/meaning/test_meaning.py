@@ -123,6 +123,39 @@ def test_wide_products():
         k.check(interpret(kernel, k, 2, shuffle=1), s)
 
 
+SLABS = [
+    ("avx512", "f32", ("row", "row", "row"), {}),
+    ("avx2", "f32", ("col", "col", "row"), {"batch": 2}),
+    ("avx2", "f32", ("row", "any", "col"), {}),
+    ("avx2", "s8-s8-f32", ("row", "row", "row"), {"post": "scale+bias"}),
+    ("avx512", "bf16", ("row", "row", "row"), {}),
+    ("avx512", "f32-u4-f32", ("row", "codes", "row"), {}),
+    ("amx_int8", "s8-s8-f32", ("row", "row", "row"), {"post": "scale+bias"}),
+]
+
+
+@pytest.mark.parametrize(("name", "dtype", "layouts", "more"), SLABS, ids=str)
+def test_slabs_of_b(name, dtype, layouts, more, monkeypatch):
+    """A B that is packed as a whole, but of which only a few columns have room at a time."""
+    monkeypatch.setattr(CPU, "slab_bytes", 1)
+    target, size = support.small(name), (40 if "amx" in name else 9, 3 * CPU.run_bytes // 4 - 11, 37)
+    if layouts[1] == "codes":
+        posed = [support.coded(size, dtype, 2 * target.isas[0].atom("f32").n, 16)]
+    else:
+        posed = pose(size, layouts, target, dtype=dtype, **more)
+    found = [(p, s) for p in posed for s in candidates(p, target) if s.b.once]
+    assert found
+    for i, (p, s) in enumerate({(x.program, x.kc > 0): (q, x) for q, x in found}.values()):
+        kernel, k = (
+            lower(s, target.isa(s.isa)),
+            case(p, seed=i, floats=p.b == "codes", shared="b" if p.batch > 1 else ""),
+        )
+        for workers in (1, 3):
+            k.check(interpret(kernel, k, workers, shuffle=workers), s)
+        if s.isa in HERE:
+            check_built(kernel, k, 2, s)
+
+
 class Counted(np.ndarray):
     """A flat array that counts the stores to each element."""
 
