@@ -176,6 +176,8 @@ def measured(name, *, torch_too):
     bits = None if finding.certificate is None else finding.certificate["check"]["bits"]
     return {
         "shapes": [list(x) for x in shapes], "path": list(finding.path), "forms": finding.forms,
+        "graph": str(finding.graph).splitlines(),
+        "one_kernel": str(finding.kernel.graph).splitlines() if finding.kernel else [],
         "verified": finding.verified, "search_seconds": finding.elapsed, "note": finding.note, "bits": bits,
         "kernels": [f"{x.kind} {x.what}" for x in explained.kernels],
         "greedy_kernels": [f"{x.kind} {x.what}" for x in greedy.explain(*arrays).kernels], "times": turns(ways),
@@ -184,17 +186,21 @@ def measured(name, *, torch_too):
 
 def table(records):
     """A table of all cases, and geometric means."""
-    lines = ["| case | greedy, ms | search | torch.compile | search took | rewrites |", "|---|--:|--:|--:|--:|---|"]
+    lines = ["| case | greedy, ms | over greedy | over torch.compile | search | rewrites | passes as one kernel |"]
+    lines.append("|---|--:|--:|--:|--:|---|---|")
     gains, rivals = [], []
     for name, x in records.items():
         t = {way: y["median"] for way, y in x["times"].items()}
         gains.append(t["greedy"] / t["search"])
         rivals.append(t["torch.compile"] / t["search"] if "torch.compile" in t else np.nan)
         words = ", ".join(dict.fromkeys(x["path"])) or x["note"] or "none is faster"
+        loop = next((y.split("loop ")[1] for y in x["one_kernel"] if "loop " in y), "")
+        passes = sum(y.startswith("    pass") for y in x["one_kernel"])
+        one = f"{passes - 1} along {loop}" if loop else "none"
         lines.append(f"| {name} | {t['greedy'] * 1e3:.3f} | {gains[-1]:.2f} | {rivals[-1]:.2f} "
-                     f"| {x['search_seconds']:.1f} s | {words} |")  # fmt: skip
+                     f"| {x['search_seconds']:.1f} s | {words} | {one} |")  # fmt: skip
     means = [float(np.exp(np.nanmean(np.log(x)))) for x in (gains, rivals)]
-    return "\n".join([*lines, f"| geometric mean | | {means[0]:.2f} | {means[1]:.2f} | | |"])
+    return "\n".join([*lines, f"| geometric mean | | {means[0]:.2f} | {means[1]:.2f} | | | |"])
 
 
 def main():

@@ -110,9 +110,8 @@ def kernel_of(
     values = [known[x] for x in results]
     try:
         passes = _passes(values, len(inputs), local(loop))
-        grid = "".join(x for x in dict.fromkeys(local("".join(axes))) if x != local(loop))
-        if any(x.op == "contract" and summed(x) in grid for x in ordered(tuple(values))):
-            return None  # a tile of the grid has a part of the sum
+        sums = {summed(x) for x in ordered(tuple(values)) if x.op in ACCUMULATED}  # a tile has all of these
+        grid = "".join(x for x in dict.fromkeys(local("".join(axes))) if x not in sums | {local(loop)})
         program = BlockProgram(grid, local(loop), operands, passes)
         return _graph(program, inputs, axes), names
     except ScheduleError:

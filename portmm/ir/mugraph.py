@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import BlockProgram, Pass, TileGemm, TileMap, TileReduce, TileTransfer
+from portmm.ir.block_program import BlockProgram, Operator, Pass, TileGemm, TileMap, TileReduce, TileTransfer
 from portmm.spec.epilogue import (
     Operand,
     argument,
@@ -21,6 +21,7 @@ from portmm.spec.epilogue import (
     load,
     number,
     reduction,
+    summed,
 )
 from portmm.spec.expr import Expr, const, node, ordered
 from portmm.spec.expr_ops import OPS
@@ -121,7 +122,7 @@ class MuGraph:
         lines = [f"in  {_tensor(self, i)}" for i in self.inputs]
         for x in self.steps:
             reads = ", ".join(self.tensors[y.tensor].name for y in x.operands)
-            kinds = [[_operator(y) for y in one] for one in x.program.passes]
+            kinds = [[described(y) for y in one] for one in x.program.passes]
             lines.append(f"kernel({reads}) grid {x.program.grid}, loop {x.program.loop}")
             lines += [f"    pass {i}: {', '.join(one)}" for i, one in enumerate(kinds)]
         return "\n".join([*lines, *(f"out {_tensor(self, i)}" for i in self.results)])
@@ -132,12 +133,16 @@ def _tensor(graph: MuGraph, i: int) -> str:
     return f"{x.name}[{x.axes}] {x.dtype}"
 
 
-def _operator(x: Any) -> str:
-    along = f" along {x.value.args[0]}" if x.value.op == "contract" else ""
-    kind = f" {x.value.args[0]}" if x.value.op in ("reduce", "fold") else ""
-    to = f" to {x.operand}" if isinstance(x, TileTransfer) else ""
-    rescaled = ", rescaled" if getattr(x, "rescaled", None) is not None else ""
-    return f"{type(x).__name__.removeprefix('Tile').lower()}{kind}{along}{to}{rescaled}"
+def described(x: Operator) -> str:
+    """The words for an operator: its kind, and the label along which it reduces."""
+    if isinstance(x, TileTransfer):
+        return f"transfer to {x.operand}"
+    value, words = x.value, type(x).__name__.removeprefix("Tile").lower()
+    if value.op == "contract":
+        words = f"{'sum' if value.args[2] is const(1.0) else words} along {value.args[0]}"
+    elif value.op in ("reduce", "fold"):
+        words = f"{value.args[0]} along {summed(value)}"
+    return words + (", rescaled" if getattr(x, "rescaled", None) is not None else "")
 
 
 # The serialised form: steps of expressions by their number.

@@ -23,7 +23,7 @@ from portmm.spec.dtype import BY_NAME, base
 from portmm.target.device import CUDA_WARP
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Callable, Mapping
 
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import LetPtr, Mac
@@ -33,13 +33,19 @@ PATIENCE = 20.0
 """Seconds that threads wait for others at a barrier, which then will not come."""
 
 
-def run_grid(kernel: GridKernel, numbers: Mapping[str, Any], arrays: Mapping[str, Address]) -> None:
+def run_grid(
+    kernel: GridKernel,
+    numbers: Mapping[str, Any],
+    arrays: Mapping[str, Address],
+    machine: Callable[..., _Thread] | None = None,
+) -> None:
     """Execute a kernel of a device on NumPy arrays.
 
     Args:
         kernel: the kernel.
         numbers: its integers and floats by name.
         arrays: pointers by name -> (1-D array, offset of element zero).
+        machine: makes another thread, whose registers hold other numbers.
 
     Raises:
         IndexError: an access leaves its array.
@@ -53,7 +59,8 @@ def run_grid(kernel: GridKernel, numbers: Mapping[str, Any], arrays: Mapping[str
     for part, block in product(slices, blocks):
         meet = _Block(kernel)
         at = [whole | {"block": block, "slice": part, "thread": i} for i in range(kernel.threads)]
-        each = [_Thread(kernel, cache(kernel.isa.word), x, pointers, None, meet=meet) for x in at]
+        make = _Thread if machine is None else machine
+        each = [make(kernel, cache(kernel.isa.word), x, pointers, None, meet=meet) for x in at]
         threads = [Thread(target=x.run, args=(real,)) for x in each]
         for x in threads:
             x.start()

@@ -16,6 +16,7 @@ from portmm.errors import PortmmError
 from portmm.ir import block_meaning
 from portmm.ir.attention_program import attention_of
 from portmm.ir.block_program import TileGemm
+from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.mugraph import Binding, MuGraph, Step, Tensor
 from portmm.ir.product_program import product_of
 from portmm.spec.epilogue import AXES
@@ -51,13 +52,13 @@ class Call(NamedTuple):
 
 
 def check_kernel(
-    program: BlockProgram, kernel: Kernel, extents: Mapping[str, int], *, seed: int | None = None
+    program: BlockProgram, kernel: Kernel | GridKernel, extents: Mapping[str, int], *, seed: int | None = None
 ) -> Verdict:
     """Check that a kernel computes what its record means, at these extents of the record's labels.
 
     Args:
         program: the record, of floats.
-        kernel: of a host, lowered from it.
+        kernel: lowered from it, of a host, or of a device without matrix units.
         extents: of its labels: more than a tile, and no multiple of one.
         seed: see `equivalence.check`.
     """
@@ -68,12 +69,14 @@ def check_kernel(
         return Verdict(equal=False, reason=f"{type(error).__name__}: {error}", seed=seed)
 
 
-def _checked(program: BlockProgram, kernel: Kernel, extents: dict[str, int], seed: int) -> Verdict:
+def _checked(program: BlockProgram, kernel: Kernel | GridKernel, extents: dict[str, int], seed: int) -> Verdict:
     _spellings()
     shapes = [tuple(extents[x] for x in y.axes) for y in program.operands]
     if any(x.dtype != "f32" for x in program.operands):
         raise UnsupportedError("operands of other types than f32 are no symbols")
     call = call_of(program, extents)
+    if isinstance(kernel, GridKernel):
+        call = call._replace(names=tuple(f"{x}_all" if x.startswith("x") else x for x in call.names))
     written = dict(program.fused.results)
     arrays = {call.names[i]: math.prod(x) for i, x in enumerate(shapes)}
     results = [call.names[i] for i in written]

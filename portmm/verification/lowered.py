@@ -76,8 +76,8 @@ def _other(program: BlockProgram, target: Target, gemms: int) -> Lowered:
         s = attention_schedule(isa, atom, packs=program.loop == "m")
         queries = "nm"["nm".index(program.loop) - 1]
         many = 5 if program.loop == "n" else s.tile("L2").n + 5
-        extents = {queries: many, program.loop: 2 * atom.n + 3 if program.loop == "n" else 11, "d": 3, "e": 2}
-        extents |= {"b": 1 if program.loop == "n" else 2, "h": 2, "H": 1}
+        extents = {queries: many, program.loop: 2 * atom.n + 3 if program.loop == "n" else 9, "d": 3, "e": 2}
+        extents |= {"b": 1, "h": 2, "H": 1}
     else:
         s = core_schedule(program, isa, atom)
         extents = {"b": 2, "m": 7 if program.loop == "m" else 2, "n": 2 * s.nr + 3}

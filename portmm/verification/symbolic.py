@@ -15,8 +15,11 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.ir import interpreter
+from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.interpreter import _Machine
+from portmm.ir.thread_interpreter import _Thread, run_grid
 from portmm.spec.expr import Expr, apply, const, node
+from portmm.util import locks
 from portmm.verification.values import UnsupportedError
 
 if TYPE_CHECKING:
@@ -39,13 +42,15 @@ class Symbols:
         self.every: list[Expr] = [_ZERO]
         self.numbers: dict[Expr, int] = {_ZERO: 0}
         self.done: dict[tuple[Any, ...], int] = {}
+        self.lock = locks.lock()
 
     def number(self, x: Expr) -> int:
-        """The number of an expression."""
-        known = self.numbers.get(x)
-        if known is None:
-            known = self.numbers[x] = len(self.every)
-            self.every.append(x)
+        """The number of an expression; threads of a block share the table."""
+        with self.lock:
+            known = self.numbers.get(x)
+            if known is None:
+                known = self.numbers[x] = len(self.every)
+                self.every.append(x)
         return known
 
     def array(self, name: int, count: int) -> Array:
@@ -79,7 +84,9 @@ def _applied(op: str, values: list[Expr]) -> Expr:
     return apply(op, *values)
 
 
-def run(kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]) -> dict[str, Any]:
+def run(
+    kernel: Kernel | GridKernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]
+) -> dict[str, Any]:
     """The expressions of the elements that a kernel writes.
 
     Args:
@@ -96,21 +103,28 @@ def run(kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], resu
         name: np.full(n, POISON, np.uint32).view(np.float32) if name in results else symbols.array(i, n)
         for i, (name, n) in enumerate(shapes.items())
     }
-    interpreter.run(kernel, ints, {x: (y, 0) for x, y in arrays.items()}, machine=partial(Symbolic.of, symbols))
+    places = {x: (y, 0) for x, y in arrays.items()}
+    if isinstance(kernel, GridKernel):
+        run_grid(kernel, ints, places, partial(SymbolicThread.of, symbols))
+    else:
+        interpreter.run(kernel, ints, places, machine=partial(Symbolic.of, symbols))
     numbers = {x: arrays[x].view(np.uint32) for x in results}
     return {x: [symbols.every[i] if i != POISON else None for i in y.tolist()] for x, y in numbers.items()}
 
 
-@dataclass(slots=True)
-class Symbolic(_Machine):
-    """A machine whose registers hold symbols: of floats as float32, of integers and masks as int32."""
+class _Operations:
+    """Operations of a machine whose registers hold symbols: of floats as float32, of integers and masks as int32."""
 
-    symbols: Any = None
+    __slots__ = ()
+    symbols: Any
+    word: Any
+    value: Any
+    at: Any
 
     @classmethod
-    def of(cls, symbols: Symbols, *of: Any) -> Symbolic:
+    def of(cls, symbols: Symbols, *of: Any, **more: Any) -> Any:
         """A machine with a table of symbols."""
-        machine = cls(*of)
+        machine = cls(*of, **more)
         machine.symbols = symbols
         return machine
 
@@ -135,7 +149,8 @@ class Symbolic(_Machine):
         if atom.m > 1 or atom.k_pack > 1 or s.name == "load_rows":
             raise UnsupportedError(f"{s.name} of units of several elements has no meaning on symbols")
         if s.p is not None or s.name in ("zero", "mask"):
-            _Machine.do_verb(self, s, f)
+            machine: Any = self
+            _Machine.do_verb(machine, s, f)
         elif s.name == "mac":
             a, b, d = (self.bits(f.regs[x]) for x in (s.a, s.b, s.d))
             f.regs[s.d] = self.lanes("fma", len(d), a, b, d).view(np.float32)
@@ -182,6 +197,8 @@ class Symbolic(_Machine):
 
     def do_mac(self, s: Mac, f: _Frame) -> None:
         """A multiply-add in memory."""
+        if getattr(self, "kernel").atom.unit:  # noqa: B009 - of a machine
+            raise UnsupportedError("products of matrix units have no meaning on symbols")
         places = [self.at(p, f, 1) for p in (s.a, s.b, s.d)]
         words = [int(x[i : i + 1].view(np.uint32)[0]) for x, i, _ in places]
         to, i, _ = places[2]
@@ -197,3 +214,17 @@ class Symbolic(_Machine):
     def do_rowscale(self, s: RowScale, f: _Frame) -> None:  # noqa: ARG002 - as the method that it overrides
         """A scale of rows, which depends on bits."""
         raise UnsupportedError("rows are quantized, which has no meaning on symbols")
+
+
+@dataclass(slots=True)
+class Symbolic(_Operations, _Machine):
+    """A machine of a host."""
+
+    symbols: Any = None
+
+
+@dataclass(slots=True)
+class SymbolicThread(_Operations, _Thread):
+    """A thread of a device."""
+
+    symbols: Any = None

@@ -19,10 +19,11 @@ from portmm.ir.nodes import For, If, Kernel, Verb
 from portmm.ir.product_program import of_product
 from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_attention import attention_schedule
+from portmm.schedule.rows import rows_schedule
 from portmm.spec.elementwise import exp
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, reduction
 from portmm.spec.problem import Problem
-from portmm.target.target import load_target
+from portmm.target.target import load_isa, load_target
 from portmm.verification.kernels import call_of, check_kernel
 from portmm.verification.lowered import lowered
 
@@ -32,10 +33,10 @@ PRODUCT = of_product(Problem(7, 12, 9, fused=str(FUSED)))
 CHIPS = ("zen5", "haswell", "neoverse-n1")
 
 
-def softmax():
+def softmax(level="L1"):
     x = load(0, "f32")
     w = exp(x - reduction("max", x))
-    return program_of(Fused((Operand("f32", "bmn"),) * 2, ((1, w / reduction("add", w)),)), "L1")
+    return program_of(Fused((Operand("f32", "bmn"),) * 2, ((1, w / reduction("add", w)),)), level)
 
 
 def scaled_attention(loop, *, causal=False, lse=False):
@@ -64,6 +65,25 @@ def test_schedules_of_a_product():
         (kernel,) = lower_program(PRODUCT, replace(s, epilogue=""), TINY.isas[0])
         verdict = check_kernel(PRODUCT, kernel, {"m": 7, "n": 13, "k": 9}, seed=SEED)
         assert verdict, verdict
+
+
+@pytest.mark.parametrize("kind", ["direct", "stream", "simt"])
+def test_products_of_threads(kind):
+    """Kernels of devices, by the interpreter of threads: shared memory, barriers and copies are as ever."""
+    listed = candidates(Problem(7, 12, 9, fused=str(FUSED)), load_target("h100"), (1, 1, 1))
+    s = next(x for x in listed if x.program == kind and x.parallel.split == 1)
+    (kernel,) = lower_program(PRODUCT, replace(s, epilogue=""), load_isa(s.isa))
+    verdict = check_kernel(PRODUCT, kernel, {"m": 5, "n": 9, "k": 9}, seed=SEED)
+    assert verdict, verdict
+
+
+def test_rows_of_threads():
+    (kernel,) = lower_program(softmax(""), rows_schedule(64, 32, exchange=True), load_isa("simt"))
+    verdict = check_kernel(softmax(""), kernel, {"b": 1, "m": 3, "n": 37}, seed=SEED)
+    assert verdict, verdict
+    x = load(0, "f32")
+    other = program_of(Fused((Operand("f32", "bmn"),) * 2, ((1, x - reduction("max", x)),)))
+    assert not check_kernel(other, kernel, {"b": 1, "m": 3, "n": 37}, seed=SEED)
 
 
 @pytest.mark.parametrize("causal", [False, True])
