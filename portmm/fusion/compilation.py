@@ -34,18 +34,18 @@ class Compiled(NamedTuple):
     Attributes:
         run: its function of the arrays, weights and numbers of a call.
         kernels: its steps.
+        scratch: bytes of memory between its kernels.
         apart: lines with reasons why operations there are not fused.
         source: its text.
         notes: further remarks.
-        scratch: bytes of memory between its kernels.
     """
 
     run: Any
     kernels: list[Kernel]
+    scratch: int
     apart: list[Any]
     source: str
     notes: list[str]
-    scratch: int
 
 
 def compiled_program(
@@ -97,7 +97,7 @@ def compiled_program(
             return _evaluated(graph, result, f"no kernel: {error}")
         apart = [*stored, *split.apart, *unjoined, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
         scratch = builder.writer.arena.size if isinstance(builder, HostBuilder) else 0
-        return Compiled(run, builder.kernels, apart, source, [], scratch)
+        return Compiled(run, builder.kernels, scratch, apart, source, [])
     if there:
         raise ScheduleError("no way to split the function into kernels was found")
     return _evaluated(graph, result, "no way to split it was found")
@@ -111,4 +111,4 @@ def _evaluated(graph: Graph, result: Any, why: str) -> Compiled:
         return rebuilt(result, lambda x: graph.evaluate(x.node, leaves, values) if isinstance(x, Placeholder) else x)
 
     kernels = [Kernel("numpy", x.name, (x.where,)) for x in graph.nodes if x.inputs and x.kind not in ("view", "item")]
-    return Compiled(run, kernels, [], "", [why], 0)
+    return Compiled(run, kernels, 0, [], "", [why])

@@ -277,7 +277,7 @@ class FusedFunction:
         rebuilt(result, seen)
         if any(x.kind == "number" for x in outputs):
             raise ByValueError("a number is returned")
-        run, kernels, apart, source, notes, _ = compiled_program(graph, outputs, result)
+        run, kernels, _, apart, source, notes = compiled_program(graph, outputs, result)
         if not graph.lasting and not notes:
             notes.append(
                 "arrays are created while the function is traced, or captured where a later call cannot look them up: "
@@ -296,7 +296,7 @@ def _compiled(args: tuple[Any, ...], function: Callable[..., Any]) -> tuple[Any,
     result = run(lambda: function(*positional))
     outputs: list[Node] = []
     rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
-    program, kernels, apart, source, notes, _ = compiled_program(graph, outputs, result)
+    program, kernels, _, apart, source, notes = compiled_program(graph, outputs, result)
     graph.leaves, graph.values = [], {}
     return program, Explained("function", tuple(kernels), tuple(dict.fromkeys(apart)), tuple(notes), source)
 

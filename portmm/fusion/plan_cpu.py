@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from portmm.trace.buffers import Walk
 
 FOREVER = 1 << 30
-OWN = ("attention", "linear", "grouped_matmul")
+OWN = ("attention", "linear", "grouped_matmul", "conv")
 """Functions of portmm that are a step by themselves."""
 
 
@@ -154,6 +154,15 @@ class HostBuilder(Builder):
     def step(self, unit: Unit) -> None:
         """Add the kernel or the call of a unit, and the clock's call after it."""
         super().step(unit)
+        self.tick()
+
+    def copy(self, source: Place, to: Place, x: Node) -> None:
+        """Add a copy of elements into a contiguous buffer, and the clock's call after it."""
+        super().copy(source, to, x)
+        self.tick()
+
+    def tick(self) -> None:
+        """Call the clock, if there is one, after what was added."""
         if self.clock is not None:
             self.writer.flush()
             self.writer.line(f"{self.writer.name('clock', self.clock)}({len(self.kernels)})")

@@ -100,18 +100,17 @@ def report_of(executor: Any, values: dict[str, Any], *, seconds: float = 0.0) ->
 
 def _rows(executor: Any, part: Any, values: dict[str, Any], seconds: float) -> tuple[list[Row], Any]:
     """The steps of a part, timed if `seconds` are passed, and its program."""
-    times: list[float] = []
+    best: dict[int, float] = {}
     now = [0.0]
 
-    def clock(_: int) -> None:
-        t = time.perf_counter()
-        times.append(t - now[0])
+    def clock(count: int) -> None:
+        seconds = time.perf_counter() - now[0]
+        best[count - 1] = min(best.get(count - 1, seconds), seconds)
         now[0] = time.perf_counter()
 
     program = executor.compiled(part, values, clock if seconds else None)
     if program.run is None or not program.kernels:
         return [Row("numpy", n.op, n.name) for n in part.nodes] if program.run is None else [], program
-    best: list[float] = []
     if seconds:
         arrays = [values[x] for x in part.arrays]
         until = time.perf_counter() + seconds
@@ -119,14 +118,12 @@ def _rows(executor: Any, part: Any, values: dict[str, Any], seconds: float) -> t
             for i in range(MOST_REPEATS):
                 if i and time.perf_counter() > until:
                     break
-                times.clear()
                 now[0] = time.perf_counter()
                 program.run(arrays)
-                best = list(times) if not best else [min(x) for x in zip(best, times, strict=True)]
-    spent = best if len(best) == len(program.kernels) else [0.0] * len(program.kernels)
-    return [
-        Row(k.kind, ", ".join(k.lines), k.detail or k.what, t) for k, t in zip(program.kernels, spent, strict=True)
-    ], program
+    rows = [
+        Row(k.kind, ", ".join(k.lines), k.detail or k.what, best.get(i, 0.0)) for i, k in enumerate(program.kernels)
+    ]
+    return rows, program
 
 
 def _shortest(function: Any, seconds: float) -> float:

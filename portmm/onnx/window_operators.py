@@ -1,7 +1,8 @@
 """Operators over windows of images: convolution and pooling.
 
-Windows are gathered by NumPy, whose copies a product then multiplies: `gather_windows` is im2col, an intermediate of
-kernel size times the image. Convolutions of extent 1 gather nothing.
+Convolutions by constant filters are `portmm.conv`, with the bias, residual and ReLU that follow. For others windows are
+gathered by NumPy, whose copies a product then multiplies: `gather_windows` is im2col, an intermediate of kernel size
+times the image.
 """
 
 from __future__ import annotations
@@ -12,11 +13,20 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portmm.onnx.operators import UnsupportedError, is_traced, operator
+from portmm.onnx.quantized_operators import once, own_call
+from portmm.onnx.rewrites import DOMAIN
+from portmm.ops.convolution import conv
+from portmm.ops.convolution_weights import pack_conv
+from portmm.spec import elementwise as e
+from portmm.trace.closures import traced_through
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.onnx.model import Node
 
 Ints = tuple[int, ...]
+NARROW = ("float32", "float16", "bfloat16")
 
 
 class Windows(NamedTuple):
@@ -77,6 +87,17 @@ def views(x: Any, w: Windows, fill: Any) -> Any:
     return np.lib.stride_tricks.as_strided(x, shape, strides, writeable=False)
 
 
+def reduced_windows(x: Any, w: Windows, fill: Any, ufunc: Any) -> Any:
+    """A reduction of the elements of each window, one tap after the other."""
+    windows = views(x, w, fill)
+    rank = len(w.kernel)
+    result = None
+    for tap in np.ndindex(*w.kernel):
+        part = windows[(slice(None),) * (2 + rank) + tap]
+        result = part.copy() if result is None else ufunc(result, part, out=result)
+    return result
+
+
 def gather_windows(x: Any, w: Windows, groups: int) -> Any:
     """Windows as columns of a matrix: (n, groups, channels of a group times extents, windows)."""
     rank = len(w.kernel)
@@ -86,15 +107,62 @@ def gather_windows(x: Any, w: Windows, groups: int) -> Any:
     return columns.reshape(n, groups, c // groups * math.prod(w.kernel), math.prod(w.result))
 
 
-@operator("Conv")
-def _conv(node: Node, x: Any, weight: Any, bias: Any = None) -> Any:
-    groups = node.attribute("group", 1)
+LAYOUTS = {1: "NCW", 2: "NCHW", 3: "NCDHW"}
+
+
+@operator("Conv", domains=("", DOMAIN))
+def _conv(node: Node, x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
     kernel = tuple(weight.shape[2:])
     w = windows_of(node, tuple(x.shape[2:]), kernel)
-    n, c = x.shape[:2]
-    m = weight.shape[0]
-    rows = weight.reshape((groups, m // groups, c // groups * math.prod(kernel)))
-    if all(k == 1 for k in kernel) and all(s == 1 for s in w.strides) and not any((*w.begin, *w.end)):
+    if is_traced(x) and not is_traced(weight, bias) and x.dtype.name in NARROW and len(kernel) in LAYOUTS:
+        return _by_kernel(node, w, (x, weight, bias, residual))
+    y = _by_product(x, weight, w, node.attribute("group", 1))
+    y = y if bias is None else y + bias.reshape((1, -1, *(1,) * len(kernel)))
+    y = y if residual is None else y + residual
+    return e.relu(y) if node.attribute("relu") else y
+
+
+def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> Any:
+    """Record a convolution with a constant filter, packed once, and what follows it."""
+    x, weight, bias, residual = operands
+    groups, layout = node.attribute("group", 1), LAYOUTS[len(w.kernel)]
+    packed = once(weight, f"convolution {groups}", lambda: pack_conv(weight, groups=groups, layout=layout))
+    shape = (x.shape[0], weight.shape[0], *w.result)
+    if residual is not None and tuple(residual.shape) != shape:
+        raise UnsupportedError("the array that is added has another shape")
+    how = {
+        "stride": w.strides, "padding": tuple(zip(w.begin, w.end, strict=True)), "dilation": w.dilations,
+        "groups": groups, "layout": layout,
+    }  # fmt: skip
+    flat = (*shape[:2], math.prod(w.result))
+    relu = bool(node.attribute("relu"))
+
+    def run(images: Any, added: Any = None) -> Any:
+        epilogue = _epilogue(bias, None if added is None else added.reshape(flat), relu=relu)
+        return conv(images, packed, **how, epilogue=epilogue)
+
+    return own_call("conv", run, x, *([] if residual is None else [residual]), shape=shape, dtype=x.dtype)
+
+
+def _epilogue(bias: Any, residual: Any, *, relu: bool) -> Callable[..., Any] | None:
+    """The epilogue of a convolution: a bias by channel, a residual by image, channel and pixel, and a ReLU."""
+    if bias is None and residual is None and not relu:
+        return None
+
+    @traced_through
+    def epilogue(acc: Any, i: Any) -> Any:
+        y = acc if bias is None else acc + bias[i.n]
+        y = y if residual is None else y + residual[i.b, i.n, i.m]
+        return e.relu(y) if relu else y
+
+    return epilogue
+
+
+def _by_product(x: Any, weight: Any, w: Windows, groups: int) -> Any:
+    """A convolution as a product of its filter and of windows that NumPy gathers."""
+    (n, c), m = x.shape[:2], weight.shape[0]
+    rows = weight.reshape((groups, m // groups, c // groups * math.prod(w.kernel)))
+    if all(k == 1 for k in w.kernel) and all(s == 1 for s in w.strides) and not any((*w.begin, *w.end)):
         columns = x.reshape((n, groups, c // groups, math.prod(w.result)))
     elif is_traced(x):
         columns = x.recorder.called(
@@ -104,10 +172,7 @@ def _conv(node: Node, x: Any, weight: Any, bias: Any = None) -> Any:
         columns = gather_windows(x, w, groups)
     if groups == 1:
         rows, columns = rows.reshape(rows.shape[1:]), columns.reshape((n, *columns.shape[2:]))
-    y = rows @ columns
-    if bias is not None:
-        y = y + bias.reshape((1, groups, m // groups, 1) if groups > 1 else (1, m, 1))
-    return y.reshape((n, m, *w.result))
+    return (rows @ columns).reshape((n, m, *w.result))
 
 
 @operator("MaxPool", "AveragePool", "LpPool", computed=True)
@@ -118,12 +183,12 @@ def _pool(node: Node, x: Any) -> Any:
     axes = tuple(range(2 + len(w.kernel), 2 + 2 * len(w.kernel)))
     if node.op == "MaxPool":
         least = -np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).min
-        return views(x, w, least).max(axes).astype(x.dtype)
+        return reduced_windows(x, w, least, np.maximum)
     if node.op == "LpPool":
         power = node.attribute("p", 2)
         total = (np.abs(views(x, w, 0)) ** power).sum(axes)
         return (total ** (1.0 / power)).astype(x.dtype)
-    total = views(x, w, 0).sum(axes)
+    total = reduced_windows(x, w, 0, np.add)
     if node.attribute("count_include_pad", 0) and node.attribute("ceil_mode", 0):
         pads = tuple(node.attribute("pads", (0,) * (2 * len(w.kernel))))[len(w.kernel) :]
         ones = np.pad(

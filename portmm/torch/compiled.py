@@ -116,7 +116,7 @@ class CompiledGraph:
             translator = Translator(self.module, self.constants, args)
             results = translator.run()
             traced = [x for x in results if isinstance(x, Array)]
-            run, kernels, apart, source, notes, _ = compiled_program(
+            run, kernels, _, apart, source, notes = compiled_program(
                 translator.recorder, [x.node for x in traced], tuple(traced)
             )
         translator.recorder.leaves, translator.recorder.values = [], {}

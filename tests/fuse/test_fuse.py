@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import portmm as pm
 from portmm.build import shared_object
 from portmm.errors import TraceError
-from portmm.fusion.fuse import compiled_program
+from portmm.fusion.compilation import compiled_program
 from portmm.fusion.recorder import WholeArrays
 from portmm.spec import elementwise as v
 from portmm.trace.placeholders import Array
