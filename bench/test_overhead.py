@@ -21,7 +21,7 @@ import portmm as pm
 from portmm.comparison.peers import Setup, environment
 
 ROOT = Path(__file__).parent.parent
-WHEEL_BYTES = 1_000_000
+WHEEL_BYTES = 1_500_000
 CALLS = 2000
 FIRST = "import time, numpy as np, portmm as pm; a = np.ones((64, 64), np.float32); t = time.perf_counter(); pm.matmul(a, a); print(time.perf_counter() - t)"  # noqa: E501
 IMPORT = "import time; t = time.perf_counter(); import {}; print(time.perf_counter() - t)"

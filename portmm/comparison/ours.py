@@ -19,6 +19,9 @@ from portmm.comparison.peers import Library, MissingError, Run, Setup, Unsupport
 from portmm.dispatch import cpu_background, cpu_race
 from portmm.trace.closures import traced_through
 
+SMALL = 1 << 20
+"""Multiply-adds below which a look-up of the kernel matters: other libraries' kernels are looked up once, too."""
+
 
 def open_portmm(setup: Setup) -> Library:
     """Open portmm: `matmul` with `out=`, `linear` for scales, weights packed where the case says."""
@@ -38,6 +41,9 @@ def open_portmm(setup: Setup) -> Library:
         pm.matmul(a, b, out=c)
         cpu_background.wait()  # measure the selected kernel, and not the one that serves while a compiler runs
         methods: dict[str, Run] = {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
+        if not case.block and case.batch * case.m * case.n * case.k < SMALL:
+            plan = pm.plan(a, b, out=c)
+            methods["plan"] = repeat((lambda: plan(a, c)) if case.packed else lambda: plan(a, b, c))
         if case.block:
             methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))
         return methods
