@@ -2,12 +2,14 @@
 
 import ast
 import io
+import os
 import tokenize
 import tomllib
 from pathlib import Path
 from typing import Any
 
 from setuptools import setup
+from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 OPENINGS = ('"""', "'''")
@@ -92,4 +94,25 @@ class Build(build_py):
         return copied
 
 
-setup(cmdclass={"build_py": Build})
+class Wheel(bdist_wheel):
+    """`bdist_wheel` for one platform, and any version of Python, where the tree has a base set of kernels."""
+
+    def finalize_options(self) -> None:
+        """Say that the wheel is for a platform."""
+        super().finalize_options()
+        self.root_is_pure = not base_sets()
+
+    def get_tag(self) -> tuple[str, str, str]:
+        """The wheel's tag."""
+        if not base_sets():
+            return super().get_tag()  # type: ignore[no-any-return]
+        (path,) = base_sets()
+        return "py3", "none", os.environ.get("PORTMM_WHEEL_PLATFORM", f"linux_{path.stem}")
+
+
+def base_sets() -> list[Path]:
+    """The base sets of kernels in the tree: see tools/base_set.py."""
+    return sorted(Path(__file__).parent.glob("portmm/base/*.bundle"))
+
+
+setup(cmdclass={"bdist_wheel": Wheel, "build_py": Build})

@@ -82,9 +82,16 @@ def bundles() -> list[Bundle]:
 
 
 def base() -> Bundle | None:
-    """The base set of the wheel for this architecture; None in a wheel without one, and where `$PORTMM_BASE` is off."""
+    """The base set of the wheel for this architecture; None in a wheel without one, and where `$PORTMM_BASE` is off.
+
+    `$PORTMM_BASE` may name the directory of another.
+
+    Raises:
+        BundleError: it cannot be used.
+    """
     if not _base and os.environ.get("PORTMM_BASE", "") != "off":
-        path = Path(__file__).parent.parent / "base" / f"{os.uname().machine}.bundle"
+        name = f"{os.uname().machine}.bundle"
+        path = Path(os.environ.get("PORTMM_BASE") or Path(__file__).parent.parent / "base") / name
         if path.is_file():
             _base.append(open_bundle(path))
     return _base[0] if _base else None

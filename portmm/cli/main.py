@@ -14,6 +14,7 @@ from typing import Annotated, Any
 import typer
 
 from portmm.cli.bundling import bundle
+from portmm.cli.clouds import clouds
 from portmm.cli.measuring import compare, probe, report, tune, tuned
 from portmm.cli.models import run
 from portmm.errors import PortmmError
@@ -81,16 +82,22 @@ def target(
     """Show this machine as detected: instruction sets, memory levels, measured rates."""
     from portmm.cli.views import target_data, target_view
     from portmm.explanation.cpu import target_called
+    from portmm.target.clouds import size_of
     from portmm.target.target import instance
 
     machine = target_called(name)
     family = instance(name) if name else None
     if as_json:
-        chips = {"instance": name, "chips": list(family.chips), "families_source": family.source} if family else {}
+        chips: dict[str, Any] = {}
+        if family and name:
+            size = asdict(size_of(name, family, arm=machine.arch == "aarch64"))
+            chips = {"instance": name, "chips": list(family.chips), "families_source": family.source, "size": size}
         print_json(target_data(machine) | chips)
         return
     if family and name:
         console().print(family.sentence(name), soft_wrap=True, highlight=False)
+        if about := str(size_of(name, family, arm=machine.arch == "aarch64")):
+            console().print(about, highlight=False)
     console().print(target_view(machine))
     if name is None and not machine.measured:
         console(stderr=True).print("[dim]No rate is measured yet: run `portmm probe`.[/dim]")
@@ -100,9 +107,9 @@ def target(
 def targets(as_json: Json = False) -> None:
     """List the described chips, and the cloud instances that may run on each."""
     from portmm.cli.views import chips, chips_view
-    from portmm.target.target import clouds
+    from portmm.target.target import clouds as families
 
-    rows = chips(clouds())
+    rows = chips(families())
     if as_json:
         print_json(rows)
     else:
@@ -282,6 +289,7 @@ def _scheduled(text: str, language: str) -> str:
 
 
 app.command()(bundle)
+app.command()(clouds)
 app.command()(compare)
 
 

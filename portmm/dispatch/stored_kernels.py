@@ -28,6 +28,8 @@ CODE, ROUTE, MACHINES, THREADS = "code ", "route ", "machines", "threads"
 Answers: object, symbol, 1 if it computes the transpose, bytes of an element of scratch, its elements; of a route also
 1 if one thread does the work. Machines are as "zen4=avx512,avx2,...", with their instruction sets.
 """
+RUN_TIME = "runtime "
+"""The start of the question for the extension module of an interface of Python."""
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `cpu_kernels`."""
 

@@ -22,6 +22,7 @@ from portmm.schedule import cpu_textbook
 from portmm.schedule.cpu_table import DEFAULT_BYTES_PER_CYCLE
 from portmm.schedule.legality import footprint
 from portmm.spec.problem import Problem
+from portmm.target.clouds import size_of
 from portmm.target.model import CPU as MODEL
 from portmm.target.target import Target, instance
 
@@ -204,8 +205,8 @@ def explain(
     family = instance(target) if isinstance(target, str) else None
     if threads is None:
         threads = config.get_num_threads() if target is None else machine.cores
-    threads = threads or max(1, machine.cores)
-    about = (family.sentence(str(target)),) if family else ()
+    about, cores = _about(str(target), machine) if family else ((), 0)
+    threads = threads or max(1, cores or machine.cores)
     called = target is None and threads == config.get_num_threads()
 
     def answer(p: Problem, notes: tuple[str, ...] = ()) -> Explanation | GridExplanation:
@@ -231,6 +232,14 @@ def explain(
             raise
     note = f"the weight is packed as {b.family}, which does not suit this call: matmul unpacks it"
     return answer(problem_of_call(a, tuple(b.shape), out, dtype=b.dtype.name), (note,))
+
+
+def _about(name: str, machine: Target) -> tuple[tuple[str, ...], int]:
+    """Notes on a cloud instance, and the number of its cores, 0 if its name does not say."""
+    family = instance(name)
+    assert family is not None  # noqa: S101 - it is the name of one
+    size = size_of(name, family, arm=machine.arch == "aarch64")
+    return (family.sentence(name), *(x for x in (str(size),) if x)), size.cores
 
 
 def _group(a: Any, b: Any, dtype: str, target: Target) -> Problem:

@@ -23,17 +23,16 @@ Sources, and why they are trusted:
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING
 
 from portmm.errors import TargetError
+from portmm.host.features import cores, features, number, siblings
 from portmm.host.host_probe import (
     CACHE_FILES,
     CPU,
     Snapshot,
-    cgroup_folders,
     package_facts,
     parse_list,
     processors,
@@ -43,8 +42,6 @@ from portmm.target.cache_levels import MemoryLevel
 from portmm.target.target import Target, chips_mentioning, described, load_isa, names
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from portmm.target.isa import Isa
     from portmm.target.target import Match
 
@@ -61,67 +58,6 @@ __all__ = [
     "snapshot",
 ]
 
-# Every x86-64 and every AArch64 Linux has these, whatever /proc hides.
-BASELINE = {"x86_64": {"cx8", "cmov", "fxsr", "sse", "sse2"}, "aarch64": {"fp", "asimd"}}
-
-EAX, EBX, ECX, EDX = range(4)
-# Intel SDM vol. 2 and AMD APM vol. 3, CPUID: leaf and register -> bits by Linux's names.
-CPUID = {
-    ("1.0", EDX): {"cx8": 8, "cmov": 15, "fxsr": 24, "sse": 25, "sse2": 26},
-    ("1.0", ECX): {
-        "pni": 0, "ssse3": 9, "fma": 12, "cx16": 13, "sse4_1": 19, "sse4_2": 20, "movbe": 22, "popcnt": 23, "xsave": 26,
-        "avx": 28, "f16c": 29,
-    },
-    ("7.0", EBX): {
-        "bmi1": 3, "avx2": 5, "bmi2": 8, "avx512f": 16, "avx512dq": 17, "avx512cd": 28, "avx512bw": 30, "avx512vl": 31,
-    },
-    ("7.0", EDX): {"amx_bf16": 22, "amx_tile": 24, "amx_int8": 25},
-    ("80000001.0", ECX): {"lahf_lm": 0, "abm": 5},
-}  # fmt: skip
-# Intel SDM vol. 1, ch. 13: the parts of XCR0 that an instruction's registers need, by the beginning of its name.
-XCR0 = {"avx512": 0xE6, "amx": 0x60000, "avx": 0x6, "fma": 0x6, "f16c": 0x6, "": 0}
-
-# Linux, arch/arm64/include/uapi/asm/hwcap.h.
-HWCAP = {0: "fp", 1: "asimd", 9: "fphp", 10: "asimdhp", 20: "asimddp", 22: "sve"}
-HWCAP2 = {1: "sve2", 13: "i8mm", 14: "bf16"}
-
-
-def _decoded(shot: Snapshot) -> dict[str, bool]:
-    """Features of the table `CPUID` -> whether cpuid and XCR0 enable them."""
-    states = {
-        name: next(x for start, x in XCR0.items() if name.startswith(start)) for y in CPUID.values() for name in y
-    }
-    return {
-        name: bool(shot.cpuid.get(leaf, (0, 0, 0, 0))[register] >> bit & 1 and shot.xcr0 & states[name] == states[name])
-        for (leaf, register), bits in CPUID.items()
-        for name, bit in bits.items()
-    }
-
-
-def features(shot: Snapshot) -> frozenset[str]:
-    """Features that the processor has and the kernel enables, in Linux's names.
-
-    An Arm host with SVE also has "sve_vl<bits>", its vector length.
-    """
-    flags: set[str] = set()
-    if shot.machine == "aarch64":
-        flags |= {name for bit, name in HWCAP.items() if shot.hwcap >> bit & 1}
-        flags |= {name for bit, name in HWCAP2.items() if shot.hwcap2 >> bit & 1}
-        if shot.sve_bytes:
-            flags.add(f"sve_vl{8 * shot.sve_bytes}")
-        return frozenset(flags or BASELINE["aarch64"])
-    for first in processors(shot.cpuinfo)[:1]:
-        flags |= set(first.get("flags", "").split())
-        letters, *words = first.get("isa", "").removeprefix("rv64").split("_")  # as in rv64imafdcv_zicsr_zvfh
-        flags |= {*letters, *words, *(["zvl128b"] if "v" in letters else [])}
-    if shot.cpuid:
-        decoded = _decoded(shot)
-        enabled = {name for name, is_enabled in decoded.items() if is_enabled}
-        flags = flags - (decoded.keys() - enabled) if flags else enabled
-    if not shot.tiles:
-        flags = {name for name in flags if not name.startswith("amx_")}
-    return frozenset(flags | BASELINE.get(shot.machine, set()))
-
 
 def _signature(shot: Snapshot) -> tuple[str, int, int, int]:
     """Vendor, display family, display model and stepping of an x86 processor."""
@@ -134,15 +70,8 @@ def _signature(shot: Snapshot) -> tuple[str, int, int, int]:
         family += eax >> 20 & 255 if family == 15 else 0
         return vendor, family, model, eax & 15
     first = (processors(shot.cpuinfo) or [{}])[0]
-    family, model, stepping = (_number(first.get(key, "")) for key in ("cpu family", "model", "stepping"))
+    family, model, stepping = (number(first.get(key, "")) for key in ("cpu family", "model", "stepping"))
     return first.get("vendor_id", ""), family, model, stepping
-
-
-def _number(text: str) -> int:
-    try:
-        return int(text, 0)
-    except ValueError:
-        return 0
 
 
 def _cores_by_part(shot: Snapshot) -> dict[tuple[int, int], list[int]]:
@@ -150,9 +79,9 @@ def _cores_by_part(shot: Snapshot) -> dict[tuple[int, int], list[int]]:
     cores: dict[tuple[int, int], list[int]] = {}
     for block in processors(shot.cpuinfo):
         names = ("CPU implementer", "CPU part") if "CPU part" in block else ("mvendorid", "marchid")
-        part = (_number(block.get(names[0], "")), _number(block.get(names[1], "")))
-        if part[0] and _number(block.get("processor", "")) in shot.affinity:
-            cores.setdefault(part, []).append(_number(block["processor"]))
+        part = (number(block.get(names[0], "")), number(block.get(names[1], "")))
+        if part[0] and number(block.get("processor", "")) in shot.affinity:
+            cores.setdefault(part, []).append(number(block["processor"]))
     return cores
 
 
@@ -192,11 +121,7 @@ def _chip(shot: Snapshot, has: frozenset[str]) -> tuple[Target, tuple[int, ...]]
 
 def _size(text: str) -> int:
     unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 1)
-    return _number(text.rstrip("KMG")) * unit
-
-
-def _siblings(shot: Snapshot, cpu: int) -> set[int]:
-    return parse_list(shot.files.get(f"{CPU}/cpu{cpu}/topology/thread_siblings_list", "")) or {cpu}
+    return number(text.rstrip("KMG")) * unit
 
 
 def _sysfs_levels(shot: Snapshot, cpu: int) -> dict[str, MemoryLevel]:
@@ -211,10 +136,10 @@ def _sysfs_levels(shot: Snapshot, cpu: int) -> dict[str, MemoryLevel]:
         levels[name] = MemoryLevel(
             name,
             size,
-            _number(row["coherency_line_size"]),
-            _number(row["ways_of_associativity"]),
-            bool(sharing - _siblings(shot, cpu)),
-            len({min(_siblings(shot, x)) for x in sharing}),
+            number(row["coherency_line_size"]),
+            number(row["ways_of_associativity"]),
+            bool(sharing - siblings(shot, cpu)),
+            len({min(siblings(shot, x)) for x in sharing}),
             source="sysfs of this host",
         )
     return levels
@@ -239,25 +164,6 @@ def _levels(shot: Snapshot, chip: Target, cpu: int) -> tuple[MemoryLevel, ...]:
         if not merged or level.bytes > merged[-1].bytes:
             merged.append(level)
     return tuple(merged)
-
-
-def _quota(shot: Snapshot) -> float:
-    """CPU time per second that the control groups allow, in processors; infinite without a limit."""
-    allowed = math.inf
-    for folder in cgroup_folders(shot.files.get("/proc/self/cgroup", "")):
-        quota, _, period = shot.files.get(f"{folder}/cpu.max", "").partition(" ")
-        if not quota:
-            quota = shot.files.get(f"{folder}/cpu.cfs_quota_us", "")
-            period = shot.files.get(f"{folder}/cpu.cfs_period_us", "")
-        if _number(quota) > 0 and _number(period) > 0:
-            allowed = min(allowed, _number(quota) / _number(period))
-    return allowed
-
-
-def _cores(shot: Snapshot, cpus: Iterable[int]) -> int:
-    """Number of physical cores that may be used; two threads of one core count once."""
-    physical = {min(_siblings(shot, cpu)) for cpu in cpus}
-    return max(1, min(len(physical), math.ceil(min(_quota(shot), len(physical)))))
 
 
 def _lacking(isa: Isa, machine: str, has: frozenset[str]) -> tuple[str, ...]:
@@ -294,7 +200,7 @@ def identify(shot: Snapshot) -> Target:
         isas=isas,
         levels=_levels(shot, chip, cpus[0] if cpus else 0),
         rates={name: rate for name, rate in chip.rates.items() if name in atoms},
-        cores=_cores(shot, cpus),
+        cores=cores(shot, cpus),
     )
 
 

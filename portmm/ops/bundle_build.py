@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays.call import problem
 from portmm.build import cache, kernel_store
 from portmm.build.bundle import packed
-from portmm.build.compiler import common_options
+from portmm.build.compiler import common_options, find_compiler
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower_pack
 from portmm.dispatch import cpu_kernels, stored_kernels
@@ -33,6 +33,7 @@ from portmm.target.target import described, instance, load_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator, Sequence
+    from pathlib import Path
 
     from portmm.ir.nodes import Kernel
     from portmm.spec.problem import Problem
@@ -41,7 +42,7 @@ if TYPE_CHECKING:
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of threads that kernels are selected for; a count in between has those of the next."""
 SMALL = ("-s", "-Wl,-z,noseparate-code", "-Wl,--build-id=none")
-"""Options of the linker for objects of a third of the size."""
+"""Options of the linker for objects of a third of the size; zig knows the first."""
 SCHEDULES = "schedules"
 """The question for the spelling of all schedules of a bundle."""
 LAYOUTS = ("row", "col", "packed")
@@ -128,7 +129,7 @@ def _shape(m: str, n: int, k: int, dtype: str, b: str) -> Shape:
         if not 0 < at <= end <= MOST_ROWS or min(n, k) < 1:
             raise ValueError(f"sizes are positive, and M is at most {MOST_ROWS}")
         while at <= end:
-            top = rows_of(_problem((at, n, k), word, "row", ""))[1]
+            top = rows_of(problem_of((at, n, k), word, "row", ""))[1]
             values[min(top, end)] = None
             at = top + 1
     return Shape(tuple(values), n, k, word, b)
@@ -161,6 +162,7 @@ class _Job:
     name: str
     symbols: tuple[str, ...]
     interface: str = ""
+    headers: Path | None = None
 
     @property
     def question(self) -> str:
@@ -173,10 +175,12 @@ class _Job:
         """The object."""
         from portmm.build.shared_object import build
 
-        include = (cpu_runtime.python_headers(),) if self.interface else ()
+        include = (self.headers,) if self.headers else ()
+        zig = find_compiler(None if self.arch == os.uname().machine else self.arch).kind == "zig"
+        flags = (*self.flags, *(SMALL[:1] if zig else SMALL))
         artifact = build(
-            self.text, flags=(*self.flags, *SMALL), arch=self.arch, name=self.name, symbols=self.symbols,
-            include=tuple(x for x in include if x), interface=self.interface,
+            self.text, flags=flags, arch=self.arch, name=self.name, symbols=self.symbols, include=include,
+            interface=self.interface,
         )  # fmt: skip
         return artifact.code
 
@@ -189,6 +193,8 @@ class Maker:
         routes: fields of answers to questions for routes, after those of the schedule's code.
         built: what the bundle has, for a table.
         objects: compiled objects, by question.
+        facts: answers without an object, by question.
+        names: questions for objects by other names than their sources'.
         machines: instruction sets by name of a machine.
     """
 
@@ -198,6 +204,8 @@ class Maker:
         self.routes: dict[str, tuple[str, str]] = {}
         self.built: list[Built] = []
         self.objects: dict[str, bytes] = {}
+        self.facts: dict[str, tuple[str, ...]] = {}
+        self.names: dict[str, str] = {}
         self.machines: dict[str, tuple[str, ...]] = {}
 
     def add_source(self, kernel: Kernel, arch: str) -> str:
@@ -226,7 +234,7 @@ class Maker:
         schedules: dict[str, None] = {}
         last: tuple[str, float] = ("", 0.0)
         for m in shape.rows:
-            p = _problem((m, shape.n, shape.k), shape.dtype, shape.b, family)
+            p = problem_of((m, shape.n, shape.k), shape.dtype, shape.b, family)
             for threads in counts:
                 best = select_for_class(p, target, threads)
                 text = self.add_schedule(best.schedule, target)
@@ -246,17 +254,26 @@ class Maker:
         for layout in ("row", "col"):
             self.add_source(lower_pack(isa, dtype, nr, layout), target.arch)
 
-    def add_run_time(self, arch: str) -> None:
-        """Add the run time: the extension for this version of Python if its headers are there, and that of cffi."""
+    def add_run_time(self, arch: str, headers: Path | None = None, libc: str = "gnu") -> None:
+        """Add the run time: the extension for a version of Python, and that of cffi.
+
+        Args:
+            arch: architecture.
+            headers: directory of Python's headers, as `.../python3.12`; by default those of this interpreter, if they
+                are there.
+            libc: "gnu" or "musl".
+        """
         from portmm.runtime.cffi_runtime import SYMBOLS
 
         flags = cpu_runtime.flags(arch)
-        plain = _Job(arch, cpu_runtime.source(python=False), flags, "portmm_run", SYMBOLS)
-        every = [plain]
-        if cpu_runtime.python_headers():
-            module = cpu_runtime.MODULE
-            interface = cpu_runtime.interface(arch)
-            every.append(_Job(arch, cpu_runtime.source(python=True), flags, module, (f"PyInit_{module}",), interface))
+        every = [_Job(arch, cpu_runtime.source(python=False), flags, "portmm_run", SYMBOLS)]
+        folder = headers or cpu_runtime.python_headers()
+        if folder:
+            module, text = cpu_runtime.MODULE, cpu_runtime.source(python=True)
+            interface = cpu_runtime.interface(arch, folder.name if headers else "")
+            interface = interface.replace("-gnu.", f"-{libc}.")
+            every.append(_Job(arch, text, flags, module, (f"PyInit_{module}",), interface, folder))
+            self.names[stored_kernels.RUN_TIME + interface] = every[-1].question
         self.jobs |= {job.question: job for job in every}
 
     def pack(self, counts: Sequence[int], report: Callable[[int, int, str], None], processes: int = 0) -> bytes:
@@ -268,10 +285,12 @@ class Maker:
         """
         objects = self.objects | dict(self._compiled(report, processes or os.cpu_count() or 1))
         answers: dict[str, tuple[bytes | None, tuple[str, ...]]] = {x: (code, ()) for x, code in objects.items()}
+        answers |= {name: (objects[job], ()) for name, job in self.names.items()}
         answers |= {CODE + text: (objects[job], about) for text, (job, about) in self.codes.items()}
         for question, (text, one) in self.routes.items():
             job, about = self.codes[text]
             answers[question] = objects[job], (*about, one)
+        answers |= {question: (None, fields) for question, fields in self.facts.items()}
         answers[MACHINES] = None, tuple(f"{name}={','.join(isas)}" for name, isas in sorted(self.machines.items()))
         answers[THREADS] = None, tuple(map(str, counts))
         answers[SCHEDULES] = None, tuple(sorted(self.codes))
@@ -347,10 +366,10 @@ def _family(shape: Shape, target: Target) -> str:
     return cpu_kernels.family(shape.dtype, target) if shape.b == "packed" else ""
 
 
-def _problem(size: tuple[int, int, int], dtype: str, b: str, family: str) -> Problem:
+def problem_of(size: tuple[int, int, int], dtype: str, b: str, family: str, a: str = "row") -> Problem:
     """The problem that a call with dense arrays has."""
     layout = "codes" if family.startswith("u4") else b
-    p = problem(dtype, size, ("row", layout, "row"), family, dense=True)
+    p = problem(dtype, size, (a, layout, "row"), family, dense=True)
     return replace(p, deterministic=False)
 
 

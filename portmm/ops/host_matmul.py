@@ -199,11 +199,16 @@ def _is_due() -> bool:
 
 
 def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
-    kept = route_cache.of_target(config.target_name())
+    from portmm.dispatch import base_kernels
+
     try:
-        if kept is None or not kept.lines:
-            _build_ahead(a, b, out)
-        rt = route_cache.runtime(kept)
+        rt = base_kernels.run_time() if base_kernels.leads() and not config.target_name() else None
+        _state["basic"] = rt is not None
+        if rt is None:
+            kept = route_cache.of_target(config.target_name())
+            if kept is None or not kept.lines:
+                _build_ahead(a, b, out)
+            rt = route_cache.runtime(kept)
     except BuildError as error:
         fall_back(error)
         _state["retry_at"] = error.retry_at
@@ -247,8 +252,12 @@ def _build_ahead(a: Any, b: Any, out: Any) -> None:
 def _settings() -> None:
     rt = _state.get("runtime")
     if rt is not None:
+        from portmm.dispatch import base_kernels
+
         rt.set_override(config.overridden())
-        if not config.overridden():
+        if not config.overridden() and _state.get("basic"):
+            rt.set_num_threads(config.limit() or base_kernels.cores())
+        elif not config.overridden():
             kept = None if config.limit() else route_cache.of_target(config.target_name())
             rt.set_num_threads(kept.cores if kept and kept.cores else config.get_num_threads())
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch import config, cpu_race, stored_kernels
+from portmm.dispatch import config, cpu_race
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import rows
@@ -27,6 +27,8 @@ MOST = 1024
 """Products of fused functions remembered before the memo is emptied."""
 
 _classes = Memory(MOST_CLASSES, "routes")
+_met, _staying = Memory(MOST_CLASSES, "routes"), Memory(MOST_CLASSES, "routes")
+"""Classes that were served by the base set, and its kernels that no better one replaces."""
 _kinds, _routes = Memory(MOST, "routes"), Memory(MOST, "routes")
 
 
@@ -64,6 +66,12 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
     known = _known(p)
     if known is not None:
         return known
+    from portmm.dispatch import base_kernels
+
+    if background and not config.overridden() and base_kernels.leads() and not config.target_name():
+        basic = _basic(p)
+        if basic is not None:
+            return basic
     from portmm.dispatch import cpu_routes
 
     target, kept, limit = config.target(), route_cache.of_target(config.target_name()), config.limit()
@@ -78,6 +86,39 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
         return kernel, None
     keep(kernel, served)
     return _remembered(p, cpu_race.enter(kernel, p, served, kept), served)
+
+
+def _basic(p: Problem) -> tuple[Any, bool | None] | None:
+    """A kernel of the base set for this call, while a better one may be in the making; None if there is none.
+
+    Returns:
+        The kernel, and None; or whether it serves the class of `p`, where it stays.
+    """
+    from portmm.dispatch import base_kernels
+
+    key = _key(p)
+    if (staying := _staying.get(key)) is not None:
+        return staying, True
+    limit = config.limit()
+    basic = base_kernels.route(p, limit or base_kernels.cores())
+    if basic is None:
+        return None
+    kernel, schedule = basic
+
+    def keep(better: Any, served: tuple[int, int]) -> None:
+        kept = route_cache.of_target("")
+        if kept is not None:
+            route_cache.keep(kept, route_cache.question(p, served, limit), better, config.target(""))
+        if served == rows(p):
+            _classes.keep(key, better)
+
+    def stay() -> None:
+        _staying.keep(key, kernel)
+
+    if key in _met:  # not in the first call of a kind: modules that build are slow to import
+        base_kernels.improve(p, schedule, keep, stay)
+    _met.keep(key, True)
+    return kernel, None
 
 
 def _key(p: Problem) -> tuple[Any, ...]:
@@ -96,8 +137,12 @@ def _known(p: Problem) -> tuple[Any, bool] | None:
     kernel = _classes.get(_key(p))
     if kernel is not None:
         return kernel, True
+    from portmm.dispatch import base_kernels, stored_kernels
+
     if (stored := stored_kernels.route(p, config.target, config.get_num_threads)) is not None:
         return _remembered(p, *stored)
+    if base_kernels.leads() and not route_cache.is_open(config.target_name()):
+        return None  # reading it would take longer than all of a first call
     kept = route_cache.of_target(config.target_name())
     for served in dict.fromkeys((rows(p), (p.m, p.m))):
         question = cpu_race.question(p, served, kept)

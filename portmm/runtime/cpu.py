@@ -309,14 +309,17 @@ def _extension_at(where: str) -> Any:
     return module
 
 
-def interface(arch: str = "") -> str:
-    """The interface of this interpreter that extension modules are compiled for, as in their file names.
+def interface(arch: str = "", version: str = "") -> str:
+    """The interface of an interpreter that extension modules are compiled for, as in their file names on Linux.
 
     Args:
         arch: architecture of the interpreter, by default this one.
+        version: as "python3.13t", by default this one's.
     """
     import _imp
 
+    if version:
+        return f".cpython-{version.removeprefix('python').replace('.', '')}-{arch or os.uname().machine}-linux-gnu.so"
     suffixes, here = _imp.extension_suffixes(), os.uname().machine
     return str(suffixes[0]).replace(here, arch or here) if suffixes else ""
 

@@ -241,6 +241,11 @@ def of_target(target: str) -> RouteCache | None:
         return kept
 
 
+def is_open(target: str) -> bool:
+    """Whether the route cache of a target was read or begun in this process."""
+    return (cache_dir(), target) in _caches
+
+
 def forget(*, kernels: bool = False) -> None:
     """Drop caches in memory: they are read from disk at the next use; with `kernels`, their loaded code, too."""
     with _lock:

@@ -55,6 +55,80 @@ class CloudFamily:
         )
 
 
+@dataclass(frozen=True, slots=True)
+class InstanceSize:
+    """The size of an instance, as far as its name says.
+
+    Attributes:
+        vcpus: virtual processors; 0 where the name does not say.
+        gib: memory in GiB; 0.0 where the family has no one ratio of memory to processors.
+        cores: physical cores that these are; 0 where it is unknown.
+    """
+
+    vcpus: int
+    gib: float
+    cores: int
+
+    def __str__(self) -> str:
+        parts = [f"{self.vcpus} vCPUs" if self.vcpus else ""]
+        parts += [f"{self.cores} core{'s' if self.cores > 1 else ''}" if self.cores else ""]
+        parts += [f"{self.gib:g} GiB" if self.gib else ""]
+        return ", ".join(x for x in parts if x)
+
+
+# Amazon EC2 Instance Types guide: "large" is two vCPUs, "Nxlarge" N times four, "medium" of Graviton one; compute
+# optimized instances have 2 GiB for each, general purpose 4, memory optimized 8, X 16, storage optimized (I) 8.
+_AWS_GIB = {"c": 2.0, "m": 4.0, "r": 8.0, "x": 16.0, "i": 8.0, "t": 4.0}
+_AWS_OTHER_GIB = ("c4", "c5n", "r4", "t2")  # of no such ratio
+# Google Compute Engine documentation, machine families: GiB for each vCPU of standard, highmem and highcpu.
+_GOOGLE_GIB = {
+    **dict.fromkeys(("n2", "n2d", "e2"), (4.0, 8.0, 1.0)),
+    **dict.fromkeys(("c3", "n4", "c4a"), (4.0, 8.0, 2.0)),
+    **dict.fromkeys(("c2", "t2d", "t2a"), (4.0, 0.0, 0.0)),
+    "n1": (3.75, 6.5, 0.9),
+}
+# Azure Virtual Machines documentation, sizes: D has 4 GiB for each vCPU, E 8, Fs v2 2.
+_AZURE_GIB = {"D": 4.0, "E": 8.0}
+# Families without simultaneous multithreading, besides Arm's: the clouds' pages of 7th and 8th generation AMD instances
+# (AWS), T2D and H3 (Google), and HB, HC and HX (Azure).
+_WHOLE_CORES = frozenset((
+    "c7a", "m7a", "r7a", "c8a", "m8a", "r8a", "t2d", "h3", "HC", "HB", "HBv2", "HBv3", "HBv4", "HX",
+))  # fmt: skip
+
+
+def size_of(name: str, family: CloudFamily, *, arm: bool) -> InstanceSize:
+    """The size of an instance of a family, as far as its name says.
+
+    Args:
+        name: the instance's name, or the family's.
+        family: as `family_of` gives it.
+        arm: whether its processors are Arm's, whose vCPUs are cores.
+    """
+    vcpus, gib = 0, 0.0
+    if family.cloud == "AWS" and not family.name.startswith("hpc"):
+        vcpus = _aws_vcpus(name.partition(".")[2], arm=arm)
+        gib = 0.0 if family.name in _AWS_OTHER_GIB else _AWS_GIB.get(family.name[0], 0.0)
+    elif family.cloud == "Google" and (match := _GOOGLE.fullmatch(name)):
+        last = name.rpartition("-")[2]
+        vcpus = int(last) if last.isdigit() else 0
+        ratios = dict(zip(("standard", "highmem", "highcpu"), _GOOGLE_GIB.get(match[1], ()), strict=False))
+        gib = ratios.get(match[2], 0.0)
+    elif family.cloud == "Azure" and (number := re.match(r"(?:Standard_)?([A-Z]+)(\d+)", name)):
+        vcpus = int(number[2])
+        gib = 2.0 if family.name == "Fsv2" else _AZURE_GIB.get(number[1], 0.0)
+    whole = arm or family.name in _WHOLE_CORES
+    return InstanceSize(vcpus, vcpus * gib, vcpus if whole else -(-vcpus // 2))
+
+
+def _aws_vcpus(size: str, *, arm: bool) -> int:
+    if size == "large":
+        return 2
+    if size == "medium":
+        return int(arm)
+    times, _, rest = size.partition("xlarge")
+    return 4 * int(times or 1) if size and not rest and (times.isdigit() or not times) else 0
+
+
 def read(text: str, where: str, chips: Iterable[str]) -> tuple[CloudFamily, ...]:
     """The families of a table, in its order.
 

@@ -1,0 +1,160 @@
+"""Kernels of the wheel's base set: the first calls of a process, before anything is detected, selected or compiled.
+
+Owns the level of this processor, and the look-up of a size in the table of a kind of products. The level is the first
+of the base set whose features this processor has; the table names, for sizes around a point of its grid, the kernel
+that is predicted to lose least there. Nothing that is imported here is slow to import.
+
+With a compiler the kernel that is selected for the machine is built in the background, and takes the place of one of
+the base set if it gives the same bits.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from functools import cache
+from typing import TYPE_CHECKING, Any
+
+from portmm.build import kernel_store
+from portmm.build.cache import cache_dir
+from portmm.dispatch import config, stored_kernels
+from portmm.host import features
+from portmm.host.host_probe import processors, snapshot
+from portmm.runtime import cpu as cpu_runtime
+from portmm.runtime.route_cache import ROUTES
+from portmm.spec.row_classes import rows as rows_of
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+    from portmm.spec.problem import Problem
+
+LEVELS, GRID = "levels", "grid "
+"""Questions to the base set: the features of levels, and the beginning of that for a table.
+
+A table is three axes, of M, N and K; a character for each point, the number of a schedule from "0" on; the schedules.
+"""
+FORK_FLOPS = 4e6
+"""Operations from which all threads take part: some ten times what it takes to start them."""
+FIRST = "0"
+
+
+@cache
+def leads() -> bool:
+    """Whether the base set serves first calls: there is one, and no earlier process has left routes in the cache."""
+    if os.environ.get("PORTMM_BUNDLE") or kernel_store.bundles() or kernel_store.base() is None or not level():
+        return False
+    try:
+        with os.scandir(cache_dir()) as entries:
+            return not any(x.name.startswith(ROUTES) for x in entries)
+    except OSError:
+        return True
+
+
+@cache
+def level() -> str:
+    """The level of this processor in the base set; empty if it has none."""
+    base, shot = kernel_store.base(), snapshot()
+    first = (processors(shot.cpuinfo) or [{}])[0] if shot.machine == "x86_64" else {}
+    has = {*features.features(shot), f"vendor={first.get('vendor_id')}", f"family={first.get('cpu family')}"}
+    for text in (base.answer(LEVELS) if base else None) or ():
+        name, _, words = text.partition("=")
+        if has.issuperset(words.split(",")):
+            return name
+    return ""
+
+
+@cache
+def cores() -> int:
+    """The number of cores that this process may use."""
+    shot = snapshot()
+    return features.cores(shot, shot.affinity)
+
+
+def run_time() -> cpu_runtime.Runtime | None:
+    """The run time of the base set for this version of Python, loaded; None if it has none.
+
+    Raises:
+        BuildError: it cannot be loaded.
+        BundleError: it is damaged.
+    """
+    answered = kernel_store.answer(stored_kernels.RUN_TIME + cpu_runtime.interface(), last=True)
+    if answered is None:
+        return None
+    entry, code = answered[0].load(int(answered[1][0]))
+    return cpu_runtime.runtime(code, entry.path)
+
+
+def route(p: Problem, threads: int) -> tuple[Any, str] | None:
+    """A route of the base set for the class of a problem, and its schedule's spelling; None if it has none.
+
+    Args:
+        p: the problem.
+        threads: the most threads to use.
+
+    Raises:
+        BundleError: the base set is damaged.
+    """
+    if p.batch != 1 or p.static or p.deterministic or p.fused or p.source or p.c != "row":
+        return None
+    base = kernel_store.base()
+    fields = base.answer(f"{GRID}{level()} {p.dtype} {p.a} {p.b} {p.family}".rstrip()) if base else None
+    if fields is None:
+        return None
+    ms, ns, ks = ([int(x) for x in axis.split(",")] for axis in fields[:3])
+    last = rows_of(p)[1]
+    i = next((i for i, m in enumerate(ms) if m >= last), len(ms) - 1)
+    point = (i * len(ns) + _nearest(ns, p.n)) * len(ks) + _nearest(ks, p.k)
+    schedule = fields[4 + ord(fields[3][point]) - ord(FIRST)]
+    code = stored_kernels.code(schedule, last=True)
+    if code is None:
+        return None
+    workers = threads if p.flops >= FORK_FLOPS else 1
+    work = code.scratch(p, last, workers)
+    return cpu_runtime.runtime().make_route(code.code, work, workers, p.storage, p.unit), schedule
+
+
+def _nearest(axis: list[int], size: int) -> int:
+    """Index of the point of an axis with the least ratio to a size."""
+    return min(range(len(axis)), key=lambda i: abs(math.log(axis[i] / size)))
+
+
+def improve(p: Problem, schedule: str, keep: Callable[[Any, tuple[int, int]], None], stay: Callable[[], None]) -> None:
+    """Build the kernel that is selected for this machine in the background.
+
+    Args:
+        p: the problem.
+        schedule: spelling of that of the base set.
+        keep: takes the route of the selected kernel and the range of rows that it serves, if it gives the same bits.
+        stay: called if that of the base set stays: where there is no compiler, and where bits would change.
+    """
+    from portmm.dispatch import cpu_background
+
+    cpu_background.begin(("base", p.but_rows, rows_of(p)), lambda: _improve(p, schedule, keep, stay))
+
+
+def _improve(p: Problem, schedule: str, keep: Callable[[Any, tuple[int, int]], None], stay: Callable[[], None]) -> None:
+    from portmm.build.compiler import find_compiler
+    from portmm.dispatch import cpu_background, cpu_routes
+    from portmm.dispatch.schedule_choice import choose
+    from portmm.errors import PortmmError
+    from portmm.runtime import route_cache
+    from portmm.schedule.text import parse
+
+    try:
+        find_compiler()
+        target, threads = config.target(), config.get_num_threads()
+        if cpu_background.same_results(choose(p, target, threads).schedule, parse(schedule)):
+            kernel, served = cpu_routes.routed(p, target, threads, route_cache.of_target(config.target_name()))
+            if served is not None:
+                keep(kernel, served)
+                return
+    except PortmmError:
+        pass
+    stay()
+
+
+def forget() -> None:
+    """Drop what is known of this processor and of the cache."""
+    for function in (leads, level, cores):
+        function.cache_clear()

@@ -1,0 +1,108 @@
+"""Features of the processor, and the number of cores that a process may use, from a snapshot of the host.
+
+Owns the tables of feature bits. What this module imports is quick to import: a first call by the base set of kernels
+needs no more of the host.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from portmm.host.host_probe import CPU, Snapshot, cgroup_folders, parse_list, processors
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+# Every x86-64 and every AArch64 Linux has these, whatever /proc hides.
+BASELINE = {"x86_64": {"cx8", "cmov", "fxsr", "sse", "sse2"}, "aarch64": {"fp", "asimd"}}
+
+EAX, EBX, ECX, EDX = range(4)
+# Intel SDM vol. 2 and AMD APM vol. 3, CPUID: leaf and register -> bits by Linux's names.
+CPUID = {
+    ("1.0", EDX): {"cx8": 8, "cmov": 15, "fxsr": 24, "sse": 25, "sse2": 26},
+    ("1.0", ECX): {
+        "pni": 0, "ssse3": 9, "fma": 12, "cx16": 13, "sse4_1": 19, "sse4_2": 20, "movbe": 22, "popcnt": 23, "xsave": 26,
+        "avx": 28, "f16c": 29,
+    },
+    ("7.0", EBX): {
+        "bmi1": 3, "avx2": 5, "bmi2": 8, "avx512f": 16, "avx512dq": 17, "avx512cd": 28, "avx512bw": 30, "avx512vl": 31,
+    },
+    ("7.0", EDX): {"amx_bf16": 22, "amx_tile": 24, "amx_int8": 25},
+    ("80000001.0", ECX): {"lahf_lm": 0, "abm": 5},
+}  # fmt: skip
+# Intel SDM vol. 1, ch. 13: the parts of XCR0 that an instruction's registers need, by the beginning of its name.
+XCR0 = {"avx512": 0xE6, "amx": 0x60000, "avx": 0x6, "fma": 0x6, "f16c": 0x6, "": 0}
+
+# Linux, arch/arm64/include/uapi/asm/hwcap.h.
+HWCAP = {0: "fp", 1: "asimd", 9: "fphp", 10: "asimdhp", 20: "asimddp", 22: "sve"}
+HWCAP2 = {1: "sve2", 13: "i8mm", 14: "bf16"}
+
+
+def _decoded(shot: Snapshot) -> dict[str, bool]:
+    """Features of the table `CPUID` -> whether cpuid and XCR0 enable them."""
+    states = {
+        name: next(x for start, x in XCR0.items() if name.startswith(start)) for y in CPUID.values() for name in y
+    }
+    return {
+        name: bool(shot.cpuid.get(leaf, (0, 0, 0, 0))[register] >> bit & 1 and shot.xcr0 & states[name] == states[name])
+        for (leaf, register), bits in CPUID.items()
+        for name, bit in bits.items()
+    }
+
+
+def features(shot: Snapshot) -> frozenset[str]:
+    """Features that the processor has and the kernel enables, in Linux's names.
+
+    An Arm host with SVE also has "sve_vl<bits>", its vector length.
+    """
+    flags: set[str] = set()
+    if shot.machine == "aarch64":
+        flags |= {name for bit, name in HWCAP.items() if shot.hwcap >> bit & 1}
+        flags |= {name for bit, name in HWCAP2.items() if shot.hwcap2 >> bit & 1}
+        if shot.sve_bytes:
+            flags.add(f"sve_vl{8 * shot.sve_bytes}")
+        return frozenset(flags or BASELINE["aarch64"])
+    for first in processors(shot.cpuinfo)[:1]:
+        flags |= set(first.get("flags", "").split())
+        letters, *words = first.get("isa", "").removeprefix("rv64").split("_")  # as in rv64imafdcv_zicsr_zvfh
+        flags |= {*letters, *words, *(["zvl128b"] if "v" in letters else [])}
+    if shot.cpuid:
+        decoded = _decoded(shot)
+        enabled = {name for name, is_enabled in decoded.items() if is_enabled}
+        flags = flags - (decoded.keys() - enabled) if flags else enabled
+    if not shot.tiles:
+        flags = {name for name in flags if not name.startswith("amx_")}
+    return frozenset(flags | BASELINE.get(shot.machine, set()))
+
+
+def number(text: str) -> int:
+    """A number as Python writes it, or 0."""
+    try:
+        return int(text, 0)
+    except ValueError:
+        return 0
+
+
+def siblings(shot: Snapshot, cpu: int) -> set[int]:
+    """The processors of the core of a processor."""
+    return parse_list(shot.files.get(f"{CPU}/cpu{cpu}/topology/thread_siblings_list", "")) or {cpu}
+
+
+def _quota(shot: Snapshot) -> float:
+    """CPU time per second that the control groups allow, in processors; infinite without a limit."""
+    allowed = math.inf
+    for folder in cgroup_folders(shot.files.get("/proc/self/cgroup", "")):
+        quota, _, period = shot.files.get(f"{folder}/cpu.max", "").partition(" ")
+        if not quota:
+            quota = shot.files.get(f"{folder}/cpu.cfs_quota_us", "")
+            period = shot.files.get(f"{folder}/cpu.cfs_period_us", "")
+        if number(quota) > 0 and number(period) > 0:
+            allowed = min(allowed, number(quota) / number(period))
+    return allowed
+
+
+def cores(shot: Snapshot, cpus: Iterable[int]) -> int:
+    """Number of physical cores that may be used; two threads of one core count once."""
+    physical = {min(siblings(shot, cpu)) for cpu in cpus}
+    return max(1, min(len(physical), math.ceil(min(_quota(shot), len(physical)))))

@@ -1,0 +1,260 @@
+"""The base set of kernels of a wheel: for every level of processors the kernels that serve most calls.
+
+    python tools/base_set.py x86_64 portmm/base/x86_64.bundle
+
+Owns the levels, the kinds of products, and the selection of a few kernels for each kind: those whose predicted times
+over a grid of sizes lose least to the best candidate of each size. A table of the grid goes into the bundle, so that a
+first call needs no selection. Kernels of other operations are those that calls of them ask for, recorded by running
+these calls with kernels that do nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import warnings
+from pathlib import Path
+
+import numpy as np
+
+LEVELS = {
+    "x86_64": {
+        "amx": (
+            "sapphire_rapids",
+            "amx_tile amx_bf16 amx_int8 avx512_bf16 avx512_vnni avx512f avx512vl avx512bw avx512dq",
+        ),
+        "zen5": (
+            "zen5",
+            "vendor=AuthenticAMD family=26 avx512_bf16 avx512_vnni avx_vnni avx512f avx512vl avx512bw avx512dq",
+        ),
+        "avx512_bf16": ("zen4", "avx512_bf16 avx512_vnni avx512f avx512vl avx512bw avx512dq"),
+        "avx512_vnni": ("icelake_sp", "avx512_vnni avx512f avx512vl avx512bw avx512dq"),
+        "v4": ("skylake_sp", "avx512f avx512vl avx512bw avx512dq"),
+        "v3_amd": ("zen3", "vendor=AuthenticAMD avx2 fma f16c"),
+        "v3": ("haswell", "avx2 fma f16c"),
+        "v2": ("x86_64_v2", "sse2"),
+    },
+    "aarch64": {
+        "sve256": ("neoverse_v1", "sve sve_vl256 i8mm bf16 asimddp asimd"),
+        "sve128": ("neoverse_v2", "sve sve_vl128 i8mm bf16 asimddp asimd"),
+        "dotprod": ("neoverse_n1", "asimddp asimd"),
+        "neon": ("armv8a", "asimd"),
+    },
+}
+"""By architecture, the best first: the chip whose description selects, and the features that a processor must have."""
+KINDS = (
+    ("f32", "row", "row"), ("f32", "row", "col"), ("f32", "col", "row"), ("f32", "row", "packed"),
+    ("f64", "row", "row"),
+    ("bf16", "row", "row"), ("bf16", "row", "packed"), ("f16", "row", "row"), ("f16", "row", "packed"),
+    ("s8-s8-s32", "row", "row"), ("s8-s8-s32", "row", "packed"), ("u8-s8-s32", "row", "packed"),
+)  # fmt: skip
+"""Types, and the layouts of A and B."""
+MS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 2048)
+NS = (17, 63, 255, 1023, 4095)
+KS = (15, 63, 255, 1023, 4095)
+"""The grid. Odd numbers of columns ask for kernels that serve any."""
+LIBRARIES = {"gnu": "gnu.2.17", "musl": "musl"}
+"""C libraries as zig spells them; glibc's is that of manylinux2014, the oldest that wheels are still made for."""
+MOST, WORTH = 5, 0.01
+"""Kernels of a kind; the least gain, relative and on average over the grid, for which another is added."""
+
+
+def grid(target, kind, most=MOST):
+    """The schedules of a kind, and the index of one for each point of the grid."""
+    from portmm.dispatch import cpu_kernels
+    from portmm.dispatch.schedule_choice import predicted
+    from portmm.errors import ScheduleError
+    from portmm.ops.bundle_build import problem_of
+    from portmm.schedule.cpu_candidate_sets import candidate_set
+
+    dtype, a, b = kind
+    try:
+        family = cpu_kernels.family(dtype, target) if b == "packed" else ""
+    except ScheduleError:
+        return [], [], ""
+    times, index = [], {}
+    for m in MS:
+        for n in NS:
+            for k in KS:
+                p = problem_of((m, n, k), dtype, b, family, a)
+                try:
+                    listed = candidate_set(p, target)
+                except ScheduleError:
+                    return [], [], family
+                seconds = predicted(p, listed, 1)
+                row = {
+                    s: t
+                    for s, t in zip(listed.schedules, seconds, strict=True)
+                    if "k" not in s.parallel.over and not s.b.once
+                }
+                for s in row:
+                    index.setdefault(s, len(index))
+                times.append(row)
+    matrix = np.full((len(times), len(index)), np.inf)
+    for i, row in enumerate(times):
+        for s, t in row.items():
+            matrix[i, index[s]] = t
+    ratios = matrix / matrix.min(axis=1, keepdims=True)
+    return *portfolio(ratios, list(index), most), family
+
+
+def portfolio(ratios, schedules, most):
+    """The schedules that lose least together, and which of them is best at each point."""
+    logs = np.log(np.minimum(ratios, 1e3))
+    chosen, best = [], np.full(len(logs), np.inf)
+    while len(chosen) < most:
+        after = np.minimum(best[:, None], logs)
+        gain = after.mean(axis=0)
+        i = int(gain.argmin())
+        if chosen and best.mean() - gain[i] < WORTH:
+            break
+        chosen.append(i)
+        best = after[:, i]
+    return [schedules[i] for i in chosen], logs[:, chosen].argmin(axis=1).tolist()
+
+
+def calls():  # noqa: C901 - a list
+    """Calls of operations besides products: each runs once on every level."""
+    import ml_dtypes
+
+    import portmm as pm
+
+    r = np.random.default_rng(0)
+    x = r.random((40, 256), np.float32)
+    w = r.random((256, 128), np.float32)
+    half, brain = np.float16, ml_dtypes.bfloat16
+    few = r.random((1, 4, 1, 64), np.float32)
+    many = r.random((1, 4, 70, 64), np.float32)
+    codes = r.integers(-9, 9, (256, 128), dtype=np.int8)
+    small = r.integers(-9, 9, (40, 256), dtype=np.int8)
+    scales = np.ones(128, np.float32)
+
+    def of(dtype):
+        yield lambda: pm.matmul(x.astype(dtype), pm.pack(w.astype(dtype)))
+        yield lambda: pm.pack(np.asfortranarray(w.astype(dtype)))
+        for q, mask in ((few, False), (many, False), (many, True)):
+            keys = many.astype(dtype)
+            yield lambda q=q, mask=mask, keys=keys: pm.attention(q.astype(dtype), keys, keys, causal=mask)
+        for rows in (1, 40):
+            for group in (32, 128):
+                weight = pm.quantize(w, bits=4, group=group)
+                yield lambda rows=rows, weight=weight: pm.matmul(x[:rows].astype(dtype), pm.pack(weight))
+
+    for dtype in (np.float32, half, brain):
+        yield from of(dtype)
+    yield lambda: pm.pack(codes)
+    yield lambda: pm.pack(np.asfortranarray(codes))
+    for rows in (1, 40):
+        for options in ({}, {"bias": scales}):
+            for dtype in (np.float32, half, brain):
+                yield lambda rows=rows, o=options, dtype=dtype: pm.linear(
+                    x[:rows].astype(dtype), pm.pack(codes), w_scale=scales, dynamic=True, **o
+                )
+            yield lambda rows=rows, o=options: pm.linear(small[:rows], pm.pack(codes), x_scale=0.5, w_scale=scales, **o)
+    for function in (pm.relu, pm.gelu, pm.silu):
+        for rows in (1, 40):
+            yield lambda rows=rows, f=function: pm.matmul(
+                x[:rows], pm.pack(w), epilogue=lambda acc, i: f(acc + scales[i.n])
+            )
+    for function in (pm.softmax, pm.gelu, pm.silu, pm.layer_norm, pm.rms_norm, pm.quantize_rows):
+        yield lambda f=function: pm.fuse(f)(x)
+
+
+def record(target, kernels):
+    """Run all calls for a target with kernels that do nothing; which they are goes to `kernels`."""
+    from portmm.build.shared_object import build
+    from portmm.dispatch import config, cpu_kernels
+    from portmm.ir.abi import ARGS
+    from portmm.runtime import route_cache
+    from portmm.runtime.cpu import load_kernel, runtime
+
+    nothing = build(
+        f"{ARGS}\nvoid nothing(const portmm_args *x) {{ (void)x; }}\n", flags=(), name="nothing", symbols=("nothing",)
+    )
+    route_cache.close()
+    before = cpu_kernels.loaded
+    code = load_kernel(runtime(), nothing.code, nothing.path, "nothing")
+
+    def loaded(kernel):
+        kernels.append(kernel)
+        return code
+
+    cpu_kernels.loaded = loaded
+    cpu_kernels.forget()
+    config._targets[""] = target
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            for call in calls():
+                try:
+                    call()
+                except Exception as error:  # noqa: BLE001 - an operation that this level lacks
+                    print(f"  {target.name}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
+    finally:
+        cpu_kernels.loaded = before
+        cpu_kernels.forget()
+        config._targets.clear()
+
+
+def make(arch, libc, report=lambda *_: None):
+    """The bytes of the base set."""
+    from portmm.ops.bundle_build import Maker
+    from portmm.target.target import load_target
+
+    maker = Maker()
+    run_time(maker, arch, libc)
+    for number, (level, (chip, _)) in enumerate(LEVELS[arch].items()):
+        target = load_target(chip)
+        maker.machines[chip] = tuple(isa.name for isa in target.isas)
+        report(number, len(LEVELS[arch]), f"selecting for {level}")
+        for kind in KINDS:
+            schedules, table, family = grid(target, kind)
+            if not schedules:
+                continue
+            texts = [maker.add_schedule(s, target) for s in schedules]
+            question = f"grid {level} {' '.join(kind)} {family}".rstrip()
+            axes = tuple(",".join(map(str, x)) for x in (MS, NS, KS))
+            maker.facts[question] = (*axes, "".join(chr(48 + i) for i in table), *texts)
+            if kind[2] == "packed":
+                maker.add_packing(kind[0], target)
+        kernels = []
+        record(target, kernels)
+        for kernel in kernels:
+            maker.add_source(kernel, arch)
+    maker.facts["levels"] = tuple(f"{name}={','.join(words.split())}" for name, (_, words) in LEVELS[arch].items())
+    return maker.pack((1,), report), maker
+
+
+def run_time(maker, arch, libc):
+    """Compile the run time for each version of Python, by zig against an old C library."""
+    kernels, maker.jobs = maker.jobs, {}
+    for headers in os.environ.get("PORTMM_PYTHONS", "").split(os.pathsep):
+        maker.add_run_time(arch, Path(headers) if headers else None, libc)
+    variable = "CC" if arch == os.uname().machine else f"CC_{arch}"
+    before = os.environ.get(variable)
+    os.environ[variable] = f"{sys.executable} -m ziglang cc -target {arch}-linux-{LIBRARIES[libc]}"
+    maker.objects |= {question: job.compiled() for question, job in maker.jobs.items()}
+    os.environ.pop(variable) if before is None else os.environ.update({variable: before})
+    maker.jobs = kernels
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("arch", choices=LEVELS)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--libc", choices=LIBRARIES, default="gnu")
+    options = parser.parse_args()
+    os.environ |= {"PORTMM_RACE": "off", "PORTMM_TUNED": "off", "PORTMM_BASE": "off"}
+    from portmm.util.console import progress
+
+    with progress(f"base set for {options.arch}", 600) as report:
+        data, maker = make(options.arch, options.libc, report)
+    options.output.parent.mkdir(exist_ok=True)
+    options.output.write_bytes(data)
+    objects = len(maker.jobs)
+    print(f"{options.output}: {len(data)} bytes, {objects} objects, {len(maker.codes)} schedules")
+
+
+if __name__ == "__main__":
+    main()

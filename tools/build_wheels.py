@@ -1,0 +1,89 @@
+"""Wheels with the run time and the base set of kernels, for Linux on x86-64 and AArch64.
+
+    python tools/build_wheels.py dist --pythons /usr/include/python3.11:/opt/python3.12/include/python3.12
+
+One wheel of an architecture serves all versions of Python whose headers are named: the run time for each is in the
+bundle `portmm/base/ARCH.bundle`, beside the kernels. Kernels are compiled by gcc where there is one for the
+architecture, and else by zig; the run time by zig against the oldest C library. `--audit` has auditwheel look at all
+shared objects of a wheel.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import zipfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+PLATFORMS = {"gnu": "manylinux_2_17_{0}.manylinux2014_{0}", "musl": "musllinux_1_2_{0}"}
+LEFT_OUT = shutil.ignore_patterns(
+    ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "tests", "base"
+)
+
+
+def build(arch: str, libc: str, output: Path, pythons: str) -> Path:
+    """The wheel for an architecture and a C library."""
+    with tempfile.TemporaryDirectory(prefix="portmm-wheel-") as folder:
+        tree = Path(folder, "tree")
+        shutil.copytree(ROOT, tree, symlinks=True, ignore=LEFT_OUT)
+        bundle = tree / "portmm" / "base" / f"{arch}.bundle"
+        environment = os.environ | {"PORTMM_PYTHONS": pythons, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        script = str(ROOT / "tools" / "base_set.py")
+        subprocess.run([sys.executable, script, arch, str(bundle), "--libc", libc], env=environment, check=True)
+        platform = {"PORTMM_WHEEL_PLATFORM": PLATFORMS[libc].format(arch)}
+        wheels = Path(folder, "wheels")
+        words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(tree)]
+        subprocess.run(words, env=os.environ | platform, check=True)
+        (wheel,) = wheels.glob("*.whl")
+        output.mkdir(exist_ok=True)
+        return Path(shutil.copy(wheel, output))
+
+
+def audit(wheel: Path) -> None:
+    """Show what auditwheel says of all shared objects of a wheel, which lie in its bundle: it sees them as files."""
+    sys.path.insert(0, str(ROOT))
+    from portmm.build.bundle import open_bundle
+
+    with tempfile.TemporaryDirectory(prefix="portmm-audit-") as folder:
+        with zipfile.ZipFile(wheel) as packed:
+            packed.extractall(folder)
+        (path,) = Path(folder, "portmm", "base").glob("*.bundle")
+        bundle = open_bundle(path)
+        for number in range(bundle.objects):
+            entry, code = bundle.load(number)
+            path.with_name(f"{entry.key}.so").write_bytes(code)
+        shown = Path(folder, wheel.name)
+        with zipfile.ZipFile(shown, "w") as again:
+            for file in sorted(Path(folder, "portmm", "base").glob("*.so")):
+                again.write(file, f"portmm/base/{file.name}")
+            for file in sorted(Path(folder).glob("*.dist-info/*")):
+                again.write(file, str(file.relative_to(folder)))
+        print(f"{bundle.objects} objects")
+        subprocess.run([sys.executable, "-m", "auditwheel", "show", str(shown)], check=True)
+
+
+def main() -> None:
+    """Build wheels, and show what is in them."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--arch", action="append", choices=("x86_64", "aarch64"))
+    parser.add_argument("--libc", choices=PLATFORMS, default="gnu")
+    parser.add_argument("--pythons", default="", help="directories of headers, with colons between; this Python's")
+    parser.add_argument("--audit", action="store_true")
+    options = parser.parse_args()
+    for arch in options.arch or ("x86_64", "aarch64"):
+        wheel = build(arch, options.libc, options.output, options.pythons)
+        with zipfile.ZipFile(wheel) as packed:
+            installed = sum(x.file_size for x in packed.infolist())
+        print(f"{wheel}: {wheel.stat().st_size} bytes, installed {installed}")
+        if options.audit:
+            audit(wheel)
+
+
+if __name__ == "__main__":
+    main()
