@@ -14,6 +14,7 @@ import argparse
 import os
 import sys
 import warnings
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -31,7 +32,6 @@ LEVELS = {
         "avx512_bf16": ("zen4", "avx512_bf16 avx512_vnni avx512f avx512vl avx512bw avx512dq"),
         "avx512_vnni": ("icelake_sp", "avx512_vnni avx512f avx512vl avx512bw avx512dq"),
         "v4": ("skylake_sp", "avx512f avx512vl avx512bw avx512dq"),
-        "v3_amd": ("zen3", "vendor=AuthenticAMD avx2 fma f16c"),
         "v3": ("haswell", "avx2 fma f16c"),
         "v2": ("x86_64_v2", "sse2"),
     },
@@ -50,68 +50,92 @@ KINDS = (
     ("s8-s8-s32", "row", "row"), ("s8-s8-s32", "row", "packed"), ("u8-s8-s32", "row", "packed"),
 )  # fmt: skip
 """Types, and the layouts of A and B."""
-MS = (1, 2, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 512, 2048)
-NS = (17, 63, 255, 1023, 4095)
-KS = (15, 63, 255, 1023, 4095)
+FEW = tuple(range(1, 9))
+"""Rows of A with a kernel of their own, whose register tile has them all."""
+MS = (*FEW, 12, 16, 32, 64, 128, 512, 2048)
+NS = (63, 255, 1023, 4095)
+KS = (63, 255, 1023, 4095)
 """The grid. Odd numbers of columns ask for kernels that serve any."""
 LIBRARIES = {"gnu": "gnu.2.17", "musl": "musl"}
 """C libraries as zig spells them; glibc's is that of manylinux2014, the oldest that wheels are still made for."""
-MOST, WORTH = 5, 0.01
-"""Kernels of a kind; the least gain, relative and on average over the grid, for which another is added."""
+PROCESSES = 3
+MOST, WORTH = 4, 0.01
+"""Kernels of a kind for more rows; the least gain, relative and on average, for which another is added."""
 
 
-def grid(target, kind, most=MOST):
-    """The schedules of a kind, and the index of one for each point of the grid."""
+def grid(target, kind):
+    """The schedules of a kind, the number of one for each point of the grid, or -1, and the packed layout."""
     from portmm.dispatch import cpu_kernels
-    from portmm.dispatch.schedule_choice import predicted
     from portmm.errors import ScheduleError
+
+    dtype, _, b = kind
+    try:
+        family = cpu_kernels.family(dtype, target) if b == "packed" else ""
+        rows = [[times(target, kind, family, (m, n, k), before) for n in NS for k in KS] for before, m in steps()]
+    except ScheduleError:
+        return [], [], ""
+    parts = [rows[i] for i in range(len(FEW))], [x for row in rows[len(FEW) :] for x in row]
+    schedules, table = [], []
+    for points, most in (*((x, 1) for x in parts[0]), (parts[1], MOST)):
+        own, best = portfolio(points, most)
+        schedules += [s for s in own if s not in schedules]
+        table += [schedules.index(own[i]) if i >= 0 else -1 for i in best]
+    return schedules, table, family
+
+
+def steps():
+    """Values of M of the grid, each with the one before."""
+    return zip((0, *MS), MS, strict=False)
+
+
+def times(target, kind, family, size, before):
+    """Predicted time of the schedules of a size that serve all rows from after `before`; few rows have their own."""
+    from portmm.dispatch.schedule_choice import predicted
     from portmm.ops.bundle_build import problem_of
     from portmm.schedule.cpu_candidate_sets import candidate_set
 
     dtype, a, b = kind
-    try:
-        family = cpu_kernels.family(dtype, target) if b == "packed" else ""
-    except ScheduleError:
-        return [], [], ""
-    times, index = [], {}
-    for m in MS:
-        for n in NS:
-            for k in KS:
-                p = problem_of((m, n, k), dtype, b, family, a)
-                try:
-                    listed = candidate_set(p, target)
-                except ScheduleError:
-                    return [], [], family
-                seconds = predicted(p, listed, 1)
-                row = {
-                    s: t
-                    for s, t in zip(listed.schedules, seconds, strict=True)
-                    if "k" not in s.parallel.over and not s.b.once
-                }
-                for s in row:
-                    index.setdefault(s, len(index))
-                times.append(row)
-    matrix = np.full((len(times), len(index)), np.inf)
-    for i, row in enumerate(times):
+    p = problem_of(size, dtype, b, family, a)
+    listed = candidate_set(p, target)
+    seconds = predicted(p, listed, 1)
+    serving = range(max(1, before + 1), size[0] + 1)
+    return {
+        s: t
+        for s, t in zip(listed.schedules, seconds, strict=True)
+        if not s.atom.swap and "k" not in s.parallel.over and not s.b.once and not s.static
+        and (size[0] in FEW or (s.heights[0] < s.mr and s.heights[0] <= serving[0]))
+    }  # fmt: skip
+
+
+def portfolio(points, most):
+    """The schedules that lose least together over some points, and which of them is best at each, -1 if none is."""
+    index = {s: i for i, s in enumerate(dict.fromkeys(s for row in points for s in row))}
+    if not index:
+        return [], [-1] * len(points)
+    matrix = np.full((len(points), len(index)), np.inf)
+    for i, row in enumerate(points):
         for s, t in row.items():
             matrix[i, index[s]] = t
-    ratios = matrix / matrix.min(axis=1, keepdims=True)
-    return *portfolio(ratios, list(index), most), family
-
-
-def portfolio(ratios, schedules, most):
-    """The schedules that lose least together, and which of them is best at each point."""
-    logs = np.log(np.minimum(ratios, 1e3))
-    chosen, best = [], np.full(len(logs), np.inf)
-    while len(chosen) < most:
-        after = np.minimum(best[:, None], logs)
-        gain = after.mean(axis=0)
-        i = int(gain.argmin())
-        if chosen and best.mean() - gain[i] < WORTH:
+    least = np.minimum(matrix.min(axis=1, keepdims=True), 1e3)
+    logs = np.log(np.minimum(matrix / least, 1e3))
+    selected, best = [], np.full(len(logs), np.log(1e3))
+    while len(selected) < most:
+        after = np.minimum(best[:, None], logs).mean(axis=0)
+        i = int(after.argmin())
+        if selected and best.mean() - after[i] < WORTH:
             break
-        chosen.append(i)
-        best = after[:, i]
-    return [schedules[i] for i in chosen], logs[:, chosen].argmin(axis=1).tolist()
+        selected.append(i)
+        best = np.minimum(best, logs[:, i])
+    own, which = list(index), logs[:, selected].argmin(axis=1)
+    legal = np.isfinite(matrix[:, selected][np.arange(len(points)), which])
+    return [own[i] for i in selected], np.where(legal, which, -1).tolist()
+
+
+def grids(chip, kinds):
+    """Kinds of products of a chip with their schedules and tables: for a process of its own."""
+    from portmm.target.target import load_target
+
+    return [(kind, *grid(load_target(chip), kind)) for kind in kinds]
 
 
 def calls():  # noqa: C901 - a list
@@ -197,32 +221,33 @@ def record(target, kernels):
         config._targets.clear()
 
 
-def make(arch, libc, report=lambda *_: None):
+def make(arch, libc, levels, kinds, report=lambda *_: None):
     """The bytes of the base set."""
     from portmm.ops.bundle_build import Maker
     from portmm.target.target import load_target
 
     maker = Maker()
     run_time(maker, arch, libc)
-    for number, (level, (chip, _)) in enumerate(LEVELS[arch].items()):
+    pool = ProcessPoolExecutor(PROCESSES)
+    found = [pool.submit(grids, chip, kinds) for chip, _ in levels.values()]
+    for number, (level, (chip, _)) in enumerate(levels.items()):
         target = load_target(chip)
         maker.machines[chip] = tuple(isa.name for isa in target.isas)
-        report(number, len(LEVELS[arch]), f"selecting for {level}")
-        for kind in KINDS:
-            schedules, table, family = grid(target, kind)
+        report(number, len(levels), f"selecting for {level}")
+        for kind, schedules, table, family in found[number].result():
             if not schedules:
                 continue
             texts = [maker.add_schedule(s, target) for s in schedules]
             question = f"grid {level} {' '.join(kind)} {family}".rstrip()
             axes = tuple(",".join(map(str, x)) for x in (MS, NS, KS))
-            maker.facts[question] = (*axes, "".join(chr(48 + i) for i in table), *texts)
+            maker.facts[question] = (*axes, "".join(chr(48 + i) if i >= 0 else "-" for i in table), *texts)
             if kind[2] == "packed":
                 maker.add_packing(kind[0], target)
         kernels = []
         record(target, kernels)
         for kernel in kernels:
             maker.add_source(kernel, arch)
-    maker.facts["levels"] = tuple(f"{name}={','.join(words.split())}" for name, (_, words) in LEVELS[arch].items())
+    maker.facts["levels"] = tuple(f"{name}={','.join(words.split())}" for name, (_, words) in levels.items())
     return maker.pack((1,), report), maker
 
 
@@ -244,12 +269,18 @@ def main():
     parser.add_argument("arch", choices=LEVELS)
     parser.add_argument("output", type=Path)
     parser.add_argument("--libc", choices=LIBRARIES, default="gnu")
+    parser.add_argument("--levels", default="", help="some levels only, with commas between")
+    parser.add_argument("--types", default="", help="products of some types only, with commas between")
     options = parser.parse_args()
+    levels = {
+        x: y for x, y in LEVELS[options.arch].items() if x in (options.levels.split(",") if options.levels else [x])
+    }
+    kinds = [x for x in KINDS if x[0] in (options.types.split(",") if options.types else [x[0]])]
     os.environ |= {"PORTMM_RACE": "off", "PORTMM_TUNED": "off", "PORTMM_BASE": "off"}
     from portmm.util.console import progress
 
     with progress(f"base set for {options.arch}", 600) as report:
-        data, maker = make(options.arch, options.libc, report)
+        data, maker = make(options.arch, options.libc, levels, kinds, report)
     options.output.parent.mkdir(exist_ok=True)
     options.output.write_bytes(data)
     objects = len(maker.jobs)

@@ -23,6 +23,10 @@ def bundle(  # noqa: PLR0917 - typer's parameters
     from_cache: Annotated[
         bool, typer.Option("--from-cache", help="All that the cache has for this machine's architecture.")
     ] = False,
+    to_c: Annotated[
+        Path | None,
+        typer.Option("--c", help="Also write a shared library, its header and sources to this folder, for C."),
+    ] = None,
     threads: Annotated[str, typer.Option(help="Numbers of threads that kernels are selected for.")] = "",
     check: Annotated[bool, typer.Option("--check", help="Check a bundle, and run its kernels.")] = False,
     as_json: Json = False,
@@ -35,16 +39,25 @@ def bundle(  # noqa: PLR0917 - typer's parameters
     if not making and not check:
         raise typer.BadParameter("give --shapes, --from-cache or --check")
     if making:
-        _make(output, shapes, machines, threads, from_cache=from_cache, as_json=as_json)
+        _make(output, shapes, machines, threads, from_cache=from_cache, to_c=to_c, as_json=as_json)
     if check:
         _check(output, as_json=as_json)
 
 
-def _make(output: Path, shapes: Path | None, machines: str, threads: str, *, from_cache: bool, as_json: bool) -> None:
+def _make(
+    output: Path,
+    shapes: Path | None,
+    machines: str,
+    threads: str,
+    *,
+    from_cache: bool,
+    to_c: Path | None,
+    as_json: bool,
+) -> None:
     from portmm.build.cache import digest
     from portmm.build.trusted_files import write
     from portmm.host.detect import host
-    from portmm.ops import bundle_build
+    from portmm.ops import bundle_build, c_library
 
     start = time.perf_counter()
     maker = bundle_build.Maker()
@@ -67,6 +80,11 @@ def _make(output: Path, shapes: Path | None, machines: str, threads: str, *, fro
         output.chmod(0o644)
     except OSError as error:
         raise BundleError(f"{output} cannot be written: {error}") from error
+    libraries = []
+    if to_c:
+        archs = sorted({x.target.arch for x in maker.calls})
+        folders = {arch: to_c if len(archs) == 1 else to_c / arch for arch in archs}
+        libraries = [str(c_library.write(maker, folders[arch], arch)) for arch in archs]
     seconds = time.perf_counter() - start
     if as_json:
         rows = [
@@ -74,7 +92,8 @@ def _make(output: Path, shapes: Path | None, machines: str, threads: str, *, fro
              "seconds": x.seconds}
             for x in maker.built
         ]  # fmt: skip
-        print_json({"path": str(output), "bytes": len(data), "sha256": digest(data), "seconds": seconds, "built": rows})
+        about = {"path": str(output), "bytes": len(data), "sha256": digest(data), "seconds": seconds, "built": rows}
+        print_json(about | {"libraries": libraries})
         return
     if maker.built:
         title, head = "predicted on one thread, at the largest M", ("chip", "shape", "kernel", "kernels", "time")
@@ -84,6 +103,8 @@ def _make(output: Path, shapes: Path | None, machines: str, threads: str, *, fro
         f"{output}: {len(data)} bytes, {len(set(maker.jobs))} objects, {seconds:.1f} s, SHA-256 {digest(data)}",
         soft_wrap=True,
     )
+    for library in libraries:
+        console().print(f"{library}: the library for C, with portmm.h and its sources", soft_wrap=True)
 
 
 def _check(path: Path, *, as_json: bool) -> None:

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
 LEVELS, GRID = "levels", "grid "
 """Questions to the base set: the features of levels, and the beginning of that for a table.
 
-A table is three axes, of M, N and K; a character for each point, the number of a schedule from "0" on; the schedules.
+A table is three axes, of M, N and K; a character for each point, the number of a schedule from "0" on, or "-"; and the
+schedules.
 """
 FORK_FLOPS = 4e6
 """Operations from which all threads take part: some ten times what it takes to start them."""
@@ -105,7 +106,10 @@ def route(p: Problem, threads: int) -> tuple[Any, str] | None:
     last = rows_of(p)[1]
     i = next((i for i, m in enumerate(ms) if m >= last), len(ms) - 1)
     point = (i * len(ns) + _nearest(ns, p.n)) * len(ks) + _nearest(ks, p.k)
-    schedule = fields[4 + ord(fields[3][point]) - ord(FIRST)]
+    number = ord(fields[3][point]) - ord(FIRST)
+    if number < 0:
+        return None
+    schedule = fields[4 + number]
     code = stored_kernels.code(schedule, last=True)
     if code is None:
         return None

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.build import kernel_store
 from portmm.ir.index import meaning, parsed
 from portmm.runtime.cpu import load_kernel, runtime
-from portmm.spec.row_classes import rows as rows_of
+from portmm.spec.row_classes import rows as class_of
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def route(p: Problem, target: Callable[[], Target], threads: Callable[[], int]) 
     """
     for bundle in kernel_store.bundles():
         machine = machine_of(bundle, target())
-        for served in dict.fromkeys((rows_of(p), (p.m, p.m))) if machine else ():
+        for served in dict.fromkeys((class_of(p), (p.m, p.m))) if machine else ():
             fields = bundle.answer(question(machine, count(bundle, threads()), p, served))
             if fields is not None:
                 kernel, workers = _code(bundle, fields), 1 if fields[5] == "1" else threads()
@@ -119,6 +119,12 @@ def question(machine: str, threads: int, p: Problem, served: tuple[int, int]) ->
     """The question for a route on a machine of a bundle."""
     least, most = served
     return f"{ROUTE}{machine} {threads} {least if least == most else f'{least}-{most}'} {p.but_rows}"
+
+
+def rows_of(schedule: str) -> tuple[int, int]:
+    """The least and the most rows of register tiles of a spelled schedule."""
+    least, _, most = schedule.split(":")[4].partition("-")
+    return int(least), int(most)
 
 
 def count(bundle: Bundle, threads: int) -> int:

@@ -10,7 +10,7 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.arrays.call import problem
 from portmm.build import cache, kernel_store
@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portmm.ir.nodes import Kernel
-    from portmm.spec.problem import Problem
+    from portmm.spec.problem import Family, Problem
     from portmm.target.target import Target
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
@@ -152,8 +152,28 @@ def machines_of(words: Iterable[str]) -> list[Target]:
     return list(targets.values())
 
 
+class Call(NamedTuple):
+    """The kernel that was selected for a class of calls.
+
+    Attributes:
+        target: the machine.
+        threads: the most threads.
+        problem: the problem.
+        rows: the least and the largest M.
+        schedule: spelling of the schedule.
+        one: whether one thread does the work.
+    """
+
+    target: Target
+    threads: int
+    problem: Problem
+    rows: tuple[int, int]
+    schedule: str
+    one: bool
+
+
 @dataclass(frozen=True, slots=True)
-class _Job:
+class Job:
     """A source to compile."""
 
     arch: str
@@ -173,8 +193,10 @@ class _Job:
 
     def compiled(self) -> bytes:
         """The object."""
+        from portmm.build import child_process
         from portmm.build.shared_object import build
 
+        child_process.background.set(True)  # in a thread of its own: there are hundreds, and others want processors
         include = (self.headers,) if self.headers else ()
         zig = find_compiler(None if self.arch == os.uname().machine else self.arch).kind == "zig"
         flags = (*self.flags, *(SMALL[:1] if zig else SMALL))
@@ -192,6 +214,8 @@ class Maker:
         jobs: what to compile, by question; the schedule's spelling and its kernel by job, where it has one.
         routes: fields of answers to questions for routes, after those of the schedule's code.
         built: what the bundle has, for a table.
+        calls: the kernels that were selected.
+        packings: of weights, by machine and types: the layout, and the questions for the kernels that pack.
         objects: compiled objects, by question.
         facts: answers without an object, by question.
         names: questions for objects by other names than their sources'.
@@ -199,10 +223,12 @@ class Maker:
     """
 
     def __init__(self) -> None:
-        self.jobs: dict[str, _Job] = {}
+        self.jobs: dict[str, Job] = {}
         self.codes: dict[str, tuple[str, tuple[str, ...]]] = {}
         self.routes: dict[str, tuple[str, str]] = {}
         self.built: list[Built] = []
+        self.calls: list[Call] = []
+        self.packings: dict[tuple[str, str], tuple[Family, str, str]] = {}
         self.objects: dict[str, bytes] = {}
         self.facts: dict[str, tuple[str, ...]] = {}
         self.names: dict[str, str] = {}
@@ -210,7 +236,7 @@ class Maker:
 
     def add_source(self, kernel: Kernel, arch: str) -> str:
         """Add the source of a kernel, and return its question."""
-        job = _Job(arch, source(kernel), kernel.isa.flags, kernel.name, (kernel.name,))
+        job = Job(arch, source(kernel), kernel.isa.flags, kernel.name, (kernel.name,))
         self.jobs.setdefault(job.question, job)
         return job.question
 
@@ -241,6 +267,7 @@ class Maker:
                 schedules[text] = None
                 question = stored_kernels.question(target.name, threads, p, best.rows)
                 self.routes[question] = (text, str(int(best.workers == 1)))
+                self.calls.append(Call(target, threads, p, best.rows, text, best.workers == 1))
                 if threads == 1:
                     last = self.codes[text][1][0], _seconds(p, best, target)
         if shape.b == "packed" and not family.startswith("u4"):
@@ -250,9 +277,10 @@ class Maker:
     def add_packing(self, dtype: str, target: Target) -> None:
         """Add the kernels that pack a weight."""
         isa, _ = cpu_kernels.packing_unit(dtype, target)
-        nr = family_of(cpu_kernels.family(dtype, target)).nr
-        for layout in ("row", "col"):
-            self.add_source(lower_pack(isa, dtype, nr, layout), target.arch)
+        layout = family_of(cpu_kernels.family(dtype, target))
+        nr = layout.nr
+        every = [self.add_source(lower_pack(isa, dtype, nr, x), target.arch) for x in ("row", "col")]
+        self.packings[target.name, dtype] = (layout, every[0], every[1])
 
     def add_run_time(self, arch: str, headers: Path | None = None, libc: str = "gnu") -> None:
         """Add the run time: the extension for a version of Python, and that of cffi.
@@ -266,13 +294,13 @@ class Maker:
         from portmm.runtime.cffi_runtime import SYMBOLS
 
         flags = cpu_runtime.flags(arch)
-        every = [_Job(arch, cpu_runtime.source(python=False), flags, "portmm_run", SYMBOLS)]
+        every = [Job(arch, cpu_runtime.source(python=False), flags, "portmm_run", SYMBOLS)]
         folder = headers or cpu_runtime.python_headers()
         if folder:
             module, text = cpu_runtime.MODULE, cpu_runtime.source(python=True)
             interface = cpu_runtime.interface(arch, folder.name if headers else "")
             interface = interface.replace("-gnu.", f"-{libc}.")
-            every.append(_Job(arch, text, flags, module, (f"PyInit_{module}",), interface, folder))
+            every.append(Job(arch, text, flags, module, (f"PyInit_{module}",), interface, folder))
             self.names[stored_kernels.RUN_TIME + interface] = every[-1].question
         self.jobs |= {job.question: job for job in every}
 

@@ -147,8 +147,9 @@ def _run(bundle: Bundle, texts: Sequence[str], command: Sequence[str], folder: P
 
 def _job(s: Schedule, workspace: Any, size: int, *, swap: bool) -> tuple[bytes, tuple[Any, np.dtype[Any], str]]:
     """The driver's input for a schedule; the product, and type and layout of C."""
-    rows, columns = (s.nr, s.mr) if swap else (s.mr, s.nr)
-    m, n, k = 2 * rows + 1, 2 * columns + 1, min(97, s.kc + 5)
+    # A register tile of one height serves as many rows, others all from the least.
+    rows, columns, k = s.mr if len(s.heights) == 1 else 2 * s.mr + 1, 2 * s.nr + 1, min(97, s.kc + 5)
+    m, n = (columns, rows) if swap else (rows, columns)
     a_type, b_type, c_type = s.types
     c_layout = "col" if swap else "row"
     a_layout, b_layout = ({"any": "row"}.get(x.layout, x.layout) for x in (s.a, s.b))

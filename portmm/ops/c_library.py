@@ -1,0 +1,149 @@
+"""A shared library for programs without Python: the kernels of a bundle, the run time, and one header.
+
+Owns the tables in C, and the folder with all sources, of which a shell script makes the library. `runtime/library.c`
+selects the machine at load, by the features of the processor, and the kernel in each call.
+"""
+
+from __future__ import annotations
+
+import os
+import shlex
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from portmm.build.compiler import common_options, find_compiler
+from portmm.dispatch.stored_kernels import rows_of
+from portmm.errors import BuildError
+from portmm.host.features import HWCAP, HWCAP2
+from portmm.ir.index import Index, parsed
+from portmm.runtime import cpu as cpu_runtime
+from portmm.spec.dtype import BY_NAME, types
+
+if TYPE_CHECKING:
+    from portmm.ops.bundle_build import Call, Maker
+    from portmm.spec.problem import Family, Problem
+
+LETTERS = {"row": "r", "col": "c", "packed": "p"}
+NAME = "libportmm.so"
+
+
+def write(maker: Maker, folder: Path, arch: str) -> Path:
+    """Write the sources of the library for an architecture, and build it.
+
+    Args:
+        maker: with shapes.
+        folder: where to; it is made.
+        arch: architecture.
+
+    Returns:
+        The library.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        BuildError: it failed.
+    """
+    (folder / "kernels").mkdir(parents=True, exist_ok=True)
+    calls = [x for x in maker.calls if x.target.arch == arch and x.problem.b in LETTERS and not x.problem.fused]
+    packings = {x: y for x, y in maker.packings.items() if any(c.target.name == x[0] for c in calls)}
+    questions = dict.fromkeys(maker.codes[x.schedule][0] for x in calls)
+    questions |= dict.fromkeys(y for _, *every in packings.values() for y in every)
+    numbers = {question: i for i, question in enumerate(questions)}
+    here = Path(cpu_runtime.__file__).parent
+    header, code = ((here / x).read_text(encoding="utf-8") for x in ("portmm.h", "library.c"))
+    run_time = cpu_runtime.source(python=False).replace("__dso_handle", "not_from_crtbegin")
+    tables = _tables(maker, calls, packings, numbers)
+    (folder / "portmm.h").write_text(header, encoding="utf-8")
+    (folder / "portmm.c").write_text(f'{run_time}#line 1 "portmm.h"\n{header}\n{tables}\n{code}', encoding="utf-8")
+    compiler = find_compiler(None if arch == os.uname().machine else arch)
+    common = [x for x in common_options() if x not in ("-shared", "-nostdlib")]
+    base = [*compiler.argv, *(["-target", f"{arch}-linux-gnu.2.28"] if compiler.kind == "zig" else []), *common]
+    commands = [[*base, "-D_GNU_SOURCE", "-fvisibility=hidden", "-pthread", "-c", "portmm.c", "-o", "portmm.o"]]
+    for question, i in numbers.items():
+        job, name = maker.jobs[question], f"kernels/k{i}"
+        (folder / f"{name}.c").write_text(f"#define {job.name} portmm_kernel_{i}\n{job.text}", encoding="utf-8")
+        commands.append([*base, *job.flags, "-fvisibility=hidden", "-c", f"{name}.c", "-o", f"{name}.o"])
+    objects = [x[-1] for x in commands]
+    link = [*base, "-shared", "-s", "-o", NAME, *objects, "-lm", "-lpthread", "-ldl"]
+    script = "".join(f"{shlex.join(x)}\n" for x in (*commands, link))
+    (folder / "build.sh").write_text(f"#!/bin/sh\n# Makes {NAME} of the sources beside this file.\nset -e\n{script}")
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(lambda x: _run(x, folder), commands))
+    _run(link, folder)
+    return folder / NAME
+
+
+def _run(command: list[str], folder: Path) -> None:
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise BuildError(f"{shlex.join(command)} failed in {folder}:\n{done.stderr[:2000]}")
+
+
+def _tables(
+    maker: Maker, calls: list[Call], packings: dict[tuple[str, str], tuple[Family, str, str]], numbers: dict[str, int]
+) -> str:
+    """The tables of the library in C."""
+    machines = {x.target.name: x.target for x in calls}
+    # The one with the most instruction sets first.
+    order = sorted(machines, key=lambda x: -len(machines[x].isas))
+    index = {name: i for i, name in enumerate(order)}
+    heights = {maker.codes[x.schedule][0]: rows_of(x.schedule) for x in calls}
+    about = {maker.codes[x.schedule][0]: maker.codes[x.schedule][1] for x in calls}
+    lines = ["static const struct { int word, bit; const char *name; } hwcaps[] = {"]
+    lines += [f'  {{{i}, {bit}, "{x}"}},' for i, y in enumerate((HWCAP, HWCAP2)) for bit, x in y.items()]
+    lines += ["};", "struct kernel { kernel_function function; long (*workspace)(long, long, long, long, long);"]
+    lines += [
+        "  int swap, size; long least, most; };",
+        "struct row { const char *types; char a, b; int machine, kernel, one;",
+    ]
+    lines += ["  long threads, least, most, n, k; long bytes[3]; };"]
+    lines += ["struct packing { const char *types; int machine, by_rows, by_columns, sums; long nr, kr, bytes; };"]
+    for question, i in numbers.items():
+        lines.append(f"void portmm_kernel_{i}(const portmm_args *args);")
+        text = _c(parsed(about[question][3])) if question in about else "0"
+        lines.append(f"static long workspace_{i}(long m, long n, long k, long batch, long workers) {{")
+        lines.append(f"  (void)m, (void)n, (void)k, (void)batch, (void)workers;\n  return {text};\n}}")
+    lines.append("static const struct kernel kernels[] = {")
+    for question, i in numbers.items():
+        _, swap, size, _ = about.get(question, ("", "0", "1", ""))
+        least, most = heights.get(question, (1, 1))
+        lines.append(f"  {{portmm_kernel_{i}, workspace_{i}, {swap}, {size}, {least}, {most}}},")
+    lines += ["};", f"enum {{ MACHINES = {len(order)} }};"]
+    lines.append("static const struct { const char *name; const char *const *features; } machines[] = {")
+    for name in order:
+        words = dict.fromkeys(x for isa in machines[name].isas for x in isa.features)
+        lines.append(f'  {{"{name}", (const char *const[]){{{"".join(f"{_quoted(x)}, " for x in words)}NULL}}}},')
+    lines += ["};", "static const struct row rows[] = {"]
+    for x in calls:
+        lines.append(_row(x, index, numbers[maker.codes[x.schedule][0]]))
+    lines += ["};", "enum { ROWS = sizeof rows / sizeof *rows };", "static const struct packing packings[] = {"]
+    for (machine, dtype), (layout, by_rows, by_columns) in packings.items():
+        if machine in index:
+            places = f"{index[machine]}, {numbers[by_rows]}, {numbers[by_columns]}, {int(layout.sums)}"
+            width = BY_NAME[types(dtype)[1]].bytes
+            lines.append(f'  {{"{dtype}", {places}, {layout.nr}, {layout.kr}, {width}}},')
+    lines += ['  {"", -1, 0, 0, 0, 0, 0, 0},', "};", "enum { PACKINGS = sizeof packings / sizeof *packings - 1 };"]
+    return "\n".join(lines)
+
+
+def _row(x: Call, index: dict[str, int], kernel: int) -> str:
+    p: Problem = x.problem
+    sizes = [BY_NAME[t].bytes for t in p.types]
+    sizes[1] *= p.unit
+    places = f"{index[x.target.name]}, {kernel}, {int(x.one)}, {x.threads}, {x.rows[0]}, {x.rows[1]}, {p.n}, {p.k}"
+    return f"  {{\"{p.dtype}\", '{LETTERS[p.a]}', '{LETTERS[p.b]}', {places}, {{{', '.join(map(str, sizes))}}}}},"
+
+
+def _quoted(text: str) -> str:
+    return f'"{text}"'
+
+
+def _c(x: Index) -> str:
+    """An integer expression in C."""
+    if x.op in ("const", "var"):
+        return str(x.args[0])
+    left, right = (_c(y) for y in x.args)  # type: ignore[arg-type]
+    if x.op in ("min", "max"):
+        return f"(({left}) {'<' if x.op == 'min' else '>'} ({right}) ? ({left}) : ({right}))"
+    return f"({left} {x.op} {right})"
