@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
+from portmm.fusion.emitted import emitted
 from portmm.fusion.term_cost import Rates, predicted
 from portmm.fusion.term_kernels import Kernel, one_kernels
 from portmm.fusion.term_rewrites import alternatives
@@ -254,11 +255,13 @@ class _Search:
         assert best.certificate is not None  # noqa: S101 - of a program
         form = best.certificate["form"]
         try:
-            certificate = certify(self.reference, self.graph(form.roots), config.target().name)
+            target, threads = config.target(), config.get_num_threads()
+            kernels = emitted(best.explained.kernels, target, threads)
+            certificate = certify(self.reference, self.graph(form.roots), target.name, kernels)
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
             return Finding(note=note, forms=best.forms, elapsed=best.elapsed, kernel=best.kernel)
-        program_database.store(self.key, config.target().name, config.get_num_threads(), form.path, certificate)
+        program_database.store(self.key, target.name, threads, form.path, certificate)
         return best._replace(certificate=certificate, graph=self.graph(form.roots))
 
     def known(self) -> Finding | None:

@@ -152,14 +152,15 @@ def to_json(graph: MuGraph) -> dict[str, Any]:
     """A graph as lists and strings, which `from_json` reads."""
     return {
         "tensors": [list(x) for x in graph.tensors],
-        "steps": [{"operands": [list(y) for y in x.operands], **_program(x.program)} for x in graph.steps],
+        "steps": [{"operands": [list(y) for y in x.operands], **program_to_json(x.program)} for x in graph.steps],
         "inputs": list(graph.inputs),
         "results": list(graph.results),
         "joined": [list(x) for x in graph.joined],
     }
 
 
-def _program(x: BlockProgram) -> dict[str, Any]:
+def program_to_json(x: BlockProgram) -> dict[str, Any]:
+    """A block program as lists and strings, which `program_from_json` reads."""
     values = [y.value for one in x.passes for y in one]
     rescaled = [r for one in x.passes for y in one if (r := getattr(y, "rescaled", None)) is not None]
     every = ordered((*values, *rescaled))
@@ -187,7 +188,7 @@ def from_json(data: Mapping[str, Any]) -> MuGraph:
     """
     try:
         steps = tuple(
-            Step(_read_program(x), tuple(Binding(i, y and tuple(map(tuple, y)), z and tuple(z))
+            Step(program_from_json(x), tuple(Binding(i, y and tuple(map(tuple, y)), z and tuple(z))
                                          for i, y, z in x["operands"])) for x in data["steps"]
         )  # fmt: skip
         tensors, joined = tuple(Tensor(*x) for x in data["tensors"]), tuple(tuple(x) for x in data["joined"])
@@ -196,7 +197,8 @@ def from_json(data: Mapping[str, Any]) -> MuGraph:
         raise ScheduleError(f"this is no serialised graph of kernels ({error!r})") from error
 
 
-def _read_program(data: Mapping[str, Any]) -> BlockProgram:
+def program_from_json(data: Mapping[str, Any]) -> BlockProgram:
+    """The block program of `program_to_json`."""
     values: list[Expr] = []
     for op, dtype, args in data["values"]:
         if op not in OPS and op not in _LEAVES:

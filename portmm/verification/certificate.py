@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.c_kernel import source
 from portmm.errors import PortmmError, ScheduleError
-from portmm.ir.mugraph import from_json, to_json
+from portmm.ir.mugraph import from_json, program_from_json, program_to_json, to_json
 from portmm.schedule.text import parse, spell
 from portmm.target.target import load_target, names_of
 from portmm.verification.equivalence import Verdict, check
 from portmm.verification.kernels import check_kernel
 from portmm.verification.lowered import Lowered, lowered
 from portmm.verification.stability import judge
+from portmm.verification.values import UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -57,16 +58,32 @@ def _text(data: Any) -> str:
     return json.dumps(data, sort_keys=True)
 
 
+class Emitted(NamedTuple):
+    """A kernel that a program runs.
+
+    Attributes:
+        name: for messages.
+        program: its record.
+        schedule: of a product.
+        rows: see `lowered.lowered`.
+    """
+
+    name: str
+    program: BlockProgram
+    schedule: Schedule | None = None
+    rows: int = 0
+
+
 def certify(
-    reference: MuGraph, candidate: MuGraph, target: str = "", schedules: Sequence[Schedule | None] = ()
+    reference: MuGraph, candidate: MuGraph, target: str = "", emitted: Sequence[Emitted] = ()
 ) -> dict[str, Any]:
     """The certificate of a candidate that computes what a reference does.
 
     Args:
         reference: computed operation by operation.
         candidate: the graph that takes its place.
-        target: a chip whose kernels are checked too, of the steps that are products of matrices, rows or attention.
-        schedules: of the steps, where they are not the first candidates.
+        target: a chip whose kernels are checked too: those of steps that are products of matrices, rows or attention.
+        emitted: further kernels, which the program runs in the place of steps.
 
     Raises:
         ScheduleError: they differ, or a kernel does, or the candidate is less stable.
@@ -80,16 +97,26 @@ def certify(
     one, other = to_json(reference), to_json(candidate)
     data: dict[str, Any] = {
         "format": FORMAT, "reference": one, "candidate": other, "check": _numbers(verdict),
-        "errors": [list(x) for x in stability.errors], "kernels": [],
+        "errors": [list(x) for x in stability.errors], "kernels": [], "unchecked": [],
         "digests": {"reference": digest(_text(one)), "candidate": digest(_text(other))},
     }  # fmt: skip
-    for i, step in enumerate(candidate.steps if target in names_of("cpu") else ()):
-        try:
-            x = lowered(step.program, load_target(target), schedules[i] if i < len(schedules) else None)
-        except ScheduleError:
-            continue  # an operation on labels that no kernel has by these names
-        data["kernels"].append(_kernel(i, step.program, x, target))
+    if target in names_of("cpu"):
+        steps = [Emitted(f"step {i}", x.program) for i, x in enumerate(candidate.steps)]
+        for x in (*steps, *emitted):
+            kernel = _lowered(x, target)
+            part = {"name": x.name, "reason": "labels or types"} if kernel is None else _kernel(x, kernel, target)
+            data["unchecked" if "reason" in part else "kernels"].append(part)
     return data
+
+
+def _lowered(x: Emitted, target: str) -> Lowered | None:
+    """The kernel of a record, or None: of operations on labels, or of types, that no kernel is checked with."""
+    if any(y.dtype != "f32" for y in x.program.operands):
+        return None
+    try:
+        return lowered(x.program, load_target(target), x.schedule, x.rows)
+    except ScheduleError:
+        return None
 
 
 def _numbers(x: Verdict) -> dict[str, Any]:
@@ -97,13 +124,15 @@ def _numbers(x: Verdict) -> dict[str, Any]:
     return {"seed": x.seed, "tests": x.tests, "bits": round(x.bits, 2), "extents": dict(x.extents), "primes": primes}
 
 
-def _kernel(i: int, program: BlockProgram, x: Lowered, target: str) -> dict[str, Any]:
-    """The part of a certificate for the kernel of a step."""
-    verdict = check_kernel(program, x.kernel, x.extents)
+def _kernel(of: Emitted, x: Lowered, target: str) -> dict[str, Any]:
+    """The part of a certificate for a kernel, or the reason why it is not checked."""
+    verdict = check_kernel(of.program, x.kernel, x.extents)
+    if not verdict and verdict.reason.startswith(UnsupportedError.__name__):
+        return {"name": of.name, "reason": verdict.reason}
     if not verdict:
-        raise ScheduleError(f"the kernel of step {i} does not compute its record: {verdict.reason}")
-    text = {"schedule": spell(x.schedule), "digest": digest(source(x.kernel))}
-    return {"step": i, "target": target, **text, "check": _numbers(verdict)}
+        raise ScheduleError(f"the kernel of {of.name} does not compute its record: {verdict.reason}")
+    text = {"schedule": spell(x.schedule), "digest": digest(source(x.kernel)), "check": _numbers(verdict)}
+    return {"name": of.name, "target": target, "record": program_to_json(of.program), "rows": of.rows, **text}
 
 
 def repeat(data: Mapping[str, Any]) -> list[Outcome]:
@@ -129,19 +158,19 @@ def repeat(data: Mapping[str, Any]) -> list[Outcome]:
         stability = judge(reference, candidate)
         outcomes.append(Outcome("stability", stability.stable, stability.reason or "no worse than the reference"))
         for x in data["kernels"]:
-            outcomes += _repeated(x, candidate)
+            outcomes += _repeated(x)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ScheduleError) as error:
         raise CertificateError(f"a damaged certificate: {error!r}") from error
     return outcomes
 
 
-def _repeated(data: Mapping[str, Any], candidate: MuGraph) -> list[Outcome]:
+def _repeated(data: Mapping[str, Any]) -> list[Outcome]:
     """The checks of a kernel."""
-    program, schedule = candidate.steps[data["step"]].program, parse(data["schedule"])
+    program, schedule = program_from_json(data["record"]), parse(data["schedule"])
     product = schedule.program not in ("rows", "columns", "attention")
-    x = lowered(program, load_target(data["target"]), schedule if product else None)
+    x = lowered(program, load_target(data["target"]), schedule if product else None, data["rows"])
     same_text = digest(source(x.kernel)) == data["digest"]
     verdict = check_kernel(program, x.kernel, x.extents, seed=int(data["check"]["seed"]))
-    name = f"step {data['step']}, {data['target']}"
+    name = f"{data['name']}, {data['target']}"
     text = "as it was certified" if same_text else "another text than was certified: this portmm emits another kernel"
     return [Outcome(f"text of {name}", same_text, text), Outcome(f"kernel of {name}", bool(verdict), str(verdict))]

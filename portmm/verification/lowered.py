@@ -43,22 +43,23 @@ class Lowered(NamedTuple):
     extents: dict[str, int]
 
 
-def lowered(program: BlockProgram, target: Target, schedule: Schedule | None = None) -> Lowered:
+def lowered(program: BlockProgram, target: Target, schedule: Schedule | None = None, rows: int = 0) -> Lowered:
     """The kernel of a record on a host.
 
     Args:
         program: over rows, of a product or of attention.
         target: the host.
         schedule: of a product, in the place of the first candidate.
+        rows: number of rows of A that the schedule is for, if it is for no other.
 
     Raises:
         ScheduleError: there is no such kernel.
     """
     gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
-    return _product(program, target, schedule) if gemms == 1 else _other(program, target, gemms)
+    return _product(program, target, schedule, rows) if gemms == 1 else _other(program, target, gemms)
 
 
-def _product(program: BlockProgram, target: Target, schedule: Schedule | None) -> Lowered:
+def _product(program: BlockProgram, target: Target, schedule: Schedule | None, rows: int) -> Lowered:
     parts = product_of(program)
     if schedule is None:
         p = Problem(64, 250, 256, parts.dtype, fused=parts.epilogue)
@@ -66,7 +67,7 @@ def _product(program: BlockProgram, target: Target, schedule: Schedule | None) -
     s = small(schedule)
     isa = next(x for x in target.isas if x.name == s.isa)
     (kernel,) = lower_program(program, s, isa)
-    extents = {"m": s.mr + 1, "n": s.nr + s.nr // 2 + 1, "k": 2 * DEPTH + 1}
+    extents = {"m": rows or s.mr + 1, "n": s.nr + s.nr // 2 + 1, "k": 2 * DEPTH + 1}
     return Lowered(kernel, s, _labelled(program, extents | {"b": 2}))
 
 

@@ -148,7 +148,7 @@ class _Operations:
         atom = self.word(s.of) if s.of else f.atom
         if atom.m > 1 or atom.k_pack > 1 or s.name == "load_rows":
             raise UnsupportedError(f"{s.name} of units of several elements has no meaning on symbols")
-        if s.p is not None or s.name in ("zero", "mask"):
+        if s.p is not None or s.name in ("zero", "mask", "hold"):
             machine: Any = self
             _Machine.do_verb(machine, s, f)
         elif s.name == "mac":

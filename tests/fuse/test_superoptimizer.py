@@ -11,11 +11,13 @@ from typer.testing import CliRunner
 
 import portmm as pm
 from portmm.cli.main import app
+from portmm.dispatch import config
 from portmm.fusion import superoptimizer
 from portmm.fusion.fuse import FusedFunction
 from portmm.fusion.term_kernels import one_kernels
 from portmm.fusion.term_rewrites import RULES, alternatives, rebuilt, subterms
 from portmm.fusion.terms import UnlabelledError, compute, dot, graph_of, term_of
+from portmm.target.target import names_of
 from portmm.trace.placeholders import Placeholder
 from portmm.trace.placeholders import rebuilt as nested
 from portmm.verification.certificate import repeat
@@ -161,6 +163,9 @@ def test_a_chain_is_found_kept_and_used_for_other_sizes(database):
     assert finding.seconds < finding.before
     assert not finding.stored
     assert all(x.holds for x in repeat(json.loads(json.dumps(finding.certificate))))
+    kernels = [x["name"] for x in finding.certificate["kernels"]]
+    known = config.target().name in names_of("cpu")
+    assert kernels == ["kernel 1, @", "kernel 2, @"] * known  # those that run, by the schedules that were selected
     assert database.exists()
     other = arrays_of([(5, 300), (300, 7), (7, 260)])
     np.testing.assert_allclose(fused(*other), function(*other), rtol=1e-3, atol=1e-3)

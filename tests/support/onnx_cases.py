@@ -72,7 +72,7 @@ def difference(got: Any, want: Any, case: Any) -> str:
 
 
 def numbers(a: Any, b: Any, case: Any) -> str:
-    """"" if numbers are those of a case, "rounded", or what is wrong."""
+    """ "" if numbers are those of a case, "rounded", or what is wrong."""
     unit = UNITS.get(b.dtype.name, 0.0)
     if b.dtype.kind == "V" or unit:
         a, b = a.astype(np.float32), b.astype(np.float32)

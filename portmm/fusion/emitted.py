@@ -1,0 +1,51 @@
+"""Kernels that a fused program runs, with their records, for its certificate.
+
+Owns `emitted`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from portmm.dispatch.schedule_choice import select_for_class
+from portmm.ir.block_program import program_of
+from portmm.ir.product_program import RESULT, A, B, of_product
+from portmm.spec.epilogue import parse
+from portmm.verification.certificate import Emitted
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from portmm.fusion.program import Kernel
+    from portmm.ir.block_program import BlockProgram
+    from portmm.spec.problem import Problem
+    from portmm.target.target import Target
+
+MOST_EXACT = 32
+"""Rows of A up to which a schedule is for their number alone: see `spec.row_classes`."""
+
+
+def emitted(kernels: Iterable[Kernel], target: Target, threads: int) -> list[Emitted]:
+    """The records of products and of operations over rows, each of them once, with the schedules of products."""
+    every: dict[str, Emitted] = {}
+    for i, x in enumerate(kernels, 1):
+        name = f"kernel {i}, {x.what}"
+        if x.problem is not None and x.problem.b != "packed" and not x.problem.source:
+            schedule = select_for_class(x.problem, target, threads).schedule
+            rows = x.problem.m if x.problem.m <= MOST_EXACT else 0
+            every[str(x.problem)] = Emitted(name, _laid_out(x.problem), replace(schedule, static=None), rows)
+        elif x.kind == "rows" and x.text:
+            every[x.text] = Emitted(name, program_of(parse(x.text), "L1"))
+    return list(every.values())
+
+
+def _laid_out(p: Problem) -> BlockProgram:
+    """The record of a problem, whose operands have their labels in the order of its layouts."""
+    program = of_product(p)
+    operands = list(program.operands)
+    for i, layout in ((A, p.a), (B, p.b), (RESULT, p.c)):
+        if layout == "col":
+            axes = operands[i].axes
+            operands[i] = replace(operands[i], axes=axes[:-2] + axes[:-3:-1])
+    return replace(program, operands=tuple(operands))
