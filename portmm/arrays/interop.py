@@ -3,7 +3,7 @@
 Owns the support of CuPy, PyTorch, PyOpenCL, and of objects with `__cuda_array_interface__` or `__dlpack__`: the reading
 of addresses, strides, types and streams, one description of their arrays on a device, and new arrays of the same
 library; for tensors of PyTorch in the host's memory, views of them as NumPy's arrays, and `through`, a call of a
-function of such arrays; and `elsewhere`, the way of every call whose arrays are not all NumPy's.
+function of such arrays; and `elsewhere`, a call whose arrays are not NumPy's.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.libraries import any_on_device, any_tensor, exports_cuda, library_of
+from portmm.arrays.libraries import exporter_of, library_of
 from portmm.arrays.numpy_arrays import contiguous, name_of, numpy_of
 from portmm.arrays.operand import Operand, same_device, title_of, type_name, type_of
 from portmm.errors import NoDeviceError
@@ -42,15 +42,15 @@ def from_cupy(x: Any) -> Operand:
     )
 
 
-def from_interface(x: Any, interface: dict[str, Any]) -> Operand:
+def from_interface(x: Any) -> Operand:
     """The description of an object with the CUDA array interface, versions 0 to 3.
 
     Raises:
         TypeError: it has a mask, or its element type is unknown to portmm.
         NoDeviceError: there is no CuPy to ask which device it is on.
     """
-    cupy = _cupy(f"an array of type {type(x).__name__}")
-    what = f"an array of type {type(x).__name__}"
+    what, interface = f"an array of type {type(x).__name__}", x.__cuda_array_interface__
+    cupy = _cupy(what)
     if interface.get("mask") is not None:
         raise TypeError(f"{what} has a mask; portmm multiplies arrays without masks: fill it first")
     dtype = np.dtype(interface["typestr"])
@@ -72,13 +72,13 @@ def from_interface(x: Any, interface: dict[str, Any]) -> Operand:
     )
 
 
-def from_dlpack(x: Any) -> Operand | None:
-    """The description of an object that exports memory of a CUDA device by DLPack; None for any other.
+def from_dlpack(x: Any) -> Operand:
+    """The description of an object that exports memory of a CUDA device by DLPack.
 
     Raises:
         NoDeviceError: there is no CuPy to import it.
     """
-    return from_cupy(_cupy(f"an array of type {type(x).__name__}").from_dlpack(x)) if exports_cuda(x) else None
+    return from_cupy(_cupy(f"an array of type {type(x).__name__}").from_dlpack(x))
 
 
 def _cupy(why: str) -> Any:
@@ -256,31 +256,28 @@ def _rebuilt(x: Any, function: Callable[[Any], Any]) -> Any:
     return type(x)(*items) if hasattr(x, "_fields") else type(x)(items)
 
 
-def elsewhere(
+def elsewhere(  # noqa: PLR0917 - the place, the functions there, and their arguments
+    where: str,
     function: Callable[..., Any],
     there: Callable[..., Any],
     operands: tuple[Any, ...],
     options: dict[str, Any],
     record: str = "call_",
-) -> tuple[Any, ...]:
-    """A tuple of the result of a call of arrays that are traced, on a device, or tensors; empty for others.
+) -> Any:
+    """The result of a call whose arrays are not NumPy's: see `libraries.place_of`.
 
     Args:
-        function: of arrays of NumPy's, which tensors in the host's memory are passed to as views.
+        where: their place.
+        function: of arrays of NumPy's, which tensors are passed to as views.
         there: the same of arrays on a device.
-        operands: of which at least one is on a device if the call is.
-        options: the other arguments.
+        operands: the first arguments.
+        options: the others.
         record: the method of a tracer that records the call.
     """
-    values = (*operands, *options.values())
-    for x in values:
-        if hasattr(x, record):
-            return (getattr(x, record)(function, operands, options),)
-    if any_on_device(*operands):
-        return (there(*operands, **options),)
-    if any_tensor(values):
-        return (through(function, *operands, **options),)
-    return ()
+    if where == "traced":
+        tracer = next(x for x in (*operands, *options.values()) if hasattr(x, record))
+        return getattr(tracer, record)(function, operands, options)
+    return there(*operands, **options) if where == "device" else through(function, *operands, **options)
 
 
 def as_numpy(x: Any) -> np.ndarray[Any, Any]:
@@ -315,17 +312,8 @@ def adopt(x: Any) -> Operand | None:
         TypeError: its element type or layout is unknown to portmm.
         NoDeviceError: it is on a CUDA device, and there is no CuPy to ask which.
     """
-    if type(x) is np.ndarray:
-        return None
-    library = library_of(x)
-    if library == "host":
-        return None
-    if library:
-        return _READERS[library](x)
-    interface = getattr(x, "__cuda_array_interface__", None)
-    if interface is not None:
-        return from_interface(x, interface)
-    return from_dlpack(x)
+    reader = None if type(x) is np.ndarray else _READERS.get(exporter_of(x))
+    return None if reader is None else reader(x)
 
 
 def adopt_all(arrays: dict[str, Any], optional: dict[str, Any] | None = None) -> dict[str, Operand]:
@@ -358,6 +346,8 @@ _READERS: dict[str, Callable[[Any], Operand | None]] = {
     "torch": from_torch,
     "pyopencl": from_pyopencl,
     "packed": lambda x: adopt(x.array),
+    "interface": from_interface,
+    "dlpack": from_dlpack,
 }
 _MAKERS: dict[str, Callable[[Operand, tuple[int, ...], str], Any]] = {
     "torch": torch_empty,

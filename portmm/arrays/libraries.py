@@ -1,8 +1,7 @@
 """Libraries of arrays, recognised by the class of an object.
 
-Owns `library_of`, and `on_device`, which calls of products in the host's memory ask about each operand: nothing of
-what reads arrays on devices is imported for the answer. Nor is a library: an array of it can only come from where it
-is loaded.
+Owns `library_of`, and `place_of`, which calls in the host's memory ask about their operands: nothing of what reads
+arrays on devices is imported for the answer. Nor is a library: an array of it can only come from where it is loaded.
 """
 
 from __future__ import annotations
@@ -41,13 +40,18 @@ def _library_of(cls: type) -> str:
     return ""
 
 
-def on_host(*values: Any) -> bool:
-    """Whether all values are NumPy's, or in the host's memory by their classes; the only question of most calls."""
+def place_of(*values: Any) -> str:
+    """Where the arrays of a call are: "traced", "device" or "tensors" of PyTorch; empty for NumPy's, the usual ones."""
     for x in values:  # a generator takes twice as long
-        if type(x) is np.ndarray or x is None or library_of(x) == "host":
-            continue
-        return False
-    return True
+        if type(x) is not np.ndarray and x is not None and library_of(x) != "host":
+            break
+    else:
+        return ""
+    if any(hasattr(x, "call_") for x in values):
+        return "traced"
+    if any(on_device(x) or weight_kind(x) is WeightKind.DEVICE_INT4 for x in values):
+        return "device"
+    return "tensors" if any(map(is_tensor, values)) else ""
 
 
 def on_device(x: Any) -> bool:
@@ -63,21 +67,25 @@ def on_device(x: Any) -> bool:
     return hasattr(cls, "__cuda_array_interface__") or (hasattr(cls, "__dlpack_device__") and exports_cuda(x))
 
 
-def any_on_device(*values: Any) -> bool:
-    """Whether some of the values are arrays, or weights, on a device."""
-    return any(on_device(x) or weight_kind(x) is WeightKind.DEVICE_INT4 for x in values)
-
-
-def in_host_memory(*values: Any) -> bool:
-    """Whether some of the values are tensors of PyTorch in the host's memory."""
-    return any(type(x) is not np.ndarray and library_of(x) == "torch" and not x.is_cuda for x in values)
+def is_tensor(x: Any) -> bool:
+    """Whether an object is a tensor of PyTorch in the host's memory."""
+    return type(x) is not np.ndarray and library_of(x) == "torch" and not x.is_cuda
 
 
 def any_tensor(x: Any) -> bool:
     """Whether one of PyTorch's tensors in the host's memory is among values, or in their lists, tuples and dicts."""
     if isinstance(x, dict):
         return any(map(any_tensor, x.values()))
-    return any(map(any_tensor, x)) if isinstance(x, (list, tuple)) else in_host_memory(x)
+    return any(map(any_tensor, x)) if isinstance(x, (list, tuple)) else is_tensor(x)
+
+
+def exporter_of(x: Any) -> str:
+    """The library of an object, or the protocol by which it is read on a device; empty if there is none."""
+    if library := library_of(x):
+        return library
+    if getattr(x, "__cuda_array_interface__", None) is not None:
+        return "interface"
+    return "dlpack" if exports_cuda(x) else ""
 
 
 def exports_cuda(x: Any) -> bool:

@@ -22,6 +22,8 @@ _FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
 _BY_NUMPY = {BY_NAME[x].numpy: x for x in (*_FACTORS, "s32", *FP8)}
 _RESULTS = {"f32": ("f32", "bf16", "f16"), "f64": ("f64",), "s32": ("s32",)}
 """Accumulator type -> types of results that kernels write."""
+LONGEST = {"s8": (2**31 - 1) // (128 * 128), "u8": (2**31 - 1) // (255 * 128)}
+"""Type of A -> the largest k whose sum of products with int8 fits int32."""
 
 LINE = 64
 """Bytes of a cache line."""
@@ -78,6 +80,26 @@ def types_of(a: np.dtype[Any], b: np.dtype[Any], out: np.dtype[Any] | None = Non
     requested = name_of(out) if out is not None else ""
     result = requested if requested in _RESULTS[acc] else natural(name_of(left), name_of(right))
     return left, right, left if name_of(left) == result else numpy_of(result)
+
+
+@lru_cache(maxsize=256)
+def summed_in(a: np.dtype[Any], b: np.dtype[Any], dtype: np.dtype[Any]) -> tuple[int, np.dtype[Any] | None]:
+    """The largest k without conversion, and the type that operands of a larger k are converted to, or None.
+
+    Raises:
+        TypeError: the two types have no product, or `dtype` cannot hold the result.
+    """
+    left, right, natural = types_of(a, b)
+    if not np.can_cast(natural, dtype, casting="same_kind"):
+        raise TypeError(f"dtype is {dtype}, which cannot hold {natural} results")
+    acc = accumulator(*map(name_of, (left, right)))
+    if acc == "s32":
+        narrow = dtype.kind in "iu" and dtype.itemsize <= np.dtype(np.int32).itemsize  # which wraps around as well
+        return LONGEST[name_of(left)], None if narrow else np.dtype(np.float64)
+    if dtype.kind not in "fc":
+        return 0, None
+    precision = np.finfo(dtype).dtype  # of a complex type, that of its parts
+    return 0, precision if precision.itemsize > numpy_of(acc).itemsize else None
 
 
 class Operand(NamedTuple):

@@ -160,7 +160,7 @@ class WholeArrays(Graph):
             return self.mapped(name, dropped, dropped, (x, rate))
         return self.mapped(name, function, function, values)
 
-    def matmul_(self, function: Callable[..., Any], args: tuple[Any, Any], options: dict[str, Any]) -> Any:
+    def matmul_(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The result of `portmm.matmul`."""
         del function
         if options.get("out") is not None:

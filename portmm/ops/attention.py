@@ -80,13 +80,12 @@ def attention(
         if result is not NotImplemented:
             return result
     refuse_others(score=score, mask=mask)
-    if not libraries.on_host(q, k, v, lengths, offset, out):
+    if where := libraries.place_of(q, k, v, lengths, offset, out):
         from portmm.arrays.interop import elsewhere
 
         more = {"score": score, "mask": mask, "scale": scale, "causal": causal, "window": window, "out": out}
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
-        if there := elsewhere(attention, _on_device, (q, k, v), more):
-            return there[0]
+        return elsewhere(where, attention, _on_device, (q, k, v), more)
     options = Options(score, mask, scale, causal, window, lengths, offset, return_lse)
     shape = shape_of(q, k, v)
     if out is not None:

@@ -1,22 +1,21 @@
 """Epilogues of products: the rules for them that all kernels share.
 
-Owns the arguments of an epilogue, and `fusible`.
+Owns the arguments of an epilogue, `fusible`, and `fused`, the way of a call wherever its arrays are.
 """
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm.errors import ScheduleError
 from portmm.spec.epilogue import acc
-from portmm.trace.bind import bind_operands
+from portmm.trace.bind import UserFunction, bind_operands
 from portmm.trace.tracer import indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from typing import Any
 
     from portmm.spec.dequantization import Dequantization
     from portmm.trace.bind import Step
@@ -51,3 +50,28 @@ def fusible(traced: Traced, sums: str, usual: Callable[[], np.dtype[Any]], after
     if sums == "s32" and step.types[0] == np.int32:
         raise ScheduleError("scaled sums of integers are not written as s32")
     return step
+
+
+def rank_of(a: tuple[int, ...], b: tuple[int, ...]) -> int:
+    """The number of indices of an epilogue of operands of these shapes.
+
+    Raises:
+        ValueError: one of them is a vector.
+    """
+    if min(len(a), len(b)) < 2:
+        raise ValueError(f"an epilogue takes matrices; got {a} by {b}: add a dimension of 1")
+    return 2 if len(a) == len(b) == 2 else 3
+
+
+def fused(x: Any, epilogue: Callable[..., Any]) -> Any:
+    """The product of a call, `fused_matmul.HostCall` or `grid_product.GridProduct`, with its epilogue.
+
+    It is one kernel, `x.run(x.kernel(function), function)`, or two, `x.split(epilogue)`.
+    """
+    function = UserFunction(epilogue)
+    kernel = x.kernel(function)
+    if not isinstance(kernel, ScheduleError):
+        return x.run(kernel, function)
+    if x.sums() == "f64":
+        raise TypeError(NOT_F64)
+    return x.split(epilogue)

@@ -6,32 +6,29 @@ or no kernel can be built; then it is a kernel over the rows of the result.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import libraries, numpy_arrays
+from portmm.arrays import numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
-from portmm.errors import BuildError, ScheduleError, TraceError
+from portmm.errors import BuildError, ScheduleError
 from portmm.ops import call_fastpath, host_matmul
-from portmm.ops.epilogues import NAMES, NOT_F64, VALUES
+from portmm.ops.epilogues import NAMES, VALUES, fused, rank_of
 from portmm.ops.product_kernel import HostProduct, ProductKernel, operand_b
+from portmm.ops.row_kernels import before
 from portmm.ops.rowwise import over_rows
 from portmm.spec.row_classes import row_class
-from portmm.trace.bind import UserFunction
 from portmm.trace.closures import resolve
 from portmm.util.array_subclasses import in_class_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.trace.bind import Bound
+    from portmm.trace.bind import Bound, UserFunction
     from portmm.trace.tracer import Traced
 
 Array = np.ndarray[Any, Any]
-_OF_A, _OF_B = {"m": "m", "k": "n", "b": "b"}, {"k": "m", "n": "n", "b": "b"}
-"""Axes of a prologue's indices -> axes of rows."""
 
 
 def matmul(  # noqa: PLR0917 - the operands, then the functions
@@ -44,64 +41,27 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
     prologue_b: Callable[..., Any] | None,
 ) -> Any:
     """The product with prologues and an epilogue: see `matmul.matmul`."""
-    if not libraries.on_host(a, b, out):
-        from portmm.arrays.interop import elsewhere
-
-        options = {"out": out, "dtype": dtype, "epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
-        if there := elsewhere(matmul, _on_device, (a, b), options, "matmul_"):
-            return there[0]
     left = numpy_arrays.as_operand(a, "a")
     right = operand_b(b)
     if prologue_a is not None:
-        left = _before(prologue_a, left, "a", _OF_A)
+        left = before(over_rows, _spread, prologue_a, left, "a")
     if prologue_b is not None:
         if not isinstance(right, np.ndarray):
             raise TypeError("b is packed; apply prologue_b to the original weight, or pack its result")
-        right = _before(prologue_b, right, "b", _OF_B)
+        right = before(over_rows, _spread, prologue_b, right, "b")
     if epilogue is None:
         result = host_matmul.product(left, right, out, dtype=dtype)
         return in_class_of(result, a, b) if out is None else result
-    if left.ndim < 2 or len(right.shape) < 2:
-        raise ValueError(f"an epilogue takes matrices; got {left.shape} by {right.shape}: add a dimension of 1")
+    rank_of(left.shape, right.shape)
     result = _multiply(left, right, out, dtype, epilogue)
     if out is not None or type(a) is type(b) is np.ndarray:  # a call less for the usual ones
         return result
     return in_class_of(result, a, b)
 
 
-def _on_device(  # noqa: PLR0917 - as `matmul`
-    a: Any, b: Any, out: Any, dtype: Any, epilogue: Any, prologue_a: Any, prologue_b: Any
-) -> Any:
-    """The same for operands on a device."""
-    from portmm.ops import grid_product
-
-    x = grid_product.adopted(a, b, out)
-    x = replace(x, b=replace(x.b, queue=x.a.queue))  # one queue for all, that of A
-    if prologue_a is not None:
-        x = replace(x, a=_before(prologue_a, x.a, "a", _OF_A))
-    if prologue_b is not None:
-        if x.weight is not None:
-            raise TypeError("b is an int4 weight; quantize the result of prologue_b")
-        x = replace(x, b=_before(prologue_b, x.b, "b", _OF_B))
-    return grid_product.multiply(x, dtype, epilogue)
-
-
-def _before(function: Callable[..., Any], x: Any, name: str, names: dict[str, str]) -> Any:
-    """An operand after its prologue.
-
-    Raises:
-        ValueError: it is no matrix.
-        TraceError: the prologue returns a tuple.
-    """
-    if len(x.shape) < 2:
-        raise ValueError(f"{name} has shape {x.shape}; a prologue takes matrices")
-    results, several = over_rows(function, (x,), names)
-    if several:
-        raise TraceError(f"a prologue returns one value, not a tuple of {len(results)}")
-    if isinstance(x, np.ndarray):
-        return np.ascontiguousarray(np.broadcast_to(results[0], x.shape))
-    strides = [s if n > 1 else 0 for n, s in zip(results[0].shape, results[0].strides, strict=True)]
-    return replace(results[0], shape=x.shape, strides=tuple(strides))
+def _spread(x: Array, shape: tuple[int, ...]) -> Array:
+    """An array in C's order with these extents."""
+    return np.ascontiguousarray(np.broadcast_to(x, shape))
 
 
 def kernel_of(
@@ -112,19 +72,13 @@ def kernel_of(
     Raises:
         BuildError: it cannot be compiled.
     """
-    rank = 2 if left.ndim == len(right.shape) == 2 else 3
+    rank = rank_of(left.shape, right.shape)
     if rank == 2:
         m, k = left.shape
         ready: ProductKernel | ScheduleError = user_function.ready((row_class(m)[1], k, other_keys), make, VALUES, 2)
         if isinstance(ready, ProductKernel) and ready.rows[0] <= m <= ready.rows[1]:
             return ready.at(m)
     return user_function.ready((left.shape, other_keys), make, VALUES, rank)  # type: ignore[no-any-return]
-
-
-def _begun(call: HostProduct, traced: Traced) -> ProductKernel | ScheduleError:
-    """The kernel of a product, after the run time is loaded."""
-    host_matmul.begin()
-    return call.ready(traced)
 
 
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:
@@ -137,44 +91,63 @@ def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[
         if fast_path.repeats:  # a kind that the runtime tells from others, or has forgotten
             fast_path.hand_on(arguments, by_class=not fast_path.sizes[0])
         return fast_path(seen, out)
-    first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
-    if first == np.float64:
-        first = None  # results in float32 are converted
-    user_function = UserFunction(epilogue)
-    panels = getattr(right, "owner", right)
-    b_kind = (right.strides, right.dtype, right.flags.aligned) if panels is right else right.family
-    other_keys = (left.strides, left.dtype, left.flags.aligned, right.shape, b_kind, dtype, first)
-    call = HostProduct(left, right, dtype, first)
-    try:
-        ready = kernel_of(user_function, left, right, other_keys, lambda traced: _begun(call, traced))
-    except BuildError as error:
-        fall_back(error)
-        return _split(call, epilogue, out)
-    if not isinstance(ready, ProductKernel):
-        return _split(call, epilogue, out)
-    results = [np.empty(s, t) for s, t in ready.results]
-    if out is not None and _writable(out, results[0], (left, panels), ready.bound, user_function.closure):
-        results[0] = out
-    run(ready, call, user_function.closure, results)
-    if seen is not None and user_function.lasting and ready.direct and (out is None or out is results[0]):
-        call_fastpath.keep(seen, ready, 2 + (out is not None), arguments)
-    return results[0] if out is None and not ready.several else fit(results, out, several=ready.several)
+    return fused(HostCall(arguments, dtype, seen), epilogue)
+
+
+class HostCall(HostProduct):
+    """A call with an epilogue in the host's memory: see `epilogues.fused`.
+
+    Args:
+        arguments: the epilogue, A, B, out and the type of the result as the user passed it.
+        dtype: that type, or None.
+        seen: the kind of the call, or None.
+    """
+
+    def __init__(self, arguments: tuple[Any, ...], dtype: Any, seen: call_fastpath.Seen | None) -> None:
+        self.arguments, self.seen = arguments, seen
+        _, left, right, self.out, _ = arguments
+        first = self.out.dtype.newbyteorder("=") if dtype is None and isinstance(self.out, np.ndarray) else None
+        # Results in float32 are converted to float64.
+        super().__init__(left, right, dtype, None if first == np.float64 else first)
+        self.memory = (left, getattr(right, "owner", right))
+
+    def ready(self, traced: Traced) -> ProductKernel | ScheduleError:
+        """The kernel for calls of this kind, after the run time is loaded."""
+        host_matmul.begin()
+        return super().ready(traced)
+
+    def kernel(self, function: UserFunction) -> ProductKernel | ScheduleError:
+        """The kernel, or the reason why there is none."""
+        left, right = self.left, self.right
+        b_kind = (right.strides, right.dtype, right.flags.aligned) if self.array else right.family
+        other_keys = (left.strides, left.dtype, left.flags.aligned, right.shape, b_kind, self.wanted, self.first)
+        try:
+            return kernel_of(function, left, right, other_keys, self.ready)
+        except BuildError as error:
+            fall_back(error)
+            return ScheduleError(str(error))
+
+    def run(self, kernel: ProductKernel, function: UserFunction) -> Any:
+        """The results of the kernel, whose kind the fast path then knows."""
+        out, results = self.out, [np.empty(s, t) for s, t in kernel.results]
+        if out is not None and _writable(out, results[0], self.memory, kernel.bound, function.closure):
+            results[0] = out
+        run(kernel, self, function.closure, results)
+        if self.seen is not None and function.lasting and kernel.direct and (out is None or out is results[0]):
+            call_fastpath.keep(self.seen, kernel, 2 + (out is not None), self.arguments)
+        return fit(results, out, several=kernel.several)
+
+    def split(self, epilogue: Callable[..., Any]) -> Any:
+        """The results of two kernels."""
+        dtype = np.int32 if self.sums() == "s32" else np.float32
+        product = host_matmul.product(self.left, self.right, dtype=dtype).astype(np.float32, copy=False)
+        results, several = over_rows(epilogue, (product,), NAMES, dtype=self.types()[2], first=self.first)
+        return fit(list(results), self.out, several=several)
 
 
 def run(ready: ProductKernel, call: HostProduct, closure: dict[Any, Any], results: list[Array]) -> None:
     """Run the kernel of a call, which writes dense results."""
     ready.run(ready.size[0], *call.read(ready), results[0], ready.bound.fill(closure, [], results[1:]))
-
-
-def _split(call: HostProduct, epilogue: Callable[..., Any], out: Any) -> Any:
-    """The product first, then the epilogue over its rows."""
-    sums = call.sums()
-    if sums == "f64":
-        raise TypeError(NOT_F64)
-    product = host_matmul.product(call.left, call.right, dtype=np.int32 if sums == "s32" else np.float32)
-    product = product.astype(np.float32, copy=False)  # as in one kernel
-    results, several = over_rows(epilogue, (product,), NAMES, dtype=call.types()[2], first=call.first)
-    return fit(list(results), out, several=several)
 
 
 def _writable(out: Any, like: Array, inputs: tuple[Array, ...], bound: Bound, captured: dict[Any, Any]) -> bool:

@@ -17,18 +17,18 @@ import numpy as np
 from portmm.arrays import operand
 from portmm.arrays.grid_call import Copy, GridCall, Product, arranged, grid_call
 from portmm.arrays.interop import adopt_all
-from portmm.arrays.libraries import any_on_device
+from portmm.arrays.libraries import place_of
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.arrays.operand import Operand, dense_like, named, overlap
 from portmm.dispatch import config, device_routes
 from portmm.dispatch.machine import MOST, machine_of
 from portmm.errors import ScheduleError
-from portmm.ops import row_kernels
-from portmm.ops.epilogues import NAMES, NOT_F64, VALUES, fusible
-from portmm.ops.grid_rows import GridRows
+from portmm.ops.epilogues import NAMES, VALUES, fused, fusible, rank_of
+from portmm.ops.grid_rows import over_rows
 from portmm.ops.kernel_call import Captures, KernelCall, contiguous, via_temporary
+from portmm.ops.row_kernels import before
 from portmm.spec.dtype import BY_NAME, accumulator
-from portmm.trace.bind import UserFunction, dense, typed
+from portmm.trace.bind import dense, typed
 from portmm.trace.tracer import trace
 from portmm.util.memo import Memory
 from portmm.weights.kinds import WeightKind, weight_kind
@@ -36,7 +36,7 @@ from portmm.weights.kinds import WeightKind, weight_kind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.trace.bind import Step
+    from portmm.trace.bind import Step, UserFunction
     from portmm.trace.tracer import Traced
 
 MOST_KINDS = 1024
@@ -99,90 +99,172 @@ def _check_groups(a: tuple[int, ...], b: tuple[int, ...], ends: int) -> None:
 # -- calls -----------------------------------------------------------------------------
 
 
-def matmul(  # noqa: PLR0917 - the operands, then the function
-    a: Any, b: Any, out: Any = None, dtype: Any = None, epilogue: Callable[..., Any] | None = None, ends: Any = None
-) -> Any:
-    """The product of arrays on a device: see `multiply`."""
-    return multiply(adopted(a, b, out, ends), dtype, epilogue)
+def product(
+    a: Any, b: Any, out: Any = None, *, dtype: Any = None, epilogue: Any = None, prologue_a: Any = None,
+    prologue_b: Any = None, ends: Any = None,
+) -> Any:  # fmt: skip
+    """The product of arrays on a device: see `matmul.matmul`, and `grouped_matmul.grouped_matmul`."""
+    x = adopted(a, b, out, ends)
+    if prologue_a is not None:
+        x = replace(x, a=before(over_rows, _spread, prologue_a, x.a, "a"))
+    if prologue_b is not None:
+        if x.weight is not None:
+            raise TypeError("b is an int4 weight; quantize the result of prologue_b")
+        right = replace(x.b, queue=x.a.queue)  # one queue for all, that of A
+        x = replace(x, b=before(over_rows, _spread, prologue_b, right, "b"))
+    call = GridProduct(x, "" if dtype is None else named(dtype))
+    return call.plain().source if epilogue is None else fused(call, epilogue)
 
 
-def multiply(x: Product, dtype: Any = None, epilogue: Callable[..., Any] | None = None) -> Any:
-    """The product of arrays on a device: see `matmul.matmul`, and `grouped_matmul.grouped_matmul`.
+def _spread(x: Operand, shape: tuple[int, ...]) -> Operand:
+    """The array with these extents, by strides of 0."""
+    strides = [s if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True)]
+    return replace(x, shape=shape, strides=tuple(strides))
 
-    Raises:
-        TypeError: the types have no product, or an operand that the function captures is not on this device.
-        ValueError: shapes do not match.
-        ScheduleError: no kernel computes it.
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GridProduct:
+    """A call on a device: see `epilogues.fused`.
+
+    Attributes:
+        x: the operands.
+        requested: type of the result, or empty.
     """
-    requested = named(dtype) if dtype is not None else ""
-    if epilogue is not None:
-        return _fused(x, requested, epilogue)
-    return _plain(x, requested).source
 
+    x: Product
+    requested: str = ""
 
-def _plain(x: Product, requested: str) -> Operand:
-    """The product without an epilogue."""
-    out = x.out
-    if out is not None and (requested not in ("", out.dtype) or overlap(out, tuple(x.parts.values()))):
-        operand.check_out(out, x.shapes[0])
-        operand.check_type(out, requested or out.dtype)
-        via_temporary(out, x.a, requested or out.dtype, lambda to: _plain(replace(x, out=to), "").source)
-        return out
-    key = (x.kind, requested if out is None else "", config.current())
-    ready: KernelCall | None = _ready.get(key)
-    if ready is None:
-        ready = _ready.keep(key, prepared(x, requested))
-    return ready.run(x.parts, x.a, out)[0]
+    @property
+    def rank(self) -> int:
+        """The number of indices of an epilogue's elements."""
+        return rank_of(self.x.a.shape, self.x.b.shape) if self.x.ends is None else 3
 
+    @property
+    def size(self) -> tuple[int, int, int]:
+        """Rows, columns and items, as an epilogue's operands see them."""
+        _, batch, (m, n, _) = self.x.shapes
+        return m, n, math.prod(batch) if self.x.ends is None else self.x.b.shape[0]
 
-def _fused(x: Product, requested: str, epilogue: Callable[..., Any]) -> Any:
-    """The product with an epilogue, in one kernel or in two."""
-    a, out = x.a, x.out
-    if min(len(a.shape), len(x.b.shape)) < 2:
-        raise ValueError(f"an epilogue takes matrices; got {a.shape} by {x.b.shape}: add a dimension of 1")
-    user_function = UserFunction(epilogue)
+    def sums(self) -> str:
+        """The accumulator's type."""
+        return accumulator(self.x.a.dtype, self.x.b.dtype)
 
-    def make(traced: Traced) -> KernelCall | ScheduleError:
-        try:
-            return prepared(x, requested, traced)
-        except ScheduleError as error:
-            if x.ends is not None:
-                raise
-            return ScheduleError(str(error))  # for the memo without its traceback, whose frames reference operands
+    def usual(self) -> np.dtype[Any]:
+        """The type of a result with an epilogue, by default."""
+        natural = "f32" if self.sums() == "s32" else operand.result_type(self.x.a.dtype, self.x.b.dtype)
+        return numpy_of(self.requested or natural)
 
-    ready: KernelCall | ScheduleError = user_function.ready(("device", x.kind, requested), make, VALUES, _rank(x))
-    if isinstance(ready, ScheduleError):
-        return _split(x, requested, epilogue)
-    read = ready.captures.arrays(user_function.closure, a)
-    if out is not None and not ready.converts and overlap(out, (*x.parts.values(), *read)):
-        # Kernels are specialised for the layout of a result: a temporary has another.
-        return via_temporary(out, a, out.dtype, lambda to: _fused(replace(x, out=to), requested, epilogue))
-    return ready.returned(ready.run(x.parts, a, out, user_function.closure, read))
+    def step(self, traced: Traced) -> Step:
+        """The epilogue as expressions.
 
+        Raises:
+            ScheduleError: it cannot be fused.
+        """
+        traced = typed(traced, None if self.x.out is None else numpy_of(self.x.out.dtype))
+        return fusible(traced, self.sums(), self.usual)
 
-def _rank(x: Product) -> int:
-    """The number of indices of an epilogue's elements."""
-    return 2 if x.ends is None and len(x.a.shape) == len(x.b.shape) == 2 else 3
+    def first_type(self, step: Step | None) -> str:
+        """The type in which kernels write the first result."""
+        x = self.x
+        if step is not None:
+            return named(step.types[0])
+        return operand.result_type(x.a.dtype, x.b.dtype, self.requested if x.out is None else x.out.dtype)
 
+    def plain(self) -> Operand:
+        """The product without an epilogue."""
+        x, out, requested = self.x, self.x.out, self.requested
+        if out is not None and (requested not in ("", out.dtype) or overlap(out, tuple(x.parts.values()))):
+            operand.check_out(out, x.shapes[0])
+            operand.check_type(out, requested or out.dtype)
+            via_temporary(out, x.a, requested or out.dtype, lambda to: GridProduct(replace(x, out=to)).plain().source)
+            return out
+        key = (x.kind, requested if out is None else "", config.current())
+        ready: KernelCall | None = _ready.get(key)
+        if ready is None:
+            ready = _ready.keep(key, self.prepared())
+        return ready.run(x.parts, x.a, out)[0]
 
-def _size(x: Product) -> tuple[int, int, int]:
-    """Rows, columns and items, as an epilogue's operands see them."""
-    _, batch, (m, n, _) = x.shapes
-    return m, n, math.prod(batch) if x.ends is None else x.b.shape[0]
+    def kernel(self, function: UserFunction) -> KernelCall | ScheduleError:
+        """The kernels of product and epilogue, or the reason why there are none."""
 
+        def make(traced: Traced) -> KernelCall | ScheduleError:
+            try:
+                return self.prepared(traced)
+            except ScheduleError as error:
+                if self.x.ends is not None:
+                    raise
+                return ScheduleError(str(error))  # for the memo without its traceback, whose frames reference operands
 
-def _split(x: Product, requested: str, epilogue: Callable[..., Any]) -> Any:
-    """The product first, then the epilogue over its rows."""
-    acc_type = accumulator(x.a.dtype, x.b.dtype)
-    if acc_type == "f64":
-        raise TypeError(NOT_F64)
-    product = _plain(replace(x, out=None), acc_type)
-    if acc_type != "f32":
-        product = contiguous(product, "f32")  # as in one kernel
-    first = None if x.out is None or x.out.dtype == "f64" else numpy_of(x.out.dtype)
-    usual = numpy_of(requested or _usual(x))
-    results, several = row_kernels.over(GridRows((product,)), epilogue, NAMES, x.out, usual, first=first)
-    return tuple(y.source for y in results) if several else results[0].source
+        return function.ready(("device", self.x.kind, self.requested), make, VALUES, self.rank)  # type: ignore[no-any-return]
+
+    def run(self, kernel: KernelCall, function: UserFunction) -> Any:
+        """The results of the kernels."""
+        x, out, closure = self.x, self.x.out, function.closure
+        read = kernel.captures.arrays(closure, x.a)
+        if out is not None and not kernel.converts and overlap(out, (*x.parts.values(), *read)):
+            # Kernels are specialised for the layout of a result: a temporary has another.
+            return via_temporary(
+                out, x.a, out.dtype, lambda to: fused(replace(self, x=replace(x, out=to)), function.function)
+            )
+        return kernel.returned(kernel.run(x.parts, x.a, out, closure, read))
+
+    def split(self, epilogue: Callable[..., Any]) -> Any:
+        """The results of two kernels."""
+        sums, out = self.sums(), self.x.out
+        rows = GridProduct(replace(self.x, out=None), sums).plain()
+        if sums != "f32":
+            rows = contiguous(rows, "f32")  # as in one kernel
+        first = None if out is None or out.dtype == "f64" else numpy_of(out.dtype)
+        results, several = over_rows(epilogue, (rows,), NAMES, out, self.usual(), first=first)
+        return tuple(y.source for y in results) if several else results[0].source
+
+    def prepared(self, traced: Traced | None = None, *, static: bool = False) -> KernelCall:
+        """The kernels of a kind of call, with a traced epilogue if there is one; `static`: specialised for its n and k.
+
+        Raises:
+            TypeError: the types have no product, or a captured array is in the host's memory.
+            ValueError: shapes do not match.
+            ScheduleError: no kernel computes it.
+        """
+        x, size = self.x, self.size
+        shape, batch, (m, n, _) = x.shapes
+        on, out = machine_of(x.a), x.out
+        step = None if traced is None else self.step(traced)
+        first = self.first_type(step)
+        if out is not None:
+            operand.check_out(out, shape)
+            operand.check_type(out, first)
+        results, captures = [("c", shape, first)], Captures()
+        values: dict[str, Any] = {}
+        if step is not None and traced is not None:
+            captures = Captures.of(traced, size)
+            count = len(traced.sources)
+            for i, (axes, t) in enumerate(zip(step.axes[1:], step.types[1:], strict=True), count):
+                results.append((f"x{i}_all", (*batch, m, n if "n" in axes else 1), named(t)))
+            written = [dense(axes, size) for axes in step.axes[1:]]
+            written = written if x.ends is None else [(0, *steps[1:]) for steps in written]  # rows of all groups
+            for i, steps in enumerate((*captures.strides, *written)):
+                values |= dict(zip((f"x{i}_b", f"x{i}_m", f"x{i}_n"), steps, strict=False))
+        converts = out is not None and out.dtype != first
+        several = traced is not None and traced.several
+        if 0 in shape:
+            return KernelCall(on, tuple(results), (), several=several, converts=converts)
+        call = grid_call(x, first, "" if step is None else step.text)
+        if step is not None and call.outer is not None:
+            raise ScheduleError("an epilogue takes an evenly strided batch; copy the operands first")
+        p, vectors, values = call.problem, call.vectors, call.values | values
+        copies: tuple[Copy, ...] = ()
+        if call.outer is None:
+            p, vectors, values, copies = arranged(p, vectors, values, on)
+        # An empty sum is zero: kernels of any k write zeros.
+        at_least_one_k = replace(p, k=max(p.k, 1), static=static and p.k > 0 and on.language == "cuda")
+        launches, workspace = device_routes.route(at_least_one_k, on, vectors).launches(values, p)
+        sides = (x.b, x.a) if call.transposed else (x.a, x.b)
+        sizes = [*(BY_NAME[y.dtype].bytes for y in sides), BY_NAME[first].bytes]
+        repeats = np.zeros((1, 3), np.int64) if call.outer is None else call.outer
+        moved = [[(s, int(i), size) for s, i, size in zip("abc", at, sizes, strict=True) if i] for at in repeats]
+        every = tuple((launch, tuple(moves)) for moves in moved for launch in launches)
+        return KernelCall(on, tuple(results), every, workspace, several, captures, converts, copies, call.transposed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -208,7 +290,7 @@ class Plan:
         """
         if self.weight is not None:
             b, out = self.weight, out if b is None else b
-        if not any_on_device(a, b):
+        if place_of(a, b) != "device":
             raise TypeError("this plan is for arrays on a device, and these are in the host's memory")
         x = adopted(a, b, out)
         for name in ("a", "b", "out"):
@@ -237,95 +319,19 @@ def _described(x: Operand) -> str:
 def plan(x: Product) -> Plan:
     """A callable for arrays of these kinds: see `matmul.plan`."""
     kinds = [None if y is None else replace(y, source=None) for y in (x.a, x.b, x.out)]
-    return Plan(Product(*kinds), x.weight, prepared(x, "", static=x.weight is None))  # type: ignore[arg-type]
-
-
-# -- kernels ---------------------------------------------------------------------------
-
-
-def prepared(x: Product, requested: str, traced: Traced | None = None, *, static: bool = False) -> KernelCall:
-    """The kernels of a kind of call, with a traced epilogue if there is one; `static`: specialised for its n and k.
-
-    Raises:
-        TypeError: the types have no product, or a captured array is in the host's memory.
-        ValueError: shapes do not match.
-        ScheduleError: no kernel computes it.
-    """
-    shape, batch, (m, n, _) = x.shapes
-    on, out = machine_of(x.a), x.out
-    step = None if traced is None else _step(x, requested, traced)
-    first = _first_type(x, requested, step)
-    if out is not None:
-        operand.check_out(out, shape)
-        operand.check_type(out, first)
-    results, captures = [("c", shape, first)], Captures()
-    values: dict[str, Any] = {}
-    if step is not None and traced is not None:
-        size = _size(x)
-        captures = Captures.of(traced, size)
-        count = len(traced.sources)
-        for i, (axes, t) in enumerate(zip(step.axes[1:], step.types[1:], strict=True), count):
-            results.append((f"x{i}_all", (*batch, m, n if "n" in axes else 1), named(t)))
-        written = [dense(axes, size) for axes in step.axes[1:]]
-        written = written if x.ends is None else [(0, *steps[1:]) for steps in written]  # rows of all groups
-        for i, steps in enumerate((*captures.strides, *written)):
-            values |= dict(zip((f"x{i}_b", f"x{i}_m", f"x{i}_n"), steps, strict=False))
-    converts = out is not None and out.dtype != first
-    several = traced is not None and traced.several
-    if 0 in shape:
-        return KernelCall(on, tuple(results), (), several=several, converts=converts)
-    call = grid_call(x, first, "" if step is None else step.text)
-    if step is not None and call.outer is not None:
-        raise ScheduleError("an epilogue takes an evenly strided batch; copy the operands first")
-    p, vectors, values = call.problem, call.vectors, call.values | values
-    copies: tuple[Copy, ...] = ()
-    if call.outer is None:
-        p, vectors, values, copies = arranged(p, vectors, values, on)
-    # An empty sum is zero: kernels of any k write zeros.
-    at_least_one_k = replace(p, k=max(p.k, 1), static=static and p.k > 0 and on.language == "cuda")
-    launches, workspace = device_routes.route(at_least_one_k, on, vectors).launches(values, p)
-    sides = (x.b, x.a) if call.transposed else (x.a, x.b)
-    sizes = [*(BY_NAME[y.dtype].bytes for y in sides), BY_NAME[first].bytes]
-    repeats = np.zeros((1, 3), np.int64) if call.outer is None else call.outer
-    moved = [[(s, int(i), size) for s, i, size in zip("abc", at, sizes, strict=True) if i] for at in repeats]
-    every = tuple((launch, tuple(moves)) for moves in moved for launch in launches)
-    return KernelCall(on, tuple(results), every, workspace, several, captures, converts, copies, call.transposed)
-
-
-def _usual(x: Product) -> str:
-    """The type of a result with an epilogue, by default."""
-    acc_type = accumulator(x.a.dtype, x.b.dtype)
-    return "f32" if acc_type == "s32" else operand.result_type(x.a.dtype, x.b.dtype)
-
-
-def _step(x: Product, requested: str, traced: Traced) -> Step:
-    """The epilogue as expressions, if it can be fused.
-
-    Raises:
-        ScheduleError: it cannot be.
-    """
-    traced = typed(traced, None if x.out is None else numpy_of(x.out.dtype))
-    acc_type = accumulator(x.a.dtype, x.b.dtype)
-    return fusible(traced, acc_type, lambda: numpy_of(requested or _usual(x)))
-
-
-def _first_type(x: Product, requested: str, step: Step | None) -> str:
-    """The type in which kernels write the first result."""
-    if step is not None:
-        return named(step.types[0])
-    return operand.result_type(x.a.dtype, x.b.dtype, requested if x.out is None else x.out.dtype)
+    return Plan(Product(*kinds), x.weight, GridProduct(x).prepared(static=x.weight is None))  # type: ignore[arg-type]
 
 
 def question(x: Product, epilogue: Callable[..., Any] | None = None) -> tuple[GridCall, tuple[str, ...]]:
     """The problem of a call, and notes for `explain`."""
-    plain = None
+    plain, product = None, GridProduct(x)
     if x.ends is not None:
         _check_groups(x.a.shape, x.b.shape, *x.b.shape[:1])
     if epilogue is not None:
-        traced, *_ = trace(epilogue, VALUES, by_value=False, rank=_rank(x))
-        Captures.of(traced, _size(x))  # raises if it captures what kernels cannot read
+        traced, *_ = trace(epilogue, VALUES, by_value=False, rank=product.rank)
+        Captures.of(traced, product.size)  # raises if it captures what kernels cannot read
         try:
-            step = _step(x, "", traced)
+            step = product.step(traced)
             call = grid_call(x, named(step.types[0]), step.text)
         except ScheduleError as error:
             plain = error
@@ -335,6 +341,6 @@ def question(x: Product, epilogue: Callable[..., Any] | None = None) -> tuple[Gr
             if call.outer is None:
                 return call, ("the epilogue is part of the kernel",) if x.ends is None else ()
             plain = ScheduleError("an epilogue takes an evenly strided batch; copy the operands first")
-    call = grid_call(x, _first_type(x, "", None))
+    call = grid_call(x, product.first_type(None))
     note = f"the epilogue is a separate kernel, over the rows of the product: {plain}"
     return call, () if plain is None else (note,)

@@ -1,7 +1,7 @@
 """Kernels over the rows of arrays on a device.
 
-Owns `GridRows`: the arrays of `rowwise.over_rows` there. Kernels are launched on the stream or queue of the first
-array, asynchronously.
+Owns `over_rows` of operands there, and `GridRows`, their kernels. These are launched on the stream or queue of the
+first array, asynchronously.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from portmm.arrays import numpy_arrays, operand
 from portmm.arrays.operand import WIDEST, Operand
 from portmm.dispatch.device_routes import launches
 from portmm.dispatch.machine import machine_of
+from portmm.ops import row_kernels
 from portmm.ops.kernel_call import Captures, KernelCall, contiguous, copy
 from portmm.spec.dtype import BY_NAME
 from portmm.trace.bind import WRITTEN, bind_operands, dense
@@ -25,6 +26,11 @@ if TYPE_CHECKING:
 
     from portmm.spec import epilogue
     from portmm.trace.tracer import Traced
+
+
+def over_rows(function: Any, arrays: tuple[Operand, ...], *options: Any, **more: Any) -> Any:
+    """The results of a function over rows of operands on one device: see `rowwise.over_rows`."""
+    return row_kernels.over(GridRows(arrays), function, *options, **more)
 
 
 class GridRows:

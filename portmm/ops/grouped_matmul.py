@@ -72,12 +72,11 @@ def grouped_matmul(
         ScheduleError: the epilogue reduces.
         TraceError: the epilogue cannot be traced.
     """
-    if not libraries.on_host(a, ends, out, *(b if isinstance(b, (list, tuple)) else (b,))):
+    if where := libraries.place_of(a, ends, out, *(b if isinstance(b, (list, tuple)) else (b,))):
         from portmm.arrays.interop import elsewhere
 
         more = {"out": out, "dtype": dtype, "epilogue": epilogue}
-        if there := elsewhere(grouped_matmul, _on_device, (a, b, ends), more):
-            return there[0]
+        return elsewhere(where, grouped_matmul, _on_device, (a, b, ends), more)
     groups = _groups(a, b, ends)
     if epilogue is not None:
         requested = None if dtype is None else np.dtype(dtype)
@@ -93,7 +92,7 @@ def _on_device(a: Any, b: Any, ends: Any, **options: Any) -> Any:
     """The same for arrays on a device."""
     from portmm.ops import grid_product
 
-    return grid_product.matmul(a, b, ends=ends, **options)
+    return grid_product.product(a, b, ends=ends, **options)
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,32 +131,24 @@ _lock = locks.lock()
 _state: dict[str, Any] = {}
 
 
-def _on_device(a: Any, b: Any, **options: Any) -> Any:
+def _on_device(a: Any, b: Any, out: Any) -> Any:
     """The product of arrays on a device."""
     from portmm.ops import grid_product
 
-    return grid_product.matmul(a, b, **options)
+    return grid_product.product(a, b, out)
 
 
-def _elsewhere(a: Any, b: Any, out: Any, dtype: Any = None) -> tuple[Any, ...]:
-    """A tuple of the product of operands that are traced, on a device, or tensors; empty if all are NumPy's."""
-    if libraries.on_host(a, b, out):
-        return ()
+def _elsewhere(where: str, a: Any, b: Any, out: Any) -> Any:
+    """The product of operands that are traced, on a device, or tensors."""
     from portmm.arrays.interop import elsewhere
 
-    return elsewhere(product, _on_device, (a, b), {"out": out, "dtype": dtype}, "matmul_")
+    return elsewhere(where, product, _on_device, (a, b), {"out": out}, "matmul_")
 
 
 def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
-    """A product without prologues and epilogue: see `matmul.matmul`."""
-    return fast(a, b, out) if dtype is None else typed(a, b, out, dtype)
-
-
-def typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
-    """A product with a requested result type."""
-    out = numpy_arrays.single(out)
-    if there := _elsewhere(a, b, out, dtype):
-        return there[0]
+    """A product of NumPy's arrays without prologues and epilogue: see `matmul.matmul`."""
+    if dtype is None:
+        return fast(a, b, out)
     from portmm.ops import result_dtype
 
     return result_dtype.product(a, b, out, np.dtype(dtype), fast)
@@ -165,8 +157,8 @@ def typed(a: Any, b: Any, out: Any, dtype: Any) -> Any:
 def _start(a: Any, b: Any, out: Any) -> Any:
     """The first call of a process: build the runtime, then multiply. A device needs no runtime."""
     out = numpy_arrays.single(out)
-    if there := _elsewhere(a, b, out):
-        return there[0]
+    if where := libraries.place_of(a, b, out):
+        return _elsewhere(where, a, b, out)
     begin(a, b, out)
     return fast(a, b, out)
 
@@ -268,8 +260,8 @@ def _without_compiler(a: Any, b: Any, out: Any) -> Any:
         if fast is not _without_compiler:
             return fast(a, b, out)
     out = numpy_arrays.single(out)
-    if there := _elsewhere(a, b, out):
-        return there[0]
+    if where := libraries.place_of(a, b, out):
+        return _elsewhere(where, a, b, out)
     from portmm.ops.result_dtype import numbers
 
     left = numpy_arrays.as_operand(a, "a")
@@ -321,8 +313,8 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
 def _general(a: Any, b: Any, out: Any) -> Any:
     """The general path: any product that NumPy accepts."""
     out = numpy_arrays.single(out)
-    if there := _elsewhere(a, b, out):
-        return there[0]
+    if where := libraries.place_of(a, b, out):
+        return _elsewhere(where, a, b, out)
     result = _by_quantized(a, b, out) if is_quantized(b) else _product(a, b, out)
     return in_class_of(result, a, b) if out is None else result
 

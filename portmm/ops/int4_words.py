@@ -82,7 +82,7 @@ class DeviceInt4(QuantizedMatrix):
     def __rmatmul__(self, a: Any) -> Any:
         from portmm.ops import grid_product
 
-        return grid_product.matmul(a, self)
+        return grid_product.product(a, self)
 
 
 def to_device(w: Quantized, like: Any) -> DeviceInt4:

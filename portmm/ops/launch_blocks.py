@@ -213,7 +213,7 @@ def _product(x: _Launch) -> None:
     outs = [x.along(i, batch + "mn") for i, _ in parts.results]
     if parts.plain:
         if x.there:
-            grid_product.multiply(Product(a, b, outs[0]))
+            grid_product.GridProduct(Product(a, b, outs[0])).plain()
         else:
             host_matmul.product(a, b, outs[0])
         return
@@ -223,7 +223,7 @@ def _product(x: _Launch) -> None:
     values = [(y, numpy_arrays.numpy_of(x.program.operands[i].dtype)) for i, y in parts.results]
     traced, closure = x.traced(values, parts.reads)
     if x.there:
-        call = grid_product.prepared(Product(a, b, outs[0]), "", traced)
+        call = grid_product.GridProduct(Product(a, b, outs[0])).prepared(traced)
         x.copied(call.run({"a": a, "b": b}, a, outs[0], closure), outs)
         return
     host_matmul.begin()

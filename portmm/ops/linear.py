@@ -91,13 +91,12 @@ def linear(
             does not fit 16 bits.
         ScheduleError: `w` was packed for other activations.
     """
-    if not libraries.on_host(x, w, bias, x_scale, w_scale, out):
+    if where := libraries.place_of(x, w, bias, x_scale, w_scale, out):
         from portmm.arrays.interop import elsewhere
 
         more = {"x_scale": x_scale, "x_zero": x_zero, "w_scale": w_scale, "w_zero": w_zero, "out_scale": out_scale}
         more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
-        if there := elsewhere(linear, _on_device, (x, w), {"bias": bias, **more}):
-            return there[0]
+        return elsewhere(where, linear, _on_device, (x, w), {"bias": bias, **more})
     left = numpy_arrays.as_operand(x, "x", matrix=False)
     if isinstance(w, PackedInt4):
         weight = w
@@ -255,8 +254,8 @@ def _on_device(
     """
     from portmm.arrays import interop
     from portmm.ops.epilogues import NAMES
+    from portmm.ops.grid_rows import over_rows
     from portmm.ops.matmul import matmul
-    from portmm.ops.rowwise import over_rows
     from portmm.spec.elementwise import quantize_rows
 
     there = interop.adopt_all({"x": x, "w": w})

@@ -76,17 +76,30 @@ def matmul(
         ValueError: shapes do not match.
         TraceError: a function cannot be traced.
     """
-    if epilogue is not None or prologue_a is not None or prologue_b is not None:
-        if prologue_a is prologue_b is None:
-            result = host_matmul.again(epilogue, a, b, out, dtype, config.current())
-            if result is not NotImplemented:
-                return result
-        from portmm.ops import fused_matmul
+    if dtype is None and epilogue is None and prologue_a is None and prologue_b is None:
+        return host_matmul.fast(a, b, out)
+    if epilogue is not None and prologue_a is prologue_b is None:
+        result = host_matmul.again(epilogue, a, b, out, dtype, config.current())
+        if result is not NotImplemented:
+            return result
+    out = numpy_arrays.single(out)
+    if where := libraries.place_of(a, b, out):
+        from portmm.arrays.interop import elsewhere
 
-        return fused_matmul.matmul(a, b, numpy_arrays.single(out), dtype, epilogue, prologue_a, prologue_b)
-    if dtype is not None:
-        return host_matmul.typed(a, b, out, dtype)
-    return host_matmul.fast(a, b, out)
+        options = {"out": out, "dtype": dtype, "epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
+        return elsewhere(where, matmul, _on_device, (a, b), options, "matmul_")
+    if epilogue is None and prologue_a is None and prologue_b is None:
+        return host_matmul.product(a, b, out, dtype=dtype)
+    from portmm.ops import fused_matmul
+
+    return fused_matmul.matmul(a, b, out, dtype, epilogue, prologue_a, prologue_b)
+
+
+def _on_device(a: Any, b: Any, out: Any, **options: Any) -> Any:
+    """The same for arrays on a device."""
+    from portmm.ops import grid_product
+
+    return grid_product.product(a, b, out, **options)
 
 
 def plan(a: Any, b: Any, out: Any = None) -> Any:
@@ -107,13 +120,14 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         ValueError: shapes do not match, or no kernel can read an operand in place.
         ScheduleError: the packed weight was made for another machine, or `out` is column-major with one.
     """
-    if libraries.any_on_device(a, b):
+    where = libraries.place_of(a, b, out)
+    if where == "device":
         from portmm.ops import grid_product
 
         return grid_product.plan(grid_product.adopted(a, b, out))
     if is_quantized(b):
         raise TypeError("a plan takes arrays and packed weights; an int4 weight has a memo of its calls: use matmul")
-    if libraries.in_host_memory(a, b, out):
+    if where == "tensors":
         from portmm.arrays.interop import through
 
         return partial(through, through(plan, a, b, out))

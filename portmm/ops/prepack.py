@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from portmm.arrays import numpy_arrays, numpy_fallback, pages
-from portmm.arrays.libraries import in_host_memory, on_device
+from portmm.arrays.libraries import is_tensor, on_device
 from portmm.dispatch import config
 from portmm.errors import BuildError, PackError
 from portmm.runtime.cpu import runtime, types
@@ -184,7 +184,7 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
         raise TypeError("pack copies only a Quantized weight to a device; copy an array there, and pack that")
     if on_device(b):
         return _pack_there(b)
-    if in_host_memory(b):
+    if is_tensor(b):
         from portmm.arrays.interop import as_numpy
 
         b = as_numpy(b)

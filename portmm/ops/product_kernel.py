@@ -265,7 +265,7 @@ class HostProduct:
 
     def merges(self, step: Step) -> bool:
         """Whether the items are rows of one product: no operand or index separates items from rows."""
-        from portmm.trace.bind import native
+        from portmm.trace.recorder import native
 
         if any(x.op == "index" and x.args[0] in "bm" for x in step.fused.steps):
             return False
@@ -310,12 +310,12 @@ def fused_problem(
         epilogue: the function.
         typed_result: the user has passed a result type.
     """
-    from portmm.ops.epilogues import VALUES
+    from portmm.ops.epilogues import VALUES, rank_of
     from portmm.trace.tracer import trace
 
     left, right = numpy_arrays.as_operand(a, "a"), operand_b(b)
     call = HostProduct(left, right, np.dtype(dtype) if typed_result else None, None)
-    traced, *_ = trace(epilogue, VALUES, by_value=False, rank=2 if left.ndim == len(right.shape) == 2 else 3)
+    traced, *_ = trace(epilogue, VALUES, by_value=False, rank=rank_of(left.shape, right.shape))
     try:
         step = call.step(traced)
         p, *_ = call.question(step)

@@ -6,22 +6,18 @@ have a less precise accumulator, operands are converted first.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.ops.prepack import is_quantized, unpack
-from portmm.spec.dtype import accumulator
 from portmm.util.array_subclasses import in_class_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
-LONGEST = {"s8": (2**31 - 1) // (128 * 128), "u8": (2**31 - 1) // (255 * 128)}
-"""Type of A -> the largest k whose sum of products with int8 fits int32."""
 
 
 def product(a: Any, b: Any, out: Any, dtype: np.dtype[Any], multiply: Callable[[Any, Any, Any], Any]) -> Any:
@@ -43,7 +39,7 @@ def product(a: Any, b: Any, out: Any, dtype: np.dtype[Any], multiply: Callable[[
     right = b if quantized or hasattr(b, "family") else numpy_arrays.as_operand(b, "b")
     shape = numpy_arrays.shape_of(left.shape, right.shape)
     b_type = np.dtype(np.float32) if quantized else right.dtype if isinstance(right, np.ndarray) else right.owner.dtype
-    longest, converted = _summed_in(left.dtype, b_type, dtype)
+    longest, converted = numpy_arrays.summed_in(left.dtype, b_type, dtype)
     converted = converted if left.shape[-1] > longest else None
     if converted is not None:
         left, right = left.astype(converted), numbers(right).astype(converted, copy=False)
@@ -61,26 +57,6 @@ def product(a: Any, b: Any, out: Any, dtype: np.dtype[Any], multiply: Callable[[
     core = (left.ndim > 1) + (len(right.shape) > 1)
     numpy_arrays.put(out, result.reshape(numpy_arrays.spread(out, shape, core, dtype)))
     return out
-
-
-@lru_cache(maxsize=256)
-def _summed_in(a: np.dtype[Any], b: np.dtype[Any], dtype: np.dtype[Any]) -> tuple[int, np.dtype[Any] | None]:
-    """The largest k without conversion, and the type that operands of a larger k are converted to, or None.
-
-    Raises:
-        TypeError: the two types have no product, or `dtype` cannot hold the result.
-    """
-    left, right, natural = numpy_arrays.types_of(a, b)
-    if not np.can_cast(natural, dtype, casting="same_kind"):
-        raise TypeError(f"dtype is {dtype}, which cannot hold {natural} results")
-    acc = accumulator(*map(numpy_arrays.name_of, (left, right)))
-    if acc == "s32":
-        narrow = dtype.kind in "iu" and dtype.itemsize <= np.dtype(np.int32).itemsize  # which wraps around as well
-        return LONGEST[numpy_arrays.name_of(left)], None if narrow else np.dtype(np.float64)
-    if dtype.kind not in "fc":
-        return 0, None
-    precision = np.finfo(dtype).dtype  # of a complex type, that of its parts
-    return 0, precision if precision.itemsize > numpy_arrays.numpy_of(acc).itemsize else None
 
 
 def numbers(b: Any, dtype: Any = np.float32) -> Array:

@@ -25,6 +25,27 @@ if TYPE_CHECKING:
     from portmm.trace.tracer import Traced
 
 
+_OF = {"a": {"m": "m", "k": "n", "b": "b"}, "b": {"k": "m", "n": "n", "b": "b"}}
+"""Operand -> axes of its prologue's indices -> axes of rows."""
+
+
+def before(
+    over: Callable[..., Any], spread: Callable[..., Any], function: Callable[..., Any], x: Any, name: str
+) -> Any:
+    """An operand after its prologue; `over` computes functions over rows wherever it is, and `spread` broadcasts.
+
+    Raises:
+        ValueError: it is no matrix.
+        TraceError: the prologue returns a tuple.
+    """
+    if len(x.shape) < 2:
+        raise ValueError(f"{name} has shape {x.shape}; a prologue takes matrices")
+    results, several = over(function, (x,), _OF[name])
+    if several:
+        raise TraceError(f"a prologue returns one value, not a tuple of {len(results)}")
+    return spread(results[0], x.shape)
+
+
 @cached("calls", 64)
 def _leaves(types: tuple[str, ...], names: tuple[tuple[str, str], ...]) -> tuple[Any, ...]:
     """The placeholder arguments of a function of arrays of these types, and the indices."""
@@ -61,11 +82,11 @@ def over(
     """
     usual, user_function = there.usual(dtype), UserFunction(function)
     key = ("rows", there.kinds, tuple(there.lead), usual, first, tuple(names.items()))
+    leaves = _leaves(there.types, tuple(names.items()))
 
     def make(traced: Traced) -> _Kernels:
         return _kernels(there, typed(traced, first), usual, user_function.closure)
 
-    leaves = _leaves(there.types, tuple(names.items()))
     ready: _Kernels = user_function.ready(key, make, leaves, 3 if there.lead else 2)
     head, closure = ready.each[0], user_function.closure
     if ready.order is None:

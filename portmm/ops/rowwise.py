@@ -1,7 +1,6 @@
 """Row-wise functions: element-wise, with reductions along rows or down columns, without a product.
 
-Owns `over_rows`, for arrays in the host's memory and for operands on a device, and `HostRows`, the kernels of the
-former.
+Owns `over_rows`, for arrays in the host's memory, and `HostRows`, the kernels of these.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from portmm.ops.product_kernel import ProductKernel
 from portmm.runtime.cpu import runtime
 from portmm.schedule.rows import workers
 from portmm.spec.dtype import BY_NAME
-from portmm.trace.bind import Bound, bind_operands, dense, native
-from portmm.trace.recorder import described, element
+from portmm.trace.bind import Bound, bind_operands, dense
+from portmm.trace.recorder import described, element, native
 from portmm.trace.tracer import Traced, arity
 
 if TYPE_CHECKING:
@@ -68,7 +67,7 @@ def by_numpy(
 
 def over_rows(
     function: Callable[..., Any],
-    arrays: tuple[Any, ...],
+    arrays: tuple[Array, ...],
     names: dict[str, str],
     out: Any = None,
     dtype: Any = None,
@@ -79,9 +78,9 @@ def over_rows(
 
     Args:
         function: takes a value for each array, and the indices.
-        arrays: arrays of one shape, (..., m, n): NumPy's, or operands on one device.
+        arrays: arrays of one shape, (..., m, n).
         names: names of indices -> axes.
-        out: the array of a single result; in the host's memory dense and of its type.
+        out: the array of a single result, dense and of its type.
         dtype: type of results without a `cast`, by default that of the first array.
         first: of the first of them, if different.
 
@@ -93,10 +92,6 @@ def over_rows(
         TraceError: the function cannot be traced.
         ScheduleError: no kernel computes it.
     """
-    if not isinstance(arrays[0], np.ndarray):
-        from portmm.ops.grid_rows import GridRows
-
-        return row_kernels.over(GridRows(arrays), function, names, out, dtype, first=first)
     there = HostRows(arrays)
     try:
         return row_kernels.over(there, function, names, out, dtype, first=first)
@@ -123,9 +118,9 @@ class HostRows:
     def __init__(self, arrays: tuple[Array, ...]) -> None:
         *self.lead, m, n = arrays[0].shape
         self.dtype, self.size = arrays[0].dtype, (m, n, math.prod(self.lead))
+        self.types = tuple([element(x.dtype)[0] for x in arrays])
         self.values = [native(x.reshape(self.size[2], m, n)) for x in arrays]
         self.kinds = tuple([(x.shape, x.strides, x.dtype) for x in self.values])
-        self.types = tuple([element(x.dtype)[0] for x in self.values])
 
     def usual(self, dtype: Any) -> np.dtype[Any]:
         """The type of results without a `cast`."""

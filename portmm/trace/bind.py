@@ -20,7 +20,7 @@ from portmm.spec.expr import Expr, const, node, ordered, real
 from portmm.spec.expr_functions import rounded, substituted
 from portmm.trace.closures import resolve
 from portmm.trace.guards import Way, find, remember
-from portmm.trace.recorder import element, readable_in_place
+from portmm.trace.recorder import native
 from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
 
@@ -243,15 +243,6 @@ class Bound:
 def _row(strides: tuple[int, ...]) -> tuple[int, ...]:
     """A row of the table: an address of 0, filled in by each call, and strides, padded with zeros."""
     return (0, *strides, *(0,) * (len(AXES) - len(strides)))
-
-
-def native(x: Array) -> Array:
-    """An operand that kernels can read, converted if need be."""
-    if readable_in_place(x):
-        return x
-    if x.dtype.kind in "iu" and x.size and x.dtype.itemsize > 4 and (x.min() < -(2**31) or x.max() >= 2**31):
-        raise ValueError("an operand of int64 has values beyond int32, which expressions compute with")
-    return x.astype(numpy_arrays.numpy_of(element(x.dtype)[0]), order="C")
 
 
 def located(x: Array, source: Source, size: tuple[int, ...]) -> tuple[int, ...]:

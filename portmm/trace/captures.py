@@ -17,7 +17,7 @@ from weakref import ref
 import numpy as np
 
 from portmm.arrays.interop import as_numpy
-from portmm.arrays.libraries import in_host_memory, on_device
+from portmm.arrays.libraries import is_tensor, on_device
 from portmm.errors import TraceError
 from portmm.trace.closures import (
     PLAIN,
@@ -113,7 +113,7 @@ class Captures:
     def wrapped(self, x: Any, at: Place) -> Any:  # noqa: C901, PLR0911, PLR0912 - one branch for each kind
         """The traced replacement of a captured value."""
         v = self.guards.look(at.text)
-        if not isinstance(x, PLAIN) and in_host_memory(x):
+        if not isinstance(x, PLAIN) and is_tensor(x):
             v, x = self.guards.look(f"_as_numpy({v})"), as_numpy(x)
         if isinstance(x, np.ndarray) or (not isinstance(x, PLAIN) and on_device(x)):
             return self._array(x, v, at)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portmm.arrays.interop import adopt
+from portmm.arrays.numpy_arrays import numpy_of
 from portmm.arrays.operand import standin
 from portmm.errors import TraceError, refusals
 from portmm.spec.epilogue import AXES, PRODUCT, Operand, load, number
@@ -305,3 +306,12 @@ def readable_in_place(array: NdArray) -> bool:
     """Whether kernels can read an array in place."""
     same_type = element(array.dtype)[1]
     return same_type and array.flags.aligned and not any([s % array.itemsize for s in array.strides])  # noqa: C419 - faster
+
+
+def native(x: NdArray) -> NdArray:
+    """An operand that kernels can read, converted if need be."""
+    if readable_in_place(x):
+        return x
+    if x.dtype.kind in "iu" and x.size and x.dtype.itemsize > 4 and (x.min() < -(2**31) or x.max() >= 2**31):
+        raise ValueError("an operand of int64 has values beyond int32, which expressions compute with")
+    return x.astype(numpy_of(element(x.dtype)[0]), order="C")

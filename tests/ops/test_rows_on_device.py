@@ -34,7 +34,7 @@ def numbers(shape, dtype=np.float32, seed=0):
 
 def over_rows(*given, **options):
     """Results on a device, as arrays of their library and as operands."""
-    found, several = rowwise.over_rows(*given, **options)
+    found, several = grid_rows.over_rows(*given, **options)
     return tuple((x.source, x) for x in found), several
 
 
