@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from portmm.weights.kinds import ON_HOST, WeightKind, weight_kind
+from portmm.weights.kinds import ON_HOST, WeightKind
 
 _LIBRARY_TYPES = {"cupy": ("cupy", "ndarray"), "torch": ("torch", "Tensor"), "pyopencl": ("pyopencl.array", "Array")}
+_ON_DEVICE = {WeightKind.DEVICE_PANELS: "packed", WeightKind.DEVICE_INT4: "int4"}
 # DLPack's device types: CUDA, and CUDA's managed memory.
 _DLPACK_CUDA = frozenset((2, 13))
 
 
 def library_of(x: object) -> str:
-    """The library of an object: its name, "packed" for weights on a device, "host" for what never is, "" if unknown."""
+    """The library of an object, "packed" or "int4" for weights on a device, "host" for what never is, "" if unknown."""
     cls: Any = type(x)  # mypy does not know it as hashable
     return _library_of(cls)
 
@@ -31,8 +32,8 @@ def _library_of(cls: type) -> str:
     plain = (np.ndarray, np.generic, int, float, complex, str, bytes, list, tuple, dict, type(None))
     if issubclass(cls, plain) or kind in ON_HOST:
         return "host"
-    if kind is WeightKind.DEVICE_PANELS:
-        return "packed"
+    if kind in _ON_DEVICE:
+        return _ON_DEVICE[kind]
     for library, (module, name) in _LIBRARY_TYPES.items():
         array = getattr(sys.modules.get(module), name, None)  # an array of a library that is not loaded cannot be here
         if isinstance(array, type) and issubclass(cls, array):
@@ -49,7 +50,7 @@ def place_of(*values: Any) -> str:
         return ""
     if any(hasattr(x, "call_") for x in values):
         return "traced"
-    if any(on_device(x) or weight_kind(x) is WeightKind.DEVICE_INT4 for x in values):
+    if any(on_device(x) or library_of(x) == "int4" for x in values):
         return "device"
     return "tensors" if any(map(is_tensor, values)) else ""
 
@@ -59,7 +60,7 @@ def on_device(x: Any) -> bool:
     if type(x) is np.ndarray:
         return False
     library = library_of(x)
-    if library == "host":
+    if library in ("host", "int4"):
         return False
     if library:
         return bool(x.is_cuda) if library == "torch" else True

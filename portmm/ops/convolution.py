@@ -79,8 +79,8 @@ def conv(
             key = repeated = None
         if repeated is not None and (result := repeated(x, w, out)) is not None:
             return result
-    if not libraries.on_host(x, w, out):
-        if not libraries.in_host_memory(x, w, out):
+    if where := libraries.place_of(x, w, out):
+        if where != "tensors":
             raise ConvolutionError("convolutions are computed in the host's memory; copy the images there")
         from portmm.arrays.interop import through
 

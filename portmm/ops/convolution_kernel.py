@@ -302,7 +302,7 @@ class HostConvolution:
 
 def merges(step: Step, pixels: int) -> bool:
     """Whether images are further rows of one product: no operand or index of an epilogue separates them from pixels."""
-    from portmm.trace.bind import native
+    from portmm.trace.recorder import native
 
     if any(x.op == "index" and x.args[0] in "bm" for x in step.fused.steps):
         return False

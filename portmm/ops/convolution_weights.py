@@ -84,7 +84,7 @@ def pack_conv(
         ConvolutionError: shapes or options do not fit together.
         TypeError: a dtype is not supported.
     """
-    if libraries.in_host_memory(w):
+    if libraries.is_tensor(w):
         from portmm.arrays.interop import as_numpy
 
         w = as_numpy(w)
