@@ -220,14 +220,14 @@ class FusedFunction:
             by_value = True
             graph, program = self.compiled(args, options, kept, by_value=True)
         if self.search and program.cacheable:
-            self.superoptimize(program, args, options)
+            self.superoptimize(program, args, options, by_value=by_value)
         if program.cacheable:
             _make_room(len(program.explained.kernels) + KIND)
             remember(self.memo, key, program, None, leaves, by_value=by_value)
         leaves, graph.leaves, graph.values = graph.leaves, [], {}  # a cached program must not keep arrays alive
         return program, leaves
 
-    def superoptimize(self, program: Program, args: Any, options: Any) -> None:
+    def superoptimize(self, program: Program, args: Any, options: Any, *, by_value: bool) -> None:
         """Search a faster program, which takes the place of one if there is one: see `superoptimizer.optimize`."""
         import sys
         from contextlib import nullcontext
@@ -235,13 +235,13 @@ class FusedFunction:
         from portmm.fusion import superoptimizer
         from portmm.util.console import progress
 
-        plain = all(type(x) is np.ndarray for x in args) and not options and not program.guards.returned
-        finding = superoptimizer.Finding(note="not searched: it reads other values than arrays that are its arguments")
-        if plain:
-            graph, result, _ = self.trace(args, options, by_value=program.by_value)
+        graph, result, _ = self.trace(args, options, by_value=by_value)
+        finding = superoptimizer.Finding(note="not searched: it reads other values than arrays and numbers")
+        if all(type(x) in (np.ndarray, float) for x in graph.leaves):
             outputs: list[Node] = []
             rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
-            task = superoptimizer.Task(graph, outputs, result, list(args), program.run, partial(_compiled, args))
+            leaves = list(graph.leaves)
+            task = superoptimizer.Task(graph, outputs, result, leaves, program.run, partial(_compiled, leaves))
             with progress("superoptimize", self.search) if sys.stderr.isatty() else nullcontext() as shown:
                 finding = superoptimizer.optimize(task, self.search, shown)
         explained = finding.explained or program.explained
@@ -288,11 +288,11 @@ class FusedFunction:
         return graph, Program(run, captures.finished(), kept, explained, graph.lasting)
 
 
-def _compiled(args: tuple[Any, ...], function: Callable[..., Any]) -> tuple[Any, Explained]:
-    """The program of a function of portmm's on arrays, and its explanation."""
+def _compiled(leaves: list[Any], function: Callable[..., Any]) -> tuple[Any, Explained]:
+    """The program of a function of portmm's on arrays and numbers, and its explanation."""
     graph = WholeArrays(strict=False)
     captures = Captures(graph, by_value=False, fresh=False)
-    positional = [placeholder(captures, x, f"argument {i}") for i, x in enumerate(args)]
+    positional = [placeholder(captures, x, f"argument {i}") for i, x in enumerate(leaves)]
     result = run(lambda: function(*positional))
     outputs: list[Node] = []
     rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)

@@ -21,7 +21,7 @@ from portmm.fusion.term_kernels import Kernel, one_kernels
 from portmm.fusion.term_rewrites import alternatives
 from portmm.fusion.terms import Labelled, UnlabelledError, compute, graph_of, term_of
 from portmm.ir.mugraph import to_json
-from portmm.trace.placeholders import Placeholder, rebuilt
+from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
 from portmm.verification.certificate import certify
 from portmm.verification.equivalence import check
 from portmm.verification.stability import judge
@@ -111,7 +111,7 @@ class Task(NamedTuple):
     Attributes:
         graph, outputs: as traced.
         result: nested placeholders of the outputs.
-        arrays: the arguments.
+        arrays: arrays and numbers that it reads, in the order of the graph's leaves.
         before: the program as it is.
         compiled: makes a program of a function of arrays, and what it explains.
     """
@@ -215,7 +215,7 @@ class _Search:
                 run, explained = self.compiled(form.roots)
                 first = timed(self.task.before, self.task.arrays)
                 seconds = timed(run, self.task.arrays)
-            except PortmmError:
+            except (PortmmError, ByValueError):
                 continue
             if seconds < FASTER * min(first, before) and seconds < self.best.seconds:
                 self.best = self.best._replace(
@@ -279,7 +279,7 @@ class _Search:
             return None
         try:
             run, explained = self.compiled(roots)
-        except PortmmError:
+        except (PortmmError, ByValueError):
             return None
         path, elapsed = tuple(name for name, _ in entry.path), time.monotonic() - self.start
         done = Finding(run, explained, path, elapsed=elapsed, certificate=entry.certificate, stored=True)

@@ -452,7 +452,7 @@ def _aligned(x: Any, axes: str, to: str) -> Any:
 
 
 def _shaped(x: Any, shape: tuple[int, ...]) -> Any:
-    return x if x.shape == shape else x.reshape(shape)
+    return x if isinstance(x, float) or x.shape == shape else x.reshape(shape)
 
 
 def _moved(x: Any, labels: str, to: str) -> Any:

@@ -74,6 +74,8 @@ def _checked(program: BlockProgram, kernel: Kernel | GridKernel, extents: dict[s
     shapes = [tuple(extents[x] for x in y.axes) for y in program.operands]
     if any(x.dtype != "f32" for x in program.operands):
         raise UnsupportedError("operands of other types than f32 are no symbols")
+    if program.fused.numbers:
+        raise UnsupportedError("scalar arguments are no symbols yet")
     call = call_of(program, extents)
     if isinstance(kernel, GridKernel):
         call = call._replace(names=tuple(f"{x}_all" if x.startswith("x") else x for x in call.names))

@@ -174,6 +174,21 @@ def test_a_chain_is_found_kept_and_used_for_other_sizes(database):
     assert known.path == ("association",)
 
 
+def test_captured_arrays_and_numbers_vary_from_call_to_call(database):
+    del database
+    weights = {"a": arrays_of([(512, 4)])[0], "scale": 0.5}
+
+    def function(x, b):
+        return x @ (weights["a"] @ b) * weights["scale"]
+
+    fused, (x, b) = pm.fuse(function, search=20), arrays_of([(8, 512), (4, 512)])
+    for scale in (0.5, 2.0):
+        weights["scale"] = scale
+        weights["a"] = weights["a"] * np.float32(1.5)
+        np.testing.assert_allclose(fused(x, b), function(x, b), rtol=1e-3, atol=1e-2)
+    assert "association" in fused.explain(x, b).finding.path
+
+
 def test_an_interrupt_keeps_the_best(database, monkeypatch):
     del database
     calls = []
