@@ -66,6 +66,8 @@ class Shape:
         block_of_k: where it continues the block before, C is loaded before the loop, whose chains continue those
             of C; else C is added to after it. Of a part of a run, at the end of the run, `add` the sums `kept`
             of earlier runs, and `keep` the sum there unless the run is the last.
+        a_row: stride between rows of an A in place, contiguous along k, if that is a constant.
+        steps_of_run: where k is several runs, as taps of a filter: strides in A and in B from one run to the next.
     """
 
     rows: int
@@ -86,6 +88,8 @@ class Shape:
     unshift: str = ""
     final: str = ""
     block_of_k: BlockOfK = BlockOfK.RUN
+    a_row: int = 0
+    steps_of_run: tuple[int, int] | None = None
 
 
 def micro_kernel(atom: Atom, s: Shape) -> Function:
@@ -215,12 +219,15 @@ def _row_stride(atom: Atom, s: Shape, i: int, step: Index) -> Index | None:
 
 def params_of_a(s: Shape) -> tuple[Param, ...]:
     """Parameters for the run of k, and the slice of A with its strides if it is not packed."""
-    strides = () if s.a_packed else (Param("a_m"), Param("a_k"))
-    return (Param("k"), Param("a", s.a, readonly=True), *strides)
+    strides = () if s.a_packed or s.a_row else (Param("a_m"), Param("a_k"))
+    runs = (Param("runs"),) if s.steps_of_run else ()
+    return (Param("k"), *runs, Param("a", s.a, readonly=True), *strides)
 
 
 def element_of_a(s: Shape, i: int, p: Index, a: str = "a") -> Ptr:
     """Address of row i of the slice at `a` at step p."""
+    if s.a_row:
+        return Ptr(a, p + i * s.a_row)
     return Ptr(a, p * s.rows + i) if s.a_packed else Ptr(a, const(i) * var("a_m") + p * var("a_k"))
 
 
@@ -338,6 +345,14 @@ def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
     multiples of it, times vectors of a row, and registers do not suffice.
     """
     p, step = var("p"), s.nr if s.b_packed else var("b_k")
+    if s.steps_of_run:
+        names = zip("ab", (s.a, s.b), s.steps_of_run, strict=True)
+        at: tuple[Stmt, ...] = tuple(
+            LetPtr(f"{x}_run", Ptr(x, var("q") * by), kind, readonly=True) for x, kind, by in names
+        )
+        inner = _step(atom, s, p, Ptr("b_run", p * step), masked=masked, a="a_run")
+        each = (*at, For("p", const(0), var("k"), const(1), inner, s.unroll))
+        return (For("q", const(0), var("runs"), const(1), each),)
     body = _step(atom, s, p, Ptr("b", p * step), masked=masked)
     if s.written == 1:
         return (For("p", const(0), var("k"), const(1), body, s.unroll),)
@@ -348,8 +363,8 @@ def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
     return (For("p", const(0), var("k"), const(s.written), steps),)
 
 
-def _step(atom: Atom, s: Shape, p: Index, row: Ptr, *, masked: bool) -> tuple[Stmt, ...]:
-    """Outer product of step p, with the row of B at an address."""
+def _step(atom: Atom, s: Shape, p: Index, row: Ptr, *, masked: bool, a: str = "a") -> tuple[Stmt, ...]:
+    """Outer product of step p, with the row of B at an address, and a slice of A."""
     per_panel = s.nr // atom.n
     body: list[Stmt] = []
     for v in vectors_of(atom, s):
@@ -367,7 +382,7 @@ def _step(atom: Atom, s: Shape, p: Index, row: Ptr, *, masked: bool) -> tuple[St
         else:
             body.append(Prefetch(Ptr(f"{x}_next", p * var(f"{x}_step")), near=False))
     for i in range(0, s.rows, atom.m):
-        a = f"a{i // atom.m % 2}"
-        body.append(Verb("load_a", a, p=element_of_a(s, i, p), step=_row_stride(atom, s, i, const(1))))
-        body += [Verb("mac", acc_of(i, v), a, f"b{v}") for v in vectors_of(atom, s)]
+        left = f"a{i // atom.m % 2}"
+        body.append(Verb("load_a", left, p=element_of_a(s, i, p, a), step=_row_stride(atom, s, i, const(1))))
+        body += [Verb("mac", acc_of(i, v), left, f"b{v}") for v in vectors_of(atom, s)]
     return tuple(body)

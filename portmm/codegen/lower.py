@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from portmm.ir.block_program import BlockProgram
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
+    from portmm.schedule.direct_convolution import Direct
     from portmm.schedule.schedule import Schedule
     from portmm.spec.layout import Layout
     from portmm.spec.problem import Family
@@ -93,6 +94,17 @@ def lower_view(s: Schedule, isa: Isa, view: Layout | None = None, view_b: Layout
     kernel: Kernel = builder.build(s, isa, atom, **views)
     forms = (f"{name[5:].upper() or 'A'} at {x.form}" for name, x in views.items())
     return replace(kernel, header=_header(kernel.name, isa, f"{s}, {', '.join(forms)}", f"portmm.conv on {isa.title}"))
+
+
+def lower_direct(s: Schedule, isa: Isa, sizes: Direct) -> Kernel:
+    """The kernel of a direct convolution, by the panels and register tiles of a schedule.
+
+    Raises:
+        ScheduleError: the schedule converts images, or the ISA lacks the type.
+    """
+    kernel: Kernel = _builder("cpu.convolution").build(s, isa, atom_of(isa, s.dtype, s.atom.lanes), sizes)
+    text = f"direct convolution, {sizes.rows} rows by {s.nr} columns, register tiles of {s.mr} by {s.nr}"
+    return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.conv on {isa.title}"))
 
 
 def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:

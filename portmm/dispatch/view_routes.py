@@ -5,18 +5,22 @@ Owns the selection among schedules that pack the view, and the memo of routes: a
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portmm.codegen.lower import lower_view
+from portmm.codegen.lower import lower_direct, lower_view
 from portmm.dispatch.cpu_kernels import isa_of, loaded_program, workspace_bytes
 from portmm.dispatch.schedule_choice import choose
 from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
+from portmm.schedule.direct_convolution import direct
+from portmm.spec.dtype import UNCONVERTED
 from portmm.spec.row_classes import of_class
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.convolution import Convolution
     from portmm.spec.layout import Layout
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -37,6 +41,38 @@ class Views(NamedTuple):
 
     a: Layout | None = None
     b: Layout | None = None
+
+
+def direct_route(p: Problem, x: Convolution, strides: tuple[int, ...], target: Target, threads: int) -> Any:
+    """A route of a direct convolution, channels last; None where windows are packed instead.
+
+    Args:
+        p: the product of one group, of filters in panels.
+        x: the convolution.
+        strides: of images (n, *spatial, c), in elements.
+        target: the machine.
+        threads: the most threads to use.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    if p.dtype not in UNCONVERTED or p.deterministic or p.b != "packed":
+        return None
+    key = (p, x, strides, id(target), threads)
+    entry = _routes.get(key)
+    if entry is None:
+        entry = _routes.keep(key, (target, _new_direct_route(p, x, strides, target, threads)))
+    return entry[1]
+
+
+def _new_direct_route(p: Problem, x: Convolution, strides: tuple[int, ...], target: Target, threads: int) -> Any:
+    s, _ = schedule_of(replace(p, a="any"), Views(), target, threads)
+    sizes = direct(x, strides, s, target)
+    if sizes is None or s.program != "gemm":
+        return None
+    kernel, code = loaded_program(lower_direct, s, isa_of(s, target), sizes)
+    return runtime().make_route(code, workspace_bytes(kernel, p, threads), threads, p.storage, p.unit)
 
 
 def view_route(p: Problem, views: Views, target: Target, threads: int) -> Any:

@@ -16,7 +16,7 @@ import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
-from portmm.dispatch.view_routes import Views, view_route
+from portmm.dispatch.view_routes import Views, direct_route, view_route
 from portmm.errors import ScheduleError
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
@@ -35,6 +35,10 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 _Memory = tuple[Array, int, int]
+FEW_PIXELS = 32
+"""Pixels below which products of few rows are faster than register tiles along a row of a result."""
+LEAST_ROW = 6
+"""Pixels of a row of a result from which register tiles have enough rows; pixels of several rows are packed else."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,11 +272,21 @@ class HostConvolution:
         else:
             strides = (size.depth, 1, 0) + ((steps[-1], 1, item) if plain else (0, 0, item))
         p = self._problem(dims, step, plain=plain)
+        own = _single(steps, self.images, size)
+        target, threads = config.target(), config.limit() or config.get_num_threads()
+        if self.last and self._in_rows() and (route := direct_route(p, size, own, target, threads)) is not None:
+            return route, strides
         if plain:
             return routes.route(p), strides
-        own = _single(steps, self.images, size)
         views = Views(a=windows(size, own)) if self.last else Views(b=planes(size, own[1:]))
-        return view_route(p, views, config.target(), config.limit() or config.get_num_threads()), strides
+        return view_route(p, views, target, threads), strides
+
+    def _in_rows(self) -> bool:
+        """Whether rows of a result are long enough for register tiles, or there is one image of more than one pixel."""
+        size = self.size
+        if size.pointwise and size.pixels < FEW_PIXELS:
+            return False
+        return size.out[-1] >= LEAST_ROW or (self.images == 1 < size.pixels and not size.pointwise)
 
     def _plain(self, steps: Sequence[int], batch: int) -> bool:
         """Whether windows are a matrix with strides: pixels at equal distances, and contiguous along n or k."""

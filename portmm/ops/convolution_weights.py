@@ -15,7 +15,10 @@ import numpy as np
 from portmm.arrays import libraries, numpy_arrays
 from portmm.errors import ConvolutionError
 from portmm.ops.convolution_options import LAYOUTS, layout_of
-from portmm.ops.prepack import pack
+from portmm.ops.prepack import in_panels, pack
+from portmm.schedule.candidates import PACKED_VECTORS
+from portmm.spec.dtype import UNCONVERTED
+from portmm.spec.problem import family
 from portmm.weights.kinds import WeightKind
 
 Array = np.ndarray[Any, Any]
@@ -108,7 +111,7 @@ def pack_conv(
         order = (0, *range(3, 3 + spatial), 2, 1)
         matrices = by_group.transpose(order).reshape(groups, depth, outputs)
         if bits is None:
-            weight = tuple(pack(x, activations=activations) for x in matrices)
+            weight = tuple(_packed(x, activations) for x in matrices)
         else:
             from portmm.ops.int4_panels import pack_int4
             from portmm.weights.quantized import quantize
@@ -117,6 +120,16 @@ def pack_conv(
             weight = tuple(pack_int4(quantize(x.astype(np.float32, copy=False), bits=4, group=kept)) for x in matrices)
             dtype = np.dtype(np.uint8)
     return PackedConv(weight, tuple(array.shape), groups, layout, dtype)
+
+
+def _packed(matrix: Array, activations: Any) -> Any:
+    """A packed matrix; of few outputs in narrow panels, since wider ones would be zeros for the most part."""
+    packed = pack(matrix, activations=activations)
+    layout = family(packed.family)
+    if layout.dtype not in UNCONVERTED or matrix.shape[1] > layout.nr // PACKED_VECTORS:
+        return packed
+    word = numpy_arrays.word(numpy_arrays.types_of(np.dtype(activations or packed.dtype), packed.dtype))
+    return in_panels(matrix, word, 1) if word == layout.dtype else packed
 
 
 def unpack_conv(w: PackedConv) -> Array:

@@ -8,7 +8,7 @@ see kernels/cpu/packing.py.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any, ClassVar
 
@@ -176,8 +176,6 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
         TypeError: a dtype is not supported, or the two types have no product.
         ValueError: `b` has fewer than two dimensions.
     """
-    from portmm.dispatch import cpu_kernels
-
     if type(b).__name__ == "Quantized":
         return _packed_int4(b, like)
     if like is not None:
@@ -198,8 +196,21 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
         raise TypeError(
             f"a weight of {dtype} is not multiplied by {np.dtype(activations)} without conversion: convert it first"
         )
-    word, target = numpy_arrays.word(types), config.target()
-    layout = family_of(cpu_kernels.family(word, target))
+    return in_panels(array, numpy_arrays.word(types))
+
+
+def in_panels(array: np.ndarray[Any, Any], word: str, vectors: int = 0) -> Any:
+    """A packed weight of an array, for products of the types `word`, in panels of some vectors, by default the usual.
+
+    Raises:
+        ScheduleError: no unit of the target multiplies these types.
+    """
+    from portmm.dispatch import cpu_kernels
+    from portmm.schedule.candidates import PACKED_VECTORS
+
+    layout, dtype = family_of(cpu_kernels.family(word, config.target())), array.dtype.newbyteorder("=")
+    if vectors:
+        layout = replace(layout, nr=layout.nr // PACKED_VECTORS * vectors)
     k, n = array.shape[-2:]
     item = _item(layout, k, n) * layout.kr
     owner = pages.lasting_empty(item * math.prod(array.shape[:-2]), dtype)

@@ -1,0 +1,296 @@
+"""Direct convolution: micro-kernels read windows of images where they lie, with channels last.
+
+    for each few rows of a result, and a share of its columns    <- threads
+      strip of the images, with padding at both ends of its rows  (L2)
+      for each panel of filters                                   (the two loops are exchanged where filters
+        for each block of k: some rows of taps, or a part of one   are larger than L2, to read them once)
+          for each row of the result that these taps reach        (block of a panel in L1)
+            for each MR pixels
+              micro-kernel
+
+Pixels of a row of the result are equally far apart in an image, and so are rows of A. Channels of neighbouring taps are
+contiguous, so that a row of taps is one run of k, and nothing is copied once for each tap. Rows of an image are padded
+in a copy of a strip, which is skipped where windows stay within rows; taps above and below the image are skipped. Sums
+of a panel stay in scratch until they are whole; `epilogue` then writes the tile.
+
+(oneDNN's brgemm convolutions do likewise; Georganas et al., SC 2018.)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.errors import ScheduleError
+from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Parallel, Param, Verb
+from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
+from portmm.kernels.cpu.elementwise import arguments
+from portmm.kernels.cpu.epilogue import finish
+from portmm.kernels.cpu.microkernel import Shape, micro_kernel
+from portmm.kernels.cpu.packing import line_of
+from portmm.spec.epilogue import operand_types
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.schedule.direct_convolution import Direct
+    from portmm.schedule.schedule import Schedule
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+
+IMAGE, FIRST, LAST, LOW = var("image"), var("first_row"), var("last_row"), var("low")
+"""The image of a block, its first row of the result and that after its last, and the first row of the strip."""
+
+
+def build(s: Schedule, isa: Isa, atom: Atom, direct: Direct) -> Kernel:
+    """Kernel of a convolution by a schedule for panels and register tiles, and sizes of blocks.
+
+    Raises:
+        ScheduleError: the schedule converts elements of A, or filters are not in panels.
+    """
+    if s.b.layout != "packed" or s.b.packed or s.types[0] != atom.left or atom.k_pack != 1 or atom.m != 1:
+        raise ScheduleError(f"a direct convolution reads A in place and filters in panels; {s.name(atom)} does not")
+    g = _Loops(s, isa, atom, direct)
+    entry = Function("entry", "entry", (), g.entry(), "All images")
+    a, b, c = s.types
+    types = (("a", a), ("b", b), ("c", c))
+    work = g.own_size * WORKERS + 64
+    return Kernel(str(s.name(atom)), isa, atom, entry, work, types=types, operands=operand_types(s.fused))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loops:
+    """Loops of one kernel."""
+
+    s: Schedule
+    isa: Isa
+    atom: Atom
+    x: Direct
+
+    @property
+    def blocks(self) -> Index:
+        """Blocks of rows of the result, of one image."""
+        return const(-(-self.x.out[0] // self.x.rows))
+
+    @property
+    def panels(self) -> Index:
+        """Panels of filters."""
+        return ceil_div(N, self.s.nr)
+
+    @property
+    def chunks(self) -> Index:
+        """Shares of panels, so that every thread has work."""
+        blocks = M // self.x.pixels * self.blocks
+        return minimum(self.panels, ceil_div((WORKERS - 1) * TASKS_PER_WORKER + 1, blocks))
+
+    @property
+    def of_panel(self) -> int:
+        """Elements of the sums of a panel."""
+        return -(-self.x.rows * self.x.out[1] * self.s.nr // 64) * 64
+
+    @property
+    def sums_size(self) -> Index:
+        """Elements of the sums that are kept: of a panel, or where blocks of k are the outer loop of all."""
+        return self.panels * self.of_panel if self.x.k_outer else const(self.of_panel)
+
+    @property
+    def own_size(self) -> Index:
+        """Elements of a worker's scratch: sums, and a strip."""
+        return self.sums_size + -(-self.x.strip_size // 64) * 64
+
+    def entry(self) -> tuple[Stmt, ...]:
+        """Loop over the items of the batch."""
+        task = Function("block", "task", (Param("item"),), self.block(), "Rows of the result by some panels")
+        tasks = M // self.x.pixels * self.blocks * self.chunks
+        return (For("item", const(0), var("batch"), const(1), (Parallel(task, tasks, (var("item"),)),)),)
+
+    def block(self) -> tuple[Stmt, ...]:
+        """Statements for one block."""
+        x, task, chunks = self.x, var("task"), var("chunks")
+        index, chunk = task // chunks, task % chunks
+        number = var("number")
+        own = Ptr("work", var("worker") * self.own_size)
+        return (
+            Let("chunks", self.chunks),
+            Let("index", index),
+            Let("image", var("index") // self.blocks),
+            Let("number", var("index") % self.blocks),
+            Let("first_row", number * x.out[0] // self.blocks),
+            Let("last_row", (number + 1) * x.out[0] // self.blocks),
+            Let("low", maximum(0, FIRST * x.stride[0] - x.before[0])),
+            Let("high", minimum(x.spatial[0], (LAST - 1) * x.stride[0] - x.before[0] + x.reach[0])),
+            LetPtr("scratch", own, self.atom.acc),
+            LetPtr("source", Ptr("a", var("item") * var("a_batch") + IMAGE * x.image), self.atom.left, readonly=True),
+            *self.strip(own + self.sums_size),
+            Let("first", self.panels * chunk // chunks),
+            Let("last", self.panels * (chunk + 1) // chunks),
+            *self.products(),
+        )
+
+    # -- strip -----------------------------------------------------------------
+
+    def strip(self, place: Ptr) -> tuple[Stmt, ...]:
+        """Copy of the rows of an image that a block reads, with zeros at their ends."""
+        x = self.x
+        if not x.copies:
+            return (LetPtr("strip", Ptr("source", LOW * x.steps[0]), self.atom.left, readonly=True),)
+        row = Ptr("padded", (var("y") - LOW) * x.row)
+        width = x.spatial[1] * x.channels
+        copies: tuple[Stmt, ...] = (
+            LetPtr("to", row + x.before[1] * x.channels, self.atom.left),
+            LetPtr("line", Ptr("source", var("y") * x.steps[0]), self.atom.left, readonly=True),
+        )
+        if x.steps[1] == x.channels:
+            copies += self.copied("line", "to", width)
+        else:
+            of_pixel = (
+                LetPtr("to_pixel", Ptr("to", var("z") * x.channels), self.atom.left),
+                LetPtr("pixel", Ptr("line", var("z") * x.steps[1]), self.atom.left, readonly=True),
+                *self.copied("pixel", "to_pixel", x.channels),
+            )
+            copies += (For("z", const(0), const(x.spatial[1]), const(1), of_pixel),)
+        left, right = x.before[1] * x.channels, x.after * x.channels
+        zeros = (*self.zeros(row, 0, left), *self.zeros(row, left + width, right))
+        return (
+            LetPtr("padded", place, self.atom.left),
+            For("y", LOW, var("high"), const(1), (*zeros, *copies)),
+            LetPtr("strip", Ptr("padded"), self.atom.left, readonly=True),
+        )
+
+    def zeros(self, row: Ptr, begin: int, count: int) -> tuple[Stmt, ...]:
+        """Zeros in a row of the strip."""
+        one = Move(row + (var("e") + begin), None)
+        return (For("e", const(0), const(count), const(1), (one,)),) if count else ()
+
+    def copied(self, line: str, to: str, count: int) -> tuple[Stmt, ...]:
+        """Copy of contiguous elements, by vectors."""
+        e, whole = var("e"), count // self.atom.n * self.atom.n
+        vector = (Verb("load_b", "t", p=Ptr(line, e)), Verb("store", "t", p=Ptr(to, e)))
+        loops = (For("e", const(0), const(whole), const(self.atom.n), vector, 2),) if whole else ()
+        rest = (For("e", const(whole), const(count), const(1), (Move(Ptr(to, e), Ptr(line, e)),)),)
+        return loops if whole == count else (*loops, *rest)
+
+    # -- products --------------------------------------------------------------
+
+    def products(self) -> tuple[Stmt, ...]:
+        """Loops over panels and blocks of k."""
+        rows = For("y", FIRST, LAST, const(1), self.row())
+
+        def panels(inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+            return (For("j", var("first"), var("last"), const(1), (*self.panel(), *inside)),)
+
+        return self.over_k(panels((rows,))) if self.x.k_outer else panels(self.over_k((rows,)))
+
+    def over_k(self, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+        """Loops over blocks of k: some runs, or a part of one."""
+        x = self.x
+        if x.kc < x.run:
+            depth = Let("depth", minimum(x.kc, const(x.run) - var("part")))
+            inside = (For("part", const(0), const(x.run), const(x.kc), (depth, *inside)),)
+        else:
+            inside = (Let("part", const(0)), Let("depth", const(x.run)), *inside)
+        taps = Let("taps", minimum(x.of_block, const(x.runs) - var("tap")))
+        return (For("tap", const(0), const(x.runs), const(x.of_block), (taps, *inside)),)
+
+    def panel(self) -> tuple[Stmt, ...]:
+        """Names of a panel: its columns, filters and sums."""
+        s, j = self.s, var("j")
+        filters = Ptr("b", var("item") * var("b_batch") + j * var("b_n"))
+        kept = (j - var("first")) * self.of_panel if self.x.k_outer else const(0)
+        return (
+            Let("column", j * s.nr),
+            Let("columns", minimum(s.nr, N - var("column"))),
+            LetPtr("bp", filters, self.atom.right, readonly=True),
+            LetPtr("sums", Ptr("scratch", kept), self.atom.acc),
+        )
+
+    def row(self) -> tuple[Stmt, ...]:
+        """Products of one row of the result, with the taps of a block that lie within the image."""
+        x, y, tap = self.x, var("y"), var("tap")
+        top = y * x.stride[0] - x.before[0]
+        per = x.runs_of_row
+        begin = maximum(0, ceil_div(const(x.before[0]) - y * x.stride[0], x.dilation[0]))
+        end = minimum(x.kernel[0], ceil_div(const(x.spatial[0]) - top, x.dilation[0]))
+        first, last = var("tap_first"), var("tap_last")
+        if per == 1:
+            bounds: tuple[Stmt, ...] = (
+                Let("tap_first", maximum(tap, begin)),
+                Let("tap_last", minimum(tap + var("taps"), end)),
+            )
+            at = first * (x.dilation[0] * x.row)
+            start = begin
+        else:  # one run in a block
+            inside = (1 - (tap // per).lt(begin)) * (tap // per).lt(end)
+            bounds = (Let("tap_first", tap), Let("tap_last", tap + inside))
+            at = tap // per * (x.dilation[0] * x.row) + tap % per * (x.dilation[1] * x.pixel)
+            start = begin * per
+        a = Ptr("strip", (top - LOW) * x.row + at + var("part"))
+        b = Ptr("bp", (first * x.run + var("part")) * self.s.nr)
+        done = last.eq(end * per) * (var("part") + var("depth")).eq(x.run)
+        body = (
+            *(() if self.in_place else (Let("done", done),)),
+            Let("again", 1 - (first.eq(start) * var("part").eq(0))),
+            LetPtr("ap", a, self.atom.left, readonly=True),
+            LetPtr("filters", b, self.atom.right, readonly=True),
+            *self.slices(),
+        )
+        return (*bounds, If(first.lt(last), body))
+
+    def slices(self) -> tuple[Stmt, ...]:
+        """Micro-kernels for the pixels of a row: slices of nearly equal heights."""
+        x, s = self.x, self.s
+        count = -(-x.out[1] // s.mr)
+        height, taller = divmod(x.out[1], count)
+        edge = taller * (height + 1)
+        loops: list[Stmt] = []
+        for rows, begin, end in ((height + 1, 0, edge), (height, edge, x.out[1])):
+            tile = (Let("row", IMAGE * x.pixels + var("y") * x.out[1] + var("z")), *self.multiply(rows))
+            if begin < end:
+                loops.append(For("z", const(begin), const(end), const(rows), tile))
+        return tuple(loops)
+
+    @property
+    def in_place(self) -> bool:
+        """Whether micro-kernels write C: no sums are kept for a further block of k, or for an epilogue."""
+        return self.x.whole and not self.s.fused and self.s.types[2] == self.atom.acc
+
+    def multiply(self, rows: int) -> tuple[Stmt, ...]:
+        """Micro-kernel and epilogue of a tile of some pixels."""
+        x, s, z, columns = self.x, self.s, var("z"), var("columns")
+        shape = Shape(
+            rows, s.nr, a_packed=False, ragged=self.in_place, a=self.atom.left, b=self.atom.right,
+            a_row=x.stride[1] * x.pixel, steps_of_run=(x.dilation[0] * x.row, x.run * s.nr),
+            ahead=("b",) if x.k_outer else None,
+        )  # fmt: skip
+        into = (Ptr("c", var("item") * var("c_batch") + (var("row") * var("c_m") + var("column"))), var("c_m"))
+        sums = (Ptr("sums", ((var("y") - FIRST) * x.out[1] + z) * s.nr), const(s.nr))
+        args = (
+            var("depth"),
+            var("tap_last") - var("tap_first"),
+            Ptr("ap", z * (x.stride[1] * x.pixel)),
+            Ptr("filters"),
+        )
+        kernel = micro_kernel(self.atom, shape)
+        if self.in_place:
+            return (Call(kernel, (*args, *into, columns, const(0), *self.ahead(into[0], rows))),)
+        more: tuple[Index | Ptr, ...] = ()
+        if s.fused:
+            place = (var("item"), var("row"), var("column"))
+            more = (*place, *arguments(s.fused, *place))
+        atom = self.isa.sum_row_atom(self.atom) or self.atom
+        end = finish(self.isa, atom, self.atom.acc, s.types[2], s.fused)
+        call = Call(end, (const(rows), columns, *sums, *into, *more))
+        return (
+            Call(kernel, (*args, *sums, columns, var("again"), *self.ahead(sums[0], rows))),
+            If(var("done"), (call,)),
+        )
+
+    def ahead(self, c: Ptr, rows: int) -> tuple[Index | Ptr, ...]:
+        """Arguments for prefetches: of the tile of C, and of the next panel's filters, a part by each tile."""
+        x, line = self.x, line_of(self.atom)
+        if not x.k_outer:
+            return ()
+        tile = (var("y") - FIRST) * -(-x.out[1] // self.s.mr) + var("z") // rows
+        part = minimum(tile, self.s.nr // line * x.of_block - 1) * (var("depth") * line)
+        return (c, Ptr("filters", var("b_n") + part), const(line))

@@ -1,0 +1,152 @@
+"""Blocks of a direct convolution: rows of a result, taps, and a strip of the images, on one chip.
+
+Owns `Direct`, the sizes that its kernel has as constants, and `direct`, which selects them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.spec.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.convolution import Convolution
+    from portmm.target.target import Target
+
+STRIP = 0.4
+"""Share of L2 that a strip may have; panels of filters stream through the rest."""
+FILTERS = 0.5
+"""Share of L2 up to which filters stay there from a block of rows to the next."""
+PANEL = 0.75
+"""Share of L1 that a block of a panel of filters may have, beside pixels."""
+PIXELS = 512
+"""Pixels of a block: by then loading a panel to L1 is less than a twentieth of the work with it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Direct:
+    """Sizes of a direct convolution over two dimensions, channels last.
+
+    Attributes:
+        spatial: extents of an image.
+        out: extents of a result.
+        kernel: extents of a filter.
+        stride: of windows.
+        dilation: of taps.
+        before: zeros before the first element, along each dimension.
+        after: zeros that windows reach at the ends of rows.
+        channels: of a group.
+        image: elements from an image to the next.
+        steps: elements from a row of an image to the next, and from a pixel to the next.
+        copies: rows are copied to a strip, with padding.
+        row: elements from a row to the next, of the strip or in place.
+        pixel: likewise of a pixel.
+        run: elements of a run of k: the channels of a tap, or of all taps of a row, where these are contiguous.
+        runs: number of runs.
+        of_block: runs in a block of k.
+        kc: elements of a block of k, where that is a part of a run.
+        rows: of the result in a block, at most.
+        k_outer: blocks of k are the outer loop, panels the inner one: filters are read once for each block of rows.
+    """
+
+    spatial: tuple[int, ...]
+    out: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    before: tuple[int, ...]
+    after: int
+    channels: int
+    image: int
+    steps: tuple[int, int]
+    copies: bool
+    row: int
+    pixel: int
+    run: int
+    runs: int
+    of_block: int
+    kc: int
+    rows: int
+    k_outer: bool
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of a result."""
+        return self.out[0] * self.out[1]
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """Extents of a window."""
+        return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of k is one block."""
+        return self.kc == self.run and self.of_block >= self.runs
+
+    @property
+    def runs_of_row(self) -> int:
+        """Runs of a row of taps."""
+        return self.runs // self.kernel[0]
+
+    @property
+    def strip_size(self) -> int:
+        """Elements of a strip."""
+        high = min(self.spatial[0], (self.rows - 1) * self.stride[0] + self.reach[0])
+        return high * self.row if self.copies else 0
+
+
+def direct(x: Convolution, strides: Sequence[int], s: Schedule, target: Target) -> Direct | None:
+    """Blocks of a direct convolution; None for one that needs another program.
+
+    Args:
+        x: the convolution.
+        strides: of images (n, *spatial, c), in elements.
+        s: a schedule for its panels and register tiles.
+        target: the machine.
+    """
+    if len(strides) > 4 or strides[-1] != 1:
+        return None
+    flat = len(strides) == 3  # one dimension: images of one row
+    spatial, out, kernel = (((1, *y) if flat else y) for y in (x.spatial, x.out, x.kernel))
+    stride, dilation = (((1, *y) if flat else y) for y in (x.stride, x.dilation))
+    before, after = (((0, *y) if flat else y) for y in (x.before, x.after))
+    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+    if before[0] >= reach[0] or after[0] >= reach[0] or x.channels < 1:
+        return None  # windows of zeros alone
+    row, pixel = (0, strides[1]) if flat else (strides[1], strides[2])
+    image = strides[0]
+    beyond = max(0, (out[1] - 1) * stride[1] - before[1] + reach[1] - spatial[1])
+    together = dilation[1] == 1
+    copies = bool(before[1] or beyond or (together and kernel[1] > 1 and pixel != x.channels))
+    width = spatial[1] + before[1] + beyond
+    steps = (width * x.channels, x.channels) if copies else (row, pixel)
+    if steps[1] < 1 or (steps[0] < 1 and not flat):
+        return None
+    run = x.channels * kernel[1] if together and (kernel[1] == 1 or steps[1] == x.channels) else x.channels
+    runs = kernel[0] * (x.channels * kernel[1] // run)
+    size = BY_NAME[s.types[0]].bytes
+    levels = {y.name: y.bytes for y in target.levels}
+    if not {"L1", "L2"} <= set(levels):
+        return None
+    most = max(1, int(PANEL * levels["L1"]) // (s.nr * size))
+    parts = -(-run // most)
+    kc = -(-run // parts)
+    kc = run if parts == 1 else -(-kc // 8) * 8
+    of_block = min(runs, max(1, most // run)) if runs == kernel[0] else 1
+    budget = int(STRIP * levels["L2"]) // size
+    rows = max(1, min(out[0], -(-PIXELS // out[1])))
+    k_outer = x.depth * x.outputs * size > FILTERS * levels["L2"]
+    per_row = out[1] * kc * of_block * stride[1] if k_outer else max(steps[0], 1)
+    while rows > 1 and (rows if k_outer else min(spatial[0], (rows - 1) * stride[0] + reach[0])) * per_row > budget:
+        rows -= 1
+    blocks = -(-out[0] // rows)
+    rows = -(-out[0] // blocks)
+    return Direct(
+        spatial, out, kernel, stride, dilation, before, beyond, x.channels, image, (row, pixel), copies, *steps,
+        run, runs, of_block, kc, rows, k_outer,
+    )  # fmt: skip
