@@ -10,10 +10,16 @@ from portmm.errors import PortmmError
 
 if TYPE_CHECKING:
     from portmm.torch.backend import compile_graph, reports
+    from portmm.torch.operators import attention, conv, linear, matmul
+    from portmm.torch.quantization import QuantizedLinear, quantize_
 
-__all__ = ["compile_graph", "reports"]
+__all__ = ["QuantizedLinear", "attention", "compile_graph", "conv", "linear", "matmul", "quantize_", "reports"]
 
-_MODULES = {"compile_graph": "backend", "reports": "backend"}
+_MODULES = {
+    **dict.fromkeys(("compile_graph", "reports"), "backend"),
+    **dict.fromkeys(("attention", "conv", "linear", "matmul"), "operators"),
+    **dict.fromkeys(("QuantizedLinear", "quantize_"), "quantization"),
+}
 
 
 def __getattr__(name: str) -> object:

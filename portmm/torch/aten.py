@@ -238,7 +238,7 @@ def _squeeze(t: Any, x: Any, dims: Any) -> Any:
 
 
 @row("slice.Tensor")
-def _slice(t: Any, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:  # noqa: PLR0917
+def _slice(t: Any, x: Any, dim: int = 0, start: Any = None, end: Any = None, step: int = 1) -> Any:
     y = t.array(x)
     index = (*(slice(None),) * (dim % y.ndim), slice(start, end, step))
     if index[-1].indices(y.shape[dim]) == (0, y.shape[dim], 1):
@@ -328,7 +328,7 @@ def _log_softmax(t: Any, x: Any, dim: int, half_to_float: bool) -> Any:  # noqa:
 
 
 @row("native_layer_norm")
-def _layer_norm(t: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:  # noqa: PLR0917
+def _layer_norm(t: Any, x: Any, shape: Any, weight: Any, bias: Any, eps: float) -> Any:
     if len(shape) != 1:
         raise Unsupported("a norm over several axes")
     y = t.operand(x)

@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 
 from portmm.ops.attention import attention
-from portmm.torch.aten import Unsupported, reshape, row, row_weights
+from portmm.ops.linear import linear
+from portmm.torch.aten import HANDLERS, Unsupported, reshape, row, row_weights
+from portmm.torch.weights import packed
 from portmm.trace.closures import traced_through
 from portmm.trace.placeholders import Array
 
@@ -87,7 +89,7 @@ def _baddbmm(t: Any, c: Any, x: Any, y: Any, *, beta: float = 1, alpha: float = 
 
 
 @row("_scaled_dot_product_flash_attention_for_cpu", "_scaled_dot_product_flash_attention")
-def _flash(  # noqa: PLR0917 - the operator's arguments
+def _flash(
     t: Any, q: Any, k: Any, v: Any, dropout: float = 0.0, causal: bool = False, *, attn_mask: Any = None,
     scale: Any = None, **_: Any,
 ) -> Any:  # fmt: skip
@@ -122,3 +124,35 @@ def _one_kernel(t: Any, operands: tuple[Any, ...], mask: Any, factor: float, *, 
     shape = (*q.shape[:-1], v.shape[-1])
     node = t.recorder.add("call", shape, q.dtype, inputs, plain, "attention")
     return Array(t.recorder, node)
+
+
+def _quantized(t: Any, x: Any, codes: Any, scales: Any, offsets: Any, bias: Any, kind: str, group: int) -> Any:
+    a = t.operand(x)
+    tensors = [y for y in (codes, scales, offsets) if y is not None]
+    if any(isinstance(y, Array) for y in tensors):
+        raise Unsupported("a weight that is no parameter")
+    weight = t.constants.panels(tensors, lambda: packed(codes, scales, offsets, kind, group, t.now.meta["val"].dtype))
+    base = _flattened(a)
+    rows = a if base is None else base
+    if kind.endswith("dynamic"):
+        value = _dynamic(t, rows, weight, scales if kind == "int8-dynamic" else None, bias)
+    else:
+        value = rows @ Array(t.recorder, t.recorder.fixed_leaf(weight, "a weight"))
+        value = value if bias is None else value + t.operand(bias)
+    return value if base is None else reshape(t, value, (*a.shape[:-1], value.shape[-1]))
+
+
+def _dynamic(t: Any, x: Array, weight: Any, scales: Any, bias: Any) -> Array:
+    """A linear layer whose rows of activations are rounded to int8."""
+    steps = {} if scales is None else {"w_scale": t.constants.array(scales)}
+    columns, dtype = None if bias is None else t.constants.array(bias), x.dtype
+
+    def plain(rows: Any) -> Any:
+        return linear(rows, weight, columns, dynamic=True, dtype=dtype, **steps)
+
+    node = t.recorder.add("call", (*x.shape[:-1], weight.shape[1]), dtype, (x.node,), plain, "linear")
+    return Array(t.recorder, node)
+
+
+HANDLERS["portmm.quantized_linear.default"] = _quantized
+HANDLERS["portmm.matmul.default"] = product

@@ -84,6 +84,14 @@ class Constants:
             self.packed[key] = pack(self.array(x), activations=activations)
         return self.packed[key]
 
+    def panels(self, tensors: list[torch.Tensor], make: Callable[[], Any]) -> Any:
+        """A quantized weight, packed once for all programs."""
+        self.read |= frozenset().union(*(self.origins.get(id(x), ()) for x in tensors))
+        key = tuple(map(id, tensors))
+        if key not in self.packed:
+            self.packed[key] = make()
+        return self.packed[key]
+
 
 class Translator:
     """The translation of one graph for the shapes of one call.
@@ -154,8 +162,7 @@ class Translator:
 
     def locate(self, node: Any, first: int) -> None:
         """Give the new nodes of the array graph the line of the user's module."""
-        lines = _LINE.findall(node.meta.get("stack_trace") or "")
-        line = (lines[-1][0], int(lines[-1][1])) if lines else (str(node.name), 0)
+        line = _line(node)
         for x in self.recorder.nodes[first:]:
             x.line = line
 
@@ -200,9 +207,8 @@ class Translator:
         """The value of an operator that PyTorch computes between kernels; not reported if there is no reason `why`."""
         name = str(function).removesuffix(".default")
         if why:
-            line = _LINE.findall(self.now.meta.get("stack_trace") or "")
-            where = f"{Path(line[-1][0]).name}:{line[-1][1]}" if line else str(self.now.name)
-            self.eager.append((where, f"{name}: {why}"))
+            file, line = _line(self.now)
+            self.eager.append((f"{Path(file).name}:{line}", f"{name}: {why}"))
         numbers = {id(x.node): i for i, x in enumerate(traced)}
         slots = _nested((args, kwargs), lambda x: _Slot(numbers[id(x.node)]) if type(x) is Array else x)
 
@@ -291,6 +297,13 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 _dtypes: dict[torch.dtype, np.dtype[Any]] = {}
+
+
+def _line(node: Any) -> tuple[str, int]:
+    """The line of the user's code that an operator comes from."""
+    lines = _LINE.findall(node.meta.get("stack_trace") or "")
+    users = [x for x in lines if "/portmm/torch/" not in x[0]] or lines
+    return (users[-1][0], int(users[-1][1])) if users else (str(node.name), 0)
 
 
 def _attribute(module: Any, name: str) -> Any:
