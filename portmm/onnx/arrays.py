@@ -6,10 +6,12 @@ the model's nodes.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.fusion.graph import Node as Operation
 from portmm.fusion.recorder import WholeArrays
 from portmm.onnx import operators
 from portmm.trace.placeholders import Array as Traced
@@ -19,10 +21,26 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.fusion.graph import Graph
-    from portmm.fusion.graph import Node as Operation
     from portmm.onnx.model import Node
 
 Array = np.ndarray[Any, Any]
+
+
+CHANNELS_FIRST = "channels first"
+"""Name of views of images that lie with channels last, as convolutions write them: (n, c, ...) of (n, ..., c)."""
+
+
+def channels_first(x: Any) -> Any:
+    """A view of images whose channels are last in memory with channels first."""
+    order = (0, x.ndim - 1, *range(1, x.ndim - 1))
+    return x.recorder.viewed(CHANNELS_FIRST, lambda y: y.transpose(order), x)
+
+
+def channels_last(x: Any) -> Any:
+    """Images with channels last: as they lie in memory, where a convolution wrote them."""
+    if x.node.kind == "view" and x.node.name == CHANNELS_FIRST:
+        return Traced(x.recorder, x.node.inputs[0])
+    return x.transpose((0, *range(2, x.ndim), 1))
 
 
 class ModelArrays(WholeArrays):
@@ -46,6 +64,29 @@ class ModelArrays(WholeArrays):
         node = super().add(*fields, **more)
         node.line = (self.label, 0)
         return node
+
+    def map(self, name: str, traced: Any, plain: Any, values: tuple[Any, ...], *more: Any, **options: Any) -> Operation:
+        """Record an element-wise function; of images whose channels are last in memory in that order."""
+        record = partial(super().map, name, traced, plain)
+        nodes = [x for x in values if isinstance(x, Operation)]
+        shapes = {x.shape for x in nodes if x.name == CHANNELS_FIRST}
+        whole = [x for x in nodes if x.shape in shapes]
+        if len(shapes) != 1 or not all(x.name == CHANNELS_FIRST for x in whole):
+            return record(values, *more, **options)
+        rank = len(whole[0].shape)
+        if any(len(x.shape) > rank for x in nodes) or np.broadcast_shapes(*(x.shape for x in nodes)) not in shapes:
+            return record(values, *more, **options)
+        last = tuple(self._last(x, rank) if isinstance(x, Operation) else x for x in values)
+        return channels_first(Traced(self, record(last, *more, **options))).node  # type: ignore[no-any-return]
+
+    def _last(self, x: Operation, rank: int) -> Operation:
+        """An operand of element-wise functions with channels last."""
+        if not x.shape:
+            return x
+        array = Traced(self, x)
+        if len(x.shape) < rank:
+            array = array.reshape((1,) * (rank - len(x.shape)) + x.shape)
+        return channels_last(array).node  # type: ignore[no-any-return]
 
     def constant(self, value: Array) -> Operation:
         """Record a constant, once."""

@@ -176,7 +176,7 @@ class Executor:
             self.interpret(part, values)
             return
         for name, x, copied in zip(part.outputs, results, program.copied, strict=True):
-            values[name] = x.copy() if copied else x
+            values[name] = x.copy() if copied else x if x.flags.c_contiguous else np.ascontiguousarray(x)
 
     def interpret(self, part: Part, values: dict[str, Any]) -> None:
         """Compute a part by NumPy, one node after the other."""

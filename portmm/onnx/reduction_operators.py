@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.onnx.arrays import CHANNELS_FIRST, channels_last
 from portmm.onnx.elementwise_operators import FLOATS, same_type
 from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
 from portmm.onnx.shape_operators import axes_of
@@ -211,6 +212,10 @@ def _lp_norm(node: Node, x: Any) -> Any:
 
 @operator("GlobalAveragePool", "GlobalMaxPool")
 def _global_pool(node: Node, x: Any) -> Any:
-    rows = x.reshape((*x.shape[:2], math.prod(x.shape[2:])))
+    small, pixels = (*x.shape[:2], *(1,) * (x.ndim - 2)), math.prod(x.shape[2:])
+    if is_traced(x) and x.node.name == CHANNELS_FIRST and node.op == "GlobalAveragePool":
+        rows = channels_last(x).reshape((x.shape[0], pixels, x.shape[1]))
+        return (np.full((1, pixels), 1 / pixels, x.dtype) @ rows).reshape(small)
+    rows = x.reshape((*x.shape[:2], pixels))
     value = rows.mean(-1, keepdims=True) if node.op == "GlobalAveragePool" else e.max(rows)
-    return same_type(value, x).reshape((*x.shape[:2], *(1,) * (x.ndim - 2)))
+    return same_type(value, x).reshape(small)

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from portmm.onnx.arrays import channels_first, channels_last
 from portmm.onnx.operators import UnsupportedError, is_traced, operator
 from portmm.onnx.quantized_operators import once, own_call
 from portmm.onnx.rewrites import DOMAIN
 from portmm.ops.convolution import conv
 from portmm.ops.convolution_weights import pack_conv
+from portmm.ops.prepack import pack
 from portmm.spec import elementwise as e
 from portmm.trace.closures import traced_through
 
@@ -75,11 +77,23 @@ def windows_of(node: Node, size: Ints, kernel: Ints) -> Windows:
     return Windows(kernel, strides, dilations, begin, tuple(grown), tuple(result))
 
 
+def padded(x: Any, w: Windows, fill: Any) -> Any:
+    """Images with their padding, in the order of axes in memory that they have."""
+    grown = [b + n + z for b, n, z in zip(w.begin, x.shape[2:], w.end, strict=True)]
+    if x.ndim > 2 and x.strides[1] == x.itemsize:
+        result = np.full((x.shape[0], *grown, x.shape[1]), fill, x.dtype)
+        result = result.transpose((0, x.ndim - 1, *range(1, x.ndim - 1)))
+    else:
+        result = np.full((*x.shape[:2], *grown), fill, x.dtype)
+    inside = tuple(slice(b, b + n) for b, n in zip(w.begin, x.shape[2:], strict=True))
+    result[(slice(None), slice(None), *inside)] = x
+    return result
+
+
 def views(x: Any, w: Windows, fill: Any) -> Any:
     """A view of the windows of a padded image: (n, c, windows along each axis, extents of the kernel)."""
     if any(w.begin) or any(w.end):
-        pads = ((0, 0), (0, 0), *zip(w.begin, w.end, strict=True))
-        x = np.pad(x, pads, constant_values=fill)
+        x = padded(x, w, fill)
     inner = x.strides[2:]
     shape = (*x.shape[:2], *w.result, *w.kernel)
     steps = (s * t for s, t in zip(w.strides, inner, strict=True))
@@ -88,14 +102,29 @@ def views(x: Any, w: Windows, fill: Any) -> Any:
 
 
 def reduced_windows(x: Any, w: Windows, fill: Any, ufunc: Any) -> Any:
-    """A reduction of the elements of each window, one tap after the other."""
-    windows = views(x, w, fill)
-    rank = len(w.kernel)
-    result = None
-    for tap in np.ndindex(*w.kernel):
-        part = windows[(slice(None),) * (2 + rank) + tap]
-        result = part.copy() if result is None else ufunc(result, part, out=result)
-    return result
+    """A reduction of the elements of each window, one axis after the other; `fill` where there is only padding."""
+    for axis in range(len(w.kernel)):
+        x = _reduced_axis(x, w, axis, fill, ufunc)
+    return x
+
+
+def _reduced_axis(x: Any, w: Windows, axis: int, fill: Any, ufunc: Any) -> Any:
+    """A reduction along one axis of windows, in the order of axes in memory that images have."""
+    size = [*x.shape[2:]]
+    n, size[axis] = size[axis], w.result[axis]
+    last = x.strides[1] == x.itemsize
+    result = np.full((x.shape[0], *size, x.shape[1]) if last else (*x.shape[:2], *size), fill, x.dtype)
+    whole = result.transpose((0, x.ndim - 1, *range(1, x.ndim - 1))) if last else result
+    before, step = (slice(None),) * (2 + axis), w.strides[axis]
+    for tap in range(w.kernel[axis]):
+        start = tap * w.dilations[axis] - w.begin[axis]
+        first = max(-(start // step), 0)
+        count = min((n - 1 - start) // step + 1, w.result[axis]) - first
+        if count > 0:
+            begin = start + first * step
+            inside = (*before, slice(first, first + count))
+            ufunc(whole[inside], x[(*before, slice(begin, begin + count * step, step))], out=whole[inside])
+    return whole
 
 
 def gather_windows(x: Any, w: Windows, groups: int) -> Any:
@@ -107,7 +136,8 @@ def gather_windows(x: Any, w: Windows, groups: int) -> Any:
     return columns.reshape(n, groups, c // groups * math.prod(w.kernel), math.prod(w.result))
 
 
-LAYOUTS = {1: "NCW", 2: "NCHW", 3: "NCDHW"}
+LAYOUTS = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
+"""Layouts of images between convolutions by their dimensions: with channels last, kernels are fastest."""
 
 
 @operator("Conv", domains=("", DOMAIN))
@@ -127,21 +157,42 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
     x, weight, bias, residual = operands
     groups, layout = node.attribute("group", 1), LAYOUTS[len(w.kernel)]
     packed = once(weight, f"convolution {groups}", lambda: pack_conv(weight, groups=groups, layout=layout))
-    shape = (x.shape[0], weight.shape[0], *w.result)
+    x, residual = channels_last(x), None if residual is None else channels_last(residual)
+    if groups == 1 and is_pointwise(w):
+        return _pointwise(x, weight, bias, residual, relu=bool(node.attribute("relu")))
+    shape = (x.shape[0], *w.result, weight.shape[0])
     if residual is not None and tuple(residual.shape) != shape:
         raise UnsupportedError("the array that is added has another shape")
     how = {
         "stride": w.strides, "padding": tuple(zip(w.begin, w.end, strict=True)), "dilation": w.dilations,
         "groups": groups, "layout": layout,
     }  # fmt: skip
-    flat = (*shape[:2], math.prod(w.result))
+    flat = (shape[0], math.prod(w.result), shape[-1])
     relu = bool(node.attribute("relu"))
 
     def run(images: Any, added: Any = None) -> Any:
+        images = np.ascontiguousarray(images)  # a copy takes less than reading channels that are apart, tap by tap
         epilogue = _epilogue(bias, None if added is None else added.reshape(flat), relu=relu)
         return conv(images, packed, **how, epilogue=epilogue)
 
-    return own_call("conv", run, x, *([] if residual is None else [residual]), shape=shape, dtype=x.dtype)
+    y = own_call("conv", run, x, *([] if residual is None else [residual]), shape=shape, dtype=x.dtype)
+    return channels_first(y)
+
+
+def _pointwise(x: Any, weight: Any, bias: Any, residual: Any, *, relu: bool) -> Any:
+    """Record a convolution of single pixels: a product of pixels and the packed filter, with what follows it."""
+    outputs, channels = weight.shape[:2]
+    packed = once(weight, "pointwise", lambda: pack(weight.reshape(outputs, channels).T))
+    shape = (*x.shape[:-1], outputs)
+    y = x.reshape((math.prod(x.shape[:-1]), channels)) @ x.recorder.weight(packed)
+    y = y if bias is None else y + bias
+    y = y if residual is None else y + residual.reshape(y.shape)
+    return channels_first((e.relu(y) if relu else y).reshape(shape))
+
+
+def is_pointwise(w: Windows) -> bool:
+    """Test whether windows are the pixels of an image."""
+    return all(k == 1 for k in w.kernel) and all(s == 1 for s in w.strides) and not any((*w.begin, *w.end))
 
 
 def _epilogue(bias: Any, residual: Any, *, relu: bool) -> Callable[..., Any] | None:
@@ -152,7 +203,7 @@ def _epilogue(bias: Any, residual: Any, *, relu: bool) -> Callable[..., Any] | N
     @traced_through
     def epilogue(acc: Any, i: Any) -> Any:
         y = acc if bias is None else acc + bias[i.n]
-        y = y if residual is None else y + residual[i.b, i.n, i.m]
+        y = y if residual is None else y + residual[i.b, i.m, i.n]
         return e.relu(y) if relu else y
 
     return epilogue
@@ -162,7 +213,7 @@ def _by_product(x: Any, weight: Any, w: Windows, groups: int) -> Any:
     """A convolution as a product of its filter and of windows that NumPy gathers."""
     (n, c), m = x.shape[:2], weight.shape[0]
     rows = weight.reshape((groups, m // groups, c // groups * math.prod(w.kernel)))
-    if all(k == 1 for k in w.kernel) and all(s == 1 for s in w.strides) and not any((*w.begin, *w.end)):
+    if is_pointwise(w):
         columns = x.reshape((n, groups, c // groups, math.prod(w.result)))
     elif is_traced(x):
         columns = x.recorder.called(
@@ -175,11 +226,22 @@ def _by_product(x: Any, weight: Any, w: Windows, groups: int) -> Any:
     return (rows @ columns).reshape((n, m, *w.result))
 
 
-@operator("MaxPool", "AveragePool", "LpPool", computed=True)
+@operator("MaxPool", "AveragePool", "LpPool")
 def _pool(node: Node, x: Any) -> Any:
     if len(node.outputs) > 1 and node.outputs[1]:
         raise UnsupportedError
     w = windows_of(node, x.shape[2:], tuple(node.attribute("kernel_shape")))
+    if is_traced(x):
+        order = (0, x.ndim - 1, *range(1, x.ndim - 1))
+        back = (0, *range(2, x.ndim), 1)
+        shape = (x.shape[0], *w.result, x.shape[1])
+        image = channels_last(x)
+
+        def run(y: Any) -> Any:
+            return _pool(node, y.transpose(order)).transpose(back)
+
+        call = x.recorder.call(node.op, run, (image.node,), "NumPy computes it", shape=shape, dtype=x.dtype)
+        return channels_first(x.recorder.wrap(call))
     axes = tuple(range(2 + len(w.kernel), 2 + 2 * len(w.kernel)))
     if node.op == "MaxPool":
         least = -np.inf if x.dtype.kind == "f" else np.iinfo(x.dtype).min

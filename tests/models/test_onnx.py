@@ -168,6 +168,44 @@ def test_integers_are_exact(kind):
     assert not session.report({"a": a}).numpy
 
 
+@pytest.mark.filterwarnings("ignore")  # those of onnx's reference evaluator
+def test_convolutions_take_what_follows_them(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCH))
+    import model_graphs
+    from onnx.reference import ReferenceEvaluator
+
+    made = model_graphs.resnet50(image=32, stages=((8, 2),), classes=10)
+    x = model_graphs.feeds(made, batch=2)
+    session = portmm.onnx.load(made)
+    (want,) = ReferenceEvaluator(made).run(None, x)
+    np.testing.assert_allclose(session.run(None, x)[0], want, rtol=1e-4, atol=1e-4)
+    report = session.report(x)
+    assert report.numpy == {"MaxPool": 1}
+    assert {row.kind for row in report.rows if "Relu" in row.what} == {"conv", "product"}
+    assert not any(row.what.startswith(("Relu", "Add")) for row in report.rows)
+
+
+def test_element_wise_operators_keep_channels_last():
+    w = rng.standard_normal((4, 3, 3, 3)).astype(np.float32)
+    scale = rng.standard_normal((4, 1, 1)).astype(np.float32)
+    nodes = [
+        ("Conv", ["x", "w"], ["y"], {"pads": [1] * 4}),
+        ("Mul", ["y", "s"], ["t"]),
+        ("Sigmoid", ["t"], ["g"]),
+        ("Mul", ["t", "g"], ["z"]),
+    ]
+    made = model(nodes, [("x", FLOAT, [2, 3, 6, 5])], [("z", FLOAT, [2, 4, 6, 5])], {"w": w, "s": scale})
+    session = portmm.onnx.load(made)
+    x = rng.standard_normal((2, 3, 6, 5)).astype(np.float32)
+    padded = np.pad(x, ((0, 0), (0, 0), (1, 1), (1, 1)))
+    windows = np.lib.stride_tricks.sliding_window_view(padded, (3, 3), (2, 3))
+    t = np.einsum("bchwij,ocij->bohw", windows.astype(np.float64), w) * scale
+    (z,) = session.run({"x": x})
+    np.testing.assert_allclose(z, t / (1 + np.exp(-t)), rtol=1e-4, atol=1e-5)
+    assert z.flags.c_contiguous
+    assert [row.kind for row in session.report({"x": x}).rows] == ["conv", "rows"]
+
+
 def test_a_transformer_s_layer_is_few_kernels(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     import model_graphs
