@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.parts import ALL, PACKED, OperandPlan, Parallel, Tile
 from portmm.schedule.schedule import Schedule
-from portmm.spec.dtype import BY_NAME, unit
+from portmm.spec.dtype import BY_NAME, UNCONVERTED, unit
 from portmm.spec.problem import family
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import depth as whole_run
@@ -34,6 +34,8 @@ def widths(isa: Isa, atom: Atom, p: Problem) -> list[int]:
         return [nr] if nr % vector == 0 and tallest(isa, atom, nr) else []
     needed = -(-p.n // vector)
     most = 4 if isa.registers >= 32 else 3
+    # Five vectors in one tile: in two tiles, of six or eight vectors, a sixth or more is lost.
+    most += most == 4 and needed == most + 1 and p.dtype in UNCONVERTED
     return [v * vector for v in range(1, most + 1) if v <= max(1, needed) and tallest(isa, atom, v * vector)]
 
 

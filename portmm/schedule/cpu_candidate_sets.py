@@ -42,7 +42,7 @@ UNLIMITED = 1 << 40
 """Extent larger than all blocks: a footprint that is legal there is legal at any size."""
 REACHES = (2048, 8192, UNLIMITED)
 """Extents between which the blocks that fit a level may differ: the literature's fill levels only if C is large."""
-WIDEST = 4
+WIDEST = 5
 """Maximum number of vectors of B in a register tile."""
 
 
