@@ -16,6 +16,7 @@ from portmm.errors import DatabaseError
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from pathlib import Path
 
 _TABLE = (
     "CREATE TABLE IF NOT EXISTS programs (key TEXT NOT NULL, chip TEXT NOT NULL, threads INTEGER NOT NULL, "
@@ -46,14 +47,36 @@ def store(key: str, chip: str, threads: int, path: Sequence[tuple[str, int]], ce
         base.execute("INSERT OR REPLACE INTO programs VALUES (?, ?, ?, ?, ?)", row)
 
 
+def present() -> bool:
+    """Whether the tuning database has programs; looked up again when its file changes."""
+    file = tuned_database()
+    try:
+        stamp = (str(file), file.stat().st_mtime_ns) if file is not None else None
+    except OSError:
+        stamp = None
+    if stamp is None or file is None:
+        return False
+    if stamp not in _present:
+        _present.clear()
+        _present[stamp] = _has_programs(file)
+    return _present[stamp]
+
+
+_present: dict[tuple[str, int], bool] = {}
+
+
+def _has_programs(file: Path) -> bool:
+    with suppress(DatabaseError), opened(file) as base:
+        return bool(base.execute("SELECT count(*) FROM sqlite_master WHERE name = 'programs'").fetchone()[0])
+    return False
+
+
 def find(key: str, chip: str, threads: int) -> Entry | None:
     """The program of a structure on a chip, or None."""
     file = tuned_database()
-    if file is None or not file.exists():
+    if file is None or not present():
         return None
     with suppress(DatabaseError, ValueError), opened(file) as base:
-        if not base.execute("SELECT count(*) FROM sqlite_master WHERE name = 'programs'").fetchone()[0]:
-            return None
         query = "SELECT path, certificate FROM programs WHERE key = ? AND chip = ? AND threads = ?"
         row = base.execute(query, (key, chip, threads)).fetchone()
         if row is not None:

@@ -18,7 +18,7 @@ import numpy as np
 from portmm.arrays.interop import through
 from portmm.arrays.libraries import any_tensor, on_device
 from portmm.dispatch import config as settings
-from portmm.dispatch import cpu_race
+from portmm.dispatch import cpu_race, program_database
 from portmm.errors import TraceError
 from portmm.fusion.captures import arguments, placeholder
 from portmm.fusion.compilation import compiled_program
@@ -219,7 +219,7 @@ class FusedFunction:
                 raise
             by_value = True
             graph, program = self.compiled(args, options, kept, by_value=True)
-        if self.search and program.cacheable:
+        if program.cacheable and (self.search or program_database.present()):
             self.superoptimize(program, args, options, by_value=by_value)
         if program.cacheable:
             _make_room(len(program.explained.kernels) + KIND)
@@ -242,11 +242,14 @@ class FusedFunction:
             rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
             leaves = list(graph.leaves)
             task = superoptimizer.Task(graph, outputs, result, leaves, program.run, partial(_compiled, leaves))
-            with progress("superoptimize", self.search) if sys.stderr.isatty() else nullcontext() as shown:
+            shows = self.search and sys.stderr.isatty()
+            with progress("superoptimize", self.search) if shows else nullcontext() as shown:
                 finding = superoptimizer.optimize(task, self.search, shown)
         explained = finding.explained or program.explained
         if finding.run is not None:
             program.run = finding.run
+        if not self.search and finding.run is None:
+            return
         notes = (*explained.notes, f"search: {finding}")
         program.explained = replace(explained, name=program.explained.name, notes=notes, finding=finding)
 

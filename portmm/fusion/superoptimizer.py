@@ -129,12 +129,12 @@ def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], Non
 
     Args:
         task: the function.
-        seconds: budget.
+        seconds: budget; 0: only what an earlier search has found for the same structure is taken.
         progress: takes numbers of forms measured and to measure, and the best so far.
     """
     try:
         labelled = term_of(task.graph, task.outputs)
-    except UnlabelledError as error:
+    except (UnlabelledError, RecursionError) as error:
         return Finding(note=f"not searched: {error}")
     return _Search(task, labelled, seconds, progress or (lambda *_: None)).run()
 
@@ -163,8 +163,8 @@ class _Search:
     def run(self) -> Finding:
         """The best program."""
         known = self.known()
-        if known is not None:
-            return known
+        if known is not None or self.end <= self.start:
+            return known or Finding(graph=self.reference)
         try:
             self.enumerate()
             self.measure()
@@ -265,7 +265,7 @@ class _Search:
         return best._replace(certificate=certificate, graph=self.graph(form.roots))
 
     def known(self) -> Finding | None:
-        """The program that an earlier search has found for the same structure, verified again."""
+        """The program that an earlier search has found for the same structure, verified again, if it may pay."""
         entry = program_database.find(self.key, config.target().name, config.get_num_threads())
         if entry is None:
             return None
@@ -275,6 +275,8 @@ class _Search:
             if i >= len(every) or every[i][0] != name:
                 return None
             roots = every[i][1]
+        if self.seconds(roots) > self.seconds(self.labelled.results):
+            return None  # it pays for other sizes
         if not check(self.reference, self.graph(roots)):
             return None
         try:

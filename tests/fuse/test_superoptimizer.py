@@ -172,6 +172,12 @@ def test_a_chain_is_found_kept_and_used_for_other_sizes(database):
     known = fused.explain(*other).finding
     assert known.stored
     assert known.path == ("association",)
+    plain = pm.fuse(function)  # without a search it takes what is stored, where that promises to pay
+    np.testing.assert_allclose(plain(*other), function(*other), rtol=1e-3, atol=1e-3)
+    assert plain.explain(*other).finding.stored
+    wide = arrays_of([(64, 8), (8, 300), (300, 8)])
+    np.testing.assert_allclose(plain(*wide), function(*wide), rtol=1e-3, atol=1e-3)
+    assert plain.explain(*wide).finding is None
 
 
 def test_captured_arrays_and_numbers_vary_from_call_to_call(database):
