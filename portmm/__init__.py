@@ -75,6 +75,7 @@ if TYPE_CHECKING:
     )
     from portmm.tuning import tune
     from portmm.weights.checkpoints import from_awq, from_gguf, from_gptq, from_int4
+    from portmm.weights.gguf import dequantize_gguf, open_gguf
     from portmm.weights.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
 
 __version__ = VERSION
@@ -99,6 +100,7 @@ __all__ = [
     "config",
     "conv",
     "dequantize",
+    "dequantize_gguf",
     "dropout",
     "elu",
     "erf",
@@ -132,6 +134,7 @@ __all__ = [
     "maximum",
     "mean",
     "minimum",
+    "open_gguf",
     "pack",
     "pack_conv",
     "plan",
@@ -168,6 +171,7 @@ _LAZY = {
     **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "weights.checkpoints"),
     **dict.fromkeys(("load_packed", "save_packed"), "ops.packed_files"),
     "grouped_matmul": "ops.grouped_matmul",
+    **dict.fromkeys(("dequantize_gguf", "open_gguf"), "weights.gguf"),
     "launch": "ops.launch",
     "linear": "ops.linear",
     "forget": "dispatch.cpu_kernels",
