@@ -230,6 +230,11 @@ def _space_to_depth(node: Node, x: Any) -> Any:
     return x.reshape((n, c, h // b, b, w // b, b)).transpose(order).reshape((n, c * b * b, h // b, w // b))
 
 
+@operator("Optional", "OptionalGetElement", alone=True)
+def _optional(_: Node, x: Any = None) -> Any:
+    return x
+
+
 @operator("OptionalHasElement", alone=True)
 def _has_element(_: Node, x: Any = None) -> Any:
     return np.asarray(x is not None)

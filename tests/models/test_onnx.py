@@ -1,11 +1,15 @@
 """Sessions: the interface, graphs that are fused, shapes that depend on data, and refusals."""
 
+import json
+
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from places import BENCH
+from typer.testing import CliRunner
 
 import portmm.onnx
+from portmm.cli.main import app
 from portmm.onnx import OnnxError
 
 QUICKLY = True
@@ -166,6 +170,22 @@ def test_integers_are_exact(kind):
     session = portmm.onnx.load(made)
     np.testing.assert_array_equal(session.run({"a": a})[0], (a.astype(np.int64) - 13) @ (b.astype(np.int64) - 5))
     assert not session.report({"a": a}).numpy
+
+
+def test_the_command_reports_steps_and_keeps_results(tmp_path):
+    path, kept, given = tmp_path / "dense.onnx", tmp_path / "results.npz", tmp_path / "inputs.npz"
+    path.write_bytes(DENSE.SerializeToString())
+    x = inputs_of(4)
+    np.savez(given, **x)
+    options = ["run", str(path), "--inputs", str(given), "--save", str(kept), "--seconds", "0.01"]
+    shown = CliRunner().invoke(app, [*options, "--json"])
+    assert shown.exit_code == 0
+    data = json.loads(shown.stdout)
+    assert [row["kind"] for row in data["rows"]] == ["product"]
+    assert data["rows"][0]["seconds"] > 0
+    np.testing.assert_array_equal(np.load(kept)["z"], portmm.onnx.load(DENSE).run(x)[0])
+    shown = CliRunner().invoke(app, ["run", str(path), "--dim", "rows=3", "--seconds", "0.01"])
+    assert "3 x 48 x 24 f32" in shown.stdout
 
 
 @pytest.mark.filterwarnings("ignore")  # those of onnx's reference evaluator
