@@ -16,10 +16,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
 from portmm.fusion.emitted import emitted
+from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted
 from portmm.fusion.term_kernels import Kernel, one_kernels
 from portmm.fusion.term_rewrites import alternatives
-from portmm.fusion.terms import Labelled, UnlabelledError, compute, graph_of, term_of
+from portmm.fusion.terms import Labelled, UnlabelledError, graph_of, term_of
 from portmm.ir.mugraph import to_json
 from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
 from portmm.verification.certificate import certify

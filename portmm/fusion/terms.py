@@ -1,8 +1,7 @@
 """Functions of arrays as terms whose dimensions are labelled, as in an einsum.
 
-Owns `Term`, `term_of`, the terms of a traced graph, `graph_of`, the µGraph of terms, and `function_of_terms`, the
-function that computes them on arrays. Equal terms are one object. Which dimensions are one follows from the graph:
-those of a broadcast, and of what a product sums.
+Owns `Term`, `term_of`, the terms of a traced graph, and `graph_of`, the µGraph of terms. Equal terms are one object.
+Which dimensions are one follows from the graph: those of a broadcast, and of what a product sums.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import numpy as np
 from portmm.errors import TraceError
 from portmm.ir.attention_program import Form, of_attention
 from portmm.ir.mugraph import Binding, Builder, Step
-from portmm.spec import elementwise, vector_math
+from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, acc, argument
 from portmm.spec.expr import Expr, apply, const
 from portmm.verification.functions import NAMES, function_of
@@ -28,12 +27,6 @@ if TYPE_CHECKING:
 
 OPERATORS = ("add", "sub", "mul", "div", "neg", "sqrt", "abs", "max", "min", "select", "lt", "le", "eq", "ne")
 """Operations that terms have by themselves."""
-_ARRAYS: dict[str, Callable[..., Any]] = {
-    "add": lambda x, y: x + y, "sub": lambda x, y: x - y, "mul": lambda x, y: x * y, "div": lambda x, y: x / y,
-    "neg": lambda x: -x, "sqrt": np.sqrt, "abs": np.abs, "max": elementwise.maximum, "min": elementwise.minimum,
-    "select": elementwise.where, "lt": lambda x, y: x < y, "le": lambda x, y: x <= y,
-    "eq": lambda x, y: x == y, "ne": lambda x, y: x != y, **{x: getattr(elementwise, x) for x in NAMES},
-}  # fmt: skip
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -387,105 +380,3 @@ def _attention(b: Builder, x: Term, of: list[int]) -> int:
         at.append(Binding(i, ((), *(tuple(axes.index(y) for y in group) for group in groups))))
     b.steps.append(Step(program, tuple(at)))
     return to
-
-
-# Terms as functions of arrays.
-
-
-def compute(results: Sequence[Term], axes: Sequence[str], arrays: Sequence[Any], extents: dict[str, int]) -> list[Any]:
-    """The arrays of terms: of NumPy, or traced ones.
-
-    Args:
-        results: the terms.
-        axes: labels of each result's dimensions.
-        arrays: inputs, whose dimensions of extent 1 are dropped.
-        extents: of labels.
-    """
-    known: dict[Term, tuple[Any, str]] = {}
-
-    def value(x: Term) -> tuple[Any, str]:
-        if x not in known:
-            known[x] = build(x)
-        return known[x]
-
-    def whole(x: Term) -> Any:
-        return _aligned(*value(x), x.labels)
-
-    def build(x: Term) -> tuple[Any, str]:
-        """An array and its axes: after a reduction, a last one of extent 1 remains, as kernels over rows have it."""
-        if x.op == "input":
-            return _shaped(arrays[x.data], tuple(extents[y] for y in x.labels)), x.labels
-        if x.op in ("sum", "most"):
-            moved = _aligned(*value(x.args[0]), x.labels + x.data)
-            return (moved.sum if x.op == "sum" else moved.max)(-1, keepdims=True), f"{x.labels}1"
-        if x.op == "dot":
-            return _product(x, whole(x.args[0]), whole(x.args[1]), extents), x.labels
-        if x.op == "attention":
-            return _attended(x, [whole(y) for y in x.args], extents), x.labels
-        of = [value(y)[1] for y in x.args if y.labels]
-        axes_ = x.labels + "1" * all(y.endswith("1") for y in of)
-        values = (np.float32(y.data) if y.op == "const" else _aligned(*value(y), axes_) for y in x.args)
-        return _ARRAYS[x.op](*values), axes_
-
-    ends = []
-    for x, labels in zip(results, axes, strict=True):
-        (array, own), shape = value(x), tuple(1 if y == "1" else extents[y] for y in labels)
-        ends.append(array if own == labels else _shaped(_aligned(array, own, labels.replace("1", "")), shape))
-    return ends
-
-
-def _aligned(x: Any, axes: str, to: str) -> Any:
-    """An array with other axes: in their order, with extent 1 for those that it lacks, as its last one may be."""
-    if axes == to:
-        return x
-    labels = axes.rstrip("1")
-    if axes != labels and to and to[-1] not in labels:
-        order = [labels.index(y) for y in to if y in labels]
-        if order != sorted(order):
-            x = x.transpose(*order, len(labels))
-        missing = tuple(slice(None) if y in labels else None for y in to[:-1])
-        lead = next((i for i, y in enumerate(missing) if y is not None), len(missing))
-        return x[missing[lead:]] if None in missing[lead:] else x
-    if axes != labels:
-        x = x.reshape(x.shape[:-1])
-    return _moved(x, labels, to)
-
-
-def _shaped(x: Any, shape: tuple[int, ...]) -> Any:
-    return x if isinstance(x, float) or x.shape == shape else x.reshape(shape)
-
-
-def _moved(x: Any, labels: str, to: str) -> Any:
-    """An array with its dimensions in the order of other labels; with a dimension of extent 1 for one that it lacks."""
-    order = [labels.index(y) for y in to if y in labels]
-    if order != sorted(order):
-        x = x.transpose(order)
-    lead = len(to) - len(to.lstrip("".join(set(to) - set(labels))))
-    index = tuple(slice(None) if y in labels else None for y in to[lead:])
-    return x[index] if None in index else x
-
-
-def _merged(x: Any, labels: str, groups: Sequence[str], extents: dict[str, int]) -> Any:
-    """An array with a dimension for each group of labels."""
-    x = _moved(x, labels, "".join(groups))
-    return _shaped(x, tuple(int(np.prod([extents[y] for y in group], dtype=np.int64)) for group in groups))
-
-
-def _product(x: Term, a: Any, b: Any, extents: dict[str, int]) -> Any:
-    """A product as `@` of matrices, in which the dimensions of one operand alone are one."""
-    left, right = (y.labels for y in x.args)
-    both = [y for y in left if y in right and y != x.data]
-    rows, columns = ("".join(y for y in z if y not in w) for z, w in ((left, right), (right, left)))
-    product = _merged(a, left, [*both, rows, x.data], extents) @ _merged(b, right, [*both, x.data, columns], extents)
-    return _shaped(product, tuple(extents[y] for y in x.labels))
-
-
-def _attended(x: Term, arrays: list[Any], extents: dict[str, int]) -> Any:
-    """A call of attention."""
-    from portmm.ops.attention import attention as attend
-
-    h: Heads = x.data
-    groups = ([h.heads + h.groups, h.queries, h.elements], [h.heads, h.keys, h.elements], [h.heads, h.keys, h.columns])
-    q, k, v = (_merged(y, of.labels, group, extents) for y, of, group in zip(arrays, x.args, groups, strict=True))
-    result = attend(q[None], k[None], v[None], scale=h.scale)
-    return _shaped(result, tuple(extents[y] for y in x.labels))

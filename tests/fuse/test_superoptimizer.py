@@ -14,9 +14,10 @@ from portmm.cli.main import app
 from portmm.dispatch import config
 from portmm.fusion import superoptimizer
 from portmm.fusion.fuse import FusedFunction
+from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_kernels import one_kernels
 from portmm.fusion.term_rewrites import RULES, alternatives, rebuilt, subterms
-from portmm.fusion.terms import UnlabelledError, compute, dot, graph_of, term_of
+from portmm.fusion.terms import UnlabelledError, dot, graph_of, term_of
 from portmm.target.target import names_of
 from portmm.trace.placeholders import Placeholder
 from portmm.trace.placeholders import rebuilt as nested
