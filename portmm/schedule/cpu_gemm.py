@@ -169,9 +169,13 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
         return
     if p.b == "codes" and not p.deterministic:
         yield from _decoded(p, isa, atom)
-    for nr in widths(isa, atom, p):
+    every = widths(isa, atom, p)
+    # B is read twice by two slices: of three vectors, one with all rows is faster than two that are wider.
+    whole = any(p.m <= tallest(isa, atom, nr) and nr >= 3 * isa.columns(atom) for nr in every)
+    for nr in every:
         if p.m > tallest(isa, atom, nr):
-            if p.m <= 2 * tallest(isa, atom, nr):  # the rows of B are still in L2 when the second slice reads them
+            # The rows of B are still in L2 when the second slice reads them.
+            if p.m <= 2 * tallest(isa, atom, nr) and not whole:
                 tiles = cache_tiles(-(-p.m // 2), nr, ALL, ALL, ALL, p.m // 2)
                 yield from _swept(base_schedule("gemm", p, isa, tiles, True, False), p, isa, atom, rows_ahead)
             continue
