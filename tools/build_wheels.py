@@ -21,20 +21,29 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS = {"gnu": "manylinux_2_17_{0}.manylinux2014_{0}", "musl": "musllinux_1_2_{0}"}
-LEFT_OUT = shutil.ignore_patterns(
-    ".git", ".venv", "build", "dist", "*.egg-info", "__pycache__", ".*_cache", "tests", "base"
-)
+COPIED = ("LICENSE", "README.md", "kernels", "portmm", "pyproject.toml", "setup.py", "targets")
 
 
-def build(arch: str, libc: str, output: Path, pythons: str) -> Path:
-    """The wheel for an architecture and a C library."""
+def build(arch: str, libc: str, output: Path, pythons: str, made: Path | None) -> Path:
+    """The wheel for an architecture and a C library, with a base set that was made before, or is made now."""
     with tempfile.TemporaryDirectory(prefix="portmm-wheel-") as folder:
         tree = Path(folder, "tree")
-        shutil.copytree(ROOT, tree, symlinks=True, ignore=LEFT_OUT)
+        tree.mkdir()
+        for name in COPIED:
+            path = ROOT / name
+            copy = shutil.copytree if path.is_dir() else shutil.copy
+            ignored = (
+                {"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__", "base")} if path.is_dir() else {}
+            )
+            copy(path, tree / name, **ignored)
         bundle = tree / "portmm" / "base" / f"{arch}.bundle"
+        if made:
+            bundle.parent.mkdir()
+            shutil.copy(made / bundle.name, bundle)
         environment = os.environ | {"PORTMM_PYTHONS": pythons, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         script = str(ROOT / "tools" / "base_set.py")
-        subprocess.run([sys.executable, script, arch, str(bundle), "--libc", libc], env=environment, check=True)
+        if not made:
+            subprocess.run([sys.executable, script, arch, str(bundle), "--libc", libc], env=environment, check=True)
         platform = {"PORTMM_WHEEL_PLATFORM": PLATFORMS[libc].format(arch)}
         wheels = Path(folder, "wheels")
         words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(tree)]
@@ -74,10 +83,11 @@ def main() -> None:
     parser.add_argument("--arch", action="append", choices=("x86_64", "aarch64"))
     parser.add_argument("--libc", choices=PLATFORMS, default="gnu")
     parser.add_argument("--pythons", default="", help="directories of headers, with colons between; this Python's")
+    parser.add_argument("--base", type=Path, help="directory of base sets, as ARCH.bundle, that were made before")
     parser.add_argument("--audit", action="store_true")
     options = parser.parse_args()
     for arch in options.arch or ("x86_64", "aarch64"):
-        wheel = build(arch, options.libc, options.output, options.pythons)
+        wheel = build(arch, options.libc, options.output, options.pythons, options.base)
         with zipfile.ZipFile(wheel) as packed:
             installed = sum(x.file_size for x in packed.infolist())
         print(f"{wheel}: {wheel.stat().st_size} bytes, installed {installed}")

@@ -52,10 +52,13 @@ def leads() -> bool:
         return True
 
 
+_host = cache(snapshot)
+
+
 @cache
 def level() -> str:
     """The level of this processor in the base set; empty if it has none."""
-    base, shot = kernel_store.base(), snapshot()
+    base, shot = kernel_store.base(), _host()
     first = (processors(shot.cpuinfo) or [{}])[0] if shot.machine == "x86_64" else {}
     has = {*features.features(shot), f"vendor={first.get('vendor_id')}", f"family={first.get('cpu family')}"}
     for text in (base.answer(LEVELS) if base else None) or ():
@@ -68,7 +71,7 @@ def level() -> str:
 @cache
 def cores() -> int:
     """The number of cores that this process may use."""
-    shot = snapshot()
+    shot = _host()
     return features.cores(shot, shot.affinity)
 
 
@@ -106,16 +109,24 @@ def route(p: Problem, threads: int) -> tuple[Any, str] | None:
     last = rows_of(p)[1]
     i = next((i for i, m in enumerate(ms) if m >= last), len(ms) - 1)
     point = (i * len(ns) + _nearest(ns, p.n)) * len(ks) + _nearest(ks, p.k)
-    number = ord(fields[3][point]) - ord(FIRST)
-    if number < 0:
+    number, schedules = ord(fields[3][point]) - ord(FIRST), fields[4:]
+    # Where no kernel was selected, one for any rows from a least number on, or for as many.
+    best = schedules[number : number + 1] if number >= 0 else []
+    schedule = next((x for x in (*best, *schedules) if _serves(x, rows_of(p))), None)
+    if schedule is None:
         return None
-    schedule = fields[4 + number]
     code = stored_kernels.code(schedule, last=True)
     if code is None:
         return None
     workers = threads if p.flops >= FORK_FLOPS else 1
     work = code.scratch(p, last, workers)
     return cpu_runtime.runtime().make_route(code.code, work, workers, p.storage, p.unit), schedule
+
+
+def _serves(schedule: str, served: tuple[int, int]) -> bool:
+    """Whether register tiles of a schedule make up all numbers of rows of a class: see `Schedule.heights`."""
+    least, _, most = schedule.split(":")[4].partition("-")
+    return served == (int(most),) * 2 if least == most else int(least) <= served[0]
 
 
 def _nearest(axis: list[int], size: int) -> int:
@@ -160,5 +171,5 @@ def _improve(p: Problem, schedule: str, keep: Callable[[Any, tuple[int, int]], N
 
 def forget() -> None:
     """Drop what is known of this processor and of the cache."""
-    for function in (leads, level, cores):
+    for function in (leads, level, cores, _host):
         function.cache_clear()

@@ -1,0 +1,115 @@
+"""The base set of a wheel: made by tools/base_set.py, and used by processes with and without a compiler."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from portmm.build import kernel_store
+from portmm.build.bundle import open_bundle
+from portmm.build.compiler import find_compiler
+from portmm.dispatch import base_kernels
+from portmm.errors import NoCompilerError
+from portmm.host.detect import host
+from portmm.target.target import names
+
+TOOLS = str(Path(__file__).parents[2] / "tools")
+ARCH = os.uname().machine
+
+CALLS = """
+import json, sys, warnings
+import numpy as np
+if {bare}:
+    sys.modules["ziglang"] = None
+import portmm as pm
+r = np.random.default_rng(0)
+wrong, selected = [], []
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    for m, n, k in ((64, 80, 96), (1, 80, 96), (3, 33, 17), (8, 5, 7), (100, 255, 31), (13, 64, 64)):
+        a, b = r.random((m, k), np.float32), r.random((k, n), np.float32)
+        first = pm.matmul(a, b)
+        selected.append("portmm.dispatch.schedule_choice" in sys.modules)
+        wrong.append(not np.allclose(first, a @ b, rtol=1e-5))
+        if not {bare}:
+            from portmm.dispatch import cpu_background
+            for _ in range(3):
+                wrong.append(not np.array_equal(pm.matmul(a, b), first))
+                cpu_background.wait()
+print(json.dumps([any(wrong), [str(x.message) for x in heard], selected]))
+"""
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """The directory of a small base set for this machine."""
+    here = host()
+    if here.name not in names("chip"):
+        pytest.skip("the host is no described chip")
+    try:
+        find_compiler()
+    except NoCompilerError:
+        pytest.skip("no compiler")
+    sys.path.insert(0, TOOLS)
+    import base_set
+
+    folder = tmp_path_factory.mktemp("base")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(base_set, "ProcessPoolExecutor", ThreadPoolExecutor)
+        patch.setattr(base_set, "record", lambda *_: None)
+        patch.setattr(base_set, "run_time", lambda maker, arch, _: maker.add_run_time(arch))
+        for axis, values in (("MS", (*range(1, 9), 12, 64)), ("NS", (63,)), ("KS", (63,))):
+            patch.setattr(base_set, axis, values)
+        levels = {"none": (here.name, "no_such_feature"), "here": (here.name, "sse2" if ARCH == "x86_64" else "asimd")}
+        data, _ = base_set.make(ARCH, "gnu", levels, [("f32", "row", "row")])
+    (folder / f"{ARCH}.bundle").write_bytes(data)
+    return folder
+
+
+def run(folder, tmp_path, *, bare):
+    (tmp_path / "empty").mkdir(exist_ok=True)
+    changed = {"PORTMM_BASE": str(folder), "PORTMM_CACHE": str(tmp_path / "cache")}
+    changed |= {"PATH": str(tmp_path / "empty")} if bare else {}
+    kept = {k: v for k, v in os.environ.items() if not bare or k != "CC"}
+    done = subprocess.run(
+        [sys.executable, "-c", CALLS.format(bare=bare)], capture_output=True, text=True, check=False, env=kept | changed
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout)
+
+
+def test_first_calls_need_neither_a_compiler_nor_a_selection(made, tmp_path):
+    wrong, heard, selected = run(made, tmp_path, bare=True)
+    assert not wrong
+    assert heard == []
+    assert not any(selected)
+    assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_a_better_kernel_with_the_same_bits_follows(made, tmp_path):
+    wrong, heard, selected = run(made, tmp_path, bare=False)
+    assert not wrong
+    assert heard == []
+    assert not selected[0]
+
+
+def test_the_level_is_the_first_whose_features_are_here(made, monkeypatch):
+    monkeypatch.setenv("PORTMM_BASE", str(made))
+    base_kernels.forget()
+    kernel_store.forget()
+    try:
+        assert base_kernels.level() == "here"
+        monkeypatch.setenv("PORTMM_BASE", "off")
+        base_kernels.forget()
+        kernel_store.forget()
+        assert base_kernels.level() == ""
+        assert not base_kernels.leads()
+    finally:
+        monkeypatch.undo()
+        base_kernels.forget()
+        kernel_store.forget()
+    assert open_bundle(made / f"{ARCH}.bundle").answer("levels")
