@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import numpy_arrays
-from portmm.dispatch import missing
 from portmm.spec.dtype import accumulator
 from portmm.util.user_warnings import warn
 
@@ -29,6 +28,8 @@ def fall_back(error: Exception) -> None:
     Raises:
         Exception: the error itself, where `$PORTMM_MISSING` says that a missing kernel is one.
     """
+    from portmm.dispatch import missing  # not by calls of kernels that are there
+
     if missing.strict():
         raise error
     if not _warned:
