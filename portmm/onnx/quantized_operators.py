@@ -9,6 +9,7 @@ import numpy as np
 
 from portmm.onnx.elementwise_operators import FLOATS
 from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
+from portmm.onnx.rewrites import DOMAIN
 from portmm.ops.linear import linear
 from portmm.ops.matmul import matmul
 from portmm.ops.prepack import pack
@@ -87,7 +88,10 @@ def _dynamic(_: Node, x: Any) -> Any:
     low, high = min(0.0, float(x.min(initial=0))), max(0.0, float(x.max(initial=0)))
     scale = np.float32((np.float32(high) - np.float32(low)) / np.float32(255)) or np.float32(1)
     zero = np.uint8(np.clip(np.rint((0 - np.float32(low)) / scale), 0, 255))
-    codes = np.clip(np.rint(x / scale) + np.float32(zero), 0, 255).astype(np.uint8)
+    values = x / scale
+    np.rint(values, out=values)
+    values += np.float32(zero)
+    codes = np.clip(values, 0, 255, out=values).astype(np.uint8)
     return codes, np.asarray(scale, np.float32), np.asarray(zero, np.uint8)
 
 
@@ -146,6 +150,29 @@ def _matmul_integer(_: Node, a: Any, b: Any, a_zero: Any = None, b_zero: Any = N
         shape=(*a.shape[:-1], b.shape[1]),
         dtype=np.dtype(np.int32),
     )
+
+
+@operator("ScaledMatMulInteger", domains=(DOMAIN,))
+def _scaled(_: Node, a: Any, b: Any, a_zero: Any, b_zero: Any, a_scale: Any, b_scale: Any, bias: Any = None) -> Any:
+    columns = b.shape[-1]
+    simple = b.ndim == 2 and b_zero.size in (1, columns) and b_scale.size in (1, columns)
+    if not (is_traced(a, a_zero, a_scale) and simple and a.ndim > 1 and a_zero.size == a_scale.size == 1):
+        if is_traced(a, a_zero, a_scale):
+            raise UnsupportedError("only one scale of the left operand has a kernel")
+        y = integer_product(a, b, a_zero, b_zero).astype(np.float32) * (a_scale * b_scale)
+        return y if bias is None else y + bias
+    weight = once(b, "integers", lambda: _Integers(b))
+    points = b_zero.astype(np.int32).reshape(-1) - np.int32(weight.shift)
+    scales = np.broadcast_to(b_scale.reshape(-1), (columns,)).copy()
+    zeros = np.broadcast_to(points, (columns,)).copy() if np.any(points) else 0
+    packed = weight.packed[a.dtype.name]
+
+    def run(x: Any, zero: Any, scale: Any) -> Any:
+        how = {"x_scale": scale.item(), "x_zero": zero.item(), "w_scale": scales, "w_zero": zeros}
+        return linear(x, packed, bias, **how)
+
+    operands = (a, *(a.recorder.whole(y) for y in (a_zero, a_scale)))
+    return own_call("linear", run, *operands, shape=(*a.shape[:-1], columns), dtype=np.dtype(np.float32))
 
 
 def own_call(name: str, function: Callable[..., Any], *operands: Any, shape: Any, dtype: Any) -> Any:

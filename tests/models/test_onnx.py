@@ -226,6 +226,29 @@ def test_element_wise_operators_keep_channels_last():
     assert [row.kind for row in session.report({"x": x}).rows] == ["conv", "rows"]
 
 
+@pytest.mark.parametrize("kind", [np.int8, np.uint8])
+def test_products_of_integers_take_scales_and_bias(kind):
+    from onnx.reference import ReferenceEvaluator
+
+    zero = kind(0 if kind is np.int8 else 120)
+    b = rng.integers(np.iinfo(kind).min, np.iinfo(kind).max + 1, (32, 12)).astype(kind)
+    arrays = {"b": b, "zb": zero, "sb": np.float32(0.02), "bias": rng.random(12, np.float32)}
+    nodes = [
+        ("DynamicQuantizeLinear", ["x"], ["q", "sx", "zx"]),
+        ("Mul", ["sx", "sb"], ["s"]),
+        ("MatMulInteger", ["q", "b", "zx", "zb"], ["i"]),
+        ("Cast", ["i"], ["f"], {"to": FLOAT}),
+        ("Mul", ["f", "s"], ["y"]),
+        ("Add", ["y", "bias"], ["z"]),
+    ]
+    made = model(nodes, [("x", FLOAT, [2, 5, 32])], [("z", FLOAT, [2, 5, 12])], arrays)
+    x = rng.standard_normal((2, 5, 32)).astype(np.float32)
+    session = portmm.onnx.load(made)
+    (want,) = ReferenceEvaluator(made).run(None, {"x": x})
+    np.testing.assert_allclose(session.run({"x": x})[0], want, rtol=1e-5, atol=1e-5)
+    assert [row.kind for row in session.report({"x": x}).rows] == ["numpy", "linear"]
+
+
 def test_a_transformer_s_layer_is_few_kernels(monkeypatch):
     monkeypatch.syspath_prepend(str(BENCH))
     import model_graphs
