@@ -1,0 +1,235 @@
+"""A decoder of Llama's architecture on portmm: prefill, a cache of keys and values, greedy and sampled decoding.
+
+    python examples/llama.py                         # random weights, one size after the other
+    python examples/llama.py --kind int4 --size 1b --tokens 32
+
+Weights are seeded random numbers, or those of a module of `transformers`, as `from_module` takes them. Each layer is a
+product for queries, keys and values, attention over the cache, and a gated MLP; norms and rotary positions are NumPy's.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+import portmm as pm
+
+KINDS = ("float32", "bfloat16", "int8", "int4")
+"""Of weights; activations are float32, and with int8 rounded to int8 by row."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """Sizes of a decoder."""
+
+    vocabulary: int = 2048
+    width: int = 256
+    layers: int = 4
+    heads: int = 8
+    key_heads: int = 2
+    inner: int = 704
+    base: float = 10000.0
+    epsilon: float = 1e-6
+
+    @property
+    def head(self) -> int:
+        """Elements of a head."""
+        return self.width // self.heads
+
+
+SIZES = {"tiny": Config(), "100m": Config(16384, 768, 12, 12, 4, 2048), "1b": Config(32000, 2048, 16, 32, 8, 8192)}
+
+
+class Product:
+    """A weight (inputs, outputs) of a kind, packed."""
+
+    def __init__(self, w: Any, kind: str) -> None:
+        self.kind, self.scales = kind, None
+        if kind == "int8":
+            self.scales = np.abs(w).max(0).astype(np.float32) / 127
+            codes = np.rint(w / np.maximum(self.scales, np.float32(1e-30))).astype(np.int8)
+            self.weight = pm.pack(codes, activations=np.int8)
+        elif kind == "int4":
+            self.weight = pm.pack(pm.quantize(w, bits=4, group=32))
+        else:
+            narrow = w.astype(_dtype(kind))
+            self.weight = pm.pack(narrow, activations=np.float32)
+
+    def __call__(self, x: Any) -> Any:
+        """Rows times the weight."""
+        if self.kind == "int8":
+            return pm.linear(x, self.weight, w_scale=self.scales, dynamic=True)
+        return pm.matmul(x, self.weight)
+
+
+def _dtype(kind: str) -> Any:
+    if kind == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(kind)
+
+
+@dataclass
+class Layer:
+    """The weights of a layer."""
+
+    norm: Any
+    qkv: Product
+    out: Product
+    inner_norm: Any
+    gate_up: Product
+    down: Product
+
+
+class Cache:
+    """Keys and values of the positions so far, for each layer (batch, heads of keys, positions, elements)."""
+
+    def __init__(self, config: Config, batch: int, most: int) -> None:
+        shape = (config.layers, batch, config.key_heads, most, config.head)
+        self.keys, self.values, self.filled = np.zeros(shape, np.float32), np.zeros(shape, np.float32), 0
+
+
+class Llama:
+    """A decoder."""
+
+    def __init__(self, config: Config, layers: list[Layer], embedding: Any, norm: Any, head: Product) -> None:
+        self.config, self.layers, self.embedding, self.norm, self.head = config, layers, embedding, norm, head
+
+    def logits(self, tokens: Any, cache: Cache) -> Any:
+        """The logits after the last of some more tokens (batch, tokens); their keys and values join the cache."""
+        c, start = self.config, cache.filled
+        end = start + tokens.shape[1]
+        x, turns = self.embedding[tokens], rotation(c, start, end)
+        for i, layer in enumerate(self.layers):
+            joined = layer.qkv(_normed(x, layer.norm, c.epsilon))
+            heads = joined.reshape(*tokens.shape, c.heads + 2 * c.key_heads, c.head).transpose(0, 2, 1, 3)
+            q, k, v = np.split(heads, (c.heads, c.heads + c.key_heads), 1)
+            cache.keys[i, :, :, start:end], cache.values[i, :, :, start:end] = rotated(k, turns), v
+            # The last query is at the last key.
+            y = pm.attention(rotated(q, turns), cache.keys[i, :, :, :end], cache.values[i, :, :, :end], causal=True)
+            x = x + layer.out(y.transpose(0, 2, 1, 3).reshape(x.shape))
+            x = x + layer.down(gated(layer.gate_up(_normed(x, layer.inner_norm, c.epsilon))))
+        cache.filled = end
+        return self.head(_normed(x[:, -1], self.norm, c.epsilon))
+
+    def generate(self, prompt: Any, count: int, *, temperature: float = 0.0, seed: int = 0) -> Any:
+        """The next tokens of prompts (batch, tokens): the likeliest ones, or samples at a temperature."""
+        cache, rng = Cache(self.config, len(prompt), prompt.shape[1] + count), np.random.default_rng(seed)
+        tokens, chosen = prompt, []
+        for _ in range(count):
+            scores = self.logits(tokens, cache)
+            if temperature:  # the largest of scores with Gumbel noise is a sample of their softmax
+                scores = scores / temperature + rng.gumbel(size=scores.shape)
+            tokens = scores.argmax(-1)[:, None]
+            chosen.append(tokens)
+        return np.concatenate(chosen, 1)
+
+
+def _normed(x: Any, weight: Any, epsilon: float) -> Any:
+    return x * (1 / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(epsilon))) * weight
+
+
+@pm.fuse
+def gated(joined: Any) -> Any:
+    """The product of the second half of columns and the SiLU of the first."""
+    half = joined.shape[-1] // 2
+    return pm.silu(joined[..., :half]) * joined[..., half:]
+
+
+def rotation(config: Config, start: int, end: int) -> tuple[Any, Any]:
+    """Cosines and sines of the angles of some positions."""
+    rates = 1 / config.base ** (np.arange(0, config.head, 2, dtype=np.float32) / np.float32(config.head))
+    angles = np.arange(start, end, dtype=np.float32)[:, None] * rates.astype(np.float32)
+    both = np.concatenate([angles, angles], 1)
+    return np.cos(both), np.sin(both)
+
+
+def rotated(x: Any, turns: tuple[Any, Any]) -> Any:
+    """Heads turned by the angles of their positions."""
+    first, second = np.split(x, 2, -1)
+    return x * turns[0] + np.concatenate([-second, first], -1) * turns[1]
+
+
+def random_weights(config: Config, seed: int = 0) -> dict[str, Any]:
+    """Seeded weights by the names of `transformers`, each (outputs, inputs)."""
+    rng, c = np.random.default_rng(seed), config
+    rows = {"q_proj": c.width, "k_proj": c.key_heads * c.head, "v_proj": c.key_heads * c.head, "o_proj": c.width}
+    shapes = {f"self_attn.{n}": (m, c.width) for n, m in rows.items()}
+    shapes |= {
+        "mlp.gate_proj": (c.inner, c.width),
+        "mlp.up_proj": (c.inner, c.width),
+        "mlp.down_proj": (c.width, c.inner),
+    }
+    names = {f"model.layers.{i}.{n}.weight": s for i in range(c.layers) for n, s in shapes.items()}
+    names |= {"model.embed_tokens.weight": (c.vocabulary, c.width), "lm_head.weight": (c.vocabulary, c.width)}
+    weights = {n: rng.standard_normal(s, np.float32) * np.float32(s[1] ** -0.5) for n, s in names.items()}
+    norms = [f"model.layers.{i}.{n}_layernorm.weight" for i in range(c.layers) for n in ("input", "post_attention")]
+    return weights | {n: np.ones(c.width, np.float32) for n in (*norms, "model.norm.weight")}
+
+
+def build(config: Config, weights: dict[str, Any], kind: str) -> Llama:
+    """A decoder of weights by the names of `transformers`, packed as a kind; the embedding stays float32."""
+    layers = []
+    for i in range(config.layers):
+
+        def joined(*names: str, at: str = f"model.layers.{i}.") -> Product:
+            return Product(np.concatenate([weights[f"{at}{n}.weight"] for n in names]).T, kind)
+
+        at = f"model.layers.{i}."
+        layers.append(
+            Layer(
+                weights[f"{at}input_layernorm.weight"],
+                joined("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"),
+                joined("self_attn.o_proj"),
+                weights[f"{at}post_attention_layernorm.weight"],
+                joined("mlp.gate_proj", "mlp.up_proj"),
+                joined("mlp.down_proj"),
+            )
+        )
+    head = Product(weights["lm_head.weight"].T, kind)
+    return Llama(config, layers, weights["model.embed_tokens.weight"], weights["model.norm.weight"], head)
+
+
+def from_module(module: Any, kind: str) -> Llama:
+    """A decoder of a `LlamaForCausalLM` of `transformers`."""
+    c = module.config
+    base = getattr(c, "rope_theta", None) or c.rope_parameters["rope_theta"]
+    config = Config(
+        c.vocab_size, c.hidden_size, c.num_hidden_layers, c.num_attention_heads, c.num_key_value_heads,
+        c.intermediate_size, base, c.rms_norm_eps,
+    )  # fmt: skip
+    return build(config, {n: x.detach().float().numpy() for n, x in module.state_dict().items()}, kind)
+
+
+def main() -> None:
+    """Print tokens per second of prefill and of decoding."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--size", choices=SIZES, default="tiny")
+    parser.add_argument("--kind", choices=KINDS, default="")
+    parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prompt", type=int, default=64)
+    parser.add_argument("--tokens", type=int, default=32)
+    parser.add_argument("--temperature", type=float, default=0.0)
+    options = parser.parse_args()
+    config = SIZES[options.size]
+    weights = random_weights(config)
+    prompt = np.random.default_rng(1).integers(0, config.vocabulary, (options.batch, options.prompt))
+    for kind in [options.kind] if options.kind else KINDS:
+        model = build(config, weights, kind)
+        model.generate(prompt, 4)  # kernels are compiled
+        start = time.perf_counter()
+        model.generate(prompt, 1)
+        first = time.perf_counter() - start
+        model.generate(prompt, options.tokens, temperature=options.temperature)
+        each = (time.perf_counter() - start - 2 * first) / max(options.tokens - 1, 1)
+        rates = f"prefill {options.batch * options.prompt / first:9.1f}, decoding {options.batch / each:8.1f} tokens/s"
+        print(f"{options.size} {kind:9} {rates}")
+
+
+if __name__ == "__main__":
+    main()

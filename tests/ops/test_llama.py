@@ -1,0 +1,59 @@
+"""The example of a decoder: its cache changes no token, and its tokens are those of the framework."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+
+import numpy as np
+import pytest
+from places import ROOT
+
+QUICKLY = True
+LOGITS = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.05, "int4": 0.35}
+
+
+@pytest.fixture
+def llama(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "examples")
+    return importlib.import_module("llama")
+
+
+def test_the_cache_changes_no_token(llama):
+    config = dataclasses.replace(llama.SIZES["tiny"], layers=2, vocabulary=64)
+    weights = llama.random_weights(config)
+    exact = llama.build(config, weights, "float32")
+    prompt = np.random.default_rng(2).integers(0, 64, (2, 7))
+    tokens = exact.generate(prompt, 5)
+    so_far = prompt
+    for i in range(5):
+        logits = exact.logits(so_far, llama.Cache(config, 2, so_far.shape[1]))
+        np.testing.assert_array_equal(logits.argmax(-1), tokens[:, i])
+        so_far = np.concatenate([so_far, tokens[:, i : i + 1]], 1)
+    for kind, bound in LOGITS.items():
+        got = llama.build(config, weights, kind).logits(so_far, llama.Cache(config, 2, 12))
+        want = exact.logits(so_far, llama.Cache(config, 2, 12))
+        assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
+    sampled = exact.generate(prompt, 5, temperature=2.0)
+    np.testing.assert_array_equal(sampled, exact.generate(prompt, 5, temperature=2.0))
+    assert (sampled != tokens).any()
+
+
+def test_tokens_are_those_of_transformers(llama):
+    torch = pytest.importorskip("torch", reason="PyTorch is not installed: tokens are not compared with its own")
+    transformers = pytest.importorskip(
+        "transformers", reason="transformers is not installed: no tokens to compare with"
+    )
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=96, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=160,
+    )  # fmt: skip
+    module = transformers.LlamaForCausalLM(config).eval()
+    prompt = torch.randint(0, 96, (2, 9))
+    with torch.no_grad():
+        so_far = prompt
+        for _ in range(12):
+            so_far = torch.cat([so_far, module(so_far).logits[:, -1].argmax(-1)[:, None]], 1)
+    tokens = llama.from_module(module, "float32").generate(prompt.numpy(), 12)
+    np.testing.assert_array_equal(tokens, so_far[:, 9:].numpy())
