@@ -100,7 +100,7 @@ def test_dependencies_are_those_that_are_imported():
     needed = {MODULES.get(name, name) for name in names}
     foreign = set(imported()) - set(sys.stdlib_module_names) - {"portmm"}
     assert needed <= foreign, "declared and never imported"
-    optional = {"cupy", "matplotlib", "ml_dtypes", "onnx", "onnxruntime", "pyopencl", "torch"}
+    optional = {"cupy", "matplotlib", "ml_dtypes", "onnx", "onnxoptimizer", "onnxruntime", "pyopencl", "torch"}
     optional |= {"openvino", "optuna", "scipy"}
     assert foreign - needed <= optional, "imported and not declared"
 
