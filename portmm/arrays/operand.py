@@ -1,6 +1,6 @@
 """Operands of calls: arrays as their libraries describe them.
 
-Owns `Operand`, its views, its spelling as an argument of a launch, the checks that all calls make on operands, and
+Owns `Operand`, its views, its address as an argument of a launch, the checks that all calls make on operands, and
 `Matrix`, an operand as kernels read it.
 """
 
@@ -162,24 +162,16 @@ def title_of(device: tuple[Hashable, ...]) -> str:
     return backend(str(device[0])).title_of(device)
 
 
-def argument(x: Operand) -> tuple[str, Any]:
-    """An argument of `launch` for an array, at its element zero.
+def address(x: Operand, offset: int = 0) -> Any:
+    """The address of element zero, advanced by some bytes, as a kernel takes it.
 
     Raises:
-        ValueError: its elements are not aligned to their size.
+        ValueError: elements are not aligned to their size.
     """
     size, at = BY_NAME[x.dtype].bytes, x.at
     if at % size:
         raise ValueError(f"an array of {x.dtype} begins {at % size} bytes past a multiple of {size}; copy it first")
-    return ("pointer", at if isinstance(x.pointer, int) else (x.pointer[0], at // size))
-
-
-def address(x: Operand, offset: int = 0) -> Any:
-    """The address of element zero, advanced by some bytes, as a kernel takes it."""
-    there = argument(x)[1]
-    if not offset:
-        return there
-    return there + offset if isinstance(there, int) else (there[0], there[1] + offset // BY_NAME[x.dtype].bytes)
+    return at + offset if isinstance(x.pointer, int) else (x.pointer[0], (at + offset) // size)
 
 
 @dataclass(frozen=True, slots=True)

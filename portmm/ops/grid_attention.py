@@ -66,7 +66,9 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     ready: KernelCall = user_function.ready(key, lambda traced: _prepare(call, options, traced), VALUES, 4)
     read = ready.captures.arrays(user_function.closure, q)
     if out is not None and operand.overlap(out, (*call.parts.values(), *read)):
-        return via_temporary(out, q, out.dtype, lambda to: attention((*operands[:3], to.source), options))
+        return via_temporary(
+            out, q, out.dtype, lambda to: attention((q, call.parts["k"], call.parts["v"], to), options)
+        )
     return ready.returned(ready.run(call.parts, q, out, user_function.closure, read, **call.numbers))
 
 

@@ -53,32 +53,22 @@ def adopted(a: Any, b: Any, out: Any = None, ends: Any = None) -> Product:
     """The operands of a product on a device.
 
     Raises:
-        TypeError: some of them are in the host's memory, or a type is not supported.
+        TypeError: some of them are in the host's memory, a type is not supported, or the ends of groups are not of s32.
         ValueError: they are on several devices, or their shapes do not match.
+        ScheduleError: there are too many rows in groups.
     """
     weight = b if weight_kind(b) is WeightKind.DEVICE_INT4 else None
     there = adopt_all({"a": a, "b": b if weight is None else weight.codes}, {"ends": ends, "out": out})
-    product = Product(there["a"], there["b"], there.get("out"), weight, there.get("ends"))
-    return product if ends is None else grouped(product)
-
-
-def grouped(x: Product) -> Product:
-    """The operands of groups, checked.
-
-    Raises:
-        TypeError: the ends of groups are not of s32.
-        ValueError: shapes do not match.
-        ScheduleError: there are too many rows.
-    """
-    a, b, ends = x.a.shape, x.b.shape, x.ends
-    assert ends is not None  # noqa: S101 - of groups
-    if ends.dtype != "s32":
-        raise TypeError(f"ends has elements of {ends.dtype}; they are int32: convert them")
-    if len(ends.shape) != 1 or (ends.shape[0] > 1 and operand.elements(ends)[0] != 1):
-        raise ValueError(f"ends has shape {ends.shape}, strides {ends.strides}; pass one dense row of integers")
-    _check_groups(a, b, ends.shape[0])
-    if a[0] + b[0] * TALLEST > MOST:
-        raise ScheduleError(f"{a[0]} rows in {b[0]} groups: kernels count in 32 bits; split a")
+    x = Product(there["a"], there["b"], there.get("out"), weight, there.get("ends"))
+    if x.ends is not None:
+        if x.ends.dtype != "s32":
+            raise TypeError(f"ends has elements of {x.ends.dtype}; they are int32: convert them")
+        if len(x.ends.shape) != 1 or (x.ends.shape[0] > 1 and operand.elements(x.ends)[0] != 1):
+            raise ValueError(f"ends has shape {x.ends.shape}, strides {x.ends.strides}; pass one dense row of integers")
+        rows, groups = x.a.shape, x.b.shape
+        _check_groups(rows, groups, x.ends.shape[0])
+        if rows[0] + groups[0] * TALLEST > MOST:
+            raise ScheduleError(f"{rows[0]} rows in {groups[0]} groups: kernels count in 32 bits; split a")
     return x
 
 

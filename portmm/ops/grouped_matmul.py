@@ -20,7 +20,7 @@ from portmm.ops import host_matmul, routes
 from portmm.ops.epilogues import VALUES
 from portmm.ops.fused_matmul import fit
 from portmm.ops.prepack import current, is_packed, items
-from portmm.ops.product_kernel import HostProduct
+from portmm.ops.product_kernel import HostProduct, operand_b
 from portmm.ops.rowwise import by_numpy
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import BY_NAME
@@ -137,7 +137,7 @@ def _groups(a: Any, b: Any, ends: Any) -> _Groups:
     """
     left = numpy_arrays.as_operand(a, "a", matrix=False)
     if isinstance(b, (list, tuple)):
-        weights = [_weight(x) for x in b]
+        weights = [operand_b(x) for x in b]
     elif hasattr(b, "family"):
         weights = items(current(b)) if is_packed(b) and len(b.shape) == 3 else []
     else:
@@ -153,15 +153,6 @@ def _groups(a: Any, b: Any, ends: Any) -> _Groups:
             f"cannot multiply {left.shape} by {shape_of_b}: a has {left.shape[1]} columns, b has {shape[0]} rows"
         )
     return _Groups(left, weights, _ends(ends, len(weights), left.shape[0]))
-
-
-def _weight(x: Any) -> Any:
-    """The matrix of a group."""
-    if type(x).__name__ == "Quantized":
-        from portmm.ops.int4_panels import pack_int4
-
-        return pack_int4(x)
-    return current(x) if hasattr(x, "family") else numpy_arrays.as_operand(x, "b")
 
 
 def _ends(ends: Any, groups: int, rows: int) -> list[int]:

@@ -109,19 +109,13 @@ def numpy_plan(a: np.ndarray[Any, Any], b: Any, out: Any) -> Any:
     """A plan that NumPy executes."""
     from portmm.runtime.cffi_records import PlainPlan
 
-    unpacked = unpack(b) if is_packed(b) else None
-    right = b if unpacked is None else unpacked
+    right = unpack(b) if is_packed(b) else b
     types = numpy_arrays.types_of(a.dtype, right.dtype, None if out is None else out.dtype)
     register_types(types)
-    result = (
-        np.empty(numpy_arrays.shape_of(a.shape, right.shape), types[2])
-        if out is None
-        else numpy_arrays.check_out(out, numpy_arrays.shape_of(a.shape, b.shape), types[2])
-    )
+    shape = numpy_arrays.shape_of(a.shape, right.shape)
+    result = np.empty(shape, types[2]) if out is None else numpy_arrays.check_out(out, shape, types[2])
     forms = ((a.shape, a.strides), fixed(b) if is_packed(b) else (b.shape, b.strides), (result.shape, result.strides))
-    return PlainPlan(
-        numpy_arrays.word(types), forms, lambda x, y: product_by_numpy(x, y if unpacked is None else unpacked)
-    )
+    return PlainPlan(numpy_arrays.word(types), forms, lambda x, y: product_by_numpy(x, right if is_packed(b) else y))
 
 
 HEAD_START = 0.015
@@ -348,10 +342,10 @@ def _product(a: Any, b: Any, out: Any) -> Any:
 
 def _by_quantized(a: Any, b: Any, out: Any) -> Any:
     """A product with a quantized weight, prepacked now if it is not yet."""
-    from portmm.ops.int4_panels import PackedInt4, pack_int4
+    from portmm.ops.product_kernel import operand_b
     from portmm.ops.quantized_kernel import int4_product
 
-    return int4_product(a, b if isinstance(b, PackedInt4) else pack_int4(b), out, product)
+    return int4_product(a, operand_b(b), out, product)
 
 
 def _usable(out: np.ndarray[Any, Any], types: numpy_arrays.DTypes, left: Any, right: Any) -> bool:

@@ -253,9 +253,9 @@ def _on_device(
         ValueError: shapes do not match, or `out_scale` is passed with an epilogue.
     """
     from portmm.arrays import interop
+    from portmm.ops import grid_product
     from portmm.ops.epilogues import NAMES
     from portmm.ops.grid_rows import over_rows
-    from portmm.ops.matmul import matmul
     from portmm.spec.elementwise import quantize_rows
 
     there = interop.adopt_all({"x": x, "w": w})
@@ -284,7 +284,7 @@ def _on_device(
     if requantize and dtype is None:
         dtype = np.int8 if left.dtype == "s8" else np.uint8
     step = _epilogue(bias, options, dtype, epilogue)
-    return matmul(left.source, w, out, dtype=None if requantize else dtype, epilogue=step)
+    return grid_product.product(left, weight, out, dtype=None if requantize else dtype, epilogue=step)
 
 
 def _scalar(name: str, value: Any) -> Any:

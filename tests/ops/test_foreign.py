@@ -14,7 +14,7 @@ from opencl_cpu import opencl_device
 
 from portmm.arrays import operand
 from portmm.arrays.interop import adopt, empty_like
-from portmm.arrays.operand import argument, same_device
+from portmm.arrays.operand import address, same_device
 from portmm.errors import NoDeviceError
 from portmm.runtime import opencl
 
@@ -90,7 +90,7 @@ def test_cupy(cupy):
     assert found.source is x
     assert (found.language, found.device, found.pointer, found.queue) == ("cuda", ("cuda", 1), 4096, 55)
     assert (found.shape, found.strides, found.dtype, found.readonly) == ((3, 4), (-16, 4), "f32", False)
-    assert argument(found) == ("pointer", 4096)
+    assert address(found) == 4096
 
 
 TYPES = [
@@ -270,7 +270,7 @@ def test_slices_of_pyopencl(cl, queue):
     found = adopt(view)
     assert found.pointer == (x.base_data, 84)
     assert (found.shape, found.strides) == ((4, 3), (40, 12))
-    assert argument(found) == ("pointer", (x.base_data, 21))
+    assert address(found) == (x.base_data, 21)
     assert adopt(x.T).strides == (4, 40)
     assert adopt(x[::-1]).pointer == (x.base_data, 200)
     assert adopt(x[::-1]).strides == (-40, 4)
@@ -345,7 +345,13 @@ __kernel void copy(__global const float *a, long ao, __global float *b, long bo,
     out = empty_like(x, x.shape, x.dtype)
     made = out.source
     row, col = (s // 4 for s in x.strides)
-    opencl.launch(kernel, x.shape, (1, 1), [argument(x), argument(out), ("long", row), ("long", col)], out.queue)
+    opencl.launch(
+        kernel,
+        x.shape,
+        (1, 1),
+        [("pointer", address(x)), ("pointer", address(out)), ("long", row), ("long", col)],
+        out.queue,
+    )
     assert np.array_equal(made.get(), host[::-2, 1::3])
 
 
@@ -370,9 +376,9 @@ def test_one_device(cl, queue, torch):
 def test_elements_that_are_not_aligned(cl, queue, cupy):
     buffer = cl.Buffer(queue.context, cl.mem_flags.READ_WRITE, 64)
     with pytest.raises(ValueError, match="begins 2 bytes past a multiple of 4"):
-        argument(adopt(cl.array.Array(queue, (4,), np.float32, data=buffer, offset=6)))
+        address(adopt(cl.array.Array(queue, (4,), np.float32, data=buffer, offset=6)))
     with pytest.raises(ValueError, match="begins 1 bytes past a multiple of 4"):
-        argument(adopt(ndarray((4,), "f4", at=4097)))
+        address(adopt(ndarray((4,), "f4", at=4097)))
     assert not cupy.log
 
 
