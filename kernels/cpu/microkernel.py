@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 
 FEW_ROWS, FEW_STEPS, MOST_STEPS, LEAST_STEPS = 4, 16, 8, 2
 """Steps of k of a full tile of a sweep that are written out: many of few rows, each of which has an address in each
-step, in blocks of few, which are of a B that comes from afar; few of more rows (Zen 5: up to a fifth faster)."""
+step, in blocks of few, which are of a B that comes from afar; as many as those for one row in deeper blocks; few of more
+rows (Zen 5: up to a fifth faster, one row up to a half)."""
 WIDE = 4
 """Vectors across a sweep, for each of its rows, from which a narrow first tile is worth its time: a chain waits there
 for the latency of each step."""
@@ -147,9 +148,7 @@ def sweep(atom: Atom, s: Shape, kc: int) -> Function:
     """
     edge = micro_kernel(atom, replace(s, partial=True))
     whole_tile = replace(s, ragged=False, inline=True, unroll=1)
-    few = s.rows <= FEW_ROWS
-    # With prefetches, of as many addresses more, compilers do it better.
-    written = 1 if s.prefetch or (few and kc > FEW_STEPS) else min(kc, MOST_STEPS if few else LEAST_STEPS)
+    written = _written(s, kc)
     steps = replace(whole_tile, written=written, unroll=1 if written > 1 else min(kc, MOST_STEPS))
     full = replace(micro_kernel(atom, steps), name=f"{edge.name}_full")
     short = replace(micro_kernel(atom, whole_tile), name=f"{edge.name}_short")
@@ -173,6 +172,14 @@ def sweep(atom: Atom, s: Shape, kc: int) -> Function:
     )
     name, comment = f"sweep_{s.rows}x{kc}", f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][columns]"
     return Function(name, "inner", edge.params, body, comment)
+
+
+def _written(s: Shape, kc: int) -> int:
+    """Steps of k of a full tile that are written out; 1 where compilers do it better: with prefetches, for example."""
+    deep, few = kc > FEW_STEPS, s.rows <= FEW_ROWS
+    if s.prefetch or (deep and few and s.rows > 1):
+        return 1
+    return min(kc, FEW_STEPS if deep and few else MOST_STEPS if few else LEAST_STEPS)
 
 
 def _peels(atom: Atom, s: Shape) -> bool:
