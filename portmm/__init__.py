@@ -25,11 +25,13 @@ from portmm.version import VERSION
 if TYPE_CHECKING:
     from portmm.comparison import compare
     from portmm.dispatch.cpu_kernels import forget
+    from portmm.explanation.convolution import explain_conv
     from portmm.explanation.cpu import Explanation, explain
     from portmm.fusion.fuse import fuse
     from portmm.ops.attention import attention
     from portmm.ops.bundles import use_bundle
     from portmm.ops.convolution import conv
+    from portmm.ops.convolution_gradients import conv_filter_gradient, conv_input_gradient, conv_transpose
     from portmm.ops.convolution_weights import pack_conv
     from portmm.ops.grouped_matmul import grouped_matmul
     from portmm.ops.launch import launch
@@ -99,6 +101,9 @@ __all__ = [
     "compare",
     "config",
     "conv",
+    "conv_filter_gradient",
+    "conv_input_gradient",
+    "conv_transpose",
     "dequantize",
     "dequantize_gguf",
     "dropout",
@@ -106,6 +111,7 @@ __all__ = [
     "erf",
     "exp",
     "explain",
+    "explain_conv",
     "expm1",
     "fast_gelu",
     "forget",
@@ -165,6 +171,8 @@ _LAZY = {
     "attention": "ops.attention",
     "compare": "comparison",
     "conv": "ops.convolution",
+    "explain_conv": "explanation.convolution",
+    **dict.fromkeys(("conv_filter_gradient", "conv_input_gradient", "conv_transpose"), "ops.convolution_gradients"),
     "pack_conv": "ops.convolution_weights",
     **dict.fromkeys(("Explanation", "explain"), "explanation.cpu"),
     **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "weights.quantized"),

@@ -46,6 +46,7 @@ class Blocks:
         atom: its multiply-add, with the loads and stores around it.
         view: layout (m, k) of an A that is packed from more than an array with strides, as windows of a convolution.
         view_b: layout (k, n) of such a B.
+        padding: value of elements of these that are in padding, an integer.
     """
 
     s: Schedule
@@ -53,6 +54,7 @@ class Blocks:
     atom: Atom
     view: Layout | None = None
     view_b: Layout | None = None
+    padding: int = 0
 
     @property
     def move_atom(self) -> Atom:

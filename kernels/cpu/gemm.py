@@ -62,9 +62,11 @@ if TYPE_CHECKING:
 
 def build(  # noqa: PLR0917 - views are of few kernels
     s: Schedule, isa: Isa, atom: Atom, loops: type[Gemm] | None = None, view: Layout | None = None,
-    view_b: Layout | None = None,
+    view_b: Layout | None = None, padding: int = 0,
 ) -> Kernel:  # fmt: skip
     """Kernel that computes C = A . B by schedule `s`, in the loops of `Gemm` or of a subclass; of views of A or B.
+
+    Elements of a view that are in padding are `padding`.
 
     Raises:
         ScheduleError: the schedule does not pack the operand of a view.
@@ -72,7 +74,7 @@ def build(  # noqa: PLR0917 - views are of few kernels
     for name, x, plan in (("A", view, s.a), ("B", view_b, s.b)):
         if x and not plan.packed:
             raise ScheduleError(f"{name} is a view, which only packing reads; {s.name(atom)} does not pack it")
-    g = (loops or Gemm)(s, isa, atom, view, view_b)
+    g = (loops or Gemm)(s, isa, atom, view, view_b, padding)
     entry = Function("entry", "entry", (), g.entry(), "All products of the batch")
     constants: tuple[tuple[str, int], ...] = ()
     if s.static:
@@ -199,7 +201,7 @@ class Gemm(Operands):
         types = (s.types[0], self.atom.left)
         end: tuple[Index, ...] = ()
         if self.view:
-            viewed = Viewed("a", self.view, *types, s.mr)
+            viewed = Viewed("a", self.view, *types, s.mr, self.padding)
             pack, end = viewed.pack(self.isa, self.move_atom), (M,) if viewed.open_ended else ()
         else:
             pack = pack_a(self.isa, self.move_atom, s.mr, s.a.layout, *types)

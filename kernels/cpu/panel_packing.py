@@ -145,7 +145,7 @@ def pack_panels(g: Operands, end: Index) -> tuple[Stmt, ...]:
 
     panels = LetPtr("panels", base, atom.right)
     if g.view_b:
-        pack = Viewed("b", g.view_b.permute(1, 0), s.types[1], atom.right, s.nr).pack(g.isa, atom)
+        pack = Viewed("b", g.view_b.permute(1, 0), s.types[1], atom.right, s.nr, g.padding).pack(g.isa, atom)
         filled = (g.filled(row, depth),) if s.atom.kr > 1 else ()
         call = Call(
             pack, (depth, *filled, g.operand("b", const(0)), Q * s.nr + g.slab_first, row * s.atom.kr, place(Q))

@@ -82,8 +82,12 @@ def lower(s: Schedule, isa: Isa) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, str(s), f"portmm emit --schedule {quote(spell(s))}"))
 
 
-def lower_view(s: Schedule, isa: Isa, view: Layout | None = None, view_b: Layout | None = None) -> Kernel:
+def lower_view(
+    s: Schedule, isa: Isa, view: Layout | None = None, view_b: Layout | None = None, padding: int = 0
+) -> Kernel:
     """The kernel of a schedule that packs A or B from a view of memory, as the windows of a convolution.
+
+    Elements in padding are `padding`, a number of the operand's type.
 
     Raises:
         ScheduleError: the program is unknown, does not read such a view, or the ISA lacks the type.
@@ -91,7 +95,8 @@ def lower_view(s: Schedule, isa: Isa, view: Layout | None = None, view_b: Layout
     _check(s, device=False)
     builder, atom = _builder(PROGRAMS[s.program].builder), atom_of(isa, s.dtype, s.atom.lanes)
     views = {name: x for name, x in (("view", view), ("view_b", view_b)) if x is not None}
-    kernel: Kernel = builder.build(s, isa, atom, **views)
+    fill = {"padding": padding} if padding else {}
+    kernel: Kernel = builder.build(s, isa, atom, **views, **fill)
     forms = (f"{name[5:].upper() or 'A'} at {x.form}" for name, x in views.items())
     return replace(kernel, header=_header(kernel.name, isa, f"{s}, {', '.join(forms)}", f"portmm.conv on {isa.title}"))
 

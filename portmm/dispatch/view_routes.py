@@ -37,10 +37,12 @@ class Views(NamedTuple):
     Attributes:
         a: layout (m, k) of A, or None.
         b: layout (k, n) of B, or None.
+        padding: value of elements in padding, an integer.
     """
 
     a: Layout | None = None
     b: Layout | None = None
+    padding: int = 0
 
 
 def direct_route(p: Problem, x: Convolution, strides: tuple[int, ...], target: Target, threads: int) -> Any:
@@ -111,7 +113,7 @@ def schedule_of(p: Problem, views: Views, target: Target, threads: int) -> tuple
 
 def _packs(s: Schedule, views: Views) -> bool:
     """Whether a schedule packs the operands that are views."""
-    programs = ("gemm",) if views.b is not None else ("gemm", "tiles")
+    programs = ("gemm",) if views.b is not None or views.padding else ("gemm", "tiles")
     if s.program not in programs or s.atom.swap or s.static:
         return False
     return (views.a is None or s.a.packed) and (views.b is None or s.b.packed)

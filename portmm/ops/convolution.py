@@ -13,7 +13,7 @@ import numpy as np
 from portmm.arrays import libraries, numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import ConvolutionError
-from portmm.ops.convolution_call import Repeated, convolved, prologue, readable
+from portmm.ops.convolution_call import Repeated, channels_first, convolved, prologue, readable
 from portmm.ops.convolution_options import Options, hashable, sizes
 from portmm.ops.convolution_weights import PackedConv, pack_conv, unpack_conv
 from portmm.util.memo import Memory
@@ -37,6 +37,7 @@ def conv(
     dilation: int | Sequence[int] = 1,
     groups: int = 1,
     layout: str = "NHWC",
+    padding_value: int = 0,
     dtype: Any = None,
     epilogue: Callable[..., Any] | None = None,
     prologue_a: Callable[..., Any] | None = None,
@@ -55,6 +56,7 @@ def conv(
         dilation: distance of the taps of a filter.
         groups: of channels, each convolved by itself.
         layout: "NHWC" or "NCHW", or those of one or three dimensions: "NWC", "NCW", "NDHWC", "NCDHW".
+        padding_value: in the place of zeros: the zero point of int8 or uint8 images.
         dtype: type of the result, as in `matmul`.
         epilogue: a function (acc, i) of the sums, as in `matmul`: i.b is the image, i.m the pixel of the result and
             i.n its channel, in any layout. Arrays without indices are broadcast to (image, pixel, channel), or
@@ -71,13 +73,9 @@ def conv(
     """
     key = None
     if epilogue is None is prologue_a and type(x) is np.ndarray and type(w) is PackedConv:
-        options = Options(stride, padding, dilation, groups, layout)
+        options = Options(stride, padding, dilation, groups, layout, padding_value)
         key = (x.shape, x.strides, x.dtype, x.flags.aligned, w.kind, options, dtype, config.current(), config.limit())
-        try:
-            repeated = _repeated.get(key)
-        except TypeError:  # a list
-            key = repeated = None
-        if repeated is not None and (result := repeated(x, w, out)) is not None:
+        if (result := _again(key, x, w, out)) is not None:
             return result
     if where := libraries.place_of(x, w, out):
         if where != "tensors":
@@ -85,18 +83,46 @@ def conv(
         from portmm.arrays.interop import through
 
         more = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "layout": layout}
-        return through(conv, x, w, out, **more, dtype=dtype, epilogue=epilogue, prologue_a=prologue_a)
+        more |= {"padding_value": padding_value, "dtype": dtype}
+        return through(conv, x, w, out, **more, epilogue=epilogue, prologue_a=prologue_a)
     images = numpy_arrays.as_operand(x, "x", matrix=False)
     packed = isinstance(w, PackedConv)
     groups = w.groups if packed and groups == 1 else groups
-    options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout)
+    options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout, hashable(padding_value))
     about = (images.shape, tuple(w.shape), options)
     size = _sizes.get(about) or _sizes.keep(about, sizes(*about))
+    if padding_value and not _holds(images.dtype, padding_value):
+        raise ConvolutionError(f"padding_value is {padding_value}, which images of {images.dtype} do not have")
     if not packed or (w.layout, w.groups) != (layout, groups):
         w = pack_conv(unpack_conv(w) if packed else w, groups=groups, layout=layout, activations=images.dtype)
+    if images.dtype == np.uint8 and not w.channels_last:  # no unit multiplies signed filters by unsigned images
+        more = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": dtype}
+        more |= {"padding_value": padding_value, "epilogue": epilogue, "prologue_a": prologue_a}
+        swapped = conv(np.moveaxis(images, 1, -1), unpack_conv(w), layout=layout.replace("C", "") + "C", **more)
+        return channels_first(swapped, out)
     if prologue_a is not None:
         images = prologue(prologue_a, images, last=w.channels_last)
     result = convolved(readable(images, w), w, size, (out, None if dtype is None else np.dtype(dtype)), epilogue)
-    if key is not None and (ready := Repeated.of(images, w, size, dtype)) is not None:
+    if key is not None and _is_hashable(key) and (ready := Repeated.of(images, w, size, dtype)) is not None:
         _repeated.keep(key, ready)
     return result
+
+
+def _holds(dtype: np.dtype[Any], value: int) -> bool:
+    """Whether a type of integers has a value."""
+    return dtype.kind in "iu" and bool(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
+
+
+def _again(key: tuple[Any, ...], x: np.ndarray[Any, Any], w: PackedConv, out: Any) -> Any:
+    """The result of a call of a kind that was remembered; None for others."""
+    repeated = _repeated.get(key) if _is_hashable(key) else None
+    return None if repeated is None else repeated(x, w, out)
+
+
+def _is_hashable(key: tuple[Any, ...]) -> bool:
+    """Whether no option is a list."""
+    try:
+        hash(key)
+    except TypeError:
+        return False
+    return True

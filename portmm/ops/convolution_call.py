@@ -213,6 +213,14 @@ def _copied(result: Any, out: Array) -> Any:
     return (out, *rest) if several else out
 
 
+def channels_first(result: Any, out: Any) -> Any:
+    """Results with channels last, copied to the other layout."""
+    several = isinstance(result, tuple)
+    each = [np.ascontiguousarray(np.moveaxis(x, -1, 1)) for x in (result if several else (result,))]
+    whole = tuple(each) if several else each[0]
+    return whole if out is None else _copied(whole, out)
+
+
 def _user_shape(call: HostConvolution) -> tuple[int, ...]:
     """The shape of a result in the layout of the images."""
     images, *rest = call.shape
@@ -276,7 +284,8 @@ def _by_numpy(call: HostConvolution, epilogue: Any) -> tuple[Sequence[Array], bo
         view = windows(size, [int(s) for s in dense]).bind(images=call.images)
         for group in range(size.groups):
             inputs, outputs = (slice(group * n, (group + 1) * n) for n in (size.channels, size.outputs))
-            matrix = view.gather(np.ascontiguousarray(x[..., inputs])).astype(acc)
+            inside = x[..., inputs].astype(acc) - acc.type(size.padding)
+            matrix = view.gather(inside) + acc.type(size.padding)
             rows = np.moveaxis(filters[outputs], 1, -1).reshape(size.outputs, size.depth)
             sums[:, outputs] = matrix @ rows.T.astype(acc)
     product = sums.reshape(call.images, size.pixels, size.groups * size.outputs)

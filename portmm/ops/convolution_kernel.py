@@ -278,7 +278,8 @@ class HostConvolution:
             return route, strides
         if plain:
             return routes.route(p), strides
-        views = Views(a=windows(size, own)) if self.last else Views(b=planes(size, own[1:]))
+        views = Views(a=windows(size, own), padding=size.padding)
+        views = views if self.last else Views(b=planes(size, own[1:]), padding=size.padding)
         return view_route(p, views, target, threads), strides
 
     def _in_rows(self) -> bool:

@@ -24,6 +24,7 @@ class Options(NamedTuple):
         dilation: distance of the taps of a filter.
         groups: of channels.
         layout: of the images.
+        padding_value: of integer images.
     """
 
     stride: Any
@@ -31,6 +32,7 @@ class Options(NamedTuple):
     dilation: Any
     groups: int
     layout: str
+    padding_value: int = 0
 
 
 def layout_of(layout: str) -> tuple[int, bool]:
@@ -78,7 +80,10 @@ def sizes(x: tuple[int, ...], w: tuple[int, ...], options: Options) -> Convoluti
     stride, dilation = _each("stride", options.stride, count), _each("dilation", options.dilation, count)
     pads = _padding(options.padding, count) or _same(spatial, kernel, stride, dilation)
     before, after = (tuple(p[i] for p in pads) for i in range(2))
-    size = Convolution(groups, each, outputs // groups, spatial, kernel, stride, dilation, before, after)
+    if not isinstance(options.padding_value, int):
+        raise ConvolutionError(f"padding_value is {options.padding_value!r}; pass an integer")
+    value = options.padding_value
+    size = Convolution(groups, each, outputs // groups, spatial, kernel, stride, dilation, before, after, value)
     for n, b, a, reach in zip(spatial, before, after, size.reach, strict=True):
         if n + b + a < reach:
             raise ConvolutionError(f"a window of {reach} does not fit {n} elements with padding {b} and {a}")

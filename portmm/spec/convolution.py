@@ -34,6 +34,7 @@ class Convolution:
         dilation: distance of taps.
         before: zeros before the first element, along each dimension.
         after: zeros after the last.
+        padding: value of padding, if not zero: the zero point of integers.
         out: extents of a result; 0 where no window fits.
         pixels: elements of a channel of a result.
     """
@@ -48,6 +49,7 @@ class Convolution:
     before: tuple[int, ...]
     after: tuple[int, ...]
 
+    padding: int = 0
     out: tuple[int, ...] = field(init=False)
     pixels: int = field(init=False)
 

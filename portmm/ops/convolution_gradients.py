@@ -1,0 +1,252 @@
+"""Transposed convolution, and the gradients of a convolution.
+
+Owns `conv_transpose`, `conv_input_gradient` and `conv_filter_gradient`. With a stride, results of one phase, every
+stride-th pixel, are a convolution by every stride-th tap: no zeros are multiplied. The gradient in filters is a product
+whose B is the view of the windows.
+"""
+
+from __future__ import annotations
+
+import itertools
+from math import gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from portmm.arrays import numpy_arrays
+from portmm.arrays.numpy_fallback import fall_back
+from portmm.dispatch import config
+from portmm.dispatch.view_routes import Views, view_route
+from portmm.errors import BuildError, ConvolutionError
+from portmm.ops import host_matmul
+from portmm.ops.convolution import conv
+from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
+from portmm.runtime.cpu import runtime
+from portmm.spec.convolution import windows
+from portmm.spec.dtype import spell
+from portmm.spec.problem import Problem
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+Array = np.ndarray[Any, Any]
+
+
+def conv_transpose(
+    x: Any,
+    w: Any,
+    *,
+    stride: int | Sequence[int] = 1,
+    padding: Any = 0,
+    dilation: int | Sequence[int] = 1,
+    groups: int = 1,
+    layout: str = "NHWC",
+    output_padding: int | Sequence[int] = 0,
+) -> Any:
+    """Transposed convolution, as in PyTorch and ONNX: the gradient of `conv` in its images.
+
+    Args:
+        x: images in `layout`, float32 or another type of `conv`.
+        w: filters (channels, outputs of a group, *kernel).
+        stride: pixels of the result between those of the images.
+        padding: pixels that are cut off: a number, one for each dimension, or a pair (before, after) for each.
+        dilation: distance of the taps of a filter.
+        groups: of channels.
+        layout: as in `conv`.
+        output_padding: pixels that are added at the end of each dimension.
+
+    Returns:
+        The result in `layout`.
+
+    Raises:
+        ConvolutionError: shapes or options do not fit together.
+    """
+    images, filters = (numpy_arrays.as_operand(y, name, matrix=False) for y, name in ((x, "x"), (w, "w")))
+    count, last = layout_of(layout)
+    if images.ndim != count + 2 or filters.ndim != count + 2:
+        raise ConvolutionError(f"x has shape {images.shape} and w {filters.shape}; both have {count + 2} dimensions")
+    spatial = images.shape[1:-1] if last else images.shape[2:]
+    steps, gaps, more = (
+        _each(name, y, count)
+        for name, y in (("stride", stride), ("dilation", dilation), ("output_padding", output_padding))
+    )
+    pads = [(y, y) if isinstance(y, int) else y for y in _each("padding", padding, count)]
+    out = [
+        (n - 1) * s - sum(p) + (k - 1) * d + 1 + e
+        for n, s, p, k, d, e in zip(spatial, steps, pads, filters.shape[2:], gaps, more, strict=True)
+    ]
+    return _transposed(images, filters, (steps, [p[0] for p in pads], gaps), out, groups, layout)
+
+
+def conv_input_gradient(
+    dy: Any, w: Any, spatial: Sequence[int], *, stride: int | Sequence[int] = 1, padding: Any = 0,
+    dilation: int | Sequence[int] = 1, groups: int = 1, layout: str = "NHWC",
+) -> Any:  # fmt: skip
+    """The gradient of a convolution in its images.
+
+    Args:
+        dy: the gradient in its result.
+        w: its filters (outputs, channels of a group, *kernel).
+        spatial: extents of its images.
+        stride: as in `conv`, like the options that follow.
+        padding: numbers or pairs.
+        dilation: of taps.
+        groups: of channels.
+        layout: of images and results.
+
+    Raises:
+        ConvolutionError: shapes or options do not fit together.
+    """
+    gradient, filters = (numpy_arrays.as_operand(y, name, matrix=False) for y, name in ((dy, "dy"), (w, "w")))
+    count, _ = layout_of(layout)
+    steps, gaps = (_each(name, y, count) for name, y in (("stride", stride), ("dilation", dilation)))
+    before = [y if isinstance(y, int) else y[0] for y in _each("padding", padding, count)]
+    return _transposed(gradient, filters, (steps, before, gaps), list(spatial), groups, layout)
+
+
+def _each(name: str, x: Any, count: int) -> tuple[Any, ...]:
+    """An option for each dimension.
+
+    Raises:
+        ConvolutionError: there are others than so many.
+    """
+    value = hashable(x)
+    values = (value,) * count if isinstance(value, int) else value
+    if len(values) != count or isinstance(values, str):
+        raise ConvolutionError(f"{name} is {x!r}; pass an integer, or {count} of them")
+    return tuple(values)
+
+
+class _Phase(NamedTuple):
+    """Pixels of the result along a dimension that are a stride apart, as a convolution.
+
+    Attributes:
+        first: the first of them.
+        pixels: their number.
+        taps: taps of the filter, in the order in which they meet the pixels of an image.
+        dilation: of these in an image.
+        begin: pixel of the image that the first tap meets first; it may be in padding.
+    """
+
+    first: int
+    pixels: int
+    taps: list[int]
+    dilation: int
+    begin: int
+
+
+def _phases(out: int, kernel: int, stride: int, before: int, dilation: int) -> list[_Phase]:
+    """The phases along a dimension: result o is the sum over taps t of the pixel (o + before - t dilation) / stride."""
+    phases = []
+    for first in range(min(stride, out)):
+        taps = [t for t in range(kernel) if (first + before - t * dilation) % stride == 0][::-1]
+        begin = (first + before - taps[0] * dilation) // stride if taps else 0
+        phases.append(_Phase(first, -(-(out - first) // stride), taps, dilation // gcd(stride, dilation), begin))
+    return phases
+
+
+def _transposed(  # noqa: PLR0917 - operands and options
+    x: Array, w: Array, how: tuple[Any, Any, Any], out: list[int], groups: int, layout: str
+) -> Any:
+    """The sum over taps that reach each pixel of the result, phase by phase.
+
+    Raises:
+        ConvolutionError: channels are not in groups, or a result has no pixels.
+    """
+    last = layout_of(layout)[1]
+    channels = x.shape[-1] if last else x.shape[1]
+    if groups < 1 or channels % groups or w.shape[0] != channels or min(out, default=1) < 1:
+        raise ConvolutionError(
+            f"x {x.shape} has {channels} channels, w {w.shape} is (channels, outputs of a group, *kernel), in {groups} "
+            f"groups; the result has {out} pixels: each is at least 1"
+        )
+    each, outputs = channels // groups, w.shape[1]
+    swapped = (
+        w.reshape(groups, each, outputs, *w.shape[2:]).swapaxes(1, 2).reshape(groups * outputs, each, *w.shape[2:])
+    )
+    shape = (len(x), *out, groups * outputs) if last else (len(x), groups * outputs, *out)
+    axes = range(1, 1 + len(out)) if last else range(2, 2 + len(out))
+    whole = all(s == 1 for s in how[0])
+    result = np.zeros(shape, x.dtype.newbyteorder("="))
+    phases = [_phases(*y) for y in zip(out, w.shape[2:], *how, strict=True)]
+    for phase in itertools.product(*phases):
+        cut, pads = _cut(x, axes, phase)
+        if not cut.size or not all(y.taps for y in phase):
+            continue
+        filters: Any = swapped
+        for axis, y in enumerate(phase, 2):
+            filters = filters.take(y.taps, axis)
+        gaps = tuple(y.dilation for y in phase)
+        part = conv(cut, filters, padding=pads, dilation=gaps, groups=groups, layout=layout)
+        if whole:
+            return part
+        at = tuple(slice(y.first, None, s) for y, s in zip(phase, how[0], strict=True))
+        result[(slice(None), *at) if last else (slice(None), slice(None), *at)] = part
+    return result
+
+
+def _cut(x: Array, axes: Sequence[int], phase: Sequence[_Phase]) -> tuple[Array, tuple[tuple[int, int], ...]]:
+    """The pixels of images that windows of a phase reach, and the padding around them."""
+    pads = []
+    for axis, y in zip(axes, phase, strict=True):
+        end = y.begin + max(0, len(y.taps) - 1) * y.dilation + y.pixels
+        n = x.shape[axis]
+        first, last = min(max(0, y.begin), n), max(0, min(n, end))
+        x = x[(slice(None),) * axis + (slice(first, max(first, last)),)]
+        pads.append((max(0, -y.begin), max(0, end - n)))
+    return x, tuple(pads)
+
+
+def conv_filter_gradient(
+    x: Any, dy: Any, kernel: Sequence[int], *, stride: int | Sequence[int] = 1, padding: Any = 0,
+    dilation: int | Sequence[int] = 1, groups: int = 1, layout: str = "NHWC",
+) -> Any:  # fmt: skip
+    """The gradient of a convolution in its filters, (outputs, channels of a group, *kernel).
+
+    Args:
+        x: its images, float32 or float64.
+        dy: the gradient in its result.
+        kernel: extents of a filter.
+        stride: as in `conv`, like the options that follow.
+        padding: numbers, pairs, or "same".
+        dilation: of taps.
+        groups: of channels.
+        layout: of images and results.
+
+    Raises:
+        ConvolutionError: shapes or options do not fit together.
+    """
+    images, gradient = (numpy_arrays.as_operand(y, name, matrix=False) for y, name in ((x, "x"), (dy, "dy")))
+    last = layout_of(layout)[1]
+    if not last:
+        images, gradient = np.moveaxis(images, 1, -1), np.moveaxis(gradient, 1, -1)
+    outputs, channels = gradient.shape[-1], images.shape[-1]
+    options = Options(
+        hashable(stride), hashable(padding), hashable(dilation), groups, "N" + "DHW"[-len(kernel) :] + "C"
+    )
+    size = sizes(images.shape, (outputs, channels // max(1, groups), *kernel), options)
+    wanted = (len(images), *size.out, outputs)
+    if gradient.shape != wanted:
+        raise ConvolutionError(f"dy has shape {dy.shape}; results have shape {wanted}, channels last")
+    dtype = np.result_type(images, gradient)
+    images, gradient = (np.ascontiguousarray(y, dtype) for y in (images, gradient))
+    m, n, k = size.outputs, size.depth, len(images) * size.pixels
+    result = np.zeros((groups, m, n), dtype)
+    if 0 not in (m, n, k):
+        host_matmul.begin()
+        name = numpy_arrays.name_of(dtype)
+        p = Problem(m, n, k, spell(name, name, name), a="col", b="any")
+        strides = [s // images.itemsize for s in images.strides]
+        view = windows(size, strides).bind(images=len(images))
+        try:
+            route = view_route(p, Views(b=view), config.target(), config.limit() or config.get_num_threads())
+            for g in range(groups):
+                rows, inputs = gradient[..., g * m :], images[..., g * size.channels :]
+                runtime().execute(route, m, n, k, 1, rows, 1, outputs, 0, inputs, 0, 0, 0, result[g], n, 1, m * n, None)
+        except BuildError as error:
+            fall_back(error)
+            for g in range(groups):
+                matrix = view.gather(np.ascontiguousarray(images[..., g * size.channels : (g + 1) * size.channels]))
+                result[g] = gradient[..., g * m : (g + 1) * m].reshape(k, m).T @ matrix
+    split = result.reshape(groups * m, *size.kernel, size.channels)
+    return np.ascontiguousarray(np.moveaxis(split, -1, 1))
