@@ -7,7 +7,7 @@ public description. Arrays of `ml_dtypes` have its types without an import here.
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import numpy as np
 
@@ -21,6 +21,16 @@ if TYPE_CHECKING:
 GGUF_BLOCK = 32
 
 
+@overload
+def from_gptq(
+    qweight: Any, qzeros: Any, scales: Any, g_idx: Any = ..., *, bits: int = ..., v1: bool = ...,
+    group: int | None = ..., reorder: Literal[False] = ...,
+) -> Quantized: ...  # fmt: skip
+@overload
+def from_gptq(
+    qweight: Any, qzeros: Any, scales: Any, g_idx: Any = ..., *, bits: int = ..., v1: bool = ...,
+    group: int | None = ..., reorder: Literal[True],
+) -> tuple[Quantized, Array]: ...  # fmt: skip
 def from_gptq(
     qweight: Any,
     qzeros: Any,
@@ -30,7 +40,8 @@ def from_gptq(
     bits: int = 4,
     v1: bool = True,
     group: int | None = None,
-) -> Quantized:
+    reorder: bool = False,
+) -> Quantized | tuple[Quantized, Array]:
     """A linear layer of a GPTQ checkpoint: w = scale * (q - zero).
 
     The layout is that of AutoGPTQ's QuantLinear (auto_gptq/nn_modules/qlinear)
@@ -40,27 +51,50 @@ def from_gptq(
         qweight: int32, (k * bits / 32, n); a word has consecutive rows, the first in the lowest bits.
         qzeros: int32, (groups, n * bits / 32); a word has consecutive columns likewise.
         scales: float, (groups, n).
-        g_idx: integers, (k,): the group of each row. Only k // group is supported.
+        g_idx: integers, (k,): the group of each row; k // group unless `reorder` is set.
         bits: 4 or 8.
         v1: qzeros are zero - 1, modulo 2**bits, as in checkpoint_format "gptq" and
             all files without the entry; False for "gptq_v2". Symmetric weights of 4 bits
             store 7 in v1 and 8 in v2: some writers name the wrong one.
         group: rows per group; by default from g_idx, or k / groups.
+        reorder: take rows in any order of groups (`desc_act`, activation order), and return a tuple: the record with
+            its rows sorted by group, and the order p of the input's columns, so that w.T @ x is `x[..., p]` times it.
+
+    Returns:
+        The record, or with `reorder` the record and the order.
 
     Raises:
         TypeError: an array has another dtype.
-        ValueError: shapes do not fit, or the rows are in activation order.
+        ValueError: shapes do not fit, or the rows are in activation order without `reorder`.
     """
     bits = checked_bits(bits)
     codes = _fields("qweight", qweight, bits)
     k = codes.shape[0] * codes.shape[2]
     zeros = _fields("qzeros", qzeros, bits)
     steps, zeros = _floats("scales", scales), zeros.reshape(zeros.shape[0], zeros.shape[1] * zeros.shape[2])
-    if g_idx is not None:
+    if g_idx is not None and not reorder:
         group = _plain_order(np.asarray(g_idx), k, group)
     # AutoGPTQ masks after it adds (a zero point of 0 is stored as -1), as uint8 does for 8 bits.
     plain = (zeros + np.uint8(v1)) & np.uint8(2**bits - 1)
-    return _affine(row_major(*codes.shape).permute(0, 2, 1).merge(0, 2).gather(codes), steps, plain, bits, group)
+    rows = row_major(*codes.shape).permute(0, 2, 1).merge(0, 2).gather(codes)
+    if not reorder:
+        return _affine(rows, steps, plain, bits, group)
+    plain_order = np.arange(k) // (group or -(-k // max(len(steps), 1)) or 1)
+    order, group = _sorted_order(plain_order if g_idx is None else np.asarray(g_idx), k, len(steps), group)
+    return _affine(rows[order], steps, plain, bits, group), order
+
+
+def _sorted_order(g_idx: Array, k: int, groups: int, group: int | None) -> tuple[Array, int]:
+    """The rows sorted by group, each group in the order of the file, and the rows of a group."""
+    if g_idx.shape != (k,) or g_idx.dtype.kind not in "iu" or (k and not 0 <= g_idx.min() <= g_idx.max() < groups):
+        raise ValueError(f"g_idx has dtype {g_idx.dtype} and shape {g_idx.shape}; {k} rows need groups below {groups}")
+    counts = np.bincount(g_idx, minlength=groups)
+    size = group or int(counts.max(initial=1))
+    wrong = np.flatnonzero(counts[:-1] != size)
+    if wrong.size or counts[-1:].sum() > size:
+        at = int(wrong[0]) if wrong.size else groups - 1
+        raise ValueError(f"group {at} has {counts[at]} rows; each has {size}, and the last one no more")
+    return np.argsort(g_idx, kind="stable"), size
 
 
 def _plain_order(g_idx: Array, k: int, group: int | None) -> int:
@@ -72,8 +106,8 @@ def _plain_order(g_idx: Array, k: int, group: int | None) -> int:
     if wrong.size:
         i = int(wrong[0])
         raise ValueError(
-            f"g_idx puts row {i} into group {g_idx[i]}, not {i // rows}: the rows are in activation order. Reorder: "
-            "with p = numpy.argsort(g_idx, kind='stable'), permute the unpacked rows and the columns of the input by p"
+            f"g_idx puts row {i} into group {g_idx[i]}, not {i // rows}: the rows are in activation order: "
+            "set reorder=True, and permute the columns of the input by the order that is returned"
         )
     return rows
 

@@ -379,6 +379,35 @@ def test_gptq_of_eight_bits_by_hand():
     assert (q.bits, q.group) == (8, 16)
 
 
+def test_gptq_in_activation_order():
+    rng = np.random.default_rng(3)
+    for k, size in ((32, 8), (40, 16)):
+        groups = -(-k // size)
+        qweight = rng.integers(-(2**31), 2**31, (k // 8, 8), dtype=np.int64).astype(np.int32)
+        qzeros = rng.integers(-(2**31), 2**31, (groups, 1), dtype=np.int64).astype(np.int32)
+        scales, g_idx = rng.random((groups, 8), np.float32), rng.permutation(np.arange(k) // size)
+        q, order = from_gptq(qweight, qzeros, scales, g_idx, reorder=True)
+        codes = (
+            ((qweight.view(np.uint32)[:, None] >> (4 * np.arange(8))[:, None]) & 15).reshape(k, 8).astype(np.float64)
+        )
+        zeros = (((qzeros.view(np.uint32) >> (4 * np.arange(8))) & 15) + 1) & 15
+        want = scales[g_idx] * (codes - zeros[g_idx])
+        np.testing.assert_allclose(dequantize(q, np.float64), want[order], rtol=1e-6, atol=1e-6)
+        assert q.group == size
+        x = rng.random((3, k))
+        np.testing.assert_allclose(x[:, order] @ dequantize(q, np.float64), x @ want, rtol=1e-5, atol=1e-5)
+    plain, order = from_gptq(*gptq(32, 8, 2), reorder=True)
+    assert (plain.group, order.tolist()) == (16, list(range(32)))
+    for g_idx, match in (
+        (np.arange(32) % 3, "below 2"),
+        (np.r_[np.zeros(12, int), np.ones(20, int)], "group 0 has 12"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            from_gptq(*gptq(32, 8, 2), g_idx, reorder=True)
+    with pytest.raises(ValueError, match="group 1 has 20 rows"):
+        from_gptq(*gptq(32, 8, 2), np.r_[np.zeros(12, int), np.ones(20, int)], group=12, reorder=True)
+
+
 def gptq(k=32, n=8, groups=2):
     return np.zeros((k // 8, n), np.int32), np.zeros((groups, n // 8), np.int32), np.ones((groups, n), np.float16)
 
@@ -398,7 +427,7 @@ def test_gptq_groups():
 @pytest.mark.parametrize(
     ("g_idx", "words"),
     [
-        (np.arange(32)[::-1] // 16, "row 0 into group 1, not 0.*activation order.*argsort"),
+        (np.arange(32)[::-1] // 16, "row 0 into group 1, not 0.*activation order.*reorder"),
         (np.arange(32) % 2, "row 1 into group 1, not 0"),
         (np.ones(32, int), "row 0 into group 1"),
         (np.arange(31) // 16, r"g_idx has dtype int64 and shape \(31,\)"),
