@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
 FEW_ROWS, FEW_STEPS, MOST_STEPS, LEAST_STEPS = 4, 16, 8, 2
 """Steps of k of a full tile of a sweep that are written out: many of few rows, each of which has an address in each
-step, in blocks of few, which are of a B that comes from afar; as many as those for one row in deeper blocks; few of more
-rows (Zen 5: up to a fifth faster, one row up to a half)."""
+step, in blocks of few, which are of a B that comes from afar; as many as those for one row in deeper blocks; few of
+more rows (Zen 5: up to a fifth faster, one row up to a half)."""
 WIDE = 4
 """Vectors across a sweep, for each of its rows, from which a narrow first tile is worth its time: a chain waits there
 for the latency of each step."""
