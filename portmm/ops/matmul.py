@@ -76,12 +76,13 @@ def matmul(
         ValueError: shapes do not match.
         TraceError: a function cannot be traced.
     """
-    if dtype is None and epilogue is None and prologue_a is None and prologue_b is None:
+    if epilogue is not None or prologue_a is not None or prologue_b is not None:
+        if prologue_a is prologue_b is None:
+            result = host_matmul.again(epilogue, a, b, out, dtype, config.current())
+            if result is not NotImplemented:
+                return result
+    elif dtype is None:
         return host_matmul.fast(a, b, out)
-    if epilogue is not None and prologue_a is prologue_b is None:
-        result = host_matmul.again(epilogue, a, b, out, dtype, config.current())
-        if result is not NotImplemented:
-            return result
     out = numpy_arrays.single(out)
     if where := libraries.place_of(a, b, out):
         from portmm.arrays.interop import elsewhere
