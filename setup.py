@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
-from setuptools import setup
+from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
@@ -94,13 +94,16 @@ class Build(build_py):
         return copied
 
 
+class WithBase(Distribution):
+    """A distribution that is for one platform where the tree has a base set of kernels."""
+
+    def has_ext_modules(self) -> bool:
+        """Whether its files belong to a platform."""
+        return bool(base_sets()) or super().has_ext_modules()
+
+
 class Wheel(bdist_wheel):
     """`bdist_wheel` for one platform, and any version of Python, where the tree has a base set of kernels."""
-
-    def finalize_options(self) -> None:
-        """Say that the wheel is for a platform."""
-        super().finalize_options()
-        self.root_is_pure = not base_sets()
 
     def get_tag(self) -> tuple[str, str, str]:
         """The wheel's tag."""
@@ -115,4 +118,4 @@ def base_sets() -> list[Path]:
     return sorted(Path(__file__).parent.glob("portmm/base/*.bundle"))
 
 
-setup(cmdclass={"bdist_wheel": Wheel, "build_py": Build})
+setup(distclass=WithBase, cmdclass={"bdist_wheel": Wheel, "build_py": Build})

@@ -68,10 +68,12 @@ def audit(wheel: Path) -> None:
             path.with_name(f"{entry.key}.so").write_bytes(code)
         shown = Path(folder, wheel.name)
         with zipfile.ZipFile(shown, "w") as again:
-            for file in sorted(Path(folder, "portmm", "base").glob("*.so")):
-                again.write(file, f"portmm/base/{file.name}")
-            for file in sorted(Path(folder).glob("*.dist-info/*")):
-                again.write(file, str(file.relative_to(folder)))
+            names = sorted(str(x.relative_to(folder)) for x in Path(folder).rglob("*") if x.is_file() and x != shown)
+            for name in names:
+                if name.endswith(".dist-info/RECORD"):
+                    again.writestr(name, "".join(f"{x},,\n" for x in names))
+                else:
+                    again.write(Path(folder, name), name)
         print(f"{bundle.objects} objects")
         subprocess.run([sys.executable, "-m", "auditwheel", "show", str(shown)], check=True)
 
