@@ -251,18 +251,30 @@ def worst_error(workers, folder):
 
 def memory(index):
     """MiB of portmm's peak resident set beyond images, packed filters and the result."""
-    code = (
-        "import sys, resource; sys.path.insert(0, sys.argv[1]); import convolutions as c, portmm as pm, numpy as np\n"
-        "case = c.CASES[int(sys.argv[2])]; x, w = c.operands(case); pm.set_num_threads(1)\n"
-        "small = pm.pack_conv(w[:1]); packed = pm.pack_conv(w); del w\n"
-        "how = dict(stride=case.stride, padding=case.padding); out = np.zeros(pm.conv(x[:, :1 + case.kernel], packed, "
-        "**how).shape[:0] + (case.batch, case.out, case.out, case.outputs), np.float32)\n"
-        "pm.conv(x, packed, out, **how)\n"
-        "open('/proc/self/clear_refs', 'w').write('5')\n"
-        "def peak(): return [int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmHWM')][0]\n"
-        "def now(): return [int(l.split()[1]) for l in open('/proc/self/status') if l.startswith('VmRSS')][0]\n"
-        "before = now(); pm.forget(); pm.conv(x, packed, out, **how); print((peak() - before) / 1024)"
-    )
+    code = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import numpy as np
+import convolutions
+import portmm as pm
+from portmm.runtime.cpu import runtime
+
+def of_status(name):
+    return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(name))
+
+case = convolutions.CASES[int(sys.argv[2])]
+pm.set_num_threads(1)
+x, w = convolutions.operands(case)
+packed, how = pm.pack_conv(w), {"stride": case.stride, "padding": case.padding}
+out = np.zeros((case.batch, case.out, case.out, case.outputs), np.float32)
+pm.conv(x, packed, out, **how)
+runtime().set_scratch(0)  # workspaces are given back after each call, so that the next one has them anew
+pm.conv(x, packed, out, **how)
+before = of_status("VmRSS")
+open("/proc/self/clear_refs", "w").write("5")
+pm.conv(x, packed, out, **how)
+print((of_status("VmHWM") - before) / 1024)
+"""
     command = [sys.executable, "-c", code, str(Path(__file__).parent), str(index)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
