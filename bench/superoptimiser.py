@@ -1,7 +1,7 @@
 """Mirage's benchmarks: functions as they are written, fused greedily, by what a search finds, and by torch.compile.
 
     python bench/superoptimiser.py --list
-    python bench/superoptimiser.py --out bench/results/zen5-1t-superoptimiser.json gqa-decode lora
+    python bench/superoptimiser.py --out bench/results/superoptimiser/zen5-1t.json gqa-decode lora
 
 Each case is a process of its own with one thread; ways are measured in turns, and the median of each is stored with its
 least. Sizes are those of the paper's twelve and of its artifact's six, in float32.
