@@ -92,7 +92,7 @@ def base() -> Bundle | None:
     if not _base and os.environ.get("PORTMM_BASE", "") != "off":
         name = f"{os.uname().machine}.bundle"
         path = Path(os.environ.get("PORTMM_BASE") or Path(__file__).parent.parent / "base") / name
-        if path.is_file():
+        if os.access(path, os.R_OK):
             _base.append(open_bundle(path))
     return _base[0] if _base else None
 
