@@ -125,8 +125,9 @@ class OpenCl:
     name, xp = "opencl", np
 
     def __init__(self):
-        from opencl_cpu import opencl_device
+        from opencl_cpu import announce, opencl_device
 
+        announce()
         self.context, self.queue = opencl_device()
         import pyopencl.array
 

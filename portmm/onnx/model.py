@@ -173,7 +173,7 @@ def _proto(onnx: Any, source: Any) -> Any:
 def clean(proto: Any) -> tuple[Any, str]:
     """A model after the passes of onnxoptimizer, or the same with a note on the reason why they did not run."""
     try:
-        import onnxoptimizer  # type: ignore[import-not-found,unused-ignore]
+        import onnxoptimizer  # type: ignore[import-not-found,import-untyped,unused-ignore]
     except ImportError:
         return proto, "onnxoptimizer is not installed: the graph is as it was written"
     seen = type(proto)()
