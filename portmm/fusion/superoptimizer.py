@@ -40,7 +40,7 @@ MOST_FORMS = 4000
 MEASURED = 10
 """Forms that are compiled and measured."""
 SLACK = 1.5
-"""How much the optimistic prediction of a form that is expanded may be above the best prediction."""
+"""Largest ratio of a form's optimistic predicted time to the best predicted time at which the form is expanded."""
 FASTER = 0.97
 """Time of a form over that of the program as it is, from which it takes its place."""
 FORMS_OF_KERNELS = 60

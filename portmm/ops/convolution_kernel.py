@@ -19,6 +19,7 @@ from portmm.dispatch import config
 from portmm.dispatch.view_routes import Views, direct_route, view_route
 from portmm.errors import ScheduleError
 from portmm.ops import routes
+from portmm.ops.product_kernel import merges
 from portmm.runtime.cpu import runtime
 from portmm.spec.convolution import planes, windows
 from portmm.spec.dequantization import IDENTITY
@@ -313,22 +314,6 @@ class HostConvolution:
             m, n, self.size.depth, spell(*names), batch, *words, family=self.w.weight[0].family if self.last else "",
             deterministic=config.current().deterministic, fused=text,
         )  # fmt: skip
-
-
-def merges(step: Step, pixels: int) -> bool:
-    """Whether images are further rows of one product: no operand or index of an epilogue separates them from pixels."""
-    from portmm.trace.recorder import native
-
-    if any(x.op == "index" and x.args[0] in "bm" for x in step.fused.steps):
-        return False
-    for source in step.traced.sources:
-        at = [source.view.index(x) for x in "bm" if source.view.count(x) == 1]
-        if not {"b", "m"} & set(source.view):
-            continue
-        steps = native(source.array).strides
-        if len(at) != len("bm") or steps[at[0]] != pixels * steps[at[1]]:
-            return False
-    return True
 
 
 def _collapsed(extents: Sequence[int], strides: Sequence[int]) -> int | None:

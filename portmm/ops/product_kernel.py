@@ -218,8 +218,8 @@ class HostProduct:
 
     def size(self, step: Step | None) -> tuple[int, int, int]:
         """Rows, columns, items; where B is shared and rows are alike, all items are rows of one."""
-        merges = self.items == 1 or (len(self.right.shape) == 2 and (step is None or self.merges(step)))
-        return (self.m * self.items, self.n, 1) if merges else (self.m, self.n, self.items)
+        merged = self.items == 1 or (len(self.right.shape) == 2 and (step is None or merges(step, self.m)))
+        return (self.m * self.items, self.n, 1) if merged else (self.m, self.n, self.items)
 
     def problem(self, step: Step | None, a: str, b: str) -> Problem:
         """The problem with A and B in these layouts."""
@@ -263,20 +263,21 @@ class HostProduct:
         rows, other = self.operands(kernel.size, self.types())
         return rows.array, other.array if isinstance(other, numpy_arrays.Operand) else other.owner
 
-    def merges(self, step: Step) -> bool:
-        """Whether the items are rows of one product: no operand or index separates items from rows."""
-        from portmm.trace.recorder import native
 
-        if any(x.op == "index" and x.args[0] in "bm" for x in step.fused.steps):
+def merges(step: Step, m: int) -> bool:
+    """Whether items of m rows are one product: no operand or index of an epilogue separates items from rows."""
+    from portmm.trace.recorder import native
+
+    if any(x.op == "index" and x.args[0] in "bm" for x in step.fused.steps):
+        return False
+    for source in step.traced.sources:
+        at = [source.view.index(x) for x in "bm" if source.view.count(x) == 1]
+        if not {"b", "m"} & set(source.view):
+            continue
+        steps = native(source.array).strides  # of the copy, where one is made
+        if len(at) != len("bm") or steps[at[0]] != m * steps[at[1]]:
             return False
-        for source in step.traced.sources:
-            at = [source.view.index(x) for x in "bm" if source.view.count(x) == 1]
-            if not {"b", "m"} & set(source.view):
-                continue
-            steps = native(source.array).strides  # of the copy, where one is made
-            if len(at) != len("bm") or steps[at[0]] != self.m * steps[at[1]]:
-                return False
-        return True
+    return True
 
 
 @cached("calls", 1024)
