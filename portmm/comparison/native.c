@@ -31,6 +31,11 @@ void loop_gemm_8(void (*f)(int, int, int, int, int, int, int, float, const void 
   while (count-- > 0) f(order, ta, tb, fixed, m, n, k, 1, a, lda, (signed char)zero, b, ldb, 0, 0, c, ldc, &offset);
 }
 
+void loop_plan(int (*f)(const void *, const void *, const void *, void *), long count, const void *plan,
+    const void *a, const void *b, void *c) {
+  while (count-- > 0) f(plan, a, b, c);
+}
+
 #define T float
 #define LOOP(name) name##_s
 #include "native.c"

@@ -7,12 +7,13 @@ itself offers this comparison.
 from __future__ import annotations
 
 from collections.abc import Callable
+from ctypes import c_void_p
 from importlib import import_module, metadata
 from typing import Any
 
 import numpy as np
 
-from portmm.comparison import fused
+from portmm.comparison import fused, native
 from portmm.comparison.case import Case
 from portmm.comparison.data import ZERO, Arrays
 from portmm.comparison.peers import Library, MissingError, Run, Setup, UnsupportedError, repeat, returning
@@ -43,12 +44,19 @@ def open_portmm(setup: Setup) -> Library:
         methods: dict[str, Run] = {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
         if not case.block and case.batch * case.m * case.n * case.k < SMALL:
             plan = pm.plan(a, b, out=c)
-            methods["plan"] = repeat((lambda: plan(a, c)) if case.packed else lambda: plan(a, b, c))
+            methods["plan, from C"] = _from_c(plan, data, None if case.packed else b)
         if case.block:
             methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))
         return methods
 
     return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None, fused=True, await_races=_await_races)
+
+
+def _from_c(plan: Any, data: Arrays, b: Any) -> Run:
+    """Loop of the driver over a plan, as over the kernels of other libraries: it keeps the plan."""
+    function, bound = map(c_void_p, plan.pointer)
+    after = [bound, native.pointer(data.a), None if b is None else native.pointer(b), native.pointer(data.c)]
+    return native.counted(native.driver().loop_plan, [function], after, plan)
 
 
 def _await_races(run: Run) -> None:

@@ -253,11 +253,9 @@ class Operand:
 class Plan:
     """A product with fixed shapes and strides."""
 
-    __slots__ = ("_a", "_b", "_c", "_launch", "_numbers", "_outer", "detail", "packed", "route")
+    __slots__ = ("_a", "_b", "_bound_launch", "_c", "_numbers", "_outer", "_runtime", "detail", "packed", "route")
 
-    def __init__(
-        self, launch: Callable[..., None], route: Route, operands: tuple[Any, Any, Any], numbers: Any, outer: Any
-    ) -> None:
+    def __init__(self, runtime: Any, route: Route, operands: tuple[Any, Any, Any], numbers: Any, outer: Any) -> None:
         a, b, c = operands
         self._a, self._c = Operand(a, route.dtypes[0]), Operand(c, route.dtypes[2])
         self.packed = b if isinstance(b, Packed) else None
@@ -266,9 +264,18 @@ class Plan:
             raise TypeError("b is packed for another dtype than the route")
         if not isinstance(numbers, tuple) or len(numbers) != _NUMBERS:
             raise ValueError(f"numbers must be a tuple of {_NUMBERS} integers; got {numbers!r}")
-        self._launch, self.route, self._numbers = launch, route, tuple(map(operator.index, numbers))
+        self._runtime, self.route, self._numbers = runtime, route, tuple(map(operator.index, numbers))
         self._outer = offsets_of(outer)
+        self._bound_launch: Any = None
         self.detail: Any = None
+
+    @property
+    def pointer(self) -> tuple[int, int]:
+        """Addresses of a C function and of its first argument; see the plan of the run time in C."""
+        if self._bound_launch is None:
+            weight = address(self.packed.owner) if self.packed else 0
+            self._bound_launch = self._runtime.bind(self.route, self._at(0, weight, 0), self._outer)
+        return self._bound_launch[:2]  # type: ignore[no-any-return]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """plan(a, b, out=None), or plan(a, out=None) when b is bound."""
@@ -304,11 +311,13 @@ class Plan:
 
     def run(self, a: Any, b: Any, out: Any, *, scalar: bool) -> Any:
         """Compute into a checked `out`; with `scalar`, return a 0-D result as a number."""
-        m, n, k, batch, a_m, a_k, a_b, b_k, b_n, b_b, c_m, c_n, c_b = self._numbers
-        pa, pb, pc = address(a), address(b), address(out)
-        numbers = (m, n, k, batch, pa, a_m, a_k, a_b, pb, b_k, b_n, b_b, pc, c_m, c_n, c_b)
-        self._launch(self.route, numbers, self._outer)
+        self._runtime.launch(self.route, self._at(address(a), address(b), address(out)), self._outer)
         return out[()] if scalar and out.ndim == 0 else out
+
+    def _at(self, a: int, b: int, c: int) -> tuple[int, ...]:
+        """The numbers of a launch with these addresses."""
+        x = self._numbers
+        return (*x[:4], a, *x[4:7], b, *x[7:10], c, *x[10:])
 
 
 class Plain:

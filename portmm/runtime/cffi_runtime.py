@@ -50,6 +50,10 @@ long portmm_scratch(void);
 void *portmm_open(const char *path, const char *symbol, char *error, long size);
 int portmm_run(void *function, long work, long workers, const long *bytes, const portmm_args *args,
                const long *offsets, long count);
+void *portmm_bind(void *function, long work, long workers, const long *bytes, const portmm_args *args,
+                  const long *offsets, long count);
+int portmm_run_bound(const void *bound, const void *a, const void *b, void *c);
+void portmm_unbind(void *bound);
 """
 )
 _TYPES = ("char[512]", "char *", "long *", "long[]", "void *", "float *", "portmm_operand *", "portmm_args *")
@@ -139,6 +143,19 @@ class CffiRuntime:
 
     def launch(self, route: Route, v: tuple[int, ...], outer: bytes, table: int = 0, numbers: int = 0) -> None:
         """Run a kernel; `v` as for `execute`, `outer` as bytes, and the addresses of operands and numbers."""
+        if self._lib.portmm_run(*self._launched(route, v, outer, table, numbers)):
+            raise MemoryError(f"no memory for a workspace of {route.work_bytes} bytes")
+
+    def bind(self, route: Route, v: tuple[int, ...], outer: bytes) -> tuple[int, int, Any]:
+        """Addresses of `portmm_run_bound` and of its first argument, with the numbers of `launch`, and its owner."""
+        bound = self._lib.portmm_bind(*self._launched(route, v, outer))
+        if not bound:
+            raise MemoryError("no memory for a bound plan")
+        words = [self._ffi.cast("long", x) for x in (self._ffi.addressof(self._lib, "portmm_run_bound"), bound)]
+        return int(words[0]), int(words[1]), self._ffi.gc(bound, self._lib.portmm_unbind)
+
+    def _launched(self, route: Route, v: tuple[int, ...], outer: bytes, table: int = 0, numbers: int = 0) -> Any:
+        """The arguments of `portmm_run`."""
         cast = self._ffi.cast
         args = self._ffi.new("portmm_args *")
         args.m, args.n, args.k, args.batch, a, args.a_m, args.a_k, args.a_batch = v[:8]
@@ -146,11 +163,7 @@ class CffiRuntime:
         args.a, args.b, args.c = cast("void *", a), cast("void *", b), cast("void *", c)
         args.operands, args.numbers = cast("portmm_operand *", table), cast("float *", numbers)
         offsets = self._ffi.from_buffer("long[]", outer)
-        failed = self._lib.portmm_run(
-            route.kernel.function, route.work_bytes, route.workers, route.bytes, args, offsets, len(outer) // 24
-        )
-        if failed:
-            raise MemoryError(f"no memory for a workspace of {route.work_bytes} bytes")
+        return route.kernel.function, route.work_bytes, route.workers, route.bytes, args, offsets, len(outer) // 24
 
     def execute(self, route: Route, *numbers: Any) -> None:
         """See `Runtime`."""
@@ -302,7 +315,7 @@ class CffiRuntime:
         """See `Runtime`."""
         if not isinstance(route, Route):
             raise TypeError(f"{route!r} is no Route")
-        plan = Plan(self.launch, route, (a, b, c), numbers, outer)
+        plan = Plan(self, route, (a, b, c), numbers, outer)
         plan.detail = detail
         return plan
 

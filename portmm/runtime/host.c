@@ -111,6 +111,24 @@ static int run_launch(const launch *r, portmm_args *p, const long *offsets, long
   return 0;
 }
 
+/* A launch that lacks only addresses: what a plan is to code without Python. */
+typedef struct {
+  launch launch;
+  portmm_args args;
+  const long *offsets;
+  long count;
+} bound_launch;
+
+/* Run a bound launch: 0, or -1 when there is no memory for the workspace. A `b` of NULL is the one that is bound. */
+static int run_bound(const void *bound, const void *a, const void *b, void *c) {
+  const bound_launch *x = bound;
+  portmm_args p = x->args;
+  p.a = a;
+  p.b = b ? b : p.b;
+  p.c = c;
+  return run_launch(&x->launch, &p, x->offsets, x->count);
+}
+
 #ifndef PORTMM_PYTHON
 /* The same services without Python, for a foreign function interface. */
 #define EXPORT __attribute__((visibility("default")))
@@ -135,4 +153,19 @@ EXPORT int portmm_run(void *function, long work, long workers, const long *bytes
   portmm_args own = *args;
   return run_launch(&r, &own, offsets, count);
 }
+
+/* A bound launch for `portmm_run_bound`, or NULL without memory; free() it. */
+EXPORT void *portmm_bind(void *function, long work, long workers, const long *bytes, const portmm_args *args,
+                         const long *offsets, long count) {
+  bound_launch *x = malloc(sizeof *x + (size_t)count * 3 * sizeof *offsets);
+  if (!x) return NULL;
+  x->launch = (launch){(kernel_function)function, (size_t)work, workers, {bytes[0], bytes[1], bytes[2]}};
+  x->args = *args;
+  x->offsets = memcpy(x + 1, offsets, (size_t)count * 3 * sizeof *offsets);
+  x->count = count;
+  return x;
+}
+
+EXPORT int portmm_run_bound(const void *bound, const void *a, const void *b, void *c) { return run_bound(bound, a, b, c); }
+EXPORT void portmm_unbind(void *bound) { free(bound); }
 #endif

@@ -18,6 +18,7 @@ typedef struct {
   operand a, b, c;
   int c_order; /* c is C-contiguous, so it can be allocated */
   long *offsets, count;
+  bound_launch bound; /* for callers without Python */
 } plan_object;
 
 #pragma GCC push_options
@@ -186,6 +187,23 @@ static PyMemberDef plan_members[] = {
     {NULL, 0, 0, 0, NULL},
 };
 
+/* Addresses of run_bound and of its first argument. */
+static PyObject *plan_pointer(PyObject *self, void *closure) {
+  plan_object *p = (plan_object *)self;
+  (void)closure;
+  p->bound = (bound_launch){p->route->launch, p->args, p->offsets, p->count};
+  if (p->packed) p->bound.args.b = p->packed->owner->data;
+  return Py_BuildValue("(NN)", PyLong_FromVoidPtr((void *)run_bound), PyLong_FromVoidPtr(&p->bound));
+}
+
+static PyGetSetDef plan_computed[] = {
+    {"pointer", plan_pointer, NULL,
+     "Addresses of a C function and of its first argument: int f(const void *plan, const void *a, const void *b, void *c)\n"
+     "computes C, of operands as the plan takes them, without checks and without the interpreter's lock, on any thread,\n"
+     "as long as the plan exists. It returns 0, or -1 without memory for a workspace. b is NULL for a packed weight.", NULL},
+    {NULL, NULL, NULL, NULL, NULL},
+};
+
 static PyTypeObject plan_type = {
     PyVarObject_HEAD_INIT(NULL, 0).tp_name = "portmm.runtime.Plan",
     .tp_doc = "A product whose shapes and strides are settled: plan(a, b, out=None), or plan(a, out=None) of a packed b.",
@@ -193,6 +211,7 @@ static PyTypeObject plan_type = {
     .tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL,
     .tp_dealloc = (destructor)plan_dealloc,
     .tp_members = plan_members,
+    .tp_getset = plan_computed,
     .tp_vectorcall_offset = offsetof(plan_object, call),
     .tp_call = PyVectorcall_Call,
 };

@@ -1,5 +1,6 @@
 """Plans, and that nothing leaks; extension and twin alike."""
 
+import ctypes
 import gc
 import sys
 import tracemalloc
@@ -30,6 +31,21 @@ def test_a_plan_runs(rt):
         plan(a)
     with pytest.raises(TypeError):
         plan(a, b, c, c)
+
+
+def test_a_plan_runs_without_python(rt):
+    a, b = rk.random((4, 6)), rk.random((6, 5), seed=1)
+    c = np.full((4, 5), np.nan, np.float32)
+    weight = rk.pack(rt, b)
+    numbers = (4, 5, 6, 1, 6, 1, 0, weight.b_k, weight.b_n, 0, 5, 1, 0)
+    bound = rt.make_plan(rk.gemm_route(rt), (a.shape, a.strides), weight, (c.shape, c.strides), numbers)
+    for plan, data in ((rk.plan_for(rt, a, b, c), b.ctypes.data), (bound, None)):
+        function, first = plan.pointer
+        assert plan.pointer == (function, first)
+        c[:] = np.nan
+        run = ctypes.CFUNCTYPE(ctypes.c_int, *[ctypes.c_void_p] * 4)(function)
+        assert run(first, a.ctypes.data, data, c.ctypes.data) == 0
+        rk.close(c, a, b)
 
 
 def test_a_plan_names_what_differs(rt):
