@@ -24,8 +24,7 @@ from portmm.dispatch import config, device_routes
 from portmm.dispatch.machine import MOST, machine_of
 from portmm.errors import ScheduleError
 from portmm.ops.epilogues import NAMES, VALUES, fused, fusible, rank_of
-from portmm.ops.grid_rows import over_rows
-from portmm.ops.kernel_call import Captures, KernelCall, contiguous, via_temporary
+from portmm.ops.kernel_call import Captures, KernelCall, contiguous, over_rows, via_temporary
 from portmm.ops.row_kernels import before
 from portmm.spec.dtype import BY_NAME, accumulator
 from portmm.trace.bind import dense, typed

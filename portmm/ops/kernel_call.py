@@ -1,35 +1,41 @@
 """Kernels of one kind of call on a device, without the addresses and numbers of a single call.
 
 Owns `KernelCall`, which every function of arrays on a device makes once for each kind of operands, and which fills in
-addresses and launches; `Captures`, what it reads of a user's function; and copies between arrays. All is on the stream
-or queue of one operand, asynchronously.
+addresses and launches; `Captures`, what it reads of a user's function; `over_rows`; and copies between arrays. All is
+on the stream or queue of one operand, asynchronously.
 """
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays import grid_call, operand
+from portmm.arrays import grid_call, numpy_arrays, operand
 from portmm.arrays.interop import adopt, empty_like
 from portmm.arrays.operand import address
 from portmm.dispatch.device_routes import launches as launches_over_rows
 from portmm.dispatch.machine import machine_of
+from portmm.ops import row_kernels
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Fused, load
 from portmm.spec.epilogue import Operand as Element
 from portmm.spec.expr import real
 from portmm.spec.expr_functions import rounded
-from portmm.trace.bind import located
+from portmm.trace.bind import WRITTEN, bind_rows, dense, located
 from portmm.trace.buffers import walk
 from portmm.trace.closures import resolve
-from portmm.trace.recorder import readable_in_place
+from portmm.trace.recorder import element, readable_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    import numpy as np
+
     from portmm.arrays.operand import Operand
     from portmm.dispatch.machine import Launch, Machine
+    from portmm.spec import epilogue
     from portmm.trace.recorder import Source
     from portmm.trace.tracer import Traced
 
@@ -188,6 +194,102 @@ def via_temporary(out: Operand, like: Operand, dtype: str, run: Callable[[Operan
     result = run(temporary)
     copy(temporary, out)
     return (out.source, *result[1:]) if isinstance(result, tuple) else out.source
+
+
+# -- rows ------------------------------------------------------------------------------
+
+
+def over_rows(function: Any, arrays: tuple[Operand, ...], *options: Any, **more: Any) -> Any:
+    """The results of a function over rows of operands on one device: see `rowwise.over_rows`."""
+    return row_kernels.over(GridRows(arrays), function, *options, **more)
+
+
+class GridRows:
+    """Arrays on one device: see `rowwise.HostRows`."""
+
+    def __init__(self, arrays: tuple[Operand, ...]) -> None:
+        operand.same_device(arrays)
+        *self.lead, m, n = arrays[0].shape
+        self.like, self.size = arrays[0], (m, n, math.prod(self.lead))
+        self.values = [flat(_readable(x), self.size) for x in arrays]
+        self.kinds = tuple([x.kind for x in self.values])
+        self.types = tuple([element(numpy_arrays.numpy_of(x.dtype))[0] for x in self.values])
+
+    def usual(self, dtype: Any) -> np.dtype[Any]:
+        """The type of results without a `cast`."""
+        return numpy_arrays.numpy_of(operand.named(dtype) if dtype is not None else self.like.dtype)
+
+    def kernel(
+        self, traced: Traced, columns: tuple[epilogue.Operand, ...], usual: np.dtype[Any], closure: dict[Any, Any]
+    ) -> KernelCall:
+        """The kernel of a function, or of its sums down columns; `columns` are results of these, read again."""
+        size, on = self.size, machine_of(self.like)
+        layouts: list[tuple[tuple[int, ...], int]] = [(operand.elements(x), x.at) for x in self.values]
+        layouts += [(dense("bn", size), operand.WIDEST)] * len(columns)
+        captures = Captures.of(traced, size, "the function", len(layouts))
+        step, shapes, written = bind_rows(self, traced, [operand.standin(x) for x in self.values], columns, usual)
+        ats = [x.at + at for x, (*_, at) in zip(captures.arrays(closure, self.like), captures.sources, strict=True)]
+        layouts += zip(captures.strides, ats, strict=True)
+        first = len(layouts)
+        layouts += [(x, operand.WIDEST) for x in written]
+        aligned = [math.gcd(at, operand.WIDEST) for _, at in layouts]
+        every, workspace = launches_over_rows(step.text, size, [s for s, _ in layouts], aligned, on)
+        types = [numpy_arrays.name_of(t) for t in step.types]
+        results = tuple((f"x{first + i}_all", *x) for i, x in enumerate(zip(shapes, types, strict=True)))
+        unmoved = tuple((launch, ()) for launch in every)
+        return KernelCall(on, results, unmoved, (workspace, "f32"), captures=captures)
+
+    def run(
+        self, kernel: KernelCall, closure: dict[Any, Any], values: list[Operand], out: Operand | None
+    ) -> tuple[list[Operand], bool]:
+        """Run a kernel: the results, and whether the first was written to `out`."""
+        read = kernel.captures.arrays(closure, self.like)
+        direct = out if out is not None and _takes(out, kernel, [*values, *read]) else None
+        named = {f"x{i}_all": x for i, x in enumerate(values)}
+        return kernel.run(named, self.like, direct, closure, read), direct is not None
+
+    def put(self, result: Operand, out: Operand) -> None:
+        """Copy a result to an array of the user."""
+        operand.check_out(out, result.shape)
+        operand.check_type(out, result.dtype)
+        copy(result, out)
+
+
+def _readable(x: Operand) -> Operand:
+    """The array, if expressions read its type.
+
+    Raises:
+        TypeError: they do not.
+    """
+    if x.dtype not in WRITTEN:
+        raise TypeError(f"expressions on a device read {', '.join(WRITTEN)}, not {x.dtype}: convert the array first")
+    return x
+
+
+def flat(x: Operand, size: tuple[int, int, int]) -> Operand:
+    """The array as (batch, m, n), copied where its batch is not evenly strided."""
+    m, n, batch = size
+    *lead, row, column = operand.elements(x)
+    dims = [(count, s) for count, s in zip(x.shape[:-2], lead, strict=True) if count > 1]
+    if any(s != count * t for (_, s), (count, t) in pairwise(dims)):
+        return flat(contiguous(x), size)
+    step = dims[-1][1] if dims else 0
+    width = BY_NAME[x.dtype].bytes
+    return replace(x, shape=(batch, m, n), strides=(step * width, row * width, column * width))
+
+
+def _takes(out: Operand, kernel: KernelCall, operands: list[Operand]) -> bool:
+    """Whether kernels can write their first result to `out`: dense, aligned, and no overlap with operands.
+
+    Raises:
+        TypeError: it cannot take the type of the result.
+        ValueError: it cannot take the result at all.
+    """
+    _, shape, dtype = kernel.results[0]
+    operand.check_out(out, shape)
+    operand.check_type(out, dtype)
+    aligned = out.at % operand.WIDEST == 0
+    return aligned and operand.is_dense(out) and out.dtype == dtype and not operand.overlap(out, tuple(operands))
 
 
 # -- copies ----------------------------------------------------------------------------

@@ -255,7 +255,7 @@ def _on_device(
     from portmm.arrays import interop
     from portmm.ops import grid_product
     from portmm.ops.epilogues import NAMES
-    from portmm.ops.grid_rows import over_rows
+    from portmm.ops.kernel_call import over_rows
     from portmm.spec.elementwise import quantize_rows
 
     there = interop.adopt_all({"x": x, "w": w})

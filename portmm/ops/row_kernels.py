@@ -2,7 +2,7 @@
 
 Owns `over`: the trace, the kernels of a kind of call and their order. A reduction down columns is a kernel that runs
 first: its result is an operand of the kernel over rows. Arrays and kernels are those of `rowwise.HostRows` or
-`grid_rows.GridRows`.
+`kernel_call.GridRows`.
 """
 
 from __future__ import annotations

@@ -19,8 +19,8 @@ from portmm.ops.product_kernel import ProductKernel
 from portmm.runtime.cpu import runtime
 from portmm.schedule.rows import workers
 from portmm.spec.dtype import BY_NAME
-from portmm.trace.bind import Bound, bind_operands, dense
-from portmm.trace.recorder import described, element, native
+from portmm.trace.bind import Bound, bind_rows, dense
+from portmm.trace.recorder import element, native
 from portmm.trace.tracer import Traced, arity
 
 if TYPE_CHECKING:
@@ -135,19 +135,16 @@ class HostRows:
 
         host_matmul.begin()
         runtime()  # raises before a kernel is lowered in vain
-        size, (m, n, _batch) = self.size, self.size
-        views = tuple([described(x, ("b", "m", "n")) for x in self.values])
+        size, m = self.size, self.size[0]
         strides = [tuple([s // x.itemsize for s in x.strides]) for x in self.values]
         strides += [dense("bn", size)] * len(columns)
-        step = bind_operands(traced, (*views, *columns), usual, ends=False)
+        step, shapes, written = bind_rows(self, traced, self.values, columns, usual)
         if not m and step.fused.column_reductions:
             raise _NoRowsError
         program = program_of(step.fused, "L1")
         route = cpu_routes.rows_route(program, size, config.target(), workers(program, size, config.get_num_threads()))
-        bound = Bound(traced, size, strides, [dense(x, size) for x in step.axes])
-        shapes = [(*self.lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
         results = tuple(zip(shapes, step.types, strict=True))
-        return ProductKernel(results, (m, m), route, bound)
+        return ProductKernel(results, (m, m), route, Bound(traced, size, strides, written))
 
     def run(
         self, kernel: ProductKernel, closure: dict[Any, Any], values: list[Array], out: Any

@@ -20,7 +20,7 @@ from portmm.spec.expr import Expr, const, node, ordered, real
 from portmm.spec.expr_functions import rounded, substituted
 from portmm.trace.closures import resolve
 from portmm.trace.guards import Way, find, remember
-from portmm.trace.recorder import native
+from portmm.trace.recorder import described, native
 from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
 
@@ -272,6 +272,24 @@ def dense(axes: str, size: tuple[int, int, int]) -> tuple[int, int, int]:
     m, n, _ = size
     columns, rows = n if "n" in axes else 1, m if "m" in axes else 1
     return rows * columns, columns if "m" in axes else 0, 1 if "n" in axes else 0
+
+
+def bind_rows(
+    there: Any, traced: Traced, views: list[Any], columns: tuple[Operand, ...], usual: np.dtype[Any]
+) -> tuple[Step, list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """The expressions of a function over rows of arrays, and the shapes and strides of its results.
+
+    Args:
+        there: has the `lead` dimensions of the arrays, and `size`.
+        traced: the function.
+        views: the arrays, or stand-ins.
+        columns: operands after these.
+        usual: type of results without a `cast`.
+    """
+    step = bind_operands(traced, (*[described(x, ("b", "m", "n")) for x in views], *columns), usual, ends=False)
+    m, n, _ = there.size
+    shapes = [(*there.lead, m if "m" in x else 1, n if "n" in x else 1) for x in step.axes]
+    return step, shapes, [dense(x, there.size) for x in step.axes]
 
 
 def split_column_reductions(

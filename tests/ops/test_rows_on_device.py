@@ -11,7 +11,7 @@ from test_device_calls import OpenCl
 import portmm as pm
 from portmm.arrays.interop import adopt
 from portmm.errors import TraceError
-from portmm.ops import grid_rows, rowwise
+from portmm.ops import kernel_call, rowwise
 from portmm.util import memo
 
 NAMES = {"b": "b", "m": "m", "n": "n"}
@@ -34,7 +34,7 @@ def numbers(shape, dtype=np.float32, seed=0):
 
 def over_rows(*given, **options):
     """Results on a device, as arrays of their library and as operands."""
-    found, several = grid_rows.over_rows(*given, **options)
+    found, several = kernel_call.over_rows(*given, **options)
     return tuple((x.source, x) for x in found), several
 
 
@@ -174,7 +174,7 @@ def test_a_result_goes_where_it_should(on):
 def test_a_kind_of_call_is_made_once(on, monkeypatch):
     x, y = on.array(numbers((6, 20))), on.array(numbers((6, 20), seed=1))
     over_rows(softmax, (adopt(x),), NAMES)
-    monkeypatch.setattr(grid_rows, "launches", None)
+    monkeypatch.setattr(kernel_call, "launches_over_rows", None)
     (found, _), *_ = over_rows(softmax, (adopt(y),), NAMES)[0]
     (want,), _ = rowwise.over_rows(softmax, (y.get(),), NAMES)
     np.testing.assert_allclose(found.get(), want, rtol=3e-6)
