@@ -15,6 +15,7 @@ from portmm.ops import host_matmul
 from portmm.ops.convolution_kernel import ConvolutionKernel, HostConvolution
 from portmm.ops.convolution_weights import unpack_conv
 from portmm.ops.epilogues import NAMES, NOT_F64
+from portmm.ops.product_kernel import first_type
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -87,8 +88,7 @@ def convolved(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, epilog
 def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: bool) -> HostConvolution:
     """The convolution, with results of the requested type where kernels write them; others are converted afterwards."""
     out, dtype = wanted
-    first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
-    first = None if first == np.float64 else first  # results in float32 are converted
+    first = first_type(out, dtype)
     if fused:
         return HostConvolution(x, w, size, dtype, first)
     call = HostConvolution(x, w, size, first if dtype is None else dtype, None)
@@ -98,7 +98,7 @@ def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: 
 def _plain(call: HostConvolution, place: _Place) -> ConvolutionKernel | ScheduleError:
     """The kernel without an epilogue."""
     key = (call.kind, place.strides, config.current(), config.limit())
-    kernel: ConvolutionKernel | ScheduleError = _kinds.get(key) or _kinds.keep(key, call.ready(place.strides))
+    kernel: ConvolutionKernel | ScheduleError = _kinds.get(key) or _kinds.keep(key, call.ready(None, place.strides))
     return kernel
 
 
@@ -111,7 +111,7 @@ def _fused(call: HostConvolution, place: _Place, epilogue: Any) -> tuple[Any, An
     function = UserFunction(epilogue)
     values = (acc(), indices(NAMES if call.last else CHANNELS_FIRST))
     key = ("conv", *call.kind, place.strides)
-    return function.ready(key, lambda traced: call.ready(place.strides, traced), values, 3), function.closure
+    return function.ready(key, lambda traced: call.ready(traced, place.strides), values, 3), function.closure
 
 
 # -- the fast path ---------------------------------------------------------------
@@ -224,16 +224,16 @@ def channels_first(result: Any, out: Any) -> Any:
 def _user_shape(call: HostConvolution) -> tuple[int, ...]:
     """The shape of a result in the layout of the images."""
     images, *rest = call.shape
-    return (images, *call.size.out, rest[1]) if call.last else (images, rest[0], *call.size.out)
+    return (images, *call.convolution.out, rest[1]) if call.last else (images, rest[0], *call.convolution.out)
 
 
 def _shaped(results: Sequence[Array], call: HostConvolution) -> list[Array]:
     """Results in the layout of the images; of one that varies along no channel or no pixel, with an extent of 1."""
-    spatial, shaped = call.size.out, []
+    spatial, shaped = call.convolution.out, []
     for x in results:
         images, m, n = x.shape
         pixels, channels = (m, n) if call.last else (n, m)
-        along = spatial if pixels == call.size.pixels else (1,) * len(spatial)
+        along = spatial if pixels == call.convolution.pixels else (1,) * len(spatial)
         shaped.append(x.reshape((images, *along, channels) if call.last else (images, channels, *along)))
     return shaped
 
@@ -262,9 +262,9 @@ def _split(call: HostConvolution, epilogue: Any) -> tuple[list[Array], bool]:
     if sums == "f64":
         raise TypeError(NOT_F64)
     whole = np.dtype(np.int32 if sums == "s32" else np.float32)
-    product = convolved(call.x, call.w, call.size, (None, whole), None).reshape(call.shape)
+    product = convolved(call.x, call.w, call.convolution, (None, whole), None).reshape(call.shape)
     names = NAMES if call.last else CHANNELS_FIRST
-    usual = call.types(fused=True)[2]
+    usual = call.usual()
     results, several = over_rows(
         epilogue, (product.astype(np.float32, copy=False),), names, dtype=usual, first=call.first
     )
@@ -276,7 +276,7 @@ def _by_numpy(call: HostConvolution, epilogue: Any) -> tuple[Sequence[Array], bo
     from portmm.spec.convolution import windows
     from portmm.spec.layout import Layout
 
-    size, x = call.size, call.x if call.last else np.moveaxis(call.x, 1, -1)
+    size, x = call.convolution, call.x if call.last else np.moveaxis(call.x, 1, -1)
     filters, acc = unpack_conv(call.w), numpy_arrays.numpy_of(call.sums())
     sums = np.zeros((call.images * size.pixels, size.groups * size.outputs), acc)
     if sums.size and size.depth:
@@ -295,7 +295,7 @@ def _by_numpy(call: HostConvolution, epilogue: Any) -> tuple[Sequence[Array], bo
     from portmm.ops.rowwise import by_numpy
 
     names = NAMES if call.last else CHANNELS_FIRST
-    usual = call.types(fused=True)[2] if call.first is None else call.first
+    usual = call.usual() if call.first is None else call.first
     return by_numpy(epilogue, (product.astype(np.float32),), names, usual)
 
 

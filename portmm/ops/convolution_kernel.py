@@ -8,7 +8,7 @@ epilogue treats them alike. Groups are products of their own, one after the othe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +17,12 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.dispatch.view_routes import Views, direct_route, view_route
-from portmm.errors import ScheduleError
 from portmm.ops import routes
-from portmm.ops.product_kernel import merges
+from portmm.ops.product_kernel import HostProduct, merges, of_part
 from portmm.runtime.cpu import runtime
 from portmm.spec.convolution import planes, windows
 from portmm.spec.dequantization import IDENTITY
-from portmm.spec.dtype import BY_NAME, accumulator, spell
+from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -103,17 +102,13 @@ class ConvolutionKernel:
         """The table of operands, and the numbers, of a group."""
         if not group and self.indexed < 0:
             return table, numbers
-        table, channels = table.copy(), self.size[0 if self.along == 2 else 1]
-        for row, operand in zip(table, self.types, strict=False):
-            row[0] += group * channels * row[self.along] * BY_NAME[operand].bytes
-        if self.indexed >= 0:
-            first = np.array([group * channels], np.int32).view(np.float32)
-            numbers = np.concatenate([numbers[: self.indexed], first])
-        return table, numbers
+        first = group * self.size[0 if self.along == 2 else 1]
+        at = (0, first, 0) if self.along == 2 else (0, 0, first)
+        return of_part(table, numbers, self.types, at, (self.indexed, (first,)))
 
 
-class HostConvolution:
-    """A convolution in the host's memory.
+class HostConvolution(HostProduct):
+    """A convolution in the host's memory: the images' product, with an epilogue or without.
 
     Args:
         x: images, native, with strides in whole elements, none negative.
@@ -126,21 +121,23 @@ class HostConvolution:
     def __init__(
         self, x: Array, w: PackedConv, size: Convolution, wanted: np.dtype[Any] | None, first: np.dtype[Any] | None
     ) -> None:
-        self.x, self.w, self.size, self.wanted, self.first = x, w, size, wanted, first
+        self.x, self.w, self.convolution, self.wanted, self.first, self.after = x, w, size, wanted, first, None
         self.last, self.images = w.channels_last, x.shape[0]
         self.int4 = self.last and not hasattr(w.weight[0], "element")
+        self.items, self.m, self.n = self.shape
+        self.batch = (self.items,)
 
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of a result: (image, pixel, channel), or with channels first (image, channel, pixel)."""
-        channels, pixels = self.size.groups * self.size.outputs, self.size.pixels
+        channels, pixels = self.convolution.groups * self.convolution.outputs, self.convolution.pixels
         return (self.images, pixels, channels) if self.last else (self.images, channels, pixels)
 
     @property
     def kind(self) -> tuple[Any, ...]:
         """The properties of a call that kernels depend on."""
         x = self.x
-        return (x.shape, x.strides, x.dtype, self.size, self.w.kind, self.wanted, self.first)
+        return (x.shape, x.strides, x.dtype, self.convolution, self.w.kind, self.wanted, self.first)
 
     def writes(self) -> bool:
         """Whether kernels write results of the requested type."""
@@ -156,52 +153,31 @@ class HostConvolution:
         usual = np.dtype(np.float32) if fused and usual.kind in "iu" else usual
         return left, right, (self.wanted if fused and self.wanted else usual).newbyteorder("=")
 
-    def sums(self) -> str:
-        """The accumulator's type."""
-        a, b, _ = self.types()
-        return accumulator(numpy_arrays.name_of(a), "u4" if self.int4 else numpy_arrays.name_of(b))
+    def usual(self) -> np.dtype[Any]:
+        """The default type of a result with an epilogue."""
+        return self.types(fused=True)[2]
 
-    def step(self, traced: Traced) -> Step:
-        """The user's function as expressions.
-
-        Raises:
-            ScheduleError: it cannot be one.
-        """
-        from portmm.ops.epilogues import fusible
-        from portmm.trace.bind import typed
-
-        if self.int4 and self.sums() == "s32":
-            raise ScheduleError("expressions are in float32, not in s32")
-        return fusible(typed(traced, self.first), self.sums(), lambda: self.types(fused=True)[2])
-
-    def ready(self, c: tuple[int, int], traced: Traced | None = None) -> ConvolutionKernel | ScheduleError:
-        """The kernel for calls of this kind, or the reason why there is none."""
-        try:
-            return self.selected(c, traced)
-        except ScheduleError as error:
-            return ScheduleError(str(error))  # for the memo without its traceback, whose frames reference operands
-
-    def selected(self, c: tuple[int, int], traced: Traced | None = None) -> ConvolutionKernel:
+    def selected(self, traced: Traced | None, c: tuple[int, int]) -> ConvolutionKernel:  # type: ignore[override]
         """The kernel for calls of this kind.
 
         Args:
-            c: strides of rows and of items of the first result.
             traced: the user's function, if there is one.
+            c: strides of rows and of items of the first result.
 
         Raises:
             ScheduleError: there is none.
             NoCompilerError: there is no compiler.
             BuildError: the compiler failed.
         """
-        size, indexed = self.size, -1
+        size, indexed = self.convolution, -1
         step = None if traced is None else self.step(traced)
         merged = self._merges(c, step)
         if step is not None and size.groups > 1:
-            step, indexed = self._by_group(step)
+            step, indexed = self.step_of_part(step.traced, "n" if self.last else "m")
         m, n = (size.pixels * (self.images if merged else 1), size.outputs)
         m, n = (m, n) if self.last else (n, m)
         batch = 1 if merged else self.images
-        route, strides = self._routed((m, n, batch), step)
+        route, strides = self._routed_view((m, n, batch), step)
         steps = (size.channels * self.x.strides[self._channel], size.outputs * (1 if self.last else c[0]))
         dims = (m, n, size.depth, batch)
         if step is None:
@@ -227,43 +203,13 @@ class HostConvolution:
 
     def _merges(self, c: tuple[int, int], step: Step | None) -> bool:
         """Whether the pixels of all images are rows of one product."""
-        if not self.last or (self.images > 1 and c[1] != c[0] * self.size.pixels):
+        if not self.last or (self.images > 1 and c[1] != c[0] * self.convolution.pixels):
             return False
-        return self.images == 1 or step is None or merges(step, self.size.pixels)
+        return self.images == 1 or step is None or merges(step, self.convolution.pixels)
 
-    def _by_group(self, step: Step) -> tuple[Step, int]:
-        """An epilogue whose index of channels begins at a number, that of a group's first, and the number's place."""
-        from portmm.spec.epilogue import number
-        from portmm.spec.expr import apply
-        from portmm.spec.expr_functions import substituted
-
-        traced, axis, indices = step.traced, "n" if self.last else "m", []
-
-        def change(e: Any) -> Any:
-            if e.op != "index" or e.args[0] != axis:
-                return None
-            indices.append(e)
-            return e + apply("bits", number(len(traced.numbers)))  # numbers are floats: these are an integer's bits
-
-        done: dict[Any, Any] = {}
-        values = tuple((substituted(x, change, done), t) for x, t in traced.results)
-        if not indices:
-            return step, -1
-        changed = self.step(replace(traced, results=values))
-        return changed, len(traced.numbers)
-
-    def _bound(self, step: Step) -> tuple[Any, tuple[Any, ...]]:
-        """The operands of an epilogue, and its results."""
-        from portmm.trace.bind import Bound, dense
-
-        images, m, n = self.shape
-        bound = Bound(step.traced, (m, n, images), [], [dense(x, (m, n, images)) for x in step.axes[1:]])
-        shapes = [(images, m, n if "n" in x else 1) for x in step.axes]
-        return bound, tuple(zip(shapes, step.types, strict=True))
-
-    def _routed(self, dims: tuple[int, int, int], step: Step | None) -> tuple[Any, tuple[int, ...]]:
+    def _routed_view(self, dims: tuple[int, int, int], step: Step | None) -> tuple[Any, tuple[int, ...]]:
         """A route, and the strides of A and B."""
-        (_, _, batch), size, steps = dims, self.size, self._element_strides()
+        (_, _, batch), size, steps = dims, self.convolution, self._element_strides()
         pixel, plain = _collapsed(size.spatial, steps[1:-1]), self._plain(steps, batch)
         item = steps[0] if batch > 1 else 0
         one = self.w.weight[0]
@@ -285,22 +231,22 @@ class HostConvolution:
 
     def _in_rows(self) -> bool:
         """Whether rows of a result are long enough for register tiles, or there is one image of more than one pixel."""
-        size = self.size
+        size = self.convolution
         if size.pointwise and size.pixels < FEW_PIXELS:
             return False
         return size.out[-1] >= LEAST_ROW or (self.images == 1 < size.pixels and not size.pointwise)
 
     def _plain(self, steps: Sequence[int], batch: int) -> bool:
         """Whether windows are a matrix with strides: pixels at equal distances, and contiguous along n or k."""
-        if not self.size.pointwise:
+        if not self.convolution.pointwise:
             return False
-        pixel = _collapsed(self.size.spatial, steps[1:-1])
+        pixel = _collapsed(self.convolution.spatial, steps[1:-1])
         if pixel is None:
             return False
         if not self.last:
-            return pixel == 1 and steps[-1] >= self.size.pixels
-        even = self.images == 1 or batch > 1 or steps[0] == pixel * self.size.pixels
-        return even and steps[-1] == 1 and pixel >= self.size.channels
+            return pixel == 1 and steps[-1] >= self.convolution.pixels
+        even = self.images == 1 or batch > 1 or steps[0] == pixel * self.convolution.pixels
+        return even and steps[-1] == 1 and pixel >= self.convolution.channels
 
     def _problem(self, dims: tuple[int, int, int], step: Step | None, *, plain: bool) -> Problem:
         """The problem of one group."""
@@ -311,7 +257,8 @@ class HostConvolution:
         image = "row" if plain else "any"
         words = (image, "codes" if self.int4 else "packed") if self.last else ("row", image)
         return Problem(
-            m, n, self.size.depth, spell(*names), batch, *words, family=self.w.weight[0].family if self.last else "",
+            m, n, self.convolution.depth, spell(*names), batch, *words,
+            family=self.w.weight[0].family if self.last else "",
             deterministic=config.current().deterministic, fused=text,
         )  # fmt: skip
 

@@ -15,7 +15,7 @@ from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError, ScheduleError
 from portmm.ops import call_fastpath, host_matmul
 from portmm.ops.epilogues import NAMES, VALUES, fused, rank_of
-from portmm.ops.product_kernel import HostProduct, ProductKernel, operand_b
+from portmm.ops.product_kernel import HostProduct, ProductKernel, first_type, operand_b
 from portmm.ops.row_kernels import before
 from portmm.ops.rowwise import over_rows
 from portmm.spec.row_classes import row_class
@@ -106,15 +106,13 @@ class HostCall(HostProduct):
     def __init__(self, arguments: tuple[Any, ...], dtype: Any, seen: call_fastpath.Seen | None) -> None:
         self.arguments, self.seen = arguments, seen
         _, left, right, self.out, _ = arguments
-        first = self.out.dtype.newbyteorder("=") if dtype is None and isinstance(self.out, np.ndarray) else None
-        # Results in float32 are converted to float64.
-        super().__init__(left, right, dtype, None if first == np.float64 else first)
+        super().__init__(left, right, dtype, first_type(self.out, dtype))
         self.memory = (left, getattr(right, "owner", right))
 
-    def ready(self, traced: Traced) -> ProductKernel | ScheduleError:
+    def ready(self, traced: Traced | None, *place: Any) -> Any:
         """The kernel for calls of this kind, after the run time is loaded."""
         host_matmul.begin()
-        return super().ready(traced)
+        return super().ready(traced, *place)
 
     def kernel(self, function: UserFunction) -> ProductKernel | ScheduleError:
         """The kernel, or the reason why there is none."""

@@ -20,13 +20,9 @@ from portmm.ops import host_matmul, routes
 from portmm.ops.epilogues import VALUES
 from portmm.ops.fused_matmul import fit
 from portmm.ops.prepack import current, is_packed, items
-from portmm.ops.product_kernel import HostProduct, operand_b
+from portmm.ops.product_kernel import HostProduct, first_type, of_part, operand_b
 from portmm.ops.rowwise import by_numpy
 from portmm.runtime.cpu import runtime
-from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import number
-from portmm.spec.expr import Expr, apply
-from portmm.spec.expr_functions import substituted
 from portmm.trace.bind import Bound, UserFunction, dense
 from portmm.trace.closures import resolve
 from portmm.util.array_subclasses import refuse_class
@@ -34,7 +30,6 @@ from portmm.util.array_subclasses import refuse_class
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from portmm.spec.problem import Problem
     from portmm.trace.bind import Step
     from portmm.trace.tracer import Traced
 
@@ -215,8 +210,7 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
     """The products with an epilogue."""
     host_matmul.begin()
     m, n, _ = x.size
-    first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
-    first = None if first == np.float64 else first  # results in float32 are converted
+    first = first_type(out, dtype)
     call = HostProduct(x.a, x.b[0], dtype, first)
     user_function = UserFunction(epilogue)
     b_kind = x.b[0].dtype if call.array else x.b[0].family
@@ -239,13 +233,12 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
 def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
     """The products with an epilogue, computed by NumPy."""
     m, n, _ = x.size
-    first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
-    call = HostProduct(x.a, x.b[0], dtype, None)
+    first, call = first_type(out, dtype), HostProduct(x.a, x.b[0], dtype, None)
     sums = np.dtype(np.int32 if call.sums() == "s32" else np.float32)
     group = np.minimum(np.searchsorted(x.ends, np.arange(m), "right"), len(x.b) - 1)
     indices = SimpleNamespace(m=np.arange(m)[:, None], n=np.arange(n)[None, :], b=group[:, None])
     products = _plain(x, None, sums).astype(np.float32, copy=False)
-    usual = first if first is not None and first != np.float64 else call.types()[2]
+    usual = call.types()[2] if first is None else first
     results, several = by_numpy(epilogue, (products,), {}, usual, indices)
     return fit(list(results), out, several=several)
 
@@ -256,58 +249,28 @@ def _ready(traced: Traced, call: Any, groups: int) -> _Ready:
     Raises:
         ScheduleError: it reduces, or the sums are in float64.
     """
-    count = len(traced.numbers)
-    indexed = False
-
-    def change(e: Expr) -> Expr | None:
-        nonlocal indexed
-        if e.op != "index" or e.args[0] not in ("m", "b"):
-            return None
-        indexed = True
-        # Numbers are passed as floats: these are the bits of integers.
-        return e + apply("bits", number(count)) if e.args[0] == "m" else apply("bits", number(count + 1))
-
-    step = call.step(traced)
-    done: dict[Expr, Expr] = {}
-    values = tuple((substituted(e, change, done), t) for e, t in traced.results)
-    if indexed:
-        step = call.step(replace(traced, results=values))
+    step, places = call.step_of_part(traced, "mb")
     size = (call.m, call.n, groups)
     bound = Bound(traced, size, [], [(0, *dense(axes, size)[1:]) for axes in step.axes[1:]])
-    return _Ready(replace(step, traced=bound.traced), bound, count if indexed else -1)
+    return _Ready(replace(step, traced=bound.traced), bound, places)
 
 
 def _run(x: _Groups, at: tuple[int, int, int], call: Any, ready: _Ready, arrays: tuple[Array, ...]) -> None:
     """Run the product of a group: its first row, its end, and its index, which past the last is that of no group."""
     (begin, end, group), (c, table, numbers, *operands) = at, arrays
     n, k, rows = c.shape[1], x.size[2], end - begin
-    types = call.types()
     item = min(group, len(x.b) - 1)
     if group < len(x.b) and k:
-        p, a, b = _operands(call, ready.step, x.a[begin:end], x.b[group])
+        left, right = x.a[begin:end], x.b[group]
     else:
-        zeros = np.zeros(max(rows, n), np.float32)
-        types = (zeros.dtype, zeros.dtype, types[2])
-        empty = HostProduct(zeros[:rows, np.newaxis], zeros[np.newaxis, :n], call.wanted, call.first)
-        p, a, b = _operands(empty, ready.step, empty.left, empty.right)
-        k = 1
-    table = table.copy()
-    for row, operand in zip(table, ready.step.fused.operands, strict=False):
-        row[0] += (begin * row[2] + item * row[1]) * BY_NAME[operand.dtype].bytes
-    if ready.places >= 0:
-        indices = np.array([begin, item], np.int32).view(np.float32)
-        numbers = np.concatenate([numbers[: ready.places], indices])
-    array, *steps = b
+        zeros, k = np.zeros(max(rows, n), np.float32), 1
+        left, right = zeros[:rows, np.newaxis], zeros[np.newaxis, :n]
+    p, a, b = HostProduct(left, right, call.wanted, call.first).question(ready.step)
+    is_array = isinstance(b, numpy_arrays.Operand)
+    array, *steps = (b.array, b.row, b.col) if is_array else (b.owner, b.b_k, b.b_n)
+    types = [y.dtype for y in ready.step.fused.operands]
+    table, numbers = of_part(table, numbers, types, (item, begin, 0), (ready.places, (begin, item)))
     runtime().execute(
         routes.route(p), rows, n, k, 1, a.array, a.row, a.col, 0, array, *steps, 0, c[begin:end], n, 1, rows * n, None,
         table, numbers, *operands,
     )  # fmt: skip
-
-
-def _operands(call: Any, step: Step, left: Array, right: Any) -> tuple[Problem, numpy_arrays.Operand, tuple[Any, ...]]:
-    """The problem of one group, and its operands as kernels take them."""
-    one = HostProduct(left, right, call.wanted, call.first)
-    rows, other = one.operands((one.m, one.n, 1), one.types())
-    if isinstance(other, numpy_arrays.Operand):
-        return one.problem(step, rows.layout, other.layout), rows, (other.array, other.row, other.col)
-    return one.problem(step, rows.layout, ""), rows, (other.owner, other.b_k, other.b_n)

@@ -160,7 +160,7 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
     user_function, m, vectors = user_function_type(epilogue), prod(left.shape[:-1]), None
 
     def make(traced: Any) -> ProductKernel | ScheduleError:
-        return _begun(left, weight, options).ready(traced)
+        return _begun(left, weight, options).ready(traced)  # type: ignore[no-any-return]
 
     try:
         kernel = fused_kernel(user_function, left, weight, ("linear", key), make)

@@ -29,7 +29,7 @@ from portmm.util.memo import cached
 from portmm.weights.kinds import WeightKind, weight_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from portmm.spec.dequantization import Dequantization
     from portmm.trace.bind import Bound, Step
@@ -122,10 +122,14 @@ class HostProduct:
         types = self.types()
         return accumulator(numpy_arrays.name_of(types[0]), "u4" if self.int4 else numpy_arrays.name_of(types[1]))
 
-    def ready(self, traced: Traced) -> ProductKernel | ScheduleError:
-        """The kernel for calls of this kind, or the reason why there is none."""
+    def usual(self) -> np.dtype[Any]:
+        """The default type of a result with an epilogue."""
+        return self.types()[2]
+
+    def ready(self, traced: Traced | None, *place: Any) -> Any:
+        """The kernel for calls of this kind, or the reason why there is none; `place`: arguments of `selected`."""
         try:
-            return self.selected(traced)
+            return self.selected(traced, *place)
         except ScheduleError as error:
             return ScheduleError(str(error))  # for the memo without its traceback, whose frames reference operands
 
@@ -214,7 +218,34 @@ class HostProduct:
         sums = self.sums() if self.after is None else "s32"
         if self.int4 and self.after is None and sums == "s32":
             raise ScheduleError(f"expressions are in float32, not in {sums}")
-        return fusible(typed(traced, self.first), sums, lambda: self.types()[2], self.after)
+        return fusible(typed(traced, self.first), sums, self.usual, self.after)
+
+    def step_of_part(self, traced: Traced, axes: str) -> tuple[Step, int]:
+        """The user's function for a part of rows, columns or items, and the place of the part among its numbers.
+
+        Indices along these axes begin at numbers after those of the function, which are the bits of integers. A part
+        has one item, whose index is the number. The place is -1 where there are no such indices.
+
+        Raises:
+            ScheduleError: it cannot be an epilogue.
+        """
+        from portmm.spec.epilogue import number
+        from portmm.spec.expr import apply
+        from portmm.spec.expr_functions import substituted
+
+        count, step, done, indices = len(traced.numbers), self.step(traced), dict[Any, Any](), list[Any]()
+
+        def change(e: Any) -> Any:
+            if e.op != "index" or e.args[0] not in axes:
+                return None
+            indices.append(e)
+            first = apply("bits", number(count + axes.index(e.args[0])))
+            return first if e.args[0] == "b" else e + first
+
+        values = tuple((substituted(x, change, done), t) for x, t in traced.results)
+        if not indices:
+            return step, -1
+        return self.step(replace(traced, results=values)), count
 
     def size(self, step: Step | None) -> tuple[int, int, int]:
         """Rows, columns, items; where B is shared and rows are alike, all items are rows of one."""
@@ -262,6 +293,32 @@ class HostProduct:
             return self.left, getattr(self.right, "owner", self.right)
         rows, other = self.operands(kernel.size, self.types())
         return rows.array, other.array if isinstance(other, numpy_arrays.Operand) else other.owner
+
+
+def first_type(out: Any, dtype: Any) -> np.dtype[Any] | None:
+    """The type of the first result, where it is that of `out`: results in float32 are converted to float64."""
+    first = out.dtype.newbyteorder("=") if dtype is None and isinstance(out, np.ndarray) else None
+    return None if first == np.float64 else first
+
+
+def of_part(
+    table: Array, numbers: Array, types: Sequence[str], at: tuple[int, int, int], first: tuple[int, tuple[int, ...]]
+) -> tuple[Array, Array]:
+    """The table of operands, and the numbers, of a part of rows, columns or items.
+
+    Args:
+        table: that of all.
+        numbers: those of all.
+        types: of the operands.
+        at: the first item, row and column.
+        first: the place of `step_of_part`, and the indices that begin there.
+    """
+    table, (place, values) = table.copy(), first
+    for row, dtype in zip(table, types, strict=False):
+        row[0] += sum(i * s for i, s in zip(at, row[1:], strict=False)) * BY_NAME[dtype].bytes
+    if place >= 0:
+        numbers = np.concatenate([numbers[:place], np.array(values, np.int32).view(np.float32)])
+    return table, numbers
 
 
 def merges(step: Step, m: int) -> bool:
