@@ -106,8 +106,10 @@ class Viewed:
 
 def moved(to: Ptr, view: Layout, at: tuple[Index, Index], name: str = "a", fill: int = 0) -> Stmt:
     """Copy of an element of an operand, or in padding of a number, zero by default."""
-    there, copy = view.valid(at, var), Move(to, Ptr(name, offset(view, *at)))
-    return copy if isinstance(there, int) else If(const(0).lt(there), (copy,), (Move(to, None, fill),))
+    there, copy, filled = view.valid(at, var), Move(to, Ptr(name, offset(view, *at))), Move(to, None, fill)
+    if isinstance(there, int):  # for all elements: of a view that is nothing but padding, 0
+        return copy if there else filled
+    return If(const(0).lt(there), (copy,), (filled,))
 
 
 def _one_by_one(x: Viewed) -> tuple[Stmt, ...]:
@@ -302,13 +304,18 @@ class _Group:
         blocks = For("p", const(0), var("count") - (lanes - 1), const(lanes), (*load, *shuffles, *store))
         return (*lines, *self._fill(lanes * self.x.kr, tested=tested), blocks)
 
+    @property
+    def _loads_padding(self) -> bool:
+        """Whether vectors of padding are loaded: zeros that the atom makes are of the C type of sums."""
+        return self.x.fill != 0 or self.atom.acc_type != self.atom.b_type
+
     def _padding(self, name: str) -> Stmt:
         """A vector of padding."""
-        return Verb("load_b", name, p=Ptr("padding"), to=self.x.to) if self.x.fill else Verb("zero", name)
+        return Verb("load_b", name, p=Ptr("padding"), to=self.x.to) if self._loads_padding else Verb("zero", name)
 
     def _fill(self, elements: int, *, tested: bool) -> tuple[Stmt, ...]:
-        """An array of padding, where that is not zero."""
-        if not tested or not self.x.fill:
+        """An array of padding, where vectors of it are loaded."""
+        if not tested or not self._loads_padding:
             return ()
         kind = base(self.x.to)
         filled = For("e", const(0), const(elements), const(1), (Move(Ptr("fill", var("e")), None, self.x.fill),))

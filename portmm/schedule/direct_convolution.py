@@ -116,8 +116,9 @@ def direct(x: Convolution, strides: Sequence[int], s: Schedule, target: Target) 
     stride, dilation = (((1, *y) if flat else y) for y in (x.stride, x.dilation))
     before, after = (((0, *y) if flat else y) for y in (x.before, x.after))
     reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
-    if before[0] >= reach[0] or after[0] >= reach[0] or x.channels < 1:
-        return None  # windows of zeros alone
+    straddles = kernel[0] > 1 and dilation[0] > spatial[0]
+    if before[0] >= reach[0] or after[0] >= reach[0] or straddles or x.channels < 1:
+        return None  # windows of zeros alone, the last ones with taps above and below the image
     row, pixel = (0, strides[1]) if flat else (strides[1], strides[2])
     image = strides[0]
     beyond = max(0, (out[1] - 1) * stride[1] - before[1] + reach[1] - spatial[1])

@@ -91,8 +91,8 @@ def test_an_epilogue_knows_images_pixels_and_channels(seed):
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_types_are_summed_as_in_products(x_type, w_type, layout):
     last = layout == "NHWC"
-    x = values((2, 7, 6, 16) if last else (2, 16, 7, 6), x_type)
-    w = values((20, 16, 3, 3), w_type, 1)
+    x = values((2, 7, 6, 32) if last else (2, 32, 7, 6), x_type)  # whole vectors of units of two, in padding, too
+    w = values((20, 32, 3, 3), w_type, 1)
     want = convolved(x, w, padding=1, layout=layout)
     got = pm.conv(x, w, padding=1, layout=layout)
     assert got.dtype == pm.matmul(np.ones((2, 2), x_type), np.ones((2, 2), w_type)).dtype
@@ -100,6 +100,22 @@ def test_types_are_summed_as_in_products(x_type, w_type, layout):
     if x_type != np.float64:
         scaled = pm.conv(x, w, padding=1, layout=layout, dtype=np.float32, epilogue=lambda acc: acc * 0.5)
         np.testing.assert_array_equal(scaled, (want * 0.5).astype(np.float32))
+
+
+@pytest.mark.parametrize("x_type", [np.float32, np.int8], ids=str)
+@pytest.mark.parametrize(
+    ("spatial", "kernel", "how"),
+    [
+        ((2, 2), (2, 2), {"padding": ((5, 3), (1, 1)), "dilation": (7, 1)}),  # taps above and below the image
+        ((3, 1), (1, 1), {"padding": ((0, 0), (1, 0)), "stride": (1, 3)}),  # all windows in padding
+        ((1, 8), (2, 2), {"padding": ((4, 4), (0, 0)), "dilation": (8, 1)}),
+    ],
+)  # fmt: skip
+def test_windows_may_miss_the_image(x_type, spatial, kernel, how):
+    x, w = values((3, *spatial, 9), x_type), values((40, 9, *kernel), x_type, 1)
+    want = convolved(x, w, **how)
+    to = np.full(want.shape, 7, np.int32 if x_type == np.int8 else x_type)
+    np.testing.assert_array_equal(pm.conv(guarded(x.ravel(), end=False).reshape(x.shape), w, to, **how), want)
 
 
 def test_filters_of_four_bits():
