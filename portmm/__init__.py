@@ -187,56 +187,17 @@ _LAZY = {
     "tune": "tuning",
     "use_bundle": "ops.bundles",
     "warmup": "ops.warmup",
-    **dict.fromkeys(
-        (
-            "cast",
-            "clip",
-            "dropout",
-            "elu",
-            "erf",
-            "exp",
-            "expm1",
-            "fast_gelu",
-            "gelu",
-            "gelu_tanh",
-            "hard_sigmoid",
-            "hard_swish",
-            "layer_norm",
-            "leaky_relu",
-            "log",
-            "log_softmax",
-            "logsumexp",
-            "max",
-            "maximum",
-            "mean",
-            "minimum",
-            "quantize_rows",
-            "relu",
-            "relu6",
-            "rms_norm",
-            "rsqrt",
-            "sigmoid",
-            "silu",
-            "softmax",
-            "softplus",
-            "sqrt",
-            "square",
-            "sum",
-            "tanh",
-            "where",
-        ),
-        "spec.elementwise",
-    ),
 }
-"""Modules of the names that are imported at their first use, since a matmul from the cache does not need them."""
+"""Modules of the names that are imported at their first use, since a matmul from the cache does not need them; others
+are functions of elements."""
 
 
 def __getattr__(name: str) -> object:
-    if name not in _LAZY:
+    if name not in __all__:
         raise AttributeError(f"module 'portmm' has no attribute {name!r}")
     from importlib import import_module
 
-    return globals().setdefault(name, getattr(import_module(f"portmm.{_LAZY[name]}"), name))
+    return globals().setdefault(name, getattr(import_module(f"portmm.{_LAZY.get(name, 'spec.elementwise')}"), name))
 
 
 def __dir__() -> list[str]:

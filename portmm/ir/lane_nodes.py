@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.nodes import Stmt
+
 if TYPE_CHECKING:
     from portmm.ir.index import Index, Ptr
 
@@ -13,7 +15,7 @@ LEAST_PEAK = 1.5e-36
 
 
 @dataclass(frozen=True, slots=True)
-class Map:
+class Map(Stmt):
     """An operation of `expr_ops.OPS` on every lane, or an operation that creates a vector.
 
     Attributes:
@@ -37,7 +39,7 @@ class Map:
 
 
 @dataclass(frozen=True, slots=True)
-class Shuffle:
+class Shuffle(Stmt):
     """Shuffle of vectors of type b_type: d[i] = concat(a, b)[pick[i]]."""
 
     d: str
@@ -47,7 +49,7 @@ class Shuffle:
 
 
 @dataclass(frozen=True, slots=True)
-class Reduce:
+class Reduce(Stmt):
     """Store of the sum of the lanes of `d`, added to *p if `accumulate`, at p."""
 
     d: str
@@ -56,7 +58,7 @@ class Reduce:
 
 
 @dataclass(frozen=True, slots=True)
-class Total:
+class Total(Stmt):
     """*to = the sum ("add") or the maximum ("max") of `count` f32, a power of two, at `src`; NaN if any is NaN."""
 
     kind: str
@@ -66,7 +68,7 @@ class Total:
 
 
 @dataclass(frozen=True, slots=True)
-class RowScale:
+class RowScale(Stmt):
     """*scale = m / top and *inverse = top / m, m the maximum of `count` f32 at `peaks`; both 0 if m is 0."""
 
     scale: Ptr

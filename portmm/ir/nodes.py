@@ -11,24 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.lane_nodes import Map, Reduce, RowScale, Shuffle, Total
-from portmm.ir.thread_nodes import (
-    Apply,
-    Barrier,
-    Clear,
-    Codes,
-    CopyAsync,
-    CopyCommit,
-    CopyWait,
-    Do,
-    Exchange,
-    Get,
-    Interleave,
-    Leave,
-    Shared,
-    Vector,
-)
-
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -51,8 +33,14 @@ TILES = 8
 """Number of tiles of a unit of more than one row: that of Intel's AMX, the only one described."""
 
 
+class Stmt:
+    """A statement: one of those below, of `lane_nodes`, or of `thread_nodes`."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class Let:
+class Let(Stmt):
     """Declaration of an integer with the value of an expression."""
 
     name: str
@@ -60,7 +48,7 @@ class Let:
 
 
 @dataclass(frozen=True, slots=True)
-class Read:
+class Read(Stmt):
     """Declaration of an integer that is loaded from memory."""
 
     name: str
@@ -68,7 +56,7 @@ class Read:
 
 
 @dataclass(frozen=True, slots=True)
-class UntilAligned:
+class UntilAligned(Stmt):
     """Declaration of an integer: elements from an address to the first one that is aligned to a vector of `bytes`.
 
     It is less than a vector's elements. Of an address between elements nothing is aligned, and the number is any.
@@ -80,7 +68,7 @@ class UntilAligned:
 
 
 @dataclass(frozen=True, slots=True)
-class LetPtr:
+class LetPtr(Stmt):
     """Declaration of a pointer to elements of type `dtype`, derived from a pointer to any type."""
 
     name: str
@@ -90,7 +78,7 @@ class LetPtr:
 
 
 @dataclass(frozen=True, slots=True)
-class Scratch:
+class Scratch(Stmt):
     """A small array on the stack, 64-byte aligned, not initialised.
 
     With `guarded` each read follows a write, but by conditions that compilers do not relate to each other: they are
@@ -104,7 +92,7 @@ class Scratch:
 
 
 @dataclass(frozen=True, slots=True)
-class For:
+class For(Stmt):
     """Loop over `body` for var = begin, begin + step, ... < end; `unroll` is a hint: 0 is not to, 1 is no hint."""
 
     var: str
@@ -116,7 +104,7 @@ class For:
 
 
 @dataclass(frozen=True, slots=True)
-class If:
+class If(Stmt):
     """Branch: `then` if `cond` is not 0, else `orelse`; where that is `rare`, compilers put `then` out of the way."""
 
     cond: Index
@@ -126,7 +114,7 @@ class If:
 
 
 @dataclass(frozen=True, slots=True)
-class Switch:
+class Switch(Stmt):
     """Switch to the body whose number equals `value`; there always is one."""
 
     value: Index
@@ -134,7 +122,7 @@ class Switch:
 
 
 @dataclass(frozen=True, slots=True)
-class Verb:
+class Verb(Stmt):
     """One verb of an atom: an instruction on vector registers.
 
     A load or store converts between the type of its pointer and the
@@ -167,14 +155,14 @@ class Verb:
 
 
 @dataclass(frozen=True, slots=True)
-class Configure:
+class Configure(Stmt):
     """Configuration of the rows of the kernel's tiles, which are called "0", "1" and so on; none: release of all."""
 
     rows: tuple[Index, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class Mac:
+class Mac(Stmt):
     """Multiply-add of one element, *d += *a * *b, in the accumulator's type; on a device, of registers by the atom."""
 
     d: Ptr
@@ -183,7 +171,7 @@ class Mac:
 
 
 @dataclass(frozen=True, slots=True)
-class Move:
+class Move(Stmt):
     """Copy of one element, converted if the types differ; from None: store of an integer."""
 
     to: Ptr
@@ -192,7 +180,7 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
-class Add:
+class Add(Stmt):
     """*to += *src, one element."""
 
     to: Ptr
@@ -200,7 +188,7 @@ class Add:
 
 
 @dataclass(frozen=True, slots=True)
-class Prefetch:
+class Prefetch(Stmt):
     """Prefetch of the cache line at an address, which need not be valid.
 
     Attributes:
@@ -215,7 +203,7 @@ class Prefetch:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Stmt):
     """Call of an inner function; arguments match its parameters in order."""
 
     function: Function
@@ -223,51 +211,12 @@ class Call:
 
 
 @dataclass(frozen=True, slots=True)
-class Parallel:
+class Parallel(Stmt):
     """Parallel loop: `function` for task = 0 ... tasks-1 in any order, on at most `workers` threads."""
 
     function: Function
     tasks: Index
     args: tuple[Index, ...] = ()
-
-
-Stmt = (
-    Let
-    | Read
-    | UntilAligned
-    | LetPtr
-    | Scratch
-    | For
-    | If
-    | Switch
-    | Verb
-    | Configure
-    | Map
-    | Total
-    | Shuffle
-    | Reduce
-    | Mac
-    | Move
-    | Add
-    | RowScale
-    | Prefetch
-    | Call
-    | Parallel
-    | Shared
-    | Barrier
-    | Vector
-    | Clear
-    | Interleave
-    | Codes
-    | CopyAsync
-    | CopyCommit
-    | CopyWait
-    | Exchange
-    | Do
-    | Get
-    | Leave
-    | Apply
-)
 
 
 @dataclass(frozen=True, slots=True)

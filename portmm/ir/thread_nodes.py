@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from portmm.ir.nodes import Stmt
+
 if TYPE_CHECKING:
     from portmm.ir.index import Index, Ptr
 
@@ -18,7 +20,7 @@ WHOLE = 1 << 16
 
 
 @dataclass(frozen=True, slots=True)
-class Shared:
+class Shared(Stmt):
     """An array in shared memory, aligned to `align` bytes, not initialised."""
 
     name: str
@@ -28,7 +30,7 @@ class Shared:
 
 
 @dataclass(frozen=True, slots=True)
-class Do:
+class Do(Stmt):
     """Call of a primitive of the instruction set, or of the language, with addresses and integers in order."""
 
     name: str
@@ -36,7 +38,7 @@ class Do:
 
 
 @dataclass(frozen=True, slots=True)
-class Get:
+class Get(Stmt):
     """Declaration of `name` as the integer that a primitive returns: an "int", or a "long", 64 bits unsigned."""
 
     name: str
@@ -46,19 +48,19 @@ class Get:
 
 
 @dataclass(frozen=True, slots=True)
-class Leave:
+class Leave(Stmt):
     """Return from the kernel if a condition that is uniform in the block is not 0."""
 
     when: Index
 
 
 @dataclass(frozen=True, slots=True)
-class Barrier:
+class Barrier(Stmt):
     """Barrier of a block: writes of its threads to shared memory before it are visible to all after it."""
 
 
 @dataclass(frozen=True, slots=True)
-class Vector:
+class Vector(Stmt):
     """Copy of a vector of `bytes` bytes, 4, 8 or 16; both addresses are aligned to `bytes`."""
 
     to: Ptr
@@ -67,7 +69,7 @@ class Vector:
 
 
 @dataclass(frozen=True, slots=True)
-class Clear:
+class Clear(Stmt):
     """Set the `count` registers of an array to zero."""
 
     name: str
@@ -75,7 +77,7 @@ class Clear:
 
 
 @dataclass(frozen=True, slots=True)
-class Interleave:
+class Interleave(Stmt):
     """Transpose of four bytes of four words: byte j of word `to` + i is byte i of word `src` + j."""
 
     to: Ptr
@@ -83,7 +85,7 @@ class Interleave:
 
 
 @dataclass(frozen=True, slots=True)
-class Codes:
+class Codes(Stmt):
     """Dequantization of the word of eight int4 values at `src`, in the order of `dtype.CODES_AT`, to f32 at `to`."""
 
     to: Ptr
@@ -91,7 +93,7 @@ class Codes:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyAsync:
+class CopyAsync(Stmt):
     """Start of an asynchronous copy of `bytes` bytes to shared memory; zeros where `there` is 0."""
 
     to: Ptr
@@ -101,19 +103,19 @@ class CopyAsync:
 
 
 @dataclass(frozen=True, slots=True)
-class CopyCommit:
+class CopyCommit(Stmt):
     """End of a group of asynchronous copies."""
 
 
 @dataclass(frozen=True, slots=True)
-class CopyWait:
+class CopyWait(Stmt):
     """Wait until all groups of copies of this thread but the last `pending` have completed."""
 
     pending: int
 
 
 @dataclass(frozen=True, slots=True)
-class Exchange:
+class Exchange(Stmt):
     """Warp shuffle: register `d` = register `x` of the lane whose index differs by the bit `mask`."""
 
     d: str
@@ -122,7 +124,7 @@ class Exchange:
 
 
 @dataclass(frozen=True, slots=True)
-class Apply:
+class Apply(Stmt):
     """Call of a primitive with elements: *to = primitive(*args...), with its own types."""
 
     to: Ptr
