@@ -6,6 +6,7 @@ Block sizes are those of `cpu_blocking`. Schedules have C by rows, and the wides
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import (
@@ -95,6 +96,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
     split = not p.deterministic and p.k > MODEL.split_depth * max(p.m, p.n)
     for nr in widths(isa, atom, p):
         top = tallest(isa, atom, nr)
+        yield from _shallow(p, isa, atom, target, nr)
         for mr in dict.fromkeys((top, top - 2, min(top, MODEL.in_place_rows))):
             if mr < 1 or p.m <= mr:
                 continue
@@ -118,6 +120,22 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             if _both_in_place(p, isa, atom, nr) and p.m <= MODEL.few_rows:
                 stream = tuple([t._replace(k=min(t.k, 2 * MODEL.stream_depths[-1])) for t in base.tiles[1:]])
                 yield replace(base, tiles=(base.tiles[0], *stream))
+
+
+def _shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
+    """Schedules for a K of one block and a C beyond L2: slices of rows sweep all columns, and write C in long runs.
+
+    A row of B that is read in part waits in L1 for the next register tile: rows need ways of the sets they start in.
+    """
+    depths = [x for x in MODEL.stream_depths if x >= p.k]
+    l1, l2 = target.level("L1"), target.level("L2")
+    mr = min(tallest(isa, atom, nr), MODEL.in_place_rows)
+    if not (depths and l1 and l2 and p.m > mr and _both_in_place(p, isa, atom, nr)):
+        return
+    row, sets = p.n * p.elements[1].bytes // l1.line, l1.bytes // (l1.line * l1.ways)
+    stays = p.k <= l1.ways * (sets // gcd(max(1, row), sets))
+    if stays and nr % (2 * isa.columns(atom)) == 0 and p.batch * p.m * p.n * p.elements[2].bytes > l2.bytes:
+        yield base_schedule("gemm", p, isa, cache_tiles(mr, nr, depths[0], ALL, ALL, least_of(mr)), False, False)
 
 
 def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:

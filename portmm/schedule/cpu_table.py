@@ -180,7 +180,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "steps": model.loop_cycles + model.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
         + model.line_ahead * lines * (s.b.prefetch > 0),
         "begins": model.sweep_cycles + model.sweep_line * lines if sweeping
-        else model.dot_cycles if copied else model.tile_cycles,
+        else model.dot_cycles if dots else model.tile_cycles,
         "crowded": (model.thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "apart": 1.0 + model.apart / lines * (not sweeping),
         "sweeps": sweeping, "unhidden": _unhidden(s, model, sweeping),
