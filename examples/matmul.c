@@ -1,5 +1,6 @@
 /* A product by the shared library of `portmm bundle --c`, with B as it is and packed.
  *
+ *     printf '64 256 128\n64 256 128 f32 packed\n' > shapes.txt
  *     portmm bundle layers.bundle --shapes shapes.txt --c lib
  *     cc examples/matmul.c -Ilib -Llib -lportmm -Wl,-rpath,lib -lm -o matmul && ./matmul 64 256 128
  */
@@ -35,6 +36,8 @@ int main(int argc, char **argv) {
   int status = portmm_matmul("f32", m, n, k, a, k, 1, b, n, 1, c, n);
   if (packed && !status) status = portmm_pack("f32", k, n, b, n, 1, packed);
   if (packed && !status) status = portmm_matmul_packed("f32", m, n, k, a, k, 1, packed, d, n);
+  if (status == PORTMM_MISSING)
+    fprintf(stderr, "the library lacks a kernel: have lines M N K and M N K f32 packed among its shapes\n");
   if (status) return fprintf(stderr, "status %d on %s\n", status, portmm_machine()), 1;
   long errors = wrong(a, b, c, m, n, k) + (packed ? wrong(a, b, d, m, n, k) : 0);
   printf("%ld x %ld x %ld by kernels of %s, %ld threads: %ld errors\n", m, n, k, portmm_machine(),

@@ -11,11 +11,14 @@ import typer
 from portmm.errors import BundleError
 from portmm.util.console import Json, console, print_json, progress, table
 
+EXAMPLE = "1-512 768 3072 f32 packed"
+LINES = "M is a number, a range as 1-512 or a list as 1,16; B is row, col or packed."
+
 
 def bundle(  # noqa: PLR0917 - typer's parameters
     output: Annotated[Path, typer.Argument(help="The bundle.", show_default=False)],
     shapes: Annotated[
-        Path | None, typer.Option(help="A file of lines `M N K [types] [row, col or packed]`, M as 7, 1-512 or 1,16.")
+        Path | None, typer.Option(help=f"A file of lines M N K TYPES B, as {EXAMPLE}. {LINES}")
     ] = None,
     machines: Annotated[
         str, typer.Option("--for", help="Chips, levels, instruction sets or cloud instances, with commas between.")
@@ -27,7 +30,9 @@ def bundle(  # noqa: PLR0917 - typer's parameters
         Path | None,
         typer.Option("--c", help="Also write a shared library, its header and sources to this folder, for C."),
     ] = None,
-    threads: Annotated[str, typer.Option(help="Numbers of threads that kernels are selected for.")] = "",
+    threads: Annotated[
+        str, typer.Option(help="Numbers of threads that kernels are selected for.", show_default="1,2,4,8,16,32,64")
+    ] = "",
     check: Annotated[bool, typer.Option("--check", help="Check a bundle, and run its kernels.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -38,6 +43,8 @@ def bundle(  # noqa: PLR0917 - typer's parameters
     making = shapes is not None or from_cache
     if not making and not check:
         raise typer.BadParameter("give --shapes, --from-cache or --check")
+    if to_c and shapes is None:
+        raise typer.BadParameter("--c writes a library of products: list them in a file, --shapes FILE")
     if making:
         _make(output, shapes, machines, threads, from_cache=from_cache, to_c=to_c, as_json=as_json)
     if check:
@@ -62,11 +69,11 @@ def _make(
     start = time.perf_counter()
     maker = bundle_build.Maker()
     words = [x.strip() for x in machines.split(",") if x.strip()] or [host().name]
+    counts = _counts(threads) or bundle_build.COUNTS
     try:
-        counts = tuple(sorted({int(x) for x in threads.split(",") if x})) or bundle_build.COUNTS
         text = None if shapes is None else shapes.read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        raise typer.BadParameter(str(error)) from error
+        raise typer.BadParameter(f"--shapes {shapes} cannot be read: {error}") from error
     if from_cache:
         bundle_build.add_cache(maker)
     if text is not None:
@@ -105,6 +112,15 @@ def _make(
     )
     for library in libraries:
         console().print(f"{library}: the library for C, with portmm.h and its sources", soft_wrap=True)
+
+
+def _counts(text: str) -> tuple[int, ...]:
+    """Numbers of threads, as in 1,2,8."""
+    words = [x.strip() for x in text.split(",") if x.strip()]
+    wrong = [x for x in words if not x.isdecimal() or int(x) < 1]
+    if wrong:
+        raise typer.BadParameter(f"--threads {wrong[0]!r} is no number of threads; write numbers as in 1,2,8")
+    return tuple(sorted(map(int, words)))
 
 
 def _check(path: Path, *, as_json: bool) -> None:

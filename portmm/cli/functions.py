@@ -27,6 +27,8 @@ def function_named(text: str) -> Callable[..., Any]:
         TraceError: there is none.
     """
     place, _, name = text.rpartition(":")
+    if not place or not name:
+        raise TraceError(f"{text!r} names no function; write FILE.py:NAME or MODULE:NAME")
     try:
         if place.endswith(".py"):
             spec = importlib.util.spec_from_file_location(Path(place).stem, place)
@@ -52,5 +54,5 @@ def arrays_of(shapes: Sequence[str]) -> list[Array]:
     try:
         sizes = [tuple(map(int, x.split("x"))) for x in shapes]
     except ValueError as error:
-        raise TraceError(f"{' '.join(shapes)!r} are no shapes; write 16x1024 4096") from error
+        raise TraceError(f"{' '.join(shapes)!r} are no shapes; write one for each argument, as 16x1024") from error
     return [source.standard_normal(x, dtype=np.float32) for x in sizes]

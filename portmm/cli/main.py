@@ -17,7 +17,7 @@ from portmm.cli.bundling import bundle
 from portmm.cli.clouds import clouds
 from portmm.cli.measuring import compare, probe, report, tune, tuned
 from portmm.cli.models import run
-from portmm.errors import PortmmError
+from portmm.errors import PortmmError, TraceError
 from portmm.util.console import Json, console, print_json, progress
 
 TARGET = "A chip, an ISA, a .toml file or a cloud instance."
@@ -199,7 +199,12 @@ def warmup(
     """Compile the kernels of products into the cache, so that first calls do not wait for a compiler."""
     from portmm.ops.warmup import warmup as warm
 
-    numbers = [tuple(int(n) if n.isdigit() else 0 for n in x.split("x")) for x in shapes]
+    numbers = []
+    for x in shapes:
+        sizes = x.split("x")
+        if not all(n.isdecimal() for n in sizes):
+            raise typer.BadParameter(f"{x!r} is no shape; write MxNxK or BATCHxMxNxK, as 64x3072x768")
+        numbers.append(tuple(map(int, sizes)))
     try:
         result = warm(numbers, dtype, b=b, device=device or None)
     except ValueError as error:
@@ -381,7 +386,10 @@ def superoptimize(
     if threads is not None:
         settings.set_num_threads(threads)
     fused = fuse(function_named(function), search=budget)
-    explained = fused.explain(*arrays_of(shapes))
+    try:
+        explained = fused.explain(*arrays_of(shapes))
+    except (TypeError, ValueError) as error:  # of the function, on arrays of other shapes than it takes
+        raise TraceError(f"{function} cannot be called with arrays of shapes {' '.join(shapes)}: {error}") from error
     typer.echo(str(explained))
     certificate = explained.finding.certificate if explained.finding else None
     if save is not None and save.suffix == ".svg":
@@ -389,7 +397,7 @@ def superoptimize(
         return
     if save is not None:
         if certificate is None:
-            raise typer.BadParameter("nothing faster was found, so there is no certificate to save")
+            raise PortmmError(f"nothing faster was found, so there is no certificate to write to {save}")
         save.write_text(json.dumps(certificate), encoding="utf-8")
 
 

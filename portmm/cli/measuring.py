@@ -23,6 +23,10 @@ if TYPE_CHECKING:
     from portmm.comparison.case import Case
     from portmm.dispatch.tuned_schedule import Tuned
 
+Dims = Annotated[
+    list[str] | None, typer.Option(help="Size of an open dimension of the model: NAME=SIZE.", show_default=False)
+]
+
 
 def compare(
     suite: Annotated[
@@ -40,9 +44,7 @@ def compare(
     from_torch: Annotated[
         str, typer.Option(help="The products of a PyTorch program: module:function.", show_default=False)
     ] = "",
-    dim: Annotated[
-        list[str] | None, typer.Option(help="Size of an open dimension of the model: NAME=SIZE.", show_default=False)
-    ] = None,
+    dim: Dims = None,
     cold: Annotated[bool, typer.Option("--cold", help="Each call finds its operands in memory.")] = False,
     threads: Annotated[int, typer.Option(min=0, help="Threads of each library; 0 for every core.")] = 1,
     target: Annotated[str | None, typer.Option(help="Hold every library to what this ISA or chip has.")] = None,
@@ -69,6 +71,10 @@ def compare(
     try:
         for path in save or ():
             check(path)
+        if plot:
+            from portmm.comparison import pictures
+
+            pictures.check()
         own = own_shapes(shapes, from_onnx, from_torch, dim or ())
         with progress("comparing", budget) as tell:
             report = contest(
@@ -93,9 +99,7 @@ def compare(
         shown = console()
         shown.print(terminal(report, shown.width))
     if plot:
-        from portmm.comparison.pictures import plot as draw
-
-        draw(report, plot)
+        pictures.plot(report, plot)
 
 
 def own_shapes(shapes: Path | None, model: Path | None, program: str, dims: Iterable[str] = ()) -> tuple[Case, ...]:
@@ -161,6 +165,7 @@ def tune(
     from_torch: Annotated[
         str | None, typer.Option(help="Products of this function, as module:function.", show_default=False)
     ] = None,
+    dim: Dims = None,
     report: Annotated[bool, typer.Option("--report", help="Show predicted and measured time of each trial.")] = False,
     as_json: Json = False,
     save: Annotated[Path | None, typer.Option(help="Write all trials to this JSON file.", show_default=False)] = None,
@@ -170,7 +175,8 @@ def tune(
     from portmm.tuning.records import bar, predictions, view
 
     try:
-        cases = [*_named(suite, seed), *own_shapes(shapes, from_onnx, from_torch or "")] or _named("quick", seed)
+        own = own_shapes(shapes, from_onnx, from_torch or "", dim or ())
+        cases = [*_named(suite, seed), *own] or _named("quick", seed)
         with bar(console(stderr=True), budget) as report_step:
             result = run(
                 cases,
@@ -331,6 +337,8 @@ def report(
     """Print tables of stored results: for a folder by group, for a file by case."""
     from portmm.comparison import tables
 
+    if not path.exists():
+        raise PortmmError(f"there are no results at {path}; pass a file of `portmm compare --save`, or a folder")
     try:
         if overhead:
             typer.echo(f"wrote {tables.keep_overhead(overhead, path)}", err=True)

@@ -50,7 +50,7 @@ def run(
     begin = time.perf_counter()
     session = onnx.load(model)
     loaded = time.perf_counter()
-    sizes = _sizes(dim or ())
+    sizes = _sizes(dim or (), session)
     feeds = dict(np.load(inputs)) if inputs is not None else {x.name: _random(x, sizes) for x in session.get_inputs()}
     with progress("compiling") as step:
         step(0, 1, "the first run")
@@ -66,13 +66,17 @@ def run(
     _print(session, report, times, all_steps=all_steps)
 
 
-def _sizes(texts: Any) -> dict[str, int]:
-    """Sizes of open dimensions by name."""
+def _sizes(texts: Any, session: Session) -> dict[str, int]:
+    """Sizes of a model's open dimensions by name."""
+    known = {n: None for x in session.get_inputs() for n in x.shape if isinstance(n, str)}
     sizes = {}
     for x in texts:
         name, _, size = x.partition("=")
-        if not size.isdigit():
-            raise typer.BadParameter(f"--dim {x!r}: write NAME=SIZE")
+        if not size.isdecimal():
+            raise typer.BadParameter(f"--dim {x!r} is not NAME=SIZE, with a whole number")
+        if name not in known:
+            names = ", ".join(known) or "none"
+            raise typer.BadParameter(f"no open dimension is called {name!r}; the model has {names}")
         sizes[name] = int(size)
     return sizes
 

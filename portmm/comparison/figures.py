@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from portmm.util import console
+from portmm.util.text import number
 from portmm.util.text import time as duration
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def total_line(report: Any) -> str:
         best = sum(r.case.count * r.entries[r.best].seconds for r in results)
         ratio = f" ({best / sums[report.ours]:.2f})" if report.ours in sums else ""
         times.insert(int(report.ours in sums), f"best peer of each {duration(best)}{ratio}")
-    calls = sum(r.case.count for r in results)
-    return f"time in the {calls} products of one run: {', '.join(times) or 'no contender computed all of them'}"
+    calls = number(sum(r.case.count for r in results), "product")
+    return f"time in the {calls} of one run: {', '.join(times) or 'no contender computed all of them'}"
 
 
 @dataclass(frozen=True, slots=True)

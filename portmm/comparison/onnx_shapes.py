@@ -87,11 +87,17 @@ def from_onnx(path: str | Path, inputs: Mapping[str, int] | None = None) -> tupl
 
     Raises:
         ImportError: onnx is not installed, or onnxruntime, which the model needs.
-        ValueError: dimensions are open, or unknown; or the model has no products.
+        OSError: the file cannot be read.
+        ValueError: this is no model; dimensions are open, or unknown; or the model has no products.
     """
     onnx = _package("onnx", "reads models")
     path = Path(path)
-    proto = onnx.load(str(path), load_external_data=False)
+    try:
+        proto = onnx.load(str(path), load_external_data=False)
+    except OSError:
+        raise
+    except Exception as error:  # protobuf has errors of its own, by implementation
+        raise ValueError(f"{path} is no ONNX model: {error}") from error
     if proto.functions:
         proto = import_module("onnx.inliner").inline_local_functions(proto)
     _set_dimensions(proto, dict(inputs or {}), path)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,26 @@ MARKERS = "osD^v<>P"
 INCHES_PER_CASE, INCHES_LEAST = 0.24, 3.0
 
 
+def check() -> None:
+    """Test that pictures can be drawn, before anything is measured.
+
+    Raises:
+        ImportError: matplotlib is not installed; `pip install "portmm[plot]"` brings it.
+    """
+    if find_spec("matplotlib") is None:
+        raise ImportError('a plot needs matplotlib: pip install "portmm[plot]"')
+
+
 def plot(report: Report, path: str | Path) -> None:
     """Write a PNG: rates of all contenders on the left, ratios to the best peer on the right.
 
     Raises:
         ImportError: matplotlib is not installed; `pip install "portmm[plot]"` brings it.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError('a plot needs matplotlib: pip install "portmm[plot]"') from error
+    check()
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     results = report.results[::-1]
     height = max(INCHES_LEAST, INCHES_PER_CASE * len(results) + 1.4)
     figure = Figure(figsize=(11, height), layout="constrained")

@@ -74,7 +74,8 @@ def _sorted(text: str) -> tuple[str, Any]:
         return "report", from_json(text)
     kind = "tuning" if is_tuning(data) else next((x for x in KINDS if x in data), "")
     if not kind:
-        raise ValueError(f"no result has {', '.join(data) or 'nothing'} at its top; see docs/measuring.md")
+        keys = ", ".join(data) or "none"
+        raise ValueError(f"these are no results: the keys are {keys}; `portmm compare --save` writes results")
     return kind, data
 
 

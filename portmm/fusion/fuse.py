@@ -227,6 +227,11 @@ class FusedFunction:
         leaves, graph.leaves, graph.values = graph.leaves, [], {}  # a cached program must not keep arrays alive
         return program, leaves
 
+    def line(self) -> tuple[str, int] | None:
+        """File and first line of the function, if it has any."""
+        code = getattr(self.__wrapped__, "__code__", None)
+        return None if code is None else (code.co_filename, code.co_firstlineno)
+
     def superoptimize(self, program: Program, args: Any, options: Any, *, by_value: bool) -> None:
         """Search a faster program, which takes the place of one if there is one: see `superoptimizer.optimize`."""
         import sys
@@ -241,7 +246,8 @@ class FusedFunction:
             outputs: list[Node] = []
             rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
             leaves = list(graph.leaves)
-            task = superoptimizer.Task(graph, outputs, result, leaves, program.run, partial(_compiled, leaves))
+            compiled = partial(_compiled, leaves, self.line())
+            task = superoptimizer.Task(graph, outputs, result, leaves, program.run, compiled)
             shows = self.search and sys.stderr.isatty()
             with progress("superoptimize", self.search) if shows else nullcontext() as shown:
                 finding = superoptimizer.optimize(task, self.search, shown)
@@ -291,9 +297,11 @@ class FusedFunction:
         return graph, Program(run, captures.finished(), kept, explained, graph.lasting)
 
 
-def _compiled(leaves: list[Any], function: Callable[..., Any]) -> tuple[Any, Explained]:
-    """The program of a function of portmm's on arrays and numbers, and its explanation."""
-    graph = WholeArrays(strict=False)
+def _compiled(
+    leaves: list[Any], line: tuple[str, int] | None, function: Callable[..., Any]
+) -> tuple[Any, Explained]:
+    """The program of a function of portmm's on arrays and numbers, and its explanation, which names the line."""
+    graph = WholeArrays(strict=False, line=line)
     captures = Captures(graph, by_value=False, fresh=False)
     positional = [placeholder(captures, x, f"argument {i}") for i, x in enumerate(leaves)]
     result = run(lambda: function(*positional))

@@ -146,6 +146,7 @@ class Graph:
         values: of nodes that were evaluated while tracing.
         fixed: arrays and weights that are not arguments, but the same in all calls.
         device_arrays: leaves on a device, with their layouts.
+        line: that messages name for all operations; None: the line of each, in the user's function.
     """
 
     strict: bool = False
@@ -156,12 +157,13 @@ class Graph:
     values: dict[Node, Any] = field(default_factory=dict)
     fixed: dict[Node, Any] = field(default_factory=dict)
     device_arrays: dict[int, operand.Operand] = field(default_factory=dict)
+    line: tuple[str, int] | None = None
 
     def add(  # noqa: PLR0917 - the fields of a node
         self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any
     ) -> Node:
         """Record an operation."""
-        line = ("", 0) if kind == "number" else here()  # no message names a number's
+        line = ("", 0) if kind == "number" else self.line or here()  # no message names a number's
         node = Node(kind, tuple(shape), dtype, inputs, plain, name, line, len(self.nodes), **more)
         self.nodes.append(node)
         return node
@@ -358,7 +360,7 @@ class Graph:
         if not own:
             if self.strict:
                 raise refuse(f"{name} is no part of a kernel: {why}")
-            self.blocked.append((_short(here()), f"{name}: {why}"))
+            self.blocked.append((_short(self.line or here()), f"{name}: {why}"))
         if shape is not None and dtype is not None:
             return self.add("call", shape, dtype, inputs, plain, name)
         node = self.add("call", (), None, inputs, plain, name)

@@ -167,7 +167,7 @@ def _proto(onnx: Any, source: Any) -> Any:
     except FileNotFoundError as error:
         raise OnnxError(f"there is no model at {os.fspath(source)}") from error
     except Exception as error:  # protobuf has errors of its own, by implementation
-        raise OnnxError(f"{'the bytes' if raw else os.fspath(source)} are no ONNX model: {error}") from error
+        raise OnnxError(f"{'the source' if raw else os.fspath(source)} is no ONNX model: {error}") from error
 
 
 def clean(proto: Any) -> tuple[Any, str]:

@@ -148,7 +148,7 @@ def check(node: Node) -> None:
         _evaluator(node)
     except Exception as error:  # of the reference evaluator, which has no type for this
         where = f" of domain {node.domain}" if node.domain else ""
-        raise OnnxError(f"{node.name}: operator {node.op}{where} is not offered") from error
+        raise OnnxError(f"{node.name}: operator {node.op}{where} is not supported; replace it in the model") from error
 
 
 SCAN = 9

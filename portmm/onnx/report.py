@@ -56,7 +56,7 @@ class Report:
     def __str__(self) -> str:
         kinds = Counter(x.kind for x in self.rows)
         lines = [
-            f"{sum(self.operators.values())} operators in {len(self.rows)} steps: "
+            f"{sum(self.operators.values())} operators in {text.number(len(self.rows), 'step')}: "
             + ", ".join(f"{n} {kind}" for kind, n in kinds.most_common())
         ]
         if self.numpy:

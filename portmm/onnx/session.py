@@ -51,7 +51,8 @@ def load(
         A session: `session.run(inputs)` or, as in ONNX Runtime, `session.run(names, inputs)`.
 
     Raises:
-        OnnxError: the package onnx is missing, or this is no model.
+        OnnxError: the package onnx is missing, or this is no model, or one with an operator that is not
+            supported.
     """
     del sess_options, provider_options
     return Session(source, providers, optimize=optimize, progress=progress)
@@ -71,7 +72,7 @@ class Session:
         others = [x[0] if isinstance(x, tuple) else x for x in providers or ()]
         others = [x for x in others if x not in (PROVIDER, "CPUExecutionProvider")]
         if others:
-            warn(f"portmm.onnx runs on the CPU: {', '.join(map(str, others))} are ignored")
+            warn(f"portmm.onnx runs on the CPU: {', '.join(map(str, others))} cannot be used")
         self.model = read(source, optimize=optimize)
         self.executor = Executor(self.model.graph)
         pack_constants(self.executor, progress=progress)

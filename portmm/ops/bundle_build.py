@@ -105,9 +105,7 @@ def shapes_of(text: str, where: str = "shapes") -> list[Shape]:
         if not words:
             continue
         try:
-            m, n, k, *rest = words
-            dtype, b = (*rest, *("f32", "row")[len(rest) :])
-            shapes.append(_shape(m, int(n), int(k), dtype, b))
+            shapes.append(_shape(*words))
         except (KeyError, ValueError) as error:
             raise BundleError(
                 f"{where}, line {number}: {line.strip()!r} is no shape ({error}); write as: 1-512 768 3072 f32 packed"
@@ -117,14 +115,22 @@ def shapes_of(text: str, where: str = "shapes") -> list[Shape]:
     return shapes
 
 
-def _shape(m: str, n: int, k: int, dtype: str, b: str) -> Shape:
+def _shape(*words: str) -> Shape:
+    if not 3 <= len(words) <= 5:
+        raise ValueError(f"a line has 3 to 5 words, this one {len(words)}")
+    m, columns, rows, *rest = words
+    n, k = int(columns), int(rows)
+    dtype, b = (*rest, *("f32", "row")[len(rest) :])
     if b not in LAYOUTS:
         raise ValueError(f"the layout of B is {b!r}, not {', '.join(LAYOUTS)}")
     short = BY_NUMPY[dtype].name if dtype in BY_NUMPY else dtype
-    word = spell_types(*types(short)) if "-" in short else spell_types(short, short, natural(short, short))
+    of = types(short)
+    word = spell_types(*of) if "-" in short else spell_types(short, short, natural(short, short))
     values: dict[int, None] = {}
     for part in m.split(","):
         first, _, last = part.partition("-")
+        if not first.isdecimal() or not (last or first).isdecimal():
+            raise ValueError(f"M is {m!r}, not as 7, 1-512 or 1,16")
         at, end = int(first), int(last or first)
         if not 0 < at <= end <= MOST_ROWS or min(n, k) < 1:
             raise ValueError(f"sizes are positive, and M is at most {MOST_ROWS}")

@@ -121,7 +121,7 @@ def parse(text: str) -> Schedule:
         ValueError: `text` is not such a string.
     """
     try:
-        program, isa, dtype, tiles, mr_range, marks = text.split(":")
+        program, isa, dtype, tiles, mr_range, marks = _fields(text)
         sizes = [[int(x) for x in t.split("x")] for t in tiles.split("/")]
         least, most = (min(int(x), TALLEST) for x in mr_range.split("-"))
         named = dict(x.partition("=")[::2] for x in marks.split(","))
@@ -132,8 +132,18 @@ def parse(text: str) -> Schedule:
         levels = DEVICE_LEVELS if "stages" in named else LEVELS
         tile, *others = (Tile(level, *size) for level, size in zip(levels, sizes, strict=True))
         return of_flat(program, isa, dtype, (_with_variants(tile, least, most), *others), **fields)
-    except (IndexError, KeyError, TypeError, ValueError) as error:
+    except KeyError as error:
+        raise ValueError(f"{text!r} is not a schedule; its last part lacks {error.args[0]}=") from error
+    except (IndexError, TypeError, ValueError) as error:
         raise ValueError(f"{text!r} is not a schedule; an emitted kernel's header has one ({error})") from error
+
+
+def _fields(text: str) -> list[str]:
+    """Program, ISA, types, tiles, range of MR, and marks."""
+    fields = text.split(":")
+    if len(fields) != 6:
+        raise ValueError(f"it has {len(fields)} of 6 fields, separated by colons")
+    return fields
 
 
 def _with_variants(tile: Tile, least: int, most: int) -> Tile:

@@ -30,6 +30,11 @@ def size(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
+def number(count: int, noun: str) -> str:
+    """Text of a count of things: 1 step, 2 steps."""
+    return f"{count} {noun}{'' if count == 1 else 's'}"
+
+
 def terms(seconds: dict[str, float]) -> str:
     """Text of the terms of a predicted time, in seconds by name."""
     return ", ".join(f"{name} {time(value)}" for name, value in seconds.items())

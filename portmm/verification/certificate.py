@@ -141,6 +141,8 @@ def repeat(data: Mapping[str, Any]) -> list[Outcome]:
     Raises:
         CertificateError: it is damaged, or of another format.
     """
+    if not isinstance(data, dict) or "format" not in data:
+        raise CertificateError("this is no certificate: it has no format; `portmm superoptimize --save` writes one")
     try:
         if data["format"] != FORMAT:
             raise CertificateError(f"a certificate of format {data['format']}; this portmm reads {FORMAT}")
@@ -160,7 +162,7 @@ def repeat(data: Mapping[str, Any]) -> list[Outcome]:
         for x in data["kernels"]:
             outcomes += _repeated(x)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ScheduleError) as error:
-        raise CertificateError(f"a damaged certificate: {error!r}") from error
+        raise CertificateError(f"the certificate is damaged: {error!r}; search again") from error
     return outcomes
 
 

@@ -64,7 +64,7 @@ def test_stored_text_is_read_back(text):
         ("pack_b,", "", "does not pack B"),
         ("lanes=0,", "", "lanes"),
         ("14x32x1/", "", "shorter"),
-        ("gemm:", "", "not enough values"),
+        ("gemm:", "", "it has 5 of 6 fields"),
     ],
 )
 def test_damaged_text_is_refused(old, new, why):

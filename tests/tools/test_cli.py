@@ -239,6 +239,10 @@ def test_what_is_emitted_for_another_machine_compiles(tmp_path):
         (("emit",), "pass M, N and K"),
         (("emit", 3, 4), "pass M, N and K"),
         (("emit", "--schedule", "nonsense"), "is not a schedule"),
+        (("warmup", "8xax8"), "'8xax8'"),
+        (("bundle", "x.bundle", "--shapes", "nosuch.txt"), "nosuch.txt"),
+        (("bundle", "x.bundle", "--from-cache", "--threads", "two"), "'two'"),
+        (("bundle", "x.bundle", "--check", "--c", "lib"), "--shapes FILE"),
         (("explain", 3, 4, 5, "--a", "diagonal"), "'diagonal'"),
         (("explain", 3, 4, 5, "--dtype", "f8"), "'f8'"),
         (("explain", 0, 4, 5), "equal to 1"),
@@ -248,6 +252,34 @@ def test_what_is_emitted_for_another_machine_compiles(tmp_path):
 )
 def test_a_slip_of_the_user_is_explained(words, said):
     assert said in run(*words, status=2).output
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (("report", "nosuch"), "no results at nosuch"),
+        (("superoptimize", "nofunction", "3x3"), "write FILE.py:NAME"),
+        (("superoptimize", "operator:matmul", "3x3"), "cannot be called with arrays of shapes 3x3"),
+        (("superoptimize", "operator:matmul", "3x3", "4x4"), "cannot multiply"),
+    ],
+)
+def test_a_wrong_argument_is_an_error_of_portmm(words, message):
+    with pytest.raises(PortmmError, match=message):
+        run(*words)
+
+
+def test_a_file_that_is_no_certificate_is_refused(tmp_path):
+    path = tmp_path / "other.json"
+    path.write_text("[1]")
+    with pytest.raises(PortmmError, match="no certificate"):
+        run("verify", path)
+
+
+def test_a_plot_without_matplotlib_is_refused_before_anything_is_measured(contest, monkeypatch, tmp_path):
+    monkeypatch.setattr("portmm.comparison.pictures.find_spec", lambda _: None)
+    with pytest.raises(ImportError, match=r"portmm\[plot\]"):
+        run("compare", "--plot", tmp_path / "x.png")
+    assert not contest
 
 
 def test_errors_pass_through_to_main(monkeypatch, capsys):
