@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from portmm.ops.convolution import conv
     from portmm.ops.convolution_gradients import conv_filter_gradient, conv_input_gradient, conv_transpose
     from portmm.ops.convolution_weights import pack_conv
+    from portmm.ops.einsum import einsum
     from portmm.ops.grouped_matmul import grouped_matmul
     from portmm.ops.launch import launch
     from portmm.ops.linear import linear
@@ -113,6 +114,7 @@ __all__ = [
     "dequantize",
     "dequantize_gguf",
     "dropout",
+    "einsum",
     "elu",
     "erf",
     "exp",
@@ -184,6 +186,7 @@ _LAZY = {
     **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "weights.quantized"),
     **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "weights.checkpoints"),
     **dict.fromkeys(("load_packed", "save_packed"), "ops.packed_files"),
+    "einsum": "ops.einsum",
     "grouped_matmul": "ops.grouped_matmul",
     **dict.fromkeys(("dequantize_gguf", "open_gguf"), "weights.gguf"),
     "launch": "ops.launch",

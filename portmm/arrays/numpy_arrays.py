@@ -18,8 +18,9 @@ from portmm.ir.abi import HUGE_PAGE
 from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES, FP8, accumulator, natural, spell
 from portmm.util.array_subclasses import refuse_class
 
-_FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
-_BY_NUMPY = {BY_NAME[x].numpy: x for x in (*_FACTORS, "s32", *FP8)}
+FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
+"""Types that kernels multiply in the host's memory."""
+_BY_NUMPY = {BY_NAME[x].numpy: x for x in (*FACTORS, "s32", *FP8)}
 _RESULTS = {"f32": ("f32", "bf16", "f16"), "f64": ("f64",), "s32": ("s32",)}
 """Accumulator type -> types of results that kernels write."""
 LONGEST = {"s8": (2**31 - 1) // (128 * 128), "u8": (2**31 - 1) // (255 * 128)}
@@ -135,8 +136,8 @@ def as_operand(x: Any, name: str, *, matrix: bool = True) -> Array:
     else:
         refuse_class(x, name, matrix=matrix)
         array = np.asarray(x)
-    if name_of(array.dtype) not in _FACTORS:
-        supported = ", ".join(BY_NAME[x].numpy for x in _FACTORS)
+    if name_of(array.dtype) not in FACTORS:
+        supported = ", ".join(BY_NAME[x].numpy for x in FACTORS)
         where = " in the host's memory, floats of eight bits on devices only" if name_of(array.dtype) in FP8 else ""
         raise TypeError(f"{name} has dtype {array.dtype}; portmm multiplies {supported}{where}: convert it with astype")
     if array.ndim == 0:

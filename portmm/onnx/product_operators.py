@@ -9,6 +9,7 @@ import numpy as np
 
 from portmm.onnx.elementwise_operators import literals, same_type
 from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
+from portmm.ops.einsum import einsum
 from portmm.ops.prepack import pack
 
 if TYPE_CHECKING:
@@ -79,9 +80,7 @@ def _fused_matmul(node: Node, a: Any, b: Any) -> Any:
 def _einsum(node: Node, *xs: Any) -> Any:
     equation = node.attribute("equation").replace(" ", "")
     if not is_traced(*xs):
-        narrow = xs[0].dtype.name == "bfloat16"
-        result = np.einsum(equation, *(x.astype(np.float32) if narrow else x for x in xs))
-        return result.astype(xs[0].dtype)
+        return einsum(equation, *xs).astype(xs[0].dtype, copy=False)
     if len(xs) != 2 or "->" not in equation or "." in equation:
         raise UnsupportedError
     operands, result = equation.split("->")
