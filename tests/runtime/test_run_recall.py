@@ -79,6 +79,7 @@ def kept(tmp_path, monkeypatch):
     monkeypatch.setattr(config, "_targets", {})
     monkeypatch.setattr(route_cache, "_caches", {})
     monkeypatch.setattr(route_cache, "_kernels", {})
+    monkeypatch.setattr(route_cache, "_closed", False)  # as if no test of this process had overridden a schedule
     from portmm.dispatch import cpu_kernels
 
     cpu_kernels.forget()
