@@ -123,7 +123,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
 
 
 def _shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
-    """Schedules for a K of one block and a C beyond L2: slices of rows sweep all columns, and write C in long runs.
+    """Schedules for a K of one block and items of C beyond L2: slices of rows sweep all columns, and write C in long runs.
 
     A row of B that is read in part waits in L1 for the next register tile: rows need ways of the sets they start in.
     """
@@ -134,7 +134,7 @@ def _shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Itera
         return
     row, sets = p.n * p.elements[1].bytes // l1.line, l1.bytes // (l1.line * l1.ways)
     stays = p.k <= l1.ways * (sets // gcd(max(1, row), sets))
-    if stays and nr % (2 * isa.columns(atom)) == 0 and p.batch * p.m * p.n * p.elements[2].bytes > l2.bytes:
+    if stays and nr % (2 * isa.columns(atom)) == 0 and p.m * p.n * p.elements[2].bytes > l2.bytes:
         yield base_schedule("gemm", p, isa, cache_tiles(mr, nr, depths[0], ALL, ALL, least_of(mr)), False, False)
 
 
