@@ -87,6 +87,7 @@ def conv(
         return through(conv, x, w, out, **more, epilogue=epilogue, prologue_a=prologue_a)
     images = numpy_arrays.as_operand(x, "x", matrix=False)
     packed = isinstance(w, PackedConv)
+    w = w if packed else numpy_arrays.as_operand(w, "w", matrix=False)
     groups = w.groups if packed and groups == 1 else groups
     options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout, hashable(padding_value))
     about = (images.shape, tuple(w.shape), options)

@@ -261,7 +261,7 @@ def _split(call: HostConvolution, epilogue: Any) -> tuple[list[Array], bool]:
     sums = call.sums()
     if sums == "f64":
         raise TypeError(NOT_F64)
-    whole = np.dtype(np.int32 if sums == "s32" else np.float32)
+    whole = np.dtype(np.int32 if sums == "s32" and not call.int4 else np.float32)
     product = convolved(call.x, call.w, call.convolution, (None, whole), None).reshape(call.shape)
     names = NAMES if call.last else CHANNELS_FIRST
     usual = call.usual()

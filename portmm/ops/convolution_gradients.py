@@ -70,6 +70,8 @@ def conv_transpose(
         _each(name, y, count)
         for name, y in (("stride", stride), ("dilation", dilation), ("output_padding", output_padding))
     )
+    if min(*steps, *gaps) < 1:
+        raise ConvolutionError(f"stride is {stride!r} and dilation {dilation!r}; pass positive integers")
     pads = [(y, y) if isinstance(y, int) else y for y in _each("padding", padding, count)]
     out = [
         (n - 1) * s - sum(p) + (k - 1) * d + 1 + e
@@ -89,7 +91,7 @@ def conv_input_gradient(
         w: its filters (outputs, channels of a group, *kernel).
         spatial: extents of its images.
         stride: as in `conv`, like the options that follow.
-        padding: numbers or pairs.
+        padding: numbers, pairs, or "same".
         dilation: of taps.
         groups: of channels.
         layout: of images and results.
@@ -98,10 +100,16 @@ def conv_input_gradient(
         ConvolutionError: shapes or options do not fit together.
     """
     gradient, filters = (numpy_arrays.as_operand(y, name, matrix=False) for y, name in ((dy, "dy"), (w, "w")))
-    count, _ = layout_of(layout)
-    steps, gaps = (_each(name, y, count) for name, y in (("stride", stride), ("dilation", dilation)))
-    before = [y if isinstance(y, int) else y[0] for y in _each("padding", padding, count)]
-    return _transposed(gradient, filters, (steps, before, gaps), list(spatial), groups, layout)
+    last = layout_of(layout)[1]
+    options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout)
+    extents, channels = tuple(map(int, spatial)), groups * filters.shape[1]
+    size = sizes((1, *extents, channels) if last else (1, channels, *extents), filters.shape, options)
+    wanted = (*size.out, len(filters)) if last else (len(filters), *size.out)
+    if gradient.shape[1:] != wanted:
+        raise ConvolutionError(
+            f"dy has shape {gradient.shape}; results of images of {extents} have (images, *{wanted})"
+        )
+    return _transposed(gradient, filters, (size.stride, size.before, size.dilation), list(extents), groups, layout)
 
 
 def _each(name: str, x: Any, count: int) -> tuple[Any, ...]:
@@ -167,7 +175,7 @@ def _transposed(  # noqa: PLR0917 - operands and options
     shape = (len(x), *out, groups * outputs) if last else (len(x), groups * outputs, *out)
     axes = range(1, 1 + len(out)) if last else range(2, 2 + len(out))
     whole = all(s == 1 for s in how[0])
-    result = np.zeros(shape, x.dtype.newbyteorder("="))
+    result = np.zeros(shape, numpy_arrays.types_of(x.dtype, w.dtype)[2])
     phases = [_phases(*y) for y in zip(out, w.shape[2:], *how, strict=True)]
     for phase in itertools.product(*phases):
         cut, pads = _cut(x, axes, phase)
@@ -204,7 +212,7 @@ def conv_filter_gradient(
     """The gradient of a convolution in its filters, (outputs, channels of a group, *kernel).
 
     Args:
-        x: its images, float32 or float64.
+        x: its images, of a type of floats.
         dy: the gradient in its result.
         kernel: extents of a filter.
         stride: as in `conv`, like the options that follow.
@@ -229,6 +237,8 @@ def conv_filter_gradient(
     if gradient.shape != wanted:
         raise ConvolutionError(f"dy has shape {dy.shape}; results have shape {wanted}, channels last")
     dtype = np.result_type(images, gradient)
+    if dtype.kind in "iu":
+        raise ConvolutionError(f"x has dtype {images.dtype} and dy {gradient.dtype}; gradients are floats: convert one")
     images, gradient = (np.ascontiguousarray(y, dtype) for y in (images, gradient))
     m, n, k = size.outputs, size.depth, len(images) * size.pixels
     result = np.zeros((groups, m, n), dtype)

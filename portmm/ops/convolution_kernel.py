@@ -141,13 +141,20 @@ class HostConvolution(HostProduct):
 
     def writes(self) -> bool:
         """Whether kernels write results of the requested type."""
-        return self.int4 or self.types()[2] == self.wanted
+        return self.types()[2] == self.wanted
 
     def types(self, *, fused: bool = False) -> numpy_arrays.DTypes:
         """The types of A, B and a result."""
         x = self.x.dtype.newbyteorder("=")
         if self.int4:
-            return x, np.dtype(np.uint8), self.wanted or x
+            if numpy_arrays.name_of(x) not in ("f32", "f16", "bf16", "s8"):
+                raise TypeError(
+                    f"x has dtype {x}; filters of four bits are for float32, float16, bfloat16 or int8 images"
+                )
+            usual = np.dtype(np.float32) if x.kind in "iu" else x
+            if self.wanted and (fused or numpy_arrays.name_of(self.wanted) in ("f32", "f16", "bf16")):
+                usual = self.wanted
+            return x, np.dtype(np.uint8), usual
         left, right = (x, self.w.dtype) if self.last else (self.w.dtype, x)
         left, right, usual = numpy_arrays.types_of(left, right, self.wanted)
         usual = np.dtype(np.float32) if fused and usual.kind in "iu" else usual

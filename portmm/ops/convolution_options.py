@@ -13,6 +13,8 @@ LAYOUTS = {
     "NWC": (1, True), "NHWC": (2, True), "NDHWC": (3, True), "NCW": (1, False), "NCHW": (2, False), "NCDHW": (3, False),
 }  # fmt: skip
 """Layout of images -> number of dimensions, and whether channels are last."""
+MOST_PIXELS = 1 << 40
+"""Pixels of an image of a result beyond which sizes are no longer compared with those of blocks."""
 
 
 class Options(NamedTuple):
@@ -87,6 +89,8 @@ def sizes(x: tuple[int, ...], w: tuple[int, ...], options: Options) -> Convoluti
     for n, b, a, reach in zip(spatial, before, after, size.reach, strict=True):
         if n + b + a < reach:
             raise ConvolutionError(f"a window of {reach} does not fit {n} elements with padding {b} and {a}")
+    if size.pixels > MOST_PIXELS:
+        raise ConvolutionError(f"an image of the result has {size.out} pixels, which no memory holds: pad less")
     return size
 
 

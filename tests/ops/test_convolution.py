@@ -127,6 +127,15 @@ def test_filters_of_four_bits():
     near = pm.dequantize(pm.quantize(matrix, bits=4, group=48)).reshape(3, 3, 16, 24).transpose(3, 2, 0, 1)
     got = pm.conv(x, packed, padding=1)
     np.testing.assert_allclose(got, convolved(x, near, padding=1), rtol=1e-4, atol=1e-4)
+    small = values(x.shape, np.int8)
+    got = pm.conv(small, packed, padding=1)
+    assert got.dtype == np.float32
+    np.testing.assert_allclose(got, convolved(small.astype(np.float32), near, padding=1), rtol=1e-3, atol=1e-3)
+    np.testing.assert_allclose(pm.conv(small, packed, padding=1, epilogue=lambda acc: acc + 1), got + 1, rtol=1e-6)
+    with pytest.raises(TypeError, match="of four bits"):
+        pm.conv(x.astype(np.float64), packed, padding=1)
+    with pytest.raises(TypeError, match="cannot hold"):
+        pm.conv(x, packed, padding=1, dtype=np.int8)
 
 
 def test_images_and_results_may_have_gaps():
@@ -206,6 +215,7 @@ WRONG = {
     "padding": ({"padding": -1}, "not negative"),
     "pairs": ({"padding": ((1, 1, 1), (1, 1))}, "pairs"),
     "words": ({"padding": "all"}, "same"),
+    "pixels": ({"padding": 1 << 31}, "no memory holds"),
     "reach": ({"dilation": 3}, "a window of 7 does not fit 5"),
     "an object": ({"stride": None}, "pass an integer"),
 }

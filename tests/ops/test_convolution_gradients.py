@@ -85,6 +85,19 @@ def test_a_transposed_convolution_has_the_pixels_of_pytorch():
         pm.conv_transpose(x, w[:3])
     with pytest.raises(ConvolutionError, match="at least 1"):
         pm.conv_transpose(x[:, :1, :1], w, padding=2)
+    with pytest.raises(ConvolutionError, match="positive"):
+        pm.conv_transpose(x, w, stride=0)
+    with pytest.raises(ConvolutionError, match="results of images of"):
+        pm.conv_input_gradient(x, w, (9, 9))
+    with pytest.raises(ConvolutionError, match="gradients are floats"):
+        pm.conv_filter_gradient(x.astype(np.int8), x.astype(np.int8), (1, 1))
+
+
+@pytest.mark.parametrize("stride", [1, 2])
+def test_results_of_a_transposed_convolution_have_the_type_of_a_product(stride):
+    x, w = np.full((1, 3, 3, 16), 100, np.int8), np.full((16, 4, 2, 2), 100, np.int8)
+    got = pm.conv_transpose(x, w, stride=stride)
+    assert (got.dtype, got.max()) == (np.int32, 160000 * (4 if stride == 1 else 1))
 
 
 @pytest.mark.parametrize("x_type", [np.uint8, np.int8], ids=str)
