@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError, ScheduleError
+from portmm.fusion.joins import join_products
 from portmm.fusion.partition import Splitter
 from portmm.fusion.plan_cpu import HostBuilder
 from portmm.fusion.program import Kernel
-from portmm.fusion.rewrites import join_products, match_attention
+from portmm.fusion.rewrites import match_attention
 from portmm.ops import host_matmul
 from portmm.trace.placeholders import Placeholder, rebuilt
 

@@ -46,8 +46,8 @@ class Node:
 
     Attributes:
         kind: "array", "weight" (packed), "number", "view", "map" (element by element), "reduce"
-            (along the last axis, which stays), "matmul", "call" (NumPy, between kernels) or "item"
-            (one of the results of a call).
+            (along the last axis, which stays), "matmul", "conv", "pool", "join" (vectors, one after the other), "call"
+            (NumPy, between kernels) or "item" (one of the results of a call).
         shape: of the result.
         dtype: of the result; None for a number, which takes the type of the other operand.
         inputs: its operands.
@@ -55,7 +55,8 @@ class Node:
         name: its name in the user's function.
         line: file and line of the operation.
         number: its index in the order of the graph.
-        template: for "map" and "reduce", the expression of its operands.
+        template: for "map" and "reduce", the expression of its operands; of a product, that of its sums and of the
+            operands after the first two.
         leaf: its index among the arrays, weights and numbers of a call.
         rounds: operations that follow must read the narrow type, so that it is stored before it is read.
         note: a further remark.
@@ -147,6 +148,7 @@ class Graph:
         fixed: arrays and weights that are not arguments, but the same in all calls.
         device_arrays: leaves on a device, with their layouts.
         line: that messages name for all operations; None: the line of each, in the user's function.
+        windows: what convolutions and pooling are of.
     """
 
     strict: bool = False
@@ -158,6 +160,7 @@ class Graph:
     fixed: dict[Node, Any] = field(default_factory=dict)
     device_arrays: dict[int, operand.Operand] = field(default_factory=dict)
     line: tuple[str, int] | None = None
+    windows: dict[Node, Any] = field(default_factory=dict)
 
     def add(  # noqa: PLR0917 - the fields of a node
         self, kind: str, shape: Shape, dtype: Any, inputs: tuple[Node, ...], plain: Any, name: str, **more: Any
@@ -297,6 +300,11 @@ class Graph:
             apart: Node = self.call(name, plain, (a, b), why, shape=shape, dtype=result, own=result is not None)
             return apart
         return self.add("matmul", shape, result, (a, b), lambda x, y: matmul(x, y, dtype=result), name)
+
+    def scaled(self, a: Node, b: Node, operands: tuple[Node, ...], template: Expr, plain: Any) -> Node:
+        """Record a product whose sums an expression of arrays makes float32, as scales and zero points do."""
+        shape = (*a.shape[:-1], b.shape[-1])
+        return self.add("matmul", shape, np.dtype(np.float32), (a, b, *operands), plain, "@", template=template)
 
     def _vectors(self, name: str, a: Node, b: Node, dtype: Any) -> Node:
         """Record a product with vectors, as one of matrices."""

@@ -30,7 +30,7 @@ class Unit:
     """The operations of one kernel, or of one call of NumPy.
 
     Attributes:
-        kind: "product", "rows", "copy" (a reshape that moves elements) or "call".
+        kind: "product", "rows", "join" (vectors, one after the other), "pool" or "call".
         shape: its iteration shape; the last axis is a row.
         members: its nodes, first the product.
         stored: those that other units or the caller read.
@@ -123,8 +123,10 @@ class Splitter:
 
     def assign(self, x: Node) -> None:
         """Assign a node to a unit."""
-        if x.kind == "matmul" and x not in self.numpy:
+        if x.kind in ("matmul", "conv") and x not in self.numpy:
             self.start("product", x)
+        elif x.kind in ("join", "pool") and x not in self.numpy:
+            self.start(x.kind, x)
         elif x.kind == "item":
             unit = self.of[x.inputs[0]]
             unit.members.append(x)

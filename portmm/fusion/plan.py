@@ -9,6 +9,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from portmm.arrays import numpy_arrays
 from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES
@@ -66,7 +68,7 @@ class Expressions:
     def build(self, x: Node) -> Expr:
         """Build the expression of a node."""
         if x is self.product:
-            return acc()
+            return acc() if x.template is None else filled(x.template, [self.of(y) for y in x.inputs[2:]])
         if x.kind == "number":
             if x.leaf not in self.numbers:
                 self.numbers.append(x.leaf)
@@ -153,6 +155,10 @@ class Builder:
         """Add a call of a function between kernels."""
         raise NotImplementedError
 
+    def pool(self, unit: Unit) -> None:
+        """Add kernels of pooling."""
+        raise NotImplementedError
+
     def launch_rows(self, fusing: Expressions, w: Walk, columns: list[int], size: tuple[int, int, int]) -> None:
         """Add runs of a kernel over rows for expressions, of `size` rows, columns and items."""
         raise NotImplementedError
@@ -202,7 +208,7 @@ class Builder:
             except ScheduleError as error:
                 if unit.kind == "product" and len(unit.members) > 1:
                     plain[unit.members[0]] = str(error)
-                elif self.between and unit.kind in ("product", "rows"):
+                elif self.between and unit.kind in ("product", "rows", "pool"):
                     numpy.update(dict.fromkeys(unit.members, str(error)))
                 else:
                     raise
@@ -216,7 +222,8 @@ class Builder:
         Raises:
             ScheduleError: there is no such kernel.
         """
-        {"rows": self.rows, "product": self.product}.get(unit.kind, self.call)(unit)
+        steps = {"rows": self.rows, "product": self.product, "join": self.join, "pool": self.pool}
+        steps.get(unit.kind, self.call)(unit)
 
     def buffer_of(self, x: Node) -> Place:
         """The buffer of a node."""
@@ -261,6 +268,20 @@ class Builder:
         fusing.bind(w, columns)
         self.launch_rows(fusing, w, columns, (w.rows[0], shape[-1], w.batch[0]))
 
+    def join(self, unit: Unit) -> None:
+        """Add copies of vectors, one after the other in memory."""
+        (x,) = unit.members
+        to, start = self.allocate(x), 0
+        for y in x.inputs:
+            source = self.buffer_of(y)
+            part = Place(to.root, to.offset + start * x.dtype.itemsize, np.empty(y.shape, x.dtype), "")
+            fusing = Expressions(y.shape, lambda _: False, self.buffer_of)
+            fusing.write(fusing.load(source), part)
+            self.run_rows(fusing, whole=False)
+            start += y.size
+        self.buffers[x] = to
+        self.kernels.append(Kernel("copy", x.name, (x.where,), detail=" + ".join(str(y.size) for y in x.inputs)))
+
     def copy(self, source: Place, to: Place, x: Node) -> None:
         """Add a copy of elements into a contiguous buffer."""
         shape = source.like.shape or (1,)
@@ -292,9 +313,10 @@ class Builder:
         outer = [a.strides((*x.shape[:-1], k))[:-1], b_steps, c.strides(x.shape)[:-1], *(s[:-1] for s in steps)]
         w, columns = walk(x.shape[:-1], outer, 1, whole=_counts(unit)), [s[-1] for s in steps]
         fusing.bind(w, columns, 3)
-        text = fusing.text() if len(unit.members) > 1 else ""
+        text = fusing.text() if len(unit.members) > 1 or x.template is not None else ""
         p = self.launch_product((a, b, c), (k, n), fusing, w, columns, text=text)
-        self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p), problem=p))
+        notes = (x.note,) if x.note else ()
+        self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p), notes, p))
 
 
 def _counts(unit: Unit) -> bool:

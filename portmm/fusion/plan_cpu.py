@@ -14,6 +14,7 @@ from portmm.arrays import numpy_arrays
 from portmm.arrays.call import reduce_call
 from portmm.dispatch import config
 from portmm.errors import ScheduleError
+from portmm.fusion import plan_windows
 from portmm.fusion.plan import Builder, kernel_type
 from portmm.fusion.program import ARENA, ChangedError, Kernel, Writer
 from portmm.ir.block_program import program_of
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from portmm.trace.buffers import Walk
 
 FOREVER = 1 << 30
-OWN = ("attention", "linear", "grouped_matmul", "conv")
+OWN = ("attention", "linear", "grouped_matmul", "conv", "copy")
 """Functions of portmm that are a step by themselves."""
 
 
@@ -174,14 +175,24 @@ class HostBuilder(Builder):
             ScheduleError: no kernel computes it with its epilogue.
         """
         x = unit.members[0]
+        if x.kind == "conv":
+            return plan_windows.add_convolution(self, unit)
         weight, alone = self.weight(x.inputs[1]), len(unit.members) == 1
-        if alone and x.inputs[1].dtype is not None:
+        if alone and x.inputs[1].dtype is not None and x.template is None:
             return self.plain_product(x)
         if weight is None or (len(weight.shape) == 2 and hasattr(weight, "owner")):
             return super().product(unit)
         if alone:
             return self.call(unit)
         raise ScheduleError("a product with such a weight takes no epilogue")
+
+    def pool(self, unit: Unit) -> None:
+        """Add kernels of pooling.
+
+        Raises:
+            ScheduleError: there are none.
+        """
+        plan_windows.add_pool(self, unit)
 
     def text(self, x: Node) -> str:
         """An array, a weight or a number in the program's text."""

@@ -111,6 +111,12 @@ class ModelArrays(WholeArrays):
         with np.errstate(all="ignore"):
             return node.plain(*likes)
 
+    def over_windows(self, kind: str, x: Any, about: Any, shape: tuple[int, ...], plain: Callable[..., Any]) -> Any:
+        """Record a convolution ("conv") or pooling ("pool") of images with channels last: see `fusion.plan_windows`."""
+        node = self.add(kind, shape, x.dtype, (x.node,), plain, kind)
+        self.windows[node] = about
+        return Traced(self, node)
+
     def computed(self, node: Node, function: Callable[..., Any], inputs: list[Any]) -> tuple[Any, ...]:
         """Record a function of arrays that NumPy runs between kernels."""
         places = [isinstance(x, Placeholder) for x in inputs]

@@ -13,6 +13,10 @@ from portmm.onnx.rewrites import DOMAIN
 from portmm.ops.linear import linear
 from portmm.ops.matmul import matmul
 from portmm.ops.prepack import pack
+from portmm.spec import elementwise as e
+from portmm.spec.epilogue import acc, argument, column_sum
+from portmm.spec.expr import apply, real
+from portmm.spec.expr_functions import fma
 from portmm.weights.quantized import Quantized
 
 if TYPE_CHECKING:
@@ -83,8 +87,10 @@ def _dequantize(node: Node, x: Any, scale: Any, zero: Any = None) -> Any:
     return (values * factor).astype(scale.dtype)
 
 
-@operator("DynamicQuantizeLinear", computed=True)
+@operator("DynamicQuantizeLinear")
 def _dynamic(_: Node, x: Any) -> Any:
+    if is_traced(x):
+        return _dynamic_by_kernels(x)
     low, high = min(0.0, float(x.min(initial=0))), max(0.0, float(x.max(initial=0)))
     scale = np.float32((np.float32(high) - np.float32(low)) / np.float32(255)) or np.float32(1)
     zero = np.uint8(np.clip(np.rint((0 - np.float32(low)) / scale), 0, 255))
@@ -93,6 +99,34 @@ def _dynamic(_: Node, x: Any) -> Any:
     values += np.float32(zero)
     codes = np.clip(values, 0, 255, out=values).astype(np.uint8)
     return codes, np.asarray(scale, np.float32), np.asarray(zero, np.uint8)
+
+
+def _dynamic_by_kernels(x: Any) -> tuple[Any, Any, Any]:
+    """The same of a traced array: extremes of rows, where those are computed, then of all, then the codes."""
+    if x.dtype != np.float32 or not x.ndim:
+        raise UnsupportedError("only arrays of float32 are quantized by kernels")
+
+    def most(rows: Any) -> Any:
+        return e.maximum(e.max(e.max(rows).reshape((1, -1))), 0.0)
+
+    high, low = most(x), -most(-x)
+    step = (high - low) / TOP
+    scale = e.where(step == 0, 1.0, step)
+    zero = nearest((0.0 - low) / scale)
+    codes = e.cast(nearest(x / scale) + zero, np.uint8)
+    return codes.reshape(x.shape), scale.reshape(()), e.cast(zero, np.uint8).reshape(())
+
+
+TOP = 255.0
+"""The most that a code of uint8 is."""
+
+
+def nearest(x: Any) -> Any:
+    """The nearest integer of a float32 below 2**22, half to even: adding 1.5 * 2**23 leaves no fraction."""
+    return (x + WHOLE) - WHOLE
+
+
+WHOLE = 1.5 * 2.0**23
 
 
 class _Integers:
@@ -164,15 +198,45 @@ def _scaled(_: Node, a: Any, b: Any, a_zero: Any, b_zero: Any, a_scale: Any, b_s
     weight = once(b, "integers", lambda: _Integers(b))
     points = b_zero.astype(np.int32).reshape(-1) - np.int32(weight.shift)
     scales = np.broadcast_to(b_scale.reshape(-1), (columns,)).copy()
-    zeros = np.broadcast_to(points, (columns,)).copy() if np.any(points) else 0
+    zeros = np.broadcast_to(points, (columns,)).copy() if np.any(points) else None
     packed = weight.packed[a.dtype.name]
 
     def run(x: Any, zero: Any, scale: Any) -> Any:
-        how = {"x_scale": scale.item(), "x_zero": zero.item(), "w_scale": scales, "w_zero": zeros}
-        return linear(x, packed, bias, **how)
+        how = {"x_scale": scale.item(), "x_zero": zero.item(), "w_scale": scales}
+        return linear(x, packed, bias, **how, w_zero=0 if zeros is None else zeros)
 
-    operands = (a, *(a.recorder.whole(y) for y in (a_zero, a_scale)))
-    return own_call("linear", run, *operands, shape=(*a.shape[:-1], columns), dtype=np.dtype(np.float32))
+    return _scaled_product(a, packed, (a_zero, a_scale, scales), (bias, zeros), run)
+
+
+def _scaled_product(
+    a: Any, packed: Any, scaling: tuple[Any, ...], more: tuple[Any, Any], run: Callable[..., Any]
+) -> Any:
+    """Record a product with the scales of its sums, which is a kernel with what follows: see `spec.dequantization`."""
+    recorder, (bias, zeros), k = a.recorder, more, a.shape[-1]
+    operands = list(scaling)
+
+    def operand(x: Any, dtype: str) -> Any:
+        operands.append(x)
+        return argument(len(operands) - 1, dtype)
+
+    zero, scale, scales = apply("int", argument(0, "u8")), argument(1, "f32"), argument(2, "f32")
+    total = acc("s32") - zero * column_sum()
+    if zeros is not None:
+        if k > MOST_SUMMED:
+            raise UnsupportedError("sums of so many codes are no integers of float32")
+        rows = apply("int", operand(e.sum(a.astype(np.float32)), "f32"))
+        total = total - operand(zeros, "s32") * (rows - zero * k)
+    template = fma(scale, real(total) * scales, 0.0 if bias is None else operand(bias, "f32"))
+    nodes = tuple(recorder.node_of(y) for y in operands)
+
+    def plain(x: Any, _: Any, zero: Any, scale: Any, *__: Any) -> Any:  # what follows is constant
+        return run(x, zero, scale)
+
+    return recorder.wrap(recorder.scaled(recorder.node_of(a), recorder.weight(packed).node, nodes, template, plain))
+
+
+MOST_SUMMED = 2**24 // 255
+"""Codes whose sum float32 holds."""
 
 
 def own_call(name: str, function: Callable[..., Any], *operands: Any, shape: Any, dtype: Any) -> Any:

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from portmm.fusion.plan_windows import Filter, Pool, is_small, regions
 from portmm.onnx.arrays import channels_first, channels_last
 from portmm.onnx.operators import UnsupportedError, is_traced, operator
 from portmm.onnx.quantized_operators import once, own_call
 from portmm.onnx.rewrites import DOMAIN
 from portmm.ops.convolution import conv
+from portmm.ops.convolution_options import Options, sizes
 from portmm.ops.convolution_weights import pack_conv
 from portmm.ops.prepack import pack
 from portmm.spec import elementwise as e
@@ -167,16 +169,55 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
         "stride": w.strides, "padding": tuple(zip(w.begin, w.end, strict=True)), "dilation": w.dilations,
         "groups": groups, "layout": layout,
     }  # fmt: skip
-    flat = (shape[0], math.prod(w.result), shape[-1])
     relu = bool(node.attribute("relu"))
+    x = adjacent(x)
+    if groups == 1:
+
+        def alone(images: Any) -> Any:
+            return conv(images, packed, **how)
+
+        size = sizes(tuple(x.shape), packed.shape, Options(**how))
+        y = x.recorder.over_windows("conv", x, Filter(packed, size), shape, alone)
+        y = y if bias is None else y + bias
+        y = y if residual is None else y + residual
+        return channels_first(e.relu(y) if relu else y)
+    flat = (shape[0], math.prod(w.result), shape[-1])
 
     def run(images: Any, added: Any = None) -> Any:
-        images = np.ascontiguousarray(images)  # a copy takes less than reading channels that are apart, tap by tap
         epilogue = _epilogue(bias, None if added is None else added.reshape(flat), relu=relu)
         return conv(images, packed, **how, epilogue=epilogue)
 
     y = own_call("conv", run, x, *([] if residual is None else [residual]), shape=shape, dtype=x.dtype)
     return channels_first(y)
+
+
+def adjacent(x: Any) -> Any:
+    """Images with adjacent channels: copied if these are apart, which takes less than to read them tap by tap."""
+    looks, node = [], x.node
+    while node.kind == "view":
+        looks.append(node.plain)
+        node = node.inputs[0]
+    like = np.empty(node.shape, node.dtype)
+    for look in reversed(looks):
+        like = look(like)
+    if not looks or like.strides[-1] == like.itemsize:
+        return x
+    call = x.recorder.call("copy", _dense, (x.node,), "", shape=x.shape, dtype=x.dtype, own=True)
+    return x.recorder.wrap(call)
+
+
+def _dense(x: Any) -> Any:
+    """A dense copy; of few channels one by one, as one copy of all elements takes three times as long."""
+    if x.shape[-1] > FEW_CHANNELS:
+        return np.ascontiguousarray(x)
+    result = np.empty(x.shape, x.dtype)
+    for c in range(x.shape[-1]):
+        result[..., c] = x[..., c]
+    return result
+
+
+FEW_CHANNELS = 8
+"""Channels up to which they are copied one by one."""
 
 
 def _pointwise(x: Any, weight: Any, bias: Any, residual: Any, *, relu: bool) -> Any:
@@ -240,6 +281,9 @@ def _pool(node: Node, x: Any) -> Any:
         def run(y: Any) -> Any:
             return _pool(node, y.transpose(order)).transpose(back)
 
+        pool = _pool_of(node, x, w)
+        if pool is not None:
+            return channels_first(x.recorder.over_windows("pool", image, pool, shape, run))
         call = x.recorder.call(node.op, run, (image.node,), "NumPy computes it", shape=shape, dtype=x.dtype)
         return channels_first(x.recorder.wrap(call))
     axes = tuple(range(2 + len(w.kernel), 2 + 2 * len(w.kernel)))
@@ -263,3 +307,16 @@ def _pool(node: Node, x: Any) -> Any:
     else:
         count = views(np.ones((1, 1, *x.shape[2:])), w, 0).sum(axes)
     return (total / count).astype(x.dtype)
+
+
+def _pool_of(node: Node, x: Any, w: Windows) -> Pool | None:
+    """The record of pooling that kernels compute, or None."""
+    padded, ceil = node.attribute("count_include_pad", 0), node.attribute("ceil_mode", 0)
+    average = node.op == "AveragePool"
+    if node.op == "LpPool" or x.dtype.name not in NARROW or (average and padded and ceil):
+        return None
+    windows = zip(w.kernel, w.strides, w.dilations, w.begin, strict=True)
+    axes = zip(x.shape[2:], w.result, windows, strict=True)
+    count = math.prod(w.kernel) if padded else 0
+    pool = Pool("add" if average else "max", count, tuple(regions(*axis) for axis in axes), w.strides)
+    return pool if is_small(pool) else None

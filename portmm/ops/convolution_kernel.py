@@ -184,7 +184,7 @@ class HostConvolution(HostProduct):
         m, n = (size.pixels * (self.images if merged else 1), size.outputs)
         m, n = (m, n) if self.last else (n, m)
         batch = 1 if merged else self.images
-        route, strides = self._routed_view((m, n, batch), step)
+        _, route, strides = self.routed_view((m, n, batch), step)
         steps = (size.channels * self.x.strides[self._channel], size.outputs * (1 if self.last else c[0]))
         dims = (m, n, size.depth, batch)
         if step is None:
@@ -214,8 +214,13 @@ class HostConvolution(HostProduct):
             return False
         return self.images == 1 or step is None or merges(step, self.convolution.pixels)
 
-    def _routed_view(self, dims: tuple[int, int, int], step: Step | None) -> tuple[Any, tuple[int, ...]]:
-        """A route, and the strides of A and B."""
+    def routed_view(self, dims: tuple[int, int, int], step: Any) -> tuple[Problem, Any, tuple[int, ...]]:
+        """The problem of some m, n and items, a route, and the strides of A and B.
+
+        Args:
+            dims: these.
+            step: the epilogue, with its `text` and the `types` of its results, or None.
+        """
         (_, _, batch), size, steps = dims, self.convolution, self._element_strides()
         pixel, plain = _collapsed(size.spatial, steps[1:-1]), self._plain(steps, batch)
         item = steps[0] if batch > 1 else 0
@@ -229,12 +234,12 @@ class HostConvolution(HostProduct):
         own = _single(steps, self.images, size)
         target, threads = config.target(), config.limit() or config.get_num_threads()
         if self.last and self._in_rows() and (route := direct_route(p, size, own, target, threads)) is not None:
-            return route, strides
+            return p, route, strides
         if plain:
-            return routes.route(p), strides
+            return p, routes.route(p), strides
         views = Views(a=windows(size, own), padding=size.padding)
         views = views if self.last else Views(b=planes(size, own[1:]), padding=size.padding)
-        return view_route(p, views, target, threads), strides
+        return p, view_route(p, views, target, threads), strides
 
     def _in_rows(self) -> bool:
         """Whether rows of a result are long enough for register tiles, or there is one image of more than one pixel."""
@@ -255,7 +260,7 @@ class HostConvolution(HostProduct):
         even = self.images == 1 or batch > 1 or steps[0] == pixel * self.convolution.pixels
         return even and steps[-1] == 1 and pixel >= self.convolution.channels
 
-    def _problem(self, dims: tuple[int, int, int], step: Step | None, *, plain: bool) -> Problem:
+    def _problem(self, dims: tuple[int, int, int], step: Any, *, plain: bool) -> Problem:
         """The problem of one group."""
         (m, n, batch), (a, b, c) = dims, self.types()
         c = c if step is None else step.types[0]

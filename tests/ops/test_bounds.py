@@ -9,7 +9,8 @@ import pytest
 import portmm as pm
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config, cpu_kernels, schedule_choice
-from portmm.fusion import fuse, rewrites
+from portmm.fusion import fuse
+from portmm.fusion import joins as joined_products
 from portmm.ir.nodes import Kernel
 from portmm.ops import linear_vectors
 from portmm.runtime import route_cache
@@ -54,8 +55,8 @@ def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
         joins.append(weakref.ref(made := joined(weights)))
         return made
 
-    joined = rewrites.join
-    monkeypatch.setattr(rewrites, "join", join)
+    joined = joined_products.join
+    monkeypatch.setattr(joined_products, "join", join)
 
     def pair():
         a, b = pm.pack(ones(16, 32)), pm.pack(ones(16, 64))
@@ -71,7 +72,7 @@ def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
     gc.collect()
     assert not any(x() for x in joins)  # nothing but programs keeps them
     pair()(ones(3, 16))
-    assert sum(refs[0]() is not None for refs in rewrites._joined.values()) <= 1
+    assert sum(refs[0]() is not None for refs in joined_products._joined.values()) <= 1
 
 
 def test_programs_are_bounded_by_their_kernels(monkeypatch):
