@@ -11,6 +11,7 @@ compiled again.
 
 from __future__ import annotations
 
+import functools
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -18,6 +19,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from portmm.build import cache
 from portmm.build.bundle import Bundle, open_bundle
 from portmm.ir import abi
+from portmm.util.user_warnings import warn
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
@@ -91,10 +93,18 @@ def base() -> Bundle | None:
     """
     if not _base and os.environ.get("PORTMM_BASE", "") != "off":
         name = f"{os.uname().machine}.bundle"
-        path = Path(os.environ.get("PORTMM_BASE") or Path(__file__).parent.parent / "base") / name
+        setting = os.environ.get("PORTMM_BASE", "")
+        path = Path(setting or Path(__file__).parent.parent / "base") / name
         if os.access(path, os.R_OK):
             _base.append(open_bundle(path))
+        elif setting:
+            _without_base(path)
     return _base[0] if _base else None
+
+
+@functools.cache
+def _without_base(path: Path) -> None:
+    warn(f"PORTMM_BASE names a directory without {path.name}, or one that cannot be read: there is no base set")
 
 
 def forget() -> None:

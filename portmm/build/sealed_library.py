@@ -15,11 +15,15 @@ from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from portmm.util.user_warnings import warn
+
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
 T = TypeVar("T")
+FILE = "file"
+"""The setting of `$PORTMM_LOAD`."""
 
 # Linux, include/uapi/linux/fcntl.h: no more seals, and no shrinking, growing and writing.
 F_ADD_SEALS, SEALS = 1033, 1 | 2 | 4 | 8
@@ -77,7 +81,7 @@ def load(code: bytes, path: Path, opener: Callable[[str], T]) -> T:
     Raises:
         Exception: the error of `opener` for the last path tried.
     """
-    if os.environ.get("PORTMM_LOAD") == "file" and path.is_file():  # an object of a bundle is no file
+    if _from_file(os.environ.get("PORTMM_LOAD", "")) and path.is_file():  # an object of a bundle is no file
         return opener(str(path))
     try:
         fd = _sealed(path.stem, code)
@@ -89,6 +93,13 @@ def load(code: bytes, path: Path, opener: Callable[[str], T]) -> T:
         return _load_copy(code, path, opener)
     finally:
         os.close(fd)
+
+
+@cache
+def _from_file(setting: str) -> bool:
+    if setting not in ("", FILE):
+        warn(f"PORTMM_LOAD is {setting!r}, not {FILE}: code is loaded from memory")
+    return setting == FILE
 
 
 def _load_copy(code: bytes, path: Path, opener: Callable[[str], T]) -> T:

@@ -75,9 +75,15 @@ def race() -> str:
     """The schedules that the first calls of a kind may try: "same" for those with the same results, "any", or ""."""
     setting = current().race
     if setting is None:
-        setting = os.environ.get("PORTMM_RACE", "")
-        setting = setting if setting == ANY else setting not in ("0", "off")
+        setting = _environment_race(os.environ.get("PORTMM_RACE", ""))
     return setting if isinstance(setting, str) else "same" if setting else ""
+
+
+@cache
+def _environment_race(text: str) -> str | bool:
+    if text not in ("", "1", "on", "0", "off", ANY):
+        warn(f"PORTMM_RACE is {text!r}, not on, off or {ANY}: schedules with the same results race")
+    return text if text == ANY else text not in ("0", "off")
 
 
 def rounds(dtype: str) -> bool:

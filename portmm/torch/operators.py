@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.library import custom_op
 
+from portmm.errors import ConvolutionError
 from portmm.ops.attention import attention as array_attention
 from portmm.ops.convolution import conv as array_conv
 from portmm.ops.linear import linear as array_linear
@@ -103,6 +104,10 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 # -- convolution -----------------------------------------------------------------------
 
+LAYOUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
+"""Layout of images, by their number of dimensions."""
+OPTIONS = ("stride", "padding", "dilation")
+
 
 @custom_op("portmm::conv", mutates_args=())
 def _conv(
@@ -115,11 +120,8 @@ def _conv(
     groups: int,
 ) -> Tensor:
     options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    layout = {3: "NCW", 4: "NCHW", 5: "NCDHW"}[x.ndim]
-    epilogue = None
-    if bias is not None:
-        epilogue = _biased(bias.detach())
-    return array_conv(x.detach(), weight.detach(), layout=layout, epilogue=epilogue, **options)
+    epilogue = None if bias is None else _biased(bias.detach())
+    return array_conv(x.detach(), weight.detach(), layout=LAYOUTS[x.ndim], epilogue=epilogue, **options)
 
 
 @_conv.register_fake
@@ -157,6 +159,18 @@ def _conv_backward(ctx: Any, g: Tensor) -> Any:
 _conv.register_autograd(_conv_backward, setup_context=_save_conv)
 
 
+def _extents(name: str, value: Any, dimensions: int) -> list[int]:
+    """An option with a number for each dimension.
+
+    Raises:
+        ConvolutionError: it is neither a number nor as many.
+    """
+    values = [value] * dimensions if isinstance(value, int) else value
+    if not isinstance(values, (list, tuple)) or len(values) != dimensions:
+        raise ConvolutionError(f"{name} is {value!r}; pass a whole number, or {dimensions} of them")
+    return list(values)
+
+
 def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
@@ -174,8 +188,13 @@ def conv(
 
     Returns:
         (batch, outputs, *extents).
+
+    Raises:
+        ConvolutionError: shapes or options do not fit together.
     """
-    lists = [[v] * (x.ndim - 2) if isinstance(v, int) else list(v) for v in (stride, padding, dilation)]
+    if x.ndim not in LAYOUTS:
+        raise ConvolutionError(f"x has {x.ndim} dimensions; images have 3 to 5: (batch, channels, *extents)")
+    lists = [_extents(*option, x.ndim - 2) for option in zip(OPTIONS, (stride, padding, dilation), strict=True)]
     return torch.ops.portmm.conv(x, weight, bias, *lists, groups)
 
 

@@ -90,10 +90,12 @@ def quantize_(
         The model.
 
     Raises:
-        PortmmError: the kind is unknown, the model is a linear layer itself, or a layer cannot have this kind.
+        PortmmError: the kind is unknown, the model is no module or is a linear layer, or a layer cannot have this kind.
     """
     if kind not in KINDS:
         raise PortmmError(f"kind is {kind!r}; weights are quantized to {', '.join(KINDS)}")
+    if not isinstance(model, nn.Module):
+        raise PortmmError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     if _weight(model) is not None:
         raise PortmmError("the model is a linear layer, which cannot be replaced in place; put it into a Sequential")
     for prefix, parent in [*model.named_modules()]:

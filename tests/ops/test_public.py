@@ -12,7 +12,7 @@ import pytest
 
 import portmm as pm
 from portmm.arrays import numpy_fallback
-from portmm.build import cache
+from portmm.build import cache, kernel_store, sealed_library
 from portmm.dispatch import config, schedule_choice
 from portmm.errors import NoCompilerError
 from portmm.ops import host_matmul
@@ -143,6 +143,20 @@ def test_warnings_of_settings_and_schedules_and_the_cache_point_at_the_call(monk
     monkeypatch.setattr(cache, "_warned", set())
     here = inspect.currentframe().f_lineno
     assert line_of(lambda: cache._warn(tmp_path, "a reason")) == here + 1
+
+
+@pytest.mark.parametrize(
+    ("name", "read"),
+    [
+        ("PORTMM_RACE", config._environment_race),
+        ("PORTMM_LOAD", sealed_library._from_file),
+        ("PORTMM_BASE", lambda text: kernel_store._without_base(Path(text))),
+    ],
+)
+def test_a_setting_of_the_environment_that_has_no_meaning_is_named(name, read):
+    with pytest.warns(RuntimeWarning, match=name):
+        read("nosuch")
+    read("nosuch")  # once a process
 
 
 def test_a_warning_in_a_thread_without_user_code_is_given_all_the_same():

@@ -116,6 +116,18 @@ class Layers(nn.Module):
         return x + self.mlp(x)
 
 
+def test_options_that_do_not_fit_are_named():
+    x, w = torch.ones(1, 3, 8, 8), torch.ones(3, 3, 3, 3)
+    with pytest.raises(PortmmError, match="pass a whole number, or 2"):
+        pt.conv(x, w, padding="same")
+    with pytest.raises(PortmmError, match="pass a whole number, or 2"):
+        pt.conv(x, w, stride=(1, 1, 1))
+    with pytest.raises(PortmmError, match="x has 2 dimensions"):
+        pt.conv(x[0, 0], w)
+    with pytest.raises(PortmmError, match=r"not a torch\.nn\.Module"):
+        pt.quantize_(3, "int4")
+
+
 ERRORS = {"bf16": 0.01, "int8-dynamic": 0.02, "int4": 0.15, "int4-dynamic": 0.15}
 
 
