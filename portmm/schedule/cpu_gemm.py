@@ -123,7 +123,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
 
 
 def _shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
-    """Schedules for a K of one block and items of C beyond L2: slices of rows sweep all columns, and write C in long runs.
+    """Schedules for a K of one block and items of C beyond L2: slices of rows sweep all columns, and C has long runs.
 
     A row of B that is read in part waits in L1 for the next register tile: rows need ways of the sets they start in.
     """
