@@ -6,7 +6,7 @@
           MR x NR accumulators, vectors along k
 
 Nothing is packed or transposed: x . W^T with W in place. Only the few columns of a B by
-rows are copied first, each along k; threads then share the rows of C. Each element of
+rows, or of one packed panel, are copied first, each along k; threads then share the rows of C. Each element of
 C is a sum over lanes, so its order of additions differs from the other programs'
 and `deterministic` excludes this one. Runs (`summation`) are counted in steps of all
 lanes. A register tile of MR x NR loads (MR + NR) / (MR * NR) vectors per multiply-add;
@@ -55,10 +55,12 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
 
 
 def _few_columns(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
-    """Kernel by schedule `s` for a B by rows that has a few columns: copies of them, then shares of the rows of C."""
+    """Kernel by schedule `s` for a B of a few columns: copies of them, each along k, then shares of the rows of C."""
     j, p, item, task = (var(x) for x in ("j", "p", "item", "task"))
     step = ceil_div(K, atom.n) * atom.n
-    element = Ptr("b", item * var("b_batch") + p * var("b_k") + j * var("b_n"))
+    # The columns of a panel are adjacent: the stride of a packed B along n is that of panels.
+    across = const(1) if s.b.layout == "packed" else var("b_n")
+    element = Ptr("b", item * var("b_batch") + p * var("b_k") + j * across)
     copy = For("j", const(0), N, const(1), (Move(Ptr("work", j * step + p), element),))
     slices = ceil_div(M, s.mr)
     tasks = maximum(1, minimum(slices, (var("workers") - 1) * TASKS_PER_WORKER))

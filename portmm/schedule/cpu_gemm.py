@@ -45,7 +45,7 @@ INT4_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
 DOT_TILES = ((4, 4), (2, 4), (1, 4), (1, 8), (4, 1), (1, 1))
 """MR x NR of the dot program."""
 FEW_COLUMNS = 8
-"""Columns of a B by rows that the dot program copies, at most: fewer than a vector of any chip with AVX-512 has."""
+"""Columns of a B by rows, or of a panel, that the dot program copies, at most: fewer than a vector of AVX-512 has."""
 AHEAD = OperandPlan(stagings=(PREFETCHED,))
 OVER_K = Parallel("k")
 
@@ -70,7 +70,8 @@ def dots(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> 
     del target, vectors
     if p.static or atom.tiled:
         return
-    copied = p.b == "row" and p.n <= FEW_COLUMNS and p.dtype in UNCONVERTED
+    panel = family(p.family).nr if p.b == "packed" else 0
+    copied = p.n <= FEW_COLUMNS and p.dtype in UNCONVERTED and (p.b == "row" or p.n <= panel)
     if p.deterministic or p.fused or p.a != "row" or not (copied or p.b == "col"):
         return
     if atom.n > 1 and not (isa.shuffles or atom.reduce):
@@ -86,8 +87,8 @@ def dots(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> 
     tiles_of = tuple(dict.fromkeys(((4, few), (2, few), (1, few), (2, n), (1, n))))
     for mr, nr in tiles_of if copied else DOT_TILES:
         if (mr <= p.m and nr <= p.n) or mr == nr == 1:
-            tiles = (Tile("registers", mr, nr, atom.n), *(Tile(x, ALL, nr, ALL) for x in ("L1", "L2", "L3")))
-            yield base_schedule("dot", p, isa, tiles, False, copied)
+            tiles = (Tile("registers", mr, nr, atom.n), *cache_tiles(mr, nr, ALL, ALL, nr, near=panel)[1:])
+            yield base_schedule("dot", p, isa, (tiles[0], tiles[1]._replace(m=ALL), *tiles[2:]), False, copied)
 
 
 def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:

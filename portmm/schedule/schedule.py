@@ -105,7 +105,9 @@ class Schedule:
         a, b, _ = self.types
         if self.b.layout == "codes":
             return str(Family(b, self.nr, CODES_KR, group=self.b.group))
-        return str(Family(b, self.nr, self.atom.kr, accumulator(a, b) == "s32"))
+        # Dot products copy a few columns of a panel.
+        nr = self.tiles[2].n if self.program == "dot" else self.nr
+        return str(Family(b, nr, self.atom.kr, accumulator(a, b) == "s32"))
 
     @property
     def types(self) -> tuple[str, str, str]:

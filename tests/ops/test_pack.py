@@ -13,9 +13,11 @@ from support import HERE, case, guarded, interpret, panels_of
 
 import portmm as pm
 from portmm.codegen.lower import lower_pack
+from portmm.dispatch.schedule_choice import choose
 from portmm.ops.prepack import unpack
 from portmm.runtime.cpu import runtime
 from portmm.spec.problem import Family, Problem, family
+from portmm.target.target import load_target
 
 pytestmark = pytest.mark.calls
 
@@ -178,3 +180,15 @@ def test_a_weight_is_immutable():
     with pytest.raises(ValueError, match="read-only"):
         packed.owner[0] = 1
     assert isinstance(packed, runtime().Packed)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_a_few_packed_columns_are_multiplied_along_k(dtype):
+    rng = np.random.default_rng(5)
+    for m, n, k in ((1, 1, 7), (5, 3, 33), (40, 8, 16), (301, 1, 100)):
+        a, b = (rng.integers(-4, 5, x).astype(dtype) for x in ((m, k), (k, n)))
+        weight, out = pm.pack(b), np.full((m, n), np.nan, dtype)
+        assert (pm.matmul(a, weight, out=out) == a @ b).all()
+        assert (pm.matmul(np.asfortranarray(a), weight) == a @ b).all()
+    problem = Problem(301, 1, 100, b="packed", family="f32x16")
+    assert choose(problem, load_target("zen5"), tuned=False).schedule.program == "dot"
