@@ -11,12 +11,14 @@ from portmm.codegen.lower import atom_of
 from portmm.dispatch import config
 from portmm.dispatch.cpu_kernels import family, isa_of
 from portmm.dispatch.view_routes import Views, schedule_of
+from portmm.errors import ConvolutionError
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
 from portmm.schedule.direct_convolution import direct
 from portmm.spec.convolution import planes, windows
-from portmm.spec.dtype import UNCONVERTED
+from portmm.spec.dtype import BY_NAME, UNCONVERTED
 from portmm.spec.layout import Layout
 from portmm.spec.problem import Problem
+from portmm.util.text import number
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
@@ -36,11 +38,13 @@ def explain_conv(
         dilation: distance of taps.
         groups: of channels.
         layout: of the images.
-        dtype: portmm's name of the types.
+        dtype: portmm's name of the type of images and filters, as "f32" or "bf16".
 
     Raises:
-        ConvolutionError: shapes or options do not fit together.
+        ConvolutionError: shapes or options do not fit together, or the type is unknown.
     """
+    if dtype not in BY_NAME:
+        raise ConvolutionError(f"dtype is {dtype!r}; pass one of {', '.join(BY_NAME)}")
     options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout)
     size = sizes(tuple(x), tuple(w), options)
     last, images = layout_of(layout)[1], x[0]
@@ -68,7 +72,8 @@ def explain_conv(
             loops = "blocks of k around panels" if blocks.k_outer else "panels around blocks of k"
             where = f"a strip of {blocks.strip_size} elements" if blocks.copies else "in place"
             lines.append(f"direct: register tiles of {s.mr} pixels of a row by {s.nr}, read {where}, {loops}")
-            lines.append(f"  {blocks.runs} runs of {blocks.run}, blocks of {blocks.of_block} runs, k of {blocks.kc}")
+            runs, of_block = number(blocks.runs, "run"), number(blocks.of_block, "run")
+            lines.append(f"  {runs} of {blocks.run}, blocks of {of_block}, k of {blocks.kc}")
             return "\n".join(lines)
         s, _ = schedule_of(p, Views(a=view), target, threads)
     else:

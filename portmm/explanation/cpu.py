@@ -157,6 +157,17 @@ def target_called(name: str | Target | None) -> Target:
         return detect.described(name)
 
 
+def _positive(threads: int) -> int:
+    """A number of threads.
+
+    Raises:
+        ValueError: it is negative.
+    """
+    if threads < 0:
+        raise ValueError(f"threads is {threads}; give a positive number, or 0 for every core")
+    return threads
+
+
 def explain(
     a: Any,
     b: Any = None,
@@ -193,7 +204,7 @@ def explain(
 
     Raises:
         TypeError: a dtype is not supported.
-        ValueError: shapes do not match, or the product is empty.
+        ValueError: shapes do not match, the product is empty, or `threads` is negative.
         TargetError: there is no target of that name.
         ScheduleError: the target has no schedule for the problem.
     """
@@ -206,7 +217,7 @@ def explain(
     if threads is None:
         threads = config.get_num_threads() if target is None else machine.cores
     about, cores = _about(str(target), machine) if family else ((), 0)
-    threads = threads or max(1, cores or machine.cores)
+    threads = _positive(threads) or max(1, cores or machine.cores)
     called = target is None and threads == config.get_num_threads()
 
     def answer(p: Problem, notes: tuple[str, ...] = ()) -> Explanation | GridExplanation:

@@ -368,6 +368,7 @@ def fuse(
         A function with the same arguments, and a method `explain` that takes them too.
 
     Raises:
+        TypeError: this is no function, or `search` no number.
         ValueError: `on_unfusable` is neither of these.
         TraceError: when called, the control flow of the function depends on values, or it changes an array in place.
     """
@@ -375,6 +376,10 @@ def fuse(
         raise ValueError(f"on_unfusable is {on_unfusable!r}; use 'split' or 'error'")
     if function is None:
         return functools.partial(fuse, on_unfusable=on_unfusable, search=search)
+    if not callable(function):
+        raise TypeError(f"fuse takes a function, not {function!r}")
+    if not isinstance(search, (bool, int, float)):
+        raise TypeError(f"search is {search!r}; pass a number of seconds, True or False")
     seconds = 60.0 if search is True else float(search)
     return FusedFunction(function, strict=on_unfusable == "error", search=seconds)
 

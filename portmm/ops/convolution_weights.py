@@ -94,7 +94,9 @@ def pack_conv(
     array = numpy_arrays.as_operand(w, "w", matrix=False)
     spatial, last = layout_of(layout)
     if array.ndim != spatial + 2:
-        raise ConvolutionError(f"w has shape {array.shape}; with {layout} it is (outputs, channels, {'*' * spatial})")
+        raise ConvolutionError(
+            f"w has shape {array.shape}; with {layout} it has {spatial + 2} dimensions: (outputs, channels, *kernel)"
+        )
     if groups < 1 or array.shape[0] % groups:
         raise ConvolutionError(f"{array.shape[0]} outputs are not in {groups} groups of as many each")
     if bits is not None and (bits != 4 or not last):

@@ -51,7 +51,7 @@ def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c:
 
     Raises:
         TargetError: this machine lacks instructions.
-        TypeError: an array is of another type than the kernel's.
+        TypeError: this is no kernel, or an array is of another type than the kernel's.
         ValueError: shapes do not match, or `c` cannot be written.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
@@ -66,8 +66,11 @@ def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c:
         _on_device(kernel, a, b, c)
         return c
     from portmm.dispatch import cpu_kernels, cpu_routes
+    from portmm.ir.nodes import Kernel
     from portmm.runtime.cpu import runtime
 
+    if not isinstance(kernel, Kernel):
+        raise TypeError(f"kernel is a {type(kernel).__name__}; pass a Kernel, a GridKernel or a BlockProgram")
     if lacking := missing(kernel.isa):
         raise TargetError(f"{kernel.name} is for {kernel.isa.title}; this machine lacks {', '.join(lacking)}")
     for name, x in (("a", a), ("b", b), ("c", c)):

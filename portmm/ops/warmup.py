@@ -87,7 +87,7 @@ def _shapes(shapes: Any) -> list[tuple[int, int, int, int]]:
         TypeError: they are not iterable.
         ValueError: a shape is invalid.
     """
-    if not isinstance(shapes, Iterable):
+    if isinstance(shapes, str) or not isinstance(shapes, Iterable):
         raise TypeError(f"shapes is {shapes!r}; pass (m, n, k), or a list of them")
     every = list(shapes)
     if every and not isinstance(every[0], Iterable):
@@ -113,8 +113,9 @@ def _word(dtype: Any) -> str:
         text = named(dtype)
     text = BY_NUMPY[text].name if text in BY_NUMPY else text
     try:
+        of = types(text)
         if "-" in text:
-            return spell(*types(text))
+            return spell(*of)
         return spell(text, text, natural(text, text))
     except (KeyError, ValueError) as error:
         raise TypeError(f"dtype {dtype!r} is not supported: {error}") from error

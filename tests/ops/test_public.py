@@ -56,6 +56,27 @@ def test_everything_public_is_documented():
     assert not lacking
 
 
+# -- arguments that are wrong -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: pm.fuse(3), "fuse takes a function, not 3"),
+        (lambda: pm.fuse(abs, search="long"), "search is 'long'"),
+        (lambda: pm.launch(3, ONES), "kernel is a int"),
+        (lambda: pm.warmup("8x8x8"), "shapes is '8x8x8'"),
+        (lambda: pm.warmup((8, 8, 8), "f99"), "dtype 'f99' is unknown"),
+        (lambda: pm.explain((4, 4), (4, 4), threads=-3), "threads is -3"),
+        (lambda: pm.explain_conv((1, 8, 8, 4), (6, 4, 3, 3), dtype=np.float32), "dtype is .*; pass one of f32"),
+        (lambda: pm.pack_conv(ones(3, 3, 3)), r"4 dimensions: \(outputs, channels"),
+    ],
+)
+def test_wrong_arguments_are_named(call, message):
+    with pytest.raises((TypeError, ValueError), match=message):
+        call()
+
+
 # -- shapes in messages -----------------------------------------------------------------
 
 
