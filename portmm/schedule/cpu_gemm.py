@@ -123,6 +123,11 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
                 yield replace(base, tiles=(base.tiles[0], *stream))
 
 
+def _in_pairs(nr: int, isa: Isa, atom: Atom) -> bool:
+    """Whether a register tile has pairs of vectors: lines of 64 bytes are prefetched by the hardware in pairs."""
+    return nr % (2 * isa.columns(atom)) == 0
+
+
 def _shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
     """Schedules for a K of one block and items of C beyond L2: slices of rows sweep all columns, and C has long runs.
 
@@ -135,7 +140,7 @@ def _shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Itera
         return
     row, sets = p.n * p.elements[1].bytes // l1.line, l1.bytes // (l1.line * l1.ways)
     stays = p.k <= l1.ways * (sets // gcd(max(1, row), sets))
-    if stays and nr % (2 * isa.columns(atom)) == 0 and p.m * p.n * p.elements[2].bytes > l2.bytes:
+    if stays and _in_pairs(nr, isa, atom) and p.m * p.n * p.elements[2].bytes > l2.bytes:
         yield base_schedule("gemm", p, isa, cache_tiles(mr, nr, depths[0], ALL, ALL, least_of(mr)), False, False)
 
 
@@ -193,10 +198,10 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
     whole = any(p.m <= tallest(isa, atom, nr) and nr >= 3 * isa.columns(atom) for nr in every)
     for nr in every:
         if p.m > tallest(isa, atom, nr):
-            # The rows of B are still in L2 when the second slice reads them.
-            if p.m <= 2 * tallest(isa, atom, nr) and not whole:
+            # The rows of B are still in L2 when the second slice reads them; prefetches would ask for them twice.
+            if p.m <= 2 * tallest(isa, atom, nr) and not whole and _in_pairs(nr, isa, atom):
                 tiles = cache_tiles(-(-p.m // 2), nr, ALL, ALL, ALL, p.m // 2)
-                yield from _swept(base_schedule("gemm", p, isa, tiles, True, False), p, isa, atom, rows_ahead)
+                yield from _swept(base_schedule("gemm", p, isa, tiles, True, False), p, isa, atom, 0)
             continue
         most = max(1, tallest(isa, atom, nr) // p.m) if p.b == "packed" else 1
         if "column_sum" in p.fused:
