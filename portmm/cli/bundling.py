@@ -17,9 +17,7 @@ LINES = "M is a number, a range as 1-512 or a list as 1,16; B is row, col or pac
 
 def bundle(  # noqa: PLR0917 - typer's parameters
     output: Annotated[Path, typer.Argument(help="The bundle.", show_default=False)],
-    shapes: Annotated[
-        Path | None, typer.Option(help=f"A file of lines M N K TYPES B, as {EXAMPLE}. {LINES}")
-    ] = None,
+    shapes: Annotated[Path | None, typer.Option(help=f"A file of lines M N K TYPES B, as {EXAMPLE}. {LINES}")] = None,
     machines: Annotated[
         str, typer.Option("--for", help="Chips, levels, instruction sets or cloud instances, with commas between.")
     ] = "",

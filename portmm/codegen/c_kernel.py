@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from portmm.codegen import vector_spelling
 from portmm.codegen.c_like import Printer, address, index, pruned
 from portmm.codegen.conversions import HELPERS, converted
+from portmm.codegen.lane_totals import TOTALS
 from portmm.ir import abi
 from portmm.ir.index import Index, Ptr
 from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, RowScale, Shuffle, Total
@@ -66,7 +67,7 @@ def source(kernel: Kernel) -> str:
         kernel.isa.preamble.strip(),
         abi.ARGS.strip(),
         _PRELUDE.strip(),
-        *(text for name, text in (_HELPERS | HELPERS).items() if any(_calls(c, name) for c in code)),
+        *(text for name, text in (_HELPERS | HELPERS | TOTALS).items() if any(_calls(c, name) for c in code)),
     ]
     if kernel.isa.shuffles and kernel.atom.n > 1:
         parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * lane})));")
@@ -173,6 +174,10 @@ class _Printer(Printer):
         self.put(depth, text.format(rows=", ".join(index(x) for x in s.rows)))
 
     def do_total(self, s: Total, depth: int) -> None:
+        name = f"{'sum' if s.kind == 'add' else 'most'}_{s.count}"
+        if name in TOTALS:
+            self.put(depth, f"*({address(s.to)}) = {name}({address(s.src)});")
+            return
         if s.kind == "add":
             self.halves(s, depth)
             return

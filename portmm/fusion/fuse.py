@@ -297,9 +297,7 @@ class FusedFunction:
         return graph, Program(run, captures.finished(), kept, explained, graph.lasting)
 
 
-def _compiled(
-    leaves: list[Any], line: tuple[str, int] | None, function: Callable[..., Any]
-) -> tuple[Any, Explained]:
+def _compiled(leaves: list[Any], line: tuple[str, int] | None, function: Callable[..., Any]) -> tuple[Any, Explained]:
     """The program of a function of portmm's on arrays and numbers, and its explanation, which names the line."""
     graph = WholeArrays(strict=False, line=line)
     captures = Captures(graph, by_value=False, fresh=False)

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 LEAST_SCORES = 1 << 18
 """Scores from which one kernel is faster than three that run in one call of C."""
 MOST_AXES = 4
+"""Dimensions of queries, with one for items; with one more, heads of queries are in groups of the same keys."""
 _FIRST, _SECOND = argument(0, "f32"), argument(1, "f32")
 _OVER, _LESS = apply("div", _FIRST, _SECOND), apply("sub", _FIRST, _SECOND)
 _INVERSE, _TIMES = apply("div", 1.0, _FIRST), apply("mul", _FIRST, _SECOND)
@@ -70,18 +71,17 @@ class _Softmax:
         for y in graph.nodes:
             for z in y.inputs:
                 users.setdefault(z, []).append(y)
-        (less,) = x.inputs
-        if not _is(less, _LESS) or not _is(less.inputs[1], _MOST) or less.inputs[1].inputs[0] is not less.inputs[0]:
-            return None
         products = _after(x, users)
         if products is None:
             return None
-        total, values, last = products
-        scores, steps = _chain(less.inputs[0])
+        (power,), (total, values, last) = x.inputs, products
+        less = [power, power.inputs[1]] if _is(power, _LESS) and _is(power.inputs[1], _MOST) else []
+        less = less if less and less[1].inputs[0] is power.inputs[0] else []  # else without a maximum
+        scores, steps = _chain(power.inputs[0] if less else power)
         if scores is None:
             return "scores are not an expression of one product"
         inverse = [y for y in users[total] if _is(y, _INVERSE)]
-        inside = {scores, *steps, less.inputs[1], less, x, total, *inverse, values, values.inputs[0]} - {last}
+        inside = {scores, *steps, *less, x, total, *inverse, values, values.inputs[0]} - {last}
         for y in sorted(inside, key=lambda y: y.number):
             if y in outputs or any(z is not last and z not in inside for z in users[y]):
                 return f"{y.name} ({y.where}) is also read elsewhere, so that all scores must be stored"
@@ -98,8 +98,8 @@ class _Softmax:
             return f"operands are {q.dtype}, {k.dtype} and {v.dtype}, and the result {self.last.dtype}"
         if self.scores.size < LEAST_SCORES:
             return f"{self.scores.size} scores fit in cache"
-        if not q.shape[:-2] == k.shape[:-2] == v.shape[:-2] or len(q.shape) > MOST_AXES:
-            return "batches of the products broadcast, or have more than two dimensions"
+        if _heads(self) is None:
+            return "batches of the products broadcast otherwise than over heads, or have more than two dimensions"
         return next((f"{x.name} ({x.where}) rounds scores first" for x in self.steps if x.rounds), "")
 
     def replace(self) -> None:
@@ -107,7 +107,7 @@ class _Softmax:
         (q, k), v, last = self.scores.inputs, self.values.inputs[1], self.last
         own = {self.scores, *self.steps}
         extras = list(dict.fromkeys(y for x in self.steps for y in x.inputs if y not in own))
-        last.plain = _call(_score(self.scores, self.steps, extras), len(last.shape) == 2)
+        last.plain = _call(_score(self.scores, self.steps, extras), _heads(self), last.shape)
         last.kind, last.inputs, last.template, last.name = "call", (q, k, v, *extras), None, "attention"
         last.note = ", ".join(self.names)
 
@@ -180,16 +180,40 @@ def _score(product: Node, steps: list[Node], extras: list[Node]) -> Callable[...
     return score
 
 
-def _call(score: Callable[..., Any], single: bool) -> Callable[..., Any]:
+def _heads(match: _Softmax) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+    """The batch of queries and of keys and values as `attention` takes them, the heads last; None if it takes none.
+
+    Heads of queries that share one head of keys and values are those along which these broadcast.
+    """
+    (q, k), v = match.scores.inputs, match.values.inputs[1]
+    batch, count = q.shape[:-2], len(q.shape) - 2
+    shared = k.shape[:-2]
+    if v.shape[:-2] != shared or match.last.shape[:-2] != batch or len(shared) > count:
+        return None
+    shared = (1,) * (count - len(shared)) + shared
+    if count < 1:
+        return (1,), (1,)
+    if count == MOST_AXES - 1 and shared[-1] == 1 and shared[:-1] == batch[:-1]:
+        wide = [y for x in match.steps for y in x.inputs if y not in (match.scores, *match.steps)]
+        if all(len(y.shape) <= 1 or y.size == 1 for y in wide):
+            return (batch[0], batch[1] * batch[2]), shared[:-1]
+    fits = count < MOST_AXES - 1 and shared[:-1] == batch[:-1] and shared[-1] in (1, batch[-1])
+    return (batch, shared) if fits else None
+
+
+def _call(
+    score: Callable[..., Any], heads: tuple[tuple[int, ...], tuple[int, ...]] | None, result: tuple[int, ...]
+) -> Callable[..., Any]:
     """A call of attention with queries, transposed keys, values, and other operands of the scores."""
+    assert heads is not None  # noqa: S101 - `refusal` is asked first
+    batch, shared = heads
 
     def run(q: Any, k: Any, v: Any, *others: Any) -> Any:
         @traced_through
         def scored(s: Any, i: Any) -> Any:  # noqa: ARG001 - arrays broadcast
             return score(s, others)
 
-        if single:
-            return attention(q[None], k.T[None], v[None], score=scored)[0]
-        return attention(q, k.swapaxes(-1, -2), v, score=scored)
+        q, k, v = (x.reshape(lead + x.shape[-2:]) for x, lead in ((q, batch), (k, shared), (v, shared)))
+        return attention(q, k.swapaxes(-1, -2), v, score=scored).reshape(result)
 
     return run

@@ -95,12 +95,18 @@ def moved_last(x: Any, axis: int, function: Callable[[Any], Any]) -> Any:
 
 @operator("Softmax", "LogSoftmax")
 def _softmax(node: Node, x: Any) -> Any:
-    function = e.softmax if node.op == "Softmax" else e.log_softmax
+    function = e.log_softmax if node.op == "LogSoftmax" else _once_divided if is_traced(x) else e.softmax
     if node.version >= 13:
         return same_type(moved_last(x, node.attribute("axis", -1), function), x)
     axis = node.attribute("axis", 1) % max(x.ndim, 1)
     rows = x.reshape((math.prod(x.shape[:axis]), math.prod(x.shape[axis:])))
     return same_type(function(rows).reshape(x.shape), x)
+
+
+def _once_divided(x: Any) -> Any:
+    """The softmax of traced rows, with one division for each."""
+    powers = e.exp(x - e.max(x))
+    return powers * (1.0 / e.sum(powers))
 
 
 def _eps(node: Node, default: float) -> float:

@@ -97,3 +97,28 @@ def test_groups_are_multiplied_inside():
     experts = pm.fuse(lambda x: pm.relu(pm.grouped_matmul(x, b, [3, 8]) - 1))
     assert [k.kind for k in experts.explain(a).kernels] == ["grouped_matmul", "rows"]
     np.testing.assert_allclose(experts(a), experts.__wrapped__(a), rtol=2e-4, atol=2e-5)
+
+
+def without_a_maximum(q, k, v):
+    e = np.exp(q @ k.swapaxes(-1, -2) * np.float32(0.1))
+    return e / e.sum(-1, keepdims=True) @ v
+
+
+@pytest.mark.parametrize("function", [without_a_maximum, divides_before])
+@pytest.mark.parametrize(
+    ("queries", "keys"), [((), ()), ((3,), ()), ((4,), (1,)), ((2, 3), (2, 1)), ((2, 2, 3), (2, 2, 1))], ids=str
+)
+def test_keys_and_values_may_be_shared_by_heads(function, queries, keys):
+    x = heads(*queries)[0], *heads(*keys)[1:]
+    fused = pm.fuse(function)
+    assert [k.kind for k in fused.explain(*x).kernels] == ["attention"]
+    np.testing.assert_allclose(fused(*x), function(*x), rtol=2e-4, atol=2e-5)
+
+
+def test_keys_that_are_shared_by_items_are_not():
+    x = heads(2, 3)[0], *heads(1, 3)[1:]
+    fused = pm.fuse(divides_before)
+    told = fused.explain(*x)
+    assert "attention" not in [k.kind for k in told.kernels]
+    assert "broadcast otherwise than over heads" in str(told)
+    np.testing.assert_allclose(fused(*x), divides_before(*x), rtol=2e-4, atol=2e-5)

@@ -50,6 +50,29 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
+static inline float sum_8(const float *p) {
+  typedef float h4 __attribute__((vector_size(16), aligned(4), may_alias));
+  const h4 x4 = *(const h4 *)p + *(const h4 *)(p + 4);
+  const h4 x2 = (h4){x4[0], x4[1], x4[0], x4[1]} + (h4){x4[2], x4[3], x4[2], x4[3]};
+  const h4 x1 = (h4){x2[0], x2[0], x2[0], x2[0]} + (h4){x2[1], x2[1], x2[1], x2[1]};
+  return x1[0];
+}
+
+static inline float most_8(const float *p) {
+  typedef float h4 __attribute__((vector_size(16), aligned(4), may_alias));
+  typedef int m4 __attribute__((vector_size(16)));
+  const h4 a4 = *(const h4 *)p, b4 = *(const h4 *)(p + 4);
+  const m4 t4 = (b4 > a4) | (b4 != b4);
+  const h4 x4 = (h4)(((m4)b4 & t4) | ((m4)a4 & ~t4));
+  const h4 a2 = (h4){x4[0], x4[1], x4[0], x4[1]}, b2 = (h4){x4[2], x4[3], x4[2], x4[3]};
+  const m4 t2 = (b2 > a2) | (b2 != b2);
+  const h4 x2 = (h4)(((m4)b2 & t2) | ((m4)a2 & ~t2));
+  const h4 a1 = (h4){x2[0], x2[0], x2[0], x2[0]}, b1 = (h4){x2[1], x2[1], x2[1], x2[1]};
+  const m4 t1 = (b1 > a1) | (b1 != b1);
+  const h4 x1 = (h4)(((m4)b1 & t1) | ((m4)a1 & ~t1));
+  return x1[0];
+}
+
 typedef int lanes_t __attribute__((vector_size(32)));
 
 typedef int v8f_w __attribute__((vector_size(sizeof(v8f))));
@@ -97,14 +120,7 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
   { const v8f_w m = (all_r0_2 > all_r0_0) | (all_r0_2 != all_r0_2); all_r0_0 = (v8f)(((v8f_w)all_r0_2 & m) | ((v8f_w)all_r0_0 & ~m)); }
   { const v8f_w m = (all_r0_3 > all_r0_0) | (all_r0_3 != all_r0_3); all_r0_0 = (v8f)(((v8f_w)all_r0_3 & m) | ((v8f_w)all_r0_0 & ~m)); }
   *(v8f_u *)(lane) = all_r0_0;
-  {
-    float all = *(lane);
-    for (int i = 1; i < 8; ++i) {
-      const float x = (lane)[i];
-      if (x > all || x != x) all = x;
-    }
-    *(r0) = all;
-  }
+  *(r0) = most_8(lane);
   t1_one = *(r0);
   t1 = t1_one - (v8f){0};
   all_r1_0 = ((v8f){0} + 0.0f);
@@ -312,14 +328,7 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
   all_r1_0 = all_r1_0 + all_r1_2;
   all_r1_0 = all_r1_0 + all_r1_3;
   *(v8f_u *)(lane) = all_r1_0;
-  {
-    float x[8];
-    for (int i = 0; i < 8; ++i) x[i] = (lane)[i];
-    for (int half = 8 / 2; half; half /= 2) {
-      for (int i = 0; i < half; ++i) x[i] += x[i + half];
-    }
-    *(r1) = x[0];
-  }
+  *(r1) = sum_8(lane);
   t23_one = *(r1);
   t23 = t23_one - (v8f){0};
   for (long j = 0; j < n - n % 8; j += 8) {

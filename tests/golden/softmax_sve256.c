@@ -33,6 +33,29 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
+static inline float sum_8(const float *p) {
+  typedef float h4 __attribute__((vector_size(16), aligned(4), may_alias));
+  const h4 x4 = *(const h4 *)p + *(const h4 *)(p + 4);
+  const h4 x2 = (h4){x4[0], x4[1], x4[0], x4[1]} + (h4){x4[2], x4[3], x4[2], x4[3]};
+  const h4 x1 = (h4){x2[0], x2[0], x2[0], x2[0]} + (h4){x2[1], x2[1], x2[1], x2[1]};
+  return x1[0];
+}
+
+static inline float most_8(const float *p) {
+  typedef float h4 __attribute__((vector_size(16), aligned(4), may_alias));
+  typedef int m4 __attribute__((vector_size(16)));
+  const h4 a4 = *(const h4 *)p, b4 = *(const h4 *)(p + 4);
+  const m4 t4 = (b4 > a4) | (b4 != b4);
+  const h4 x4 = (h4)(((m4)b4 & t4) | ((m4)a4 & ~t4));
+  const h4 a2 = (h4){x4[0], x4[1], x4[0], x4[1]}, b2 = (h4){x4[2], x4[3], x4[2], x4[3]};
+  const m4 t2 = (b2 > a2) | (b2 != b2);
+  const h4 x2 = (h4)(((m4)b2 & t2) | ((m4)a2 & ~t2));
+  const h4 a1 = (h4){x2[0], x2[0], x2[0], x2[0]}, b1 = (h4){x2[1], x2[1], x2[1], x2[1]};
+  const m4 t1 = (b1 > a1) | (b1 != b1);
+  const h4 x1 = (h4)(((m4)b1 & t1) | ((m4)a1 & ~t1));
+  return x1[0];
+}
+
 /* Expressions over one row */
 static __attribute__((noinline)) void one_row(long m, long n, long item, long row, const float *x0, long x0_m, float *x1, long x1_m, float *kept0) {
   svfloat32_t all_r0_0, all_r0_1, all_r0_2, all_r0_3, l0, all_r0_0_kept, t1_one, t1, all_r1_0, all_r1_1, all_r1_2, all_r1_3, runs_r1_0, runs_r1_1, runs_r1_2, runs_r1_3, blocks_r1_0, blocks_r1_1, blocks_r1_2, blocks_r1_3, t2, t4, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, all_r1_0_kept, t23_one, t23, t24;
@@ -74,14 +97,7 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
   all_r0_0 = svmax_f32_x(svptrue_b32(), all_r0_0, all_r0_2);
   all_r0_0 = svmax_f32_x(svptrue_b32(), all_r0_0, all_r0_3);
   svst1_f32(svptrue_b32(), lane, all_r0_0);
-  {
-    float all = *(lane);
-    for (int i = 1; i < 8; ++i) {
-      const float x = (lane)[i];
-      if (x > all || x != x) all = x;
-    }
-    *(r0) = all;
-  }
+  *(r0) = most_8(lane);
   t1_one = svdup_n_f32(*(r0));
   t1 = t1_one;
   all_r1_0 = svdup_n_f32(0.0f);
@@ -289,14 +305,7 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
   all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, all_r1_2);
   all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, all_r1_3);
   svst1_f32(svptrue_b32(), lane, all_r1_0);
-  {
-    float x[8];
-    for (int i = 0; i < 8; ++i) x[i] = (lane)[i];
-    for (int half = 8 / 2; half; half /= 2) {
-      for (int i = 0; i < half; ++i) x[i] += x[i + half];
-    }
-    *(r1) = x[0];
-  }
+  *(r1) = sum_8(lane);
   t23_one = svdup_n_f32(*(r1));
   t23 = t23_one;
   for (long j = 0; j < n - n % 8; j += 8) {
