@@ -19,6 +19,10 @@ def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tuple[Ker
         from portmm.kernels.blocks import threads
 
         return threads.build(s, isa, real, program)
+    if s.program == "block":
+        from portmm.kernels.blocks import tiles
+
+        return (tiles.build(s, isa, real, program),)
     from portmm.kernels.blocks import core
 
     return (core.build(s, isa, real, program),)

@@ -78,12 +78,12 @@ def _row(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> Function:
 def _columns(isa: Isa, real: Atom, program: BlockProgram) -> Function:
     """Function that reduces all rows of a few columns."""
     each = _Core(program, Elements(isa, real, program.fused, inner=var("i"), row=var("i"), column=var("column")))
-    body = (*each.at.scratch(), *_vectors(each.at, const(0), var("columns"), each.passes))
+    body = (*each.at.scratch(), *vectors(each.at, const(0), var("columns"), each.passes))
     params = [Param("m"), Param("n"), Param("columns"), Param("item"), Param("column"), *parameters(each.at.fused)]
     return Function("down", "inner", tuple(params), body, "Sums and maxima of a few columns")
 
 
-def _vectors(at: Elements, begin: Index, end: Index, body: Step) -> list[Stmt]:
+def vectors(at: Elements, begin: Index, end: Index, body: Step) -> list[Stmt]:
     """Loop over vectors of columns, and a last one of fewer."""
     whole, lanes = end - end % at.real.n, at.real.n
     stmts: list[Stmt] = [For("j", begin, whole, const(lanes), body(var("j"), ""))]
@@ -109,11 +109,11 @@ class _Core(Lowering):
         del wanted, written
         n, lanes = var("n"), self.at.real.n
         if not reduced:
-            return _vectors(self.at, const(0), n, step)
+            return vectors(self.at, const(0), n, step)
         several = n - n % (self.chains * lanes)
         side = tuple(s for e in range(self.chains) for s in step(var("j") + e * lanes, "", e))
         sums = [f"{self.totals[x]}_{e}" for x in reduced if x.args[0] == "add" for e in range(self.chains)]
-        return [*_runs(self, sums, several, side), *_vectors(self.at, several, n, step)]
+        return [*_runs(self, sums, several, side), *vectors(self.at, several, n, step)]
 
     def reduced(self, x: Expr, into: str, few: str) -> list[Stmt]:
         """Reduction of a vector of values into an accumulator; along a row, of a last one only the valid lanes."""

@@ -181,7 +181,7 @@ def lower_program(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom | Non
     Raises:
         ScheduleError: the schedule is of another program, or the ISA lacks a type.
     """
-    if s.program in ("rows", "columns"):
+    if s.program in ("rows", "columns", "block"):
         kernels, text, call = _built(s, isa, atom or _one(isa), program), str(program.fused), "fuse"
     elif "attention" in s.program and atom is not None:
         from portmm.ir.attention_program import attention_of

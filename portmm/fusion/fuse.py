@@ -247,7 +247,7 @@ class FusedFunction:
             rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
             leaves = list(graph.leaves)
             compiled = partial(_compiled, leaves, self.line())
-            task = superoptimizer.Task(graph, outputs, result, leaves, program.run, compiled)
+            task = superoptimizer.Task(graph, outputs, result, leaves, program.run, compiled, _described)
             shows = self.search and sys.stderr.isatty()
             with progress("superoptimize", self.search) if shows else nullcontext() as shown:
                 finding = superoptimizer.optimize(task, self.search, shown)
@@ -295,6 +295,11 @@ class FusedFunction:
         blocked = tuple(dict.fromkeys([*graph.blocked, *apart]))
         explained = Explained(getattr(self, "__name__", "function"), tuple(kernels), blocked, tuple(notes), source)
         return graph, Program(run, captures.finished(), kept, explained, graph.lasting)
+
+
+def _described(kernels: tuple[Kernel, ...], source: str) -> Explained:
+    """The explanation of a program of some kernels."""
+    return Explained("function", kernels, (), (), source)
 
 
 def _compiled(leaves: list[Any], line: tuple[str, int] | None, function: Callable[..., Any]) -> tuple[Any, Explained]:

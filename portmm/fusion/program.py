@@ -21,7 +21,7 @@ from portmm.spec.epilogue import AXES
 from portmm.trace.buffers import Arena, Place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from portmm.spec.problem import Problem
 
@@ -141,13 +141,13 @@ class Writer(Text):
         self.pending.append(route)
 
     def operands(
-        self, buffers: list[Place], strides: list[tuple[int, int, int]], offsets: tuple[int, ...]
+        self, buffers: list[Place], strides: Sequence[tuple[int, ...]], offsets: tuple[int, ...]
     ) -> tuple[str, int]:
         """Add the operands of one run of a kernel to the table; their address in it."""
         start = len(self.table)
         for buffer, step, moved in zip(buffers, strides, offsets, strict=True):
             self.put("T", len(self.table), buffer.root, buffer.offset + moved * buffer.like.itemsize)
-            self.table += [0, *step, *(0,) * (ROW - 4)]
+            self.table += [0, *step, *(0,) * (ROW - 1 - len(step))]
         return TABLE, 8 * start
 
     def pass_numbers(self, leaves: list[int]) -> tuple[str, int] | None:

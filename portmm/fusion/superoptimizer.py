@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
 from portmm.fusion.emitted import emitted
+from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted
 from portmm.fusion.term_kernels import Kernel, one_kernels
@@ -23,7 +24,7 @@ from portmm.fusion.term_rewrites import alternatives
 from portmm.fusion.terms import Labelled, UnlabelledError, graph_of, term_of
 from portmm.ir.mugraph import to_json
 from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
-from portmm.verification.certificate import certify
+from portmm.verification.certificate import Emitted, certify
 from portmm.verification.equivalence import check
 from portmm.verification.stability import judge
 
@@ -33,6 +34,7 @@ if TYPE_CHECKING:
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.terms import Term
     from portmm.ir.mugraph import MuGraph
+    from portmm.schedule.schedule import Schedule
 
 SECONDS = 60.0
 """Budget of a search by default."""
@@ -45,9 +47,16 @@ FASTER = 0.97
 """Time of a form over that of the program as it is, from which it takes its place."""
 FORMS_OF_KERNELS = 60
 """Forms that are tried as one kernel, with the fewest rewrites first."""
+KERNELS_MEASURED = 3
+"""Kernels of the whole function that are compiled and measured."""
+ONE_KERNEL = "one kernel along "
+"""Start of the last entry of a path that ends in one kernel: with the label of its loop, and its number."""
+MOST_SCHEDULES = 2
+"""Schedules of such a kernel that are measured."""
 LONGEST = 0.4
 """Seconds of all runs of one form."""
 Run = Any
+Path = tuple[tuple[str, int], ...]
 
 
 class Form(NamedTuple):
@@ -60,8 +69,23 @@ class Form(NamedTuple):
     """
 
     roots: tuple[Term, ...]
-    path: tuple[tuple[str, int], ...]
+    path: Path
     seconds: float
+
+
+class Placed(NamedTuple):
+    """A candidate that runs.
+
+    Attributes:
+        graph: its µGraph.
+        run, explained: as of `Finding`.
+        schedule: of one kernel.
+    """
+
+    graph: MuGraph
+    run: Run
+    explained: Any
+    schedule: Schedule | None = None
 
 
 class Finding(NamedTuple):
@@ -77,7 +101,7 @@ class Finding(NamedTuple):
         certificate: of its equivalence, or None.
         note: a remark.
         graph: its µGraph, or that of the function as it is.
-        kernel: the function as one kernel, verified, or None: a record with a meaning, which need not have loops yet.
+        kernel: the function as one kernel, verified, or None: a record with a meaning, which need not have loops.
         stored: it was known from an earlier search.
     """
 
@@ -115,6 +139,7 @@ class Task(NamedTuple):
         arrays: arrays and numbers that it reads, in the order of the graph's leaves.
         before: the program as it is.
         compiled: makes a program of a function of arrays, and what it explains.
+        described: what a program of some kernels, with its text, explains.
     """
 
     graph: Graph
@@ -123,6 +148,7 @@ class Task(NamedTuple):
     arrays: list[Any]
     before: Run
     compiled: Callable[[Any], tuple[Run, Any]]
+    described: Callable[[tuple[Any, ...], str], Any]
 
 
 def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], None] | None = None) -> Finding:
@@ -156,6 +182,7 @@ class _Search:
         self.forms: list[Form] = []
         self.verified = 0
         self.best = Finding()
+        self.found: tuple[Placed, Path] | None = None
 
     def graph(self, roots: tuple[Term, ...]) -> MuGraph:
         """The µGraph of a form."""
@@ -169,7 +196,7 @@ class _Search:
         try:
             self.enumerate()
             self.measure()
-            self.best = self.best._replace(kernel=self.as_one())
+            self.as_one()
         except KeyboardInterrupt:
             self.best = self.best._replace(note="interrupted: the best so far is kept")
         elapsed = time.monotonic() - self.start
@@ -213,27 +240,58 @@ class _Search:
                 continue
             self.verified += 1
             try:
-                run, explained = self.compiled(form.roots)
-                first = timed(self.task.before, self.task.arrays)
-                seconds = timed(run, self.task.arrays)
+                self.compared(Placed(self.graph(form.roots), *self.compiled(form.roots)), form.path)
             except (PortmmError, ByValueError):
                 continue
-            if seconds < FASTER * min(first, before) and seconds < self.best.seconds:
-                self.best = self.best._replace(
-                    run=run, explained=explained, seconds=seconds, path=tuple(x for x, _ in form.path),
-                    certificate={"form": form},
-                )  # fmt: skip
 
-    def as_one(self) -> Kernel | None:
-        """The function as one kernel that moves the fewest bytes in the fewest passes, of any form; verified."""
+    def compared(self, candidate: Placed, path: Path) -> None:
+        """Measure a candidate beside the program as it is, and keep it if it is the fastest so far."""
+        before, seconds = timed(self.task.before, self.task.arrays), timed(candidate.run, self.task.arrays)
+        if seconds < FASTER * min(before, self.best.before) and seconds < self.best.seconds:
+            names = tuple(x for x, _ in path)
+            self.best = self.best._replace(
+                run=candidate.run, explained=candidate.explained, seconds=seconds, path=names
+            )
+            self.found = candidate, path
+
+    def as_one(self) -> None:
+        """Find the function as one kernel, of any form, with the fewest passes and bytes; measure what has loops."""
         extents, axes = self.labelled.extents, self.labelled.axes
-        every: list[Kernel] = []
+        every: list[tuple[Kernel, Form, int]] = []
         for form in sorted(self.forms, key=lambda x: len(x.path))[:FORMS_OF_KERNELS]:
-            every += one_kernels(form.roots, axes, self.inputs, extents, self.rates.near)
-        for kernel in sorted(every, key=lambda x: (x.passes, x.moved)):
-            if check(self.reference, kernel.graph) and judge(self.reference, kernel.graph).stable:
-                return kernel
-        return None
+            kernels = one_kernels(form.roots, axes, self.inputs, extents, self.rates.near)
+            every += [(x, form, i) for i, x in enumerate(kernels)]
+        ran = 0
+        for kernel, form, i in sorted(every, key=lambda x: (x[0].passes, x[0].moved)):
+            known = self.best.kernel is not None
+            if known and (ran >= KERNELS_MEASURED or time.monotonic() > self.end):
+                break
+            try:
+                placed = self.placed(kernel) if KERNELS_MEASURED else []
+            except PortmmError:
+                placed = []
+            if known and not placed:
+                continue
+            if not check(self.reference, kernel.graph) or not judge(self.reference, kernel.graph).stable:
+                continue
+            self.best = self.best if known else self.best._replace(kernel=kernel)
+            ran, self.verified = ran + bool(placed), self.verified + bool(placed)
+            for j, x in enumerate(placed):
+                self.compared(x, (*form.path, (f"{ONE_KERNEL}{kernel.loop}", i * MOST_SCHEDULES + j)))
+
+    def placed(self, kernel: Kernel) -> list[Placed]:
+        """A kernel as programs, one for each schedule.
+
+        Raises:
+            PortmmError: there are no loops for it, or they are not built.
+        """
+        task = self.task
+        graph = laid_out(kernel.graph, self.labelled, task.arrays)
+        every: list[Placed] = []
+        for s in schedules(graph, kernel.sizes)[:MOST_SCHEDULES]:
+            run, kernels, source = compiled_kernel(graph, self.labelled, task.arrays, task.result, kernel.sizes, s)
+            every.append(Placed(graph, run, task.described(kernels, source), s))
+        return every
 
     def compiled(self, roots: tuple[Term, ...]) -> tuple[Run, Any]:
         """The program of a form."""
@@ -253,40 +311,59 @@ class _Search:
 
     def kept(self, best: Finding) -> Finding:
         """A finding with its certificate, stored for later searches; none if a check fails."""
-        assert best.certificate is not None  # noqa: S101 - of a program
-        form = best.certificate["form"]
+        assert self.found is not None  # noqa: S101 - of a program
+        (graph, _, explained, schedule), path = self.found
         try:
             target, threads = config.target(), config.get_num_threads()
-            kernels = emitted(best.explained.kernels, target, threads)
-            certificate = certify(self.reference, self.graph(form.roots), target.name, kernels)
+            one = [] if schedule is None else [Emitted("one kernel", graph.steps[0].program, schedule)]
+            kernels = [*one, *emitted(explained.kernels, target, threads)]
+            certificate = certify(self.reference, graph, target.name, kernels)
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
             return Finding(note=note, forms=best.forms, elapsed=best.elapsed, kernel=best.kernel)
-        program_database.store(self.key, target.name, threads, form.path, certificate)
-        return best._replace(certificate=certificate, graph=self.graph(form.roots))
+        program_database.store(self.key, target.name, threads, path, certificate)
+        return best._replace(certificate=certificate, graph=graph)
 
     def known(self) -> Finding | None:
         """The program that an earlier search has found for the same structure, verified again, if it may pay."""
         entry = program_database.find(self.key, config.target().name, config.get_num_threads())
         if entry is None:
             return None
+        try:
+            candidate = self.replayed(entry.path)
+        except (PortmmError, ByValueError):
+            return None
+        if candidate is None or not check(self.reference, candidate.graph):
+            return None
+        path, elapsed = tuple(name for name, _ in entry.path), time.monotonic() - self.start
+        graph, run, explained, _ = candidate
+        return Finding(run, explained, path, elapsed=elapsed, certificate=entry.certificate, graph=graph, stored=True)
+
+    def replayed(self, path: Path) -> Placed | None:
+        """The program of a path, if it may pay for these sizes.
+
+        Raises:
+            PortmmError: it is not built.
+        """
         roots = self.labelled.results
-        for name, i in entry.path:
+        one = [x for x in path if x[0].startswith(ONE_KERNEL)]
+        for name, i in path[: len(path) - len(one)]:
             every = list(alternatives(roots))
             if i >= len(every) or every[i][0] != name:
                 return None
             roots = every[i][1]
         if self.seconds(roots) > self.seconds(self.labelled.results):
             return None  # it pays for other sizes
-        if not check(self.reference, self.graph(roots)):
+        if not one:
+            return Placed(self.graph(roots), *self.compiled(roots))
+        axes, extents = self.labelled.axes, self.labelled.extents
+        kernels = list(one_kernels(roots, axes, self.inputs, extents, self.rates.near))
+        ((name, number),) = one
+        i, j = divmod(number, MOST_SCHEDULES)
+        if i >= len(kernels) or name != ONE_KERNEL + kernels[i].loop:
             return None
-        try:
-            run, explained = self.compiled(roots)
-        except (PortmmError, ByValueError):
-            return None
-        path, elapsed = tuple(name for name, _ in entry.path), time.monotonic() - self.start
-        done = Finding(run, explained, path, elapsed=elapsed, certificate=entry.certificate, stored=True)
-        return done._replace(graph=self.graph(roots))
+        programs = self.placed(kernels[i])
+        return programs[j] if j < len(programs) else None
 
 
 def _axes_of_inputs(labelled: Labelled) -> tuple[str, ...]:

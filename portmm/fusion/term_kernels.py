@@ -45,6 +45,7 @@ class Kernel(NamedTuple):
         passes: number of passes along the loop.
         tile: bytes of its smallest tiles and accumulators.
         moved: bytes that it reads and writes, where tiles of the grid are as large as caches allow.
+        sizes: the extent of each label of its program.
     """
 
     graph: MuGraph
@@ -52,6 +53,7 @@ class Kernel(NamedTuple):
     passes: int
     tile: int
     moved: float
+    sizes: dict[str, int]
 
 
 def one_kernels(
@@ -68,7 +70,8 @@ def one_kernels(
         program = graph.steps[0].program
         tile = _tile(program, sizes)
         if tile <= near:
-            yield Kernel(graph, loop, len(program.passes), tile, _moved(program, sizes, near))
+            own = {y: sizes[y] for x in program.operands for y in x.axes}
+            yield Kernel(graph, loop, len(program.passes), tile, _moved(program, sizes, near), own)
 
 
 def _tile(program: BlockProgram, extents: Mapping[str, int]) -> int:

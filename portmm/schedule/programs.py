@@ -11,6 +11,7 @@ from portmm.schedule.program import Program
 
 PAGES = {
     "attention": "cpu_attention",
+    "block": "block_tiles",
     "mma_attention": "gpu_mma_attention",
     "simt_attention": "gpu_attention",
     "rows": "rows",

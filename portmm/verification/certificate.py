@@ -101,7 +101,8 @@ def certify(
         "digests": {"reference": digest(_text(one)), "candidate": digest(_text(other))},
     }  # fmt: skip
     if target in names_of("cpu"):
-        steps = [Emitted(f"step {i}", x.program) for i, x in enumerate(candidate.steps)]
+        named = [x.program for x in emitted]
+        steps = [Emitted(f"step {i}", x.program) for i, x in enumerate(candidate.steps) if x.program not in named]
         for x in (*steps, *emitted):
             kernel = _lowered(x, target)
             part = {"name": x.name, "reason": "labels or types"} if kernel is None else _kernel(x, kernel, target)

@@ -18,7 +18,9 @@ from portmm.ir.attention_program import attention_of
 from portmm.ir.block_program import TileGemm
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.mugraph import Binding, MuGraph, Step, Tensor
+from portmm.ir.nodes import FIELDS
 from portmm.ir.product_program import product_of
+from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
 from portmm.spec.epilogue import AXES
 from portmm.verification import symbolic
 from portmm.verification.batches import evaluate_all
@@ -76,7 +78,7 @@ def _checked(program: BlockProgram, kernel: Kernel | GridKernel, extents: dict[s
         raise UnsupportedError("operands of other types than f32 are no symbols")
     if program.fused.numbers:
         raise UnsupportedError("scalar arguments are no symbols yet")
-    call = call_of(program, extents)
+    call = call_of(program, extents, kernel.name)
     if isinstance(kernel, GridKernel):
         call = call._replace(names=tuple(f"{x}_all" if x.startswith("x") else x for x in call.names))
     written = dict(program.fused.results)
@@ -142,10 +144,22 @@ def graph_of(program: BlockProgram) -> MuGraph:
     return MuGraph(tensors, (Step(program, tuple(map(Binding, range(len(tensors))))),), inputs, tuple(written))
 
 
-def call_of(program: BlockProgram, extents: Mapping[str, int]) -> Call:
-    """A call of the kernel of a record."""
+def call_of(program: BlockProgram, extents: Mapping[str, int], name: str = "") -> Call:
+    """A call of the kernel of a record, which has this name if it is one of a general block program."""
+    if name.startswith(PREFIX):
+        return _block(program, extents)
     gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
     return (_attention if gemms > 1 else _product if gemms else _rows)(program, extents)
+
+
+def _block(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+    """A call of the kernel of a general block program."""
+    ints = dict.fromkeys(FIELDS, 0) | {"workers": 2}
+    ints |= {field: extents[x] for x, field in extent_fields(program).items()}
+    for i, x in enumerate(program.operands):
+        strides = _strides(x.axes, extents)
+        ints |= {f"x{i}_{field}": strides[y] for y in x.axes if (field := stride_field(x.axes, y))}
+    return Call(tuple(f"x{i}" for i in range(len(program.operands))), ints)
 
 
 def _strides(axes: str, extents: Mapping[str, int]) -> dict[str, int]:

@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, NamedTuple
 
-from portmm.codegen.lower import lower_program
+from portmm.codegen.lower import atom_of, lower_program
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import TileGemm
 from portmm.ir.product_program import product_of
+from portmm.schedule.block_tiles import tiled
 from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_attention import attention_schedule
 from portmm.schedule.legality import inconsistent
+from portmm.schedule.parts import ALL
 from portmm.schedule.rows import core_schedule
 from portmm.spec.problem import Problem
 
@@ -27,6 +29,8 @@ if TYPE_CHECKING:
 
 DEPTH = 4
 """Block of k."""
+SHORT = 2
+"""Block of k, and of the loop, where a kernel has several products."""
 
 
 class Lowered(NamedTuple):
@@ -56,7 +60,21 @@ def lowered(program: BlockProgram, target: Target, schedule: Schedule | None = N
         ScheduleError: there is no such kernel.
     """
     gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
+    if schedule is not None and schedule.program == "block":
+        return _block(program, target, schedule)
     return _product(program, target, schedule, rows) if gemms == 1 else _other(program, target, gemms)
+
+
+def _block(program: BlockProgram, target: Target, schedule: Schedule) -> Lowered:
+    isa = next(x for x in target.isas if x.name == schedule.isa)
+    atom, (mr, nr) = atom_of(isa, "f32"), (schedule.mr, schedule.nr)
+    columns = nr + atom.n if schedule.tile("L2").n else ALL
+    s = tiled(isa, (mr, nr), (mr, SHORT), columns, (nr, SHORT, SHORT))
+    (kernel,) = lower_program(program, s, isa, atom)
+    result = program.operands[program.fused.results[0][0]].axes
+    extents = {x: SHORT + 1 for y in program.operands for x in y.axes}
+    extents |= {**dict.fromkeys(result[:-2], 2), **dict.fromkeys(result[-2:-1], mr + 1), program.loop: 2 * SHORT + 1}
+    return Lowered(kernel, s, extents | {result[-1]: (columns or nr) + atom.n // 2})
 
 
 def _product(program: BlockProgram, target: Target, schedule: Schedule | None, rows: int) -> Lowered:

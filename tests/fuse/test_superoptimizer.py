@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import xml.etree.ElementTree as ET
+from itertools import count
 
 import numpy as np
 import pytest
@@ -155,7 +156,8 @@ def database(tmp_path, monkeypatch):
     return tmp_path / "tuned.sqlite"
 
 
-def test_a_chain_is_found_kept_and_used_for_other_sizes(database):
+def test_a_chain_is_found_kept_and_used_for_other_sizes(database, monkeypatch):
+    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
     function = CASES["chain"][0]
     fused, arrays = pm.fuse(function, search=20), arrays_of([(8, 512), (512, 4), (4, 512)])
     np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-3)
@@ -215,6 +217,38 @@ def test_an_interrupt_keeps_the_best(database, monkeypatch):
     finding = fused.explain(*arrays).finding
     assert finding.path
     assert finding.certificate
+
+
+TIMES = count()
+
+
+def last(run, arrays):
+    """Seconds by which each program is the fastest so far."""
+    run(arrays)
+    return 0.5 ** next(TIMES)
+
+
+@pytest.mark.parametrize("name", ["lora", "QKNorm"])
+def test_one_kernel_is_run_kept_and_used_for_other_sizes(database, monkeypatch, name):
+    """Loops of a whole function, on this machine: results, the certificate with its kernel, and ragged sizes."""
+    del database
+    monkeypatch.setattr(superoptimizer, "timed", last)
+    function, shapes, _ = CASES[name]
+    fused, arrays = pm.fuse(function, search=40), arrays_of(shapes)
+    np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-3)
+    finding = fused.explain(*arrays).finding
+    if not any(x.mask for isa in config.target().isas if (x := isa.atom("f32"))):
+        assert not any(x.startswith(superoptimizer.ONE_KERNEL) for x in finding.path)
+        return
+    assert finding.path[-1].startswith(superoptimizer.ONE_KERNEL), finding
+    assert [x.kind for x in fused.explain(*arrays).kernels] == ["block"]
+    if config.target().name in names_of("cpu"):
+        assert [x["name"] for x in finding.certificate["kernels"]] == ["one kernel"]
+    if name == "lora":
+        assert all(x.holds for x in repeat(json.loads(json.dumps(finding.certificate))))
+        other = arrays_of([(19, 40), (40, 530), (40, 9), (9, 530)])
+        np.testing.assert_allclose(fused(*other), function(*other), rtol=1e-3, atol=1e-3)
+        assert fused.explain(*other).finding.path == finding.path
 
 
 def test_the_command(database, tmp_path):

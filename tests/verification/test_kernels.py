@@ -146,7 +146,7 @@ class Mutator:
 
 def same_in_floats(program, kernel, extents):
     """Whether a kernel agrees with its record on floats; it may also leave its arrays."""
-    rng, call = np.random.default_rng(0), call_of(program, extents)
+    rng, call = np.random.default_rng(0), call_of(program, extents, kernel.name)
     arrays = [rng.normal(size=[extents[x] for x in y.axes]).astype("f4") for y in program.operands]
     got = [x.copy() for x in arrays]
     written = dict(program.fused.results)

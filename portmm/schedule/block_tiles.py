@@ -1,0 +1,108 @@
+"""Schedules of general block programs on CPUs: register tiles of products, tiles of the grid, blocks of the loop."""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from portmm.errors import ScheduleError
+from portmm.ir.block_program import TileGemm
+from portmm.schedule.parts import ALL, REGISTERS, Parallel, Tile
+from portmm.schedule.program import Program
+from portmm.schedule.roofline import Work
+from portmm.schedule.schedule import Schedule
+from portmm.spec.epilogue import summed, varies
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping
+
+    from portmm.ir.block_program import BlockProgram
+    from portmm.schedule.program import Footprint
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+ROWS, BLOCK = 64, 256
+"""Rows of a tile, and elements of a block of the loop."""
+NEAR_ROWS, NEAR = 128, 64
+"""Those of a pass that has products of tiles, which stay in L2 until they are read (Zen 5, QKNorm with attention: 64
+rows take 1.1 times as long, blocks of 64 to 256 the same)."""
+VECTORS = 3
+"""Vectors across a register tile."""
+PANEL, DEPTH = 8, 256
+"""Register tiles of a panel of many columns, and a block of k."""
+STREAMS = 32
+"""Rows of B that are streams at once, in the place of a block of k, where B comes from memory (Zen 5: LoRA, whose
+weight is in L3, is 1.07 times as fast by blocks of 256, a gated MLP 1.06 times by streams)."""
+LEAST = 512
+"""Least columns of a tile, where threads share them out."""
+
+
+def candidates(
+    program: BlockProgram, target: Target, extents: Mapping[str, int], threads: int = 1
+) -> tuple[Schedule, ...]:
+    """The schedules of a program for extents of its labels: by deep blocks of k, and by streams of rows of B.
+
+    Raises:
+        ScheduleError: no unit of the target has masked vectors of f32.
+    """
+    isa = unit_of(target)
+    atom = isa.atom("f32")
+    assert atom is not None  # noqa: S101 - `unit_of` finds it
+    tall, nr = (isa.registers - VECTORS - 1) // VECTORS, VECTORS * atom.n
+    columns = extents[program.operands[program.fused.results[0][0]].axes[-1]]
+    near = any(isinstance(x, TileGemm) and summed(x.value) != program.loop for x in program.passes[0])
+    share = max(LEAST, -(-columns // threads // atom.n) * atom.n)
+    register, tile = (1 << tall.bit_length() - 1, nr), (NEAR_ROWS, NEAR) if near else (ROWS, BLOCK)
+    wide = ALL if share >= columns else share
+    return tuple(tiled(isa, register, tile, wide, (PANEL * nr, x, DEPTH)) for x in (DEPTH, STREAMS))
+
+
+def tiled(
+    isa: Isa, register: tuple[int, int], tile: tuple[int, int], columns: int, swept: tuple[int, int, int]
+) -> Schedule:
+    """A schedule.
+
+    Args:
+        isa: the instruction set.
+        register: rows and columns of a register tile; rows are a power of two.
+        tile: rows of a tile, and elements of a block of the loop.
+        columns: of a tile.
+        swept: columns of a panel, rows of B of a block of k of it, and those of a product of fewer columns; these are
+            even.
+    """
+    panel, streams, depth = swept
+    tiles = (
+        Tile(REGISTERS, *register, 1), Tile("L1", tile[0], register[1], tile[1]), Tile("L2", tile[0], columns, streams),
+        Tile("L3", tile[0], panel, depth),
+    )  # fmt: skip
+    return Schedule("block", isa.name, "f32", tiles, parallel=Parallel("tiles"))
+
+
+def unit_of(target: Target) -> Isa:
+    """The first instruction set with masked vectors of f32.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    for isa in target.isas:
+        atom = isa.atom("f32")
+        if atom is not None and atom.mask and atom.m == 1 and isa.vector("f32", atom.n) is not None:
+            return isa
+    raise ScheduleError(f"{target.name} has no masked vectors of f32")
+
+
+def footprint(s: Schedule, program: BlockProgram) -> Footprint:
+    """Bytes of a block of each operand of products in L1."""
+    return {"L1": 4 * s.kc * (s.mr + s.nr) * len(program.passes)}
+
+
+def work(program: BlockProgram, extents: Mapping[str, int]) -> Work:
+    """Bytes of all operands, once each, and multiply-adds of all sums."""
+    along = varies(program.fused.steps, program.operands)
+    sums = [{*axes, summed(x)} for x, axes in along.items() if x.op == "contract"]
+    macs = sum(math.prod(extents[y] for y in x) for x in sums)
+    moved = sum(4 * math.prod(extents[y] for y in x.axes) for x in program.operands)
+    return Work({"memory": float(moved), "macs": float(macs)}, 0.0)
+
+
+PROGRAM = Program("blocks", candidates, footprint, work)

@@ -1,0 +1,108 @@
+"""Loops of general block programs: symbol by symbol against their records, and mutants of them."""
+
+from __future__ import annotations
+
+import pytest
+from graphs_of import gated_kernel, loads, lora_kernel, one, rms_kernel
+from test_kernels import Mutator, same_in_floats, sites_of
+
+from portmm.codegen.lower import atom_of, lower_program
+from portmm.errors import ScheduleError
+from portmm.ir.block_program import TileGemm, TileTransfer
+from portmm.schedule.block_tiles import candidates, tiled, unit_of
+from portmm.schedule.text import parse, spell
+from portmm.spec.elementwise import exp
+from portmm.spec.epilogue import contraction
+from portmm.spec.expr import const
+from portmm.target.target import load_target
+from portmm.verification.kernels import check_kernel
+from portmm.verification.lowered import lowered
+
+SEED = 5
+
+
+def mlp_kernel():
+    x, a, b = loads(3)
+    t = contraction(x, a, "k")
+    y = contraction(exp(t), b, "r")
+    passes = ((TileGemm(t),), (TileGemm(y), TileTransfer(3, y)))
+    return one({"x": "mk", "a": "kr", "b": "rn"}, "mn", "mn", "k", passes)
+
+
+def normed_attention(keys="hnd"):
+    """Rows of q times a factor of each, exp without a maximum, rows of v times a factor: one pass along the keys."""
+    q, k, v = loads(3)
+    dot, norm, factor = contraction(q, k, "d"), contraction(q * q, const(1.0), "d"), contraction(v * v, const(1.0), "e")
+    e = exp(dot * norm)
+    total, sums = contraction(e, const(1.0), "n"), contraction(e * factor, v, "n")
+    passes = (tuple(map(TileGemm, (dot, norm, factor, total, sums))), (TileTransfer(3, sums / total),))
+    return one({"q": "hmd", "k": keys, "v": "hne"}, "hme", "hm", "n", passes)
+
+
+RECORDS = {
+    "lora": lora_kernel, "gated": gated_kernel, "norm": rms_kernel, "mlp": mlp_kernel, "attention": normed_attention,
+    "attention, keys along lanes": lambda: normed_attention("hdn"),
+}  # fmt: skip
+
+
+def program_of(name):
+    return RECORDS[name]().steps[0].program
+
+
+def small(program, target="haswell", columns=0):
+    """A kernel of small tiles."""
+    isa = unit_of(load_target(target))
+    s = tiled(isa, (2, isa.atom("f32").n), (2, 2), columns, (16, 2, 2))
+    return lower_program(program, s, isa, atom_of(isa, "f32"))[0]
+
+
+@pytest.mark.parametrize("name", RECORDS)
+def test_loops_compute_their_record(name):
+    program = program_of(name)
+    labels = {x for y in program.operands for x in y.axes}
+    sizes = {"h": 2, "m": 3, "n": 5 if "h" in labels else 27, "k": 5, "d": 3, "r": 3, "e": 11}
+    extents = {x: n for x, n in sizes.items() if x in labels}
+    verdict = check_kernel(program, small(program), extents, seed=SEED)
+    assert verdict, verdict
+    assert verdict.bits >= 40
+
+
+def test_a_kernel_of_a_chip():
+    """As a certificate has it; columns are shared out among threads."""
+    program, target = program_of("lora"), load_target("haswell")
+    s, _ = candidates(program, target, dict.fromkeys("mnkr", 4096), 4)
+    x = lowered(program, target, parse(spell(s)))
+    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED)
+    assert verdict, verdict
+    assert x.extents["n"] > x.schedule.tile("L2").n > x.schedule.nr
+
+
+def test_another_record_is_told():
+    kernel, extents = small(program_of("gated")), {"m": 3, "n": 19, "k": 5}
+    assert not check_kernel(gated_kernel(swap=True).steps[0].program, kernel, extents, seed=SEED)
+
+
+@pytest.mark.parametrize("name", ["lora", "norm"])
+def test_mutants_are_told(name):
+    program = program_of(name)
+    kernel, extents = small(program), {"m": 3, "n": 19, "k": 5} | ({"r": 3} if name == "lora" else {})
+    every, told = sites_of(kernel), 0
+    for site in range(0, every, max(1, every // 6)):
+        mutator = Mutator(site)
+        mutant = mutator.of(kernel)
+        verdict = check_kernel(program, mutant, extents, seed=SEED)
+        told += not verdict
+        assert not verdict or same_in_floats(program, mutant, extents), mutator.what
+    assert told >= 2
+
+
+def test_what_has_no_loops():
+    isa = unit_of(load_target("zen5"))
+    s, atom = tiled(isa, (8, 48), (8, 4), 0, (48, 4, 4)), atom_of(isa, "f32")
+    x, y = loads(2)
+    both = contraction(x, y, "k")
+    program = one({"x": "mk", "y": "mk"}, "m", "m", "k", ((TileGemm(both),), (TileTransfer(2, both),))).steps[0].program
+    with pytest.raises(ScheduleError, match="columns"):
+        lower_program(program, s, isa, atom)
+    with pytest.raises(ScheduleError, match="masked"):
+        unit_of(load_target("neoverse-n1"))
