@@ -320,7 +320,7 @@ class _Lowering:
 
     def direct(self) -> dict[Expr, int]:
         """Sums that are accumulated where a result is stored -> the number of its operand: all terms of a result."""
-        found: dict[Expr, int] = {}
+        sums: dict[Expr, int] = {}
         uses: dict[Expr, int] = {}
         for x in self.steps:
             for y in x.inner:
@@ -337,8 +337,8 @@ class _Lowering:
             tile = {y for y in (self.rows, self.columns) if y}
             fits = all(x.op == "contract" and {*self.own(x)} == tile for x in terms)
             if fits and once and sum(value is y for _, y in self.program.fused.results) == 1:
-                found |= dict.fromkeys(terms, i)
-        return found
+                sums |= dict.fromkeys(terms, i)
+        return sums
 
     def one_pass(self, one: Pass, direct: dict[Expr, int], started: dict[Expr, View]) -> list[Stmt]:
         """The loop of a pass, after what it reads that does not vary along it."""

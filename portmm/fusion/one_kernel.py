@@ -117,7 +117,7 @@ def compiled_kernel(  # noqa: PLR0917 - a kernel, and a call of it
     writer.execute(route, [ints[x] for x in FIELDS if x != "workers"], [None, None, None, table, None])
     run, source = writer.program(1 + max(x.leaf for x in inputs), "out")
     words = ", ".join(f"{y}={sizes[y]}" for y in sizes)
-    return run, (Described("block", "one kernel", (), detail=words),), source
+    return run, (Described("block", "one kernel", (result.node.where,), detail=words),), source
 
 
 def schedules(graph: MuGraph, sizes: dict[str, int]) -> tuple[Schedule, ...]:

@@ -182,7 +182,7 @@ class _Search:
         self.forms: list[Form] = []
         self.verified = 0
         self.best = Finding()
-        self.found: tuple[Placed, Path] | None = None
+        self.selected: tuple[Placed, Path] | None = None
 
     def graph(self, roots: tuple[Term, ...]) -> MuGraph:
         """The µGraph of a form."""
@@ -252,7 +252,7 @@ class _Search:
             self.best = self.best._replace(
                 run=candidate.run, explained=candidate.explained, seconds=seconds, path=names
             )
-            self.found = candidate, path
+            self.selected = candidate, path
 
     def as_one(self) -> None:
         """Find the function as one kernel, of any form, with the fewest passes and bytes; measure what has loops."""
@@ -311,8 +311,8 @@ class _Search:
 
     def kept(self, best: Finding) -> Finding:
         """A finding with its certificate, stored for later searches; none if a check fails."""
-        assert self.found is not None  # noqa: S101 - of a program
-        (graph, _, explained, schedule), path = self.found
+        assert self.selected is not None  # noqa: S101 - of a program
+        (graph, _, explained, schedule), path = self.selected
         try:
             target, threads = config.target(), config.get_num_threads()
             one = [] if schedule is None else [Emitted("one kernel", graph.steps[0].program, schedule)]
