@@ -1,18 +1,21 @@
 """The base set of kernels of a wheel: for every level of processors the kernels that serve most calls.
 
-    python tools/base_set.py x86_64 portmm/base/x86_64.bundle
+    python tools/base_set.py x86_64 portmm/base
 
 Owns the levels, the kinds of products, and the selection of a few kernels for each kind: those whose predicted times
 over a grid of sizes lose least to the best candidate of each size. A table of the grid goes into the bundle, so that a
-first call needs no selection. Kernels of other operations are those that calls of them ask for, recorded by running
-these calls with kernels that do nothing.
+first call needs no selection. Kernels of products are in one shared object beside it, as is the run time for each
+version of Python: the dynamic loader opens these files themselves. Kernels of other operations are those that calls of
+them ask for, recorded by running these calls with kernels that do nothing.
 """
 
 from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
+import tempfile
 import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -221,13 +224,14 @@ def record(target, kernels):
         config._targets.clear()
 
 
-def make(arch, libc, levels, kinds, report=lambda *_: None):
-    """The bytes of the base set."""
+def make(folder, arch, libc, levels, kinds, *, report=lambda *_: None):
+    """Write the base set of an architecture to a folder; returns what it was made of."""
     from portmm.ops.bundle_build import Maker
     from portmm.target.target import load_target
 
     maker = Maker()
-    run_time(maker, arch, libc)
+    folder.mkdir(parents=True, exist_ok=True)
+    run_time(maker, folder, arch, libc)
     pool = ProcessPoolExecutor(PROCESSES)
     found = [pool.submit(grids, chip, kinds) for chip, _ in levels.values()]
     for number, (level, (chip, _)) in enumerate(levels.items()):
@@ -248,10 +252,25 @@ def make(arch, libc, levels, kinds, report=lambda *_: None):
         for kernel in kernels:
             maker.add_source(kernel, arch)
     maker.facts["levels"] = tuple(f"{name}={','.join(words.split())}" for name, (_, words) in levels.items())
-    return maker.pack((1,), report), maker
+    link(maker, folder / f"{arch}.so", arch, report)
+    (folder / f"{arch}.bundle").write_bytes(maker.pack((1,), report))
+    return maker
 
 
-def run_time(maker, arch, libc):
+def link(maker, output, arch, report):
+    """Move the kernels of products to one shared object."""
+    from portmm.ops import c_library
+
+    questions = dict.fromkeys(job for job, _ in maker.codes.values())
+    maker.linked = {question: f"k{i}" for i, question in enumerate(questions)}
+    report(0, len(questions), "linking kernels of products")
+    with tempfile.TemporaryDirectory(prefix="portmm-link-") as folder:
+        jobs = {symbol: maker.jobs.pop(question) for question, symbol in maker.linked.items()}
+        c_library.link(Path(folder), output.name, arch, jobs)
+        shutil.copy(Path(folder, output.name), output)
+
+
+def run_time(maker, folder, arch, libc):
     """Compile the run time for each version of Python, by zig against an old C library."""
     kernels, maker.jobs = maker.jobs, {}
     for headers in os.environ.get("PORTMM_PYTHONS", "").split(os.pathsep):
@@ -259,7 +278,11 @@ def run_time(maker, arch, libc):
     variable = "CC" if arch == os.uname().machine else f"CC_{arch}"
     before = os.environ.get(variable)
     os.environ[variable] = f"{sys.executable} -m ziglang cc -target {arch}-linux-{LIBRARIES[libc]}"
-    maker.objects |= {question: job.compiled() for question, job in maker.jobs.items()}
+    for question, job in maker.jobs.items():
+        if job.interface:
+            (folder / f"{job.name}{job.interface}").write_bytes(job.compiled())
+        else:
+            maker.objects[question] = job.compiled()
     os.environ.pop(variable) if before is None else os.environ.update({variable: before})
     maker.jobs = kernels
 
@@ -267,7 +290,7 @@ def run_time(maker, arch, libc):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("arch", choices=LEVELS)
-    parser.add_argument("output", type=Path)
+    parser.add_argument("output", type=Path, help="a folder")
     parser.add_argument("--libc", choices=LIBRARIES, default="gnu")
     parser.add_argument("--levels", default="", help="some levels only, with commas between")
     parser.add_argument("--types", default="", help="products of some types only, with commas between")
@@ -280,11 +303,9 @@ def main():
     from portmm.util.console import progress
 
     with progress(f"base set for {options.arch}", 600) as report:
-        data, maker = make(options.arch, options.libc, levels, kinds, report)
-    options.output.parent.mkdir(exist_ok=True)
-    options.output.write_bytes(data)
-    objects = len(maker.jobs)
-    print(f"{options.output}: {len(data)} bytes, {objects} objects, {len(maker.codes)} schedules")
+        maker = make(options.output, options.arch, options.libc, levels, kinds, report=report)
+    sizes = {x.name: x.stat().st_size for x in sorted(options.output.iterdir())}
+    print(f"{len(maker.linked)} kernels of {len(maker.codes)} schedules, {len(maker.jobs)} others; bytes: {sizes}")
 
 
 if __name__ == "__main__":

@@ -36,14 +36,15 @@ def build(arch: str, libc: str, output: Path, pythons: str, made: Path | None) -
                 {"symlinks": True, "ignore": shutil.ignore_patterns("__pycache__", "base")} if path.is_dir() else {}
             )
             copy(path, tree / name, **ignored)
-        bundle = tree / "portmm" / "base" / f"{arch}.bundle"
+        base = tree / "portmm" / "base"
         if made:
-            bundle.parent.mkdir()
-            shutil.copy(made / bundle.name, bundle)
+            base.mkdir()
+            for path in (*made.glob(f"{arch}.*"), *made.glob(f"_portmm_run.*-{arch}-*")):
+                shutil.copy(path, base)
         environment = os.environ | {"PORTMM_PYTHONS": pythons, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         script = str(ROOT / "tools" / "base_set.py")
         if not made:
-            subprocess.run([sys.executable, script, arch, str(bundle), "--libc", libc], env=environment, check=True)
+            subprocess.run([sys.executable, script, arch, str(base), "--libc", libc], env=environment, check=True)
         platform = {"PORTMM_WHEEL_PLATFORM": PLATFORMS[libc].format(arch)}
         wheels = Path(folder, "wheels")
         words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(tree)]

@@ -19,10 +19,8 @@ from __future__ import annotations
 import mmap
 import os
 import struct
-import zlib
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.build.cache import Entry, digest
 from portmm.build.trusted_files import file_fault
@@ -41,8 +39,7 @@ KEY_BYTES = 16
 """Bytes of a question's digest in a row: no two questions share them."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Bundle:
+class Bundle(NamedTuple):
     """An open bundle.
 
     Attributes:
@@ -64,6 +61,11 @@ class Bundle:
     code: int
     signature: str
     version: str
+
+    @property
+    def library(self) -> Path:
+        """A shared object beside the file, which has the kernels that have no object in it."""
+        return self.path.with_suffix(".so")
 
     def answer(self, question: str) -> list[str] | None:
         """The fields of the answer to a question; None if it has none."""
@@ -88,6 +90,8 @@ class Bundle:
         Raises:
             BundleError: there is no such object, or it is damaged.
         """
+        import zlib
+
         if not 0 <= number < self.objects:
             raise BundleError(f"{self.path} has {self.objects} objects, and no number {number}: make it again")
         table = HEADER.size + self.rows * ROW.size
@@ -103,8 +107,12 @@ class Bundle:
         return Entry(key, self.path.with_name(f"{key}.so"), key[:12], size, 0.0, "", f"of bundle {self.path}"), code
 
 
-def open_bundle(path: str | os.PathLike[str]) -> Bundle:
+def open_bundle(path: str | os.PathLike[str], *, verify: bool = True) -> Bundle:
     """Open a bundle.
+
+    Args:
+        path: of the file.
+        verify: whether to check the index, as of a file that no installer has checked.
 
     Raises:
         BundleError: it cannot be read, other users can write to it, it is damaged, or for another version of portmm.
@@ -121,10 +129,10 @@ def open_bundle(path: str | os.PathLike[str]) -> Bundle:
             os.close(fd)
     except (OSError, ValueError) as error:
         raise BundleError(f"bundle {at} cannot be read: {error}") from error
-    return _opened(at, data)
+    return _opened(at, data, verify=verify)
 
 
-def _opened(at: Path, data: Any) -> Bundle:
+def _opened(at: Path, data: Any, *, verify: bool) -> Bundle:
     if len(data) < HEADER.size:
         raise BundleError(f"{at} is no bundle of portmm: it has {len(data)} bytes")
     magic, version, interface, rows, objects, text, code, crc, sha, release = HEADER.unpack_from(data)
@@ -135,9 +143,15 @@ def _opened(at: Path, data: Any) -> Bundle:
             f"bundle {at} has format {version} and kernels of interface {interface}; this portmm {VERSION} takes "
             f"{FORMAT} and {abi.VERSION}: make it again by `portmm bundle`"
         )
-    if not HEADER.size <= text <= code <= len(data) or zlib.crc32(data[HEADER.size : code]) != crc:
+    if not HEADER.size <= text <= code <= len(data) or (verify and _checksum(data[HEADER.size : code]) != crc):
         raise BundleError(f"{at} is damaged: its index has another checksum; copy or make it again")
     return Bundle(at, data, rows, objects, text, code, sha.hex(), release.rstrip(b"\0").decode("ascii", "replace"))
+
+
+def _checksum(data: bytes) -> int:
+    from zlib import crc32  # a tenth of a millisecond
+
+    return crc32(data)
 
 
 def check(bundle: Bundle) -> None:
@@ -158,6 +172,8 @@ def packed(answers: Mapping[str, tuple[bytes | None, tuple[str, ...]]]) -> bytes
     Args:
         answers: by question the object that the answer's first field is to name, or None, and the other fields.
     """
+    import zlib
+
     codes = sorted({code for code, _ in answers.values() if code is not None}, key=digest)
     numbers = {code: i for i, code in enumerate(codes)}
     text, rows, blob, table = bytearray(), [], bytearray(), bytearray()
@@ -177,7 +193,7 @@ def packed(answers: Mapping[str, tuple[bytes | None, tuple[str, ...]]]) -> bytes
     start = HEADER.size + len(index)
     index += bytes(text)
     header = HEADER.pack(
-        MAGIC, FORMAT, abi.VERSION, len(rows), len(codes), start, HEADER.size + len(index), zlib.crc32(index),
+        MAGIC, FORMAT, abi.VERSION, len(rows), len(codes), start, HEADER.size + len(index), _checksum(index),
         bytes.fromhex(digest(index)), VERSION.encode(),
     )  # fmt: skip
     return header + index + bytes(blob)

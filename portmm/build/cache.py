@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import sys
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -74,7 +75,8 @@ class Entry:
 def _sha256() -> Callable[[bytes], Any]:
     # hashlib loads OpenSSL, half of the five milliseconds in which a new
     # process with a warm cache should be ready; CPython's own module takes 0.1.
-    for module in ("_sha2", "_sha256", "hashlib"):
+    own = "_sha2" if sys.version_info >= (3, 12) else "_sha256"  # a search for an absent module takes as long
+    for module in (own, "hashlib"):
         with suppress(ImportError):
             return cast("Callable[[bytes], Any]", importlib.import_module(module).sha256)
     raise ImportError("no SHA-256 in this Python; install one built with hashlib")

@@ -310,3 +310,9 @@ def command(compiler: Compiler, flags: tuple[str, ...], include: tuple[Path, ...
         flags = tuple(_zig_spelling(f) for f in flags)
     argv += [f"-I{folder.absolute()}" for folder in include]
     return (*argv, f"{stem}.c", *flags, "-o", f"{stem}.so")
+
+
+def object_command(compiler: Compiler, flags: tuple[str, ...], stem: str) -> tuple[str, ...]:
+    """As `command`, but to `<stem>.o`, for a library of several sources."""
+    words = [x for x in command(compiler, flags, (), stem) if x not in ("-shared", "-nostdlib")]
+    return (*words[:-1], f"{stem}.o", "-c")

@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.build import cache
 from portmm.build.bundle import Bundle, open_bundle
+from portmm.build.trusted_files import file_fault
+from portmm.errors import BundleError
 from portmm.ir import abi
 from portmm.util.user_warnings import warn
 from portmm.version import VERSION
@@ -96,7 +98,7 @@ def base() -> Bundle | None:
         setting = os.environ.get("PORTMM_BASE", "")
         path = Path(setting or Path(__file__).parent.parent / "base") / name
         if os.access(path, os.R_OK):
-            _base.append(open_bundle(path))
+            _base.append(open_bundle(path, verify=False))
         elif setting:
             _without_base(path)
     return _base[0] if _base else None
@@ -105,6 +107,22 @@ def base() -> Bundle | None:
 @functools.cache
 def _without_base(path: Path) -> None:
     warn(f"PORTMM_BASE names a directory without {path.name}, or one that cannot be read: there is no base set")
+
+
+@functools.cache
+def library(path: Path) -> str:
+    """The path of a shared object of the base set, if no other user can have written it.
+
+    Raises:
+        BundleError: one can, or it is not there.
+    """
+    try:
+        reason = file_fault(path, path.stat())
+    except OSError as error:
+        reason = str(error)
+    if reason:
+        raise BundleError(f"{path} is not used: {reason}; install portmm again, for this user or for root alone")
+    return str(path)
 
 
 def forget() -> None:

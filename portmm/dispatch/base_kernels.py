@@ -18,8 +18,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.build import kernel_store
 from portmm.build.cache import cache_dir
 from portmm.dispatch import config, stored_kernels
-from portmm.host import features
-from portmm.host.host_probe import processors, snapshot
+from portmm.host.host_probe import Snapshot, sharing
 from portmm.runtime import cpu as cpu_runtime
 from portmm.runtime.route_cache import ROUTES
 from portmm.spec.row_classes import rows as rows_of
@@ -43,7 +42,7 @@ FIRST = "0"
 @cache
 def leads() -> bool:
     """Whether the base set serves first calls: there is one, and no earlier process has left routes in the cache."""
-    if os.environ.get("PORTMM_BUNDLE") or kernel_store.bundles() or kernel_store.base() is None or not level():
+    if os.environ.get("PORTMM_BUNDLE") or kernel_store.bundles() or kernel_store.base() is None:
         return False
     try:
         with os.scandir(cache_dir()) as entries:
@@ -52,15 +51,11 @@ def leads() -> bool:
         return True
 
 
-_host = cache(snapshot)
-
-
 @cache
 def level() -> str:
     """The level of this processor in the base set; empty if it has none."""
-    base, shot = kernel_store.base(), _host()
-    first = (processors(shot.cpuinfo) or [{}])[0] if shot.machine == "x86_64" else {}
-    has = {*features.features(shot), f"vendor={first.get('vendor_id')}", f"family={first.get('cpu family')}"}
+    base = kernel_store.base()
+    has = _features()
     for text in (base.answer(LEVELS) if base else None) or ():
         name, _, words = text.partition("=")
         if has.issuperset(words.split(",")):
@@ -68,11 +63,31 @@ def level() -> str:
     return ""
 
 
+def _features() -> set[str]:
+    """Features of this processor: by the run time, if it is loaded, at once; else from a snapshot of the host."""
+    read = cpu_runtime.feature_reader()
+    if read is not None:
+        has = set(read().split())
+        if "amx_tile" in has:
+            from portmm.host.amx_permission import tiles
+
+            return has if tiles() else {x for x in has if not x.startswith("amx_")}
+        return has
+    from portmm.host.features import features
+    from portmm.host.host_probe import processors, snapshot
+
+    shot = snapshot()
+    first = (processors(shot.cpuinfo) or [{}])[0] if shot.machine == "x86_64" else {}
+    return {*features(shot), f"vendor={first.get('vendor_id')}", f"family={first.get('cpu family')}"}
+
+
 @cache
 def cores() -> int:
     """The number of cores that this process may use."""
-    shot = _host()
-    return features.cores(shot, shot.affinity)
+    from portmm.host.features import cores as counted
+
+    affinity = tuple(sorted(os.sched_getaffinity(0)))
+    return counted(Snapshot(os.uname().machine, "", sharing(affinity), affinity), affinity)
 
 
 def run_time() -> cpu_runtime.Runtime | None:
@@ -80,21 +95,17 @@ def run_time() -> cpu_runtime.Runtime | None:
 
     Raises:
         BuildError: it cannot be loaded.
-        BundleError: it is damaged.
+        BundleError: it is not to be trusted.
     """
-    answered = kernel_store.answer(stored_kernels.RUN_TIME + cpu_runtime.interface(), last=True)
-    if answered is None:
-        return None
-    entry, code = answered[0].load(int(answered[1][0]))
-    return cpu_runtime.runtime(code, entry.path)
+    path = cpu_runtime.base_extension()
+    return cpu_runtime.runtime(path=path) if path else None
 
 
-def route(p: Problem, threads: int) -> tuple[Any, str] | None:
+def route(p: Problem) -> tuple[Any, str] | None:
     """A route of the base set for the class of a problem, and its schedule's spelling; None if it has none.
 
     Args:
         p: the problem.
-        threads: the most threads to use.
 
     Raises:
         BundleError: the base set is damaged.
@@ -118,7 +129,7 @@ def route(p: Problem, threads: int) -> tuple[Any, str] | None:
     code = stored_kernels.code(schedule, last=True)
     if code is None:
         return None
-    workers = threads if p.flops >= FORK_FLOPS else 1
+    workers = (config.limit() or cores()) if p.flops >= FORK_FLOPS else 1
     work = code.scratch(p, last, workers)
     return cpu_runtime.runtime().make_route(code.code, work, workers, p.storage, p.unit), schedule
 
@@ -171,5 +182,5 @@ def _improve(p: Problem, schedule: str, keep: Callable[[Any, tuple[int, int]], N
 
 def forget() -> None:
     """Drop what is known of this processor and of the cache."""
-    for function in (leads, level, cores, _host):
+    for function in (leads, level, cores):
         function.cache_clear()

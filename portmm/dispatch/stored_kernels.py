@@ -6,11 +6,11 @@ kernels serve this one. Nothing that is imported here is slow to import.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.build import kernel_store
-from portmm.ir.index import meaning, parsed
+from portmm.ir.prefix import value
 from portmm.runtime.cpu import load_kernel, runtime
 from portmm.spec.row_classes import rows as class_of
 from portmm.util.memo import Memory
@@ -25,11 +25,10 @@ if TYPE_CHECKING:
 CODE, ROUTE, MACHINES, THREADS = "code ", "route ", "machines", "threads"
 """Questions, or their beginnings: the code of a schedule, the route of a problem, for which machines, how many threads.
 
-Answers: object, symbol, 1 if it computes the transpose, bytes of an element of scratch, its elements; of a route also
-1 if one thread does the work. Machines are as "zen4=avx512,avx2,...", with their instruction sets.
+Answers: object, empty for one of the bundle's library, symbol, 1 if it computes the transpose, bytes of an element of
+scratch, its elements; of a route also 1 if one thread does the work. Machines are as "zen4=avx512,avx2,...", with
+their instruction sets.
 """
-RUN_TIME = "runtime "
-"""The start of the question for the extension module of an interface of Python."""
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `cpu_kernels`."""
 
@@ -37,8 +36,7 @@ _kernels = Memory(MOST_KERNELS, "kernels")
 _machines: dict[tuple[str, int], tuple[Target, str]] = {}
 
 
-@dataclass(frozen=True, slots=True)
-class Code:
+class Code(NamedTuple):
     """The loaded code of a schedule, which serves other sizes too.
 
     Attributes:
@@ -80,15 +78,17 @@ def code(schedule: str, *, last: bool = False) -> Code | None:
 
 def _code(bundle: Bundle, fields: list[str]) -> Code:
     number, symbol, swap, size, workspace, *_ = fields
-    return Code(_loaded(bundle, int(number), symbol), swap == "1", meaning(parsed(workspace)), int(size))
+    return Code(_loaded(bundle, number, symbol), swap == "1", partial(value, workspace), int(size))
 
 
-def _loaded(bundle: Bundle, number: int, symbol: str) -> Any:
-    """A kernel of a bundle, loaded once."""
-    key = bundle.signature, number
+def _loaded(bundle: Bundle, number: str, symbol: str) -> Any:
+    """A kernel of a bundle, or of its library, loaded once."""
+    key = bundle.signature, number or symbol
     kernel = _kernels.get(key)
-    if kernel is None:
-        entry, object_ = bundle.load(number)
+    if kernel is None and not number:
+        kernel = _kernels.keep(key, runtime().load(kernel_store.library(bundle.library), symbol))
+    elif kernel is None:
+        entry, object_ = bundle.load(int(number))
         kernel = _kernels.keep(key, load_kernel(runtime(), object_, entry.path, symbol))
     return kernel
 

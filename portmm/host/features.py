@@ -28,11 +28,19 @@ CPUID = {
     ("7.0", EBX): {
         "bmi1": 3, "avx2": 5, "bmi2": 8, "avx512f": 16, "avx512dq": 17, "avx512cd": 28, "avx512bw": 30, "avx512vl": 31,
     },
-    ("7.0", EDX): {"amx_bf16": 22, "amx_tile": 24, "amx_int8": 25},
+    ("7.0", ECX): {"avx512_vnni": 11},
+    ("7.0", EDX): {"amx_bf16": 22, "avx512_fp16": 23, "amx_tile": 24, "amx_int8": 25},
+    ("7.1", EAX): {"avx_vnni": 4, "avx512_bf16": 5, "amx_fp16": 21},
     ("80000001.0", ECX): {"lahf_lm": 0, "abm": 5},
 }  # fmt: skip
 # Intel SDM vol. 1, ch. 13: the parts of XCR0 that an instruction's registers need, by the beginning of its name.
 XCR0 = {"avx512": 0xE6, "amx": 0x60000, "avx": 0x6, "fma": 0x6, "f16c": 0x6, "": 0}
+
+
+def state_of(name: str) -> int:
+    """The parts of XCR0 that a feature of x86-64 needs."""
+    return next(x for start, x in XCR0.items() if name.startswith(start))
+
 
 # Linux, arch/arm64/include/uapi/asm/hwcap.h.
 HWCAP = {0: "fp", 1: "asimd", 9: "fphp", 10: "asimdhp", 20: "asimddp", 22: "sve"}
@@ -41,14 +49,26 @@ HWCAP2 = {1: "sve2", 13: "i8mm", 14: "bf16"}
 
 def _decoded(shot: Snapshot) -> dict[str, bool]:
     """Features of the table `CPUID` -> whether cpuid and XCR0 enable them."""
-    states = {
-        name: next(x for start, x in XCR0.items() if name.startswith(start)) for y in CPUID.values() for name in y
-    }
     return {
-        name: bool(shot.cpuid.get(leaf, (0, 0, 0, 0))[register] >> bit & 1 and shot.xcr0 & states[name] == states[name])
+        name: bool(shot.cpuid.get(leaf, (0, 0, 0, 0))[register] >> bit & 1 and not state_of(name) & ~shot.xcr0)
         for (leaf, register), bits in CPUID.items()
         for name, bit in bits.items()
     }
+
+
+def table(arch: str) -> str:
+    """The table of features of an architecture in C, for `runtime/features.c`."""
+    if arch == "x86_64":
+        rows = [
+            f'{{0x{leaf.partition(".")[0]}, {leaf.partition(".")[2]}, {word}, {bit}, {state_of(name)}, "{name}"}}'
+            for (leaf, word), bits in CPUID.items()
+            for name, bit in bits.items()
+        ]
+        head = "unsigned leaf, sub, word, bit; unsigned long state;"
+    else:
+        rows = [f'{{{i}, {bit}, "{x}"}}' for i, y in enumerate((HWCAP, HWCAP2)) for bit, x in y.items()]
+        head = "int word, bit;"
+    return f"static const struct {{ {head} const char *name; }} feature_bits[] = {{\n  " + ",\n  ".join(rows) + "\n};\n"
 
 
 def features(shot: Snapshot) -> frozenset[str]:

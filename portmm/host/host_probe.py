@@ -202,14 +202,12 @@ def _cpuid() -> tuple[dict[str, tuple[int, int, int, int]], int]:
     return results, xcr0
 
 
-def _files(cpuinfo: str, affinity: tuple[int, ...]) -> dict[str, str]:
-    paths = ["/proc/self/cgroup"]
-    paths += [f"{folder}/{name}" for folder in cgroup_folders(text_of(paths[0])) for name in QUOTA_FILES]
-    # On a chip with several kinds of cores, one processor of each kind has the caches of its kind.
-    kinds = {b.get("CPU part", ""): int(b["processor"]) for b in reversed(processors(cpuinfo)) if "processor" in b}
-    for cpu in {*affinity[:1], *kinds.values()}:
-        paths += [f"{CPU}/cpu{cpu}/cache/index{index}/{name}" for index in range(5) for name in CACHE_FILES]
-    files = {path: text for path in paths if (text := text_of(path))}
+def sharing(affinity: tuple[int, ...]) -> dict[str, str]:
+    """Files that say how many cores the processors of this process are: path -> text."""
+    path = "/proc/self/cgroup"
+    files = {path: text} if (text := text_of(path)) else {}
+    quotas = [f"{folder}/{name}" for folder in cgroup_folders(text) for name in QUOTA_FILES]
+    files |= {path: text for path in quotas if (text := text_of(path))}
     known: set[int] = set()
     for cpu in affinity:
         path = f"{CPU}/cpu{cpu}/topology/thread_siblings_list"
@@ -218,6 +216,14 @@ def _files(cpuinfo: str, affinity: tuple[int, ...]) -> dict[str, str]:
             files |= {f"{CPU}/cpu{x}/topology/thread_siblings_list": text for x in siblings}
             known |= siblings
     return files
+
+
+def _files(cpuinfo: str, affinity: tuple[int, ...]) -> dict[str, str]:
+    # On a chip with several kinds of cores, one processor of each kind has the caches of its kind.
+    kinds = {b.get("CPU part", ""): int(b["processor"]) for b in reversed(processors(cpuinfo)) if "processor" in b}
+    folders = [f"{CPU}/cpu{cpu}/cache/index{i}" for cpu in {*affinity[:1], *kinds.values()} for i in range(5)]
+    paths = [f"{folder}/{name}" for folder in folders for name in CACHE_FILES]
+    return {path: text for path in paths if (text := text_of(path))} | sharing(affinity)
 
 
 def _arm() -> tuple[int, int, int]:

@@ -11,6 +11,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
+from portmm.ir.prefix import OPERATORS
+
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
@@ -56,21 +58,6 @@ class Index:
     def eq(self, other: Index | int) -> Index:
         """1 if self == other else 0."""
         return _binary("==", self, other)
-
-
-OPERATORS: dict[str, Callable[[int, int], int]] = {
-    "+": operator.add,
-    "-": operator.sub,
-    "*": operator.mul,
-    "/": operator.floordiv,
-    "%": operator.mod,
-    "<": lambda x, y: int(x < y),
-    "==": lambda x, y: int(x == y),
-    "^": operator.xor,
-    "min": min,
-    "max": max,
-}
-"""Operator -> function. Operands of / and % are never negative, so C agrees."""
 
 
 def meaning(x: Index) -> Callable[[Mapping[str, int]], int]:

@@ -224,7 +224,7 @@ class Maker:
         packings: of weights, by machine and types: the layout, and the questions for the kernels that pack.
         objects: compiled objects, by question.
         facts: answers without an object, by question.
-        names: questions for objects by other names than their sources'.
+        linked: symbols of kernels in the bundle's library, by question.
         machines: instruction sets by name of a machine.
     """
 
@@ -237,7 +237,7 @@ class Maker:
         self.packings: dict[tuple[str, str], tuple[Family, str, str]] = {}
         self.objects: dict[str, bytes] = {}
         self.facts: dict[str, tuple[str, ...]] = {}
-        self.names: dict[str, str] = {}
+        self.linked: dict[str, str] = {}
         self.machines: dict[str, tuple[str, ...]] = {}
 
     def add_source(self, kernel: Kernel, arch: str) -> str:
@@ -307,7 +307,6 @@ class Maker:
             interface = cpu_runtime.interface(arch, folder.name if headers else "")
             interface = interface.replace("-gnu.", f"-{libc}.")
             every.append(Job(arch, text, flags, module, (f"PyInit_{module}",), interface, folder))
-            self.names[stored_kernels.RUN_TIME + interface] = every[-1].question
         self.jobs |= {job.question: job for job in every}
 
     def pack(self, counts: Sequence[int], report: Callable[[int, int, str], None], processes: int = 0) -> bytes:
@@ -319,8 +318,9 @@ class Maker:
         """
         objects = self.objects | dict(self._compiled(report, processes or os.cpu_count() or 1))
         answers: dict[str, tuple[bytes | None, tuple[str, ...]]] = {x: (code, ()) for x, code in objects.items()}
-        answers |= {name: (objects[job], ()) for name, job in self.names.items()}
-        answers |= {CODE + text: (objects[job], about) for text, (job, about) in self.codes.items()}
+        for text, (job, about) in self.codes.items():
+            symbol = self.linked.get(job)
+            answers[CODE + text] = (None, ("", symbol, *about[1:])) if symbol else (objects[job], about)
         for question, (text, one) in self.routes.items():
             job, about = self.codes[text]
             answers[question] = objects[job], (*about, one)

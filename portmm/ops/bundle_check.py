@@ -122,9 +122,11 @@ def _run(bundle: Bundle, texts: Sequence[str], command: Sequence[str], folder: P
     for text in texts:
         fields = bundle.answer(CODE + text)
         assert fields is not None  # noqa: S101 - it is among the schedules
-        entry, code = bundle.load(int(fields[0]))
-        path = folder / f"{entry.key}.so"
-        path.write_bytes(code)
+        path = bundle.library
+        if fields[0]:
+            entry, code = bundle.load(int(fields[0]))
+            path = folder / f"{entry.key}.so"
+            path.write_bytes(code)
         words += [str(path), fields[1]]
         job, result = _job(parse(text), meaning(parsed(fields[4])), int(fields[3]), swap=fields[2] == "1")
         jobs.append(job)

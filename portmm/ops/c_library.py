@@ -13,20 +13,23 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portmm.build.compiler import common_options, find_compiler
+from portmm.build.compiler import find_compiler, object_command
 from portmm.dispatch.stored_kernels import rows_of
 from portmm.errors import BuildError
-from portmm.host.features import HWCAP, HWCAP2
 from portmm.ir.index import Index, parsed
 from portmm.runtime import cpu as cpu_runtime
 from portmm.spec.dtype import BY_NAME, types
 
 if TYPE_CHECKING:
-    from portmm.ops.bundle_build import Call, Maker
+    from collections.abc import Mapping, Sequence
+
+    from portmm.build.compiler import Compiler
+    from portmm.ops.bundle_build import Call, Job, Maker
     from portmm.spec.problem import Family, Problem
 
 LETTERS = {"row": "r", "col": "c", "packed": "p"}
 NAME = "libportmm.so"
+HIDDEN = ("-fvisibility=hidden",)
 
 
 def write(maker: Maker, folder: Path, arch: str) -> Path:
@@ -44,7 +47,7 @@ def write(maker: Maker, folder: Path, arch: str) -> Path:
         NoCompilerError: there is no compiler.
         BuildError: it failed.
     """
-    (folder / "kernels").mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
     calls = [x for x in maker.calls if x.target.arch == arch and x.problem.b in LETTERS and not x.problem.fused]
     packings = {x: y for x, y in maker.packings.items() if any(c.target.name == x[0] for c in calls)}
     questions = dict.fromkeys(maker.codes[x.schedule][0] for x in calls)
@@ -55,26 +58,59 @@ def write(maker: Maker, folder: Path, arch: str) -> Path:
     run_time = cpu_runtime.source(python=False).replace("__dso_handle", "not_from_crtbegin")
     tables = _tables(maker, calls, packings, numbers)
     (folder / "portmm.h").write_text(header, encoding="utf-8")
+    run_time += cpu_runtime.features_source()
     (folder / "portmm.c").write_text(f'{run_time}#line 1 "portmm.h"\n{header}\n{tables}\n{code}', encoding="utf-8")
-    compiler = find_compiler(None if arch == os.uname().machine else arch)
-    common = [x for x in common_options() if x not in ("-shared", "-nostdlib")]
-    base = [*compiler.argv, *(["-target", f"{arch}-linux-gnu.2.28"] if compiler.kind == "zig" else []), *common]
-    commands = [[*base, "-D_GNU_SOURCE", "-fvisibility=hidden", "-pthread", "-c", "portmm.c", "-o", "portmm.o"]]
-    for question, i in numbers.items():
-        job, name = maker.jobs[question], f"kernels/k{i}"
-        (folder / f"{name}.c").write_text(f"#define {job.name} portmm_kernel_{i}\n{job.text}", encoding="utf-8")
-        commands.append([*base, *job.flags, "-fvisibility=hidden", "-c", f"{name}.c", "-o", f"{name}.o"])
-    objects = [x[-1] for x in commands]
-    link = [*base, "-shared", "-s", "-o", NAME, *objects, "-lm", "-lpthread", "-ldl"]
-    script = "".join(f"{shlex.join(x)}\n" for x in (*commands, link))
-    (folder / "build.sh").write_text(f"#!/bin/sh\n# Makes {NAME} of the sources beside this file.\nset -e\n{script}")
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda x: _run(x, folder), commands))
-    _run(link, folder)
+    kernels = {f"portmm_kernel_{i}": maker.jobs[question] for question, i in numbers.items()}
+    own = object_command(_compiler(arch), (*HIDDEN, "-D_GNU_SOURCE", "-pthread"), "portmm")
+    link(folder, NAME, arch, kernels, HIDDEN, [own], ("-lm", "-lpthread", "-ldl"))
     return folder / NAME
 
 
-def _run(command: list[str], folder: Path) -> None:
+def link(  # noqa: PLR0917 - of a library
+    folder: Path,
+    name: str,
+    arch: str,
+    kernels: Mapping[str, Job],
+    flags: tuple[str, ...] = (),
+    more: Sequence[tuple[str, ...]] = (),
+    libraries: tuple[str, ...] = ("-nostdlib",),
+) -> None:
+    """Compile kernels and link them to one library; `build.sh` beside it has the commands.
+
+    Args:
+        folder: of the library.
+        name: of the library.
+        arch: architecture.
+        kernels: sources, by the symbols that their functions are to have.
+        flags: for all kernels.
+        more: commands for further objects, as of `object_command`.
+        libraries: the last words of the link.
+
+    Raises:
+        NoCompilerError: there is no compiler.
+        BuildError: it failed.
+    """
+    (folder / "kernels").mkdir(parents=True, exist_ok=True)
+    compiler, commands = _compiler(arch), list(more)
+    for symbol, job in kernels.items():
+        (folder / f"kernels/{symbol}.c").write_text(f"#define {job.name} {symbol}\n{job.text}", encoding="utf-8")
+        commands.append(object_command(compiler, (*job.flags, *flags), f"kernels/{symbol}"))
+    objects = [x[-2] for x in commands]
+    first = object_command(compiler, (), "")[:-4]
+    last = (*first, "-shared", "-s", "-Wl,-z,noseparate-code", *objects, *libraries, "-o", name)
+    script = "".join(f"{shlex.join(x)}\n" for x in (*commands, last))
+    text = f"#!/bin/sh\n# Makes {name} of the sources beside this file.\nset -e\n{script}"
+    (folder / "build.sh").write_text(text, encoding="utf-8")
+    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(lambda x: _run(x, folder), commands))
+    _run(last, folder)
+
+
+def _compiler(arch: str) -> Compiler:
+    return find_compiler(None if arch == os.uname().machine else arch)
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, check=False)
     if done.returncode:
         raise BuildError(f"{shlex.join(command)} failed in {folder}:\n{done.stderr[:2000]}")
@@ -90,9 +126,7 @@ def _tables(
     index = {name: i for i, name in enumerate(order)}
     heights = {maker.codes[x.schedule][0]: rows_of(x.schedule) for x in calls}
     about = {maker.codes[x.schedule][0]: maker.codes[x.schedule][1] for x in calls}
-    lines = ["static const struct { int word, bit; const char *name; } hwcaps[] = {"]
-    lines += [f'  {{{i}, {bit}, "{x}"}},' for i, y in enumerate((HWCAP, HWCAP2)) for bit, x in y.items()]
-    lines += ["};", "struct kernel { kernel_function function; long (*workspace)(long, long, long, long, long);"]
+    lines = ["struct kernel { kernel_function function; long (*workspace)(long, long, long, long, long);"]
     lines += [
         "  int swap, size; long least, most; };",
         "struct row { const char *types; char a, b; int machine, kernel, one;",

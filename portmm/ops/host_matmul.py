@@ -204,7 +204,8 @@ def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
     rt.set_planner(_planner)
     config.on_change(_settings)
     _state["runtime"] = rt
-    _settings()
+    if not _state["basic"] or config.limit() or config.overridden():
+        _settings()  # routes of the base set have their number of threads, and most need no count of cores
     scratch_budget.bound(rt)
     return rt.matmul
 

@@ -100,7 +100,7 @@ def _basic(p: Problem) -> tuple[Any, bool | None] | None:
     if (staying := _staying.get(key)) is not None:
         return staying, True
     limit = config.limit()
-    basic = base_kernels.route(p, limit or base_kernels.cores())
+    basic = base_kernels.route(p)
     if basic is None:
         return None
     kernel, schedule = basic

@@ -264,10 +264,20 @@ def python_headers() -> Path | None:
 
 def source(*, python: bool) -> str:
     """The C source of the run time, with or without its files for Python."""
-    here = Path(__file__).parent
-    names = _C_ONLY + (_WITH_PYTHON if python else ())
     first = "#define _GNU_SOURCE 1\n" + ("#define PORTMM_PYTHON 1\n" if python else "")
-    return first + ARGS + "".join(f'#line 1 "{n}"\n{(here / n).read_text(encoding="utf-8")}' for n in names)
+    return first + ARGS + _files(_C_ONLY) + (features_source() + _files(_WITH_PYTHON) if python else "")
+
+
+def features_source() -> str:
+    """The C source of the function that reads the features of the processor, with its tables."""
+    from portmm.host.features import table
+
+    return f"#if defined(__x86_64__)\n{table('x86_64')}#else\n{table('aarch64')}#endif\n{_files(('features.c',))}"
+
+
+def _files(names: tuple[str, ...]) -> str:
+    here = Path(__file__).parent
+    return "".join(f'#line 1 "{n}"\n{(here / n).read_text(encoding="utf-8")}' for n in names)
 
 
 def flags(arch: str = "") -> tuple[str, ...]:
@@ -279,20 +289,21 @@ def load_extension(code: bytes = b"", path: Path | None = None) -> Runtime:
     """Load the extension module, built now if its path is not passed.
 
     Args:
-        code: the bytes of the shared object, which were verified.
+        code: the bytes of the shared object, which were verified; empty if the loader may open the file.
         path: the file that they were read from.
 
     Raises:
         BuildError: the compiler failed, there are no Python headers, or the module cannot be loaded.
     """
-    from portmm.build.sealed_library import load
     from portmm.errors import BuildError
 
     if path is None:
         artifact = _build_extension()
         code, path = artifact.code, artifact.path
     try:
-        module = load(code, path, _extension_at)
+        if code:
+            from portmm.build.sealed_library import load
+        module = load(code, path, _extension_at) if code else _extension_at(str(path))
     except ImportError as error:
         raise BuildError(f"{path} cannot be loaded: {error}") from error
     module.__file__ = str(path)  # its path in the cache; it was loaded from a sealed copy
@@ -329,6 +340,19 @@ def stored_extension() -> Artifact | None:
     from portmm.build.shared_object import stored
 
     return stored(source(python=True), flags=flags(), interface=interface())
+
+
+def base_extension() -> Path | None:
+    """The extension module for this interpreter in the base set of the wheel.
+
+    Raises:
+        BundleError: another user can have written it.
+    """
+    from portmm.build import kernel_store
+
+    base = kernel_store.base()
+    path = base.path.with_name(MODULE + interface()) if base else None
+    return Path(kernel_store.library(path)) if path and os.access(path, os.R_OK) else None
 
 
 def _build_extension() -> Artifact:
@@ -378,11 +402,12 @@ _refused: list[BuildError] = []
 def runtime(code: bytes = b"", path: Path | None = None) -> Runtime:
     """The run time of this process, built and loaded by the first caller.
 
-    The extension where it was built before, or Python's headers are installed, else the cffi runtime: the same
-    interface, some microseconds more per call.
+    The extension where the wheel has it, it was built before, or Python's headers are installed, else the cffi
+    runtime: the same interface, some microseconds more per call.
 
     Args:
-        code: the extension's bytes, if known to be those of this source and interpreter.
+        code: the extension's bytes, if known to be those of this source and interpreter; empty with the path of a
+            file that the loader may open.
         path: the file that they were read from.
 
     Raises:
@@ -410,6 +435,7 @@ def _load(code: bytes, path: Path | None) -> Runtime:
     if _refused and time.monotonic() < _refused[0].retry_at:
         raise _refused[0].again()
     try:
+        path = path or base_extension()
         if path is None and not python_headers():
             extension = stored_extension()
             if extension is None:
@@ -444,6 +470,11 @@ def clear_memo() -> None:
     """Drop all routes and plans of the run time, if it is loaded."""
     if _loaded:
         _loaded[0].clear_memo()
+
+
+def feature_reader() -> Callable[[], str] | None:
+    """The extension's function that reads the features of the processor; None if it is not loaded."""
+    return getattr(_loaded[0], "features", None) if _loaded else None
 
 
 def replayer() -> Callable[..., Any] | None:

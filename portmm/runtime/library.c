@@ -1,9 +1,7 @@
-/* The shared library for programs without Python: after the run time, and the tables of `ops.c_library`: FEATURES,
+/* The shared library for programs without Python: after the run time, features.c, and the tables of `ops.c_library`:
  * machines, kernels, rows and packings. */
 #include <ctype.h>
 #include <math.h>
-#include <sys/auxv.h>
-#include <sys/prctl.h>
 
 static int machine = -1;
 static const long once[3];
@@ -15,36 +13,14 @@ static int has_word(const char *text, const char *word) {
   return 0;
 }
 
-/* The features of this processor, as words: on x86-64 those that the kernel lists, on AArch64 those of HWCAP. */
-static void read_features(char *text, size_t size) {
-  text[0] = 0;
+__attribute__((constructor)) static void detect(void) {
+  static char text[1 << 12];
+  read_features(text, sizeof text);
 #if defined(__x86_64__)
-  FILE *file = fopen("/proc/cpuinfo", "r");
-  char *line = NULL;
-  size_t room = 0;
-  while (file && getline(&line, &room, file) > 0)
-    if (!strncmp(line, "flags", 5)) {
-      snprintf(text, size, "%s", line);
-      break;
-    }
-  free(line);
-  if (file) fclose(file);
   /* Linux gives a process the state of AMX when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
   if (has_word(text, "amx_tile") && syscall(SYS_arch_prctl, 0x1023, 18))
     for (char *p = text; (p = strstr(p, "amx_"));) p[0] = '-';
-#elif defined(__aarch64__)
-  unsigned long bits[2] = {getauxval(AT_HWCAP), getauxval(AT_HWCAP2)};
-  size_t at = 0;
-  for (size_t i = 0; i < sizeof hwcaps / sizeof *hwcaps; i++)
-    if (bits[hwcaps[i].word] >> hwcaps[i].bit & 1) at += (size_t)snprintf(text + at, size - at, "%s ", hwcaps[i].name);
-  int length = bits[0] >> 22 & 1 ? prctl(51 /* PR_SVE_GET_VL */, 0, 0, 0, 0) : 0;
-  if (length > 0) snprintf(text + at, size - at, "sve_vl%d ", 8 * (length & 0xffff));
 #endif
-}
-
-__attribute__((constructor)) static void detect(void) {
-  static char text[1 << 14];
-  read_features(text, sizeof text);
   for (int i = 0; i < MACHINES && machine < 0; i++) {
     const char *const *word = machines[i].features;
     while (*word && has_word(text, *word)) word++;

@@ -100,6 +100,13 @@ static PyObject *py_scratch(PyObject *module, PyObject *unused) {
   return PyLong_FromLong(atomic_load(&spaces.kept));
 }
 
+static PyObject *py_features(PyObject *module, PyObject *unused) {
+  char text[1 << 12];
+  (void)module, (void)unused;
+  read_features(text, sizeof text);
+  return PyUnicode_FromString(text);
+}
+
 static PyObject *py_pool_threads(PyObject *module, PyObject *unused) {
   (void)module, (void)unused;
   return PyLong_FromLong(atomic_load(&pool.spawned));
@@ -154,6 +161,7 @@ static PyMethodDef functions[] = {
     {"execute", FUNCTION(py_execute), METH_FASTCALL, "execute(route, m, n, k, batch, a, ..., c_batch, outer=None)"},
     {"execute_all", FUNCTION(py_execute_all), METH_FASTCALL, "execute_all(routes, words): kernels in a row"},
     {"describe", FUNCTION(py_describe), METH_FASTCALL, "describe(arrays, rows=0) -> bytes, or None"},
+    {"features", py_features, METH_NOARGS, "features() -> those of the processor, as words"},
     {"address", py_address, METH_O, "address(array) -> where its first element lies"},
     {"largest_scale", py_largest_scale, METH_O, "largest_scale(vector) -> the largest; -1 if any is negative or not finite"},
     {"tape", FUNCTION(py_tape), METH_FASTCALL, "tape(code, constants, sizes, shared) -> what the cost model predicts"},

@@ -15,6 +15,10 @@ from portmm.build.compiler import find_compiler
 from portmm.dispatch import base_kernels
 from portmm.errors import NoCompilerError
 from portmm.host.detect import host
+from portmm.host.features import CPUID, HWCAP, HWCAP2, features
+from portmm.host.host_probe import snapshot
+from portmm.ops.bundle_check import RAN, check
+from portmm.runtime import cpu as cpu_runtime
 from portmm.target.target import names
 
 TOOLS = str(Path(__file__).parents[2] / "tools")
@@ -61,13 +65,18 @@ def made(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base_set, "ProcessPoolExecutor", ThreadPoolExecutor)
         patch.setattr(base_set, "record", lambda *_: None)
-        patch.setattr(base_set, "run_time", lambda maker, arch, _: maker.add_run_time(arch))
+        patch.setattr(base_set, "run_time", run_time)
         for axis, values in (("MS", (*range(1, 9), 12, 64)), ("NS", (63,)), ("KS", (63,))):
             patch.setattr(base_set, axis, values)
         levels = {"none": (here.name, "no_such_feature"), "here": (here.name, "sse2" if ARCH == "x86_64" else "asimd")}
-        data, _ = base_set.make(ARCH, "gnu", levels, [("f32", "row", "row")])
-    (folder / f"{ARCH}.bundle").write_bytes(data)
+        base_set.make(folder, ARCH, "gnu", levels, [("f32", "row", "row")])
     return folder
+
+
+def run_time(_, folder, *__):
+    """The extension by this machine's compiler: zig takes seconds."""
+    artifact = cpu_runtime._build_extension()
+    (folder / f"{cpu_runtime.MODULE}{cpu_runtime.interface()}").write_bytes(artifact.code)
 
 
 def run(folder, tmp_path, *, bare):
@@ -113,3 +122,18 @@ def test_the_level_is_the_first_whose_features_are_here(made, monkeypatch):
         base_kernels.forget()
         kernel_store.forget()
     assert open_bundle(made / f"{ARCH}.bundle").answer("levels")
+
+
+def test_kernels_of_the_library_compute_products(made):
+    counts = check(open_bundle(made / f"{ARCH}.bundle"))
+    assert counts.pop(RAN) > 0
+    assert not any("machine" not in x for x in counts)
+
+
+def test_the_run_time_reads_the_features_that_a_snapshot_has():
+    read = getattr(cpu_runtime.runtime(), "features", None)
+    if read is None:
+        pytest.skip("the run time through cffi has no features")
+    table = {x for bits in CPUID.values() for x in bits} if ARCH == "x86_64" else {*HWCAP.values(), *HWCAP2.values()}
+    words = {x for x in read().split() if x in table and not x.startswith("amx_")}
+    assert words == {x for x in features(snapshot()) & table if not x.startswith("amx_")}
