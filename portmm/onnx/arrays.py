@@ -111,9 +111,11 @@ class ModelArrays(WholeArrays):
         with np.errstate(all="ignore"):
             return node.plain(*likes)
 
-    def over_windows(self, kind: str, x: Any, about: Any, shape: tuple[int, ...], plain: Callable[..., Any]) -> Any:
+    def over_windows(  # noqa: PLR0917 - the fields of a node
+        self, kind: str, x: Any, about: Any, shape: tuple[int, ...], plain: Callable[..., Any], dtype: Any = None
+    ) -> Any:  # fmt: skip
         """Record a convolution ("conv") or pooling ("pool") of images with channels last: see `fusion.plan_windows`."""
-        node = self.add(kind, shape, x.dtype, (x.node,), plain, kind)
+        node = self.add(kind, shape, x.dtype if dtype is None else dtype, (x.node,), plain, kind)
         self.windows[node] = about
         return Traced(self, node)
 

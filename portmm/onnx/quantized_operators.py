@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.fusion.partition import LEAVES
 from portmm.onnx.elementwise_operators import FLOATS
 from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
 from portmm.onnx.rewrites import DOMAIN
@@ -53,14 +54,22 @@ def _quantize(node: Node, x: Any, scale: Any, zero: Any = None) -> Any:
     target = np.dtype(np.uint8) if zero is None else zero.dtype
     kinds = (x.dtype.name, scale.dtype.name)
     known = kinds in {("float32", "float32"), ("float16", "float16")}
-    if target.name not in BYTES or is_traced(x) or not known or node.attribute("output_dtype", 0):
+    if target.name not in BYTES or not known or node.attribute("output_dtype", 0):
         raise UnsupportedError("integers are rounded between kernels")
-    return quantized(
-        x,
-        along(x, scale, node.attribute("axis", 1), node.attribute("block_size", 0)),
-        zero is not None and along(x, zero, node.attribute("axis", 1), node.attribute("block_size", 0)),
-        target,
-    )
+    axis, block = node.attribute("axis", 1), node.attribute("block_size", 0)
+    if is_traced(x, scale, zero):
+        if x.dtype != np.float32 or block:
+            raise UnsupportedError("integers are rounded between kernels")
+        factor = along(x, scale, axis)
+        # Between kernels a product takes the place of a quotient: a code that is next to a tie may be its neighbour.
+        values = x / factor if is_traced(scale) or x.node.kind in LEAVES else x * (np.float32(1) / factor)
+        codes = nearest(e.clip(values, -LARGE, LARGE))
+        return e.cast(codes if zero is None else codes + along(x, zero, axis).astype(np.float32), target)
+    return quantized(x, along(x, scale, axis, block), zero is not None and along(x, zero, axis, block), target)
+
+
+LARGE = 2.0**20
+"""A magnitude beyond which codes saturate, whatever their zero point."""
 
 
 def quantized(x: Any, scale: Any, zero: Any, target: Any) -> Any:
@@ -193,7 +202,9 @@ def _scaled(_: Node, a: Any, b: Any, a_zero: Any, b_zero: Any, a_scale: Any, b_s
     if not (is_traced(a, a_zero, a_scale) and simple and a.ndim > 1 and a_zero.size == a_scale.size == 1):
         if is_traced(a, a_zero, a_scale):
             raise UnsupportedError("only one scale of the left operand has a kernel")
-        y = integer_product(a, b, a_zero, b_zero).astype(np.float32) * (a_scale * b_scale)
+        rows = a[None] if a.ndim == 1 else a
+        y = integer_product(rows, b, a_zero, b_zero).astype(np.float32) * (a_scale * b_scale)
+        y = y[0] if a.ndim == 1 else y
         return y if bias is None else y + bias
     weight = once(b, "integers", lambda: _Integers(b))
     points = b_zero.astype(np.int32).reshape(-1) - np.int32(weight.shift)

@@ -1,8 +1,9 @@
 """Rewrites of a graph before it is divided: what follows a convolution or a product of integers becomes a part of it.
 
-Owns `with_epilogues` and `with_scales`. A product of dynamically quantized values and a constant matrix takes the
-conversion of its sums, their scales and the bias. A convolution takes the addition of another array of its shape, a
-residual, and a ReLU that alone read its result.
+Owns `with_integers`, `with_epilogues` and `with_scales`. A product or a convolution of values that were dequantized,
+the right operand from constants, becomes one of their codes. A product of dynamically quantized values and a constant
+matrix takes the conversion of its sums, their scales and the bias. A convolution takes the addition of another array of
+its shape, a residual, and a ReLU that alone read its result.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 if TYPE_CHECKING:
     from collections.abc import Collection, Mapping
@@ -61,6 +64,59 @@ def with_scales(nodes: list[Node], outputs: Collection[str], constants: Mapping[
 
 FULL = 4
 """Inputs of a product of integers with both zero points."""
+
+
+def with_integers(nodes: list[Node], outputs: Collection[str], constants: dict[str, Any]) -> list[Node]:
+    """The nodes, with products and convolutions of dequantized values that take their codes."""
+    maker = {x: n for n in nodes if n.op == "DequantizeLinear" for x in n.outputs}
+    rest = [_of_codes(n, maker, constants) if n.op in ("MatMul", "Conv") and not n.domain else n for n in nodes]
+    read = {x for n in rest for x in (*n.inputs, *n.captured)} | set(outputs)
+    return [n for n in rest if n.op != "DequantizeLinear" or read & set(n.outputs)]
+
+
+def _of_codes(node: Node, maker: Mapping[str, Node], constants: dict[str, Any]) -> Node:
+    """A product or a convolution that takes codes, or itself if its operands are not dequantized by constants."""
+    left, right = (maker.get(x) for x in node.inputs[:2])
+    if left is None or right is None or right.inputs[0] not in constants:
+        return node
+    if any(x not in constants for y in (left, right) for x in y.inputs[1:] if x):
+        return node
+    weight, along = constants[right.inputs[0]], 0 if node.op == "Conv" else 1
+    scale, axis = constants[right.inputs[1]], right.attribute("axis", 1)
+    each = scale.size == 1 or (scale.ndim == 1 and axis % weight.ndim == along)
+    blocks = left.attribute("block_size", 0) or right.attribute("block_size", 0)
+    kinds = (weight.dtype.name, _zero_point(left, constants).dtype.name)
+    floats = scale.dtype.name == "float32" == constants[left.inputs[1]].dtype.name
+    if blocks or not each or not floats or constants[left.inputs[1]].size > 1 or not set(kinds) <= {"int8", "uint8"}:
+        return node
+    if node.op == "MatMul" and weight.ndim == 2:
+        inputs = (left.inputs[0], right.inputs[0], *(_named(x, constants) for x in (left, right)))
+        return replace(
+            node, op="ScaledMatMulInteger", domain=DOMAIN, inputs=(*inputs, left.inputs[1], right.inputs[1], "")
+        )  # fmt: skip
+    bias = node.inputs[2] if len(node.inputs) > 2 else ""
+    plain = node.attribute("group", 1) == 1 and kinds[0] == "int8" and not _zero_point(right, constants).any()
+    if node.op != "Conv" or not plain:
+        return node
+    inputs = (left.inputs[0], right.inputs[0], bias, _named(left, constants), left.inputs[1], right.inputs[1])
+    return replace(node, op="ScaledConv", domain=DOMAIN, inputs=inputs)
+
+
+def _zero_point(node: Node, constants: Mapping[str, Any]) -> Any:
+    """The zero point of a node that dequantizes."""
+    if len(node.inputs) > 2 and node.inputs[2]:
+        return constants[node.inputs[2]]
+    codes = constants.get(node.inputs[0])
+    return np.zeros((), np.uint8 if codes is None else codes.dtype)
+
+
+def _named(node: Node, constants: dict[str, Any]) -> str:
+    """The name of the constant that is the zero point of a node that dequantizes."""
+    if len(node.inputs) > 2 and node.inputs[2]:
+        return node.inputs[2]
+    name = f"{node.name}, zero point"
+    constants[name] = _zero_point(node, constants)
+    return name
 
 
 def with_epilogues(nodes: list[Node], outputs: Collection[str], constants: Collection[str]) -> list[Node]:

@@ -165,7 +165,7 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
     shape = (x.shape[0], *w.result, weight.shape[0])
     if residual is not None and tuple(residual.shape) != shape:
         raise UnsupportedError("the array that is added has another shape")
-    how = {
+    how: dict[str, Any] = {
         "stride": w.strides, "padding": tuple(zip(w.begin, w.end, strict=True)), "dilation": w.dilations,
         "groups": groups, "layout": layout,
     }  # fmt: skip
@@ -191,8 +191,44 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
     return channels_first(y)
 
 
-def adjacent(x: Any) -> Any:
-    """Images with adjacent channels: copied if these are apart, which takes less than to read them tap by tap."""
+@operator("ScaledConv", domains=(DOMAIN,))
+def _scaled_conv(node: Node, x: Any, weight: Any, bias: Any, zero: Any, x_scale: Any, w_scale: Any) -> Any:
+    """A convolution of the codes of images and filters, with their scales and the bias."""
+    kernel, outputs = tuple(weight.shape[2:]), weight.shape[0]
+    w, point = windows_of(node, tuple(x.shape[2:]), kernel), int(zero.reshape(()))
+    scales = np.broadcast_to((w_scale * x_scale).astype(np.float32).reshape(-1), (outputs,)).copy()
+    if not is_traced(x):
+        y = _by_product(x.astype(np.float32) - np.float32(point), weight.astype(np.float32), w, 1)
+        y = y * scales.reshape((-1, *(1,) * len(kernel)))
+        return y if bias is None else y + bias.reshape((1, -1, *(1,) * len(kernel)))
+    if len(kernel) not in LAYOUTS or is_traced(bias):
+        raise UnsupportedError("its bias or its number of dimensions has no kernel")
+    layout, more = LAYOUTS[len(kernel)], -weight.shape[1] % QUADS
+    grown = ((0, 0), (0, more), *((0, 0),) * len(kernel))
+    packed = once(
+        weight, f"codes {x.dtype}", lambda: pack_conv(np.pad(weight, grown), layout=layout, activations=x.dtype)
+    )
+    total = weight.reshape(outputs, -1).astype(np.float64).sum(1) * point * scales
+    shift = ((0 if bias is None else bias.astype(np.float64)) - total).astype(np.float32)
+    how: dict[str, Any] = {
+        "stride": w.strides, "padding": tuple(zip(w.begin, w.end, strict=True)), "dilation": w.dilations, "groups": 1,
+        "layout": layout, "padding_value": point,
+    }  # fmt: skip
+
+    def alone(images: Any) -> Any:
+        return conv(images, packed, **how).astype(np.float32)
+
+    x = adjacent(channels_last(x), more)
+    about = Filter(packed, sizes(tuple(x.shape), packed.shape, Options(**how)))
+    y = x.recorder.over_windows("conv", x, about, (x.shape[0], *w.result, outputs), alone, np.dtype(np.float32))
+    return channels_first(y * scales + shift)
+
+
+def adjacent(x: Any, more: int = 0) -> Any:
+    """Images with adjacent channels: copied if these are apart, which takes less than to read them tap by tap.
+
+    With `more` they are copied with as many further channels of zeros.
+    """
     looks, node = [], x.node
     while node.kind == "view":
         looks.append(node.plain)
@@ -200,22 +236,23 @@ def adjacent(x: Any) -> Any:
     like = np.empty(node.shape, node.dtype)
     for look in reversed(looks):
         like = look(like)
-    if not looks or like.strides[-1] == like.itemsize:
+    if not more and (not looks or like.strides[-1] == like.itemsize):
         return x
-    call = x.recorder.call("copy", _dense, (x.node,), "", shape=x.shape, dtype=x.dtype, own=True)
-    return x.recorder.wrap(call)
+    shape = (*x.shape[:-1], x.shape[-1] + more)
+
+    def copied(y: Any) -> Any:
+        if y.shape[-1] > FEW_CHANNELS and not more:
+            return np.ascontiguousarray(y)
+        result = np.zeros(shape, y.dtype) if more else np.empty(shape, y.dtype)
+        for c in range(y.shape[-1]):  # one copy of all elements takes three times as long
+            result[..., c] = y[..., c]
+        return result
+
+    return x.recorder.wrap(x.recorder.call("copy", copied, (x.node,), "", shape=shape, dtype=x.dtype, own=True))
 
 
-def _dense(x: Any) -> Any:
-    """A dense copy; of few channels one by one, as one copy of all elements takes three times as long."""
-    if x.shape[-1] > FEW_CHANNELS:
-        return np.ascontiguousarray(x)
-    result = np.empty(x.shape, x.dtype)
-    for c in range(x.shape[-1]):
-        result[..., c] = x[..., c]
-    return result
-
-
+QUADS = 4
+"""Neighbours along a sum that instructions on bytes multiply at once: windows of other numbers are gathered."""
 FEW_CHANNELS = 8
 """Channels up to which they are copied one by one."""
 

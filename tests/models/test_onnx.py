@@ -298,6 +298,54 @@ def test_dynamic_quantization_is_exact(shape):
     assert {row.kind for row in session.report({"x": x}).rows} == {"rows"}
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+@pytest.mark.parametrize("channels", [3, 8])
+def test_convolutions_and_products_between_quantizations_are_of_integers(kind, channels):
+    point = kind(121 if kind is np.uint8 else -7)
+    arrays = {
+        "s": np.float32(0.02), "z": point, "w": rng.integers(-127, 128, (12, channels, 3, 3)).astype(np.int8),
+        "ws": rng.uniform(0.001, 0.01, 12).astype(np.float32), "wz": np.zeros(12, np.int8),
+        "b": rng.integers(-999, 999, 12).astype(np.int32), "t": np.float32(0.15), "o": np.int64([0, -1, 12]),
+        "m": rng.integers(-127, 128, (12, 10)).astype(np.int8), "ms": np.float32(0.01), "mz": np.int8(3),
+    }  # fmt: skip
+    arrays["bs"] = arrays["s"] * arrays["ws"]
+    nodes = [
+        ("QuantizeLinear", ["x", "s", "z"], ["q"]), ("DequantizeLinear", ["q", "s", "z"], ["a"]),
+        ("DequantizeLinear", ["w", "ws", "wz"], ["f"], {"axis": 0}),
+        ("DequantizeLinear", ["b", "bs"], ["c"], {"axis": 0}),
+        ("Conv", ["a", "f", "c"], ["d"], {"pads": [1, 1, 1, 1], "strides": [2, 1]}),
+        ("Relu", ["d"], ["e"]),
+        ("QuantizeLinear", ["e", "t", "z"], ["g"]), ("DequantizeLinear", ["g", "t", "z"], ["h"]),
+        ("Transpose", ["h"], ["i"], {"perm": [0, 2, 3, 1]}), ("Reshape", ["i", "o"], ["j"]),
+        ("QuantizeLinear", ["j", "t", "z"], ["k"]), ("DequantizeLinear", ["k", "t", "z"], ["l"]),
+        ("DequantizeLinear", ["m", "ms", "mz"], ["n"]), ("MatMul", ["l", "n"], ["y"]),
+    ]  # fmt: skip
+    made = model(
+        nodes, [("x", FLOAT, ["n", channels, 7, 6])], [("g", TensorProto.UINT8, None), ("y", FLOAT, None)], arrays
+    )
+    made.graph.output[0].type.tensor_type.elem_type = TensorProto.UINT8 if kind is np.uint8 else TensorProto.INT8
+    session = portmm.onnx.load(made)
+    for n in (1, 2):
+        x = rng.standard_normal((n, channels, 7, 6)).astype(np.float32)
+        codes, y = session.run({"x": x})
+        low, high = np.iinfo(kind).min, np.iinfo(kind).max
+        q = np.clip(np.rint(x / arrays["s"]) + point, low, high).astype(np.float64) - point
+        windows = np.lib.stride_tricks.sliding_window_view(np.pad(q, ((0, 0), (0, 0), (1, 1), (1, 1))), (3, 3), (2, 3))
+        sums = np.einsum("bchwij,ocij->bohw", windows[:, :, ::2], arrays["w"]) + arrays["b"].reshape(-1, 1, 1)
+        d = np.maximum(sums * arrays["bs"].reshape(-1, 1, 1).astype(np.float64), 0)
+        want = np.clip(np.rint(d / arrays["t"]) + point, low, high)
+        apart = np.abs(codes - want)
+        assert apart.max() <= 1  # next to a tie
+        assert np.count_nonzero(apart) <= 2
+        left = (codes.astype(np.float64) - point).transpose(0, 2, 3, 1).reshape(n, -1, 12)
+        product = left @ (arrays["m"].astype(np.float64) - 3) * (np.float64(arrays["t"]) * arrays["ms"])
+        np.testing.assert_allclose(y, product, rtol=1e-5, atol=1e-4)
+    report = session.report({"x": x})
+    assert not report.numpy
+    assert {"ScaledConv", "ScaledMatMulInteger"} <= set(report.operators)
+    assert any(row.kind == "conv" and "-s8-" in row.detail for row in report.rows)
+
+
 def test_products_of_one_quantized_array_are_joined():
     nodes, arrays = [("DynamicQuantizeLinear", ["x"], ["q", "sx", "zx"])], {}
     for i in range(3):
