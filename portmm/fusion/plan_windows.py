@@ -42,21 +42,44 @@ class Filter(NamedTuple):
     size: Convolution
 
 
-class Pool(NamedTuple):
-    """Pooling over windows.
+class Region(NamedTuple):
+    """Results along an axis whose windows have the same taps inside the image.
 
     Attributes:
-        operation: "max" or "add".
+        first: result.
+        results: number of results.
+        taps: number of each tap.
+        starts: of each tap, the element of the image that the first result reads.
+    """
+
+    first: int
+    results: int
+    taps: Ints
+    starts: Ints
+
+
+class Pool(NamedTuple):
+    """Pooling over windows, or a convolution of each channel by a filter of its own.
+
+    Attributes:
+        operation: "max", "mean" or "dot": with filters, the second operand of a node: (taps, channels).
         divisor: of sums; 0 for the number of elements inside the image.
-        axes: of each axis its regions: first result, number of results, offset of the first tap's first element and
-            of those of further taps in the image.
+        axes: of each axis its regions.
+        kernel: extents of a window.
         strides: of windows.
+        bias: the next operand is added to each row.
+        residual: the last operand is added to the result.
+        relu: the result is at least 0.
     """
 
     operation: str
     divisor: int
-    axes: tuple[tuple[tuple[int, int, Ints], ...], ...]
+    axes: tuple[tuple[Region, ...], ...]
+    kernel: Ints
     strides: Ints
+    bias: bool = False
+    residual: bool = False
+    relu: bool = False
 
 
 class _Ending(NamedTuple):
@@ -71,7 +94,7 @@ class _Ending(NamedTuple):
     types: tuple[Any, ...]
 
 
-def regions(size: int, result: int, window: tuple[int, int, int, int]) -> tuple[tuple[int, int, Ints], ...]:
+def regions(size: int, result: int, window: tuple[int, int, int, int]) -> tuple[Region, ...]:
     """The regions of results along an axis whose windows have the same taps inside an image of some size.
 
     Args:
@@ -87,16 +110,16 @@ def regions(size: int, result: int, window: tuple[int, int, int, int]) -> tuple[
     runs = []
     for taps, group in groupby(range(result), inside):
         first, *rest = group
-        runs.append((first, 1 + len(rest), tuple(first * stride + t * dilation - begin for t in taps)))
+        starts = tuple(first * stride + t * dilation - begin for t in taps)
+        runs.append(Region(first, 1 + len(rest), taps, starts))
     return tuple(runs)
 
 
 def is_small(pool: Pool) -> bool:
     """Test whether kernels compute it: windows have few taps, and none lies outside of the image."""
-    taps = math.prod(max(len(r[2]) for r in axis) for axis in pool.axes)
-    return taps <= MOST_TAPS and math.prod(map(len, pool.axes)) <= MOST_REGIONS and all(
-        r[2] for axis in pool.axes for r in axis
-    )  # fmt: skip
+    taps = math.prod(max(len(r.taps) for r in axis) for axis in pool.axes)
+    few = taps <= MOST_TAPS and math.prod(map(len, pool.axes)) <= MOST_REGIONS
+    return few and all(r.taps for axis in pool.axes for r in axis)
 
 
 def add_pool(builder: Any, unit: Unit) -> None:
@@ -107,21 +130,40 @@ def add_pool(builder: Any, unit: Unit) -> None:
     """
     (x,) = unit.members
     pool: Pool = builder.graph.windows[x]
-    image, to = builder.buffer_of(x.inputs[0]), builder.allocate(x)
+    operands, to = [builder.buffer_of(y) for y in x.inputs], builder.allocate(x)
     for region in product(*pool.axes):
-        part = _part(to, tuple(slice(first, first + count) for first, count, _ in region))
+        along = tuple(slice(r.first, r.first + r.results) for r in region)
+        part = _part(to, along)
         fusing = Expressions(part.like.shape, lambda _: False, builder.buffer_of)
-        taps = []
-        for at in product(*(starts for _, _, starts in region)):
-            each = zip(at, region, pool.strides, strict=True)
-            taps.append(_part(image, tuple(slice(i, i + (count - 1) * s + 1, s) for i, (_, count, _), s in each)))
-        value = functools.reduce(lambda a, b: apply(pool.operation, a, b), map(fusing.load, taps))
-        if pool.operation == "add":
-            value = apply("div", value, float(pool.divisor or len(taps)))
-        fusing.write(value, part)
+        value = _over_taps(pool, region, operands, fusing)
+        if pool.bias:
+            value = apply("add", value, fusing.load(operands[2]))
+        if pool.residual:
+            value = apply("add", value, fusing.load(_part(operands[-1], along)))
+        fusing.write(apply("max", value, 0.0) if pool.relu else value, part)
         builder.run_rows(fusing, whole=False)
     builder.buffers[x] = to
-    builder.kernels.append(Kernel("pool", x.name, (x.where,), detail=" x ".join(map(str, x.shape))))
+    kind = "conv" if pool.operation == "dot" else "pool"
+    builder.kernels.append(Kernel(kind, x.name, (x.where,), detail=" x ".join(map(str, x.shape))))
+
+
+def _over_taps(pool: Pool, region: tuple[Region, ...], operands: list[Place], fusing: Expressions) -> Any:
+    """The reduction of the taps of windows of a region, as an expression."""
+    elements, each = [], [list(zip(r.taps, r.starts, strict=True)) for r in region]
+    for taps in product(*each):
+        at = tuple(
+            slice(i, i + (r.results - 1) * s + 1, s) for (_, i), r, s in zip(taps, region, pool.strides, strict=True)
+        )
+        element = fusing.load(_part(operands[0], at))
+        if pool.operation == "dot":
+            number = functools.reduce(lambda n, x: n * x[1] + x[0][0], zip(taps, pool.kernel, strict=True), 0)
+            row = looked(operands[1], lambda y, number=number: y[number])
+            assert row is not None  # noqa: S101 - a row is a view
+            element = apply("mul", element, fusing.load(row))
+        elements.append(element)
+    operation = "max" if pool.operation == "max" else "add"
+    value = functools.reduce(lambda a, b: apply(operation, a, b), elements)
+    return apply("div", value, float(pool.divisor or len(elements))) if pool.operation == "mean" else value
 
 
 def _part(place: Place, along: tuple[slice, ...]) -> Place:

@@ -112,10 +112,11 @@ class ModelArrays(WholeArrays):
             return node.plain(*likes)
 
     def over_windows(  # noqa: PLR0917 - the fields of a node
-        self, kind: str, x: Any, about: Any, shape: tuple[int, ...], plain: Callable[..., Any], dtype: Any = None
+        self, kind: str, xs: Any, about: Any, shape: tuple[int, ...], plain: Callable[..., Any], dtype: Any = None
     ) -> Any:  # fmt: skip
         """Record a convolution ("conv") or pooling ("pool") of images with channels last: see `fusion.plan_windows`."""
-        node = self.add(kind, shape, x.dtype if dtype is None else dtype, (x.node,), plain, kind)
+        operands = tuple(map(self.node_of, xs if isinstance(xs, tuple) else (xs,)))
+        node = self.add(kind, shape, operands[0].dtype if dtype is None else dtype, operands, plain, kind)
         self.windows[node] = about
         return Traced(self, node)
 

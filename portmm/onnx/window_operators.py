@@ -171,6 +171,17 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
     }  # fmt: skip
     relu = bool(node.attribute("relu"))
     x = adjacent(x)
+    if groups == x.shape[-1] == weight.shape[0] and (pool := _by_channel(node, w, x, (bias, residual))) is not None:
+
+        def each(images: Any, *others: Any) -> Any:
+            y = conv(images, packed, **how)
+            y = y if bias is None else y + bias
+            y = y if residual is None else y + others[-1]
+            return e.relu(y) if relu else y
+
+        taps = once(weight, "taps", lambda: np.ascontiguousarray(weight.reshape(weight.shape[0], -1).T))
+        operands = (x, taps, *(y for y in (bias, residual) if y is not None))
+        return channels_first(x.recorder.over_windows("pool", operands, pool, shape, each))
     if groups == 1:
 
         def alone(images: Any) -> Any:
@@ -189,6 +200,17 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
 
     y = own_call("conv", run, x, *([] if residual is None else [residual]), shape=shape, dtype=x.dtype)
     return channels_first(y)
+
+
+def _by_channel(node: Node, w: Windows, x: Any, more: tuple[Any, Any]) -> Pool | None:
+    """The record of a convolution of each channel by a filter of its own, or None if kernels do not compute it."""
+    windows = zip(w.kernel, w.strides, w.dilations, w.begin, strict=True)
+    axes = tuple(regions(*axis) for axis in zip(x.shape[1:-1], w.result, windows, strict=True))
+    bias, residual = more
+    pool = Pool(
+        "dot", 0, axes, w.kernel, w.strides, bias is not None, residual is not None, bool(node.attribute("relu"))
+    )
+    return pool if is_small(pool) else None
 
 
 @operator("ScaledConv", domains=(DOMAIN,))
@@ -355,5 +377,5 @@ def _pool_of(node: Node, x: Any, w: Windows) -> Pool | None:
     windows = zip(w.kernel, w.strides, w.dilations, w.begin, strict=True)
     axes = zip(x.shape[2:], w.result, windows, strict=True)
     count = math.prod(w.kernel) if padded else 0
-    pool = Pool("add" if average else "max", count, tuple(regions(*axis) for axis in axes), w.strides)
+    pool = Pool("mean" if average else "max", count, tuple(regions(*axis) for axis in axes), w.kernel, w.strides)
     return pool if is_small(pool) else None

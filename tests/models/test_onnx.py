@@ -298,6 +298,25 @@ def test_dynamic_quantization_is_exact(shape):
     assert {row.kind for row in session.report({"x": x}).rows} == {"rows"}
 
 
+@pytest.mark.parametrize(("stride", "dilation", "kernel"), [(1, 1, 3), (2, 1, 3), (1, 2, 3), (3, 1, 2)])
+def test_convolutions_of_each_channel_by_itself_are_kernels_over_rows(stride, dilation, kernel):
+    w, b = rng.standard_normal((20, 1, kernel, kernel)).astype(np.float32), rng.random(20, np.float32)
+    one = {"strides": [stride] * 2, "dilations": [dilation] * 2, "pads": [dilation, 1, 0, dilation]}
+    nodes = [
+        ("Conv", ["x", "w", "b"], ["a"], one | {"group": 20}), ("Relu", ["a"], ["c"]),
+        ("Conv", ["x", "w"], ["d"], one | {"group": 20}), ("Add", ["d", "c"], ["z"]),
+    ]  # fmt: skip
+    made = model(nodes, [("x", FLOAT, ["n", 20, 9, 7])], [("z", FLOAT, None)], {"w": w, "b": b})
+    session, plain = portmm.onnx.load(made), portmm.onnx.load(made)
+    plain.executor.run_part = plain.executor.interpret  # NumPy computes each node
+    for n in (1, 2):
+        x = rng.standard_normal((n, 20, 9, 7)).astype(np.float32)
+        np.testing.assert_allclose(session.run({"x": x})[0], plain.run({"x": x})[0], rtol=1e-4, atol=1e-5)
+    report = session.report({"x": x})
+    assert [row.kind for row in report.rows if row.kind != "copy"] == ["conv", "conv"]
+    assert not report.numpy
+
+
 @pytest.mark.parametrize("kind", [np.uint8, np.int8])
 @pytest.mark.parametrize("channels", [3, 8])
 def test_convolutions_and_products_between_quantizations_are_of_integers(kind, channels):
