@@ -12,6 +12,7 @@ import argparse
 import json
 import os
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -60,6 +61,29 @@ def openvino(path: Path, threads: int) -> Any:
 RUNTIMES = {"portmm": ours, "onnxruntime": onnx_runtime, "openvino": openvino}
 
 
+def peak(name: str, runtime: str, path: Path, options: argparse.Namespace) -> float:
+    """Mebibytes that a process of its own took at most for a runtime, a model and some runs."""
+    command = [sys.executable, __file__, name, "--peak", runtime, "--folder", str(path.parent)]
+    command += ["--batch", str(options.batch), "--length", str(options.length), "--threads", str(options.threads)]
+    return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
+
+
+def print_peak(name: str, options: argparse.Namespace) -> None:
+    """Run a model a few times, and print the peak of the process."""
+    import model_graphs
+    import onnx
+
+    path = options.folder / f"{name}.onnx"
+    model = onnx.load(path, load_external_data=False)
+    feeds = model_graphs.feeds(model, batch=options.batch, length=options.length)
+    del model
+    run = RUNTIMES[options.peak](path, options.threads)
+    for _ in range(3):
+        run(feeds)
+    status = Path("/proc/self/status").read_text()  # what getrusage says begins with the peak of the parent
+    print(int(status.split("VmHWM:")[1].split()[0]) / 1024)
+
+
 def measured(name: str, options: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """Times and differences of one model."""
     import model_graphs
@@ -101,6 +125,7 @@ def measured(name: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     return {
         "model": name, "batch": options.batch, "length": options.length, "threads": options.threads,
         "milliseconds": {x: round(1e3 * statistics.median(y), 3) for x, y in times.items()},
+        "peak_mebibytes": {x: peak(name, x, path, options) for x in runs} if options.memory else {},
         "ratio": ratio, "first_seconds": first, "differences": differences,
     }  # fmt: skip
 
@@ -119,8 +144,13 @@ def main() -> None:
     parser.add_argument("--runtimes", default=",".join(RUNTIMES))
     parser.add_argument("--folder", type=Path, help="where models are written; by default a temporary one")
     parser.add_argument("--save", type=Path)
+    parser.add_argument("--memory", action="store_true", help="the peak of a process of each runtime, too")
+    parser.add_argument("--peak", help="print the peak of this process for this runtime, and measure nothing else")
     options = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", str(options.threads))
+    if options.peak:
+        print_peak(options.models[0], options)
+        return
     with tempfile.TemporaryDirectory() as temporary:
         rows = []
         for name in options.models:
@@ -129,6 +159,8 @@ def main() -> None:
             cells = ", ".join(f"{x} {y:.2f} ms" for x, y in row["milliseconds"].items())
             print(f"{name}: {cells}; ratio {row['ratio']:.3f}" if row["ratio"] else f"{name}: {cells}", flush=True)
             print(f"  first result {row['first_seconds']}, differences {row['differences']}", flush=True)
+            if options.memory:
+                print(f"  peak in MiB {row['peak_mebibytes']}", flush=True)
     if options.save:
         options.save.write_text(json.dumps(rows, indent=1) + "\n")
 

@@ -30,6 +30,15 @@ CHANNELS_FIRST = "channels first"
 """Name of views of images that lie with channels last, as convolutions write them: (n, c, ...) of (n, ..., c)."""
 
 
+GROUPED = "groups of channels"
+"""Name of views of images that were computed with an axis of groups before that of their channels: (n, c, ...)."""
+
+
+def grouped_channels(x: Any, shape: tuple[int, ...]) -> Any:
+    """Images (n, c, ...) of (n, groups, channels of a group, pixels): what follows is computed in that shape, too."""
+    return x.recorder.viewed(GROUPED, lambda y: y.reshape(shape), x)
+
+
 def channels_first(x: Any) -> Any:
     """A view of images whose channels are last in memory with channels first."""
     order = (0, x.ndim - 1, *range(1, x.ndim - 1))
@@ -69,6 +78,12 @@ class ModelArrays(WholeArrays):
         """Record an element-wise function; of images whose channels are last in memory in that order."""
         record = partial(super().map, name, traced, plain)
         nodes = [x for x in values if isinstance(x, Operation)]
+        if any(x.name == GROUPED for x in nodes):
+            groups = self._in_groups(nodes)
+            if groups is not None:
+                inner = record(tuple(groups[x] if isinstance(x, Operation) else x for x in values), *more, **options)
+                shape = next(x.shape for x in nodes if x.name == GROUPED)
+                return grouped_channels(Traced(self, inner), shape).node  # type: ignore[no-any-return]
         shapes = {x.shape for x in nodes if x.name == CHANNELS_FIRST}
         whole = [x for x in nodes if x.shape in shapes]
         if len(shapes) != 1 or not all(x.name == CHANNELS_FIRST for x in whole):
@@ -78,6 +93,24 @@ class ModelArrays(WholeArrays):
             return record(values, *more, **options)
         last = tuple(self._last(x, rank) if isinstance(x, Operation) else x for x in values)
         return channels_first(Traced(self, record(last, *more, **options))).node  # type: ignore[no-any-return]
+
+    def _in_groups(self, nodes: list[Operation]) -> dict[Operation, Operation] | None:
+        """Operands of element-wise functions in the shape of those with groups of channels, or None."""
+        first = next(x for x in nodes if x.name == GROUPED)
+        base, channels = first.inputs[0], (first.shape[1], *(1,) * (len(first.shape) - 2))
+        groups: dict[Operation, Operation] = {}
+        for x in nodes:
+            if x.name == GROUPED and (x.shape, x.inputs[0].shape) == (first.shape, base.shape):
+                groups[x] = x.inputs[0]
+            elif x.shape in (channels, (1, *channels)):
+                groups[x] = Traced(self, x).reshape((*base.shape[1:3], 1)).node
+            elif x.shape == first.shape and x.kind != "view":
+                groups[x] = Traced(self, x).reshape(base.shape).node
+            elif not x.shape:
+                groups[x] = x
+            else:
+                return None
+        return groups
 
     def _last(self, x: Operation, rank: int) -> Operation:
         """An operand of element-wise functions with channels last."""

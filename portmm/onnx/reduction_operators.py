@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.onnx.arrays import CHANNELS_FIRST, channels_last
+from portmm.onnx.arrays import CHANNELS_FIRST, channels_last, grouped_channels
 from portmm.onnx.elementwise_operators import FLOATS, same_type
 from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
 from portmm.onnx.shape_operators import axes_of
@@ -181,12 +181,15 @@ def _group_norm(node: Node, x: Any, scale: Any, bias: Any) -> Any:
 def _grouped(x: Any, groups: int, scale: Any, bias: Any, eps: float) -> Any:
     """Groups of channels less their means, over their standard deviations, with a scale and a bias by channel."""
     n, c = x.shape[:2]
-    inner = math.prod(x.shape[2:])
-    rows, scale, bias = _float32(x.reshape((n, groups, c // groups * inner)), scale, bias)
-    centred = rows - rows.mean(-1, keepdims=True)
-    normal = centred * e.rsqrt((centred * centred).mean(-1, keepdims=True) + eps)
-    each = normal.reshape((n, c, inner)) * scale.reshape((c, 1)) + bias.reshape((c, 1))
-    return same_type(each.reshape(x.shape), x)
+    split = (n, groups, c // groups, math.prod(x.shape[2:]))
+    rows, scale, bias = _float32(x.reshape((n, groups, math.prod(split[2:]))), scale, bias)
+    mean = rows.mean(-1, keepdims=True)
+    inverse = e.rsqrt(e.square(rows - mean).mean(-1, keepdims=True) + eps)
+    # Values are normalized where they get their scales: kernels read them again, and store them once.
+    each = (rows.reshape(split) - mean.reshape((n, groups, 1, 1))) * inverse.reshape((n, groups, 1, 1))
+    own = (groups, c // groups, 1)
+    each = same_type(each * scale.reshape(own) + bias.reshape(own), x)
+    return grouped_channels(each, x.shape) if is_traced(each) else each.reshape(x.shape)
 
 
 @operator("BatchNormalization")

@@ -132,6 +132,8 @@ def _gather(node: Node, x: Any, indices: Any) -> Any:
         return x[(slice(None),) * axis + (int(indices),)]
     if is_traced(x, indices):
         raise UnsupportedError
+    if not axis:
+        return np.asarray(x[indices])  # a quarter less time than np.take
     return np.take(x, np.where(indices < 0, indices + x.shape[axis], indices), axis=axis)
 
 

@@ -298,6 +298,26 @@ def test_dynamic_quantization_is_exact(shape):
     assert {row.kind for row in session.report({"x": x}).rows} == {"rows"}
 
 
+@pytest.mark.parametrize("shape", [(2, 12, 5, 3), (1, 12, 7)])
+def test_a_group_norm_and_what_follows_it_store_images_once(shape):
+    arrays = {"s": rng.random(12, np.float32), "b": rng.random(12, np.float32)}
+    arrays["c"] = rng.random((12, *(1,) * (len(shape) - 2)), np.float32)
+    nodes = [
+        ("GroupNormalization", ["x", "s", "b"], ["y"], {"num_groups": 3}), ("Sigmoid", ["y"], ["g"]),
+        ("Mul", ["y", "g"], ["a"]), ("Add", ["a", "x"], ["d"]), ("Mul", ["d", "c"], ["z"]),
+    ]  # fmt: skip
+    made = model(nodes, [("x", FLOAT, shape)], [("z", FLOAT, shape)], arrays)
+    made.opset_import[0].version, made.ir_version = 21, 10
+    x = rng.standard_normal(shape).astype(np.float32) + 3
+    session = portmm.onnx.load(made)
+    groups = x.astype(np.float64).reshape(shape[0], 3, -1)
+    normal = (groups - groups.mean(-1, keepdims=True)) / np.sqrt(groups.var(-1, keepdims=True) + 1e-5)
+    scale, bias = (arrays[i].reshape(arrays["c"].shape) for i in "sb")
+    y = normal.reshape(shape) * scale + bias
+    np.testing.assert_allclose(session.run({"x": x})[0], (y / (1 + np.exp(-y)) + x) * arrays["c"], rtol=1e-4, atol=1e-5)
+    assert [row.kind for row in session.report({"x": x}).rows] == ["rows", "rows"]
+
+
 @pytest.mark.parametrize(("stride", "dilation", "kernel"), [(1, 1, 3), (2, 1, 3), (1, 2, 3), (3, 1, 2)])
 def test_convolutions_of_each_channel_by_itself_are_kernels_over_rows(stride, dilation, kernel):
     w, b = rng.standard_normal((20, 1, kernel, kernel)).astype(np.float32), rng.random(20, np.float32)
