@@ -12,13 +12,12 @@ from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
 from typing import Any
 
-import numpy as np
-
+from portmm.arrays.interop import as_numpy, as_tensor
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.comparison.peers import MissingError, UnsupportedError
 from portmm.errors import PortmmError
 from portmm.runtime import cuda, opencl
-from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES
+from portmm.spec.dtype import BY_NAME
 
 LANGUAGES = ("cuda", "opencl")
 
@@ -190,30 +189,17 @@ class TorchArrays(Arrays):
     def holds(self, names: Collection[str]) -> bool:
         return all(hasattr(self.torch, BY_NAME[name].numpy) for name in names)
 
-    def _tensor(self, x: Any) -> Any:
-        """A NumPy array as a tensor: PyTorch knows no types of ml_dtypes."""
-        name = x.dtype.name
-        if not any(BY_NAME[y].numpy == name for y in EXTENSION_TYPES):
-            return self.torch.from_numpy(x)
-        bits = np.int16 if x.dtype.itemsize == 2 else np.int8
-        return self.torch.from_numpy(x.view(bits)).view(getattr(self.torch, name))
-
     def put(self, x: Any) -> Any:
-        return self._tensor(x).to(self._where, copy=True)
+        return as_tensor(x).to(self._where, copy=True)
 
     def store(self, to: Any, x: Any) -> None:
-        to.copy_(self._tensor(x))
+        to.copy_(as_tensor(x))
 
     def transposed(self, x: Any) -> Any:
         return x.transpose(-1, -2)
 
     def host(self, x: Any) -> Any:
-        name = str(x.dtype).removeprefix("torch.")
-        own = next((y for y in EXTENSION_TYPES if BY_NAME[y].numpy == name), "")
-        if not own:
-            return x.cpu().numpy()
-        bits = self.torch.int16 if x.element_size() == 2 else self.torch.int8
-        return x.contiguous().view(bits).cpu().numpy().view(numpy_of(own))
+        return as_numpy(x.cpu())
 
     def wait(self) -> None:
         self.torch.cuda.synchronize()

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 
+from portmm.arrays.interop import as_tensor
 from portmm.comparison import fused, native
 from portmm.comparison.case import Case
 from portmm.comparison.data import INPUTS, Arrays
@@ -108,15 +109,8 @@ def _those_that_work(makers: dict[str, Maker], torch: Any, case: Case, data: Arr
     return methods
 
 
-def tensor(torch: Any, array: Any) -> Any:
-    """A tensor over an array's memory; PyTorch does not know NumPy's bfloat16."""
-    if array.dtype.name == "bfloat16":
-        return torch.from_numpy(array.view(np.uint16)).view(torch.bfloat16)
-    return torch.from_numpy(array)
-
-
 def _floats(torch: Any, case: Case, data: Arrays) -> dict[str, Run]:
-    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
+    a, b, c = (as_tensor(x) for x in (data.a, data.b, data.c))
     multiply: Any = torch.bmm if case.batch > 1 else torch.mm
     methods: dict[str, Run] = {multiply.__name__: repeat(lambda: multiply(a, b, out=c))}
     if case.m == 1 and case.batch == 1:
@@ -141,7 +135,7 @@ def functions(torch: Any) -> dict[str, Callable[[Any], Any]]:
 
 def _after(torch: Any, words: Sequence[str], data: Arrays) -> Callable[[Any], Any]:
     """Function that applies epilogue steps to a product in place and returns it."""
-    added = {name: tensor(torch, x) for name, x in data.added.items()}
+    added = {name: as_tensor(x) for name, x in data.added.items()}
     known = functions(torch)
     steps = [partial(torch.Tensor.add_, other=added[word]) if word in added else known[word] for word in words]
 
@@ -154,16 +148,16 @@ def _after(torch: Any, words: Sequence[str], data: Arrays) -> Callable[[Any], An
 
 
 def _eager(torch: Any, case: Case, data: Arrays) -> Run:
-    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
+    a, b, c = (as_tensor(x) for x in (data.a, data.b, data.c))
     words, linear, weight = fused.steps(case.fused), torch.nn.functional.linear, b.t()
-    bias = tensor(torch, data.bias) if words[0] == "bias" else None
+    bias = as_tensor(data.bias) if words[0] == "bias" else None
     after = _after(torch, words[1:] if bias is not None else words, data)
     return returning(lambda: after(linear(a, weight, bias)), c.copy_)
 
 
 def _overwriting(torch: Any, case: Case, data: Arrays) -> Run:
-    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
-    words, added = fused.steps(case.fused), {name: tensor(torch, x) for name, x in data.added.items()}
+    a, b, c = (as_tensor(x) for x in (data.a, data.b, data.c))
+    words, added = fused.steps(case.fused), {name: as_tensor(x) for name, x in data.added.items()}
     after = _after(torch, words[1:] if words[0] in added else words, data)
     if words[0] in added:
         first = added[words[0]]
@@ -173,27 +167,27 @@ def _overwriting(torch: Any, case: Case, data: Arrays) -> Run:
 
 def _pointwise(torch: Any, case: Case, data: Arrays) -> Run:
     """Run of oneDNN's linear operator, with a bias and one more step, and of the other steps after it."""
-    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
+    a, b, c = (as_tensor(x) for x in (data.a, data.b, data.c))
     weight = torch.ops.mkldnn._reorder_linear_weight(b.t().contiguous(), a.shape[0])  # noqa: SLF001
     linear = torch.ops.mkldnn._linear_pointwise  # noqa: SLF001
     words = fused.steps(case.fused)
-    bias, words = (tensor(torch, data.bias), words[1:]) if words[:1] == ("bias",) else (None, words)
+    bias, words = (as_tensor(data.bias), words[1:]) if words[:1] == ("bias",) else (None, words)
     after = _after(torch, words[1:], data)
     if words[:1] == ("residual",):
-        binary, residual = linear.binary, tensor(torch, data.residual)
+        binary, residual = linear.binary, as_tensor(data.residual)
         return returning(lambda: after(binary(a, residual, weight, bias, "add")), c.copy_)
     name, algorithm = POINTWISE[words[0]] if words else ("none", "")
     return returning(lambda: linear(a, weight, bias, name, [], algorithm), c.copy_)
 
 
 def _int_mm(torch: Any, _case: Case, data: Arrays) -> Run:
-    a, b, c = (tensor(torch, x) for x in (data.a, data.b, data.c))
+    a, b, c = (as_tensor(x) for x in (data.a, data.b, data.c))
     return repeat(lambda: torch._int_mm(a, b, out=c))  # noqa: SLF001
 
 
 def _scaled(torch: Any, case: Case, data: Arrays) -> Run:
-    a, b, c, columns = (tensor(torch, x) for x in (data.a, data.b, data.c, data.columns))
-    rows, sums = tensor(torch, data.rows)[:, None], torch.empty(c.shape, dtype=torch.int32)
+    a, b, c, columns = (as_tensor(x) for x in (data.a, data.b, data.c, data.columns))
+    rows, sums = as_tensor(data.rows)[:, None], torch.empty(c.shape, dtype=torch.int32)
     after = _after(torch, fused.steps(case.fused), data)
 
     def call() -> None:
@@ -206,9 +200,9 @@ def _scaled(torch: Any, case: Case, data: Arrays) -> Run:
 
 def _qlinear(torch: Any, case: Case, data: Arrays) -> Run:
     # The operator has one scale for all activations, so rows are scaled afterwards.
-    a, b, c, columns = (tensor(torch, x) for x in (data.a, data.b, data.c, data.columns))
+    a, b, c, columns = (as_tensor(x) for x in (data.a, data.b, data.c, data.columns))
     weight = torch.ops.onednn.qlinear_prepack(b.t().contiguous(), list(a.shape))
-    zeros, rows = torch.zeros(columns.shape, dtype=torch.int32), tensor(torch, data.rows)[:, None]
+    zeros, rows = torch.zeros(columns.shape, dtype=torch.int32), as_tensor(data.rows)[:, None]
     linear, after = torch.ops.onednn.qlinear_pointwise, _after(torch, fused.steps(case.fused), data)
 
     def call() -> Any:
@@ -219,17 +213,17 @@ def _qlinear(torch: Any, case: Case, data: Arrays) -> Run:
 
 
 def _eight_bits(torch: Any, case: Case, data: Arrays) -> Run:
-    a, c, columns = (tensor(torch, x) for x in (data.a, data.c, data.columns))
-    weight = tensor(torch, np.ascontiguousarray(data.b.T))
+    a, c, columns = (as_tensor(x) for x in (data.a, data.c, data.columns))
+    weight = as_tensor(np.ascontiguousarray(data.b.T))
     multiply, after = torch._weight_int8pack_mm, _after(torch, fused.steps(case.fused), data)  # noqa: SLF001
     return returning(lambda: after(multiply(a, weight, columns)), c.copy_)
 
 
 def _four_bits(torch: Any, case: Case, data: Arrays) -> Run:
-    a, c = (tensor(torch, x) for x in (data.a, data.c))
-    codes = tensor(torch, np.ascontiguousarray(data.b.T).astype(np.int32))
+    a, c = (as_tensor(x) for x in (data.a, data.c))
+    codes = as_tensor(np.ascontiguousarray(data.b.T).astype(np.int32))
     weight = torch.ops.aten._convert_weight_to_int4pack_for_cpu(codes, INNER_TILES)  # noqa: SLF001
-    scales = tensor(torch, data.columns).to(a.dtype)
+    scales = as_tensor(data.columns).to(a.dtype)
     both = torch.stack([scales, torch.zeros_like(scales)], -1).contiguous()
     multiply, block = torch.ops.aten._weight_int4pack_mm_for_cpu, case.block  # noqa: SLF001
     after = _after(torch, fused.steps(case.fused), data)
@@ -267,8 +261,8 @@ def open_compiled(setup: Setup) -> Library:
 def _compiled(torch: Any, case: Case, data: Arrays, mode: str) -> Run:
     """Run of a compiled module, after a first call."""
     torch.compiler.reset()
-    activations = [tensor(torch, data.a)] + ([tensor(torch, data.residual)] if data.residual is not None else [])
-    module, c = _module(torch, case, data), tensor(torch, data.c)
+    activations = [as_tensor(data.a)] + ([as_tensor(data.residual)] if data.residual is not None else [])
+    module, c = _module(torch, case, data), as_tensor(data.c)
     try:
         call = torch.compile(module, mode=mode, dynamic=False, fullgraph=True)
         call(*activations)
@@ -293,7 +287,7 @@ def _module(torch: Any, case: Case, data: Arrays) -> Any:
 
         def __init__(self) -> None:
             super().__init__()
-            weight = tensor(torch, data.b)
+            weight = as_tensor(data.b)
             weight = weight.t().contiguous() if case.batch == 1 and (case.packed or case.b == "col") else weight
             for name, value in (
                 ("weight", weight),
@@ -301,7 +295,7 @@ def _module(torch: Any, case: Case, data: Arrays) -> Any:
                 ("rows", data.rows),
                 ("columns", data.columns),
             ):
-                self.register_buffer(name, value if value is None or value is weight else tensor(torch, value))
+                self.register_buffer(name, value if value is None or value is weight else as_tensor(value))
 
         def forward(self, x: Any, residual: Any = None) -> Any:
             y = product(self, x)

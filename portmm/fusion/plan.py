@@ -18,7 +18,7 @@ from portmm.fusion.program import Kernel, Text
 from portmm.spec.epilogue import C, Fused, Operand, acc, load
 from portmm.spec.expr import apply, node
 from portmm.trace.bind import filled, unmasked
-from portmm.trace.buffers import Place, walk
+from portmm.trace.buffers import Place, looked, walk
 from portmm.trace.placeholders import Array
 
 if TYPE_CHECKING:
@@ -56,6 +56,8 @@ class Expressions:
         self.values: list[Expr] = []
         self.numbers: list[int] = []
         self.operands: list[Operand] = []
+        self.strides: list[tuple[int, int, int]] = []
+        self.repeats: list[tuple[int, ...]] = []
         self.nodes: dict[Node, Place] = {}
         self.known: dict[Node, Expr] = {}
 
@@ -97,10 +99,10 @@ class Expressions:
 
     def bind(self, walk: Walk, columns: list[int], before: int = 0) -> None:
         """Bind operands to the axes along which they vary; in `walk` they follow `before` others."""
-        self.operands = []
-        for i, buffer in enumerate(self.buffers):
+        self.operands, self.repeats = [], [moved[before:] for moved in walk.repeats]
+        self.strides = list(zip(walk.batch[1][before:], walk.rows[1][before:], columns, strict=True))
+        for i, (buffer, (b, m, n)) in enumerate(zip(self.buffers, self.strides, strict=True)):
             written, full = i >= len(self.read), buffer.like.shape == self.shape
-            b, m, n = walk.batch[1][before + i], walk.rows[1][before + i], columns[i]
             # Arrays of the full shape vary along rows even if there is one row: the same kernel serves any number.
             axes = ("b" if b else "") + ("m" if m or full or written else "") + ("n" if n or (written and full) else "")
             self.operands.append(Operand(kernel_type(buffer.like.dtype), axes, n in (0, 1)))
@@ -143,8 +145,8 @@ class Builder:
         """The buffer of an argument."""
         raise NotImplementedError
 
-    def view(self, x: Node) -> Place:
-        """A view of a buffer, or a copy where strides cannot express the view."""
+    def moved(self, x: Node, base: Place) -> Place:
+        """A new array with the elements of a view that neither strides nor kernels over rows can express."""
         raise NotImplementedError
 
     def allocate(self, x: Node, shape: tuple[int, ...] | None = None, fusing: Expressions | None = None) -> Place:
@@ -159,14 +161,18 @@ class Builder:
         """Add kernels of pooling."""
         raise NotImplementedError
 
-    def launch_rows(self, fusing: Expressions, w: Walk, columns: list[int], size: tuple[int, int, int]) -> None:
-        """Add runs of a kernel over rows for expressions, of `size` rows, columns and items."""
+    def over_rows(self, fusing: Expressions, size: tuple[int, int, int]) -> Any:
+        """A kernel over rows for expressions, of `size` rows, columns and items, as `launch` takes it."""
         raise NotImplementedError
 
-    def launch_product(
-        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int], *, text: str
-    ) -> Problem:
-        """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
+    def multiply(
+        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, text: str
+    ) -> tuple[Problem, Any]:
+        """The problem of a product of `size` k and n with an epilogue `text`, and its kernel."""
+        raise NotImplementedError
+
+    def launch(self, kernel: Any, operands: tuple[Place, ...], fusing: Expressions, moved: tuple[int, ...]) -> None:
+        """Add a run of a kernel, on operands of a product, if it is one, and of expressions, advanced by elements."""
         raise NotImplementedError
 
     def text(self, x: Node) -> str:
@@ -231,6 +237,18 @@ class Builder:
             self.buffers[x] = self.leaf(x) if x.kind in LEAVES else self.view(x)
         return self.buffers[x]
 
+    def view(self, x: Node) -> Place:
+        """A view of a buffer, or a copy where strides cannot express the view."""
+        base, function = self.buffer_of(x.inputs[0]), self.writer.name("f", x.plain)
+        # Every call constructs returned arrays: an inline reshape takes half the time of a call through a function.
+        text = f"{base.text}.reshape({x.shape})" if x.name == "reshape" else f"{function}({base.text})"
+        viewed = looked(base, x.plain, text)
+        if viewed is None and (not self.between or (x.name == "reshape" and kernel_type(x.dtype))):
+            to = self.allocate(x, base.like.shape)
+            self.copy(base, to, x)
+            viewed = looked(to, x.plain, f"{function}({to.text})")
+        return self.moved(x, base) if viewed is None else viewed
+
     def right(self, x: Node) -> Place:
         """The buffer of B of a product."""
         return self.buffer_of(x)
@@ -266,7 +284,9 @@ class Builder:
         steps = [p.strides(shape) for p in fusing.buffers]
         w, columns = walk(shape[:-1], [s[:-1] for s in steps], whole=whole), [s[-1] for s in steps]
         fusing.bind(w, columns)
-        self.launch_rows(fusing, w, columns, (w.rows[0], shape[-1], w.batch[0]))
+        kernel = self.over_rows(fusing, (w.rows[0], shape[-1], w.batch[0]))
+        for moved in w.repeats:
+            self.launch(kernel, (), fusing, moved)
 
     def join(self, unit: Unit) -> None:
         """Add copies of vectors, one after the other in memory."""
@@ -314,7 +334,9 @@ class Builder:
         w, columns = walk(x.shape[:-1], outer, 1, whole=_counts(unit)), [s[-1] for s in steps]
         fusing.bind(w, columns, 3)
         text = fusing.text() if len(unit.members) > 1 or x.template is not None else ""
-        p = self.launch_product((a, b, c), (k, n), fusing, w, columns, text=text)
+        p, kernel = self.multiply((a, b, c), (k, n), fusing, w, text)
+        for moved in w.repeats:
+            self.launch(kernel, (a, b, c), fusing, moved)
         notes = (x.note,) if x.note else ()
         self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p), notes, p))
 

@@ -15,7 +15,7 @@ from portmm.arrays.call import reduce_call
 from portmm.dispatch import config
 from portmm.errors import ScheduleError
 from portmm.fusion import plan_windows
-from portmm.fusion.plan import Builder, kernel_type
+from portmm.fusion.plan import Builder
 from portmm.fusion.program import ARENA, ChangedError, Kernel, Writer
 from portmm.ir.block_program import program_of
 from portmm.ops import routes
@@ -24,7 +24,7 @@ from portmm.schedule.rows import workers
 from portmm.spec.dtype import spell
 from portmm.spec.epilogue import parse
 from portmm.spec.problem import Problem
-from portmm.trace.buffers import Place, looked
+from portmm.trace.buffers import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -88,23 +88,11 @@ class HostBuilder(Builder):
         self.writer.line(f"a{x.leaf} = address({text})")
         return Place(f"a{x.leaf}", 0, value, text)
 
-    def view(self, x: Node) -> Place:
-        """A view of a buffer, or a copy where strides cannot express the view."""
-        base, function = self.buffer_of(x.inputs[0]), self.writer.name("f", x.plain)
-        # Every call constructs returned arrays: an inline reshape takes half the time of a call through a function.
-        text = f"{base.text}.reshape({x.shape})" if x.name == "reshape" else f"{function}({base.text})"
-        viewed = looked(base, x.plain, text)
-        if viewed is not None:
-            return viewed
-        if x.name == "reshape" and kernel_type(x.dtype):
-            to = self.allocate(x, base.like.shape)
-            self.copy(base, to, x)
-            copied = looked(to, x.plain, f"{function}({to.text})")
-            assert copied is not None  # noqa: S101 - it is contiguous
-            return copied
-        dense, name = self.writer.name("g", np.ascontiguousarray), f"v{x.number}"
+    def moved(self, x: Node, base: Place) -> Place:
+        """A new array with the elements of a view that neither strides nor kernels over rows can express."""
+        dense, name = self.writer.name("g", lambda y: np.ascontiguousarray(x.plain(y))), f"v{x.number}"
         self.writer.flush()
-        self.writer.line(f"{name} = {dense}({function}({base.text}))")
+        self.writer.line(f"{name} = {dense}({base.text})")
         self.writer.line(f"h{x.number} = address({name})")
         self.kernels.append(Kernel("numpy", x.name, (x.where,)))
         return Place(f"h{x.number}", 0, np.ascontiguousarray(x.plain(base.like)), name)
@@ -246,22 +234,18 @@ class HostBuilder(Builder):
         p = call.problem
         self.kernels.append(Kernel("product", x.name, (x.where,), detail=str(p), notes=notes, problem=p))
 
-    def launch_rows(self, fusing: Expressions, w: Walk, columns: list[int], size: tuple[int, int, int]) -> None:
-        """Add runs of a kernel over rows for expressions, of `size` rows, columns and items."""
+    def over_rows(self, fusing: Expressions, size: tuple[int, int, int]) -> Any:
+        """A kernel over rows for expressions, of `size` rows, columns and items."""
         from portmm.dispatch import cpu_routes
 
-        buffers = fusing.buffers
         program = program_of(parse(fusing.text()), "L1")
         route = cpu_routes.rows_route(program, size, config.target(), workers(program, size, config.get_num_threads()))
-        strides = list(zip(w.batch[1], w.rows[1], columns, strict=True))
-        for moved in w.repeats:
-            table, numbers = self.writer.operands(buffers, strides, moved), self.writer.pass_numbers(fusing.numbers)
-            self.writer.execute(route, [size[0], size[1], 1, size[2], *(0,) * 9], [None, None, None, table, numbers])
+        return route, [size[0], size[1], 1, size[2], *(0,) * 9]
 
-    def launch_product(
-        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int], *, text: str
-    ) -> Problem:
-        """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
+    def multiply(
+        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, text: str
+    ) -> tuple[Problem, Any]:
+        """The problem of a product of `size` k and n with an epilogue `text`, and its kernel."""
         (a, b, c), (k, n), (m, rows), (items, apart) = operands, size, w.rows, w.batch
         assert fusing.product is not None  # noqa: S101 - of a product
         left = _left(a, m, k, rows[0])
@@ -271,18 +255,15 @@ class HostBuilder(Builder):
             m, n, k, word, items, left.layout, layout, "row", packed_layout, config.current().deterministic,
             fused=text,
         )  # fmt: skip
-        route = routes.route_of_rows(p)
         numbers = [m, n, k, items, left.row, left.col, apart[0], b_k, b_n, apart[1], rows[2] or n, 1, apart[2]]
-        strides = list(zip(apart[3:], rows[3:], columns, strict=True))
-        for moved in w.repeats:
-            at = zip(operands, moved, strict=False)
-            addresses: list[Any] = [(y.root, y.offset + i * y.like.itemsize) for y, i in at]
-            addresses += [
-                self.writer.operands(fusing.buffers, strides, moved[3:]),
-                self.writer.pass_numbers(fusing.numbers),
-            ]
-            self.writer.execute(route, numbers, addresses)
-        return p
+        return p, (routes.route_of_rows(p), numbers)
+
+    def launch(self, kernel: Any, operands: tuple[Place, ...], fusing: Expressions, moved: tuple[int, ...]) -> None:
+        """Add a run of a kernel, on operands of a product, if it is one, and of expressions, advanced by elements."""
+        (route, numbers), at = kernel, zip(operands, moved, strict=False)
+        addresses: list[Any] = [(y.root, y.offset + i * y.like.itemsize) for y, i in at] or [None] * 3
+        table = self.writer.operands(fusing.buffers, fusing.strides, moved[len(operands) :])
+        self.writer.execute(route, numbers, [*addresses, table, self.writer.pass_numbers(fusing.numbers)])
 
 
 def _left(a: Place, m: int, k: int, row: int) -> numpy_arrays.Operand:

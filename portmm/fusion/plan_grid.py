@@ -30,12 +30,11 @@ from portmm.fusion.program import Kernel, Text
 from portmm.ops.kernel_call import start
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
-from portmm.trace.buffers import Place, looked
+from portmm.trace.buffers import Place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.dispatch.machine import Launch
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
     from portmm.fusion.plan import Expressions, Operands
@@ -86,17 +85,9 @@ class GridBuilder(Builder):
             raise ScheduleError(f"{x.name} ({x.where}) cannot be read on a device")
         return Place(f"L{x.leaf}", 0, operand.standin(self.graph.device_arrays[x.leaf]), "")
 
-    def view(self, x: Node) -> Place:
-        """A view of a buffer, or a copy where strides cannot express the view."""
-        base = self.buffer_of(x.inputs[0])
-        viewed = looked(base, x.plain)
-        if viewed is None:
-            to = self.allocate(x, base.like.shape)
-            self.copy(base, to, x)
-            viewed = looked(to, x.plain)
-        if viewed is None:
-            raise ScheduleError(f"{x.name} ({x.where}) moves elements in a way that has no kernel")
-        return viewed
+    def moved(self, x: Node, _base: Place) -> Place:
+        """A new array with the elements of a view that neither strides nor kernels over rows can express: none here."""
+        raise ScheduleError(f"{x.name} ({x.where}) moves elements in a way that has no kernel")
 
     def allocate(self, x: Node, shape: tuple[int, ...] | None = None, fusing: Expressions | None = None) -> Place:
         """Allocate an array for a node; no memory is reused."""
@@ -120,40 +111,31 @@ class GridBuilder(Builder):
 
     # Kernels.
 
-    def launch_rows(self, fusing: Expressions, w: Walk, columns: list[int], size: tuple[int, int, int]) -> None:
-        """Add runs of kernels over rows for expressions, of `size` rows, columns and items."""
-        strides = list(zip(w.batch[1], w.rows[1], columns, strict=True))
-        aligned = [self.gcd(p, [moved[i] for moved in w.repeats]) for i, p in enumerate(fusing.buffers)]
-        every, workspace = launches(fusing.text(), size, strides, aligned, self.on)
-        for moved in w.repeats:
-            self.launch(every, self.operands(fusing, moved), fusing, workspace)
+    def over_rows(self, fusing: Expressions, size: tuple[int, int, int]) -> Any:
+        """Kernels over rows for expressions, of `size` rows, columns and items, and their workspace."""
+        aligned = [self.gcd(p, [moved[i] for moved in fusing.repeats]) for i, p in enumerate(fusing.buffers)]
+        return launches(fusing.text(), size, fusing.strides, aligned, self.on)
 
-    @staticmethod
-    def operands(fusing: Expressions, moved: tuple[int, ...]) -> dict[str, str]:
-        """The operands of expressions, by parameter, for one run of a kernel."""
-        pairs = zip(fusing.buffers, moved, strict=True)
-        return {f"x{i}_all": _address(p, far) for i, (p, far) in enumerate(pairs)}
+    def multiply(
+        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, text: str
+    ) -> tuple[Problem, Any]:
+        """The problem of a product of `size` k and n with an epilogue `text`, its kernels, and their workspace."""
+        p, values, vectors = self.problem(operands, size, w, text)
+        for i, steps in enumerate(fusing.strides):
+            values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps, strict=True)}
+        route = device_routes.route(replace(p, k=max(p.k, 1)), self.on, vectors)
+        every, (workspace, _) = route.launches(values, p)
+        return p, (every, workspace)
 
-    def launch(self, every: tuple[Launch, ...], arguments: dict[str, str], fusing: Expressions, workspace: int) -> None:
-        """Add a launch of kernels with arguments by parameter."""
+    def launch(self, kernel: Any, operands: tuple[Place, ...], fusing: Expressions, moved: tuple[int, ...]) -> None:
+        """Add a run of kernels, on operands of a product, if they are one, and of expressions, advanced by elements."""
+        (every, workspace), names = kernel, [*"abc"[: len(operands)], *(f"x{i}_all" for i in range(len(moved)))]
+        places = zip(names, (*operands, *fusing.buffers), moved, strict=False)
+        arguments = {name: _address(x, far) for name, x, far in places}
         arguments |= {f"number_{i}": f"float(leaves[{leaf}])" for i, leaf in enumerate(fusing.numbers)}
         values = ", ".join(f"{name!r}: {x}" for name, x in arguments.items())
         kernels = self.writer.name("k", tuple((launch, ()) for launch in every))
         self.writer.line(f"start(on, {kernels}, {{{values}}}, like, ({workspace}, 'f32'))")
-
-    def launch_product(
-        self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, columns: list[int], *, text: str
-    ) -> Problem:
-        """Add runs of a product of `size` k and n with an epilogue `text`, and return its problem."""
-        p, values, vectors = self.problem(operands, size, w, text)
-        for i, steps_ in enumerate(zip(w.batch[1][3:], w.rows[1][3:], columns, strict=True)):
-            values |= {f"x{i}_{axis}": s for axis, s in zip("bmn", steps_, strict=True)}
-        route = device_routes.route(replace(p, k=max(p.k, 1)), self.on, vectors)
-        every, (workspace, _) = route.launches(values, p)
-        for moved in w.repeats:
-            parts = {name: _address(y, i) for name, y, i in zip("abc", operands, moved, strict=False)}
-            self.launch(every, parts | self.operands(fusing, moved[3:]), fusing, workspace)
-        return p
 
     def problem(
         self, operands: tuple[Place, Place, Place], size: tuple[int, int], w: Walk, text: str

@@ -201,14 +201,9 @@ def add_convolution(builder: Any, unit: Unit) -> None:
     a_m, a_k, a_batch, b_k, b_n, b_batch = strides
     numbers = [m, x.shape[-1], size.depth, items, a_m, a_k, a_batch, b_k, b_n, b_batch, rows[0], 1, apart[0]]
     owner = weight.weight[0].owner
-    builder.writer.name("weight", weight)  # the program stores its address, so it keeps it alive
-    addresses: list[Any] = [(image.root, image.offset), (str(owner.__array_interface__["data"][0]), 0)]
-    table = None
-    if ending is not None:
-        offsets = list(zip(apart[1:], rows[1:], columns, strict=True))
-        table = builder.writer.operands(fusing.buffers, offsets, w.repeats[0][1:])
-    addresses += [(c.root, c.offset), table, builder.writer.pass_numbers(fusing.numbers)]
-    builder.writer.execute(route, numbers, addresses)
+    name = builder.writer.name("weight", weight)  # the program stores its address, so it keeps it alive
+    filters = Place(str(owner.__array_interface__["data"][0]), 0, owner, name)
+    builder.launch((route, numbers), (image, filters, c), fusing, (0, 0, 0, *fusing.repeats[0]))
     lines = tuple(dict.fromkeys(y.where for y in unit.members))
     fused = tuple(y.name for y in unit.members[1:])
     builder.kernels.append(Kernel("conv", x.name, lines, fused, fusing.text() if ending else "", str(p)))

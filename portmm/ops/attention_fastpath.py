@@ -52,7 +52,7 @@ def again(call: tuple[Any, ...]) -> tuple[Any, Any]:
     """The results of a call of a known kind, else NotImplemented, and the key of its kind, if there may be others.
 
     Args:
-        call: the arguments of `Runtime.attend`.
+        call: the arguments of `CffiRuntime.attend`.
     """
     result = host_matmul.attend(*call)
     if result is not NotImplemented:
@@ -75,7 +75,7 @@ def keep(  # noqa: PLR0917 - one caller
 ) -> None:
     """Remember the kernel of a kind of calls, if operands of this kind are read without a copy.
 
-    The last argument is that of `Runtime.attend`.
+    The last argument is that of `CffiRuntime.attend`.
     """
     if all(map(_same, shape.operands, operands)):
         repeated = _Repeated(kernel, shape, window, numbers, lse=lse)
@@ -118,7 +118,7 @@ class _Repeated:
             strides[1, of], strides[2:4, 0], strides[4, of] = row * many, (row, column), row
 
     def again(self, call: tuple[Any, ...]) -> Any:
-        """The results of a call with the arguments of `Runtime.attend`."""
+        """The results of a call with the arguments of `CffiRuntime.attend`."""
         if self.repeats:  # a kind that the runtime tells from others, or has forgotten
             self.hand_on(call)
         return self(*call[:3])

@@ -165,7 +165,7 @@ def _not_again(*_call: Any) -> Any:
 fast: Callable[[Any, Any, Any], Any] = _start
 again: Callable[..., Any] = _not_again
 attend: Callable[..., Any] = _not_again
-"""`Runtime.repeat` and `Runtime.attend`, once that is loaded."""
+"""`CffiRuntime.repeat` and `attend`, once that is loaded."""
 
 
 def begin(a: Any = None, b: Any = None, out: Any = None) -> None:

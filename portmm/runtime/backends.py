@@ -2,7 +2,7 @@
 
 Owns `Facts`, a device as its driver describes it; the protocol `Backend`, which the modules `cuda` and `opencl` of this
 package follow; and `backend`, which loads the one that an operand names. What is above is written once for all of them.
-The processor's is `cpu.Runtime`: its launches are C throughout.
+The processor's is `cffi_runtime.CffiRuntime`: its launches are C throughout.
 """
 
 from __future__ import annotations

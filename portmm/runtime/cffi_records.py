@@ -136,7 +136,7 @@ def address(x: np.ndarray[Any, Any]) -> int:
 
 
 def largest_scale(vector: np.ndarray[Any, Any]) -> float:
-    """See `Runtime`."""
+    """See `CffiRuntime`."""
     return float(vector.max(initial=0)) if bool(((vector >= 0) & (vector < np.inf)).all()) else -1.0
 
 
@@ -321,7 +321,7 @@ class Plan:
 
 
 class Plain:
-    """The part of `Runtime` that needs no machine code."""
+    """The part of `CffiRuntime` that needs no machine code."""
 
     Packed, Kernel, Route, Plan = Packed, Kernel, Route, Plan
     register_dtype = staticmethod(register_dtype)
@@ -329,13 +329,13 @@ class Plain:
 
     @staticmethod
     def load(path: str | Path, symbol: str, file: str | Path = "") -> Any:
-        """See `Runtime`: nothing can be loaded here."""
+        """See `CffiRuntime`: nothing can be loaded here."""
         del file
         raise BuildError(f"{symbol} of {path} cannot be loaded: there is no run time to call it")
 
     @staticmethod
     def describe(*_: Any) -> None:
-        """See `Runtime`: there is no fast path here."""
+        """See `CffiRuntime`: there is no fast path here."""
 
     largest_scale = staticmethod(largest_scale)
 

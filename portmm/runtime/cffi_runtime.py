@@ -65,7 +65,13 @@ _MOST_ROUTES, _MOST_PLANS = 1 << 16, 1 << 12  # as in memo.c
 
 
 class CffiRuntime:
-    """The `Runtime` in Python, over the Python-free library at `path`."""
+    """The run time in Python, over the Python-free library at `path`; the extension has the same interface.
+
+    Types: `Packed(owner, k, n, dtype, family, b_k, b_n, b_batch, shape=(k, n))`
+    is a weight in a packed layout, its data in the 1-D array
+    `owner` and its three strides as the kernel takes them; a base for a Python class.
+    `Kernel`, `Route` and `Plan` are created by the functions below.
+    """
 
     def __init__(self, path: str) -> None:
         self.Packed, self.Kernel, self.Route, self.Plan = Packed, Kernel, Route, Plan
@@ -92,7 +98,13 @@ class CffiRuntime:
         self._plans: dict[tuple[Any, ...], Plan | None] = {}
 
     def load(self, path: str | Path, symbol: str, file: str | Path = "") -> Kernel:
-        """See `Runtime`."""
+        """Load the kernel `symbol` of the shared object at `path`.
+
+        The loader opens `file` instead, if that names a sealed copy of the same bytes: see `sealed_library`.
+
+        Raises:
+            BuildError: it cannot be loaded.
+        """
         error = self._ffi.new("char[512]")
         function = self._lib.portmm_open(os.fsencode(file or path), symbol.encode(), error, 512)
         if not function:
@@ -101,44 +113,80 @@ class CffiRuntime:
 
     @staticmethod
     def race(route: Route, task: Callable[..., None], after: float) -> None:
-        """Nothing: only the extension times single calls well enough."""
+        """Let a route race, once: task(route) is to bring rivals, and later task(route, winner, ratio) is called.
+
+        Rivals are asked for after calls that took `after` seconds together. The ratio is that of the winner's time to
+        the time of the route's own kernel.
+
+        Here nothing: only the extension times single calls well enough.
+        """
 
     @staticmethod
     def start_race(route: Route, rivals: tuple[Route, ...] | None) -> None:
-        """Nothing, likewise."""
+        """Begin the race of a route that waits, with at most three routes; without any, end it; None: ask again later.
+
+        Calls of a route that is to ask again are counted from the start.
+
+        Here nothing, likewise.
+        """
 
     @staticmethod
     def racing(_route: Route) -> str:
-        """An empty string: no route races."""
+        """State of a route: "counting" calls, "waiting" for rivals, "running", or "done"; "" if it does not race.
+
+        Here always "".
+        """
         return ""
 
     @staticmethod
     def repeat(*_call: Any) -> Any:
-        """Nothing: a call in Python is as fast."""
+        """The results of a product with an epilogue, of a kind that was kept; else NotImplemented.
+
+        Here never any: a call in Python is as fast.
+
+        Args:
+            call: the function, A, B, out, the type of the result, or None, and the settings.
+        """
         return NotImplemented
 
     @staticmethod
     def keep_call(_call: tuple[Any, ...], *_prepared: Any) -> bool:
-        """False, likewise."""
+        """Prepare further calls of a kind: see `ops.call_fastpath`; False if `repeat` cannot run them.
+
+        Here always False, likewise.
+        """
         return False
 
     @staticmethod
     def attend(*_call: Any) -> Any:
-        """Nothing, likewise."""
+        """The results of attention, of a kind that was kept; else NotImplemented.
+
+        Here never any, likewise.
+
+        Args:
+            call: q, k, v, scale, causal, window, return_lse, the settings, and the limit of threads.
+        """
         return NotImplemented
 
     @staticmethod
     def keep_attention(_call: tuple[Any, ...], *_prepared: Any) -> bool:
-        """False, likewise."""
+        """Prepare further calls of a kind: see `ops.attention_fastpath`; False if `attend` cannot run them.
+
+        Here always False, likewise.
+        """
         return False
 
     @staticmethod
     def register_dtype(name: str, dtype: np.dtype[Any]) -> None:
-        """See `Runtime`."""
+        """Register the NumPy dtype of "bf16", which NumPy does not define."""
         register_dtype(name, dtype)
 
     def make_route(self, kernel: Kernel, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Route:
-        """See `Runtime`."""
+        """Make a route: a kernel with its workspace and the most threads it may use.
+
+        `dtype` names the types of A, B and C, "f32" or "u8-s8-s32"; offsets of B
+        count `unit` elements.
+        """
         return Route(kernel, work_bytes, workers, dtype, unit)
 
     def launch(self, route: Route, v: tuple[int, ...], outer: bytes, table: int = 0, numbers: int = 0) -> None:
@@ -166,7 +214,19 @@ class CffiRuntime:
         return route.kernel.function, route.work_bytes, route.workers, route.bytes, args, offsets, len(outer) // 24
 
     def execute(self, route: Route, *numbers: Any) -> None:
-        """See `Runtime`."""
+        """Run a kernel on raw memory.
+
+        `numbers` are m, n, k, batch, a pointer (an array, or an integer), a_m, a_k, a_batch, b pointer,
+        b_k, b_n, b_batch, c pointer, c_m, c_n, c_batch, with strides in
+        elements, and optionally None or a bytes-like object of int64 triples:
+        the kernel runs once for each triple of offsets (a, b, c), in elements.
+        Fused expressions take more: the table of their operands, an array of int64 with a row for each, an address
+        and strides (see `abi.ARGS`), and their numbers, an array of float32; each a pointer or None. Addresses of
+        arrays that follow are added to those of the table, row by row, for this call.
+
+        Raises:
+            MemoryError: no memory for the workspace.
+        """
         if not isinstance(route, Route) or len(numbers) < 16 or len(numbers) == 18:
             raise TypeError(
                 "execute takes a Route, 16 integers, optional offsets, then a table of operands, numbers and arrays; "
@@ -184,7 +244,14 @@ class CffiRuntime:
         self.launch(route, tuple(map(_address, numbers[:16])), outer, *map(_address, more))
 
     def execute_all(self, routes: tuple[Route, ...], address: int) -> None:
-        """See `Runtime`."""
+        """Run kernels one after the other.
+
+        `address` points to 20 words of 64 bits for each: the 16 numbers of `execute`, the address
+        and the count of its offsets, or 0, and the addresses of operands and numbers, or 0.
+
+        Raises:
+            MemoryError: no memory for a workspace.
+        """
         words = self._ffi.cast("long *", address)
         for i, route in enumerate(routes):
             w = [words[_STEP * i + j] for j in range(_STEP)]
@@ -193,18 +260,23 @@ class CffiRuntime:
 
     @staticmethod
     def describe(*_: Any) -> None:
-        """See `Runtime`: without the extension there is no fast path for descriptions."""
+        """The key by which a call with native arrays, packed weights and integers is cached; None for other arguments.
+
+        Extents equal to `rows` are replaced by their class (see `row_classes`).
+
+        Here always None: there is no fast path for descriptions.
+        """
 
     @staticmethod
     def address(array: np.ndarray[Any, Any]) -> int:
-        """See `Runtime`."""
+        """The address of the first element of an array."""
         if not isinstance(array, np.ndarray):
             raise TypeError("address takes an array")
         return int(array.__array_interface__["data"][0])
 
     @staticmethod
     def largest_scale(vector: np.ndarray[Any, Any]) -> float:
-        """See `Runtime`."""
+        """The largest number of a contiguous vector of float32, at least 0; -1 if any is negative or not finite."""
         if (
             not isinstance(vector, np.ndarray)
             or (vector.ndim, vector.dtype) != (1, np.float32)
@@ -300,7 +372,15 @@ class CffiRuntime:
         return None if overlap(out, a) or overlap(out, b) else into
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
-        """See `Runtime`."""
+        """The product of two arrays, or of an array and a `Packed`.
+
+        2-D arrays with a unit stride, of native types that kernels multiply without conversion, run
+        the route that the resolver returns; so do stacks of matrices with evenly spaced rows, which
+        are one taller matrix, by a 2-D array. Other aligned, native arrays, not
+        empty and of at most 8 dimensions, run the plan that the planner returns
+        for their types, shapes and strides. Other calls, and those with an `out`
+        that overlaps an operand, take the slow path.
+        """
         for way in (self._fast, self._planned):
             result = way(a, b, out)
             if result is not NotImplemented:
@@ -312,7 +392,17 @@ class CffiRuntime:
     def make_plan(  # noqa: PLR0917
         self, route: Route, a: Any, b: Any, c: Any, numbers: Any, outer: Any = None, *, detail: Any = None
     ) -> Plan:
-        """See `Runtime`."""
+        """Make a plan: a callable for arrays of these shapes and strides only.
+
+        `a`, `b` and `c` are (shape, strides in bytes); `b` may be a `Packed`,
+        which then is bound. `numbers` are those of `execute` without the
+        pointers; `detail` becomes an attribute. Call the plan as plan(a, b, out=None), or plan(a, out=None).
+
+        Raises:
+            ValueError: shapes, strides or numbers are malformed; when called,
+                an operand differs, or out overlaps an input.
+            TypeError: when called, an operand is no array or of another dtype.
+        """
         if not isinstance(route, Route):
             raise TypeError(f"{route!r} is no Route")
         plan = Plan(self, route, (a, b, c), numbers, outer)
@@ -320,33 +410,54 @@ class CffiRuntime:
         return plan
 
     def set_slow(self, function: Callable[[Any, Any, Any], Any]) -> None:
-        """See `Runtime`."""
+        """Register the slow path, which `matmul` calls as function(a, b, out) off the fast path."""
         self._slow = _callable(function)
 
     def set_resolver(self, function: Callable[..., Any], density: bool = False) -> None:
-        """See `Runtime`."""
+        """Register the resolver, which returns the route of a new shape.
+
+        Called as function(dtype, m, n, k, a, b, c, family), with layouts "row",
+        "col" and, for b, "packed"; family is "" unless b is packed. It returns
+        a Route, which is cached, or None for the slow path; or a Route and True
+        if it serves every M of a class (see `row_classes`), for which it is
+        cached then, or None if it is for one call, and is not cached. `dtype` names
+        all types where they differ, "u8-s8-s32". With `density`
+        it also gets a boolean: every operand is dense (leading stride equal to
+        the extent), and dense and other operands are cached separately; and the extension asks it
+        for stacks of matrices by as many matrices, with their count as a last argument.
+        """
         self._resolver, self._density = _callable(function), bool(density)
         self.clear_memo()
 
     def set_planner(self, function: Callable[[Any, Any, Any], Any]) -> None:
-        """See `Runtime`."""
+        """Register the planner, which returns the plan for operands not seen before.
+
+        Called as function(a, b, out) with arrays, a `Packed` b, or an out of
+        None. It returns a Plan for these shapes and strides only, or None for
+        the slow path; both are cached. A `Packed` is not to be bound: its
+        `owner` takes the place of b in the plan. An exception goes to the caller.
+        """
         self._planner = _callable(function)
         self.clear_memo()
 
     def set_override(self, flag: bool) -> None:
-        """See `Runtime`."""
+        """Make every `matmul` take the slow path while `flag` is true."""
         self._override = bool(flag)
 
     def clear_memo(self) -> None:
-        """See `Runtime`."""
+        """Drop all cached routes and plans."""
         self._memo, self._plans = {}, {}
 
     def memo_size(self) -> int:
-        """See `Runtime`."""
+        """The number of cached routes and plans."""
         return len(self._memo) + len(self._plans)
 
     def set_num_threads(self, threads: int) -> None:
-        """See `Runtime`."""
+        """Bound the threads of one call; a change drops all routes and plans.
+
+        Raises:
+            ValueError: `threads` is less than 1.
+        """
         threads = operator.index(threads)
         if threads < 1:
             raise ValueError(f"the number of threads is {threads}; it must be at least 1")
@@ -355,22 +466,28 @@ class CffiRuntime:
             self.clear_memo()
 
     def get_num_threads(self) -> int:
-        """See `Runtime`."""
+        """The bound on the threads of one call; at first, the processors of this process."""
         return int(self._lib.portmm_get_num_threads())
 
     def set_scratch(self, size: int) -> None:
-        """See `Runtime`."""
+        """Bound the bytes of workspaces that all threads together keep between calls.
+
+        Workspaces of a MiB or less stay with their threads, and do not count.
+
+        Raises:
+            ValueError: `size` is negative.
+        """
         size = operator.index(size)
         if size < 0:
             raise ValueError(f"the limit of workspaces is {size} bytes; it must be at least 0")
         self._lib.portmm_set_scratch(size)
 
     def scratch(self) -> int:
-        """See `Runtime`."""
+        """Bytes of the workspaces that count towards the bound."""
         return int(self._lib.portmm_scratch())
 
     def pool_threads(self) -> int:
-        """See `Runtime`."""
+        """The number of threads that the pool has started in this process."""
         return int(self._lib.portmm_pool_threads())
 
 

@@ -1,7 +1,7 @@
 """The run time of CPU kernels: threads, launches and memos, built at first use.
 
-Owns the selection between the C extension and the cffi runtime, and the
-interface of both.
+Owns the selection between the C extension and the cffi runtime, which have one
+interface: see `cffi_runtime.CffiRuntime`.
 
 The C files form one translation unit: pool.c (threads), host.c (workspace, launch),
 and, with Python's headers, the files for NumPy arrays. Functions called in a hot
@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from portmm.ir.abi import ARGS
 from portmm.util import locks
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
     from portmm.build.shared_object import Artifact
     from portmm.errors import BuildError
+    from portmm.runtime.cffi_runtime import CffiRuntime
+
+    Runtime = CffiRuntime
 
 _C_ONLY = ("pool.c", "host.c")
 _WITH_PYTHON = (
@@ -47,207 +50,6 @@ _ARCH_FLAGS = {"aarch64": ("-mno-outline-atomics",)}
 MODULE = "_portmm_run"
 
 _lock = locks.lock()
-
-
-class Runtime(Protocol):
-    """The interface of the extension and of the cffi runtime.
-
-    Types: `Packed(owner, k, n, dtype, family, b_k, b_n, b_batch, shape=(k, n))`
-    is a weight in a packed layout, its data in the 1-D array
-    `owner` and its three strides as the kernel takes them; a base for a Python class.
-    `Kernel`, `Route` and `Plan` are created by the functions below.
-    """
-
-    Packed: type[Any]
-    Kernel: type[Any]
-    Route: type[Any]
-    Plan: type[Any]
-
-    def load(self, path: str | Path, symbol: str, file: str | Path = "") -> Any:
-        """Load the kernel `symbol` of the shared object at `path`.
-
-        The loader opens `file` instead, if that names a sealed copy of the same bytes: see `sealed_library`.
-
-        Raises:
-            BuildError: it cannot be loaded.
-        """
-
-    def make_route(self, kernel: Any, work_bytes: int, workers: int, dtype: str, unit: int = 1) -> Any:
-        """Make a route: a kernel with its workspace and the most threads it may use.
-
-        `dtype` names the types of A, B and C, "f32" or "u8-s8-s32"; offsets of B
-        count `unit` elements.
-        """
-
-    def race(self, route: Any, task: Callable[..., None], after: float) -> None:
-        """Let a route race, once: task(route) is to bring rivals, and later task(route, winner, ratio) is called.
-
-        Rivals are asked for after calls that took `after` seconds together. The ratio is that of the winner's time to
-        the time of the route's own kernel.
-        """
-
-    def start_race(self, route: Any, rivals: tuple[Any, ...] | None) -> None:
-        """Begin the race of a route that waits, with at most three routes; without any, end it; None: ask again later.
-
-        Calls of a route that is to ask again are counted from the start.
-        """
-
-    def racing(self, route: Any) -> str:
-        """State of a route: "counting" calls, "waiting" for rivals, "running", or "done"; "" if it does not race."""
-
-    def register_dtype(self, name: str, dtype: Any) -> None:
-        """Register the NumPy dtype of "bf16", which NumPy does not define."""
-
-    def execute(self, route: Any, *numbers: Any) -> None:
-        """Run a kernel on raw memory.
-
-        `numbers` are m, n, k, batch, a pointer (an array, or an integer), a_m, a_k, a_batch, b pointer,
-        b_k, b_n, b_batch, c pointer, c_m, c_n, c_batch, with strides in
-        elements, and optionally None or a bytes-like object of int64 triples:
-        the kernel runs once for each triple of offsets (a, b, c), in elements.
-        Fused expressions take more: the table of their operands, an array of int64 with a row for each, an address
-        and strides (see `abi.ARGS`), and their numbers, an array of float32; each a pointer or None. Addresses of
-        arrays that follow are added to those of the table, row by row, for this call.
-
-        Raises:
-            MemoryError: no memory for the workspace.
-        """
-
-    def execute_all(self, routes: tuple[Any, ...], address: int) -> None:
-        """Run kernels one after the other.
-
-        `address` points to 20 words of 64 bits for each: the 16 numbers of `execute`, the address
-        and the count of its offsets, or 0, and the addresses of operands and numbers, or 0.
-
-        Raises:
-            MemoryError: no memory for a workspace.
-        """
-
-    def describe(self, values: tuple[Any, ...], rows: int = 0) -> bytes | None:
-        """The key by which a call with native arrays, packed weights and integers is cached; None for other arguments.
-
-        Extents equal to `rows` are replaced by their class (see `row_classes`).
-        """
-
-    def address(self, array: Any) -> int:
-        """The address of the first element of an array."""
-
-    def largest_scale(self, vector: Any) -> float:
-        """The largest number of a contiguous vector of float32, at least 0; -1 if any is negative or not finite."""
-
-    def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
-        """The product of two arrays, or of an array and a `Packed`.
-
-        2-D arrays with a unit stride, of native types that kernels multiply without conversion, run
-        the route that the resolver returns; so do stacks of matrices with evenly spaced rows, which
-        are one taller matrix, by a 2-D array. Other aligned, native arrays, not
-        empty and of at most 8 dimensions, run the plan that the planner returns
-        for their types, shapes and strides. Other calls, and those with an `out`
-        that overlaps an operand, take the slow path.
-        """
-
-    def repeat(self, *call: Any) -> Any:
-        """The results of a product with an epilogue, of a kind that was kept; else NotImplemented.
-
-        Args:
-            call: the function, A, B, out, the type of the result, or None, and the settings.
-        """
-
-    def keep_call(self, call: tuple[Any, ...], *prepared: Any) -> bool:
-        """Prepare further calls of a kind: see `ops.call_fastpath`; False if `repeat` cannot run them."""
-
-    def attend(self, *call: Any) -> Any:
-        """The results of attention, of a kind that was kept; else NotImplemented.
-
-        Args:
-            call: q, k, v, scale, causal, window, return_lse, the settings, and the limit of threads.
-        """
-
-    def keep_attention(self, call: tuple[Any, ...], *prepared: Any) -> bool:
-        """Prepare further calls of a kind: see `ops.attention_fastpath`; False if `attend` cannot run them."""
-
-    def make_plan(  # noqa: PLR0917
-        self,
-        route: Any,
-        a: tuple[tuple[int, ...], tuple[int, ...]],
-        b: Any,
-        c: tuple[tuple[int, ...], tuple[int, ...]],
-        numbers: tuple[int, ...],
-        outer: Any = None,
-        *,
-        detail: Any = None,
-    ) -> Any:
-        """Make a plan: a callable for arrays of these shapes and strides only.
-
-        `a`, `b` and `c` are (shape, strides in bytes); `b` may be a `Packed`,
-        which then is bound. `numbers` are those of `execute` without the
-        pointers; `detail` becomes an attribute. Call the plan as plan(a, b, out=None), or plan(a, out=None).
-
-        Raises:
-            ValueError: shapes, strides or numbers are malformed; when called,
-                an operand differs, or out overlaps an input.
-            TypeError: when called, an operand is no array or of another dtype.
-        """
-
-    def set_slow(self, function: Callable[[Any, Any, Any], Any]) -> None:
-        """Register the slow path, which `matmul` calls as function(a, b, out) off the fast path."""
-
-    def set_resolver(self, function: Callable[..., Any], density: bool = False) -> None:
-        """Register the resolver, which returns the route of a new shape.
-
-        Called as function(dtype, m, n, k, a, b, c, family), with layouts "row",
-        "col" and, for b, "packed"; family is "" unless b is packed. It returns
-        a Route, which is cached, or None for the slow path; or a Route and True
-        if it serves every M of a class (see `row_classes`), for which it is
-        cached then, or None if it is for one call, and is not cached. `dtype` names
-        all types where they differ, "u8-s8-s32". With `density`
-        it also gets a boolean: every operand is dense (leading stride equal to
-        the extent), and dense and other operands are cached separately; and the extension asks it
-        for stacks of matrices by as many matrices, with their count as a last argument.
-        """
-
-    def set_planner(self, function: Callable[[Any, Any, Any], Any]) -> None:
-        """Register the planner, which returns the plan for operands not seen before.
-
-        Called as function(a, b, out) with arrays, a `Packed` b, or an out of
-        None. It returns a Plan for these shapes and strides only, or None for
-        the slow path; both are cached. A `Packed` is not to be bound: its
-        `owner` takes the place of b in the plan. An exception goes to the caller.
-        """
-
-    def set_override(self, flag: bool) -> None:
-        """Make every `matmul` take the slow path while `flag` is true."""
-
-    def clear_memo(self) -> None:
-        """Drop all cached routes and plans."""
-
-    def memo_size(self) -> int:
-        """The number of cached routes and plans."""
-
-    def set_num_threads(self, threads: int) -> None:
-        """Bound the threads of one call; a change drops all routes and plans.
-
-        Raises:
-            ValueError: `threads` is less than 1.
-        """
-
-    def get_num_threads(self) -> int:
-        """The bound on the threads of one call; at first, the processors of this process."""
-
-    def set_scratch(self, size: int) -> None:
-        """Bound the bytes of workspaces that all threads together keep between calls.
-
-        Workspaces of a MiB or less stay with their threads, and do not count.
-
-        Raises:
-            ValueError: `size` is negative.
-        """
-
-    def scratch(self) -> int:
-        """Bytes of the workspaces that count towards the bound."""
-
-    def pool_threads(self) -> int:
-        """The number of threads that the pool has started in this process."""
 
 
 def python_headers() -> Path | None:
