@@ -20,15 +20,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.attention_program import LOWEST, Bounds
+from portmm.ir.attention_program import Bounds
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
-from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Parallel, Read, Switch, Verb
 from portmm.kernels.cpu import packing
 from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, M, N
 from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
-from portmm.kernels.cpu.online_softmax import divided, last, rescale, tile
+from portmm.kernels.cpu.online_softmax import rescale, tile
 from portmm.spec.dtype import unit
 
 if TYPE_CHECKING:
@@ -136,11 +135,8 @@ class Attention(AttentionMemory):
         if self.form.lengths:
             reads.append(Read("length", self.place("lengths", ("b", var("item")))))
             end = maximum(0, minimum(end, var("length")))
-        if bounds.causal:
-            end = minimum(end, at + var("rows"))
-        elif bounds.window:
-            end = minimum(end, at + var("rows") - 1 + var("window"))
-        first = maximum(0, at + 1 - var("window")) // self.atom.k * self.atom.k if bounds.window else const(0)
+        first, end = bounds.keys(end, (at, at + var("rows") - 1, at + var("rows")), var("window"))
+        first = first // self.atom.k * self.atom.k
         return (*reads, Let("first", first), Let("end", maximum(var("first"), end)))
 
     def queries(self) -> tuple[Stmt, ...]:
@@ -156,30 +152,8 @@ class Attention(AttentionMemory):
         return (Let("count", ceil_div(var("rows"), g.nr)), For("c", const(0), var("count"), const(1), (call,)))
 
     def begin(self) -> tuple[Stmt, ...]:
-        """Initial sums and maxima; where there are no keys, zeros are the result."""
-        g, real, j = self.g, self.real, var("j")
-        clear = (
-            Map("literal", "lowest", (LOWEST,), "f32", "f32", real.name),
-            Map("literal", "none", (0.0,), "f32", "f32", real.name),
-            For(
-                "j",
-                const(0),
-                const(g.queries),
-                const(real.n),
-                (
-                    Verb("store", "lowest", p=Ptr("most", j), of=real.name),
-                    Verb("store", "none", p=Ptr("sums", j), of=real.name),
-                ),
-            ),
-        )
-        zero = For(
-            "j",
-            const(0),
-            self.o_size,
-            const(real.n),
-            (Verb("store", "none", p=Ptr("o", j), of=real.name),),
-        )
-        return (*clear, If(var("first").eq(var("end")), (zero,)))
+        """Initial sums and maxima."""
+        return self.nothing("most", const(self.g.queries), self.o_size)
 
     @property
     def summed(self) -> str:
@@ -197,12 +171,7 @@ class Attention(AttentionMemory):
         soft: tuple[Stmt, ...] = (plain,)
         if bounds:
             at, key, far = var("query") + var("offset"), var("key"), var("key") + var("keys")
-            edge = const(0)
-            if bounds.causal:
-                edge += (at + 1).lt(far)
-            if bounds.window:
-                edge += key.lt(at + var("rows") - var("window"))
-                edge += const(0) if bounds.causal else (at + var("window")).lt(far)
+            edge = bounds.edge(const(0), (key, far), (at, at + var("rows")), var("window"))
             soft = (If(edge, (self.softmax(bounds),), (plain,)),)
         return (
             Let("keys", minimum(var("end") - var("key"), var("step"))),
@@ -314,13 +283,8 @@ class Attention(AttentionMemory):
 
     def finish(self) -> tuple[Stmt, ...]:
         """Statements that store results, and the logarithms of sums."""
-        lse = self.form.lse
-        stmts: list[Stmt] = [Call(last(self.isa, self.real, lse=lse), (var("rows"), Ptr("sums"), Ptr("most")))]
         to = self.place("o", ("b", var("item")), ("h", var("head")), ("m", var("query")))
         args = (var("rows"), var("dv"), Ptr(self.summed), self.across, Ptr("sums"), to, var(f"{self.at['o']}_m"))
-        stmts.append(Call(divided(self.isa, self.real, self.form.to), args))
-        if lse:
-            i = var("i")
-            here = self.place("lse", ("b", var("item")), ("h", var("head")), ("m", var("query") + i))
-            stmts.append(For("i", const(0), var("rows"), const(1), (Move(here, Ptr("most", i)),)))
-        return tuple(stmts)
+        row = ("m", var("query") + var("i"))
+        lse = self.place("lse", ("b", var("item")), ("h", var("head")), row) if self.form.lse else None
+        return self.ended("most", args, lse)

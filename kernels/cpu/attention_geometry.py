@@ -1,15 +1,18 @@
 """The geometry of attention: tiles, blocks, scratch and addresses.
 
-Everything here is a number, an index expression or a pointer over the fields of the
-argument block and the variables of `attention`'s loops; nothing is a loop.
+Numbers, index expressions and pointers over the fields of the argument block and the variables of loops, and the
+initial and final statements of a query's numbers, which all kernels share.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from portmm.ir.attention_program import LOWEST
 from portmm.ir.index import Index, Ptr, ceil_div, const, round_up, var
-from portmm.ir.nodes import Let, LetPtr, Read
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import Call, For, If, Let, LetPtr, Move, Read, Verb
+from portmm.kernels.cpu.online_softmax import divided, last
 from portmm.schedule.cpu_attention import Geometry
 
 if TYPE_CHECKING:
@@ -34,7 +37,7 @@ M, N, D = var("m"), var("n"), var("k")
 
 
 class AttentionMemory:
-    """Addresses and sizes of the operands and scratch of one kernel; no loops."""
+    """Addresses and sizes of the operands and scratch of one kernel."""
 
     def __init__(self, form: Form, s: Schedule, isa: Isa, atom: Atom) -> None:
         real = isa.vector("f32", atom.n)
@@ -128,3 +131,24 @@ class AttentionMemory:
             buffers.append(LetPtr(name, Ptr("work", at), self.types.get(name, "f32")))
             at += x
         return tuple(buffers)
+
+    # -- initial and final numbers of queries --------------------------------
+
+    def nothing(self, most: str, queries: Index, size: Index) -> tuple[Stmt, ...]:
+        """Sums and maxima of no keys; where there are none, the `size` elements of the result are zeros."""
+        real, j = self.real, var("j")
+        clear = tuple(Verb("store", x, p=Ptr(to, j), of=real.name) for x, to in (("lowest", most), ("none", "sums")))
+        zero = For("j", const(0), size, const(real.n), (Verb("store", "none", p=Ptr("o", j), of=real.name),))
+        return (
+            Map("literal", "lowest", (LOWEST,), "f32", "f32", real.name),
+            Map("literal", "none", (0.0,), "f32", "f32", real.name),
+            For("j", const(0), queries, const(real.n), clear),
+            If(var("first").eq(var("end")), (zero,)),
+        )
+
+    def ended(self, most: str, result: tuple[Index | Ptr, ...], lse: Ptr | None) -> tuple[Stmt, ...]:
+        """Statements that store results, with the arguments of `divided`, and the logarithms of sums of rows i."""
+        i, numbers = var("i"), (var("rows"), Ptr("sums"), Ptr(most))
+        ends = Call(last(self.isa, self.real, lse=lse is not None), numbers)
+        stored = () if lse is None else (For("i", const(0), var("rows"), const(1), (Move(lse, Ptr(most, i)),)),)
+        return (ends, Call(divided(self.isa, self.real, self.form.to), result), *stored)

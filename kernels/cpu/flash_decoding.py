@@ -19,7 +19,6 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.attention_program import LOWEST
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.ir.lane_nodes import Map, Total
 from portmm.ir.nodes import (
@@ -42,7 +41,7 @@ from portmm.kernels.cpu import dot
 from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, M, N
 from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
-from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, MOST, divided, last, rescale, weight
+from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, MOST, rescale, weight
 from portmm.spec.epilogue import C, Fused, acc, index
 from portmm.spec.expr_functions import select
 
@@ -145,18 +144,7 @@ class FlashDecoding(AttentionMemory):
 
     def begin(self) -> tuple[Stmt, ...]:
         """Initial sums and maxima."""
-        real, j = self.real, var("j")
-        clear = (
-            Verb("store", "lowest", p=Ptr("mosts", j), of=real.name),
-            Verb("store", "none", p=Ptr("sums", j), of=real.name),
-        )
-        zero = For("j", const(0), var("rows") * var("across"), const(real.n), (Verb("store", "none", p=Ptr("o", j)),))
-        return (
-            Map("literal", "lowest", (LOWEST,), "f32", "f32", real.name),
-            Map("literal", "none", (0.0,), "f32", "f32", real.name),
-            For("j", const(0), var("rows"), const(real.n), clear),
-            If(var("first").eq(var("end")), (zero,)),
-        )
+        return self.nothing("mosts", var("rows"), var("rows") * var("across"))
 
     def block(self) -> tuple[Stmt, ...]:
         """Statements for one block of keys."""
@@ -264,11 +252,8 @@ class FlashDecoding(AttentionMemory):
         ends = (var("rows"), var("dv"), Ptr("o"), var("across"), Ptr("sums"), to, var(f"{self.at['o']}_m"))
         body: list[Stmt] = [*self.lets(), Let("item", task // var("few")), Let("other", task % var("few"))]
         body += [*self.buffers(task * self.runs), runs]
-        body.append(Call(last(self.isa, self.real, lse=self.form.lse), (var("rows"), Ptr("sums"), Ptr("mosts"))))
-        body.append(Call(divided(self.isa, self.real, self.form.to), ends))
-        if self.form.lse:
-            here = self.place("lse", ("b", var("item")), ("h", head)) + i
-            body.append(For("i", const(0), var("rows"), const(1), (Move(here, Ptr("mosts", i)),)))
+        lse = self.place("lse", ("b", var("item")), ("h", head)) + i if self.form.lse else None
+        body += self.ended("mosts", ends, lse)
         return Function("join", "task", (), tuple(body), "The runs of an item and a head of keys become results")
 
 

@@ -120,7 +120,7 @@ class AttentionBlocks:
 
     def reach(self) -> tuple[Stmt, ...]:
         """Range of keys that some query of the block sees: from `first` to `end`."""
-        bounds, form = self.form.bounds, self.form
+        form = self.form
         stmts: list[Stmt] = []
         start: Index = var("offset")
         if form.starts:
@@ -131,11 +131,8 @@ class AttentionBlocks:
         if form.lengths:
             stmts.append(Read("length", Ptr("lengths", var("item"))))
             end = maximum(0, minimum(end, var("length")))
-        if bounds.causal:
-            end = minimum(end, var("at") + var("high") + 1)
-        elif bounds.window:
-            end = minimum(end, var("at") + var("high") + var("window"))
-        first: Index = maximum(0, var("at") + var("low") + 1 - var("window")) if bounds.window else const(0)
+        low, high = var("at") + var("low"), var("at") + var("high")
+        first, end = form.bounds.keys(end, (low, high, high + 1), var("window"))
         if self.t.runs:
             first = maximum(first, var("slice") * var("run"))
             end = minimum(end, (var("slice") + 1) * var("run"))

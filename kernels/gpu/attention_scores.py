@@ -120,15 +120,8 @@ class Scores:
     @property
     def edge(self) -> Index:
         """Condition that some query of the block does not see some key of the tile."""
-        bounds = self.form.bounds
         key, far, low, high = var("key"), var("key") + self.t.keys, var("at") + var("low"), var("at") + var("high")
-        edge = var("end").lt(far)
-        if bounds.causal:
-            edge += (low + 1).lt(far)
-        if bounds.window:
-            edge += key.lt(high + 1 - var("window"))
-            edge += const(0) if bounds.causal else (low + var("window")).lt(far)
-        return edge
+        return self.form.bounds.edge(var("end").lt(far), (key, far), (low, high + 1), var("window"))
 
     def scored(self, row: Index, key: Index, here: Ptr, big: Ptr, columns: tuple[tuple[str, int], ...]) -> Stmt:
         """Scores of this thread, from products, and the maximum of each row; masked if the block needs it.

@@ -37,6 +37,7 @@ from portmm.kernels.gpu.loops import Pipeline, unrolled
 from portmm.kernels.gpu.mma import warps
 from portmm.kernels.gpu.product import Product, block_tile, slice_of_k
 from portmm.kernels.gpu.w4a16_tiles import LANES, Scales, Tile, reversed_bits
+from portmm.schedule.gpu_w4a16 import warps_along_k
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.layout import Layout
 from portmm.target.fragment import Fragment
@@ -117,7 +118,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     sums = work.rows * work.columns * SUMS
     body: list[Stmt] = [work.a.shared(), work.b.shared()]
     body += [work.scales(x).shared() for x in ("scales", "offsets")]
-    body += [Shared("left", sums * (s.threads - s.threads // slice_warps(s)), "f32")] if slice_warps(s) > 1 else []
+    body += [Shared("left", sums * (s.threads - s.threads // warps_along_k(s)), "f32")] if warps_along_k(s) > 1 else []
     body += [Scratch(x, sums, "f32") for x in ("acc", "sums")]
     body += [Scratch("row_parts", work.rows * SUMS, "f32"), Scratch("row_sums", work.rows * PAIR, "f32")]
     body += [Scratch("words_part", work.columns * PAIR * work.lane_words, "s32"), Scratch("b_part", 8, "b32")]
@@ -131,18 +132,13 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
         Do(ONES[atom.a], (Ptr("ones"),)),
     ]
     body += _loop(work)
-    body += _slice_reduction(work, sums) if slice_warps(s) > 1 else _stored(work)
+    body += _slice_reduction(work, sums) if warps_along_k(s) > 1 else _stored(work)
     return work.kernel(body)
-
-
-def slice_warps(s: Schedule) -> int:
-    """Number of warps with parts of k of the same sums."""
-    return s.block.k // s.tiles[1].k
 
 
 def _warps(work: Work) -> list[Stmt]:
     """Coordinates of this warp's part of its block's tile, and of its lanes."""
-    sums, slices = of(work.atom.acc_fragment), slice_warps(work.s)
+    sums, slices = of(work.atom.acc_fragment), warps_along_k(work.s)
     return [
         *warps(work.s, work.isa.warp, slices),
         Let("share", var("warp") % slices),
@@ -225,12 +221,12 @@ def _scaled(work: Work) -> tuple[Stmt, ...]:
 def _slice_reduction(work: Work, sums: int) -> list[Stmt]:
     """Slice-K reduction: the sums of warps with other parts of k are added, and stored by the first."""
     s, q, other = work.s, var("q"), var("other")
-    alone = s.threads // slice_warps(s)
-    own = var("warp") // slice_warps(s) * work.isa.warp + var("lane")
+    alone = s.threads // warps_along_k(s)
+    own = var("warp") // warps_along_k(s) * work.isa.warp + var("lane")
     to = Ptr("left", ((var("share") - 1) * sums + q) * alone + own)
     src = Ptr("left", (other * sums + q) * alone + own)
     leave = If(const(0).lt(var("share")), (unrolled("q", sums, Move(to, Ptr("acc", q))),))
-    add = unrolled("other", slice_warps(s) - 1, unrolled("q", sums, Add(Ptr("acc", q), src)))
+    add = unrolled("other", warps_along_k(s) - 1, unrolled("q", sums, Add(Ptr("acc", q), src)))
     return [leave, Barrier(), If(var("share").eq(0), (add, *_stored(work)))]
 
 

@@ -84,6 +84,14 @@ class Node:
         return f"{Path(file).name}:{line}" if file else "?"
 
     @property
+    def origin(self) -> Node:
+        """The node that a view is a view of."""
+        x = self
+        while x.kind == "view":
+            x = x.inputs[0]
+        return x
+
+    @property
     def size(self) -> int:
         """Number of elements."""
         elements = 1

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portmm.fusion.graph import Node
-from portmm.fusion.partition import LEAVES, Splitter
+from portmm.fusion.partition import LEAVES
 from portmm.ops.prepack import join
 
 if TYPE_CHECKING:
@@ -97,7 +97,7 @@ def _chain(unit: Unit) -> Chain | str:
                 if y.shape[-1:] == product.shape[-1:] and y.size > 1:
                     return "its epilogue reads a matrix"
                 used.append(y)
-            elif Splitter.root(y).kind in LEAVES:
+            elif y.origin.kind in LEAVES:
                 used.append((VECTOR, y.dtype))
             else:
                 return "its epilogue reads a vector that is computed"

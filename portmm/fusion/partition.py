@@ -97,7 +97,7 @@ class Splitter:
 
     def small(self, x: Node) -> bool:
         """Test whether to recompute a value at its uses: computed from arrays, and used once, or by larger nodes."""
-        ready = all(self.root(y).kind in LEAVES or y in self.inline for y in x.inputs)
+        ready = all(y.origin.kind in LEAVES or y in self.inline for y in x.inputs)
         if not ready or x.kind != "map" or x.rounds or x.of("index"):
             return False
         users = [y for y in self.users[x] if y.kind in _EACH and y not in self.numpy and y.shape]
@@ -109,13 +109,6 @@ class Splitter:
     def materialized(self, x: Node) -> bool:
         """Test whether a value must be stored in memory."""
         return x in self.outputs or any(y.kind not in _EACH or y in self.numpy for y in self.users[x])
-
-    @staticmethod
-    def root(x: Node) -> Node:
-        """The node that a view is a view of."""
-        while x.kind == "view":
-            x = x.inputs[0]
-        return x
 
     def leaves_unit(self, x: Node, unit: Unit) -> bool:
         """Test whether a result is read outside the unit that computes it."""

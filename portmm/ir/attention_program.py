@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import REDUCED, BlockProgram, TileGemm, TileReduce, TileTransfer
+from portmm.ir.index import const as index_of
+from portmm.ir.index import maximum, minimum
 from portmm.spec.epilogue import C, Fused, Operand, acc, contraction, extent, index, load
 from portmm.spec.expr import Expr, apply, const, node, ordered
 from portmm.spec.expr_functions import select, substituted
@@ -19,6 +21,7 @@ from portmm.util.memo import cached
 
 if TYPE_CHECKING:
     from portmm.ir.block_program import Pass
+    from portmm.ir.index import Index
 
 LOWEST = -3.0e38
 """Maximum of no scores: less than any, and finite, as -inf - -inf is NaN."""
@@ -49,6 +52,25 @@ class Bounds(NamedTuple):
             seen = seen if self.causal else seen & (to < at + width)
         assert seen is not None  # noqa: S101 - there are bounds
         return seen
+
+    def keys(self, end: Index, at: tuple[Index, Index, Index], window: Index) -> tuple[Index, Index]:
+        """First and end of the keys before `end` that queries at positions `at` see: the first, the last, their end."""
+        low, high, past = at
+        if self.causal:
+            end = minimum(end, past)
+        elif self.window:
+            end = minimum(end, high + window)
+        return maximum(0, low + 1 - window) if self.window else index_of(0), end
+
+    def edge(self, edge: Index, keys: tuple[Index, Index], at: tuple[Index, Index], window: Index) -> Index:
+        """Condition `edge`, or that queries at positions `at` do not all see all `keys`; both are first and end."""
+        (key, far), (low, past) = keys, at
+        if self.causal:
+            edge += (low + 1).lt(far)
+        if self.window:
+            edge += key.lt(past - window)
+            edge += index_of(0) if self.causal else (low + window).lt(far)
+        return edge
 
 
 class Form(NamedTuple):

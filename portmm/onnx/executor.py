@@ -224,16 +224,10 @@ class Executor:
         if not outputs:
             return Program(lambda _: results, [], (True,) * len(results), [])
         program = compiled_program(recorder, outputs, results, clock)
-        copied = tuple(not isinstance(x, Placeholder) or _origin(x.node).kind == "array" for x in results)
+        copied = tuple(not isinstance(x, Placeholder) or x.node.origin.kind == "array" for x in results)
         recorder.leaves, recorder.values = [], {}
         reasons = list(dict.fromkeys([*recorder.blocked, *program.apart, *(("", x) for x in program.notes)]))
         return Program(program.run, program.kernels, copied, reasons, program.scratch)
-
-
-def _origin(x: Any) -> Any:
-    while x.kind == "view":
-        x = x.inputs[0]
-    return x
 
 
 def computed_constants(graph: Graph, constants: dict[str, Any]) -> list[Node]:

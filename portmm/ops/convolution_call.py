@@ -75,7 +75,8 @@ def convolved(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, epilog
     if not isinstance(kernel, ConvolutionKernel):
         return _finished(_split(call, epilogue) if epilogue else _by_numpy(call, None), call, wanted)
     to, (shape, dtype) = place.array, kernel.results[0]
-    if to is not None and (to.dtype != dtype or not _apart(to, kernel, closure)):
+    bound = kernel.bound
+    if to is not None and (to.dtype != dtype or (bound and not bound.apart(to, ("b", "m", "n"), closure or {}))):
         result = convolved(x, w, size, (None, call.first if wanted[1] is None else wanted[1]), epilogue)
         return _copied(result, wanted[0])
     results = [np.empty(shape, dtype) if to is None else to, *(np.empty(s, t) for s, t in kernel.results[1:])]
@@ -188,21 +189,6 @@ def _place(out: Any, call: HostConvolution) -> _Place:
     item = row * shape[1] if shape[0] == 1 else item
     rows = (element == 1 or shape[2] == 1) and row >= shape[2] and item >= row * (shape[1] - 1) + shape[2]
     return _Place(view, (row, item)) if rows else nowhere
-
-
-def _apart(to: Array, kernel: ConvolutionKernel, closure: Any) -> bool:
-    """Whether operands of an epilogue share no memory with the result, or the very elements that they are read for."""
-    if kernel.bound is None:
-        return True
-    from portmm.trace.closures import resolve
-
-    same = (to.__array_interface__["data"], to.shape, to.strides, ("b", "m", "n"))
-    for source in kernel.bound.traced.sources:
-        y = closure[source.key] if source.key in closure else resolve(source.key, closure)
-        layout = (y.__array_interface__["data"], y.shape, y.strides, source.view)
-        if np.may_share_memory(to, y) and layout != same:
-            return False
-    return True
 
 
 def _copied(result: Any, out: Array) -> Any:

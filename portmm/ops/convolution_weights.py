@@ -19,13 +19,13 @@ from portmm.ops.prepack import in_panels, pack
 from portmm.schedule.candidates import PACKED_VECTORS
 from portmm.spec.dtype import UNCONVERTED
 from portmm.spec.problem import family
-from portmm.weights.kinds import WeightKind
+from portmm.weights.kinds import ArrayLike, WeightKind
 
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedConv:
+class PackedConv(ArrayLike):
     """Filters in the form that kernels read, usable as the `w` of `conv`.
 
     Attributes:
@@ -48,11 +48,6 @@ class PackedConv:
     def __post_init__(self) -> None:
         family = getattr(self.weight[0], "family", "") if self.weight else ""
         object.__setattr__(self, "kind", (self.shape, self.groups, self.layout, self.dtype, family))
-
-    @property
-    def ndim(self) -> int:
-        """Dimensions of the filters."""
-        return len(self.shape)
 
     @property
     def nbytes(self) -> int:

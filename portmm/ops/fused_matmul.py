@@ -19,7 +19,6 @@ from portmm.ops.product_kernel import HostProduct, ProductKernel, first_type, op
 from portmm.ops.row_kernels import before
 from portmm.ops.rowwise import over_rows
 from portmm.spec.row_classes import row_class
-from portmm.trace.closures import resolve
 from portmm.util.array_subclasses import in_class_of
 
 if TYPE_CHECKING:
@@ -153,14 +152,7 @@ def _writable(out: Any, like: Array, inputs: tuple[Array, ...], bound: Bound, ca
     numpy_arrays.check_out(out, like.shape, like.dtype)
     if out.dtype != like.dtype or not (out.flags.aligned and out.flags.c_contiguous):
         return False
-    if any(np.may_share_memory(out, x) for x in inputs):
-        return False
-    layout = (out.__array_interface__["data"], out.shape, out.strides, tuple("bmn"[-out.ndim :]))
-    for source in bound.traced.sources:
-        x = resolve(source.key, captured)
-        if np.may_share_memory(out, x) and (x.__array_interface__["data"], x.shape, x.strides, source.view) != layout:
-            return False
-    return True
+    return not any(np.may_share_memory(out, x) for x in inputs) and bound.apart(out, (*"bmn"[-out.ndim :],), captured)
 
 
 def fit(results: list[Array], out: Any, *, several: bool) -> Any:

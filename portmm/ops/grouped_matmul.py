@@ -219,8 +219,7 @@ def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: 
     results = [
         np.empty((m, n if "n" in axes else 1), t) for axes, t in zip(ready.step.axes, ready.step.types, strict=True)
     ]
-    captured = [resolve(x.key, user_function.closure) for x in ready.bound.traced.sources]
-    memory = [*x.memory, *captured]
+    memory = [*x.memory, *(resolve(y.key, user_function.closure) for y in ready.bound.traced.sources)]
     if isinstance(out, np.ndarray) and out.shape == (m, n) and numpy_arrays.dense_at(out, results[0].dtype, *memory):
         results[0] = out
     operands = ready.bound.fill(user_function.closure, [], results[1:])

@@ -101,17 +101,12 @@ def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> PackedInt
     k, n = shape
     if not numpy_arrays.can_be_addressed(shape, layout.nr * CODES_KR * owner.itemsize):
         raise PackError(f"an int4 weight of shape {shape} is too large to be addressed")
-    needed = _words(layout, k, n)
+    needed = layout.units(k, n)
     if owner.dtype != np.int32 or owner.ndim != 1 or owner.size < needed:
         raise PackError(
             f"an int4 weight of shape {shape} needs {needed} words of int32; got {owner.size} {owner.dtype}"
         )
     return PackedInt4(numpy_arrays.aligned_readonly(owner, needed), (k, n), family_name)
-
-
-def _words(layout: Family, k: int, n: int) -> int:
-    """Words of all panels; 0 for a weight without rows, whatever its number of columns."""
-    return -(-n // layout.nr) * layout.panel(k) if k else 0
 
 
 def group_of(q: Quantized) -> int:
@@ -140,7 +135,7 @@ def pack_int4(q: Quantized) -> PackedInt4:
 
     k, n = q.shape
     layout = family_of_codes(config.target(), group_of(q))
-    owner = pages.lasting_empty(_words(layout, k, n), np.int32)
+    owner = pages.lasting_empty(layout.units(k, n), np.int32)
     if q.codes.size:
         try:
             _pack_by_kernel(q, layout, owner)

@@ -22,7 +22,7 @@ from portmm.runtime.cpu import runtime, types
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Family
 from portmm.spec.problem import family as family_of
-from portmm.weights.kinds import INTEGERS, WeightKind, weight_kind
+from portmm.weights.kinds import INTEGERS, ArrayLike, WeightKind, weight_kind
 
 
 def packed_class() -> type[Any]:
@@ -54,7 +54,7 @@ _classes: list[type[Any]] = []
 
 @cache
 def _class_over(base: Any) -> type[Any]:
-    class Packed(base):  # type: ignore[misc]
+    class Packed(base, ArrayLike):  # type: ignore[misc]
         """A weight in panels, usable as any `b`.
 
         Attributes:
@@ -75,20 +75,10 @@ def _class_over(base: Any) -> type[Any]:
             return unpack(self).astype(dtype or self.owner.dtype, copy=False)
 
         @property
-        def ndim(self) -> int:
-            """Dimensions of the weight."""
-            return len(self.shape)
-
-        @property
         def dtype(self) -> np.dtype[Any]:
             """NumPy's type of the weight's elements."""
             dtype: np.dtype[Any] = self.owner.dtype
             return dtype
-
-        @property
-        def size(self) -> int:
-            """Elements of the weight."""
-            return math.prod(self.shape)
 
         @property
         def nbytes(self) -> int:
@@ -117,22 +107,17 @@ def restore(owner: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str, fam
     # Where an extent is 0 no elements are needed, so that only this bounds the others.
     if not numpy_arrays.can_be_addressed(shape, layout.nr * layout.kr * owner.itemsize):
         raise PackError(f"a packed weight of shape {shape} is too large to be addressed")
-    needed = _item(layout, *shape[-2:]) * layout.kr * math.prod(shape[:-2])
+    needed = layout.units(*shape[-2:]) * layout.kr * math.prod(shape[:-2])
     if owner.size < needed:
         raise PackError(f"packed weight of shape {shape} needs {needed} elements; it has {owner.size}")
     return _packed(numpy_arrays.aligned_readonly(owner, needed), tuple(shape), layout)
-
-
-def _item(layout: Family, k: int, n: int) -> int:
-    """Units of the panels of one item; 0 for a weight without rows, whatever its number of columns."""
-    return -(-n // layout.nr) * layout.panel(k) if k else 0
 
 
 def _packed(owner: np.ndarray[Any, Any], shape: tuple[int, ...], layout: Family) -> Any:
     k, n = shape[-2:]
     if layout.dtype == "bf16":
         register_dtype(owner.dtype)
-    strides = (layout.nr, layout.panel(k), _item(layout, k, n))
+    strides = (layout.nr, layout.panel(k), layout.units(k, n))
     return packed_class()(owner, k, n, layout.dtype, str(layout), *strides, shape)
 
 
@@ -212,7 +197,7 @@ def in_panels(array: np.ndarray[Any, Any], word: str, vectors: int = 0) -> Any:
     if vectors:
         layout = replace(layout, nr=layout.nr // PACKED_VECTORS * vectors)
     k, n = array.shape[-2:]
-    item = _item(layout, k, n) * layout.kr
+    item = layout.units(k, n) * layout.kr
     owner = pages.lasting_empty(item * math.prod(array.shape[:-2]), dtype)
     weight = _packed(owner, array.shape, layout)
     if owner.size and array.size:
@@ -232,7 +217,7 @@ def _pack_by_kernel(array: np.ndarray[Any, Any], owner: np.ndarray[Any, Any], la
 
     target, dtype, (k, n) = config.target(), owner.dtype, array.shape[-2:]
     src = numpy_arrays.canonical(array, dtype)
-    item = _item(layout, k, n) * layout.kr
+    item = layout.units(k, n) * layout.kr
     batch, none = array.shape[:-2], (0,) * (array.ndim - 2)
     steps = (none, numpy_arrays.strides_over(src.array, batch), numpy_arrays.contiguous(batch, item))
     walk = numpy_arrays.collapse(batch, steps)
@@ -253,7 +238,7 @@ def join(weights: tuple[Any, ...]) -> Any:
         return None
     if any(w.shape[1] % layout.nr for w in weights[:-1]):
         return None
-    parts = [w.owner[: _item(layout, *w.shape) * layout.kr] for w in weights]
+    parts = [w.owner[: layout.units(*w.shape) * layout.kr] for w in weights]
     owner = pages.lasting_empty(sum(x.size for x in parts), first.owner.dtype)
     np.concatenate(parts, out=owner)
     owner.flags.writeable = False
@@ -263,7 +248,7 @@ def join(weights: tuple[Any, ...]) -> Any:
 def items(p: Any) -> list[Any]:
     """The matrices of a packed batch, each as a packed weight that shares the memory."""
     layout, (count, k, n) = family_of(p.family), p.shape
-    item = _item(layout, k, n) * layout.kr
+    item = layout.units(k, n) * layout.kr
     return [_packed(p.owner[i * item : (i + 1) * item], (k, n), layout) for i in range(count)]
 
 
@@ -285,7 +270,7 @@ def unpack(p: Any) -> np.ndarray[Any, Any]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedThere:
+class PackedThere(ArrayLike):
     """A dense copy of a weight, usable as any `b`.
 
     Attributes:
@@ -307,16 +292,6 @@ class PackedThere:
             TypeError: NumPy lacks the type, and there is no ml_dtypes.
         """
         return numpy_arrays.numpy_of(self.element)
-
-    @property
-    def size(self) -> int:
-        """Elements of the weight."""
-        return math.prod(self.shape)
-
-    @property
-    def ndim(self) -> int:
-        """Dimensions of the weight."""
-        return len(self.shape)
 
     @property
     def nbytes(self) -> int:

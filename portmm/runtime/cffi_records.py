@@ -1,6 +1,6 @@
 """Types of the run time in Python: kernels, routes, packed weights, plans.
 
-Owns the Python counterparts of the extension's types, and the rules that both implementations share: layouts, overlap,
+Owns the Python counterparts of the extension's types, and the rules that both implementations share: layouts and
 signatures. Owns `PLAIN`, the fallback of the run time where that cannot be built for want of a compiler: weights can be
 packed and read, and plans built, which NumPy computes.
 """
@@ -13,20 +13,14 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.errors import BuildError
+from portmm.spec.dtype import BY_NAME
 from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
     from pathlib import Path
 
-_DTYPES: dict[str, np.dtype[Any]] = {
-    "f32": np.dtype(np.float32),
-    "f64": np.dtype(np.float64),
-    "f16": np.dtype(np.float16),
-    "s8": np.dtype(np.int8),
-    "u8": np.dtype(np.uint8),
-    "s32": np.dtype(np.int32),
-}
+_DTYPES = {x: np.dtype(BY_NAME[x].numpy) for x in ("f32", "f64", "f16", "s8", "u8", "s32")}
 NAMES = {dtype: name for name, dtype in _DTYPES.items()}
 CLOSED = {"f32", "f64", "f16", "bf16"}
 """Types whose products with themselves are of that type as well."""
@@ -138,22 +132,6 @@ def address(x: np.ndarray[Any, Any]) -> int:
 def largest_scale(vector: np.ndarray[Any, Any]) -> float:
     """See `CffiRuntime`."""
     return float(vector.max(initial=0)) if bool(((vector >= 0) & (vector < np.inf)).all()) else -1.0
-
-
-def _span(x: np.ndarray[Any, Any]) -> tuple[int, int]:
-    low = high = address(x)
-    if x.size == 0:
-        return low, low
-    for extent, stride in zip(x.shape, x.strides, strict=True):
-        reach = (extent - 1) * stride
-        low, high = low + min(reach, 0), high + max(reach, 0)
-    return low, high + x.itemsize
-
-
-def overlap(x: np.ndarray[Any, Any], y: np.ndarray[Any, Any]) -> bool:
-    """Test whether the spans of two arrays in memory overlap."""
-    (low, high), (other_low, other_high) = _span(x), _span(y)
-    return max(low, other_low) < min(high, other_high)
 
 
 def layout_of(x: Any) -> tuple[str, int, int, bool] | None:
@@ -305,7 +283,7 @@ class Plan:
     def _run(self, a: Any, b: Any, out: Any) -> Any:
         into = self.check(a, b, out)
         for x, name in ((a, "a"), (b, "b")):
-            if out is not None and overlap(out, x):
+            if out is not None and np.may_share_memory(out, x):
                 raise ValueError(f"out overlaps {name} in memory; give another array")
         return self.run(a, b, into, scalar=out is None)
 

@@ -28,7 +28,6 @@ from portmm.runtime.cffi_records import (
     largest_scale,
     layout_of,
     offsets_of,
-    overlap,
     register_dtype,
     signature,
 )
@@ -324,7 +323,7 @@ class CffiRuntime:
         plan = self._plans.get(key, NotImplemented)
         if plan is NotImplemented:
             plan = self._ask_planner(key, a, b, data, out)
-        if plan is None or (out is not None and (overlap(out, a) or overlap(out, data))):
+        if plan is None or (out is not None and (np.may_share_memory(out, a) or np.may_share_memory(out, data))):
             return NotImplemented
         return plan.run(a, data, plan.check(a, data, out), scalar=out is None)
 
@@ -369,7 +368,7 @@ class CffiRuntime:
         into = layout_of(out)
         if into is None or out.shape != shape or out.dtype != a.dtype or not out.flags.writeable:
             return None
-        return None if overlap(out, a) or overlap(out, b) else into
+        return None if np.may_share_memory(out, a) or np.may_share_memory(out, b) else into
 
     def matmul(self, a: Any, b: Any, out: Any = None) -> Any:
         """The product of two arrays, or of an array and a `Packed`.

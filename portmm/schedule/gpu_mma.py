@@ -17,6 +17,7 @@ from portmm.schedule.program import (
     Waves,
     asynchronous,
     compulsory,
+    counted,
     device_of,
     device_tiles,
     schedule_of,
@@ -30,7 +31,7 @@ from portmm.target.model import DEVICE as MODEL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.schedule.program import Footprint, Vectors
+    from portmm.schedule.program import Vectors
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -104,11 +105,6 @@ def transfers(s: Schedule) -> int:
     return sum(-(-x * s.block.k // v // s.threads) for x, v in sizes)
 
 
-def footprint(s: Schedule) -> Footprint:
-    """Registers of a thread, and shared memory of a block."""
-    return {"registers": registers(s), "shared": shared_bytes(s)}
-
-
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
@@ -154,4 +150,13 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     return Work(counts, waits + v.rounds * ending / v.together, filled)
 
 
-PROGRAM = Program("gpu.mma", candidates, footprint, work, device=True, dynamic_shared=True, grouped=True, fixup=True)
+PROGRAM = Program(
+    "gpu.mma",
+    candidates,
+    counted(registers, shared_bytes),
+    work,
+    device=True,
+    dynamic_shared=True,
+    grouped=True,
+    fixup=True,
+)

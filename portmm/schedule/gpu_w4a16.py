@@ -20,6 +20,7 @@ from portmm.schedule.program import (
     Program,
     Waves,
     asynchronous,
+    counted,
     device_of,
     device_tiles,
     schedule_of,
@@ -33,7 +34,7 @@ from portmm.target.model import DEVICE as MODEL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.schedule.program import Footprint, Vectors
+    from portmm.schedule.program import Vectors
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -130,11 +131,6 @@ def plain(s: Schedule) -> Schedule:
     return replace(s, b=s.b._replace(layout="col"), dtype=spell(a, a, c))
 
 
-def footprint(s: Schedule) -> Footprint:
-    """Registers of a thread, and shared memory of a block."""
-    return {"registers": registers(s), "shared": shared_bytes(s)}
-
-
 def registers(s: Schedule) -> int:
     """Registers of a thread."""
     if s.program == "dequant":
@@ -202,5 +198,7 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     return Work(counts, waits + v.rounds * ending / v.together, filled)
 
 
-SLICED = Program("gpu.w4a16", in_slices, footprint, work, device=True, dynamic_shared=True)
-DEQUANTIZED = Program("gpu.w4a16_dequantize", dequantized, footprint, work, device=True, dynamic_shared=True)
+SLICED = Program("gpu.w4a16", in_slices, counted(registers, shared_bytes), work, device=True, dynamic_shared=True)
+DEQUANTIZED = Program(
+    "gpu.w4a16_dequantize", dequantized, counted(registers, shared_bytes), work, device=True, dynamic_shared=True
+)

@@ -17,6 +17,7 @@ from portmm.schedule.program import (
     asynchronous,
     blocks,
     compulsory,
+    counted,
     device_of,
     device_tiles,
     partitioned,
@@ -32,7 +33,7 @@ from portmm.target.model import DEVICE as MODEL
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.schedule.program import Footprint, Vectors
+    from portmm.schedule.program import Vectors
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -146,11 +147,6 @@ def shared_bytes(s: Schedule) -> int:
     """Shared memory of a block."""
     barriers = 8 * (2 * s.stages + 2 * s.parallel.pingpong)
     return stage_bytes(s) * s.stages + result_bytes(s) + barriers
-
-
-def footprint(s: Schedule) -> Footprint:
-    """Registers of a thread, and shared memory of a block."""
-    return {"registers": registers(s), "shared": shared_bytes(s)}
 
 
 # -- enumeration -----------------------------------------------------------------
@@ -272,4 +268,6 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     return Work(counts, MODEL.engine_start + waits)
 
 
-PROGRAM = Program("gpu.wgmma", candidates, footprint, work, device=True, dynamic_shared=True, grouped=True)
+PROGRAM = Program(
+    "gpu.wgmma", candidates, counted(registers, shared_bytes), work, device=True, dynamic_shared=True, grouped=True
+)

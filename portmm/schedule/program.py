@@ -111,6 +111,11 @@ class Program:
     slice_steps: int = 4
 
 
+def counted(registers: Callable[[Schedule], int], shared_bytes: Callable[[Schedule], int]) -> Callable[..., Footprint]:
+    """The footprint of a program whose page counts registers of a thread, and shared memory of a block."""
+    return lambda s: {"registers": registers(s), "shared": shared_bytes(s)}
+
+
 def footprint_of(s: Schedule, registers: int, shared: int) -> Footprint:
     """The footprint of a schedule of a device, for registers of a thread and bytes of a block."""
     return {"threads": s.threads, "registers": registers, "processor": registers * s.threads, "shared": shared}

@@ -66,6 +66,10 @@ class Family:
         """Number of groups in k rows of int4 values, a number or an expression."""
         return _ceil(k, self.group) if self.group else k * 0 + 1
 
+    def units(self, k: int, n: int) -> int:
+        """Units of all panels; 0 for a weight without rows, whatever its number of columns."""
+        return -(-n // self.nr) * int(self.panel(k)) if k else 0
+
     def panel(self, k: Any) -> Any:
         """Units of one panel of k rows, likewise, with its sums, or its scales and offsets."""
         units = _ceil(k, self.kr)

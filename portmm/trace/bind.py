@@ -227,6 +227,15 @@ class Bound:
             return self.size[0], self.size[0]
         return rows[0], min([rows[1], *[length for length, _ in self.along]])
 
+    def apart(self, to: Array, view: tuple[str, ...], captured: dict[Any, Any]) -> bool:
+        """Whether these share no memory with a result along `view`, or the very elements that they are read for."""
+        same = (to.__array_interface__["data"], to.shape, to.strides, view)
+        for source in self.traced.sources:
+            x = resolve(source.key, captured)
+            if np.may_share_memory(to, x) and (x.__array_interface__["data"], x.shape, x.strides, source.view) != same:
+                return False
+        return True
+
     def fill(self, captured: dict[Any, Any], before: Sequence[Any], after: list[Any]) -> tuple[Any, ...]:
         """The last arguments of `execute`: the table of a call, its numbers, and the arrays of its rows."""
         traced, table, numbers = self.traced, self.template, self.none

@@ -1,11 +1,30 @@
 """Kinds of weights.
 
-Owns `WeightKind`, the attribute by which operations recognise a weight without importing the module of its class.
+Owns `WeightKind`, the attribute by which operations recognise a weight without importing the module of its class, and
+`ArrayLike`.
 """
 
 from __future__ import annotations
 
 from enum import Enum
+from math import prod
+from typing import Any
+
+
+class ArrayLike:
+    """Attributes that a weight shares with the array that it represents: those that follow from `shape`."""
+
+    __slots__ = ()
+
+    @property
+    def ndim(self: Any) -> int:
+        """Number of dimensions."""
+        return len(self.shape)
+
+    @property
+    def size(self: Any) -> int:
+        """Number of elements."""
+        return prod(self.shape)
 
 
 class WeightKind(Enum):

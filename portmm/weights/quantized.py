@@ -13,7 +13,7 @@ from __future__ import annotations
 import operator
 from dataclasses import dataclass
 from functools import reduce
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from portmm.spec.dtype import CODES_AT, CODES_KR
 from portmm.spec.layouts import row_major
 from portmm.util.array_subclasses import refuse_class
 from portmm.weights import safetensors
-from portmm.weights.kinds import WeightKind
+from portmm.weights.kinds import ArrayLike, WeightKind
 
 if TYPE_CHECKING:
     from portmm.weights.safetensors import Array, Location
@@ -36,31 +36,15 @@ VERSION = "1"
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
 
 
-class _Shaped(Protocol):
-    @property
-    def shape(self) -> tuple[int, int]: ...
-
-
-class QuantizedMatrix:
+class QuantizedMatrix(ArrayLike):
     """Attributes that a quantized weight shares with the matrix of floats that it represents."""
 
     __slots__ = ()
 
     @property
-    def ndim(self) -> int:
-        """Number of dimensions: two."""
-        return 2
-
-    @property
     def dtype(self) -> np.dtype[np.float32]:
         """The type of its dequantized values, scale * code + offset: float32."""
         return np.dtype(np.float32)
-
-    @property
-    def size(self: _Shaped) -> int:
-        """Number of elements of the weight."""
-        k, n = self.shape
-        return k * n
 
 
 @dataclass(frozen=True, slots=True, eq=False)
