@@ -125,7 +125,7 @@ class CompiledGraph:
             self.programs.clear()
             self.explained.clear()
         self.explained[kind] = Explained(self.name, tuple(kernels), tuple(blocked), tuple(notes), source)
-        program = self.programs[kind] = _with_outputs(run, results)
+        program = self.programs[kind] = _with_outputs(run, results, translator.layouts())
         self.watch()
         return program
 
@@ -142,7 +142,7 @@ class CompiledGraph:
         return "\n".join(map(str, self.explained.values())) or f"{self.name}: not called yet"
 
 
-def _with_outputs(run: Callable[[Any], Any], results: list[Any]) -> Callable[[Any], Any]:
+def _with_outputs(run: Callable[[Any], Any], results: list[Any], layouts: list[Any]) -> Callable[[Any], Any]:
     """A function of arrays that returns the outputs of the graph, as tensors."""
     places = [i for i, x in enumerate(results) if isinstance(x, Array)]
     names = {np.dtype(x.dtype).name for x in results if isinstance(x, Array)}
@@ -153,7 +153,8 @@ def _with_outputs(run: Callable[[Any], Any], results: list[Any]) -> Callable[[An
         x = x if isinstance(x, np.ndarray) and x.flags.writeable else np.array(x)
         return from_numpy(x) if plain else as_tensor(x)
 
-    if len(places) == len(results):
+    laid_out = [(i, *layouts[i]) for i in places if layouts[i] is not None]
+    if len(places) == len(results) and not laid_out:
         return lambda arrays: tuple([tensor(x) for x in run(arrays)])
     others = [None if isinstance(x, Array) else x for x in results]
 
@@ -161,6 +162,21 @@ def _with_outputs(run: Callable[[Any], Any], results: list[Any]) -> Callable[[An
         outputs = others.copy()
         for i, x in zip(places, run(arrays), strict=True):
             outputs[i] = tensor(x)
+        for i, stride, offset in laid_out:
+            outputs[i] = _at(outputs[i], stride, offset)
         return tuple(outputs)
 
     return program
+
+
+def _at(x: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.Tensor:
+    """A tensor with these strides and this offset, by which PyTorch finds a view in the memory of another output."""
+    sizes = zip(x.shape, x.stride(), stride, strict=True)
+    if x.storage_offset() == offset and all(n == 1 or s == t for n, s, t in sizes):
+        return x
+    last = sum((n - 1) * s for n, s in zip(x.shape, stride, strict=True)) if x.numel() else 0
+    whole = x.new_empty(offset + last + 1)
+    # Elements of an expanded axis are one: the first of each is copied.
+    first = tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)
+    whole.as_strided(x[first].shape, stride, offset).copy_(x[first])
+    return whole.as_strided(x.shape, stride, offset)

@@ -160,6 +160,16 @@ class Translator:
         """An extent of this call."""
         return int(s.node.expr.xreplace(self.symbols)) if isinstance(s, torch.SymInt) else int(s)
 
+    def layouts(self) -> list[tuple[tuple[int, ...], int] | None]:
+        """Strides and the offset of each output that is a view; None for others, which have memory of their own."""
+        outputs = next(iter(self.module.graph.find_nodes(op="output"))).args[0]
+        return [self.layout(x) if _is_view(x) else None for x in outputs]
+
+    def layout(self, node: Any) -> tuple[tuple[int, ...], int]:
+        """Strides and the offset of a tensor, in elements."""
+        val = node.meta["val"]
+        return tuple(map(self.extent, val.stride())), self.extent(val.storage_offset())
+
     def locate(self, node: Any, first: int) -> None:
         """Give the new nodes of the array graph the line of the user's module."""
         line = _line(node)
@@ -345,3 +355,13 @@ def _nested(x: Any, function: Callable[[Any], Any]) -> Any:
         items = [_nested(y, function) for y in x]
         return tuple(items) if issubclass(kind, tuple) else items
     return function(x)
+
+
+def _is_view(node: Any) -> bool:
+    """Whether the value of a node is a view of another's."""
+    if getattr(node, "op", "") != "call_function":
+        return False
+    if getattr(node.target, "__name__", "") == "getitem":
+        return _is_view(node.args[0])
+    schema = getattr(node.target, "_schema", None)
+    return schema is not None and any(x.alias_info is not None for x in schema.returns)

@@ -200,6 +200,27 @@ def test_inputs_that_are_changed_and_returned():
     assert got[1].data_ptr() == x.data_ptr()
 
 
+VIEWS = {
+    "a part": lambda y: y[y.shape[0] // 2 :],
+    "a transposed view": lambda y: y.view(y.shape[0] // 2, 2).t(),
+    "an expanded one": lambda y: y.expand(y.shape[0], -1),
+}
+
+
+@pytest.mark.parametrize("name", VIEWS)
+def test_views_of_other_outputs_lie_where_pytorch_looks_for_them(name):
+    """With gradients, PyTorch makes views whose extents are symbols by the strides and offsets of the outputs."""
+
+    def function(x):
+        y = x * 2
+        return y, VIEWS[name](y)
+
+    x = torch.randn(16, requires_grad=True)
+    got, want = compiled(function, dynamic=True)(x), function(x)
+    close(got, want)
+    assert got[1].untyped_storage().data_ptr() == got[0].untyped_storage().data_ptr()
+
+
 def test_randomness_is_pytorchs():
     f = compiled(lambda x: F.dropout(x @ x, 0.5) + torch.rand_like(x))
     x = torch.randn(6, 6)
