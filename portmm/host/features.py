@@ -30,7 +30,7 @@ CPUID = {
     },
     ("7.0", ECX): {"avx512_vnni": 11},
     ("7.0", EDX): {"amx_bf16": 22, "avx512_fp16": 23, "amx_tile": 24, "amx_int8": 25},
-    ("7.1", EAX): {"avx_vnni": 4, "avx512_bf16": 5, "amx_fp16": 21},
+    ("7.1", EAX): {"avx_vnni": 4, "avx512_bf16": 5},
     ("80000001.0", ECX): {"lahf_lm": 0, "abm": 5},
 }  # fmt: skip
 # Intel SDM vol. 1, ch. 13: the parts of XCR0 that an instruction's registers need, by the beginning of its name.

@@ -16,12 +16,13 @@ from typing import TYPE_CHECKING
 from portmm.build.compiler import find_compiler, object_command
 from portmm.dispatch.stored_kernels import rows_of
 from portmm.errors import BuildError
+from portmm.host.features import CPUID
 from portmm.ir.index import Index, parsed
 from portmm.runtime import cpu as cpu_runtime
 from portmm.spec.dtype import BY_NAME, types
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from portmm.build.compiler import Compiler
     from portmm.ops.bundle_build import Call, Job, Maker
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
 
 LETTERS = {"row": "r", "col": "c", "packed": "p"}
 NAME = "libportmm.so"
+LISTED = {name for bits in CPUID.values() for name in bits}
+"""Features of x86-64 that the library reads by cpuid; others are those that the system lists."""
 HIDDEN = ("-fvisibility=hidden",)
 
 
@@ -145,10 +148,13 @@ def _tables(
         lines.append(f"  {{portmm_kernel_{i}, workspace_{i}, {swap}, {size}, {least}, {most}}},")
     lines += ["};", f"enum {{ MACHINES = {len(order)} }};"]
     lines.append("static const struct { const char *name; const char *const *features; } machines[] = {")
-    for name in order:
-        words = dict.fromkeys(x for isa in machines[name].isas for x in isa.features)
-        lines.append(f'  {{"{name}", (const char *const[]){{{"".join(f"{_quoted(x)}, " for x in words)}NULL}}}},')
-    lines += ["};", "static const struct row rows[] = {"]
+    needs = {name: dict.fromkeys(x for isa in machines[name].isas for x in isa.features) for name in order}
+    lines += [f'  {{"{name}", (const char *const[]){{{_words(words)}}}}},' for name, words in needs.items()]
+    unlisted = (
+        dict.fromkeys(x for name in order if machines[name].arch == "x86_64" for x in needs[name]).keys() - LISTED
+    )
+    lines += ["};", f"static const char *const unlisted[] = {{{_words(sorted(unlisted))}}};"]
+    lines += ["static const struct row rows[] = {"]
     for x in calls:
         lines.append(_row(x, index, numbers[maker.codes[x.schedule][0]]))
     lines += ["};", "enum { ROWS = sizeof rows / sizeof *rows };", "static const struct packing packings[] = {"]
@@ -169,8 +175,9 @@ def _row(x: Call, index: dict[str, int], kernel: int) -> str:
     return f"  {{\"{p.dtype}\", '{LETTERS[p.a]}', '{LETTERS[p.b]}', {places}, {{{', '.join(map(str, sizes))}}}}},"
 
 
-def _quoted(text: str) -> str:
-    return f'"{text}"'
+def _words(words: Iterable[str]) -> str:
+    """The elements of an array of words in C, with a null pointer at the end."""
+    return "".join(f'"{x}", ' for x in words) + "NULL"
 
 
 def _c(x: Index) -> str:

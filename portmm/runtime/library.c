@@ -13,9 +13,23 @@ static int has_word(const char *text, const char *word) {
   return 0;
 }
 
+/* Add those of the features in `unlisted`, which features.c does not read, that the system lists. */
+static void read_unlisted(char *text, size_t size) {
+  FILE *file = *unlisted ? fopen("/proc/cpuinfo", "r") : NULL;
+  char *line = NULL;
+  size_t room = 0, at = strlen(text);
+  int found = 0;
+  while (file && !found && getline(&line, &room, file) > 0) found = !strncmp(line, "flags", 5);
+  for (const char *const *word = unlisted; found && *word; word++)
+    if (has_word(line, *word)) at += (size_t)snprintf(text + at, size - at, "%s ", *word);
+  free(line);
+  if (file) fclose(file);
+}
+
 __attribute__((constructor)) static void detect(void) {
   static char text[1 << 12];
   read_features(text, sizeof text);
+  read_unlisted(text, sizeof text);
 #if defined(__x86_64__)
   /* Linux gives a process the state of AMX when it asks: arch_prctl(ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA). */
   if (has_word(text, "amx_tile") && syscall(SYS_arch_prctl, 0x1023, 18))
