@@ -18,6 +18,7 @@ from portmm.ops.attention import attention as array_attention
 from portmm.ops.convolution import conv as array_conv
 from portmm.ops.linear import linear as array_linear
 from portmm.ops.matmul import matmul as array_matmul
+from portmm.torch.convolution_gradients import LAYOUTS, conv_filter_gradient, conv_input_gradient
 from portmm.torch.weights import packed
 from portmm.trace.closures import traced_through
 
@@ -104,8 +105,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 # -- convolution -----------------------------------------------------------------------
 
-LAYOUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
-"""Layout of images, by their number of dimensions."""
 OPTIONS = ("stride", "padding", "dilation")
 
 
@@ -120,8 +119,10 @@ def _conv(
     groups: int,
 ) -> Tensor:
     options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    epilogue = None if bias is None else _biased(bias.detach())
-    return array_conv(x.detach(), weight.detach(), layout=LAYOUTS[x.ndim], epilogue=epilogue, **options)
+    narrow = bias is not None and x.dtype is not torch.float64  # expressions of kernels are in float32
+    epilogue = _biased(bias.detach()) if bias is not None and narrow else None
+    y = array_conv(x.detach(), weight.detach(), layout=LAYOUTS[x.ndim], epilogue=epilogue, **options)
+    return y if bias is None or narrow else y + bias.detach().reshape(-1, *(1,) * (x.ndim - 2))
 
 
 @_conv.register_fake
@@ -141,19 +142,20 @@ def _(
 def _save_conv(ctx: Any, inputs: Any, output: Any) -> None:
     del output
     x, weight, bias, *ctx.options = inputs
+    del bias
     ctx.save_for_backward(x, weight)
-    ctx.sizes = None if bias is None else list(bias.shape)
 
 
 def _conv_backward(ctx: Any, g: Tensor) -> Any:
     x, weight = ctx.saved_tensors
-    stride, padding, dilation, groups = ctx.options
-    # PyTorch's: gradients of convolutions have no kernel of portmm yet.
-    results = torch.ops.aten.convolution_backward(
-        g, x, weight, ctx.sizes, stride, padding, dilation, False, [0] * len(stride), groups,
-        [ctx.needs_input_grad[0], ctx.needs_input_grad[1], ctx.sizes is not None and ctx.needs_input_grad[2]],
-    )  # fmt: skip
-    return (*results, None, None, None, None)
+    of_x = of_weight = of_bias = None
+    if ctx.needs_input_grad[0]:
+        of_x = conv_input_gradient(g, weight, list(x.shape[2:]), *ctx.options)
+    if ctx.needs_input_grad[1]:
+        of_weight = conv_filter_gradient(x, g, list(weight.shape[2:]), *ctx.options)
+    if ctx.needs_input_grad[2]:
+        of_bias = g.sum([i for i in range(g.ndim) if i != 1])
+    return of_x, of_weight, of_bias, None, None, None, None
 
 
 _conv.register_autograd(_conv_backward, setup_context=_save_conv)
@@ -175,7 +177,7 @@ def conv(
     x: Tensor, weight: Tensor, bias: Tensor | None = None, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1,
     groups: int = 1,
 ) -> Tensor:  # fmt: skip
-    """A convolution over one to three dimensions, as `torch.nn.functional.conv2d`, with gradients by PyTorch.
+    """A convolution over one to three dimensions, as `torch.nn.functional.conv2d`, with gradients.
 
     Args:
         x: images (batch, channels, *extents).

@@ -17,7 +17,7 @@ from portmm.arrays.interop import as_numpy, as_tensor
 from portmm.errors import TraceError
 from portmm.fusion.recorder import WholeArrays
 from portmm.ops.prepack import pack
-from portmm.torch import products  # noqa: F401 - its rows are registered
+from portmm.torch import convolutions, products  # noqa: F401 - their rows are registered
 from portmm.torch.aten import HANDLERS, MOVES, Unsupported
 from portmm.trace.placeholders import Array
 
@@ -84,10 +84,10 @@ class Constants:
             self.packed[key] = pack(self.array(x), activations=activations)
         return self.packed[key]
 
-    def panels(self, tensors: list[torch.Tensor], make: Callable[[], Any]) -> Any:
-        """A quantized weight, packed once for all programs."""
+    def panels(self, tensors: list[torch.Tensor], make: Callable[[], Any], *more: Any) -> Any:
+        """What is made of tensors, and depends on nothing but `more`: once for all programs."""
         self.read |= frozenset().union(*(self.origins.get(id(x), ()) for x in tensors))
-        key = tuple(map(id, tensors))
+        key = (*map(id, tensors), *more)
         if key not in self.packed:
             self.packed[key] = make()
         return self.packed[key]
@@ -104,12 +104,14 @@ class Translator:
     Attributes:
         recorder: the graph of whole arrays.
         eager: of each operator that PyTorch computes, its line, its name, and the reason.
+        ready: values of operators that the kernel of one before them has computed.
     """
 
     def __init__(self, module: torch.fx.GraphModule, constants: Constants, args: list[Any]) -> None:
         self.module, self.constants = module, constants
         self.recorder = WholeArrays()
         self.eager: list[tuple[str, str]] = []
+        self.ready: dict[Any, Any] = {}
         self.values: dict[Any, Any] = {}
         self.arrays: dict[Any, Array] = {}
         self.symbols: dict[Any, int] = {}
@@ -180,6 +182,8 @@ class Translator:
 
     def call(self, node: Any) -> Any:
         """The value of an operator."""
+        if node in self.ready:
+            return self.ready[node]
         function = node.target
         args, kwargs = torch.fx.node.map_arg((node.args, node.kwargs), self.values.__getitem__)
         traced, tensors = _among((args, kwargs))

@@ -1,0 +1,101 @@
+"""Gradients of convolutions as operators of `torch.library`.
+
+Owns `conv_input_gradient` and `conv_filter_gradient` of tensors with channels first. A convolution is linear in its
+images and in its filters, and so are both gradients: their own gradients are convolutions and the other gradient.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.library import custom_op
+
+from portmm.arrays.interop import as_numpy, as_tensor
+from portmm.ops import convolution_gradients as arrays
+
+if TYPE_CHECKING:
+    Tensor = Any
+else:
+    Tensor = torch.Tensor  # `custom_op` reads it
+
+LAYOUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
+"""Layout of images, by their number of dimensions."""
+_WIDE = (torch.float32, torch.float64)
+
+
+def _array(x: Tensor) -> Any:
+    """A tensor as an array of a type in which gradients are summed."""
+    return as_numpy(x.detach() if x.dtype in _WIDE else x.detach().float())
+
+
+@custom_op("portmm::conv_input_gradient", mutates_args=())
+def conv_input_gradient(
+    dy: Tensor, w: Tensor, spatial: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    """The gradient of a convolution in its images, of extents `spatial`."""
+    options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    x = arrays.conv_input_gradient(_array(dy), _array(w), spatial, layout=LAYOUTS[dy.ndim], **options)
+    return as_tensor(x).to(dy.dtype)
+
+
+@conv_input_gradient.register_fake
+def _(
+    dy: Tensor, w: Tensor, spatial: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    del stride, padding, dilation
+    return dy.new_empty((dy.shape[0], w.shape[1] * groups, *spatial))
+
+
+def _save_input(ctx: Any, inputs: Any, output: Any) -> None:
+    del output
+    dy, w, _, *ctx.options = inputs
+    ctx.save_for_backward(dy, w)
+
+
+def _input_backward(ctx: Any, g: Tensor) -> Any:
+    dy, w = ctx.saved_tensors
+    of_dy = torch.ops.portmm.conv(g, w, None, *ctx.options) if ctx.needs_input_grad[0] else None
+    of_w = None
+    if ctx.needs_input_grad[1]:
+        of_w = conv_filter_gradient(g, dy, list(w.shape[2:]), *ctx.options)
+    return of_dy, of_w, None, None, None, None, None
+
+
+conv_input_gradient.register_autograd(_input_backward, setup_context=_save_input)
+
+
+@custom_op("portmm::conv_filter_gradient", mutates_args=())
+def conv_filter_gradient(
+    x: Tensor, dy: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    """The gradient of a convolution in its filters, of extents `kernel`."""
+    options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    w = arrays.conv_filter_gradient(_array(x), _array(dy), kernel, layout=LAYOUTS[x.ndim], **options)
+    return as_tensor(w).to(x.dtype)
+
+
+@conv_filter_gradient.register_fake
+def _(
+    x: Tensor, dy: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int
+) -> Tensor:
+    del stride, padding, dilation
+    return x.new_empty((dy.shape[1], x.shape[1] // groups, *kernel))
+
+
+def _save_filter(ctx: Any, inputs: Any, output: Any) -> None:
+    del output
+    x, dy, _, *ctx.options = inputs
+    ctx.save_for_backward(x, dy)
+
+
+def _filter_backward(ctx: Any, g: Tensor) -> Any:
+    x, dy = ctx.saved_tensors
+    of_x = None
+    if ctx.needs_input_grad[0]:
+        of_x = conv_input_gradient(dy, g, list(x.shape[2:]), *ctx.options)
+    of_dy = torch.ops.portmm.conv(x, g, None, *ctx.options) if ctx.needs_input_grad[1] else None
+    return of_x, of_dy, None, None, None, None, None
+
+
+conv_filter_gradient.register_autograd(_filter_backward, setup_context=_save_filter)
