@@ -18,8 +18,8 @@ import numpy as np
 
 import portmm as pm
 
-KINDS = ("float32", "bfloat16", "int8", "int4")
-"""Of weights; activations are float32, and with int8 rounded to int8 by row."""
+KINDS = ("float32", "bfloat16", "int8", "int4", "int4-dynamic")
+"""Of weights; activations are float32, and with int8 and int4-dynamic rounded to int8 by row."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Product:
             self.scales = np.abs(w).max(0).astype(np.float32) / 127
             codes = np.rint(w / np.maximum(self.scales, np.float32(1e-30))).astype(np.int8)
             self.weight = pm.pack(codes, activations=np.int8)
-        elif kind == "int4":
+        elif kind.startswith("int4"):
             self.weight = pm.pack(pm.quantize(w, bits=4, group=32))
         else:
             narrow = w.astype(_dtype(kind))
@@ -63,6 +63,8 @@ class Product:
         """Rows times the weight."""
         if self.kind == "int8":
             return pm.linear(x, self.weight, w_scale=self.scales, dynamic=True)
+        if self.kind == "int4-dynamic":
+            return pm.linear(x, self.weight, dynamic=True)
         return pm.matmul(x, self.weight)
 
 
@@ -228,7 +230,7 @@ def main() -> None:
         model.generate(prompt, options.tokens, temperature=options.temperature)
         each = (time.perf_counter() - start - 2 * first) / max(options.tokens - 1, 1)
         rates = f"prefill {options.batch * options.prompt / first:9.1f}, decoding {options.batch / each:8.1f} tokens/s"
-        print(f"{options.size} {kind:9} {rates}")
+        print(f"{options.size} {kind:12} {rates}")
 
 
 if __name__ == "__main__":

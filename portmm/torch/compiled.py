@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
-from torch._functorch.compile_utils import fx_graph_cse
 
 from portmm.arrays.interop import as_numpy, as_tensor
 from portmm.fusion.compilation import compiled_program
 from portmm.fusion.fuse import Explained
 from portmm.torch.aten import Unsupported
+from portmm.torch.repetitions import merge
 from portmm.torch.translation import Constants, Translator
 from portmm.trace.placeholders import Array
 
@@ -40,7 +40,7 @@ class CompiledGraph:
     """
 
     def __init__(self, module: torch.fx.GraphModule, fixed: tuple[int, ...], name: str) -> None:
-        module.graph = fx_graph_cse(module.graph)  # masks are computed once for all layers
+        merge(module.graph)  # masks are computed once for all layers
         module.recompile()
         self.module, self.fixed, self.name = module, fixed, name
         self.programs: dict[Any, Callable[[Any], Any]] = {}

@@ -10,7 +10,7 @@ import pytest
 from places import ROOT
 
 QUICKLY = True
-LOGITS = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.05, "int4": 0.45}
+LOGITS = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.05, "int4": 0.45, "int4-dynamic": 0.45}
 
 
 @pytest.fixture
