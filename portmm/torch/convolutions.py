@@ -54,7 +54,7 @@ def _user(node: Any) -> Any:
 
 
 def _tail(t: Any, node: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Tail:
-    """What follows a convolution with results of a shape and a type."""
+    """Operators after a convolution with results of a shape and a type, as far as its kernel computes them."""
     tail, user = _Tail(), _user(node)
     if str(getattr(user, "target", "")) == NORM and user.args[0] is node:
         norm = (*[t.values.get(x) if isinstance(x, torch.fx.Node) else x for x in user.args[1:5]], user.args[6])

@@ -85,7 +85,7 @@ class Constants:
         return self.packed[key]
 
     def panels(self, tensors: list[torch.Tensor], make: Callable[[], Any], *more: Any) -> Any:
-        """What is made of tensors, and depends on nothing but `more`: once for all programs."""
+        """A value made of tensors and of nothing else but `more`, once for all programs."""
         self.read |= frozenset().union(*(self.origins.get(id(x), ()) for x in tensors))
         key = (*map(id, tensors), *more)
         if key not in self.packed:
