@@ -90,12 +90,12 @@ class HostBuilder(Builder):
 
     def moved(self, x: Node, base: Place) -> Place:
         """A new array with the elements of a view that neither strides nor kernels over rows can express."""
-        dense, name = self.writer.name("g", lambda y: np.ascontiguousarray(x.plain(y))), f"v{x.number}"
+        dense, name = self.writer.name("g", lambda y: np.asarray(x.plain(y), order="C")), f"v{x.number}"
         self.writer.flush()
         self.writer.line(f"{name} = {dense}({base.text})")
         self.writer.line(f"h{x.number} = address({name})")
         self.kernels.append(Kernel("numpy", x.name, (x.where,)))
-        return Place(f"h{x.number}", 0, np.ascontiguousarray(x.plain(base.like)), name)
+        return Place(f"h{x.number}", 0, np.asarray(x.plain(base.like), order="C"), name)
 
     def returned(self, x: Node) -> bool:
         """Test whether the buffer of a node is returned to the caller."""

@@ -200,6 +200,18 @@ def test_inputs_that_are_changed_and_returned():
     assert got[1].data_ptr() == x.data_ptr()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int64], ids=str)
+def test_an_element_is_assigned(dtype):
+    def function(x):
+        y = x.clone()
+        y[0] = 1
+        return y
+
+    with torch.no_grad():
+        x = torch.full((3,), 7, dtype=dtype)
+        close(compiled(function)(x), function(x))
+
+
 VIEWS = {
     "a part": lambda y: y[y.shape[0] // 2 :],
     "a transposed view": lambda y: y.view(y.shape[0] // 2, 2).t(),
