@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, fields, replace
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from portmm.codegen import vector_spelling
 from portmm.codegen.conversions import converted
@@ -152,8 +152,10 @@ class Printer:
         own: the atom of its verbs, unless they name another.
         points: pointer -> its element type.
         lines: lines printed so far.
+        integer: the type of integers.
     """
 
+    integer: ClassVar[str] = "long"
     isa: Isa
     own: Atom
     points: dict[str, str]
@@ -161,7 +163,7 @@ class Printer:
 
     def at(self, p: Ptr, to: str) -> str:
         """The spelling of the element at an address, converted to type `to`."""
-        return converted(f"*({self.address(p)})", self.points[p.name], to)
+        return converted(self.element(p), self.points[p.name], to)
 
     def index(self, x: Index, outer: int = -1) -> str:
         """The spelling of an integer expression."""
@@ -170,6 +172,18 @@ class Printer:
     def address(self, p: Ptr) -> str:
         """The spelling of an address."""
         return address(p)
+
+    def element(self, p: Ptr) -> str:
+        """The spelling of the element at an address."""
+        return f"*({self.address(p)})"
+
+    def named(self, name: str) -> str:
+        """The name of an integer in the language."""
+        return name
+
+    def unrolled(self, factor: int) -> str:
+        """The line before a loop with this hint; empty without one."""
+        return f"#pragma GCC unroll {factor}" if factor > 1 else ""
 
     def put(self, depth: int, line: str) -> None:
         self.lines.append("  " * depth + line)
@@ -201,7 +215,7 @@ class Printer:
         self.put(depth, f"const long {s.name} = {self.index(s.value)};")
 
     def do_read(self, s: Read, depth: int) -> None:
-        self.put(depth, f"const long {s.name} = *({self.address(s.p)});")
+        self.put(depth, f"const {self.integer} {s.name} = {self.element(s.p)};")
 
     def do_letptr(self, s: LetPtr, depth: int) -> None:
         ctype = f"{'const ' if s.readonly else ''}{BY_NAME[s.dtype].c} *"
@@ -216,13 +230,11 @@ class Printer:
             self.put(depth, f'__asm__("" : "=m"({s.name}));')
 
     def do_for(self, s: For, depth: int) -> None:
-        if s.unroll > 1:
-            self.put(depth, f"#pragma GCC unroll {s.unroll}")
-        step = f"++{s.var}" if s.step == Index("const", (1,)) else f"{s.var} += {self.index(s.step)}"
-        self.put(
-            depth,
-            f"for (long {s.var} = {self.index(s.begin)}; {s.var} < {self.index(s.end, _PRECEDENCE['+'])}; {step}) {{",
-        )
+        if hint := self.unrolled(s.unroll):
+            self.put(depth, hint)
+        i = self.named(s.var)
+        step = f"++{i}" if s.step == Index("const", (1,)) else f"{i} += {self.index(s.step)}"
+        self.put(depth, f"for ({self.integer} {i} = {self.index(s.begin)}; {i} < {self.index(s.end, SUM)}; {step}) {{")
         self.body(s.body, depth + 1)
         self.put(depth, "}")
 
@@ -290,10 +302,10 @@ class Printer:
 
     def do_move(self, s: Move, depth: int) -> None:
         value = self.at(s.src, base(self.points[s.to.name])) if s.src else str(s.value)
-        self.put(depth, f"*({self.address(s.to)}) = {value};")
+        self.put(depth, f"{self.element(s.to)} = {value};")
 
     def do_add(self, s: Add, depth: int) -> None:
-        self.put(depth, f"*({self.address(s.to)}) += *({self.address(s.src)});")
+        self.put(depth, f"{self.element(s.to)} += {self.element(s.src)};")
 
     def atom(self, s: Verb) -> Atom:
         """The atom of a verb."""

@@ -10,23 +10,23 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from portmm.codegen.c_like import SUM, Printer, index
-from portmm.codegen.conversions import HELPERS, converted
+from portmm.codegen.conversions import HELPERS
 from portmm.codegen.primitive_templates import called
 from portmm.ir.grid_kernel import PLACES
 from portmm.ir.index import Index, const
 from portmm.ir.nodes import LetPtr, Scratch, walk
 from portmm.ir.thread_nodes import WHOLE, Shared
-from portmm.spec.dtype import BY_NAME, CODES_AT, base
+from portmm.spec.dtype import BY_NAME, CODES_AT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from portmm.ir.grid_kernel import Argument, GridKernel
     from portmm.ir.index import Ptr
-    from portmm.ir.nodes import Add, For, Let, Mac, Move, Read
+    from portmm.ir.nodes import Let, Mac
     from portmm.ir.thread_nodes import (
         Apply,
         Barrier,
@@ -182,6 +182,7 @@ class _Printer(Printer):
         constant: pointers whose memory is read only.
     """
 
+    integer: ClassVar[str] = "int"
     kernel: GridKernel
     dialect: Dialect
     spaces: dict[str, str]
@@ -229,6 +230,10 @@ class _Printer(Printer):
         """The name of an integer in the language."""
         return self.dialect.reserved.get(name, name)
 
+    def unrolled(self, factor: int) -> str:
+        """The line before a loop with this hint; empty without one."""
+        return "" if factor == 1 else self.dialect.unroll + (f" {factor or 1}" if factor < WHOLE else "")
+
     def address(self, p: Ptr) -> str:
         """The spelling of an address: integers are added first, in 32 bits, so that vectorizers see adjacent lanes."""
         if p.offset.op in "+-":
@@ -240,9 +245,6 @@ class _Printer(Printer):
         if self.spaces[p.name] == "global":
             return f"*({self.address(p)})"
         return f"{p.name}[{self.index(p.offset)}]"
-
-    def at(self, p: Ptr, to: str) -> str:
-        return converted(self.element(p), self.points[p.name], to)
 
     def do_let(self, s: Let, depth: int) -> None:
         kind = "int"
@@ -272,25 +274,6 @@ class _Printer(Printer):
 
     def do_scratch(self, s: Scratch, depth: int) -> None:
         self.put(depth, self.dialect.private.format(type=BY_NAME[s.dtype].c, name=s.name, elements=s.elements))
-
-    def do_for(self, s: For, depth: int) -> None:
-        if s.unroll != 1:
-            self.put(depth, self.dialect.unroll + (f" {s.unroll or 1}" if s.unroll < WHOLE else ""))
-        name = self.named(s.var)
-        step = f"++{name}" if s.step == Index("const", (1,)) else f"{name} += {self.index(s.step)}"
-        self.put(depth, f"for (int {name} = {self.index(s.begin)}; {name} < {self.index(s.end, SUM)}; {step}) {{")
-        self.body(s.body, depth + 1)
-        self.put(depth, "}")
-
-    def do_move(self, s: Move, depth: int) -> None:
-        value = self.at(s.src, base(self.points[s.to.name])) if s.src else "0"
-        self.put(depth, f"{self.element(s.to)} = {value};")
-
-    def do_add(self, s: Add, depth: int) -> None:
-        self.put(depth, f"{self.element(s.to)} += {self.element(s.src)};")
-
-    def do_read(self, s: Read, depth: int) -> None:
-        self.put(depth, f"const int {s.name} = {self.element(s.p)};")
 
     def do_leave(self, s: Leave, depth: int) -> None:
         self.put(depth, f"if ({self.index(s.when)}) return;")

@@ -40,7 +40,7 @@ VALUES = (acc(), indices(NAMES))
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of attention, and the operands as (items, heads, rows, columns)."""
+    """Sizes of attention, the type, and the operands: as (items, heads, rows, columns), or on a device as they are."""
 
     lead: tuple[int, ...]
     items: int
@@ -50,8 +50,8 @@ class Shape:
     n: int
     d: int
     dv: int
-    dtype: np.dtype[Any]
-    operands: tuple[Array, ...]
+    dtype: Any
+    operands: tuple[Any, ...]
 
     @property
     def result(self) -> tuple[int, ...]:

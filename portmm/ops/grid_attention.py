@@ -7,7 +7,6 @@ queries, without synchronisation; the kernels of a kind of call are remembered.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +18,7 @@ from portmm.arrays.numpy_arrays import contiguous
 from portmm.codegen.lower import lower_program
 from portmm.dispatch.machine import bind, machine_of
 from portmm.ir.attention_program import Bounds, Form, of_attention
-from portmm.ops.attention_shapes import SUPPORTED, VALUES, Options, score_expression, sizes_of
+from portmm.ops.attention_shapes import SUPPORTED, VALUES, Options, Shape, score_expression, sizes_of
 from portmm.ops.kernel_call import Captures, Closure, KernelCall, via_temporary
 from portmm.schedule import gpu_mma_attention
 from portmm.schedule.gpu_attention import AttentionSizes
@@ -31,23 +30,8 @@ if TYPE_CHECKING:
     from portmm.trace.tracer import Traced
 
 
-@dataclass(frozen=True, slots=True)
-class _Call:
-    """The arrays and sizes of a call.
-
-    Attributes:
-        parts: q, k and v, and lengths and starts of items that are arrays, by the names of kernels' parameters.
-        out: the array of the result, or None.
-        sizes: see `attention_shapes.sizes_of`.
-        shape: of the result.
-        numbers: of the call, by the names of kernels' parameters.
-    """
-
-    parts: dict[str, Operand]
-    out: Operand | None
-    sizes: tuple[int, int, int, int, int, int, int]
-    shape: tuple[int, ...]
-    numbers: dict[str, int]
+_Parts = dict[str, "Operand"]
+"""q, k and v, and lengths and starts of items that are arrays, by the names of kernels' parameters."""
 
 
 def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
@@ -59,46 +43,47 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
         TraceError: a function cannot be traced.
         ScheduleError: the device has too little shared memory.
     """
-    call = _adopted(operands, options)
-    q, out, user_function = call.parts["q"], call.out, UserFunction(options.function(call.sizes[5]))
-    kinds = tuple((name, x.kind) for name, x in call.parts.items())
+    shape, parts, out, numbers = _adopted(operands, options)
+    q, user_function = parts["q"], UserFunction(options.function(shape.d))
+    kinds = tuple((name, x.kind) for name, x in parts.items())
     key = ("attention on device", kinds, out and out.kind, options.causal, options.window is None, options.lse)
-    ready: KernelCall = user_function.ready(key, lambda traced: _prepare(call, options, traced), VALUES, 4)
+    ready: KernelCall = user_function.ready(key, lambda traced: _prepare(shape, parts, out, options, traced), VALUES, 4)
     read = ready.captures.arrays(user_function.closure, q)
-    if out is not None and operand.overlap(out, (*call.parts.values(), *read)):
-        return via_temporary(
-            out, q, out.dtype, lambda to: attention((q, call.parts["k"], call.parts["v"], to), options)
-        )
-    return ready.returned(ready.run(call.parts, q, out, user_function.closure, read, **call.numbers))
+    if out is not None and operand.overlap(out, (*parts.values(), *read)):
+        return via_temporary(out, q, out.dtype, lambda to: attention((*shape.operands, to), options))
+    return ready.returned(ready.run(parts, q, out, user_function.closure, read, **numbers))
 
 
 def launch(operands: tuple[Any, Any, Any, Any], options: Options, traced: Traced, closure: Closure) -> list[Operand]:
     """The results of attention with a score that is traced: see `attention`; the first is written to `out`."""
-    call = _adopted(operands, options)
-    ready, q = _prepare(call, options, traced), call.parts["q"]
-    return ready.run(call.parts, q, call.out, closure, ready.captures.arrays(closure, q), **call.numbers)
+    shape, parts, out, numbers = _adopted(operands, options)
+    ready, q = _prepare(shape, parts, out, options, traced), parts["q"]
+    return ready.run(parts, q, out, closure, ready.captures.arrays(closure, q), **numbers)
 
 
 # -- operands --------------------------------------------------------------------------------
 
 
-def _adopted(operands: tuple[Any, Any, Any, Any], options: Options) -> _Call:
-    """The arrays of a call, and its numbers."""
+def _adopted(
+    operands: tuple[Any, Any, Any, Any], options: Options
+) -> tuple[Shape, _Parts, Operand | None, dict[str, int]]:
+    """The shape of a call, its arrays, that of the result, and numbers by the names of kernels' parameters."""
     there = adopt_all(dict(zip("qkv", operands, strict=False)), {"out": operands[3]})
     out, q = there.pop("out", None), there["q"]
-    sizes = sizes_of(*[(_long_type(x), x.shape) for x in there.values()])
-    _, heads, _, m, n, _, dv = sizes
-    lead, shape = q.shape[:-3], (*q.shape[:-3], heads, m, dv)
+    sizes, lead = sizes_of(*[(_long_type(x), x.shape) for x in there.values()]), q.shape[:-3]
+    shape = Shape(lead, *sizes, q.dtype, tuple(there.values()))
+    m, n = shape.m, shape.n
     seen, lengths = _by_item(options.lengths, "lengths", lead, (0, n), n)
     offset, starts = _by_item(options.offset, "offset", lead, (-m, n), n - m)
-    there |= {name: x for name, x in (("lengths", lengths), ("starts", starts)) if x is not None}
-    operand.same_device([q, *there.values()])
+    if by_item := {name: x for name, x in (("lengths", lengths), ("starts", starts)) if x is not None}:
+        there |= by_item
+        operand.same_device([q, *by_item.values()])
     if out is not None:
-        operand.check_out(out, shape)
+        operand.check_out(out, shape.result)
         if _long_type(out) not in SUPPORTED:
             raise TypeError(f"out has elements of {_long_type(out)}; attention writes {', '.join(SUPPORTED)}")
     window = m + n if options.window is None else min(options.window, m + n)
-    return _Call(there, out, sizes, shape, {"n": min(seen, n), "offset": offset, "window": window})
+    return shape, there, out, {"n": min(seen, n), "offset": offset, "window": window}
 
 
 def _long_type(x: Operand) -> str:
@@ -149,7 +134,7 @@ def _layout(x: Operand, name: str) -> tuple[tuple[int, int, int, int], int]:
 # -- a kind of call --------------------------------------------------------------------------
 
 
-def _prepare(call: _Call, options: Options, traced: Traced) -> KernelCall:
+def _prepare(shape: Shape, parts: _Parts, out: Operand | None, options: Options, traced: Traced) -> KernelCall:
     """The kernels of a kind of call.
 
     Raises:
@@ -157,20 +142,20 @@ def _prepare(call: _Call, options: Options, traced: Traced) -> KernelCall:
         TraceError: a score is a tuple.
         ScheduleError: the device has too little shared memory.
     """
-    parts, q = call.parts, call.parts["q"]
-    to, lse = (q if call.out is None else call.out).dtype, options.lse
-    items, heads, group, m, n, d, dv = call.sizes
+    q, lse = parts["q"], options.lse
+    to = (q if out is None else out).dtype
+    items, heads, group, m, n, d, dv = shape.items, shape.heads, shape.group, shape.m, shape.n, shape.d, shape.dv
     on = machine_of(q)
     captures = Captures.of(traced, (m, n, items, heads), "a function")
     bounds = Bounds(options.causal, options.window is not None)
     program = of_attention(
         Form(score_expression(traced), q.dtype, to, bounds, "lengths" in parts, "starts" in parts, lse)
     )
-    results = (("o", call.shape, to), *((("lse", call.shape[:-1], "f32"),) if lse else ()))
+    results = (("o", shape.result, to), *((("lse", shape.result[:-1], "f32"),) if lse else ()))
     if 0 in (items, heads, m, dv):
         return KernelCall(on, results, (), several=lse)
     layouts = {x: _layout(parts[x], x) for x in "qkv"}
-    layouts["o"] = _layout(call.out or operand.dense_like(q, call.shape, to), "out")
+    layouts["o"] = _layout(out or operand.dense_like(q, shape.result, to), "out")
     q_vector, k_vector, v_vector, o_vector = (vector for _, vector in layouts.values())
     vectors = q_vector, k_vector, v_vector, o_vector
     loose = "".join(name for name, (steps, _) in layouts.items() if steps[3] != 1)
