@@ -151,7 +151,14 @@ def read(source: Any, *, optimize: bool = True) -> Model:
         proto, note = clean(proto)
         notes += [note] if note else []
     versions = {("" if x.domain == "ai.onnx" else x.domain): x.version for x in proto.opset_import}
-    graph = _graph(proto.graph, versions)
+    try:
+        graph = _graph(proto.graph, versions)
+    except (KeyError, ValueError, TypeError, IndexError) as error:
+        raise OnnxError(
+            f"the model is damaged: an attribute, a constant or a type cannot be read: {error!r}"
+        ) from error
+    if missing := free_names(graph):
+        raise OnnxError(f"nothing before its use computes {', '.join(map(repr, missing[:3]))}; the model is damaged")
     return Model(graph, versions, f"{proto.producer_name} {proto.producer_version}".strip(), tuple(notes))
 
 

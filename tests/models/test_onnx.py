@@ -107,6 +107,15 @@ def test_what_is_no_model_is_refused(tmp_path):
         portmm.onnx.load(tmp_path / "none.onnx")
     with pytest.raises(OnnxError, match="is no ONNX model"):
         portmm.onnx.load(b"no model")
+    for nodes in (
+        [("Add", ["x", "lost"], ["z"])],
+        [("Neg", ["x"], ["y"])],
+        [("Abs", ["y"], ["z"]), ("Neg", ["x"], ["y"])],
+    ):
+        with pytest.raises(OnnxError, match=r"nothing before its use computes '(lost|z|y)'"):
+            portmm.onnx.load(model(nodes, [("x", FLOAT, [2])], [("z", FLOAT, [2])]))
+    with pytest.raises(OnnxError, match="is damaged"):
+        portmm.onnx.load(model([("Abs", ["x"], ["z"])], [("x", 99, [2])], [("z", FLOAT, [2])]))
     unknown = model([("Frobnicate", ["x"], ["z"])], [("x", FLOAT, [2])], [("z", FLOAT, [2])])
     with pytest.raises(OnnxError, match="operator Frobnicate is not supported"):
         portmm.onnx.load(unknown)
