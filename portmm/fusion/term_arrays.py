@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.fusion.term_rewrites import joined_extents
 from portmm.spec import elementwise
 from portmm.verification.functions import NAMES
 
@@ -36,6 +37,7 @@ def compute(results: Sequence[Term], axes: Sequence[str], arrays: Sequence[Any],
         extents: of labels.
     """
     known: dict[Term, tuple[Any, str]] = {}
+    extents = joined_extents(tuple(results), extents)
 
     def value(x: Term) -> tuple[Any, str]:
         if x not in known:
@@ -54,8 +56,9 @@ def compute(results: Sequence[Term], axes: Sequence[str], arrays: Sequence[Any],
             return (moved.sum if x.op == "sum" else moved.max)(-1, keepdims=True), f"{x.labels}1"
         if x.op == "dot":
             return _product(x, whole(x.args[0]), whole(x.args[1]), extents), x.labels
-        if x.op == "attention":
-            return _attended(x, [whole(y) for y in x.args], extents), x.labels
+        if x.op in ("attention", "concat"):
+            function = _attended if x.op == "attention" else _concatenated
+            return function(x, [whole(y) for y in x.args], extents), x.labels
         of = [value(y)[1] for y in x.args if y.labels]
         axes_ = x.labels + "1" * all(y.endswith("1") for y in of)
         values = (np.float32(y.data) if y.op == "const" else _aligned(*value(y), axes_) for y in x.args)
@@ -112,6 +115,14 @@ def _product(x: Term, a: Any, b: Any, extents: dict[str, int]) -> Any:
     rows, columns = ("".join(y for y in z if y not in w) for z, w in ((left, right), (right, left)))
     product = _merged(a, left, [*both, rows, x.data], extents) @ _merged(b, right, [*both, x.data, columns], extents)
     return _shaped(product, tuple(extents[y] for y in x.labels))
+
+
+def _concatenated(x: Term, arrays: list[Any], _: dict[str, int]) -> Any:
+    """Arrays one after the other, with their other dimensions in the order of the result's."""
+    label, *parts = x.data
+    each = zip(x.args, arrays, parts, strict=True)
+    ordered = [_moved(array, y.labels, x.labels.replace(label, part)) for y, array, part in each]
+    return np.concatenate(ordered, axis=x.labels.index(label))
 
 
 def _attended(x: Term, arrays: list[Any], extents: dict[str, int]) -> Any:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
-from portmm.fusion.term_rewrites import subterms
+from portmm.fusion.term_rewrites import joined_extents, subterms
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -67,7 +67,7 @@ def elements(x: Term, extents: Mapping[str, int]) -> int:
 
 def predicted(roots: tuple[Term, ...], extents: Mapping[str, int], rates: Rates, *, optimistic: bool = False) -> float:
     """Seconds that some terms take."""
-    share = 1.0 if optimistic else SHARE
+    share, extents = 1.0 if optimistic else SHARE, joined_extents(roots, extents)
     total = 0.0
     for x in subterms(roots):
         if x.op in ("input", "const"):

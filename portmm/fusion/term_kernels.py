@@ -60,7 +60,7 @@ def one_kernels(
     results: tuple[Term, ...], axes: Sequence[str], inputs: Sequence[str], extents: Mapping[str, int], near: float
 ) -> Iterator[Kernel]:
     """Terms as one kernel, for each loop with which they are one whose tiles fit in `near` bytes."""
-    loops = sorted({x.data for x in subterms(results) if x.op in ("sum", "most", "dot")})
+    loops = sorted({x.data for x in subterms(results) if x.op in ("sum", "most", "dot") and x.data in extents})
     for loop in loops:
         kernel = kernel_of(results, axes, inputs, loop)
         if kernel is None:
@@ -99,7 +99,7 @@ def kernel_of(
 ) -> tuple[MuGraph, dict[str, str]] | None:
     """Terms as a graph of one kernel with a loop, and the names of labels that it changes; None if they are none."""
     maxima = {x.data for x in subterms(results) if x.op == "most"}
-    if maxima - {loop} or any(x.op == "attention" for x in subterms(results)):
+    if maxima - {loop} or any(x.op in ("attention", "concat") for x in subterms(results)):
         return None
     names = {loop: "n", "n": loop} if maxima and loop != "n" else {}
 

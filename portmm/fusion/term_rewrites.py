@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.fusion.terms import Heads, Term, attention, dot, elementwise_term, literal, reduced
+from portmm.fusion.terms import Heads, Term, attention, concat, dot, elementwise_term, literal, reduced
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
+    from collections.abc import Callable, Iterator, Mapping
 
 
 def rebuilt(x: Term, args: tuple[Term, ...]) -> Term:
@@ -24,6 +24,8 @@ def rebuilt(x: Term, args: tuple[Term, ...]) -> Term:
         return reduced(x.op, x.data, *args)
     if x.op == "attention":
         return attention(args[0], args[1], args[2], x.data)
+    if x.op == "concat":
+        return concat(x.data[1:], *args)
     return elementwise_term(x.op, *args)
 
 
@@ -51,10 +53,23 @@ def replaced(roots: tuple[Term, ...], old: Term, new: Term) -> tuple[Term, ...]:
     return tuple(done[x] for x in roots)
 
 
-def alternatives(roots: tuple[Term, ...]) -> Iterator[tuple[str, tuple[Term, ...]]]:
-    """Each rewrite of each term under some, with its name."""
+def joined_extents(roots: tuple[Term, ...], extents: Mapping[str, int]) -> dict[str, int]:
+    """The extents of labels, with those of concatenations under some terms."""
+    known = dict(extents)
     for x in subterms(roots):
+        if x.op == "concat":
+            known[x.data[0]] = sum(known[y] for y in x.data[1:])
+    return known
+
+
+def alternatives(roots: tuple[Term, ...]) -> Iterator[tuple[str, tuple[Term, ...]]]:
+    """Each rewrite of each term under some, with its name; a form has one concatenation, whose label is its alone."""
+    every = subterms(roots)
+    joined = any(x.op == "concat" for x in every)
+    for x in every:
         for name, rule in RULES.items():
+            if joined and rule is concatenate:
+                continue
             for new in rule(x):
                 if new is not x and set(new.labels) == set(x.labels):
                     yield name, replaced(roots, x, new)
@@ -132,6 +147,17 @@ def distribute(x: Term) -> Iterator[Term]:
                 yield elementwise_term(y.op, *parts)
 
 
+def concatenate(x: Term) -> Iterator[Term]:
+    """A b + c d, with sums along two labels, is [a c] [b; d], with one sum along both."""
+    if x.op != "add" or any(y.op != "dot" for y in x.args):
+        return
+    ((a, b), (c, d)), (k, r) = (y.args for y in x.args), (y.data for y in x.args)
+    sides = zip((a, b), (c, d), strict=True)
+    if k != r and all(k in y.labels and r in z.labels and {*y.labels} - {k} == {*z.labels} - {r} for y, z in sides):
+        left, right = concat(k + r, a, c), concat(k + r, b, d)
+        yield dot(left.data[0], left, right)
+
+
 def online_softmax(x: Term) -> Iterator[Term]:
     """Exponentials times values over the exponentials' sum are attention, whatever is subtracted before."""
     if x.op != "div" or x.args[0].op != "dot" or x.args[1].op != "sum":
@@ -191,6 +217,7 @@ RULES: dict[str, Callable[[Term], Iterator[Term]]] = {
     "factor past a sum": pull_factor,
     "factor into a product": push_factor,
     "distribution": distribute,
+    "concatenation": concatenate,
     "online softmax": online_softmax,
     "quotient": inverse,
 }

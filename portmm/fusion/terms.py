@@ -38,11 +38,12 @@ class Term:
     """A value; the same object for the same arguments.
 
     Attributes:
-        op: "input", "const", "sum", "most" (a maximum along a label), "dot" (a product along a label), "attention", or
-            an element-wise operation or function.
+        op: "input", "const", "sum", "most" (a maximum along a label), "dot" (a product along a label), "attention",
+            "concat", or an element-wise operation or function.
         args: its operands.
         labels: of its dimensions, in order.
-        data: the number of an input, the value of a literal, a label, or the scale of attention with its labels.
+        data: the number of an input, the value of a literal, a label, the scale of attention with its labels, or the
+            label of a concatenation with those of its parts.
     """
 
     __slots__ = ("__weakref__", "args", "data", "labels", "op")
@@ -92,6 +93,20 @@ def literal(x: float) -> Term:
 def reduced(op: str, along: str, x: Term) -> Term:
     """A sum or a maximum along a label."""
     return Term(op, (x,), x.labels.replace(along, ""), along)
+
+
+JOINED = "αβγδεζηθικλμνξοπρστυφχψω"
+"""Labels of concatenations."""
+
+
+def concat(parts: str, *args: Term) -> Term:
+    """Terms one after the other, each along its part: a label of one that follows from those of the parts."""
+    first, *rest = args
+    others = first.labels.replace(parts[0], "")
+    if any({*x.labels} != {*others, y} for x, y in zip(rest, parts[1:], strict=True)):
+        raise UnlabelledError(f"concatenation of {args} along {parts}: their other labels differ")
+    label = JOINED[sum((i + 1) * ord(x) for i, x in enumerate(parts)) % len(JOINED)]
+    return Term("concat", args, first.labels.replace(parts[0], label), label + parts)
 
 
 class Labelled(NamedTuple):
@@ -323,8 +338,8 @@ def graph_of(results: Sequence[Term], axes: Sequence[str], inputs: Sequence[str]
             return b.max(tensor(x.args[0]), x.data)
         if x.op == "dot":
             return b.matmul(tensor(x.args[0]), tensor(x.args[1]), x.data, x.labels)
-        if x.op == "attention":
-            return _attention(b, x, [tensor(y) for y in x.args])
+        if x.op in ("attention", "concat"):
+            return (_attention if x.op == "attention" else _concat)(b, x, [tensor(y) for y in x.args])
         of = [y for y in x.args if y.op != "const"]
         positions = iter(range(len(of)))
         values = [const(y.data) if y.op == "const" else argument(next(positions), "f32") for y in x.args]
@@ -365,6 +380,15 @@ class Heads(NamedTuple):
 def attention(q: Term, k: Term, v: Term, h: Heads) -> Term:
     """Attention of queries, keys and values."""
     return Term("attention", (q, k, v), h.heads + h.groups + h.queries + h.columns, h)
+
+
+def _concat(b: Builder, x: Term, of: list[int]) -> int:
+    """Steps of a concatenation: its parts have their other labels in the order of the first."""
+    label, *parts = x.data
+    wanted = [x.labels.replace(label, y) for y in parts]
+    each = zip(of, wanted, strict=True)
+    same = [i if b.tensors[i].axes == y else b.map(argument(0, "f32"), i, axes=y) for i, y in each]
+    return b.concat(label, (x.labels.index(label),) * len(of), *same)
 
 
 def _attention(b: Builder, x: Term, of: list[int]) -> int:
