@@ -16,7 +16,6 @@ import os
 import shutil
 import sys
 import tempfile
-import warnings
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
@@ -188,40 +187,17 @@ def calls():  # noqa: C901 - a list
         yield lambda f=function: pm.fuse(f)(x)
 
 
-def record(target, kernels):
-    """Run all calls for a target with kernels that do nothing; which they are goes to `kernels`."""
-    from portmm.build.shared_object import build
-    from portmm.dispatch import config, cpu_kernels
-    from portmm.ir.abi import ARGS
-    from portmm.runtime import route_cache
-    from portmm.runtime.cpu import load_kernel, runtime
+def record(target):
+    """The kernels of all calls on a target."""
+    from portmm.ops.recorded_kernels import recorded
 
-    nothing = build(
-        f"{ARGS}\nvoid nothing(const portmm_args *x) {{ (void)x; }}\n", flags=(), name="nothing", symbols=("nothing",)
-    )
-    route_cache.close()
-    before = cpu_kernels.loaded
-    code = load_kernel(runtime(), nothing.code, nothing.path, "nothing")
-
-    def loaded(kernel):
-        kernels.append(kernel)
-        return code
-
-    cpu_kernels.loaded = loaded
-    cpu_kernels.forget()
-    config._targets[""] = target
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            for call in calls():
-                try:
-                    call()
-                except Exception as error:  # noqa: BLE001 - an operation that this level lacks
-                    print(f"  {target.name}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
-    finally:
-        cpu_kernels.loaded = before
-        cpu_kernels.forget()
-        config._targets.clear()
+    with recorded(target) as kernels:
+        for call in calls():
+            try:
+                call()
+            except Exception as error:  # noqa: BLE001 - an operation that this level lacks
+                print(f"  {target.name}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
+    return kernels
 
 
 def make(folder, arch, libc, levels, kinds, *, report=lambda *_: None):
@@ -247,9 +223,7 @@ def make(folder, arch, libc, levels, kinds, *, report=lambda *_: None):
             maker.facts[question] = (*axes, "".join(chr(48 + i) if i >= 0 else "-" for i in table), *texts)
             if kind[2] == "packed":
                 maker.add_packing(kind[0], target)
-        kernels = []
-        record(target, kernels)
-        for kernel in kernels:
+        for kernel in record(target):
             maker.add_source(kernel, arch)
     maker.facts["levels"] = tuple(f"{name}={','.join(words.split())}" for name, (_, words) in levels.items())
     link(maker, folder / f"{arch}.so", arch, report)

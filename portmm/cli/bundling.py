@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import time
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from portmm.cli import model_calls
 from portmm.errors import BundleError
 from portmm.util.console import Json, console, print_json, progress, table
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
 
 EXAMPLE = "1-512 768 3072 f32 packed"
 LINES = "M is a number, a range as 1-512 or a list as 1,16; B is row, col or packed."
@@ -21,6 +25,13 @@ def bundle(  # noqa: PLR0917 - typer's parameters
     machines: Annotated[
         str, typer.Option("--for", help="Chips, levels, instruction sets or cloud instances, with commas between.")
     ] = "",
+    from_onnx: Annotated[
+        Path | None, typer.Option("--from-onnx", help="A model in ONNX's format: all kernels that it calls.")
+    ] = None,
+    from_torch: Annotated[
+        Path | None, typer.Option("--from-torch", help="A program of torch.export.save: all kernels that it calls.")
+    ] = None,
+    sizes: Annotated[str, typer.Option(help="Sizes of axes for --from-onnx, as `batch=1 sequence=16,128`.")] = "",
     from_cache: Annotated[
         bool, typer.Option("--from-cache", help="All that the cache has for this machine's architecture.")
     ] = False,
@@ -38,13 +49,15 @@ def bundle(  # noqa: PLR0917 - typer's parameters
 
     Programs use it by `portmm.use_bundle`, or PORTMM_BUNDLE in the environment; they need no compiler then.
     """
-    making = shapes is not None or from_cache
+    calls = [] if from_onnx is None else [model_calls.of_onnx(from_onnx, model_calls.sizes_of(sizes))]
+    calls += [] if from_torch is None else [model_calls.of_torch(from_torch)]
+    making = shapes is not None or from_cache or bool(calls)
     if not making and not check:
-        raise typer.BadParameter("give --shapes, --from-cache or --check")
+        raise typer.BadParameter("give --shapes, --from-onnx, --from-torch, --from-cache or --check")
     if to_c and shapes is None:
         raise typer.BadParameter("--c writes a library of products: list them in a file, --shapes FILE")
     if making:
-        _make(output, shapes, machines, threads, from_cache=from_cache, to_c=to_c, as_json=as_json)
+        _make(output, shapes, machines, threads, calls=calls, from_cache=from_cache, to_c=to_c, as_json=as_json)
     if check:
         _check(output, as_json=as_json)
 
@@ -55,6 +68,7 @@ def _make(
     machines: str,
     threads: str,
     *,
+    calls: list[Callable[[], None]],
     from_cache: bool,
     to_c: Path | None,
     as_json: bool,
@@ -74,6 +88,8 @@ def _make(
         raise typer.BadParameter(f"--shapes {shapes} cannot be read: {error}") from error
     if from_cache:
         bundle_build.add_cache(maker)
+    for run in calls:
+        bundle_build.add_calls(maker, run, bundle_build.machines_of(words), counts)
     if text is not None:
         bundle_build.add_shapes(
             maker, bundle_build.shapes_of(text, str(shapes)), bundle_build.machines_of(words), counts

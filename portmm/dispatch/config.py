@@ -214,6 +214,21 @@ def _resolve(name: str) -> Target:
     return resolved
 
 
+@contextmanager
+def described(machine: Target) -> Iterator[None]:
+    """Take a described machine for this one in a block, whose calls run no kernels."""
+    before = dict(_targets)
+    _targets.clear()
+    _targets[target_name()] = machine
+    _changed()
+    try:
+        yield
+    finally:
+        _targets.clear()
+        _targets.update(before)
+        _changed()
+
+
 _listeners: list[object] = []
 
 

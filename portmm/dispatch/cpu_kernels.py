@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +28,7 @@ from portmm.util import locks
 from portmm.util.memo import Memory, cached, forget_all
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from portmm.build.shared_object import Artifact
     from portmm.ir.nodes import Kernel
@@ -147,6 +148,7 @@ MOST_LOADED = 1024
 lets a process have."""
 
 _loaded: dict[str, Any] = {}
+_replaced: list[Callable[[Kernel], Any]] = []
 _codes = Memory(MOST_LOADED, "kernels")
 _lock = locks.lock()
 
@@ -171,8 +173,22 @@ def build_kernel(kernel: Kernel) -> Artifact:
     return build(source(kernel), flags=kernel.isa.flags, arch=arch, name=kernel.name, symbols=(kernel.name,))
 
 
+@contextmanager
+def replaced(code: Callable[[Kernel], Any]) -> Iterator[None]:
+    """Take the answers of a function for the code of kernels in a block; nothing is built, or remembered after it."""
+    forget()
+    _replaced.append(code)
+    try:
+        yield
+    finally:
+        _replaced.pop()
+        forget()
+
+
 def loaded(kernel: Kernel) -> Any:
     """The kernel's code in this process, built and loaded once per source."""
+    if _replaced:
+        return _replaced[-1](kernel)
     artifact = build_kernel(kernel)
     if len(_loaded) >= MOST_LOADED and artifact.key not in _loaded:
         forget()  # memos keep code loaded

@@ -386,6 +386,25 @@ def add_shapes(maker: Maker, shapes: Sequence[Shape], machines: Sequence[Target]
         maker.add_run_time(arch)
 
 
+def add_calls(maker: Maker, run: Callable[[], None], machines: Sequence[Target], counts: Sequence[int]) -> None:
+    """Add the kernels that calls ask for on machines, and the run time; their sources find them.
+
+    Args:
+        maker: of the bundle.
+        run: makes the calls; their results mean nothing, since no kernel runs.
+        machines: as from `machines_of`.
+        counts: numbers of threads.
+    """
+    from portmm.ops.recorded_kernels import of_calls
+
+    for target, kernels in zip(machines, of_calls(run, machines, counts).values(), strict=True):
+        maker.machines[target.name] = tuple(isa.name for isa in target.isas)
+        for kernel in kernels:
+            maker.add_source(kernel, target.arch)
+    for arch in dict.fromkeys(x.arch for x in machines):
+        maker.add_run_time(arch)
+
+
 def add_cache(maker: Maker) -> None:
     """Add the objects of the cache: kernels of any kind, and the run time; their sources find them."""
     folder, start = cache.cache_dir(), kernel_store.BUILDS

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from importlib import import_module
@@ -258,6 +259,17 @@ def close() -> None:
     """Disable route caches in this process, whose routes may be overridden."""
     global _closed  # noqa: PLW0603 - of the whole process
     _closed = True
+
+
+@contextmanager
+def closed() -> Iterator[None]:
+    """Disable route caches in a block."""
+    global _closed  # noqa: PLW0603 - as above
+    before, _closed = _closed, True
+    try:
+        yield
+    finally:
+        _closed = before
 
 
 def runtime(kept: RouteCache | None) -> cpu_runtime.Runtime:

@@ -59,7 +59,8 @@ def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> 
 def _title(module: torch.fx.GraphModule) -> str:
     for node in module.graph.nodes:
         if node.op != "placeholder" and (stack := node.meta.get("nn_module_stack")):
-            return next(iter(stack.values()))[1].__name__ if stack else "graph"
+            kind = next(iter(stack.values()))[1]  # of an exported program, a name
+            return str(getattr(kind, "__name__", str(kind).rpartition(".")[2]))
     return "graph"
 
 
