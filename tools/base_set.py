@@ -93,7 +93,7 @@ def steps():
 def times(target, kind, family, size, before):
     """Predicted time of the schedules of a size that serve all rows from after `before`; few rows have their own."""
     from portmm.dispatch.schedule_choice import predicted
-    from portmm.ops.bundle_build import problem_of
+    from portmm.ops.bundle_shapes import problem_of
     from portmm.schedule.cpu_candidate_sets import candidate_set
 
     dtype, a, b = kind

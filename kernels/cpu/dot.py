@@ -123,7 +123,7 @@ def _call(s: Schedule, atom: Atom, rows: int, columns: int, b: tuple[Ptr, Index]
 def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str], *, short: bool = False) -> Function:
     """Micro-kernel C[rows][columns] = A[rows][k] . B[columns][k], lanes along k; `short` says that k is one run."""
     accumulators = [(i, j) for i in range(rows) for j in range(columns)]
-    lanes, p = atom.n, var("p")
+    p, end = var("p"), K - K % atom.n
 
     def step(load: str, mask: str) -> tuple[Stmt, ...]:
         out: list[Stmt] = [Verb(load, f"a{i}", p=Ptr("a", const(i) * var("a_m") + p), mask=mask) for i in range(rows)]
@@ -133,29 +133,13 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
             out += [Verb("mac", f"c{i}_{j}", f"a{i}", f"b{j % 2}") for i in range(rows)]
         return tuple(out)
 
-    end = K - K % lanes
-    zero = tuple(Verb("zero", f"c{i}_{j}") for i, j in accumulators)
-    unroll = 2 if len(accumulators) < 8 else 1
-    loop: list[Stmt] = [*zero]
-    added: tuple[Stmt, ...] = ()
-    if short or chained(atom):
-        loop.append(For("p", const(0), end, const(lanes), step("load_b", ""), unroll))
-    else:
-        run, p_run = RUN * lanes, var("p_run")
-        kept = {x: Ptr("kept", const(number * lanes)) for number, x in enumerate(accumulators)}
-        add = {x: (Verb("load_c", "t", p=kept[x]), Verb("add", f"c{x[0]}_{x[1]}", "t")) for x in accumulators}
-        store = (Verb("store", f"c{i}_{j}", p=kept[i, j]) for i, j in accumulators)
-        keep: tuple[Stmt, ...] = (If(const(0).lt(p_run), tuple(s for x in accumulators for s in add[x])), *store, *zero)
-        once = For("p", p_run, minimum(end, p_run + run), const(lanes), step("load_b", ""), unroll)
-        runs = For("p_run", const(0), end, const(run), (once, If((p_run + run).lt(end), keep)))
-        loop += [Scratch("kept", len(accumulators) * lanes, atom.acc, guarded=True), runs]
-        added = (If(const(run).lt(end), tuple(s for x in accumulators for s in add[x])),)
+    loops, added = _over_k(atom, accumulators, step("load_b", ""), end, short=short or chained(atom))
     at = {(i, j): Ptr("c", const(i) * var("c_m") + j) for i, j in accumulators}
     tail: tuple[Stmt, ...] = ()
     if atom.mask:
         masked = (Verb("mask", "m0", count=K - end), *step("load_mask", "m0"))
-        loop.append(If(const(0).lt(K % lanes), (Let("p", end), *masked)))
-    elif lanes > 1:
+        loops = (*loops, If(const(0).lt(K % atom.n), (Let("p", end), *masked)))
+    elif atom.n > 1:
         scalar = tuple(
             Mac(at[i, j], Ptr("a", const(i) * var("a_m") + p), Ptr("b", const(j) * var("b_n") + p))
             for i, j in accumulators
@@ -172,4 +156,23 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
         Param("c_m"),
     )
     comment = f"C[{rows}][{columns}] = A[{rows}][k] . B[{columns}][k]"
-    return Function(f"dot_{rows}x{columns}", "inner", params, (*loop, *added, *sums, *tail), comment)
+    return Function(f"dot_{rows}x{columns}", "inner", params, (*loops, *added, *sums, *tail), comment)
+
+
+def _over_k(
+    atom: Atom, accumulators: list[tuple[int, int]], step: tuple[Stmt, ...], end: Index, *, short: bool
+) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
+    """Loops over whole vectors of k, and what adds the sums of earlier runs, which are kept apart (`summation`)."""
+    lanes, p_run, run = atom.n, var("p_run"), RUN * atom.n
+    zero = tuple(Verb("zero", f"c{i}_{j}") for i, j in accumulators)
+    unroll = 2 if len(accumulators) < 8 else 1
+    if short:
+        return (*zero, For("p", const(0), end, const(lanes), step, unroll)), ()
+    kept = {x: Ptr("kept", const(number * lanes)) for number, x in enumerate(accumulators)}
+    pairs = ((Verb("load_c", "t", p=kept[i, j]), Verb("add", f"c{i}_{j}", "t")) for i, j in accumulators)
+    add: tuple[Stmt, ...] = tuple(s for pair in pairs for s in pair)
+    store = (Verb("store", f"c{i}_{j}", p=kept[i, j]) for i, j in accumulators)
+    once = For("p", p_run, minimum(end, p_run + run), const(lanes), step, unroll)
+    keep = If((p_run + run).lt(end), (If(const(0).lt(p_run), add), *store, *zero))
+    scratch = Scratch("kept", len(accumulators) * lanes, atom.acc, guarded=True)
+    return (*zero, scratch, For("p_run", const(0), end, const(run), (once, keep))), (If(const(run).lt(end), add),)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -15,13 +15,17 @@ from portmm.util.console import Json, console, print_json, progress, table
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-EXAMPLE = "1-512 768 3072 f32 packed"
-LINES = "M is a number, a range as 1-512 or a list as 1,16; B is row, col or packed."
+    from portmm.ops.bundle_build import Maker
+
+LINES = (
+    "A file of lines M N K TYPES B, as 1-512 768 3072 f32 packed. "
+    "M is a number, a range as 1-512 or a list as 1,16; B is row, col or packed."
+)
 
 
 def bundle(  # noqa: PLR0917 - typer's parameters
     output: Annotated[Path, typer.Argument(help="The bundle.", show_default=False)],
-    shapes: Annotated[Path | None, typer.Option(help=f"A file of lines M N K TYPES B, as {EXAMPLE}. {LINES}")] = None,
+    shapes: Annotated[Path | None, typer.Option(help=LINES)] = None,
     machines: Annotated[
         str, typer.Option("--for", help="Chips, levels, instruction sets or cloud instances, with commas between.")
     ] = "",
@@ -76,7 +80,7 @@ def _make(
     from portmm.build.cache import digest
     from portmm.build.trusted_files import write
     from portmm.host.detect import host
-    from portmm.ops import bundle_build, c_library
+    from portmm.ops import bundle_build, bundle_shapes, c_library
 
     start = time.perf_counter()
     maker = bundle_build.Maker()
@@ -89,10 +93,10 @@ def _make(
     if from_cache:
         bundle_build.add_cache(maker)
     for run in calls:
-        bundle_build.add_calls(maker, run, bundle_build.machines_of(words), counts)
+        bundle_build.add_calls(maker, run, bundle_shapes.machines_of(words), counts)
     if text is not None:
         bundle_build.add_shapes(
-            maker, bundle_build.shapes_of(text, str(shapes)), bundle_build.machines_of(words), counts
+            maker, bundle_shapes.shapes_of(text, str(shapes)), bundle_shapes.machines_of(words), counts
         )
     with progress("compiling") as report:
         data = maker.pack(counts, report)
@@ -106,26 +110,31 @@ def _make(
         archs = sorted({x.target.arch for x in maker.calls})
         folders = {arch: to_c if len(archs) == 1 else to_c / arch for arch in archs}
         libraries = [str(c_library.write(maker, folders[arch], arch)) for arch in archs]
-    seconds = time.perf_counter() - start
+    about = {"path": str(output), "bytes": len(data), "sha256": digest(data), "seconds": time.perf_counter() - start}
     if as_json:
         rows = [
             {"machine": x.machine, "shape": str(x.shape), "m": x.m, "kernel": x.kernel, "kernels": x.kernels,
              "seconds": x.seconds}
             for x in maker.built
         ]  # fmt: skip
-        about = {"path": str(output), "bytes": len(data), "sha256": digest(data), "seconds": seconds, "built": rows}
-        print_json(about | {"libraries": libraries})
+        print_json(about | {"built": rows, "libraries": libraries})
         return
+    _show(maker, about)
+    for library in libraries:
+        console().print(f"{library}: the library for C, with portmm.h and its sources", soft_wrap=True)
+
+
+def _show(maker: Maker, about: dict[str, Any]) -> None:
+    """Print what a bundle has."""
     if maker.built:
         title, head = "predicted on one thread, at the largest M", ("chip", "shape", "kernel", "kernels", "time")
         cells = [(x.machine, str(x.shape), x.kernel, str(x.kernels), f"{1e6 * x.seconds:.4g} us") for x in maker.built]
         console().print(table(title, head, cells, words=("chip", "shape", "kernel")))
     console().print(
-        f"{output}: {len(data)} bytes, {len(set(maker.jobs))} objects, {seconds:.1f} s, SHA-256 {digest(data)}",
+        f"{about['path']}: {about['bytes']} bytes, {len(maker.jobs)} objects, {about['seconds']:.1f} s, "
+        f"SHA-256 {about['sha256']}",
         soft_wrap=True,
     )
-    for library in libraries:
-        console().print(f"{library}: the library for C, with portmm.h and its sources", soft_wrap=True)
 
 
 def _counts(text: str) -> tuple[int, ...]:

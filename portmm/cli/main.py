@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import sys
 from dataclasses import asdict, replace
-from pathlib import Path  # noqa: TC003 - typer reads annotations
 from typing import Annotated, Any
 
 import typer
@@ -17,8 +16,9 @@ from portmm.cli.bundling import bundle
 from portmm.cli.clouds import clouds
 from portmm.cli.measuring import compare, probe, report, tune, tuned
 from portmm.cli.models import run
-from portmm.errors import PortmmError, TraceError
-from portmm.util.console import Json, console, print_json, progress
+from portmm.cli.programs import superoptimize, verify
+from portmm.errors import PortmmError
+from portmm.util.console import Json, Threads, console, print_json, progress
 
 TARGET = "A chip, an ISA, a .toml file or a cloud instance."
 LANGUAGES = ("cuda", "opencl")
@@ -43,7 +43,6 @@ LayoutB = Annotated[
 ]
 LayoutC = Annotated[str, typer.Option("--c", help="Layout of C: row or col.")]
 Batch = Annotated[int, typer.Option(min=1, help="Products in one call.")]
-Threads = Annotated[int | None, typer.Option(min=0, help="Threads; 0 for every core.", show_default=False)]
 Where = Annotated[str | None, typer.Option(help=TARGET, show_default="this machine")]
 Deterministic = Annotated[
     bool, typer.Option("--deterministic", help="One order of summation for every M and thread count.")
@@ -364,65 +363,8 @@ def doctor(
 
 app.command()(report)
 app.command()(run)
-
-
-@app.command()
-def superoptimize(
-    function: Annotated[str, typer.Argument(help="FILE.py:NAME or MODULE:NAME, a function of arrays.")],
-    shapes: Annotated[list[str], typer.Argument(help="Shape of each argument, as in 16x1024.")],
-    budget: Annotated[float, typer.Option(min=1, help="Seconds of the search.")] = 60.0,
-    threads: Threads = None,
-    save: Annotated[
-        Path | None, typer.Option(help="Write the certificate of what is found, as JSON, or its picture: graph.svg.")
-    ] = None,
-) -> None:
-    """Search an equivalent program of a function that is faster: verified, measured and kept for later calls."""
-    import json
-
-    from portmm.cli.functions import arrays_of, function_named
-    from portmm.dispatch import config as settings
-    from portmm.fusion.fuse import fuse
-
-    if threads is not None:
-        settings.set_num_threads(threads)
-    fused = fuse(function_named(function), search=budget)
-    try:
-        explained = fused.explain(*arrays_of(shapes))
-    except (TypeError, ValueError) as error:  # of the function, on arrays of other shapes than it takes
-        raise TraceError(f"{function} cannot be called with arrays of shapes {' '.join(shapes)}: {error}") from error
-    typer.echo(str(explained))
-    certificate = explained.finding.certificate if explained.finding else None
-    if save is not None and save.suffix == ".svg":
-        save.write_text(explained.graph(), encoding="utf-8")
-        return
-    if save is not None:
-        if certificate is None:
-            raise PortmmError(f"nothing faster was found, so there is no certificate to write to {save}")
-        save.write_text(json.dumps(certificate), encoding="utf-8")
-
-
-@app.command()
-def verify(
-    certificate: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A certificate, as JSON.")],
-    as_json: Json = False,
-) -> None:
-    """Repeat the checks of a certificate: that a program found by search computes what was asked; status 0 if so."""
-    import json
-
-    from portmm.verification.certificate import CertificateError, repeat
-
-    try:
-        data = json.loads(certificate.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise CertificateError(f"{certificate} is no JSON: {error}") from error
-    outcomes = repeat(data)
-    if as_json:
-        print_json([x._asdict() for x in outcomes])
-    else:
-        for x in outcomes:
-            typer.echo(f"{'holds' if x.holds else 'FAILS'}  {x.what}: {x.detail}")
-    if not all(x.holds for x in outcomes):
-        raise typer.Exit(1)
+app.command()(superoptimize)
+app.command()(verify)
 
 
 def main() -> None:

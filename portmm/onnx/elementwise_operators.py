@@ -102,7 +102,6 @@ for _names, _function in (
     ("BitwiseNot", np.bitwise_not),
 ):  # fmt: skip
     _simple(_names, _function, computed=True)
-SQRT2 = float(np.sqrt(2.0))
 for _names, _function in (
     ("Exp", e.exp), ("Log", e.log), ("Sqrt", e.sqrt), ("Sigmoid", e.sigmoid), ("Tanh", e.tanh), ("Erf", e.erf),
     ("Softplus", e.softplus), ("Reciprocal", lambda x: 1.0 / x), ("HardSwish", e.hard_swish),

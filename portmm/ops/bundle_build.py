@@ -1,7 +1,7 @@
 """Making of bundles: which kernels the calls of some shapes need on some machines, selected and compiled for each.
 
-Owns `Shape`, the files that list shapes, and `make`, which selects for each described chip as its own process would,
-compiles for its instruction sets, here or across, and packs what was built.
+Owns `make`, which selects for each described chip as its own process would, compiles for its instruction sets, here or
+across, and packs what was built.
 """
 
 from __future__ import annotations
@@ -9,10 +9,9 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portmm.arrays.call import problem
 from portmm.build import cache, kernel_store
 from portmm.build.bundle import packed
 from portmm.build.compiler import common_options, find_compiler
@@ -23,19 +22,18 @@ from portmm.dispatch.schedule_choice import select_for_class
 from portmm.dispatch.stored_kernels import CODE, MACHINES, THREADS
 from portmm.errors import BundleError, ScheduleError
 from portmm.ir.index import spelled
+from portmm.ops.bundle_shapes import problem_of
 from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.text import spell
-from portmm.spec.dtype import BY_NAME, BY_NUMPY, natural, types
-from portmm.spec.dtype import spell as spell_types
+from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import family as family_of
-from portmm.spec.row_classes import rows as rows_of
-from portmm.target.target import described, instance, load_target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator, Sequence
+    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from portmm.ir.nodes import Kernel
+    from portmm.ops.bundle_shapes import Shape
     from portmm.spec.problem import Family, Problem
     from portmm.target.target import Target
 
@@ -45,31 +43,6 @@ SMALL = ("-s", "-Wl,-z,noseparate-code", "-Wl,--build-id=none")
 """Options of the linker for objects of a third of the size; zig knows the first."""
 SCHEDULES = "schedules"
 """The question for the spelling of all schedules of a bundle."""
-LAYOUTS = ("row", "col", "packed")
-MOST_ROWS = 1 << 16
-"""Largest M of a range."""
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A kind of products.
-
-    Attributes:
-        rows: the values of M, one for each class.
-        n, k: columns of B, and its rows.
-        dtype: element types of A, B and C, as in a `Problem`.
-        b: layout of B: "row", "col" or "packed".
-    """
-
-    rows: tuple[int, ...]
-    n: int
-    k: int
-    dtype: str
-    b: str
-
-    def __str__(self) -> str:
-        m = str(self.rows[0]) if len(self.rows) == 1 else f"{self.rows[0]}..{self.rows[-1]}"
-        return f"{m}x{self.n}x{self.k} {self.dtype} {self.b}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,71 +64,6 @@ class Built:
     kernel: str
     kernels: int
     seconds: float
-
-
-def shapes_of(text: str, where: str = "shapes") -> list[Shape]:
-    """The shapes of a file: a line each, `M N K [types] [layout of B]`; M may be a range as 1-512, or a list as 1,16.
-
-    Raises:
-        BundleError: a line is none.
-    """
-    shapes = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words:
-            continue
-        try:
-            shapes.append(_shape(*words))
-        except (KeyError, ValueError) as error:
-            raise BundleError(
-                f"{where}, line {number}: {line.strip()!r} is no shape ({error}); write as: 1-512 768 3072 f32 packed"
-            ) from error
-    if not shapes:
-        raise BundleError(f"{where} has no shapes; write lines as: 1-512 768 3072 f32 packed")
-    return shapes
-
-
-def _shape(*words: str) -> Shape:
-    if not 3 <= len(words) <= 5:
-        raise ValueError(f"a line has 3 to 5 words, this one {len(words)}")
-    m, columns, rows, *rest = words
-    n, k = int(columns), int(rows)
-    dtype, b = (*rest, *("f32", "row")[len(rest) :])
-    if b not in LAYOUTS:
-        raise ValueError(f"the layout of B is {b!r}, not {', '.join(LAYOUTS)}")
-    short = BY_NUMPY[dtype].name if dtype in BY_NUMPY else dtype
-    of = types(short)
-    word = spell_types(*of) if "-" in short else spell_types(short, short, natural(short, short))
-    values: dict[int, None] = {}
-    for part in m.split(","):
-        first, _, last = part.partition("-")
-        if not first.isdecimal() or not (last or first).isdecimal():
-            raise ValueError(f"M is {m!r}, not as 7, 1-512 or 1,16")
-        at, end = int(first), int(last or first)
-        if not 0 < at <= end <= MOST_ROWS or min(n, k) < 1:
-            raise ValueError(f"sizes are positive, and M is at most {MOST_ROWS}")
-        while at <= end:
-            top = rows_of(problem_of((at, n, k), word, "row", ""))[1]
-            values[min(top, end)] = None
-            at = top + 1
-    return Shape(tuple(values), n, k, word, b)
-
-
-def machines_of(words: Iterable[str]) -> list[Target]:
-    """The described processors that words name: chips, levels, instruction sets, and all chips of cloud instances.
-
-    Raises:
-        TargetError: a word names no target.
-        BundleError: it names a device.
-    """
-    targets: dict[str, Target] = {}
-    for word in words:
-        family = instance(word)
-        for chip in (load_target(x) for x in family.chips) if family else (described(word),):
-            if chip.device is not None:
-                raise BundleError(f"{word} is {chip.name}, a device; bundles have kernels for processors")
-            targets.setdefault(chip.name, chip)
-    return list(targets.values())
 
 
 class Call(NamedTuple):
@@ -417,13 +325,6 @@ def add_cache(maker: Maker) -> None:
 
 def _family(shape: Shape, target: Target) -> str:
     return cpu_kernels.family(shape.dtype, target) if shape.b == "packed" else ""
-
-
-def problem_of(size: tuple[int, int, int], dtype: str, b: str, family: str, a: str = "row") -> Problem:
-    """The problem that a call with dense arrays has."""
-    layout = "codes" if family.startswith("u4") else b
-    p = problem(dtype, size, (a, layout, "row"), family, dense=True)
-    return replace(p, deterministic=False)
 
 
 def _seconds(p: Problem, best: Any, target: Target) -> float:

@@ -20,9 +20,10 @@ from portmm.host.features import CPUID
 from portmm.ir.index import Index, parsed
 from portmm.runtime import cpu as cpu_runtime
 from portmm.spec.dtype import BY_NAME, types
+from portmm.util.templates import render
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from portmm.build.compiler import Compiler
     from portmm.ops.bundle_build import Call, Job, Maker
@@ -122,62 +123,48 @@ def _run(command: Sequence[str], folder: Path) -> None:
 def _tables(
     maker: Maker, calls: list[Call], packings: dict[tuple[str, str], tuple[Family, str, str]], numbers: dict[str, int]
 ) -> str:
-    """The tables of the library in C."""
+    """The tables of the library in C: a template, with what its rows hold."""
     machines = {x.target.name: x.target for x in calls}
     # The one with the most instruction sets first.
     order = sorted(machines, key=lambda x: -len(machines[x].isas))
     index = {name: i for i, name in enumerate(order)}
     heights = {maker.codes[x.schedule][0]: rows_of(x.schedule) for x in calls}
     about = {maker.codes[x.schedule][0]: maker.codes[x.schedule][1] for x in calls}
-    lines = ["struct kernel { kernel_function function; long (*workspace)(long, long, long, long, long);"]
-    lines += [
-        "  int swap, size; long least, most; };",
-        "struct row { const char *types; char a, b; int machine, kernel, one;",
-    ]
-    lines += ["  long threads, least, most, n, k; long bytes[3]; };"]
-    lines += ["struct packing { const char *types; int machine, by_rows, by_columns, sums; long nr, kr, bytes; };"]
-    for question, i in numbers.items():
-        lines.append(f"void portmm_kernel_{i}(const portmm_args *args);")
-        text = _c(parsed(about[question][3])) if question in about else "0"
-        lines.append(f"static long workspace_{i}(long m, long n, long k, long batch, long workers) {{")
-        lines.append(f"  (void)m, (void)n, (void)k, (void)batch, (void)workers;\n  return {text};\n}}")
-    lines.append("static const struct kernel kernels[] = {")
-    for question, i in numbers.items():
-        _, swap, size, _ = about.get(question, ("", "0", "1", ""))
-        least, most = heights.get(question, (1, 1))
-        lines.append(f"  {{portmm_kernel_{i}, workspace_{i}, {swap}, {size}, {least}, {most}}},")
-    lines += ["};", f"enum {{ MACHINES = {len(order)} }};"]
-    lines.append("static const struct { const char *name; const char *const *features; } machines[] = {")
     needs = {name: dict.fromkeys(x for isa in machines[name].isas for x in isa.features) for name in order}
-    lines += [f'  {{"{name}", (const char *const[]){{{_words(words)}}}}},' for name, words in needs.items()]
-    unlisted = (
-        dict.fromkeys(x for name in order if machines[name].arch == "x86_64" for x in needs[name]).keys() - LISTED
+    kernels = []
+    for question, i in numbers.items():
+        _, swap, size, workspace = about.get(question, ("", "0", "1", "0"))
+        least, most = heights.get(question, (1, 1))
+        sizes = {"swap": swap, "size": size, "least": least, "most": most}
+        kernels.append({"number": i, "workspace": _c(parsed(workspace)), **sizes})
+    return render(
+        __file__,
+        "library_tables.c",
+        kernels=kernels,
+        machines=needs.items(),
+        unlisted=sorted({y for x in order if machines[x].arch == "x86_64" for y in needs[x]} - LISTED),
+        rows=[_row(x, index, numbers[maker.codes[x.schedule][0]]) for x in calls],
+        packings=[
+            _packing(dtype, layout, (index[machine], numbers[by_rows], numbers[by_columns]))
+            for (machine, dtype), (layout, by_rows, by_columns) in packings.items()
+            if machine in index
+        ],
     )
-    lines += ["};", f"static const char *const unlisted[] = {{{_words(sorted(unlisted))}}};"]
-    lines += ["static const struct row rows[] = {"]
-    for x in calls:
-        lines.append(_row(x, index, numbers[maker.codes[x.schedule][0]]))
-    lines += ["};", "enum { ROWS = sizeof rows / sizeof *rows };", "static const struct packing packings[] = {"]
-    for (machine, dtype), (layout, by_rows, by_columns) in packings.items():
-        if machine in index:
-            places = f"{index[machine]}, {numbers[by_rows]}, {numbers[by_columns]}, {int(layout.sums)}"
-            width = BY_NAME[types(dtype)[1]].bytes
-            lines.append(f'  {{"{dtype}", {places}, {layout.nr}, {layout.kr}, {width}}},')
-    lines += ['  {"", -1, 0, 0, 0, 0, 0, 0},', "};", "enum { PACKINGS = sizeof packings / sizeof *packings - 1 };"]
-    return "\n".join(lines)
 
 
 def _row(x: Call, index: dict[str, int], kernel: int) -> str:
+    """The initializer of a `struct row`."""
     p: Problem = x.problem
     sizes = [BY_NAME[t].bytes for t in p.types]
     sizes[1] *= p.unit
     places = f"{index[x.target.name]}, {kernel}, {int(x.one)}, {x.threads}, {x.rows[0]}, {x.rows[1]}, {p.n}, {p.k}"
-    return f"  {{\"{p.dtype}\", '{LETTERS[p.a]}', '{LETTERS[p.b]}', {places}, {{{', '.join(map(str, sizes))}}}}},"
+    return f"{{\"{p.dtype}\", '{LETTERS[p.a]}', '{LETTERS[p.b]}', {places}, {{{', '.join(map(str, sizes))}}}}}"
 
 
-def _words(words: Iterable[str]) -> str:
-    """The elements of an array of words in C, with a null pointer at the end."""
-    return "".join(f'"{x}", ' for x in words) + "NULL"
+def _packing(dtype: str, layout: Family, places: tuple[int, int, int]) -> str:
+    """The initializer of a `struct packing`: `places` are the machine, and the kernels for B by rows and by columns."""
+    width = BY_NAME[types(dtype)[1]].bytes
+    return f'{{"{dtype}", {", ".join(map(str, places))}, {int(layout.sums)}, {layout.nr}, {layout.kr}, {width}}}'
 
 
 def _c(x: Index) -> str:

@@ -74,7 +74,7 @@ def of_calls(run: Callable[[], None], machines: Sequence[Target], counts: Sequen
 
     Args:
         run: makes the calls; it is called for each machine and number of threads.
-        machines: as from `bundle_build.machines_of`.
+        machines: as from `bundle_shapes.machines_of`.
         counts: numbers of threads.
     """
     every: dict[str, list[Kernel]] = {}

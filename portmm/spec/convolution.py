@@ -79,11 +79,6 @@ class Convolution:
         """Whether windows are the pixels themselves, one by one."""
         return {*self.kernel, *self.stride} == {1} and not any((*self.before, *self.after))
 
-    @property
-    def depthwise(self) -> bool:
-        """Whether each filter has one channel."""
-        return self.channels == 1 and self.groups > 1
-
     def __str__(self) -> str:
         sizes = zip(self.spatial, self.kernel, self.stride, self.dilation, self.before, self.after, strict=True)
         along = " x ".join(_along(*x) for x in sizes)

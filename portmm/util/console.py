@@ -24,6 +24,7 @@ PIPE_WIDTH = 140
 """Columns of a table where the output is no terminal."""
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
+Threads = Annotated[int | None, typer.Option(min=0, help="Threads; 0 for every core.", show_default=False)]
 
 
 def console(*, stderr: bool = False) -> Console:

@@ -15,7 +15,7 @@ from portmm.build.compiler import find_compiler
 from portmm.cli.main import app
 from portmm.errors import BundleError, NoCompilerError
 from portmm.host.detect import host
-from portmm.ops import bundle_build, bundle_check
+from portmm.ops import bundle_build, bundle_check, bundle_shapes
 
 SMALL = {"one": (b"\x7fELF" + bytes(4000), ("x", "y")), "two": (None, ("text", "")), "three": (b"code" * 9, ())}
 
@@ -46,7 +46,7 @@ def made(tmp_path_factory):
         find_compiler()
     except NoCompilerError:
         pytest.skip("no compiler")
-    shapes = bundle_build.shapes_of("1-64 80 96 f32 packed\n")
+    shapes = bundle_shapes.shapes_of("1-64 80 96 f32 packed\n")
     data, built = bundle_build.make(shapes, [host()], counts=(1, 2))
     path = tmp_path_factory.mktemp("bundle") / "some.bundle"
     path.write_bytes(data)
@@ -156,21 +156,21 @@ def test_another_chip_takes_what_it_can_run(made):
 )
 def test_lines_that_are_no_shapes(text, words):
     with pytest.raises(BundleError, match=words):
-        bundle_build.shapes_of(text)
+        bundle_shapes.shapes_of(text)
 
 
 def test_ranges_have_each_class_once():
-    (shape,) = bundle_build.shapes_of("1-40,100 8 9 bf16 packed # a layer\n")
+    (shape,) = bundle_shapes.shapes_of("1-40,100 8 9 bf16 packed # a layer\n")
     assert shape.rows == (*range(1, 33), 34, 36, 38, 40, 100)
     assert str(shape) == "1..100x8x9 bf16 packed"
 
 
 def test_cloud_instances_are_all_their_chips():
-    assert [x.name for x in bundle_build.machines_of(["c5", "m7a.large", "c5.xlarge"])] == [
+    assert [x.name for x in bundle_shapes.machines_of(["c5", "m7a.large", "c5.xlarge"])] == [
         "skylake_sp", "cascade_lake", "zen4",
     ]  # fmt: skip
     with pytest.raises(BundleError, match="device"):
-        bundle_build.machines_of(["h100"])
+        bundle_shapes.machines_of(["h100"])
 
 
 @pytest.mark.emulated

@@ -12,7 +12,7 @@ import pytest
 from portmm.build.compiler import find_compiler
 from portmm.errors import NoCompilerError
 from portmm.host.detect import host
-from portmm.ops import bundle_build, c_library
+from portmm.ops import bundle_build, bundle_shapes, c_library
 
 SHAPES = """
 1-12,40 64 96 f32 row
@@ -32,7 +32,7 @@ def library(tmp_path_factory):
         pytest.skip("no compiler")
     folder = tmp_path_factory.mktemp("library")
     maker = bundle_build.Maker()
-    bundle_build.add_shapes(maker, bundle_build.shapes_of(SHAPES), [host()], (1, 2))
+    bundle_build.add_shapes(maker, bundle_shapes.shapes_of(SHAPES), [host()], (1, 2))
     return c_library.write(maker, folder, os.uname().machine)
 
 
@@ -129,8 +129,8 @@ def test_the_library_for_aarch64(tmp_path):
 
     compiler = program_compiler("aarch64")
     maker = bundle_build.Maker()
-    shapes = bundle_build.shapes_of("1,40 64 96 f32 row\n40 64 96 f32 packed\n")
-    bundle_build.add_shapes(maker, shapes, bundle_build.machines_of(["c6g", "c7g", "armv8a"]), (1,))
+    shapes = bundle_shapes.shapes_of("1,40 64 96 f32 row\n40 64 96 f32 packed\n")
+    bundle_build.add_shapes(maker, shapes, bundle_shapes.machines_of(["c6g", "c7g", "armv8a"]), (1,))
     folder = c_library.write(maker, tmp_path / "arm", "aarch64").parent
     program = tmp_path / "matmul"
     words = [str(EXAMPLES / "matmul.c"), f"-I{folder}", f"-L{folder}", "-lportmm", f"-Wl,-rpath,{folder}", "-lm"]
