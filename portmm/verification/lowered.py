@@ -85,7 +85,9 @@ def _product(program: BlockProgram, target: Target, schedule: Schedule | None, r
     s = small(schedule)
     isa = next(x for x in target.isas if x.name == s.isa)
     (kernel,) = lower_program(program, s, isa)
-    extents = {"m": rows or s.mr + 1, "n": s.nr + s.nr // 2 + 1, "k": 2 * DEPTH + 1}
+    in_panels = s.b.packed or s.b.layout == "packed" or atom_of(isa, s.dtype, s.atom.lanes).mask
+    columns = s.nr + s.nr // 2 + 1 if in_panels else 2 * s.nr  # without masks B in place has whole register tiles
+    extents = {"m": rows or s.mr + 1, "n": columns, "k": 2 * DEPTH + 1}
     return Lowered(kernel, s, _labelled(program, extents | {"b": 2}))
 
 
