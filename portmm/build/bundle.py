@@ -143,7 +143,8 @@ def _opened(at: Path, data: Any, *, verify: bool) -> Bundle:
             f"bundle {at} has format {version} and kernels of interface {interface}; this portmm {VERSION} takes "
             f"{FORMAT} and {abi.VERSION}: make it again by `portmm bundle`"
         )
-    if not HEADER.size <= text <= code <= len(data) or (verify and _checksum(data[HEADER.size : code]) != crc):
+    tables = HEADER.size + rows * ROW.size + objects * OBJECT.size  # the checksum is not of the header
+    if not tables == text <= code <= len(data) or (verify and _checksum(data[HEADER.size : code]) != crc):
         raise BundleError(f"{at} is damaged: its index has another checksum; copy or make it again")
     return Bundle(at, data, rows, objects, text, code, sha.hex(), release.rstrip(b"\0").decode("ascii", "replace"))
 

@@ -90,6 +90,8 @@ def test_bytes_are_reproducible_and_checked(tmp_path):
         (0, b"x", "no bundle"),
         (8, b"\x09", "make it again"),
         (12, b"\x09", "make it again"),
+        (16, b"\x02", "another checksum"),  # rows
+        (24, b"\x0c", "another checksum"),  # where the text begins
         (HEADER.size + 3, b"\xff", "another checksum"),
         (-2, b"\xff\xff", "damaged"),
         (slice(50, None), b"", "no bundle"),
