@@ -183,7 +183,8 @@ def _score(product: Node, steps: list[Node], extras: list[Node]) -> Callable[...
 def _heads(match: _Softmax) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     """The batch of queries and of keys and values as `attention` takes them, the heads last; None if it takes none.
 
-    Heads of queries that share one head of keys and values are those along which these broadcast.
+    Heads of queries that share one head of keys and values are those along which these broadcast: they are rows of
+    queries unless other operands of the scores tell them apart.
     """
     (q, k), v = match.scores.inputs, match.values.inputs[1]
     batch, count = q.shape[:-2], len(q.shape) - 2
@@ -193,10 +194,11 @@ def _heads(match: _Softmax) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     shared = (1,) * (count - len(shared)) + shared
     if count < 1:
         return (1,), (1,)
-    if count == MOST_AXES - 1 and shared[-1] == 1 and shared[:-1] == batch[:-1]:
-        wide = [y for x in match.steps for y in x.inputs if y not in (match.scores, *match.steps)]
-        if all(len(y.shape) <= 1 or y.size == 1 for y in wide):
-            return (batch[0], batch[1] * batch[2]), shared[:-1]
+    wide = [y for x in match.steps for y in x.inputs if y not in (match.scores, *match.steps)]
+    alike = all(len(y.shape) <= 1 or y.size == 1 for y in wide)
+    if alike and shared[-1] == 1 and shared[:-1] == batch[:-1]:
+        # Heads that share keys are rows of queries: keys are read once for all of them.
+        return (shared[:-1], shared[:-1]) if count == MOST_AXES - 1 else (shared, shared)
     fits = count < MOST_AXES - 1 and shared[:-1] == batch[:-1] and shared[-1] in (1, batch[-1])
     return (batch, shared) if fits else None
 
@@ -213,7 +215,7 @@ def _call(
         def scored(s: Any, i: Any) -> Any:  # noqa: ARG001 - arrays broadcast
             return score(s, others)
 
-        q, k, v = (x.reshape(lead + x.shape[-2:]) for x, lead in ((q, batch), (k, shared), (v, shared)))
+        q, (k, v) = q.reshape((*batch, -1, q.shape[-1])), (x.reshape(shared + x.shape[-2:]) for x in (k, v))
         return attention(q, k.swapaxes(-1, -2), v, score=scored).reshape(result)
 
     return run
