@@ -147,6 +147,8 @@ def read(source: Any, *, optimize: bool = True) -> Model:
         from onnx import inliner
 
         proto = inliner.inline_local_functions(proto)
+    if missing := undefined(proto.graph):
+        raise OnnxError(f"nothing before its use computes {', '.join(map(repr, missing[:3]))}; the model is damaged")
     if optimize:
         proto, note = clean(proto)
         notes += [note] if note else []
@@ -157,8 +159,6 @@ def read(source: Any, *, optimize: bool = True) -> Model:
         raise OnnxError(
             f"the model is damaged: an attribute, a constant or a type cannot be read: {error!r}"
         ) from error
-    if missing := free_names(graph):
-        raise OnnxError(f"nothing before its use computes {', '.join(map(repr, missing[:3]))}; the model is damaged")
     return Model(graph, versions, f"{proto.producer_name} {proto.producer_version}".strip(), tuple(notes))
 
 
@@ -175,6 +175,19 @@ def _proto(onnx: Any, source: Any) -> Any:
         raise OnnxError(f"there is no model at {os.fspath(source)}") from error
     except Exception as error:  # protobuf has errors of its own, by implementation
         raise OnnxError(f"{'the source' if raw else os.fspath(source)} is no ONNX model: {error}") from error
+
+
+def undefined(graph: Any) -> list[str]:
+    """Names in a protocol buffer of a graph that are read, and that nothing before their use computes."""
+    sparse = [x.values for x in graph.sparse_initializer]
+    known = {x.name for x in (*graph.input, *graph.initializer, *sparse)}
+    missing: dict[str, None] = {}
+    for node in graph.node:
+        graphs = [g for x in node.attribute for g in (*([x.g] if x.HasField("g") else []), *x.graphs)]
+        names = (*node.input, *(x for g in graphs for x in undefined(g)))
+        missing |= dict.fromkeys(x for x in names if x and x not in known)
+        known.update(node.output)
+    return list(missing | dict.fromkeys(x.name for x in graph.output if x.name not in known))
 
 
 def clean(proto: Any) -> tuple[Any, str]:
@@ -199,6 +212,7 @@ def clean(proto: Any) -> tuple[Any, str]:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
+            onnx.checker.check_model(seen)  # of a model that is not valid, the passes may read beyond what there is
             result = onnxoptimizer.optimize(seen, list(PASSES))
     except Exception as error:  # noqa: BLE001 - of C++, of any kind: the graph that came in is right, too
         return proto, f"onnxoptimizer did not run: {error}"
