@@ -44,7 +44,7 @@ def open_portmm(setup: Setup) -> Library:
         methods: dict[str, Run] = {"packed" if case.packed else "matmul": repeat(lambda: pm.matmul(a, b, out=c))}
         if not case.block and case.batch * case.m * case.n * case.k < SMALL:
             plan = pm.plan(a, b, out=c)
-            methods["plan, from C"] = _from_c(plan, data, None if case.packed else b)
+            methods |= _planned(plan, (a, c) if case.packed else (a, b, c), data, None if case.packed else b)
         if case.block:
             methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))
         return methods
@@ -52,11 +52,14 @@ def open_portmm(setup: Setup) -> Library:
     return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None, fused=True, await_races=_await_races)
 
 
-def _from_c(plan: Any, data: Arrays, b: Any) -> Run:
-    """Loop of the driver over a plan, as over the kernels of other libraries: it keeps the plan."""
-    function, bound = map(c_void_p, plan.pointer)
+def _planned(plan: Any, operands: tuple[Any, ...], data: Arrays, b: Any) -> dict[str, Run]:
+    """Loop of the driver over a plan, as over the kernels of other libraries, or of Python."""
+    try:
+        loop, (function, bound) = native.driver().loop_plan, map(c_void_p, plan.pointer)
+    except (MissingError, AttributeError):  # no compiler, or NumPy computes the product
+        return {"plan": repeat(lambda: plan(*operands))}
     after = [bound, native.pointer(data.a), None if b is None else native.pointer(b), native.pointer(data.c)]
-    return native.counted(native.driver().loop_plan, [function], after, plan)
+    return {"plan, from C": native.counted(loop, [function], after, plan)}
 
 
 def _await_races(run: Run) -> None:
