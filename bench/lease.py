@@ -55,7 +55,8 @@ class Lease:
         self.report = gpu_run.Report()
         self.save = given.out / f"lease-{given.command}.json"
         self.worker = worker or self.worker_command()
-        self.load = gpu_load.Load(source=None if not given.dry_run else _Still())
+        # What runs without a device is over soon.
+        self.load = gpu_load.Load(_Still(), every=0.001) if given.dry_run else gpu_load.Load()
         self.compilers, self.early = None, False
         self.jobs = []
 
