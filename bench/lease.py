@@ -55,7 +55,7 @@ class Lease:
         self.report = gpu_run.Report()
         self.save = given.out / f"lease-{given.command}.json"
         self.worker = worker or self.worker_command()
-        # What runs without a device is over soon.
+        # Kernels of a dry run take milliseconds: samples at the usual interval would miss them.
         self.load = gpu_load.Load(_Still(), every=0.001) if given.dry_run else gpu_load.Load()
         self.compilers, self.early = None, False
         self.jobs = []

@@ -17,16 +17,14 @@ from portmm.onnx.arrays import channels_first, channels_last
 from portmm.onnx.operators import UnsupportedError, is_traced, operator
 from portmm.onnx.quantized_operators import once, own_call
 from portmm.onnx.rewrites import DOMAIN
+from portmm.ops import epilogues
 from portmm.ops.convolution import conv
 from portmm.ops.convolution_options import Options, sizes
 from portmm.ops.convolution_weights import pack_conv
 from portmm.ops.prepack import pack
 from portmm.spec import elementwise as e
-from portmm.trace.closures import traced_through
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.onnx.model import Node
 
 Ints = tuple[int, ...]
@@ -195,7 +193,7 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
     flat = (shape[0], math.prod(w.result), shape[-1])
 
     def run(images: Any, added: Any = None) -> Any:
-        epilogue = _epilogue(bias, None if added is None else added.reshape(flat), relu=relu)
+        epilogue = epilogues.of_convolution(bias, None if added is None else added.reshape(flat), rectified=relu)
         return conv(images, packed, **how, epilogue=epilogue)
 
     y = own_call("conv", run, x, *([] if residual is None else [residual]), shape=shape, dtype=x.dtype)
@@ -293,20 +291,6 @@ def _pointwise(x: Any, weight: Any, bias: Any, residual: Any, *, relu: bool) -> 
 def is_pointwise(w: Windows) -> bool:
     """Test whether windows are the pixels of an image."""
     return all(k == 1 for k in w.kernel) and all(s == 1 for s in w.strides) and not any((*w.begin, *w.end))
-
-
-def _epilogue(bias: Any, residual: Any, *, relu: bool) -> Callable[..., Any] | None:
-    """The epilogue of a convolution: a bias by channel, a residual by image, channel and pixel, and a ReLU."""
-    if bias is None and residual is None and not relu:
-        return None
-
-    @traced_through
-    def epilogue(acc: Any, i: Any) -> Any:
-        y = acc if bias is None else acc + bias[i.n]
-        y = y if residual is None else y + residual[i.b, i.m, i.n]
-        return e.relu(y) if relu else y
-
-    return epilogue
 
 
 def _by_product(x: Any, weight: Any, w: Windows, groups: int) -> Any:

@@ -184,7 +184,7 @@ def _pairs(path: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, int]]
         if len(numbers) != len(step):
             raise ValueError(f"step {step} of the path is not of {left} operands")
         for i, n in enumerate(numbers[1:]):
-            # What was multiplied is the last; the others are where they were.
+            # A product is appended to the operands; those before the removed ones keep their positions.
             pairs.append((n, numbers[0] if i == 0 else left - 1))
             left -= 1
     if left != 1:

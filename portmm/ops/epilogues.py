@@ -1,6 +1,7 @@
 """Epilogues of products: the rules for them that all kernels share.
 
-Owns the arguments of an epilogue, `fusible`, and `fused`, the way of a call wherever its arrays are.
+Owns the arguments of an epilogue, `fusible`, `fused`, the way of a call wherever its arrays are, and `of_convolution`,
+the epilogue of layers of models.
 """
 
 from __future__ import annotations
@@ -10,8 +11,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.errors import ScheduleError
+from portmm.spec.elementwise import relu
 from portmm.spec.epilogue import acc
 from portmm.trace.bind import UserFunction, bind_operands
+from portmm.trace.closures import traced_through
 from portmm.trace.tracer import indices
 
 if TYPE_CHECKING:
@@ -75,3 +78,26 @@ def fused(x: Any, epilogue: Callable[..., Any]) -> Any:
     if x.sums() == "f64":
         raise TypeError(NOT_F64)
     return x.split(epilogue)
+
+
+def of_convolution(bias: Any, residual: Any, *, rectified: bool) -> Callable[..., Any] | None:
+    """The epilogue of a convolution in a model.
+
+    Args:
+        bias: by channel, or None.
+        residual: an array by image, pixel and channel, or None.
+        rectified: whether a ReLU is last.
+
+    Returns:
+        The function; None if there is nothing to compute.
+    """
+    if bias is None and residual is None and not rectified:
+        return None
+
+    @traced_through
+    def epilogue(acc: Any, i: Any) -> Any:
+        y = acc if bias is None else acc + bias[i.n]
+        y = y if residual is None else y + residual[i.b, i.m, i.n]
+        return relu(y) if rectified else y
+
+    return epilogue

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 ROWS, BLOCK = 64, 256
 """Rows of a tile, and elements of a block of the loop."""
 NEAR_ROWS, NEAR = 128, 64
-"""Those of a pass that has products of tiles, which stay in L2 until they are read (Zen 5, QKNorm with attention: 64
-rows take 1.1 times as long, blocks of 64 to 256 the same)."""
+"""Rows of a tile and elements of a block of the loop, where a product of tiles feeds another from L2 (Zen 5, QKNorm
+with attention: 64 rows take 1.1 times as long, blocks of 64 to 256 the same)."""
 VECTORS = 3
 """Vectors across a register tile."""
 PANEL, DEPTH = 8, 256

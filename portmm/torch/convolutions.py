@@ -8,21 +8,17 @@ the kernel.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from portmm.arrays.interop import as_numpy
+from portmm.ops import epilogues
 from portmm.ops.convolution import conv
 from portmm.ops.convolution_weights import pack_conv
-from portmm.spec import elementwise as ew
 from portmm.torch.aten import HANDLERS, Unsupported, row
-from portmm.trace.closures import traced_through
 from portmm.trace.placeholders import Array
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LAYOUTS = {3: "NWC", 4: "NHWC", 5: "NDHWC"}
 NORM = "aten._native_batch_norm_legit_no_training.default"
@@ -106,19 +102,6 @@ def _channels_last(x: Array) -> Any:
     return x.recorder.viewed("transpose", lambda y: y.transpose(order), x)
 
 
-def _epilogue(added: Any, residual: Any, *, relu: bool) -> Callable[..., Any] | None:
-    if added is None and residual is None and not relu:
-        return None
-
-    @traced_through
-    def epilogue(acc: Any, i: Any) -> Any:
-        y = acc if added is None else acc + added[i.n]
-        y = y if residual is None else y + residual[i.b, i.m, i.n]
-        return ew.relu(y) if relu else y
-
-    return epilogue
-
-
 @row("convolution")
 def _convolution(
     t: Any, x: Any, weight: Any, bias: Any, stride: Any, padding: Any, dilation: Any, transposed: bool, _: Any,
@@ -142,7 +125,8 @@ def _convolution(
     def plain(y: Any, residual: Any = None) -> Any:
         y = np.ascontiguousarray(y)  # a copy takes less than reading channels that are apart, tap by tap
         more = None if residual is None else residual.reshape(pixels)
-        return conv(y, panels, layout=layout, groups=groups, epilogue=_epilogue(added, more, relu=relu), **options)
+        epilogue = epilogues.of_convolution(added, more, rectified=relu)
+        return conv(y, panels, layout=layout, groups=groups, epilogue=epilogue, **options)
 
     operands = [images] if tail.residual is None else [images, tail.residual]
     inputs = tuple([_channels_last(y).node for y in operands])
