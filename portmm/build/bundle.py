@@ -68,7 +68,11 @@ class Bundle(NamedTuple):
         return self.path.with_suffix(".so")
 
     def answer(self, question: str) -> list[str] | None:
-        """The fields of the answer to a question; None if it has none."""
+        """The fields of the answer to a question; None if it has none.
+
+        Raises:
+            BundleError: the answer is damaged.
+        """
         key = bytes.fromhex(digest(question.encode())[: 2 * KEY_BYTES])
         low, high = 0, self.rows
         while low < high:
@@ -82,7 +86,14 @@ class Bundle(NamedTuple):
             return None
         same, start, size = ROW.unpack_from(self.data, HEADER.size + low * ROW.size)
         start += self.text
-        return self.data[start : start + size].decode().split("\t") if same == key else None
+        try:
+            return self.data[start : start + size].decode().split("\t") if same == key else None
+        except UnicodeDecodeError as error:
+            raise self.damaged(f"an answer is no text: {error}") from error
+
+    def damaged(self, why: str) -> BundleError:
+        """The error for contents that `packed` does not write."""
+        return BundleError(f"{self.path} is damaged: {why}; copy or make it again")
 
     def load(self, number: int) -> tuple[Entry, bytes]:
         """The entry of an object and its bytes, checked against their SHA-256.
@@ -98,11 +109,11 @@ class Bundle(NamedTuple):
         start, packed, size, sha = OBJECT.unpack_from(self.data, table + number * OBJECT.size)
         start += self.code
         try:
-            code = zlib.decompress(self.data[start : start + packed], bufsize=size)
+            code = zlib.decompressobj().decompress(self.data[start : start + packed], max(size, 1))
         except zlib.error as error:
-            raise BundleError(f"{self.path} is damaged: object {number}: {error}; copy or make it again") from error
+            raise self.damaged(f"object {number}: {error}") from error
         if digest(code) != sha.hex():
-            raise BundleError(f"{self.path} is damaged: object {number} has another SHA-256; copy or make it again")
+            raise self.damaged(f"object {number} has another SHA-256")
         key = str(sha.hex())
         return Entry(key, self.path.with_name(f"{key}.so"), key[:12], size, 0.0, "", f"of bundle {self.path}"), code
 
@@ -162,7 +173,7 @@ def check(bundle: Bundle) -> None:
         BundleError: some are damaged.
     """
     if digest(bundle.data[HEADER.size : bundle.code]) != bundle.signature:
-        raise BundleError(f"{bundle.path} is damaged: its index has another SHA-256; copy or make it again")
+        raise bundle.damaged("its index has another SHA-256")
     for number in range(bundle.objects):
         bundle.load(number)
 

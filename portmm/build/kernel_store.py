@@ -152,7 +152,12 @@ def find(name: str) -> Stored | None:
 
 def _bundled(name: str, *, last: bool = False) -> Stored | None:
     answered = answer(SOURCE + name, last=last)
-    return None if answered is None else Stored(*answered[0].load(int(answered[1][0])), current=True)
+    if answered is None:
+        return None
+    bundle, (number, *_) = answered
+    if not number.isdecimal():
+        raise bundle.damaged(f"the answer for a source names object {number!r}")
+    return Stored(*bundle.load(int(number)), current=True)
 
 
 def _cached(name: str) -> Stored | None:

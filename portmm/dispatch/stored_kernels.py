@@ -6,6 +6,7 @@ kernels serve this one. Nothing that is imported here is slow to import.
 
 from __future__ import annotations
 
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -16,7 +17,7 @@ from portmm.spec.row_classes import rows as class_of
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
 
     from portmm.build.bundle import Bundle
     from portmm.spec.problem import Problem
@@ -29,6 +30,8 @@ Answers: object, empty for one of the bundle's library, symbol, 1 if it computes
 scratch, its elements; of a route also 1 if one thread does the work. Machines are as "zen4=avx512,avx2,...", with
 their instruction sets.
 """
+SIZES = ("m", "n", "k", "batch", "workers")
+"""Fields of the argument block that scratch depends on."""
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `cpu_kernels`."""
 
@@ -77,8 +80,19 @@ def code(schedule: str, *, last: bool = False) -> Code | None:
 
 
 def _code(bundle: Bundle, fields: list[str]) -> Code:
-    number, symbol, swap, size, workspace, *_ = fields
-    return Code(_loaded(bundle, number, symbol), swap == "1", partial(value, workspace), int(size))
+    with read(bundle):
+        number, symbol, swap, size, workspace, *_ = fields
+        value(workspace, dict.fromkeys(SIZES, 1))
+        return Code(_loaded(bundle, number, symbol), swap == "1", partial(value, workspace), int(size))
+
+
+@contextmanager
+def read(bundle: Bundle) -> Iterator[None]:
+    """Make errors of a block that reads answers those of a damaged bundle."""
+    try:
+        yield
+    except (ArithmeticError, LookupError, ValueError) as error:
+        raise bundle.damaged(f"an answer has other fields: {error!r}") from error
 
 
 def _loaded(bundle: Bundle, number: str, symbol: str) -> Any:
@@ -109,7 +123,7 @@ def route(p: Problem, target: Callable[[], Target], threads: Callable[[], int]) 
         for served in dict.fromkeys((class_of(p), (p.m, p.m))) if machine else ():
             fields = bundle.answer(question(machine, count(bundle, threads()), p, served))
             if fields is not None:
-                kernel, workers = _code(bundle, fields), 1 if fields[5] == "1" else threads()
+                kernel, workers = _code(bundle, fields), 1 if fields[-1] == "1" else threads()
                 work = kernel.scratch(p, served[1], workers)
                 return runtime().make_route(kernel.code, work, workers, p.storage, p.unit), served
     return None
@@ -129,7 +143,8 @@ def rows_of(schedule: str) -> tuple[int, int]:
 
 def count(bundle: Bundle, threads: int) -> int:
     """The number of threads in a bundle for which kernels were selected: the least that is not less, or the largest."""
-    counts = [int(x) for x in bundle.answer(THREADS) or ("1",)]
+    with read(bundle):
+        counts = [int(x) for x in bundle.answer(THREADS) or ("1",)]
     return min((x for x in counts if x >= threads), default=max(counts))
 
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from portmm.arrays import numpy_fallback
 from portmm.build import bundle as bundles
-from portmm.dispatch.stored_kernels import CODE, fields_of
+from portmm.dispatch.stored_kernels import CODE, fields_of, read
 from portmm.errors import BundleError
 from portmm.host import detect
 from portmm.ir.abi import ARGS
@@ -57,7 +57,8 @@ def check(bundle: Bundle, report: Callable[[int, int, str], None] = lambda *_: N
     counts: Counter[str] = Counter()
     groups: dict[str, list[str]] = {}
     for text in filter(None, texts):
-        s = parse(text)
+        with read(bundle):
+            s = parse(text)
         if s.epilogue or s.b.layout == "codes" or s.static:
             counts[OPERANDS] += 1
         else:
@@ -120,15 +121,16 @@ def _run(bundle: Bundle, texts: Sequence[str], command: Sequence[str], folder: P
     """
     words, jobs, expected = [], [], []
     for text in texts:
-        fields = bundle.answer(CODE + text)
-        assert fields is not None  # noqa: S101 - it is among the schedules
         path = bundle.library
-        if fields[0]:
-            entry, code = bundle.load(int(fields[0]))
-            path = folder / f"{entry.key}.so"
-            path.write_bytes(code)
-        words += [str(path), fields[1]]
-        job, result = _job(parse(text), meaning(parsed(fields[4])), int(fields[3]), swap=fields[2] == "1")
+        with read(bundle):
+            fields = bundle.answer(CODE + text) or []
+            number, symbol, swap, size, scratch, *_ = fields
+            if number:
+                entry, code = bundle.load(int(number))
+                path = folder / f"{entry.key}.so"
+                path.write_bytes(code)
+            job, result = _job(parse(text), meaning(parsed(scratch)), int(size), swap=swap == "1")
+        words += [str(path), symbol]
         jobs.append(job)
         expected.append(result)
     done = subprocess.run([*command, *words], input=b"".join(jobs), capture_output=True, check=False)

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from zlib import crc32
 
 import numpy as np
 import pytest
@@ -11,11 +12,16 @@ import pytest
 import portmm as pm
 from portmm.build import kernel_store
 from portmm.build.bundle import HEADER, check, open_bundle, packed
+from portmm.build.cache import digest
 from portmm.build.compiler import find_compiler
+from portmm.build.kernel_store import SOURCE
 from portmm.cli.main import app
-from portmm.errors import BundleError, NoCompilerError
+from portmm.dispatch import stored_kernels
+from portmm.dispatch.stored_kernels import CODE, THREADS, count
+from portmm.errors import BundleError, NoCompilerError, PortmmError
 from portmm.host.detect import host
 from portmm.ops import bundle_build, bundle_check, bundle_shapes
+from portmm.version import VERSION
 
 SMALL = {"one": (b"\x7fELF" + bytes(4000), ("x", "y")), "two": (None, ("text", "")), "three": (b"code" * 9, ())}
 
@@ -105,6 +111,34 @@ def test_damage_is_noticed(tmp_path, at, value, words):
     path.write_bytes(data)
     with pytest.raises(BundleError, match=words):
         check(open_bundle(path))
+
+
+def test_contents_with_a_checksum_of_their_own_are_refused(tmp_path):
+    """Whoever writes the checksum too gets the same error, whatever the answers hold."""
+    texts = (b"\xff\xfe", b"many", b"", b"0\tx", b"x\t\t\t\t\t1", b"0\tf\t0\t4\t/ m - n 1\t1", b"-1", b"9")
+    raised = []
+    for i, text in enumerate(texts):
+        data = bytearray(packed({x: (b"code", ("#" * len(text),)) for x in (THREADS, CODE + "s", SOURCE + "n")}))
+        _, _, _, rows, objects, start, code, *_ = HEADER.unpack_from(data)
+        data[start:code] = text.ljust(code - start, b"\t")
+        index = bytes(data[HEADER.size : code])
+        fields = (*HEADER.unpack_from(data)[:7], crc32(index), bytes.fromhex(digest(index)), VERSION.encode())
+        data[: HEADER.size] = HEADER.pack(*fields)
+        assert (rows, objects) == (3, 1)
+        path = tmp_path / f"forged{i}.bundle"
+        path.write_bytes(data)
+        kernel_store.use(open_bundle(path))
+        for ask in (
+            lambda: count(open_bundle(path), 1),  # noqa: B023 - called in this turn
+            lambda: stored_kernels.code("s"),
+            lambda: kernel_store.find("n"),
+        ):
+            try:
+                ask()
+            except PortmmError as error:
+                raised.append(str(error))
+    assert len(raised) > 2 * len(texts)
+    assert sum("damaged" in x for x in raised) >= 2 * len(texts)
 
 
 def test_files_of_others_are_not_used(tmp_path):
