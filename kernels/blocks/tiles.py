@@ -18,7 +18,7 @@ from portmm.errors import ScheduleError
 from portmm.ir.block_program import TileGemm, TileMap, TileTransfer
 from portmm.ir.index import Ptr, ceil_div, const, minimum, round_up, var
 from portmm.ir.nodes import Call, For, Function, Kernel, Let, LetPtr, Parallel
-from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
+from portmm.ir.tile_program import PREFIX, extent_fields, row_label, stride_field
 from portmm.kernels.blocks.tile_maps import map_function
 from portmm.kernels.blocks.tile_products import product
 from portmm.spec.epilogue import Fused, Operand, load, operand_types, summed, varies
@@ -82,7 +82,7 @@ class _Lowering:
         self.check()
         result = program.operands[program.fused.results[0][0]].axes
         self.columns = result[-1]
-        self.rows = self.row_label(result)
+        self.rows = row_label(program)
         self.outer = [x for x in result if x not in (self.rows, self.columns)]
         self.product, self.maps = product(s, atom), 0
         self.known: dict[Expr, View] = {}
@@ -109,14 +109,6 @@ class _Lowering:
             raise ScheduleError(f"loops over tiles store results along the same labels, and not along {self.loop!r}")
         if any(x.dtype != "f32" or not x.dense for x in self.program.operands):
             raise ScheduleError("loops over tiles have dense operands of f32")
-
-    def row_label(self, result: str) -> str:
-        """The label of rows of tiles: one of the result along which no product has both operands; or none."""
-        sums = [x for x in self.steps if x.op == "contract"]
-        both = {y for x in sums for y in self.axes[x.inner[0]] & self.axes[x.inner[1]] if y != summed(x)}
-        if self.columns in both:
-            raise ScheduleError(f"products have both operands along {self.columns!r}, of which tiles have columns")
-        return next((x for x in reversed(result[:-1]) if x not in both), "")
 
     # Places.
 

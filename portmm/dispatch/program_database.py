@@ -15,12 +15,11 @@ from portmm.dispatch.tuning_database import opened
 from portmm.errors import DatabaseError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from pathlib import Path
 
 _TABLE = (
-    "CREATE TABLE IF NOT EXISTS programs (key TEXT NOT NULL, chip TEXT NOT NULL, threads INTEGER NOT NULL, "
-    "path TEXT NOT NULL, certificate TEXT NOT NULL, PRIMARY KEY (key, chip, threads))"
+    "CREATE TABLE IF NOT EXISTS found_programs (key TEXT NOT NULL, chip TEXT NOT NULL, threads INTEGER NOT NULL, "
+    "path TEXT NOT NULL, certificate TEXT NOT NULL, trust REAL NOT NULL, PRIMARY KEY (key, chip, threads))"
 )
 
 
@@ -30,21 +29,23 @@ class Entry(NamedTuple):
     Attributes:
         path: names of rewrites, each with its number among the alternatives.
         certificate: of its equivalence.
+        trust: its measured gain over the predicted one, which predictions for other sizes are multiplied with.
     """
 
     path: tuple[tuple[str, int], ...]
     certificate: dict[str, Any]
+    trust: float
 
 
-def store(key: str, chip: str, threads: int, path: Sequence[tuple[str, int]], certificate: dict[str, Any]) -> None:
+def store(key: str, chip: str, threads: int, entry: Entry) -> None:
     """Store a program, in the place of an earlier one; a database that cannot be written is left alone."""
     file = tuned_database()
     if file is None:
         return
     with suppress(DatabaseError), opened(file, write=True) as base:
         base.execute(_TABLE)
-        row = (key, chip, threads, json.dumps(list(path)), json.dumps(certificate))
-        base.execute("INSERT OR REPLACE INTO programs VALUES (?, ?, ?, ?, ?)", row)
+        row = (key, chip, threads, json.dumps(list(entry.path)), json.dumps(entry.certificate), entry.trust)
+        base.execute("INSERT OR REPLACE INTO found_programs VALUES (?, ?, ?, ?, ?, ?)", row)
 
 
 def present() -> bool:
@@ -67,7 +68,7 @@ _present: dict[tuple[str, int], bool] = {}
 
 def _has_programs(file: Path) -> bool:
     with suppress(DatabaseError), opened(file) as base:
-        return bool(base.execute("SELECT count(*) FROM sqlite_master WHERE name = 'programs'").fetchone()[0])
+        return bool(base.execute("SELECT count(*) FROM sqlite_master WHERE name = 'found_programs'").fetchone()[0])
     return False
 
 
@@ -77,9 +78,9 @@ def find(key: str, chip: str, threads: int) -> Entry | None:
     if file is None or not present():
         return None
     with suppress(DatabaseError, ValueError), opened(file) as base:
-        query = "SELECT path, certificate FROM programs WHERE key = ? AND chip = ? AND threads = ?"
+        query = "SELECT path, certificate, trust FROM found_programs WHERE key = ? AND chip = ? AND threads = ?"
         row = base.execute(query, (key, chip, threads)).fetchone()
         if row is not None:
-            path, certificate = map(json.loads, row)
-            return Entry(tuple((str(name), int(i)) for name, i in path), certificate)
+            path, certificate = map(json.loads, row[:2])
+            return Entry(tuple((str(name), int(i)) for name, i in path), certificate, float(row[2]))
     return None

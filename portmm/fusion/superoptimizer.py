@@ -18,7 +18,7 @@ from portmm.errors import PortmmError
 from portmm.fusion.emitted import emitted
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
 from portmm.fusion.term_arrays import compute
-from portmm.fusion.term_cost import Rates, predicted
+from portmm.fusion.term_cost import Rates, predicted, predicted_kernel
 from portmm.fusion.term_kernels import Kernel, one_kernels
 from portmm.fusion.term_rewrites import alternatives
 from portmm.fusion.terms import Labelled, UnlabelledError, graph_of, term_of
@@ -45,6 +45,8 @@ SLACK = 1.5
 """Largest ratio of a form's optimistic predicted time to the best predicted time at which the form is expanded."""
 FASTER = 0.97
 """Time of a form over that of the program as it is, from which it takes its place."""
+LEAST_TRUST = 0.5
+"""Least measured gain over the predicted one by which predictions for other sizes are multiplied."""
 FORMS_OF_KERNELS = 60
 """Forms that are tried as one kernel, with the fewest rewrites first."""
 KERNELS_MEASURED = 3
@@ -79,12 +81,14 @@ class Placed(NamedTuple):
     Attributes:
         graph: its µGraph.
         run, explained: as of `Finding`.
+        predicted: seconds.
         schedule: of one kernel.
     """
 
     graph: MuGraph
     run: Run
     explained: Any
+    predicted: float
     schedule: Schedule | None = None
 
 
@@ -240,7 +244,7 @@ class _Search:
                 continue
             self.verified += 1
             try:
-                self.compared(Placed(self.graph(form.roots), *self.compiled(form.roots)), form.path)
+                self.compared(Placed(self.graph(form.roots), *self.compiled(form.roots), form.seconds), form.path)
             except (PortmmError, ByValueError):
                 continue
 
@@ -290,7 +294,8 @@ class _Search:
         every: list[Placed] = []
         for s in schedules(graph, kernel.sizes)[:MOST_SCHEDULES]:
             run, kernels, source = compiled_kernel(graph, self.labelled, task.arrays, task.result, kernel.sizes, s)
-            every.append(Placed(graph, run, task.described(kernels, source), s))
+            seconds = predicted_kernel(graph.steps[0].program, kernel.sizes, s, self.rates)
+            every.append(Placed(graph, run, task.described(kernels, source), seconds, s))
         return every
 
     def compiled(self, roots: tuple[Term, ...]) -> tuple[Run, Any]:
@@ -312,7 +317,7 @@ class _Search:
     def kept(self, best: Finding) -> Finding:
         """A finding with its certificate, stored for later searches; none if a check fails."""
         assert self.selected is not None  # noqa: S101 - of a program
-        (graph, _, explained, schedule), path = self.selected
+        (graph, _, explained, seconds, schedule), path = self.selected
         try:
             target, threads = config.target(), config.get_num_threads()
             one = [] if schedule is None else [Emitted("one kernel", graph.steps[0].program, schedule)]
@@ -321,8 +326,13 @@ class _Search:
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
             return Finding(note=note, forms=best.forms, elapsed=best.elapsed, kernel=best.kernel)
-        program_database.store(self.key, target.name, threads, path, certificate)
+        trust = max(LEAST_TRUST, best.before / best.seconds / self.promise(seconds))
+        program_database.store(self.key, target.name, threads, program_database.Entry(path, certificate, trust))
         return best._replace(certificate=certificate, graph=graph)
+
+    def promise(self, seconds: float) -> float:
+        """How many times as fast a prediction is as that of the function as it is."""
+        return self.seconds(self.labelled.results) / seconds
 
     def known(self) -> Finding | None:
         """The program that an earlier search has found for the same structure, verified again, if it may pay."""
@@ -330,17 +340,17 @@ class _Search:
         if entry is None:
             return None
         try:
-            candidate = self.replayed(entry.path)
+            candidate = self.replayed(entry.path, entry.trust)
         except (PortmmError, ByValueError):
             return None
         if candidate is None or not check(self.reference, candidate.graph):
             return None
         path, elapsed = tuple(name for name, _ in entry.path), time.monotonic() - self.start
-        graph, run, explained, _ = candidate
+        graph, run, explained, *_ = candidate
         return Finding(run, explained, path, elapsed=elapsed, certificate=entry.certificate, graph=graph, stored=True)
 
-    def replayed(self, path: Path) -> Placed | None:
-        """The program of a path, if it may pay for these sizes.
+    def replayed(self, path: Path, trust: float) -> Placed | None:
+        """The program of a path, if it may pay for these sizes: as predicted, times `trust`.
 
         Raises:
             PortmmError: it is not built.
@@ -352,10 +362,10 @@ class _Search:
             if i >= len(every) or every[i][0] != name:
                 return None
             roots = every[i][1]
-        if self.seconds(roots) > self.seconds(self.labelled.results):
-            return None  # it pays for other sizes
         if not one:
-            return Placed(self.graph(roots), *self.compiled(roots))
+            seconds = self.seconds(roots)
+            pays = trust * self.promise(seconds) >= 1
+            return Placed(self.graph(roots), *self.compiled(roots), seconds) if pays else None
         axes, extents = self.labelled.axes, self.labelled.extents
         kernels = list(one_kernels(roots, axes, self.inputs, extents, self.rates.near))
         ((name, number),) = one
@@ -363,7 +373,7 @@ class _Search:
         if i >= len(kernels) or name != ONE_KERNEL + kernels[i].loop:
             return None
         programs = self.placed(kernels[i])
-        return programs[j] if j < len(programs) else None
+        return programs[j] if j < len(programs) and trust * self.promise(programs[j].predicted) >= 1 else None
 
 
 def _axes_of_inputs(labelled: Labelled) -> tuple[str, ...]:

@@ -1,8 +1,9 @@
 """Predicted time of terms on a CPU: a roofline over what kernels compute and move.
 
-Owns `Rates` and `predicted`. A product reads its operands and writes its result, and what follows it element by element
-costs nothing; reductions and other operations read and write theirs; attention stores no scores. `optimistic` leaves
-out what a better kernel could: its prediction is a bound, below which no form of the same terms is.
+Owns `Rates`, `predicted` and `predicted_kernel`, which is of terms as one kernel. A product reads its operands and
+writes its result, and what follows it element by element costs nothing; reductions and other operations read and write
+theirs; attention stores no scores. `optimistic` leaves out what a better kernel could: its prediction is a bound, below
+which no form of the same terms is.
 """
 
 from __future__ import annotations
@@ -11,11 +12,15 @@ import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.fusion.term_rewrites import joined_extents, subterms
+from portmm.ir.tile_program import row_label
+from portmm.spec.epilogue import summed, varies
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
     from portmm.fusion.terms import Term
+    from portmm.ir.block_program import BlockProgram
+    from portmm.schedule.schedule import Schedule
     from portmm.target.target import Target
 
 GIGAHERTZ = 3.0
@@ -89,3 +94,26 @@ def _work(x: Term, extents: Mapping[str, int]) -> float:
     h = x.data
     scores = math.prod(extents[y] for y in h.heads + h.groups + h.queries + h.keys)
     return scores * (math.prod(extents[y] for y in h.elements + h.columns[:0]) + extents[h.columns] + FUNCTIONS)
+
+
+def predicted_kernel(program: BlockProgram, sizes: Mapping[str, int], s: Schedule, rates: Rates) -> float:
+    """Seconds of a general block program: each tile of its grid computes and reads again what does not vary with it."""
+    result = program.operands[program.fused.results[0][0]].axes
+    rows, columns = row_label(program), result[-1]
+    tall, wide = s.tile("L1").m, s.tile("L2").n or sizes[columns]
+    by = dict.fromkeys(result, 1) | {rows: tall, columns: wide}
+
+    def tiles(axes: frozenset[str] | str) -> int:
+        """Number of tiles of the grid that need the same value."""
+        return math.prod(-(-sizes[x] // by[x]) for x in result if x not in axes)
+
+    computed = 0.0
+    for x, axes in varies(program.fused.steps, program.operands).items():
+        if x.op not in ("load", "const"):
+            along = summed(x) if x.op == "contract" else ""
+            computed += math.prod(sizes[y] for y in {*axes, *along}) * tiles(axes)
+    moved = 0.0
+    for operand in program.operands:
+        size = 4.0 * math.prod(sizes[y] for y in operand.axes)
+        moved += rates.moved(size) + size * (tiles(operand.axes) - 1) / rates.cache
+    return max(computed / (rates.flops * SHARE), moved) + KERNEL

@@ -1,6 +1,6 @@
 """Arguments of kernels of general block programs: which fields of the argument block have extents and strides.
 
-Owns `extent_fields` and `stride_field`, which lowering, calls and verification share.
+Owns `extent_fields`, `stride_field` and `row_label`, which lowering, calls, costs and verification share.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
 from portmm.ir.nodes import FIELDS, STRIDES
+from portmm.spec.epilogue import summed, varies
 
 if TYPE_CHECKING:
     from portmm.ir.block_program import BlockProgram
@@ -42,3 +43,18 @@ def stride_field(axes: str, label: str) -> str:
     if at >= len(STRIDES):
         raise ScheduleError(f"an operand along {axes} has more than {len(STRIDES) + 1} dimensions")
     return STRIDES[at]
+
+
+def row_label(program: BlockProgram) -> str:
+    """The label of rows of tiles: one of the result along which no product has both operands; or none.
+
+    Raises:
+        ScheduleError: a product has both operands along the columns of tiles.
+    """
+    result = program.operands[program.fused.results[0][0]].axes
+    along = varies(program.fused.steps, program.operands)
+    products = [x for x in program.fused.steps if x.op == "contract"]
+    both = {y for x in products for y in along[x.inner[0]] & along[x.inner[1]] if y != summed(x)}
+    if result[-1] in both:
+        raise ScheduleError(f"products have both operands along {result[-1]!r}, of which tiles have columns")
+    return next((x for x in reversed(result[:-1]) if x not in both), "")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.c_kernel import source
@@ -18,7 +19,7 @@ from portmm.target.target import load_target, names_of
 from portmm.verification.equivalence import Verdict, check
 from portmm.verification.kernels import check_kernel
 from portmm.verification.lowered import Lowered, lowered
-from portmm.verification.stability import judge
+from portmm.verification.stability import EPS, judge
 from portmm.verification.values import UnsupportedError
 
 if TYPE_CHECKING:
@@ -29,6 +30,8 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
 
 FORMAT = 1
+ROUNDING = 8.0
+"""Largest ratio of errors of one program on two machines."""
 
 
 class CertificateError(PortmmError):
@@ -160,11 +163,30 @@ def repeat(data: Mapping[str, Any]) -> list[Outcome]:
         outcomes.append(Outcome("new tests", bool(fresh), str(fresh)))
         stability = judge(reference, candidate)
         outcomes.append(Outcome("stability", stability.stable, stability.reason or "no worse than the reference"))
+        outcomes.append(_compared(stability.errors, data["errors"]))
         for x in data["kernels"]:
             outcomes += _repeated(x)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError, ScheduleError) as error:
         raise CertificateError(f"the certificate is damaged: {error!r}; search again") from error
     return outcomes
+
+
+def _compared(found: Sequence[Sequence[float]], stated: Sequence[Sequence[float]]) -> Outcome:
+    """Whether errors are those that are stated, but for the rounding of another machine's functions."""
+    same = len(found) == len(stated) and all(
+        len(x) == len(y) and all(map(_as_large, x, y)) for x, y in zip(found, stated, strict=True)
+    )
+    worst = max((float(y) for _, y in found), default=0.0)
+    detail = f"at most {worst:.1e} in float32, as stated" if same else f"found {found}, where {stated} is stated"
+    return Outcome("numerical errors", same, detail)
+
+
+def _as_large(x: float, y: float) -> bool:
+    """Whether an error is another one within `ROUNDING`; those below an ulp are equal, and not finite ones alike."""
+    if not (math.isfinite(x) and math.isfinite(y)):
+        return math.isfinite(x) == math.isfinite(y)
+    small, large = sorted((max(abs(x), EPS), max(abs(y), EPS)))
+    return x >= 0 and y >= 0 and large <= ROUNDING * small
 
 
 def _repeated(data: Mapping[str, Any]) -> list[Outcome]:
@@ -176,4 +198,5 @@ def _repeated(data: Mapping[str, Any]) -> list[Outcome]:
     verdict = check_kernel(program, x.kernel, x.extents, seed=int(data["check"]["seed"]))
     name = f"{data['name']}, {data['target']}"
     text = "as it was certified" if same_text else "another text than was certified: this portmm emits another kernel"
-    return [Outcome(f"text of {name}", same_text, text), Outcome(f"kernel of {name}", bool(verdict), str(verdict))]
+    holds = bool(verdict) and _numbers(verdict) == data["check"]
+    return [Outcome(f"text of {name}", same_text, text), Outcome(f"kernel of {name}", holds, str(verdict))]

@@ -249,6 +249,11 @@ def test_one_kernel_is_run_kept_and_used_for_other_sizes(database, monkeypatch, 
         other = arrays_of([(19, 40), (40, 530), (40, 9), (9, 530)])
         np.testing.assert_allclose(fused(*other), function(*other), rtol=1e-3, atol=1e-3)
         assert fused.explain(*other).finding.path == finding.path
+        predicted = superoptimizer.predicted_kernel  # both programs are predicted for other sizes
+        monkeypatch.setattr(superoptimizer, "predicted_kernel", lambda *of: 1e30 * predicted(*of))
+        plain, slower = pm.fuse(function), arrays_of([(21, 40), (40, 301), (40, 9), (9, 301)])
+        np.testing.assert_allclose(plain(*slower), function(*slower), rtol=1e-3, atol=1e-3)
+        assert plain.explain(*slower).finding is None
 
 
 def test_the_command(database, tmp_path):

@@ -46,6 +46,19 @@ def test_another_program_fails(certificate, tmp_path):
     assert "FAILS" in done.output
 
 
+def test_another_statement_fails(certificate):
+    """Errors are computed again, and the extents and bounds of kernels."""
+    stated = certificate["errors"]
+    for errors in (stated[1:], [[x, y + 1e-3] for x, y in stated], [[float("inf"), y] for _, y in stated]):
+        assert [x.what for x in repeat(certificate | {"errors": errors}) if not x.holds] == ["numerical errors"]
+    near = [[1.5 * x, y / 1.5] for x, y in stated]
+    assert all(x.holds for x in repeat(certificate | {"errors": near, "kernels": []}))
+    (kernel,) = certificate["kernels"]
+    forged = kernel | {"check": kernel["check"] | {"bits": 400.0}}
+    failed = [x.what for x in repeat(certificate | {"kernels": [forged]}) if not x.holds]
+    assert failed == [f"kernel of {kernel['name']}, haswell"]
+
+
 def test_damage_is_an_error(certificate):
     for bad in ({}, certificate | {"format": 99}, certificate | {"candidate": {"steps": []}}):
         with pytest.raises(CertificateError):
