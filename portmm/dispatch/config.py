@@ -9,10 +9,10 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import cache
 from operator import index
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portmm.spec.dtype import types
 from portmm.util.user_warnings import warn
@@ -59,6 +59,13 @@ _targets: dict[str, Target] = {}
 def current() -> Config:
     """The current settings."""
     return _current.get() or _default
+
+
+def overrides() -> dict[str, Any]:
+    """The settings of the open `config` block, if there is one, that differ from those of the process."""
+    now = current()
+    names = (x.name for x in fields(now))
+    return {name: getattr(now, name) for name in names if getattr(now, name) != getattr(_default, name)}
 
 
 def overridden() -> bool:

@@ -7,6 +7,7 @@ arguments, and from then on runs as a program of few kernels.
 from __future__ import annotations
 
 import functools
+import sys
 import types
 from dataclasses import dataclass, replace
 from functools import partial
@@ -142,6 +143,13 @@ class FusedFunction:
         described: bytes | None = cpu_types.describe(args)
         return described
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        function = self.__wrapped__
+        if isinstance(function, types.FunctionType) and _namesake(function) is self:
+            # Picklers that find functions by their names find a decorated one within this.
+            function.__qualname__ = function.__qualname__.removesuffix(_WITHIN) + _WITHIN
+        return _restored, (function, self.strict, self.search)
+
     def __get__(self, owner: Any, kind: Any = None) -> Any:
         """Bind the function to an object, as methods are."""
         return self if owner is None else types.MethodType(self, owner)
@@ -234,7 +242,6 @@ class FusedFunction:
 
     def superoptimize(self, program: Program, args: Any, options: Any, *, by_value: bool) -> None:
         """Search a faster program, which takes the place of one if there is one: see `superoptimizer.optimize`."""
-        import sys
         from contextlib import nullcontext
 
         from portmm.fusion import superoptimizer
@@ -321,6 +328,27 @@ def _raced(x: Kernel) -> Kernel:
     return replace(x, notes=(*x.notes, race)) if race else x
 
 
+_WITHIN = ".__wrapped__"
+
+
+def _namesake(function: Callable[..., Any]) -> Any:
+    """The object that has the name of a function in its module: the fused function where that is decorated."""
+    value: Any = sys.modules.get(getattr(function, "__module__", ""))
+    for name in getattr(function, "__qualname__", "").removesuffix(_WITHIN).split("."):
+        value = getattr(value, name, None)
+    return value
+
+
+def _restored(function: Callable[..., Any], strict: bool, search: float) -> FusedFunction:
+    """A fused function, as in unpickling: the one of this process, if it is decorated in a module."""
+    here = _namesake(function)
+    if isinstance(here, FusedFunction) and here.__wrapped__ is function:
+        return here
+    restored = FusedFunction(function, strict=strict, search=search)
+    vars(restored)["__qualname__"] = getattr(function, "__qualname__", "").removesuffix(_WITHIN)
+    return restored
+
+
 _making = locks.reentrant_lock()
 _functions: WeakSet[FusedFunction] = WeakSet()
 _kernels = 0
@@ -368,7 +396,8 @@ def fuse(
             faster, which is verified and measured, and kept in the tuning database.
 
     Returns:
-        A function with the same arguments, and a method `explain` that takes them too.
+        A function with the same arguments, and a method `explain` that takes them too. It may be pickled where the
+        function may be (by cloudpickle: anywhere), and is traced again in the other process.
 
     Raises:
         TypeError: this is no function, or `search` no number.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import numpy as np
 
@@ -22,7 +22,7 @@ from portmm.arrays.numpy_arrays import numpy_of
 from portmm.arrays.operand import Operand, dense_like, named, overlap
 from portmm.dispatch import config, device_routes
 from portmm.dispatch.machine import MOST, machine_of
-from portmm.errors import ScheduleError
+from portmm.errors import DeviceError, ScheduleError
 from portmm.ops.epilogues import NAMES, VALUES, fused, fusible, rank_of
 from portmm.ops.kernel_call import Captures, KernelCall, contiguous, over_rows, via_temporary
 from portmm.ops.row_kernels import before
@@ -269,6 +269,11 @@ class Plan:
     like: Product
     weight: Any
     ready: KernelCall
+
+    def __reduce__(self) -> NoReturn:
+        raise DeviceError(
+            "a plan for arrays on a device belongs to the device's context and cannot be pickled; make it where it runs"
+        )
 
     def __call__(self, a: Any, b: Any = None, out: Any = None) -> Any:
         """The product.

@@ -77,10 +77,12 @@ def reduced(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) 
     return (call if in_place else None), result
 
 
-def make_plan(a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static: bool = False) -> Any:
+def make_plan(
+    a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static: bool = False, detail: Any = None
+) -> Any:
     """The plan for operands of these kinds, or None where a kernel cannot read them in place.
 
-    With `bind` a packed b is part of the plan, else its panels are an argument.
+    With `bind` a packed b is part of the plan, else its panels are an argument. `detail` is attached to it.
     """
     packed = is_packed(b)
     left, right = a.dtype, b.owner.dtype if packed else b.dtype
@@ -100,12 +102,11 @@ def make_plan(a: np.ndarray[Any, Any], b: Any, out: Any, *, bind: bool, static: 
     bare = (*numbers[:4], *numbers[5:8], *numbers[9:12], *numbers[13:])
     panels = b.owner if packed else b
     b_form = b if packed and bind else (panels.shape, panels.strides)
-    return runtime().make_plan(
-        kernel, (a.shape, a.strides), b_form, (result.shape, result.strides), bare, call.walk.outer
-    )
+    forms = (a.shape, a.strides), b_form, (result.shape, result.strides)
+    return runtime().make_plan(kernel, *forms, bare, call.walk.outer, detail=detail)
 
 
-def numpy_plan(a: np.ndarray[Any, Any], b: Any, out: Any) -> Any:
+def numpy_plan(a: np.ndarray[Any, Any], b: Any, out: Any, detail: Any = None) -> Any:
     """A plan that NumPy executes."""
     from portmm.runtime.cffi_records import PlainPlan
 
@@ -115,7 +116,9 @@ def numpy_plan(a: np.ndarray[Any, Any], b: Any, out: Any) -> Any:
     shape = numpy_arrays.shape_of(a.shape, right.shape)
     result = np.empty(shape, types[2]) if out is None else numpy_arrays.check_out(out, shape, types[2])
     forms = ((a.shape, a.strides), fixed(b) if is_packed(b) else (b.shape, b.strides), (result.shape, result.strides))
-    return PlainPlan(numpy_arrays.word(types), forms, lambda x, y: product_by_numpy(x, right if is_packed(b) else y))
+    plan_ = PlainPlan(numpy_arrays.word(types), forms, lambda x, y: product_by_numpy(x, right if is_packed(b) else y))
+    plan_.detail = detail
+    return plan_
 
 
 HEAD_START = 0.015

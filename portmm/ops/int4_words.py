@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
 from portmm.arrays.interop import adopt, empty_like
 from portmm.arrays.operand import Operand
+from portmm.errors import DeviceError
 from portmm.ops.int4_panels import group_of
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.problem import Family
@@ -48,6 +49,9 @@ class DeviceInt4(QuantizedMatrix):
     offsets: Operand
     shape: tuple[int, int]
     group: int
+
+    def __reduce__(self) -> NoReturn:
+        raise DeviceError("a weight on a device cannot be pickled; pickle the original, and pack it where it is used")
 
     @property
     def nbytes(self) -> int:

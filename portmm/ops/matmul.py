@@ -12,11 +12,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays
-from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
-from portmm.errors import BuildError
 from portmm.ops import host_matmul
-from portmm.ops.host_matmul import make_plan, numpy_plan
 from portmm.ops.prepack import current, is_packed, is_quantized
 
 if TYPE_CHECKING:
@@ -117,7 +114,8 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
         overlap an input. Its attribute `pointer` has the addresses of a C function
         int f(const void *plan, const void *a, const void *b, void *c) and of its
         first argument, for loops in C, Cython or Numba: f checks nothing, and holds
-        no lock of the interpreter.
+        no lock of the interpreter. A plan may be pickled, as its description: the process that
+        loads it makes the plan again, by kernels for its own machine.
 
     Raises:
         TypeError: a dtype is not supported, or the two differ.
@@ -146,13 +144,6 @@ def plan(a: Any, b: Any, out: Any = None) -> Any:
             raise ValueError(
                 f"{name} is not aligned to its elements, or its strides are not multiples of their size; copy it first"
             )
-    try:
-        plan_ = make_plan(left, right, out, bind=True, static=True)
-    except BuildError as error:
-        fall_back(error)
-        return numpy_plan(left, right, out)
-    if plan_ is None:
-        raise ValueError(
-            "a plan takes an out by rows or columns, without repeated elements, and an evenly spaced batch"
-        )
-    return plan_
+    from portmm.ops import plan_state
+
+    return plan_state.make(left, right, out)

@@ -10,14 +10,14 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NoReturn
 
 import numpy as np
 
 from portmm.arrays import numpy_arrays, numpy_fallback, pages
 from portmm.arrays.libraries import is_tensor, on_device
 from portmm.dispatch import config
-from portmm.errors import BuildError, PackError
+from portmm.errors import BuildError, DeviceError, PackError
 from portmm.runtime.cpu import runtime, types
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Family
@@ -283,6 +283,9 @@ class PackedThere(ArrayLike):
     array: Any
     shape: tuple[int, ...]
     element: str
+
+    def __reduce__(self) -> NoReturn:
+        raise DeviceError("a weight on a device cannot be pickled; pickle the original, and pack it where it is used")
 
     @property
     def dtype(self) -> np.dtype[Any]:

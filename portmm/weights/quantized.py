@@ -94,6 +94,9 @@ class Quantized(QuantizedMatrix):
         for name, value in zip(self.__slots__, (codes, scales, offsets, bits, group), strict=True):
             object.__setattr__(self, name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Quantized, (self.codes, self.scales, self.offsets, self.bits, self.group)
+
     @property
     def shape(self) -> tuple[int, int]:
         """The weight's (k, n)."""
