@@ -200,7 +200,8 @@ def test_another_process_finds_the_kernels_in_the_cache(tmp_path):
     text = pickle.dumps(([pm.plan(X, pm.pack(W)), gated], [(X,), (X, W)]))
     own = {"PORTMM_CACHE": str(tmp_path / "cache")}
     first = elsewhere(tmp_path, text, **own)
-    second = elsewhere(tmp_path, text, PATH="", CC="", **own)  # without a compiler: a kernel that is missing is an error
+    # Without a compiler a kernel that is missing is an error.
+    second = elsewhere(tmp_path, text, PATH="", CC="", **own)
     assert all((x == y).all() for x, y in zip(first, second, strict=True))
 
 
