@@ -331,7 +331,7 @@ class _Search:
         return best._replace(certificate=certificate, graph=graph)
 
     def promise(self, seconds: float) -> float:
-        """How many times as fast a prediction is as that of the function as it is."""
+        """The predicted speed-up of a program that is predicted to take some seconds."""
         return self.seconds(self.labelled.results) / seconds
 
     def known(self) -> Finding | None:

@@ -171,13 +171,13 @@ def repeat(data: Mapping[str, Any]) -> list[Outcome]:
     return outcomes
 
 
-def _compared(found: Sequence[Sequence[float]], stated: Sequence[Sequence[float]]) -> Outcome:
+def _compared(errors: Sequence[Sequence[float]], stated: Sequence[Sequence[float]]) -> Outcome:
     """Whether errors are those that are stated, but for the rounding of another machine's functions."""
-    same = len(found) == len(stated) and all(
-        len(x) == len(y) and all(map(_as_large, x, y)) for x, y in zip(found, stated, strict=True)
+    same = len(errors) == len(stated) and all(
+        len(x) == len(y) and all(map(_as_large, x, y)) for x, y in zip(errors, stated, strict=True)
     )
-    worst = max((float(y) for _, y in found), default=0.0)
-    detail = f"at most {worst:.1e} in float32, as stated" if same else f"found {found}, where {stated} is stated"
+    worst = max((float(y) for _, y in errors), default=0.0)
+    detail = f"at most {worst:.1e} in float32, as stated" if same else f"found {errors}, where {stated} is stated"
     return Outcome("numerical errors", same, detail)
 
 
