@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from portmm.comparison import compare
     from portmm.dispatch.cpu_kernels import forget
     from portmm.explanation.convolution import explain_conv
-    from portmm.explanation.cpu import Explanation, explain
+    from portmm.explanation.product import explain
+    from portmm.explanation.record import Explanation
     from portmm.fusion.fuse import fuse
     from portmm.ops.attention import attention
     from portmm.ops.bundles import use_bundle
@@ -182,7 +183,8 @@ _LAZY = {
     "explain_conv": "explanation.convolution",
     **dict.fromkeys(("conv_filter_gradient", "conv_input_gradient", "conv_transpose"), "ops.convolution_gradients"),
     "pack_conv": "ops.convolution_weights",
-    **dict.fromkeys(("Explanation", "explain"), "explanation.cpu"),
+    "explain": "explanation.product",
+    "Explanation": "explanation.record",
     **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "weights.quantized"),
     **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "weights.checkpoints"),
     **dict.fromkeys(("load_packed", "save_packed"), "ops.packed_files"),

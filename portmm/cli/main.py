@@ -80,7 +80,7 @@ def target(
 ) -> None:
     """Show this machine as detected: instruction sets, memory levels, measured rates."""
     from portmm.cli.views import target_data, target_view
-    from portmm.explanation.cpu import target_called
+    from portmm.explanation.product import target_called
     from portmm.target.clouds import size_of
     from portmm.target.target import instance
 
@@ -131,7 +131,7 @@ def _explained(
 ) -> Any:
     from portmm.arrays import call
     from portmm.dispatch import cpu_kernels
-    from portmm.explanation.cpu import explain, target_called
+    from portmm.explanation.product import explain, target_called
     from portmm.spec.dequantization import Dequantization
     from portmm.spec.dtype import accumulator, types
 
@@ -266,7 +266,7 @@ def emit(
         if language not in LANGUAGES:
             name = explanation.target.name
             raise typer.BadParameter(f"kernels of {name} are written in {' or '.join(LANGUAGES)}")
-        from portmm.explanation.gpu import explained
+        from portmm.explanation.product import explained
 
         explanation = explained(explanation.choice.problem, explanation.target, language, explanation.notes)
     if target and instance(target):

@@ -10,7 +10,7 @@ from grid_cover import counted
 
 from portmm.codegen.lower import grid_atom, lower_grid
 from portmm.dispatch.machine import described
-from portmm.explanation.gpu import explained
+from portmm.explanation.product import explained
 from portmm.ir.index import const
 from portmm.ir.interpreter import evaluate
 from portmm.kernels.gpu.simt import Work

@@ -22,7 +22,7 @@ from portmm.comparison import Entrant, Report
 from portmm.comparison.report import from_json
 from portmm.dispatch import config
 from portmm.errors import NoCompilerError, PortmmError, TargetError
-from portmm.explanation.cpu import explain
+from portmm.explanation.product import explain
 from portmm.host import calibrate, detect, machine_load
 from portmm.spec.problem import Problem
 from portmm.target.target import clouds, names

@@ -12,8 +12,8 @@ from support import require
 
 import portmm as pm
 from portmm.dispatch import config
-from portmm.explanation.cpu import target_called
-from portmm.explanation.summary import SHOWN
+from portmm.explanation.product import target_called
+from portmm.explanation.record import SHOWN
 from portmm.host import calibrate, detect
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
@@ -268,8 +268,8 @@ def test_what_cannot_be_explained(args, options, error, words):
 
 def test_an_import_does_not_load_what_explaining_needs():
     code = (
-        "import sys, portmm; assert 'portmm.explanation.cpu' not in sys.modules; "
-        "import portmm.explanation.cpu; assert callable(portmm.explain); portmm.Explanation; "
+        "import sys, portmm; assert 'portmm.explanation.product' not in sys.modules; "
+        "import portmm.explanation.product; assert callable(portmm.explain); portmm.Explanation; "
         "assert not hasattr(portmm, 'nosuch')"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

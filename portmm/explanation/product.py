@@ -1,140 +1,31 @@
-"""Explanations of schedules that were selected for the CPU.
+"""Explanations of products, on CPUs and devices.
 
-Owns `explain` and the record it returns. Explaining never compiles: it makes the
-problem that `matmul` would make, gets the schedule from `dispatch`, and lowers and emits it.
-So other machines than this one can be explained as well.
+Owns `explain`. Explaining never compiles: it makes the problem that `matmul` would make, gets the schedule from
+`dispatch`, and lowers and emits it. So other machines than this one can be explained as well; operands on a device that
+is not here are assumed contiguous and aligned.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import libraries
 from portmm.arrays.call import problem_of_call
-from portmm.codegen.c_kernel import source
 from portmm.dispatch import config, cpu_kernels, cpu_race, schedule_choice
 from portmm.errors import ScheduleError, TargetError
-from portmm.explanation.summary import SHOWN, Selected
+from portmm.explanation.record import Explanation
 from portmm.host import detect
 from portmm.host.calibrate import measured
-from portmm.schedule import cpu_textbook
-from portmm.schedule.cpu_table import DEFAULT_BYTES_PER_CYCLE
-from portmm.schedule.legality import footprint
+from portmm.schedule.program import VECTOR_BYTES, device_of
+from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Problem
 from portmm.target.clouds import size_of
-from portmm.target.model import CPU as MODEL
 from portmm.target.target import Target, instance
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from portmm.build.shared_object import Artifact
-    from portmm.explanation.gpu import GridExplanation
-    from portmm.ir.nodes import Kernel
-    from portmm.schedule.roofline import Cost
-    from portmm.schedule.schedule import Schedule
-    from portmm.target.atom import Atom
-
-
-@dataclass(frozen=True, slots=True)
-class Explanation(Selected):
-    """An explanation of a problem's kernel: schedule, prediction, source. `print` it.
-
-    Attributes:
-        choice: the problem, the target, the selected schedule and the runners-up.
-        kernel: the loop nest of the schedule.
-        source: the C that is emitted for it.
-        notes: further remarks.
-    """
-
-    kernel: Kernel
-    source: str
-    notes: tuple[str, ...] = ()
-
-    @property
-    def workers(self) -> int:
-        """Threads that share the work."""
-        return self.choice.workers
-
-    @property
-    def flags(self) -> tuple[str, ...]:
-        """Compiler flags of the instruction set."""
-        return self.kernel.isa.flags
-
-    @property
-    def rates(self) -> dict[str, tuple[float, str]]:
-        """Rates of the prediction -> value, and its origin: "measured", "described" or "assumed".
-
-        Multiply-adds in GFLOP/s or, unless measured, instructions per cycle;
-        memory levels in GB/s or, unless measured, bytes per cycle.
-        """
-        target, atom = self.target, self.kernel.atom.name
-        known = _rate(target, atom)
-        rates_ = {atom: known} if known else {}
-        for name, assumed in DEFAULT_BYTES_PER_CYCLE.items():
-            level = target.level(name)
-            if level is None and name != "memory":
-                continue
-            described = level.load_bytes_per_cycle if level else 0.0
-            rates_[name] = (described, "described") if described else (assumed, "assumed")
-        return rates_ | {x: (target.measured[x], "measured") for x in rates_ if x in target.measured}
-
-    @property
-    def runs_here(self) -> bool:
-        """Test whether this machine can run the kernel."""
-        return not detect.missing(self.kernel.isa) and self.target.arch in ("any", detect.host().arch)
-
-    @property
-    def artifact(self) -> Artifact:
-        """The compiled kernel: built now, or loaded from the cache.
-
-        For another architecture it is cross-compiled.
-
-        Raises:
-            NoCompilerError: there is no compiler for the target.
-            BuildError: the compiler failed.
-        """
-        from portmm.build.shared_object import build
-
-        arch = None if self.target.arch == "any" else self.target.arch
-        return build(self.source, flags=self.flags, arch=arch, name=self.kernel.name)
-
-    def _data(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        rates = {name: {"value": value, "origin": origin} for name, (value, origin) in self.rates.items()}
-        kernel = {"kernel": self.kernel.name, "flags": list(self.flags), "runs_here": self.runs_here}
-        return {"rates": rates, "threads": self.workers}, kernel
-
-    def _shown(self) -> tuple[str, dict[str, Any]]:
-        needs = footprint(self.schedule, self.problem, self.kernel.atom)
-        workspace = cpu_kernels.workspace_bytes(self.kernel, self.problem, self.workers)
-        return "cpu.txt", {
-            "footprint": needs, "workspace": workspace, "others": list(self._others()), "speed": _speed,
-            "textbook": cpu_textbook.ORIGIN, "within": MODEL.within,
-        }  # fmt: skip
-
-    def _others(self) -> Iterator[tuple[Schedule, Cost, str]]:
-        """The best schedule of each instruction set not shown yet, with the rate of its atom."""
-        seen = {self.schedule.isa, *(s.isa for s, _ in self.runners_up[:SHOWN])}
-        for s, cost in self.runners_up[SHOWN:]:
-            atom = self.target.atom(s.isa, s.dtype, s.atom.lanes)
-            if s.isa not in seen and atom is not None:
-                seen.add(s.isa)
-                rate = _rate(self.target, atom.name)
-                yield s, cost, f" ({_speed(atom, rate)})" if rate else ""
-
-
-def _rate(target: Target, atom: str) -> tuple[float, str] | None:
-    """The rate of an atom's multiply-adds: GFLOP/s if measured, else instructions per cycle."""
-    if atom in target.measured:
-        return target.measured[atom], "measured"
-    return (target.rates[atom], "described") if atom in target.rates else None
-
-
-def _speed(atom: Atom, rate: tuple[float, str]) -> str:
-    value, origin = rate
-    unit = "GFLOP/s" if origin == "measured" else f"macs of {atom.m}x{atom.n}x{atom.k} a cycle"
-    return f"{atom.name}: {value:.4g} {unit}, {origin}"
+    from collections.abc import Callable
 
 
 def target_called(name: str | Target | None) -> Target:
@@ -180,7 +71,7 @@ def explain(
     static: bool = False,
     epilogue: Callable[..., Any] | None = None,
     grouped: bool = False,
-) -> Explanation | GridExplanation:
+) -> Explanation:
     """Explain how a product would be computed, without compiling anything.
 
     Args:
@@ -199,8 +90,8 @@ def explain(
             host's memory, one of the groups.
 
     Returns:
-        A record that prints, with all that it prints as attributes; for a device a
-        `GridExplanation`, for contiguous and aligned operands.
+        A record that prints, with all that it prints as attributes; for a device that is not here, for contiguous
+        and aligned operands.
 
     Raises:
         TypeError: a dtype is not supported.
@@ -209,9 +100,7 @@ def explain(
         ScheduleError: the target has no schedule for the problem.
     """
     if libraries.on_device(a) or libraries.on_device(b):
-        from portmm.explanation import gpu as gpu_explanation
-
-        return gpu_explanation.of_arrays(a, b, out, epilogue, grouped=grouped)
+        return _of_arrays(a, b, out, epilogue, grouped=grouped)
     machine = target_called(target)
     family = instance(target) if isinstance(target, str) else None
     if threads is None:
@@ -220,7 +109,7 @@ def explain(
     threads = _positive(threads) or max(1, cores or machine.cores)
     called = target is None and threads == config.get_num_threads()
 
-    def answer(p: Problem, notes: tuple[str, ...] = ()) -> Explanation | GridExplanation:
+    def answer(p: Problem, notes: tuple[str, ...] = ()) -> Explanation:
         problem = p if deterministic is None else replace(p, deterministic=deterministic)
         return _explained(problem, machine, threads, (*about, *notes), called=called)
 
@@ -264,15 +153,70 @@ def _group(a: Any, b: Any, dtype: str, target: Target) -> Problem:
 
 def _explained(
     p: Problem, target: Target, threads: int, notes: tuple[str, ...] = (), *, called: bool = False
-) -> Explanation | GridExplanation:
+) -> Explanation:
     """The explanation; where it is of what calls do now (`called`), with what a race found."""
     if not p.flops:
         raise ValueError(f"{p} has nothing to multiply, so no kernel is needed")
     if target.device is not None:
-        from portmm.explanation import gpu as gpu_explanation
+        return explained(replace(p, tf32=p.tf32 or config.rounds(p.dtype)), target, notes=notes)
+    from portmm.codegen.c_kernel import source
 
-        return gpu_explanation.explained(replace(p, tf32=p.tf32 or config.rounds(p.dtype)), target, notes=notes)
     choice = schedule_choice.choose(p, target, threads)
     choice = cpu_race.raced(choice) if called else choice
     kernel = cpu_kernels.kernel_of(choice.schedule, cpu_kernels.isa_of(choice.schedule, target))
-    return Explanation(choice, kernel, source(kernel), notes)
+    return Explanation(choice, (kernel,), "c", source(kernel), notes)
+
+
+# -- devices ---------------------------------------------------------------------------
+
+
+def _of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False) -> Explanation:
+    """The explanation for arrays on a device, with their device and layouts.
+
+    Raises:
+        TypeError: one of them is in the host's memory.
+        ValueError: the product is empty.
+    """
+    from portmm.arrays import grid_call
+    from portmm.dispatch.machine import machine_of
+    from portmm.ops.grid_product import adopted, question
+
+    x = adopted(a, b, out)
+    call, notes = question(replace(x, ends=x.a) if grouped else x, epilogue)
+    p, vectors = call.problem, call.vectors
+    if not p.flops:
+        raise ValueError(f"{p} has nothing to multiply, so no kernel is needed")
+    on = machine_of(x.a)
+    if call.outer is None:
+        once = "".join(side for side in "ab" if not call.values[f"{side}_batch"])
+        sides, seconds = grid_call.faster(p, on.target, vectors, once)
+        notes += grid_call.copy_notes(p, sides, seconds)
+        p, vectors = grid_call.after_copies(p, sides), grid_call.vectors_after_copies(p, vectors, sides)
+    return explained(p, on.target, on.language, notes, vectors)
+
+
+def explained(
+    p: Problem, target: Target, language: str = "", notes: tuple[str, ...] = (),
+    moved: tuple[int, int, int] | None = None,
+) -> Explanation:  # fmt: skip
+    """The explanation for a problem on a device.
+
+    Raises:
+        ScheduleError: the device has no schedule for the problem.
+    """
+    from portmm.codegen.lower import lower_grid
+    from portmm.dispatch.machine import source
+
+    device = device_of(target)
+    language = language or device.language
+    target = replace(target, device=replace(device, language=language))
+    choice = schedule_choice.choose(p, target, vectors=moved or _vectors(p))
+    kernels = lower_grid(choice.schedule, cpu_kernels.isa_of(choice.schedule, target))
+    return Explanation(choice, kernels, language, "\n".join(source(x, language) for x in kernels), notes)
+
+
+def _vectors(p: Problem) -> tuple[int, int, int]:
+    """Elements of a vector access to A, B and C, for contiguous and aligned operands."""
+    near = {"a": {"row": p.k, "col": p.m}, "b": {"row": p.n, "col": p.k}, "c": {"row": p.n}}
+    sides = zip("abc", (p.a, p.b, p.c), p.types, strict=True)
+    return tuple(math.gcd(near[x].get(at, 1), VECTOR_BYTES // BY_NAME[t].bytes) for x, at, t in sides)  # type: ignore[return-value]
