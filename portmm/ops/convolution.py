@@ -15,7 +15,7 @@ from portmm.dispatch import config
 from portmm.errors import ConvolutionError
 from portmm.ops.convolution_call import Repeated, channels_first, convolved, prologue, readable
 from portmm.ops.convolution_options import Options, hashable, sizes
-from portmm.ops.convolution_weights import PackedConv, pack_conv, unpack_conv
+from portmm.ops.convolution_weights import PackedConv, filter_type, pack_conv, unpack_conv
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -94,8 +94,10 @@ def conv(
     size = _sizes.get(about) or _sizes.keep(about, sizes(*about))
     if padding_value and not _holds(images.dtype, padding_value):
         raise ConvolutionError(f"padding_value is {padding_value}, which images of {images.dtype} do not have")
-    if not packed or (w.layout, w.groups) != (layout, groups):
-        w = pack_conv(unpack_conv(w) if packed else w, groups=groups, layout=layout, activations=images.dtype)
+    wanted, passed = filter_type(w, images.dtype, layout), w
+    if not packed or (w.layout, w.groups, w.dtype) != (layout, groups, wanted):
+        filters = unpack_conv(w) if packed else w
+        w = pack_conv(filters.astype(wanted, copy=False), groups=groups, layout=layout, activations=images.dtype)
     if images.dtype == np.uint8 and not w.channels_last:  # no unit multiplies signed filters by unsigned images
         more = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": dtype}
         more |= {"padding_value": padding_value, "epilogue": epilogue, "prologue_a": prologue_a}
@@ -104,7 +106,8 @@ def conv(
     if prologue_a is not None:
         images = prologue(prologue_a, images, last=w.channels_last)
     result = convolved(readable(images, w), w, size, (out, None if dtype is None else np.dtype(dtype)), epilogue)
-    if key is not None and _is_hashable(key) and (ready := Repeated.of(images, w, size, dtype)) is not None:
+    ready = Repeated.of(images, w, size, dtype) if w is passed and key is not None and _is_hashable(key) else None
+    if ready is not None:
         _repeated.keep(key, ready)
     return result
 

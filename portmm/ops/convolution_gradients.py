@@ -20,7 +20,7 @@ from portmm.dispatch.view_routes import Views, view_route
 from portmm.errors import BuildError, ConvolutionError
 from portmm.ops import host_matmul
 from portmm.ops.convolution import conv
-from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
+from portmm.ops.convolution_options import Options, each, hashable, layout_of, paddings, sizes
 from portmm.runtime.cpu import runtime
 from portmm.spec.convolution import windows
 from portmm.spec.dtype import spell
@@ -66,13 +66,11 @@ def conv_transpose(
     if images.ndim != count + 2 or filters.ndim != count + 2:
         raise ConvolutionError(f"x has shape {images.shape} and w {filters.shape}; both have {count + 2} dimensions")
     spatial = images.shape[1:-1] if last else images.shape[2:]
-    steps, gaps, more = (
-        _each(name, y, count)
-        for name, y in (("stride", stride), ("dilation", dilation), ("output_padding", output_padding))
-    )
-    if min(*steps, *gaps) < 1:
-        raise ConvolutionError(f"stride is {stride!r} and dilation {dilation!r}; pass positive integers")
-    pads = [(y, y) if isinstance(y, int) else y for y in _each("padding", padding, count)]
+    steps, gaps = each("stride", hashable(stride), count), each("dilation", hashable(dilation), count)
+    more, cut = each("output_padding", hashable(output_padding), count, 0), hashable(padding)
+    if cut == "same":
+        raise ConvolutionError("padding of a transposed convolution is a number, or numbers or pairs; got 'same'")
+    pads = paddings(cut, count)
     out = [
         (n - 1) * s - sum(p) + (k - 1) * d + 1 + e
         for n, s, p, k, d, e in zip(spatial, steps, pads, filters.shape[2:], gaps, more, strict=True)
@@ -110,19 +108,6 @@ def conv_input_gradient(
             f"dy has shape {gradient.shape}; results of images of {extents} have (images, *{wanted})"
         )
     return _transposed(gradient, filters, (size.stride, size.before, size.dilation), list(extents), groups, layout)
-
-
-def _each(name: str, x: Any, count: int) -> tuple[Any, ...]:
-    """An option for each dimension.
-
-    Raises:
-        ConvolutionError: there are others than so many.
-    """
-    value = hashable(x)
-    values = (value,) * count if isinstance(value, int) else value
-    if len(values) != count or isinstance(values, str):
-        raise ConvolutionError(f"{name} is {x!r}; pass an integer, or {count} of them")
-    return tuple(values)
 
 
 class _Phase(NamedTuple):
@@ -168,9 +153,9 @@ def _transposed(  # noqa: PLR0917 - operands and options
             f"x {x.shape} has {channels} channels, w {w.shape} is (channels, outputs of a group, *kernel), in {groups} "
             f"groups; the result has {out} pixels: each is at least 1"
         )
-    each, outputs = channels // groups, w.shape[1]
+    inputs, outputs = channels // groups, w.shape[1]
     swapped = (
-        w.reshape(groups, each, outputs, *w.shape[2:]).swapaxes(1, 2).reshape(groups * outputs, each, *w.shape[2:])
+        w.reshape(groups, inputs, outputs, *w.shape[2:]).swapaxes(1, 2).reshape(groups * outputs, inputs, *w.shape[2:])
     )
     shape = (len(x), *out, groups * outputs) if last else (len(x), groups * outputs, *out)
     axes = range(1, 1 + len(out)) if last else range(2, 2 + len(out))

@@ -123,7 +123,7 @@ class HostConvolution(HostProduct):
     ) -> None:
         self.x, self.w, self.convolution, self.wanted, self.first, self.after = x, w, size, wanted, first, None
         self.last, self.images = w.channels_last, x.shape[0]
-        self.int4 = self.last and not hasattr(w.weight[0], "element")
+        self.int4 = w.int4
         self.items, self.m, self.n = self.shape
         self.batch = (self.items,)
 

@@ -71,21 +71,21 @@ def sizes(x: tuple[int, ...], w: tuple[int, ...], options: Options) -> Convoluti
     if len(x) != count + 2 or len(w) != count + 2:
         raise ConvolutionError(f"x has shape {x} and w {w}; with {layout} both have {count + 2} dimensions")
     spatial, channels = (x[1:-1], x[-1]) if last else (x[2:], x[1])
-    kernel, (outputs, each) = w[2:], w[:2]
-    if groups < 1 or channels != groups * each or outputs % groups:
+    kernel, (outputs, inputs) = w[2:], w[:2]
+    if groups < 1 or channels != groups * inputs or outputs % groups:
         raise ConvolutionError(
-            f"x of {layout} {x} has {channels} channels, w {w} has {outputs} filters of {each}, in {groups} groups: "
-            f"channels are {each} times the groups, and filters a multiple of them"
+            f"x of {layout} {x} has {channels} channels, w {w} has {outputs} filters of {inputs}, in {groups} groups: "
+            f"channels are {inputs} times the groups, and filters a multiple of them"
         )
     if min(kernel) < 1:
         raise ConvolutionError(f"w has shape {w}: a filter has at least one tap along each dimension")
-    stride, dilation = _each("stride", options.stride, count), _each("dilation", options.dilation, count)
-    pads = _padding(options.padding, count) or _same(spatial, kernel, stride, dilation)
+    stride, dilation = each("stride", options.stride, count), each("dilation", options.dilation, count)
+    pads = paddings(options.padding, count) or _same(spatial, kernel, stride, dilation)
     before, after = (tuple(p[i] for p in pads) for i in range(2))
     if not isinstance(options.padding_value, int):
         raise ConvolutionError(f"padding_value is {options.padding_value!r}; pass an integer")
     value = options.padding_value
-    size = Convolution(groups, each, outputs // groups, spatial, kernel, stride, dilation, before, after, value)
+    size = Convolution(groups, inputs, outputs // groups, spatial, kernel, stride, dilation, before, after, value)
     for n, b, a, reach in zip(spatial, before, after, size.reach, strict=True):
         if n + b + a < reach:
             raise ConvolutionError(f"a window of {reach} does not fit {n} elements with padding {b} and {a}")
@@ -94,19 +94,21 @@ def sizes(x: tuple[int, ...], w: tuple[int, ...], options: Options) -> Convoluti
     return size
 
 
-def _each(name: str, x: Any, count: int) -> tuple[int, ...]:
+def each(name: str, x: Any, count: int, least: int = 1) -> tuple[int, ...]:
     """An option for each dimension.
 
     Raises:
-        ConvolutionError: it is not positive, or of another number of dimensions.
+        ConvolutionError: it is below the least value, or of another number of dimensions.
     """
     values = (x,) * count if isinstance(x, int) else x
-    if not isinstance(values, tuple) or len(values) != count or not all(isinstance(y, int) and y > 0 for y in values):
-        raise ConvolutionError(f"{name} is {x!r}; pass a positive integer, or {count} of them")
-    return values
+    fits = isinstance(values, tuple) and len(values) == count
+    if not fits or not all(isinstance(y, int) and y >= least for y in values):
+        kind = "a positive integer" if least else "an integer that is not negative"
+        raise ConvolutionError(f"{name} is {x!r}; pass {kind}, or {count} of them")
+    return tuple(values)
 
 
-def _padding(x: Any, count: int) -> list[tuple[int, int]]:
+def paddings(x: Any, count: int) -> list[tuple[int, int]]:
     """Zeros before and after each dimension; none for "same".
 
     Raises:

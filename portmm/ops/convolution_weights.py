@@ -59,6 +59,11 @@ class PackedConv(ArrayLike):
         """Whether images have their channels last."""
         return LAYOUTS[self.layout][1]
 
+    @property
+    def int4(self) -> bool:
+        """Whether elements are of four bits."""
+        return self.channels_last and not hasattr(self.weight[0], "element")
+
     def __repr__(self) -> str:
         groups = f", {self.groups} groups" if self.groups > 1 else ""
         return f"<portmm.PackedConv {self.shape} {self.dtype}{groups}, {self.layout}>"
@@ -117,6 +122,22 @@ def pack_conv(
             weight = tuple(pack_int4(quantize(x.astype(np.float32, copy=False), bits=4, group=kept)) for x in matrices)
             dtype = np.dtype(np.uint8)
     return PackedConv(weight, tuple(array.shape), groups, layout, dtype)
+
+
+def filter_type(w: Any, images: np.dtype[Any], layout: str) -> np.dtype[Any]:
+    """The type of filters that kernels read beside images of a type.
+
+    Raises:
+        TypeError: filters and images have no product.
+    """
+    dtype: np.dtype[Any] = w.dtype.newbyteorder("=")
+    last = layout_of(layout)[1]
+    if isinstance(w, PackedConv) and w.int4 and last:
+        return dtype
+    dtype = np.dtype(np.float32) if isinstance(w, PackedConv) and w.int4 else dtype
+    # With channels first filters are A; images of bytes are swapped to channels last later.
+    first = last or images == np.uint8
+    return numpy_arrays.types_of(images, dtype)[1] if first else numpy_arrays.types_of(dtype, images)[0]
 
 
 def _packed(matrix: Array, activations: Any) -> Any:

@@ -256,6 +256,24 @@ def test_packed_filters_say_what_they_are():
     assert str(size) == "4 to 6 channels, 5 by 3 / 2, dilation 2, padding 1+0"
 
 
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_packed_filters_are_packed_again_for_other_types_and_layouts(layout):
+    x, w = values((2, 5, 6, 8)), values((6, 4, 3, 3), seed=1)
+    want = convolved(x, w, groups=2)
+    packed, last = pm.pack_conv(w, groups=2, layout=layout), layout == "NHWC"
+    other = "NCHW" if last else "NHWC"
+    for image, of in ((x.astype(np.float64), layout), (x, other), (x.astype(np.float64), other)):
+        planes = of == "NCHW"
+        these = np.ascontiguousarray(np.moveaxis(image, -1, 1)) if planes else image
+        for _ in range(3):  # what was packed again is not read by a call that repeats this one
+            got = pm.conv(these, packed, groups=2, layout=of)
+            assert got.dtype == image.dtype
+            np.testing.assert_array_equal(np.moveaxis(got, 1, -1) if planes else got, want)
+    image = x.astype(np.float64) if last else np.moveaxis(x.astype(np.float64), -1, 1)
+    got = pm.conv(image, w, groups=2, layout=layout)
+    np.testing.assert_array_equal(got if last else np.moveaxis(got, 1, -1), want)
+
+
 def test_numpy_computes_without_a_compiler(monkeypatch):
     def refused(*_):
         raise NoCompilerError("there is none")

@@ -85,8 +85,19 @@ def test_a_transposed_convolution_has_the_pixels_of_pytorch():
         pm.conv_transpose(x, w[:3])
     with pytest.raises(ConvolutionError, match="at least 1"):
         pm.conv_transpose(x[:, :1, :1], w, padding=2)
-    with pytest.raises(ConvolutionError, match="positive"):
-        pm.conv_transpose(x, w, stride=0)
+    for wrong, text in (
+        ({"stride": 0}, "positive"),
+        ({"dilation": (1, 0)}, "positive"),
+        ({"padding": -1}, "not negative"),
+        ({"padding": ((0, 1), (-2, 0))}, "not negative"),
+        ({"padding": "same"}, "transposed"),
+        ({"padding": 1.5}, "pass an integer"),
+        ({"output_padding": -1}, "not negative"),
+        ({"output_padding": (0, 1, 2)}, "or 2 of them"),
+    ):
+        with pytest.raises(ConvolutionError, match=text):
+            pm.conv_transpose(x, w, **wrong)
+    np.testing.assert_array_equal(pm.conv_transpose(x, w, padding="valid"), pm.conv_transpose(x, w))
     with pytest.raises(ConvolutionError, match="results of images of"):
         pm.conv_input_gradient(x, w, (9, 9))
     with pytest.raises(ConvolutionError, match="gradients are floats"):
