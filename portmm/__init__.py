@@ -10,6 +10,7 @@ from portmm.dispatch.config import config, get_num_threads, set_num_threads
 from portmm.errors import (
     BuildError,
     BundleError,
+    CheckpointError,
     ConvolutionError,
     DatabaseError,
     DeviceError,
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from portmm.fusion.fuse import fuse
     from portmm.ops.attention import attention
     from portmm.ops.bundles import use_bundle
+    from portmm.ops.checkpoint_layers import pack_checkpoint
     from portmm.ops.convolution import conv
     from portmm.ops.convolution_gradients import conv_filter_gradient, conv_input_gradient, conv_transpose
     from portmm.ops.convolution_weights import pack_conv
@@ -83,6 +85,7 @@ if TYPE_CHECKING:
     from portmm.tuning import tune
     from portmm.weights.checkpoints import from_awq, from_gguf, from_gptq, from_int4
     from portmm.weights.gguf import dequantize_gguf, open_gguf
+    from portmm.weights.model_files import open_checkpoint
     from portmm.weights.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
 
 __version__ = VERSION
@@ -90,6 +93,7 @@ __version__ = VERSION
 __all__ = [
     "BuildError",
     "BundleError",
+    "CheckpointError",
     "ConvolutionError",
     "DatabaseError",
     "DeviceError",
@@ -149,8 +153,10 @@ __all__ = [
     "maximum",
     "mean",
     "minimum",
+    "open_checkpoint",
     "open_gguf",
     "pack",
+    "pack_checkpoint",
     "pack_conv",
     "plan",
     "quantize",
@@ -192,6 +198,8 @@ _LAZY = {
     "grouped_matmul": "ops.grouped_matmul",
     **dict.fromkeys(("dequantize_gguf", "open_gguf"), "weights.gguf"),
     "launch": "ops.launch",
+    "open_checkpoint": "weights.model_files",
+    "pack_checkpoint": "ops.checkpoint_layers",
     "linear": "ops.linear",
     "forget": "dispatch.cpu_kernels",
     "fuse": "fusion.fuse",

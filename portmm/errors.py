@@ -58,6 +58,10 @@ class PackError(PortmmError):
     """Error for a packed weight that does not match the call."""
 
 
+class CheckpointError(PackError, ValueError):
+    """Error for a model's file that is damaged, or that has layers in a form that is not read."""
+
+
 class ConvolutionError(PortmmError, ValueError):
     """Error for operands or options of a convolution that do not fit together."""
 

@@ -80,11 +80,11 @@ def from_gptq(
     if not reorder:
         return _affine(rows, steps, plain, bits, group)
     plain_order = np.arange(k) // (group or -(-k // max(len(steps), 1)) or 1)
-    order, group = _sorted_order(plain_order if g_idx is None else np.asarray(g_idx), k, len(steps), group)
+    order, group = sorted_order(plain_order if g_idx is None else np.asarray(g_idx), k, len(steps), group)
     return _affine(rows[order], steps, plain, bits, group), order
 
 
-def _sorted_order(g_idx: Array, k: int, groups: int, group: int | None) -> tuple[Array, int]:
+def sorted_order(g_idx: Array, k: int, groups: int, group: int | None) -> tuple[Array, int]:
     """The rows sorted by group, each group in the order of the file, and the rows of a group."""
     if g_idx.shape != (k,) or g_idx.dtype.kind not in "iu" or (k and not 0 <= g_idx.min() <= g_idx.max() < groups):
         raise ValueError(f"g_idx has dtype {g_idx.dtype} and shape {g_idx.shape}; {k} rows need groups below {groups}")

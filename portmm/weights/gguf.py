@@ -15,9 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.errors import CheckpointError
+
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.weights.quantized import Quantized
     from portmm.weights.safetensors import Array
 
 BLOCKS = 1 << 14
@@ -199,6 +202,18 @@ class GgufTensor:
     shape: tuple[int, ...]
     data: memoryview
 
+    def quantized(self) -> Quantized:
+        """A matrix of type Q4_0 or Q4_1 as int4 values with scales, (inputs, outputs).
+
+        Raises:
+            ValueError: it is no matrix of these.
+        """
+        from portmm.weights.checkpoints import from_gguf
+
+        if len(self.shape) != 2:
+            raise ValueError(f"the tensor has shape {self.shape}; a matrix of int4 values has two extents")
+        return from_gguf(self.data, self.shape, kind=self.kind)
+
     def dequantized(self) -> Array:
         """The tensor as floats, in NumPy's order of extents: a weight is (outputs, inputs)."""
         k = self.shape[0] if self.shape else 1
@@ -242,9 +257,9 @@ class _Cursor:
     def __init__(self, data: memoryview, name: str) -> None:
         self.data, self.at, self.name = data, 0, name
 
-    def refuse(self, why: str) -> ValueError:
+    def refuse(self, why: str) -> CheckpointError:
         """The error for a file that is damaged."""
-        return ValueError(f"{self.name} is no GGUF file that can be read: {why}, at byte {self.at}")
+        return CheckpointError(f"{self.name} is no GGUF file that can be read: {why}, at byte {self.at}")
 
     def take(self, size: int) -> memoryview:
         """The next bytes."""
@@ -291,7 +306,7 @@ def open_gguf(path: Any) -> Gguf:
         path: of the file, which must stay as it is while tensors are in use.
 
     Raises:
-        ValueError: the file is damaged: a length, an offset or a type is not possible, or a name occurs twice.
+        CheckpointError: the file is damaged: a length, an offset or a type is not possible, or a name occurs twice.
         OSError: it cannot be read.
     """
     name = str(path)
@@ -299,7 +314,7 @@ def open_gguf(path: Any) -> Gguf:
         try:
             view = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
         except ValueError as error:
-            raise ValueError(f"{name} is empty") from error
+            raise CheckpointError(f"{name} is empty") from error
     cursor = _Cursor(view, name)
     if bytes(cursor.take(4)) != b"GGUF":
         raise cursor.refuse("it does not begin with GGUF")

@@ -1,6 +1,6 @@
 """Files of named arrays, in the safetensors format.
 
-Owns `read` and `write`. `ml_dtypes` is needed only for files with bfloat16. A file
+Owns `read`, `mapped` and `write`. `ml_dtypes` is needed only for files with bfloat16. A file
 is eight bytes with the length of a header, the header in JSON, and the data of the
 tensors, little-endian, in C order and without gaps:
 https://huggingface.co/docs/safetensors#format. Nothing in a file is executed, and
@@ -20,6 +20,7 @@ import math
 import os
 import reprlib
 import stat
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -29,7 +30,7 @@ import numpy as np
 from portmm.errors import PackError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Iterator
     from io import BufferedReader
 
 Array = np.ndarray[Any, Any]
@@ -122,6 +123,36 @@ def read(path: Location, *, mmap: bool = True) -> tuple[dict[str, Array], dict[s
         PackError: the file is malformed, or has bfloat16 and ml_dtypes is not installed.
         OSError: the file cannot be opened or read.
     """
+    tensors, metadata = _open(path, mmap=mmap)
+    return dict(tensors), metadata
+
+
+def mapped(path: Location) -> tuple[Mapping[str, Array], dict[str, str]]:
+    """The arrays of a safetensors file, each made when it is asked for, and the metadata.
+
+    As `read`, for files of any size: a tensor that the file has unaligned is copied at each look, and no other one with
+    it.
+    """
+    return _open(path, mmap=True)
+
+
+class _Tensors(Mapping[str, Array]):
+    """Arrays of a file's bytes, by name."""
+
+    def __init__(self, where: str, data: Array, entries: list[_Entry]) -> None:
+        self._where, self._data, self._entries = where, data, {e.name: e for e in entries}
+
+    def __getitem__(self, name: str) -> Array:
+        return _tensor(self._where, self._data, self._entries[name])
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+
+def _open(path: Location, *, mmap: bool) -> tuple[_Tensors, dict[str, str]]:
     where = os.fspath(path)
     with open(path, "rb", opener=_opened) as file:
         info = os.fstat(file.fileno())
@@ -131,7 +162,7 @@ def read(path: Location, *, mmap: bool = True) -> tuple[dict[str, Array], dict[s
         raw = _header_bytes(where, file, size)
         entries, metadata = _header(where, raw, size - 8 - len(raw))
         data = _mapped(where, file, size)[8 + len(raw) :] if mmap else _loaded(where, file, size - 8 - len(raw))
-    return {e.name: _tensor(where, data, e) for e in entries}, metadata
+    return _Tensors(where, data, entries), metadata
 
 
 def _opened(path: str, flags: int) -> int:
