@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 
 ANY = "any"
 """The setting of races in which results may change."""
+THREADS, OPENMP = "PORTMM_NUM_THREADS", "OMP_NUM_THREADS"
+"""Variables of the environment that limit the threads of a call: the second where the first is not set."""
 MOST_THREADS = 1024
 """Capacity of the thread pool in runtime/pool.c."""
 
@@ -131,18 +133,21 @@ def get_num_threads() -> int:
 
 def limit() -> int:
     """The configured limit of threads, 0 for every core."""
-    return current().threads or _environment_threads(os.environ.get("PORTMM_NUM_THREADS", ""))
+    threads = current().threads
+    if threads:
+        return threads
+    own = os.environ.get(THREADS, "")
+    return _environment_threads(THREADS, own) if own else _environment_threads(OPENMP, os.environ.get(OPENMP, ""))
 
 
 @cache
-def _environment_threads(text: str) -> int:
+def _environment_threads(name: str, text: str) -> int:
     if not text:
         return 0
     try:
-        return _checked(int(text))
+        return _checked(int(text.partition(",")[0] if name == OPENMP else text))  # OpenMP's has a number for each level
     except ValueError:
-        message = f"PORTMM_NUM_THREADS is {text!r}, not a number from 0 to {MOST_THREADS}: every core is used"
-        warn(message)
+        warn(f"{name} is {text!r}, not a number from 0 to {MOST_THREADS}: every core is used")
         return 0
 
 

@@ -135,11 +135,16 @@ def spelled(labels: list[Labels], output: Labels) -> str:
     return "->".join((",".join("".join(names[i] for i in x) for x in labels), "".join(names[i] for i in output)))
 
 
-def _extents(labels: list[Labels], forms: tuple[Form, ...], subscripts: str) -> dict[int, int]:
+def extents_of(labels: list[Labels], shapes: Sequence[tuple[int, ...]], subscripts: str) -> dict[int, int]:
+    """The number of elements along each label of operands of these shapes.
+
+    Raises:
+        ValueError: axes of a label differ.
+    """
     extents: dict[int, int] = {}
-    for number, (x, form) in enumerate(zip(labels, forms, strict=True)):
+    for number, (x, shape) in enumerate(zip(labels, shapes, strict=True)):
         own: dict[int, int] = {}
-        for i, n in zip(x, form.shape, strict=True):
+        for i, n in zip(x, shape, strict=True):
             if own.setdefault(i, n) != n:
                 raise ValueError(f"a label's axes in operand {number} of {subscripts!r} have {own[i]} and {n} elements")
         for i, n in own.items():
@@ -154,7 +159,7 @@ def _extents(labels: list[Labels], forms: tuple[Form, ...], subscripts: str) -> 
 # -- the order of products -------------------------------------------------------------
 
 
-def _path(labels: list[Labels], output: Labels, extents: dict[int, int], optimize: Any) -> Sequence[tuple[int, ...]]:
+def order_of(labels: list[Labels], output: Labels, extents: dict[int, int], optimize: Any) -> Sequence[tuple[int, ...]]:
     """Numbers of operands that leave the list in each step; opt_einsum's where it is installed, else NumPy's."""
     if isinstance(optimize, tuple):
         return optimize
@@ -171,7 +176,7 @@ def _path(labels: list[Labels], output: Labels, extents: dict[int, int], optimiz
     return [tuple(x) for x in contract_path(equation, *shapes, shapes=True, optimize=how or "auto")[0]]
 
 
-def _pairs(path: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, int]]:
+def pairs_of(path: Sequence[tuple[int, ...]], count: int) -> list[tuple[int, int]]:
     """Steps of two operands each, of a path whose steps may have more or fewer.
 
     Raises:
@@ -286,7 +291,7 @@ def _natural(a: np.dtype[Any], b: np.dtype[Any]) -> tuple[np.dtype[Any], bool, b
     return np.dtype(np.int32) if both.kind in "iu" and both.itemsize == 1 else both, False, False
 
 
-def _whole(types: list[np.dtype[Any]]) -> np.dtype[Any]:
+def type_of_product(types: list[np.dtype[Any]]) -> np.dtype[Any]:
     """The type of the products of operands: integers of eight bits are summed in int32 unless one is a float."""
     kinds = sorted(dict.fromkeys(types), key=lambda x: x.kind in "biu")
     return reduce(lambda a, b: _natural(a, b)[0], kinds) if len(kinds) > 1 else _natural(kinds[0], kinds[0])[0]
@@ -340,14 +345,14 @@ def planned(subscripts: str, forms: tuple[Form, ...], out: Form | None, dtype: A
         TypeError: `dtype` cannot hold the result.
     """
     labels, output = parsed(subscripts, tuple([len(x.shape) for x in forms]))
-    extents = _extents(labels, forms, subscripts)
+    extents = extents_of(labels, [x.shape for x in forms], subscripts)
     if len(extents) > len(LETTERS):
         raise ValueError(f"operands have {len(extents)} axes of different labels; at most {len(LETTERS)} are supported")
     shape, wanted = tuple([extents[i] for i in output]), tuple([i for i in output if extents[i] != 1])
     if out and out.shape != shape:
         raise ValueError(f"out has shape {out.shape}; the result has shape {shape}")
     singles, operands = [], []
-    dtype = dtype or _whole([form.dtype for form in forms])
+    dtype = dtype or type_of_product([form.dtype for form in forms])
     long = [[i for i, n in zip(x, form.shape, strict=True) if n != 1] for x, form in zip(labels, forms, strict=True)]
     for number, (x, form) in enumerate(zip(labels, forms, strict=True)):
         others = {i for j, y in enumerate(long) if j != number for i in y} | set(output)
@@ -357,8 +362,8 @@ def planned(subscripts: str, forms: tuple[Form, ...], out: Form | None, dtype: A
         singles.append((x, once, sums))
         operands.append((once, _single(x, once, form, sums)))
     steps: list[Step] = []
-    path = _path([x for x, _ in operands], wanted, extents, optimize)
-    for pair in _pairs(path, len(operands)):
+    path = order_of([x for x, _ in operands], wanted, extents, optimize)
+    for pair in pairs_of(path, len(operands)):
         rest = [x for i, x in enumerate(operands) if i not in pair]
         kept = {i for x, _ in rest for i in x} | set(wanted)
         place = None

@@ -163,6 +163,23 @@ def test_a_wrong_variable_warns_and_takes_every_core(monkeypatch, text):
         assert config.limit() == 0
 
 
+def test_the_variable_of_openmp_counts_without_its_own(monkeypatch):
+    monkeypatch.delenv("PORTMM_NUM_THREADS", raising=False)
+    for text, threads in (("3", 3), ("2,4", 2), ("", 0)):
+        monkeypatch.setenv("OMP_NUM_THREADS", text)
+        assert config.limit() == threads
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setenv("PORTMM_NUM_THREADS", "2")
+    assert config.limit() == 2
+    with pm.config(threads=1):
+        assert config.limit() == 1
+    monkeypatch.delenv("PORTMM_NUM_THREADS")
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    config._environment_threads.cache_clear()
+    with pytest.warns(RuntimeWarning, match="OMP_NUM_THREADS"):
+        assert config.limit() == 0
+
+
 def test_a_target_is_a_string():
     with pytest.raises(TypeError, match="target"), pm.config(target=3):
         pass
