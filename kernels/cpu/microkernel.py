@@ -50,7 +50,7 @@ class Shape:
         panels: panels along n, `b_panel` elements apart.
         a_packed: A is a panel a[k][rows]; else a[row * a_m + k * a_k].
         b_packed: B is a panel b[k][nr]; else b[k * b_k + column].
-        prefetch: prefetch distance in rows of a B in place, 0 for none.
+        prefetch: prefetch distance in rows of a B in place, 0 for none; `along`, in elements of the same row.
         ahead: prefetch the next tile of C, and these operands: at step p, operand s at s_next + p * s_step.
         slice_ahead: of A, prefetch instead a line of each row of a slice at a_next, every `line` steps.
         unroll: steps of k that a compiler is to write out.
@@ -67,6 +67,8 @@ class Shape:
         block_of_k: where it continues the block before, C is loaded before the loop, whose chains continue those
             of C; else C is added to after it. Of a part of a run, at the end of the run, `add` the sums `kept`
             of earlier runs, and `keep` the sum there unless the run is the last.
+        apart: of a part of a run, sums are in tiles of `part` until the last run's end, not in C, whose rows may all
+            start in one set of L1.
         a_row: stride between rows of an A in place, contiguous along k, if that is a constant.
         steps_of_run: where k is several runs, as taps of a filter: strides in A and in B from one run to the next.
     """
@@ -77,6 +79,7 @@ class Shape:
     a_packed: bool = True
     b_packed: bool = True
     prefetch: int = 0
+    along: int = 0
     ahead: tuple[str, ...] | None = None
     slice_ahead: bool = False
     unroll: int = 1
@@ -89,6 +92,7 @@ class Shape:
     unshift: str = ""
     final: str = ""
     block_of_k: BlockOfK = BlockOfK.RUN
+    apart: bool = False
     a_row: int = 0
     steps_of_run: tuple[int, int] | None = None
 
@@ -118,6 +122,7 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
     params += [Param("c", atom.acc), Param("c_m"), Param("columns"), Param("accumulate")]
     if s.block_of_k is BlockOfK.PART:
         params += [Param("kept", atom.acc), Param("kept_m"), Param("add"), Param("keep")]
+    params += [Param("part", atom.acc), Param("done")] if s.apart else []
     if s.ahead is not None:
         params.append(Param("c_next", s.final or atom.acc))
         params += [Param("next_m")] if s.final else []
@@ -155,8 +160,10 @@ def sweep(atom: Atom, s: Shape, kc: int) -> Function:
     j, width = var("j"), var("width")
     begin = var("begin") if _peels(atom, s) else const(0)
 
-    def tile(f: Function, k: Index, columns: Index) -> Call:
-        own: dict[str, Index | Ptr] = {"k": k, "columns": columns}
+    aligned = j - begin + (atom.n if _peels(atom, s) else 0)
+
+    def tile(f: Function, k: Index, columns: Index, before: Index = aligned) -> Call:
+        own: dict[str, Index | Ptr] = {"k": k, "columns": columns, "part": Ptr("part", before * s.rows)}
         own |= {x: Ptr(x, j) for x in ("b", "c", "kept")}
         return Call(f, tuple(own.get(x.name, Ptr(x.name) if x.dtype else var(x.name)) for x in f.params))
 
@@ -187,14 +194,14 @@ def _peels(atom: Atom, s: Shape) -> bool:
     return bool(atom.mask) and not s.prefetch
 
 
-def _until_aligned(atom: Atom, s: Shape, tile: Callable[[Function, Index, Index], Call]) -> tuple[Stmt, ...]:
+def _until_aligned(atom: Atom, s: Shape, tile: Callable[[Function, Index, Index, Index], Call]) -> tuple[Stmt, ...]:
     """First tile of a wide sweep: columns before the first aligned vector of B, if rows of B are vectors apart."""
     if not _peels(atom, s):
         return ()
     begin = var("begin")
     worth = (var("b_k") % atom.n).eq(0) * const(WIDE * s.rows * atom.n - 1).lt(var("columns"))
     narrow = micro_kernel(atom, replace(s, nr=atom.n, partial=True))
-    first = (Let("j", const(0)), tile(narrow, var("k"), begin))
+    first = (Let("j", const(0)), tile(narrow, var("k"), begin, const(0)))
     return (
         UntilAligned("misaligned", Ptr("b"), atom.n * BY_NAME[s.b].bytes),
         Let("begin", var("misaligned") * worth),
@@ -238,8 +245,13 @@ def element_of_a(s: Shape, i: int, p: Index, a: str = "a") -> Ptr:
     return Ptr(a, p * s.rows + i) if s.a_packed else Ptr(a, const(i) * var("a_m") + p * var("a_k"))
 
 
-def _at(atom: Atom, c: str, i: int, v: int) -> Ptr:
-    return Ptr(c, const(i) * var(f"{c}_m") + v * atom.n)
+def _at(atom: Atom, s: Shape, c: str, i: int, v: int) -> Ptr:
+    return Ptr(c, const(i) * _rows_apart(s, c) + v * atom.n)
+
+
+def _rows_apart(s: Shape, c: str) -> Index:
+    """Stride between rows of sums: of a tile of its own, or of a matrix."""
+    return const(s.nr) if c in {"tile", "part"} else var(f"{c}_m")
 
 
 def spare(atom: Atom, s: Shape) -> tuple[Stmt, ...]:
@@ -259,16 +271,17 @@ def _begin(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     if s.unshift == "whole":
         zero, less = (*zero, *less), ()
     load: tuple[Stmt, ...]
+    sums = "part" if s.apart else "c"
     if not edge:
-        load = tuple(_sums("load_c", atom, s, i, v, "c") for i, v in tiles)
+        load = tuple(_sums("load_c", atom, s, i, v, sums) for i, v in tiles)
         return (If(var("accumulate"), load, zero), *less)
     if atom.mask:
         load = tuple(
-            Verb("load_mask", acc_of(i, v), p=_at(atom, "c", i, v), mask=f"m{v}", to=atom.acc) for i, v in tiles
+            Verb("load_mask", acc_of(i, v), p=_at(atom, s, sums, i, v), mask=f"m{v}", to=atom.acc) for i, v in tiles
         )
         return (If(var("accumulate"), load, zero), *less)
     load = (
-        *_copy(s, Ptr("tile"), Ptr("c"), const(s.nr), var("c_m")),
+        *_copy(s, Ptr("tile"), Ptr(sums), const(s.nr), _rows_apart(s, sums)),
         *(_sums("load_c", atom, s, i, v, "tile") for i, v in tiles),
     )
     return (If(var("accumulate"), load, zero), *less)
@@ -295,12 +308,12 @@ def _add(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
     before: tuple[Stmt, ...] = ()
     spare_tile = edge and not atom.mask
     if spare_tile:
-        before = _copy(s, Ptr("tile"), Ptr(c), const(s.nr), var(f"{c}_m"))
+        before = _copy(s, Ptr("tile"), Ptr(c), const(s.nr), _rows_apart(s, c))
     adds: list[Stmt] = []
     for number, (i, v) in enumerate(_accumulators(atom, s)):
         d = f"before{number % AT_ONCE}"
         if edge and atom.mask:
-            adds.append(Verb("load_mask", d, p=_at(atom, c, i, v), mask=f"m{v}", to=atom.acc))
+            adds.append(Verb("load_mask", d, p=_at(atom, s, c, i, v), mask=f"m{v}", to=atom.acc))
         else:
             adds.append(_sums("load_c", atom, s, i, v, "tile" if spare_tile else c, d=d))
         adds.append(Verb("add", acc_of(i, v), d))
@@ -313,9 +326,9 @@ def _store(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
     if not edge:
         return tuple(_sums("store", atom, s, i, v, c) for i, v in tiles)
     if atom.mask:
-        return tuple(Verb("store_mask", acc_of(i, v), p=_at(atom, c, i, v), mask=f"m{v}") for i, v in tiles)
+        return tuple(Verb("store_mask", acc_of(i, v), p=_at(atom, s, c, i, v), mask=f"m{v}") for i, v in tiles)
     stores = (_sums("store", atom, s, i, v, "tile") for i, v in tiles)
-    return (*stores, *_copy(s, Ptr(c), Ptr("tile"), var(f"{c}_m"), const(s.nr)))
+    return (*stores, *_copy(s, Ptr(c), Ptr("tile"), _rows_apart(s, c), const(s.nr)))
 
 
 def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
@@ -323,6 +336,8 @@ def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     store = _store(atom, s, "c", edge=edge)
     if s.block_of_k is BlockOfK.PART:
         add, keep_ = _add(atom, s, "kept", edge=edge), _store(atom, s, "kept", edge=edge)
+        if s.apart:
+            store = (If(var("done"), store, _store(atom, s, "part", edge=edge)),)
         return (If(var("add"), add), If(var("keep"), keep_, store))
     if s.block_of_k.continues:
         return store
@@ -331,10 +346,7 @@ def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
 
 def _sums(verb: str, atom: Atom, s: Shape, i: int, v: int, c: str, *, d: str = "") -> Verb:  # noqa: PLR0917
     """Load or store of an accumulator, or of register `d`: in memory named `c`, or in the spare "tile"."""
-    p = Ptr("tile") + (i * s.nr + v * atom.n) if c == "tile" else _at(atom, c, i, v)
-    return Verb(
-        verb, d or acc_of(i, v), p=p, step=_row_stride(atom, s, i, const(s.nr) if c == "tile" else var(f"{c}_m"))
-    )
+    return Verb(verb, d or acc_of(i, v), p=_at(atom, s, c, i, v), step=_row_stride(atom, s, i, _rows_apart(s, c)))
 
 
 def _copy(s: Shape, to: Ptr, src: Ptr, to_m: Index, src_m: Index) -> tuple[Stmt, ...]:
@@ -379,6 +391,8 @@ def _step(atom: Atom, s: Shape, p: Index, row: Ptr, *, masked: bool, a: str = "a
         at = Ptr(row.name, panel + row.offset + (v % per_panel) * atom.n)
         if s.prefetch and not s.b_packed:
             body.append(Prefetch(at + var("b_k") * s.prefetch))
+        if s.along and not masked:
+            body.append(Prefetch(at + s.along))
         body.append(Verb("load_mask", f"b{v}", p=at, mask=f"m{v}") if masked else Verb("load_b", f"b{v}", p=at))
     if atom.hold and s.written > 1 and 1 < s.rows < FEW_ROWS:
         body += [Verb("hold", f"b{v}") for v in vectors_of(atom, s)]

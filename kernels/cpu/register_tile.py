@@ -15,7 +15,7 @@ from portmm.kernels.cpu.epilogue import finish as finish_tile
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel, sweep
 from portmm.kernels.cpu.packing import sums_at
 from portmm.kernels.cpu.prefetch import next_item, next_panel
-from portmm.kernels.cpu.summation_runs import kept
+from portmm.kernels.cpu.summation_runs import apart, kept
 from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:
@@ -47,6 +47,7 @@ def multiply(g: Operands, height: int, panels: int) -> Stmt:
     before = (var("run_start") if part else g.start).lt(g.pc + g.before)
     args += [g.result(ROW, COLUMN), g.c_step, var("columns"), before]
     args += kept(g, ROW, COLUMN) if part else ()
+    args += apart(g, ROW) if shape.apart else ()
     if shape.ahead is not None:
         args += next_item(g, ROW) if s.parallel.over == "batch" else next_panel(g, height)
     function = sweep(g.atom, shape, s.kc) if g.sweeps else micro_kernel(g.atom, shape)
@@ -62,6 +63,7 @@ def _shape(g: Operands, height: int, panels: int) -> Shape:
         a_packed=s.a.packed,
         b_packed=s.b.packed or s.b.layout == "packed",
         prefetch=s.b.prefetch,
+        along=s.b.along,
         ahead=g.streams if s.c.prefetch and panels == 1 else None,
         slice_ahead=s.parallel.over != "batch" and s.a.layout != "col",
         unroll=_unroll(g.atom.strips(height) * (panels * s.nr // g.atom.n), s.static[2] if s.static else 0),
@@ -72,6 +74,7 @@ def _shape(g: Operands, height: int, panels: int) -> Shape:
         final=s.types[2] if g.finishes else "",
         unshift=("" if not g.unshifts else "block" if s.b.packed and not s.b.once else "whole"),
         block_of_k=g.block_of_k,
+        apart=s.c.packed,
     )
 
 

@@ -34,8 +34,12 @@ def over_k(g: Operands, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
     """Loop over blocks of k, each of some runs, or over runs and their parts; no loop where KC is ALL."""
     if g.block_of_k is BlockOfK.PART:
         each = For("pc", var("run_start"), g.last_of_run, var("kb"), inside)
-        place = LetPtr("kept", g.private() + (g.own_size - g.kept_size), g.atom.acc)
-        return (place, Let("run", g.run), For("run_start", g.start, g.end, var("run"), (each,)))
+        end = g.own_size - g.kept_size
+        places = (
+            LetPtr("kept", g.private() + end, g.atom.acc),
+            LetPtr("parts", g.private() + (end - g.part_size), g.atom.acc),
+        )
+        return (*places[: 1 + g.s.c.packed], Let("run", g.run), For("run_start", g.start, g.end, var("run"), (each,)))
     return (For("pc", g.start, g.end, var("kb"), inside),) if g.s.kc else inside
 
 
@@ -48,3 +52,9 @@ def kept(g: Operands, row: Index, column: Index) -> tuple[Index | Ptr, ...]:
     place = Ptr("kept", (row - var("row")) * row_stride + (column - g.first_column))
     ends = (var("pc") + var("kd")).eq(g.last_of_run)
     return place, row_stride, ends * g.start.lt(var("run_start")), ends * g.last_of_run.lt(g.end)
+
+
+def apart(g: Operands, row: Index) -> tuple[Index | Ptr, ...]:
+    """Arguments for sums of a part of a run in tiles of their own: address, and whether sums are complete."""
+    place = Ptr("parts", (row - var("row")) * g.part_width((var("last") - var("first")) * g.s.nr))
+    return place, (var("pc") + var("kd")).eq(g.end)

@@ -41,7 +41,7 @@ class Workspace(Blocks):
     @property
     def own_size(self) -> Index:
         """Number of elements of one worker's scratch."""
-        return self.b_size + self.a_size + self.c_size + self.t_size + self.kept_size
+        return self.b_size + self.a_size + self.c_size + self.t_size + self.part_size + self.kept_size
 
     @property
     def a_size(self) -> Index:
@@ -74,6 +74,17 @@ class Workspace(Blocks):
         if self.block_of_k is not BlockOfK.PART:
             return const(0)
         return round_up(self.run.lt(self.k) * (self.block_rows * self.chunk_width), 64)
+
+    @property
+    def part_size(self) -> Index:
+        """Number of elements of one worker's tiles of sums of a part of a run, if they are not in C."""
+        if not self.s.c.packed:
+            return const(0)
+        return round_up(self.block_rows * self.part_width(self.chunk_width), 64)
+
+    def part_width(self, columns: Index) -> Index:
+        """Elements that such tiles take for each row: a narrow tile may be before those of NR columns."""
+        return columns + (self.s.nr + self.atom.n)
 
     @property
     def t_size(self) -> Index:

@@ -98,6 +98,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
     for nr in widths(isa, atom, p):
         top = tallest(isa, atom, nr)
         yield from _shallow(p, isa, atom, target, nr)
+        yield from _apart(p, isa, atom, target, nr)
         for mr in dict.fromkeys((top, top - 2, min(top, MODEL.in_place_rows))):
             if mr < 1 or p.m <= mr:
                 continue
@@ -142,6 +143,23 @@ def _shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Itera
     stays = p.k <= l1.ways * (sets // gcd(max(1, row), sets))
     if stays and _in_pairs(nr, isa, atom) and p.m * p.n * p.elements[2].bytes > l2.bytes:
         yield base_schedule("gemm", p, isa, cache_tiles(mr, nr, depths[0], ALL, ALL, least_of(mr)), False, False)
+
+
+def _apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
+    """Schedules for some rows by a B from memory: slices of them sweep its columns, with sums in tiles of their own.
+
+    Rows of C that start in one set of L1 would leave it no ways for rows of B. Columns are cut so that sums stay in L2.
+    """
+    size, pair = p.elements[1].bytes, 2 * isa.columns(atom)
+    if not (MODEL.sums_in_c < p.m <= MODEL.few_rows and nr == pair and _both_in_place(p, isa, atom, nr)):
+        return
+    if not target.levels or p.k * p.n * size <= target.counted(target.levels[-1].name):
+        return
+    top = tallest(isa, atom, nr)
+    mr = p.m if p.m <= top else min(top, MODEL.in_place_rows)
+    tiles = cache_tiles(mr, nr, MODEL.apart_depth, ALL, MODEL.apart_bytes // size // nr * nr, least_of(mr))
+    base = base_schedule("gemm", p, isa, tiles, False, False)
+    yield replace(base, b=base.b.prefetched(0, MODEL.ahead_bytes // size), c=base.c.with_pack(PACKED))
 
 
 def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:

@@ -91,7 +91,7 @@ class Table:
         pack_a, pack_b, once, ahead: as in a schedule.
         left, right: fragments are converted each time they are loaded.
         decodes: quantized values are multiplied without repacking; `spans`, by atoms that sum a group at a time.
-        prefetches: the next rows of a B in place are prefetched.
+        prefetches: the next rows of a B in place are prefetched; `along`, what comes next in the same rows.
         strided: B is read in place, by rows.
         gathers: B is packed in passing, from rows.
         rows_in_place: A is read in place, by rows.
@@ -178,7 +178,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "registers": isa.registers if isa else 0, "group": s.b.group, "panels": s.b.panels,
         "rate": macs_per_cycle(target, isa, atom, s.dtype),
         "steps": model.loop_cycles + model.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
-        + model.line_ahead * lines * (s.b.prefetch > 0),
+        + model.line_ahead * lines * (s.b.prefetch > 0 or s.b.along > 0),
         "begins": model.sweep_cycles + model.sweep_line * lines if sweeping
         else model.dot_cycles if dots else model.tile_cycles,
         "crowded": (model.thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
@@ -191,10 +191,10 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "tiled": atom.tiled, "over_k": over_k, "over_batch": over_batch,
         "pack_a": pack_a, "pack_b": pack_b, "once": once, "ahead": ahead, "left": left != atom.left,
         "right": right != atom.right and not decodes, "decodes": decodes,
-        "spans": decodes and atom.takes_int4 and s.b.group > 0, "prefetches": prefetches, "strided": strided,
-        "gathers": gathers,
+        "spans": decodes and atom.takes_int4 and s.b.group > 0, "prefetches": prefetches, "along": s.b.along > 0,
+        "strided": strided, "gathers": gathers,
         "rows_in_place": in_place, "finishes": not dots and finishes(s, atom), "static": s.static is not None,
-        "cut": strided and not prefetches and not (over_k or over_batch),
+        "cut": strided and not (prefetches or s.b.along or over_k or over_batch),
     }  # fmt: skip
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.program import TICKET, capacities_of, device_of, exceeded, footprint_of
 from portmm.schedule.programs import PROGRAMS
+from portmm.schedule.schedule import sweeps
 from portmm.target.device import PARTS, RESERVED
 from portmm.target.model import DEVICE as MODEL
 
@@ -59,6 +60,8 @@ def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> st
         return inconsistent(s)
     if not s.on_device and p.b in ("packed", "codes") and s.family != p.family:
         return f"reads panels of {s.family}, but B is packed as {p.family}"
+    if s.c.packed and not sweeps(s, atom):
+        return "keeps sums in tiles of their own, but no sweep of a B in place in blocks of k has any"
     needs, has = footprint(s, p, atom), capacities(s, isa, target)
     if level := exceeded(needs, has):
         return f"needs {needs[level]} of {has[level]} {NOUNS.get(level, f'bytes of {level}')}"

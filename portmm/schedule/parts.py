@@ -51,8 +51,8 @@ class Staging(NamedTuple):
         level: where the copy is.
         method: what makes it, one of those above.
         buffers: copies under way: stages of shared memory, panels of B that registers take at once, or rows of B, or
-            steps, between a prefetch and its use.
-        vector: elements that are moved at once.
+            steps, between a prefetch and its use; 0 where both are in the same row.
+        vector: elements that are moved at once; of a prefetch in the same row, elements between it and its use.
     """
 
     level: str
@@ -103,9 +103,15 @@ class OperandPlan(NamedTuple):
 
     @property
     def prefetch(self) -> int:
-        """Prefetch distance, 0 for none."""
+        """Prefetch distance in rows or steps, 0 for none."""
         staging = self.by(PREFETCH)
         return staging.buffers if staging else 0
+
+    @property
+    def along(self) -> int:
+        """Prefetch distance in elements of the same row, 0 for none."""
+        staging = self.by(PREFETCH)
+        return staging.vector if staging and not staging.buffers else 0
 
     @property
     def panels(self) -> int:
@@ -133,11 +139,12 @@ class OperandPlan(NamedTuple):
         others = tuple([x for x in self.stagings if x.level != REGISTERS])
         return self._replace(stagings=(Staging(REGISTERS, LOAD, panels), *others) if panels > 1 else others)
 
-    def prefetched(self, distance: int) -> OperandPlan:
-        """The plan with another prefetch distance."""
+    def prefetched(self, distance: int, along: int = 0) -> OperandPlan:
+        """The plan with another prefetch distance: in rows or steps, or in elements along a row."""
         near = tuple([x for x in self.stagings if x.level == REGISTERS])
         far = tuple([x for x in self.stagings if x.level != REGISTERS and x.method != PREFETCH])
-        return self._replace(stagings=(*near, *((Staging("L1", PREFETCH, distance),) if distance else ()), *far))
+        ahead = (Staging("L1", PREFETCH, distance, along or 1),) if distance or along else ()
+        return self._replace(stagings=(*near, *ahead, *far))
 
     def filled(self, method: str, buffers: int, vector: int = 0) -> OperandPlan:
         """The plan with another number of buffers in shared memory, another method, and perhaps vectors."""

@@ -36,8 +36,8 @@ class Schedule:
         tiles: one per memory level, nearest first: registers, L1, L2, L3; of a device, those of a thread, a warp, a
             block and all blocks: registers, warp, shared, L2.
         atom: the atom, and the side of its operands.
-        a, b, c: plans of the operands. A prefetch of C is one of the next tile of C and the next panel of B. Of
-            attention, Q, K and the result.
+        a, b, c: plans of the operands. A prefetch of C is one of the next tile of C and the next panel of B; a C that
+            is packed is one of sums in tiles of their own, between blocks of k. Of attention, Q, K and the result.
         parallel: partition of the work.
         epilogue: steps between sums and elements of C.
         static: m, n, k if they are compiled in; of a device, n and k; of attention, elements of a head of V and of Q.
@@ -185,6 +185,7 @@ class Schedule:
             ("B packed once" if b.once else "B packed") if b.packed else in_place,
         ]
         how += ["transposed"] if self.atom.swap else []
+        how += ["sums in tiles of their own"] if self.c.packed else []
         how += [f"{b.panels} panels a visit"] if b.panels > 1 else []
         how += [f"threads over {self.parallel.over}"]
         how += ["expressions fused"] if self.epilogue else []

@@ -21,9 +21,12 @@ DEVICE_LEVELS = ("registers", "warp", "shared", "L2")
 IN_PLACE = ("direct", "stream", "rows", "columns")
 """Programs of devices that read operands in place."""
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
-_MARKS = ("pack_a", "pack_b", "once", "swap", "ahead", "copies", "pingpong", "grouped", "joined", "held_a", "exchange")
+_MARKS = (
+    "pack_a", "pack_b", "once", "pack_c", "swap", "ahead", "copies", "pingpong", "grouped", "joined", "held_a",
+    "exchange",
+)  # fmt: skip
 _USUAL: dict[str, Any] = {
-    "a": "row", "b": "row", "c": "row", "panels": 1, "over": "tiles", "lanes": 0, "prefetch": 0, "kr": 1,
+    "a": "row", "b": "row", "c": "row", "panels": 1, "over": "tiles", "lanes": 0, "prefetch": 0, "along": 0, "kr": 1,
     "group": 0, "source": "", "fused": "", "static": None, "stages": 0, "split": 1, "vectors": (1, 1, 1),
     "cell": (1, 1), "v": "", "resident": 0, "groups": 0, "cluster": 1, "persistent": 0, **dict.fromkeys(_MARKS, False),
 }  # fmt: skip
@@ -36,7 +39,8 @@ def flat(s: Schedule) -> dict[str, Any]:
     return {
         "program": s.program, "isa": s.isa, "dtype": s.dtype, "tiles": s.tiles,
         "a": s.a.layout, "b": s.b.layout, "c": s.c.layout, "panels": s.b.panels,
-        "pack_a": s.a.packed, "pack_b": s.b.packed, "once": s.b.once, "prefetch": s.b.prefetch,
+        "pack_a": s.a.packed, "pack_b": s.b.packed, "once": s.b.once, "pack_c": s.c.packed, "prefetch": s.b.prefetch,
+        "along": s.b.along,
         "ahead": s.c.prefetch > 0, "group": s.b.group, "source": s.a.source, **s.atom._asdict(),
         "fused": s.epilogue, "static": s.static, "stages": s.stages, "copies": s.b.asynchronous,
         "vectors": s.vectors + ((s.v.vector,) if s.v else ()), "over": x.over, "split": x.split, "joined": x.fixup,
@@ -68,8 +72,10 @@ def of_flat(program: str, isa: str, dtype: str, tiles: tuple[Tile, ...], **field
             a = [a[0]._replace(level=parts.REGISTERS, method=parts.LOAD), *a] if x["held_a"] else a
     else:
         b += [Staging(parts.REGISTERS, parts.LOAD, x["panels"])] if x["panels"] > 1 else []
-        b += [parts.PREFETCHED._replace(buffers=x["prefetch"])] if x["prefetch"] else []
+        ahead = parts.PREFETCHED._replace(buffers=x["prefetch"], vector=x["along"] or 1)
+        b += [ahead] if x["prefetch"] or x["along"] else []
         c += [parts.PREFETCHED] if x["ahead"] else []
+        c += [parts.PACKED] if x["pack_c"] else []
         a += [parts.PACKED] if x["pack_a"] else []
         b += [parts.PACKED_ONCE if x["once"] else parts.PACKED] if x["pack_b"] else []
     return Schedule(
@@ -98,6 +104,7 @@ def spell(s: Schedule) -> str:
     x = flat(s)
     tiles = "/".join(f"{t.m}x{t.n}x{t.k}" for t in s.tiles)
     marks = [f"{name}={x[name]}" for name in _NAMED]
+    marks += [f"{name}={x[name]}" for name in ("along",) if x[name]]
     marks += [f"kr={x['kr']}"] if x["kr"] > 1 else []
     marks += [f"{name}={x[name]}" for name in ("source", "fused") if x[name]]
     marks += [f"group={x['group']}"] if x["b"] == "codes" else []

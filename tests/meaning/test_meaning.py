@@ -93,19 +93,24 @@ def test_deep_products(size, workers):
 @pytest.mark.parametrize("dtype", ["f32", "f64", "bf16-bf16-f32"])
 @pytest.mark.parametrize("name", [x for x in HERE if x in ("avx2", "avx512")])
 def test_rows_of_b_may_start_anywhere(name, dtype):
-    """A sweep's first tile ends where vectors of B are aligned, if those of all rows are at once."""
+    """A sweep's first tile ends where vectors of B are aligned, if those of all rows are at once.
+
+    Sums are in C between blocks of k, or in tiles of their own.
+    """
     target = support.small(name)
     lanes = target.isas[0].atom(dtype).n
     for i in range(2 * lanes):
-        n, k, row = 3 * lanes + i, 35 + i, 8 * lanes - (i % 4 == 3)
-        p = Problem(1 + i % 3, n, k, dtype=dtype)
+        apart = i % 3 == 1
+        n, k, row = 3 * lanes + i, 35 + i + 700 * apart, 8 * lanes - (i % 4 == 3)
+        p = Problem(CPU.sums_in_c + 1 + i % 9 if apart else 1 + i % 3, n, k, dtype=dtype)
         whole = case(p, seed=i)
         b = np.full((k - 1) * row + n, support.poison(whole.b.dtype), whole.b.dtype)
         places = np.arange(k)[:, np.newaxis]
         b[places * row + np.arange(n)] = whole.b[places * whole.fields["b_k"] + np.arange(n)]
         # Flush with the end of a page, so that it starts at any multiple of an element.
         moved = replace(whole, b=b, fields=whole.fields | {"b_k": row})
-        found = [s for s in candidates(p, target) if sweeps(s, target.isas[0].atom(dtype)) and s.parallel.over != "k"]
+        swept = [s for s in candidates(p, target) if sweeps(s, target.isas[0].atom(dtype)) and s.parallel.over != "k"]
+        found = [s for s in swept if s.c.packed == apart]
         assert found
         for j, s in enumerate(cover.some(found, i, 2)):
             kernel = lower(s, target.isas[0])
