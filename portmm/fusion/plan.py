@@ -9,8 +9,6 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from portmm.arrays import numpy_arrays
 from portmm.errors import ScheduleError
 from portmm.fusion.partition import LEAVES
@@ -289,16 +287,17 @@ class Builder:
             self.launch(kernel, (), fusing, moved)
 
     def join(self, unit: Unit) -> None:
-        """Add copies of vectors, one after the other in memory."""
+        """Add copies of vectors, or of rows, one after the other in memory."""
         (x,) = unit.members
         to, start = self.allocate(x), 0
         for y in x.inputs:
-            source = self.buffer_of(y)
-            part = Place(to.root, to.offset + start * x.dtype.itemsize, np.empty(y.shape, x.dtype), "")
+            source, size = self.buffer_of(y), y.shape[-1] if len(x.shape) > 1 else y.size
+            part = looked(to, lambda t, y=y, at=slice(start, start + size): t[..., at].reshape(y.shape))
+            assert part is not None  # noqa: S101 - parts of rows and whole vectors are views
             fusing = Expressions(y.shape, lambda _: False, self.buffer_of)
             fusing.write(fusing.load(source), part)
             self.run_rows(fusing, whole=False)
-            start += y.size
+            start += size
         self.buffers[x] = to
         self.kernels.append(Kernel("copy", x.name, (x.where,), detail=" + ".join(str(y.size) for y in x.inputs)))
 

@@ -18,7 +18,7 @@ from portmm.trace.placeholders import Array as Traced
 from portmm.trace.placeholders import Placeholder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from portmm.fusion.graph import Graph
     from portmm.onnx.model import Node
@@ -153,6 +153,12 @@ class ModelArrays(WholeArrays):
         self.windows[node] = about
         return Traced(self, node)
 
+    def joined(self, xs: Sequence[Any]) -> Any:
+        """Record arrays of the same type, one after the other along the last axis."""
+        operands = tuple(map(self.node_of, xs))
+        shape = (*operands[0].shape[:-1], sum(x.shape[-1] for x in operands))
+        return Traced(self, self.add("join", shape, operands[0].dtype, operands, _joined, "concatenate"))
+
     def computed(self, node: Node, function: Callable[..., Any], inputs: list[Any]) -> tuple[Any, ...]:
         """Record a function of arrays that NumPy runs between kernels."""
         places = [isinstance(x, Placeholder) for x in inputs]
@@ -170,6 +176,10 @@ class ModelArrays(WholeArrays):
         value = self.call(node.op, plain, nodes, "NumPy computes it")
         arrays = iter(value if isinstance(value, list) else [value])
         return tuple(Traced(self, next(arrays)) if need else None for need in wanted)
+
+
+def _joined(*xs: Any) -> Any:
+    return np.concatenate(xs, axis=-1)
 
 
 def graph_of(x: Any) -> Graph | None:

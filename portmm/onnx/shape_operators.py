@@ -7,11 +7,25 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.onnx.arrays import CHANNELS_FIRST, channels_first, channels_last
 from portmm.onnx.model import OnnxError
 from portmm.onnx.operators import UnsupportedError, is_traced, operator
 
 if TYPE_CHECKING:
     from portmm.onnx.model import Node
+
+
+FLOATS = ("float32", "float16", "bfloat16")
+NEAREST = {
+    "mode": "nearest", "coordinate_transformation_mode": "half_pixel", "nearest_mode": "round_prefer_floor",
+    "axes": None, "keep_aspect_ratio_policy": "stretch",
+}  # fmt: skip
+"""Attributes of Resize that decide on the nearest element, with their defaults."""
+REPEATS = tuple(
+    ("nearest", *x, None, "stretch")
+    for x in (("asymmetric", "floor"), ("half_pixel", "round_prefer_floor"), ("half_pixel", "round_prefer_ceil"))
+)
+"""Those with which the nearest element to the i-th of s times as many, s a whole number, is that at floor(i / s)."""
 
 
 def integers(x: Any) -> list[int]:
@@ -84,8 +98,32 @@ def _expand(_: Node, x: Any, shape: Any) -> Any:
 
 @operator("Concat")
 def _concat(node: Node, *xs: Any) -> Any:
-    axis = node.attribute("axis", 1)
-    return xs[0] if len(xs) == 1 else np.concatenate(xs, axis=axis)
+    axis = node.attribute("axis", 1) % xs[0].ndim
+    if len(xs) == 1:
+        return xs[0]
+    if len({x.dtype for x in xs}) > 1 or xs[0].dtype.name not in FLOATS or not all(map(is_traced, xs)):
+        return np.concatenate(xs, axis=axis)
+    if axis == 1 and any(x.node.name == CHANNELS_FIRST for x in xs):
+        return channels_first(xs[0].recorder.joined([channels_last(x) for x in xs]))
+    last = axis == xs[0].ndim - 1
+    return xs[0].recorder.joined(xs) if last else np.concatenate(xs, axis=axis)
+
+
+@operator("Resize", host=(1, 2, 3))
+def _resize(node: Node, x: Any, region: Any = None, scales: Any = None, sizes: Any = None) -> Any:
+    del region
+    how = tuple(node.attribute(n, d) for n, d in NEAREST.items())
+    if not is_traced(x) or x.ndim < 3 or node.version < 11 or how not in REPEATS:
+        raise UnsupportedError("only elements repeated a whole number of times are a copy")
+    known = scales if scales is not None and np.asarray(scales).size else np.asarray(sizes) / x.shape
+    times = [float(n) for n in np.asarray(known).reshape(-1)]
+    if times[:2] != [1, 1] or not all(n == int(n) >= 1 for n in times):
+        raise UnsupportedError("only elements repeated a whole number of times are a copy")
+    images = channels_last(x)
+    (n, *size, c), counts = images.shape, [int(i) for i in times[2:]]
+    apart = images.reshape((n, *(i for m in size for i in (m, 1)), c))
+    repeated = np.broadcast_to(apart, (n, *(i for pair in zip(size, counts, strict=True) for i in pair), c))
+    return channels_first(repeated.reshape((n, *(m * i for m, i in zip(size, counts, strict=True)), c)))
 
 
 @operator("Split", host=(1,))

@@ -8,6 +8,7 @@ times the image.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -145,7 +146,11 @@ def _conv(node: Node, x: Any, weight: Any, bias: Any = None, residual: Any = Non
     kernel = tuple(weight.shape[2:])
     w = windows_of(node, tuple(x.shape[2:]), kernel)
     if is_traced(x) and not is_traced(weight, bias) and x.dtype.name in NARROW and len(kernel) in LAYOUTS:
-        return _by_kernel(node, w, (x, weight, bias, residual))
+        if residual is None or tuple(residual.shape) == (x.shape[0], weight.shape[0], *w.result):
+            return _by_kernel(node, w, (x, weight, bias, residual))
+        alone = replace(node, attributes=node.attributes | {"relu": False})
+        y = _by_kernel(alone, w, (x, weight, bias, None)) + residual  # of other extents: one for each channel, mostly
+        return e.relu(y) if node.attribute("relu") else y
     y = _by_product(x, weight, w, node.attribute("group", 1))
     y = y if bias is None else y + bias.reshape((1, -1, *(1,) * len(kernel)))
     y = y if residual is None else y + residual
@@ -161,8 +166,6 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
     if groups == 1 and is_pointwise(w):
         return _pointwise(x, weight, bias, residual, relu=bool(node.attribute("relu")))
     shape = (x.shape[0], *w.result, weight.shape[0])
-    if residual is not None and tuple(residual.shape) != shape:
-        raise UnsupportedError("the array that is added has another shape")
     how: dict[str, Any] = {
         "stride": w.strides, "padding": tuple(zip(w.begin, w.end, strict=True)), "dilation": w.dilations,
         "groups": groups, "layout": layout,

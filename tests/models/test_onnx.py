@@ -1,10 +1,12 @@
 """Sessions: the interface, graphs that are fused, shapes that depend on data, and refusals."""
 
 import json
+from collections import Counter
 
 import numpy as np
 import pytest
 from onnx import TensorProto, helper, numpy_helper
+from onnx.reference import ReferenceEvaluator
 from places import BENCH
 from typer.testing import CliRunner
 
@@ -325,6 +327,47 @@ def test_a_group_norm_and_what_follows_it_store_images_once(shape):
     y = normal.reshape(shape) * scale + bias
     np.testing.assert_allclose(session.run({"x": x})[0], (y / (1 + np.exp(-y)) + x) * arrays["c"], rtol=1e-4, atol=1e-5)
     assert [row.kind for row in session.report({"x": x}).rows] == ["rows", "rows"]
+
+
+def test_images_of_a_unet_are_added_joined_and_repeated_by_kernels():
+    arrays = {
+        f"w{i}": rng.standard_normal(s).astype(np.float32) * 0.2 for i, s in enumerate([(6, 3, 3, 3), (5, 6, 1, 1)])
+    }
+    arrays |= {"t": np.float32([1, 1, 2, 2]), "c": rng.standard_normal((6, 4)).astype(np.float32)}
+    nodes = [
+        ("Conv", ["x", "w0"], ["a"], {"pads": [1] * 4}),
+        ("Gemm", ["e", "c"], ["p"], {"transB": 1}),
+        ("Unsqueeze", ["p", "axes"], ["q"]),
+        ("Add", ["a", "q"], ["b"]),  # one number for each image and channel
+        ("Relu", ["b"], ["d"]),
+        ("Conv", ["d", "w1"], ["f"]),
+        ("Concat", ["f", "d"], ["g"], {"axis": 1}),
+        ("Resize", ["g", "", "t"], ["h"], {"coordinate_transformation_mode": "asymmetric", "nearest_mode": "floor"}),
+        ("Concat", ["h", "h"], ["z"], {"axis": 3}),
+    ]
+    arrays["axes"] = np.int64([2, 3])
+    made = model(nodes, [("x", FLOAT, ["n", 3, 7, 6]), ("e", FLOAT, ["n", 4])], [("z", FLOAT, None)], arrays)
+    session, plain = portmm.onnx.load(made), portmm.onnx.load(made)
+    plain.executor.run_part = plain.executor.interpret  # NumPy computes each node
+    for n in (1, 2):
+        x = {"x": rng.standard_normal((n, 3, 7, 6)).astype(np.float32)}
+        x["e"] = rng.standard_normal((n, 4)).astype(np.float32)
+        np.testing.assert_allclose(session.run(x)[0], plain.run(x)[0], rtol=1e-4, atol=1e-5)
+        kinds = Counter(row.kind for row in session.report(x).rows)
+        assert (kinds["conv"], kinds["product"], kinds["numpy"]) == (1, 2, 0), kinds
+
+
+@pytest.mark.parametrize(
+    "how", [{}, {"coordinate_transformation_mode": "align_corners"}, {"mode": "linear"}, {"nearest_mode": "ceil"}]
+)
+def test_images_are_resized_as_by_the_reference(how):
+    sizes = {"s": np.int64([1, 2, 6, 10])}
+    made = model(
+        [("Resize", ["x", "", "", "s"], ["y"], how)], [("x", FLOAT, [1, 2, 3, 5])], [("y", FLOAT, None)], sizes
+    )
+    x = rng.standard_normal((1, 2, 3, 5)).astype(np.float32)
+    (want,) = ReferenceEvaluator(made).run(None, {"x": x})
+    np.testing.assert_allclose(portmm.onnx.load(made).run({"x": x})[0], want, rtol=1e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize(("stride", "dilation", "kernel"), [(1, 1, 3), (2, 1, 3), (1, 2, 3), (3, 1, 2)])
