@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
     from portmm.comparison.case import Case
     from portmm.dispatch.tuned_schedule import Tuned
+    from portmm.tuning import Tuning
 
 Dims = Annotated[
     list[str] | None, typer.Option(help="Size of an open dimension of the model: NAME=SIZE.", show_default=False)
@@ -166,41 +167,50 @@ def tune(
         str | None, typer.Option(help="Products of this function, as module:function.", show_default=False)
     ] = None,
     dim: Dims = None,
+    executor: Annotated[
+        str, typer.Option(help="Workers: dask://HOST:PORT, ray, or joblib:N.", show_default="this process")
+    ] = "",
     report: Annotated[bool, typer.Option("--report", help="Show predicted and measured time of each trial.")] = False,
     as_json: Json = False,
     save: Annotated[Path | None, typer.Option(help="Write all trials to this JSON file.", show_default=False)] = None,
 ) -> None:
     """Find and store the fastest schedules of products; Ctrl-C stops it, and the same command resumes."""
-    from portmm.tuning import tune as run
     from portmm.tuning.records import bar, predictions, view
 
     try:
         own = own_shapes(shapes, from_onnx, from_torch or "", dim or ())
         cases = [*_named(suite, seed), *own] or _named("quick", seed)
+        options: dict[str, Any] = {"threads": threads, "budget_s": budget, "cold": cold, "database": database}
+        options |= {"search": search, "most": most, "seed": seed}
         with bar(console(stderr=True), budget) as report_step:
-            result = run(
-                cases,
-                threads=threads,
-                budget_s=budget,
-                cold=cold,
-                database=database,
-                search=search,
-                most=most,
-                seed=seed,
-                progress=report_step,
-            )
+            results = _tuned(executor, cases, {**options, "progress": report_step})
     except ValueError as wrong:
         raise typer.BadParameter(str(wrong)) from wrong
+    text = results[0].to_json() if not executor else f"[{','.join(x.to_json() for x in results)}]\n"
     if save:
-        save.write_text(result.to_json())
+        save.write_text(text)
     if as_json:
-        typer.echo(result.to_json(), nl=False)
+        typer.echo(text, nl=False)
     else:
-        console().print(view(result))
-        if report:
-            console().print(predictions(result))
-    if result.interrupted:
+        for result in results:
+            console().print(view(result))
+            if report:
+                console().print(predictions(result))
+    if any(x.interrupted for x in results):
         sys.exit(INTERRUPTED)
+
+
+def _tuned(executor: str, cases: list[Case | tuple[int, ...]], options: dict[str, Any]) -> tuple[Tuning, ...]:
+    """The result of tuning here, or of each kind of machine of an executor."""
+    if not executor:
+        from portmm.tuning import tune as run
+
+        return (run(cases, **options),)
+    from portmm.tuning.executors import connect
+    from portmm.tuning.farm import tune_on
+
+    with connect(executor) as workers:
+        return tune_on(workers, cases, **options)
 
 
 def _named(words: str, seed: int) -> list[Case | tuple[int, ...]]:

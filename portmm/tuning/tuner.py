@@ -127,7 +127,7 @@ def tune(
     setup = Setup(threads, cold=flushed, target=config.current().target or os.environ.get("PORTMM_TARGET", ""))
     rules = Rules(turn_s or (COLD_TURN if cold else TURN), max(1, machine_load.cores()), start + budget_s)
     before = machine_load.snapshot()
-    effort = f"{search if installed() else 'candidates'} {most or 'all'}"
+    effort = effort_of(search, most, searches=installed())
     run = _Run(
         Lane(setup, seed, patience_s, opener),
         Journal(path, threads, cold, f"{target.name} {architecture(target)} {chip()}", generator(), effort),
@@ -173,6 +173,11 @@ def _load(before: machine_load.Snapshot) -> tuple[str, ...]:
 def generator() -> str:
     """Digest of everything that determines the code of a schedule."""
     return hashlib.sha256("\n".join((VERSION, *route_cache.generator())).encode()).hexdigest()[:16]
+
+
+def effort_of(search: str, most: int | None, *, searches: bool) -> str:
+    """Kind and size of a search, as the journal has it."""
+    return f"{search if searches else 'candidates'} {most or 'all'}"
 
 
 def _passes(run: _Run, selected: Sequence[Case], budget: float) -> None:
@@ -222,7 +227,7 @@ def _tune(run: _Run, case: Case, share: float, usual: float) -> None:
         run.results.setdefault(case.name, _result(case, race, finished=False))
         raise
     result = run.results[case.name] = _result(case, race, finished=finished)
-    run.journal.finish(case, usual, _row(result))
+    run.journal.finish(case, usual, row_of(result))
     _record(run, p, result)
 
 
@@ -248,7 +253,7 @@ def _result(case: Case, race: Race, *, finished: bool) -> TunedCase:
     )
 
 
-def _row(result: TunedCase) -> dict[str, Any]:
+def row_of(result: TunedCase) -> dict[str, Any]:
     """Fields of a case that the journal stores in addition to its trials."""
     return {name: value for name, value in asdict(result).items() if name not in ("case", "trials")}
 
