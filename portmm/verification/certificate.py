@@ -29,7 +29,9 @@ if TYPE_CHECKING:
     from portmm.ir.mugraph import MuGraph
     from portmm.schedule.schedule import Schedule
 
-FORMAT = 1
+FORMAT = 2
+COMPILED, INTERPRETED = "compiled", "interpreted"
+"""Ways to check an emitted kernel: its text with symbols for floats, or its loops."""
 ROUNDING = 8.0
 """Largest ratio of errors of one program on two machines."""
 
@@ -130,13 +132,22 @@ def _numbers(x: Verdict) -> dict[str, Any]:
 
 def _kernel(of: Emitted, x: Lowered, target: str) -> dict[str, Any]:
     """The part of a certificate for a kernel, or the reason why it is not checked."""
-    verdict = check_kernel(of.program, x.kernel, x.extents)
-    if not verdict and verdict.reason.startswith(UnsupportedError.__name__):
+    emitted, text = {"by": COMPILED, "reason": ""}, source(x.kernel)
+    verdict = check_kernel(of.program, x.kernel, x.extents, text=text)
+    if _unsupported(verdict):
+        emitted = {"by": INTERPRETED, "reason": verdict.reason}
+        verdict = check_kernel(of.program, x.kernel, x.extents)
+    if _unsupported(verdict):
         return {"name": of.name, "reason": verdict.reason}
     if not verdict:
         raise ScheduleError(f"the kernel of {of.name} does not compute its record: {verdict.reason}")
-    text = {"schedule": spell(x.schedule), "digest": digest(source(x.kernel)), "check": _numbers(verdict)}
-    return {"name": of.name, "target": target, "record": program_to_json(of.program), "rows": of.rows, **text}
+    record = {"record": program_to_json(of.program), "rows": of.rows, "schedule": spell(x.schedule)}
+    stated = {"digest": digest(text), "emitted": emitted, "check": _numbers(verdict)}
+    return {"name": of.name, "target": target, **record, **stated}
+
+
+def _unsupported(verdict: Verdict) -> bool:
+    return not verdict and verdict.reason.startswith(UnsupportedError.__name__)
 
 
 def repeat(data: Mapping[str, Any]) -> list[Outcome]:
@@ -194,9 +205,11 @@ def _repeated(data: Mapping[str, Any]) -> list[Outcome]:
     program, schedule = program_from_json(data["record"]), parse(data["schedule"])
     product = schedule.program not in ("rows", "columns", "attention")
     x = lowered(program, load_target(data["target"]), schedule if product else None, data["rows"])
-    same_text = digest(source(x.kernel)) == data["digest"]
-    verdict = check_kernel(program, x.kernel, x.extents, seed=int(data["check"]["seed"]))
+    emitted, by = source(x.kernel), data["emitted"]["by"]
+    same_text = digest(emitted) == data["digest"]
+    seed, compiled = int(data["check"]["seed"]), emitted if by == COMPILED else ""
+    verdict = check_kernel(program, x.kernel, x.extents, seed=seed, text=compiled)
     name = f"{data['name']}, {data['target']}"
     text = "as it was certified" if same_text else "another text than was certified: this portmm emits another kernel"
     holds = bool(verdict) and _numbers(verdict) == data["check"]
-    return [Outcome(f"text of {name}", same_text, text), Outcome(f"kernel of {name}", holds, str(verdict))]
+    return [Outcome(f"text of {name}", same_text, text), Outcome(f"{by} kernel of {name}", holds, str(verdict))]

@@ -1,7 +1,8 @@
-"""Equivalence of an emitted kernel and its record: the kernel's loops on symbols, the record over finite fields.
+"""Equivalence of an emitted kernel and its record: its text or its loops on symbols, the record over finite fields.
 
 Owns `check_kernel`. A kernel over rows, of a product or of attention is called on arrays of a reduced shape as its
-caller calls it; the expressions of all elements that it writes are evaluated in the fields where the record is.
+caller calls it; the expressions of all elements that it writes are evaluated in the fields where the record is. Its
+text is judged in the same way, compiled with symbols for floats.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from portmm.ir.nodes import FIELDS
 from portmm.ir.product_program import product_of
 from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
 from portmm.spec.epilogue import AXES
-from portmm.verification import symbolic
+from portmm.verification import emitted_text, symbolic
 from portmm.verification.batches import evaluate_all
 from portmm.verification.bounds import REDRAWS, element_sizes, sizes, tests_for
 from portmm.verification.equivalence import Verdict, fields
@@ -54,8 +55,9 @@ class Call(NamedTuple):
 
 
 def check_kernel(
-    program: BlockProgram, kernel: Kernel | GridKernel, extents: Mapping[str, int], *, seed: int | None = None
-) -> Verdict:
+    program: BlockProgram, kernel: Kernel | GridKernel, extents: Mapping[str, int], *, seed: int | None = None,
+    text: str = "",
+) -> Verdict:  # fmt: skip
     """Check that a kernel computes what its record means, at these extents of the record's labels.
 
     Args:
@@ -63,15 +65,18 @@ def check_kernel(
         kernel: lowered from it, of a host, or of a device without matrix units.
         extents: of its labels: more than a tile, and no multiple of one.
         seed: see `equivalence.check`.
+        text: the kernel's, which is compiled and run in the place of its loops.
     """
     seed = secrets.randbits(63) if seed is None else seed
     try:
-        return _checked(program, kernel, dict(extents), seed)
+        return _checked(program, kernel, dict(extents), seed, text)
     except (IndexError, KeyError, PortmmError, ValueError) as error:
         return Verdict(equal=False, reason=f"{type(error).__name__}: {error}", seed=seed)
 
 
-def _checked(program: BlockProgram, kernel: Kernel | GridKernel, extents: dict[str, int], seed: int) -> Verdict:
+def _checked(
+    program: BlockProgram, kernel: Kernel | GridKernel, extents: dict[str, int], seed: int, text: str
+) -> Verdict:
     _spellings()
     shapes = [tuple(extents[x] for x in y.axes) for y in program.operands]
     if any(x.dtype != "f32" for x in program.operands):
@@ -84,7 +89,12 @@ def _checked(program: BlockProgram, kernel: Kernel | GridKernel, extents: dict[s
     written = dict(program.fused.results)
     arrays = {call.names[i]: math.prod(x) for i, x in enumerate(shapes)}
     results = [call.names[i] for i in written]
-    expressions = symbolic.run(kernel, call.ints, arrays, results)
+    if not text:
+        expressions = symbolic.run(kernel, call.ints, arrays, results)
+    elif isinstance(kernel, GridKernel):
+        raise UnsupportedError("texts of device kernels are not compiled with symbols")
+    else:
+        expressions = emitted_text.run(text, kernel, call.ints, arrays, results)
     if any(x is None for y in expressions.values() for x in y):
         return Verdict(equal=False, reason="an element of a result is not written", seed=seed)
     pairs = _sizes(program, expressions, call, extents)

@@ -1,0 +1,255 @@
+"""The text of a kernel, compiled with another element type: numbers of expressions in the place of floats.
+
+Owns `run`, which gives the expression of each element that a text writes. The text is that of `codegen.c_kernel`, to
+the byte, but for three spellings that C++ lacks: types of vectors, their zeros, and instructions by name. So what the
+printer writes is judged too: declarations, addresses, the order of statements and the spelling of operations.
+"""
+
+from __future__ import annotations
+
+import re
+import struct
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from portmm.build.compiler import find_compiler
+from portmm.errors import BuildError
+from portmm.ir.interpreter import evaluate
+from portmm.ir.nodes import FIELDS, OPERANDS, STRIDES, SWAPPED
+from portmm.spec.expr import const
+from portmm.verification.symbolic import POISON, Symbols, element
+from portmm.verification.values import UnsupportedError
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from portmm.ir.nodes import Kernel
+    from portmm.spec.expr import Expr
+
+OPERATIONS = (
+    "real", "integer", "mask", "element", "add", "sub", "mul", "div", "neg", "fma", "lt", "le", "more", "eq", "ne",
+    "and", "or", "xor", "not", "shl", "shr", "bits", "from_bits", "float", "int", "select", "abs", "max", "min",
+    "greater", "sqrt",
+)  # fmt: skip
+"""Operations of nodes in the order of their numbers."""
+LIMIT = 60.0
+"""Seconds of a compiler, and of a run."""
+DEPENDS, OUTSIDE = 3, 4
+"""Status of a program whose masks depend on data, as `symbols.h` has it, or that writes outside of its results."""
+GUARD = 64
+"""Elements around an array that hold nothing; a multiple of a cache line."""
+_FLAGS = ("-x", "c++", "-std=c++17", "-O0", "-w", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fwrapv")
+_COUNTS = tuple(
+    0 if x in ("real", "integer", "mask", "element")
+    else 1 if x in ("neg", "not", "bits", "from_bits", "float", "int", "abs", "sqrt")
+    else 3 if x in ("fma", "select")
+    else 2
+    for x in OPERATIONS
+)  # fmt: skip
+"""Number of operands of each."""
+_TYPES = re.compile(
+    r"typedef (const )?(\w+(?: \w+)?) (\w+) "
+    r"__attribute__\(\(vector_size\((\d+|sizeof\(\w+\))\)[^)]*(?:\(\d+\)[^)]*)?\)\);"
+)
+_ELEMENTS = {"float": "F", "int": "I", "unsigned": "I"}
+_ZERO = re.compile(r"\((\w+)\)\{0\}")
+_SHUFFLE = re.compile(r"#define SHUFFLE\(.*")
+_INSTRUCTIONS = {
+    ("vmovups %1, %0%{%2%}%{z%}", "=v"): "load_lanes", ("vmovups %1, %0%{%2%}", "+m"): "store_lanes",
+    ("vmaskmovps %1, %2, %0", "=x"): "load_lanes", ("vmaskmovps %1, %2, %0", "+m"): "store_lanes",
+    ("vsqrtps %1, %0", "=v"): "root", ("vsqrtps %1, %0", "=x"): "root",
+    ("vmaxps %2, %1, %0", "=v"): "greater", ("vmaxps %2, %1, %0", "=x"): "greater",
+}  # fmt: skip
+"""Instruction and constraint of its result -> its meaning on lanes, of the result and then the operands."""
+_OPERAND = re.compile(r'\s*"([^"]*)"\s*\(')
+
+
+def run(
+    text: str, kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]
+) -> dict[str, list[Expr | None]]:
+    """The expressions of the elements that a text writes.
+
+    Args:
+        text: of the kernel.
+        kernel: whose name, fields and scratch it has.
+        ints: the caller's integer fields.
+        shapes: number of elements of each array, which are numbered in this order.
+        results: arrays that are written: an element that is not stays None.
+
+    Raises:
+        UnsupportedError: it has vectors or instructions that have no meaning on symbols, or no compiler has C++.
+        BuildError: it ends with an error.
+    """
+    data = _output(program(text, kernel, ints, shapes, results))
+    (count,) = struct.unpack_from("<I", data)
+    nodes = np.frombuffer(data, "<u4", 4 * count, 4).reshape(-1, 4)
+    words = np.frombuffer(data, "<u4", -1, 4 + 16 * count).tolist()
+    known = _replayed(nodes, words)
+    each = iter(words)
+    return {x: [known.get(next(each)) for _ in range(shapes[x])] for x in results}
+
+
+def program(
+    text: str, kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]
+) -> str:
+    """The source of a program that calls a text on symbols and writes its expressions."""
+    names = ", ".join(x.upper() for x in OPERATIONS)
+    parts = [f"enum Operation {{ {names} }};", _header(), 'extern "C" {', cpp(text), "}"]
+    return "\n".join([*parts, _main(kernel, ints, shapes, results)])
+
+
+@lru_cache(maxsize=1)
+def _header() -> str:
+    return Path(__file__).with_name("symbols.h").read_text(encoding="utf-8")
+
+
+def cpp(text: str) -> str:
+    """A text with classes in the place of vectors, and functions in the place of instructions."""
+    if "#include" in text:
+        raise UnsupportedError("a text with headers has vectors of its own")
+    sizes: dict[str, int] = {}
+
+    def declared(x: re.Match[str]) -> str:
+        element_type, name, size = x[2], x[3], x[4]
+        if element_type not in _ELEMENTS:
+            return ""
+        own = size[7:-1]
+        sizes[name] = sizes[own] if own in sizes else int(size) // 4
+        return f"typedef Vec<{_ELEMENTS[element_type]}, {sizes[name]}> {name};"
+
+    text = _SHUFFLE.sub("#define SHUFFLE(x, y, ints, ...) shuffled(x, y, __VA_ARGS__)", text)
+    text = text.replace("__attribute__((always_inline))", "")
+    text = _ZERO.sub(r"\1::all(0)", _TYPES.sub(declared, text))
+    parts, at = [], 0
+    while (begin := text.find("__asm__(", at)) >= 0:
+        end = _closing(text, begin + 7)
+        parts += [text[at:begin], _instruction(text[begin + 8 : end])]
+        at = end + 1
+    return "".join([*parts, text[at:]])
+
+
+def _closing(text: str, begin: int) -> int:
+    """The index of the bracket that closes the one at an index."""
+    depth = 0
+    for i in range(begin, len(text)):
+        depth += (text[i] == "(") - (text[i] == ")")
+        if not depth:
+            return i
+    raise UnsupportedError("brackets do not match")
+
+
+def _instruction(text: str) -> str:
+    """The call that is the meaning of an instruction."""
+    name, at, operands = text.split('"')[1], text.index('"', text.index('"') + 1) + 1, []
+    while (start := text.find('"', at)) >= 0:
+        match = _OPERAND.match(text, start)
+        if match is None:
+            raise UnsupportedError(f"an instruction {name} without operands")
+        end = _closing(text, match.end() - 1)
+        operands.append((match[1], text[match.end() : end]))
+        at = end + 1
+    if not name:
+        return "((void)0)"
+    function = _INSTRUCTIONS.get((name, operands[0][0]))
+    if function is None:
+        raise UnsupportedError(f"{name} has no meaning on symbols")
+    return f"{function}({', '.join(x for _, x in operands)})"
+
+
+def _main(kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]) -> str:
+    """The program's main function."""
+    source = SWAPPED if kernel.swap else {}
+    extra = [f"x{i}" for i in range(len(kernel.operands))]
+    fields = {x: ints[source.get(x, x)] for x in FIELDS} | dict(kernel.constants)
+    strides = {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in STRIDES}
+    work = evaluate(kernel.workspace, fields | strides)
+    sizes = {name: shapes.get(name, 0) for name in (*OPERANDS, *extra)} | {"work": work}
+    lines = [f"alignas(64) static F array_{x}[{n + 2 * GUARD}];" for x, n in sizes.items()]
+    lines.append("static void each(void *, void (*body)(const long *, long, long), const long *ctx, long n, long k) {")
+    lines.append("  for (long i = 0; i < n; ++i) body(ctx, i, i % k);\n}\nint main() {\n  real(0);")
+    for i, (name, n) in enumerate(shapes.items()):
+        if name not in results:
+            lines.append(f"  for (int i = 0; i < {n}; ++i) array_{name}[{GUARD} + i].h = make(ELEMENT, {i}, i);")
+    lines.append(f"  static portmm_operand operands[{len(extra) + 1}];\n  static portmm_args g;")
+    for i, x in enumerate(extra):
+        lines.append(f"  operands[{i}].p = array_{x} + {GUARD};")
+        lines += [f"  operands[{i}].{axis} = {strides[f'{x}_{axis}']};" for axis in STRIDES]
+    lines += [f"  g.{x} = {ints[x]};" for x in FIELDS]
+    lines += [f"  g.{x} = {'(char *)' if x == 'work' else ''}(array_{x} + {GUARD});" for x in OPERANDS]
+    lines.append(f"  g.parallel = each;\n  g.operands = operands;\n  {kernel.name}(&g);")
+    for name, n in sizes.items():
+        lines.append(f"  for (int i = 0; i < {GUARD}; ++i)")
+        lines.append(f"    if ((array_{name}[i].h & array_{name}[{n + GUARD} + i].h) != POISON) return {OUTSIDE};")
+    for i, (name, n) in enumerate(shapes.items()):
+        if name not in results:
+            lines.append(f"  for (int i = 0; i < {n}; ++i)")
+            lines.append(f"    if (array_{name}[{GUARD} + i].h != make(ELEMENT, {i}, i)) return {OUTSIDE};")
+    lines.append("  fwrite(&count, 4, 1, stdout);\n  fwrite(nodes, 16, count, stdout);")
+    lines += [f"  fwrite(array_{x} + {GUARD}, 4, {shapes[x]}, stdout);" for x in results]
+    return "\n".join([*lines, "  fflush(stdout);\n  return 0;\n}\n"])
+
+
+@lru_cache(maxsize=4)
+def _output(source: str) -> bytes:
+    """The output of a program, which is the same each time.
+
+    Raises:
+        UnsupportedError: there is no compiler of C++, or it refuses the program.
+        BuildError: the program fails.
+    """
+    import subprocess
+    import tempfile
+
+    compiler = find_compiler()
+    with tempfile.TemporaryDirectory(prefix="portmm-text-") as folder:
+        path = Path(folder, "text.cpp")
+        path.write_text(source, encoding="utf-8")
+        words = [*compiler.argv, *_FLAGS, str(path), "-o", str(path.with_suffix(""))]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=folder)
+        if done.returncode:
+            message = done.stderr.strip().splitlines()
+            if "cc1plus" in done.stderr and "error:" in done.stderr:
+                raise UnsupportedError("the compiler has no C++: install g++, or name clang by CC")
+            error = next((x for x in message if "error" in x), "".join(message[-1:]))
+            raise UnsupportedError(f"the text does not compile with symbols for floats: {error}")
+        ran = subprocess.run([str(path.with_suffix(""))], capture_output=True, timeout=LIMIT, check=False, cwd=folder)
+    if ran.returncode == DEPENDS:
+        raise UnsupportedError("a mask of lanes depends on data")
+    if ran.returncode == OUTSIDE:
+        raise BuildError("the text writes outside of its results")
+    if ran.returncode:
+        reason = "it reads outside of its arrays, or traps"
+        raise BuildError(f"the text ends with status {ran.returncode} on symbols: {reason}")
+    return ran.stdout
+
+
+def _replayed(nodes: np.ndarray[tuple[int, ...], np.dtype[np.uint32]], wanted: list[int]) -> dict[int, Expr]:
+    """The expressions of wanted nodes, and of those that they need."""
+    rows = nodes.tolist()
+    needed = set(wanted) - {POISON}
+    for i in range(len(rows) - 1, -1, -1):
+        if i in needed:
+            needed.update(rows[i][1 : 1 + _COUNTS[rows[i][0]]])
+    symbols = Symbols()
+    known: dict[int, int] = {}
+    for i in sorted(needed):
+        op, *of = rows[i]
+        name, args = OPERATIONS[op], [known[x] for x in of[: _COUNTS[op]]]
+        if args:
+            known[i] = symbols.apply("lt", *args[::-1]) if name == "more" else symbols.apply(name, *args)
+        else:
+            known[i] = symbols.number(_leaf(name, *of[:2]))
+    return {i: symbols.every[x] for i, x in known.items()}
+
+
+def _leaf(name: str, first: int, second: int) -> Expr:
+    """The expression of a literal or of an element."""
+    if name == "element":
+        return element(first, second)
+    if name == "mask":
+        return const(bool(first), "mask")
+    word = np.array([first], np.uint32)
+    return const(word.view(np.float32)[0].item()) if name == "real" else const(word.view(np.int32)[0].item(), "s32")
