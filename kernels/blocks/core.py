@@ -16,7 +16,7 @@ from portmm.ir.index import Ptr, ceil_div, const, minimum, round_up, var
 from portmm.ir.lane_nodes import Map, Total
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel, Param, Scratch, Verb
 from portmm.kernels.blocks.statements import Lowering
-from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
+from portmm.kernels.cpu.elementwise import Elements, arguments, parameters, vectors
 from portmm.spec.epilogue import REDUCTIONS, operand_types
 
 if TYPE_CHECKING:
@@ -81,16 +81,6 @@ def _columns(isa: Isa, real: Atom, program: BlockProgram) -> Function:
     body = (*each.at.scratch(), *vectors(each.at, const(0), var("columns"), each.passes))
     params = [Param("m"), Param("n"), Param("columns"), Param("item"), Param("column"), *parameters(each.at.fused)]
     return Function("down", "inner", tuple(params), body, "Sums and maxima of a few columns")
-
-
-def vectors(at: Elements, begin: Index, end: Index, body: Step) -> list[Stmt]:
-    """Loop over vectors of columns, and a last one of fewer."""
-    whole, lanes = end - end % at.real.n, at.real.n
-    stmts: list[Stmt] = [For("j", begin, whole, const(lanes), body(var("j"), ""))]
-    if lanes > 1:
-        rest = (Let("j", whole), Let("left", end - whole), *at.few(end - whole))
-        stmts.append(If(whole.lt(end), (*rest, *body(var("j"), "left"))))
-    return stmts
 
 
 @dataclass

@@ -10,8 +10,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import const, var
 from portmm.ir.nodes import For, Function, Param
-from portmm.kernels.blocks.core import vectors
-from portmm.kernels.cpu.elementwise import Elements, parameters
+from portmm.kernels.cpu.elementwise import Elements, parameters, vectors
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index

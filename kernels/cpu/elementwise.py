@@ -15,12 +15,14 @@ from typing import TYPE_CHECKING
 from portmm.errors import ScheduleError
 from portmm.ir.index import Index, Ptr, const, var
 from portmm.ir.lane_nodes import Map
-from portmm.ir.nodes import For, Move, Param, Scratch, Verb
+from portmm.ir.nodes import For, If, Let, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.packing import keep
 from portmm.spec.epilogue import varies
 from portmm.spec.expr_ops import OPS
 
 if TYPE_CHECKING:
+    from collections.abc import Callable, Iterable
+
     from portmm.ir.nodes import Stmt
     from portmm.spec.epilogue import Fused
     from portmm.spec.expr import Expr
@@ -46,6 +48,7 @@ class Elements:
         stored: expression -> its scratch, for a whole row, or the one value of a reduction.
         cell: index of the current column in such scratch, if not its own number.
         parts: operand -> address of its current element, where vectors of it are loaded or stored by the caller.
+        further: axes besides those of products and heads -> the current index along each.
     """
 
     isa: Isa
@@ -58,6 +61,7 @@ class Elements:
     stored: dict[Expr, str] = field(default_factory=dict)
     cell: Index | None = None
     parts: dict[int, Ptr] = field(default_factory=dict)
+    further: dict[str, Index] = field(default_factory=dict)
     numbered: dict[Expr, str] = field(default_factory=dict)
     axes: dict[Expr, frozenset[str]] = field(init=False)
 
@@ -130,12 +134,11 @@ class Elements:
         """Statements for a leaf of an expression: a number, an index, an extent or an element."""
         d = self.name(x)
         if x.op == "number":
-            one = Verb("load_a", f"{d}_one", p=Ptr("numbers", const(x.args[0])), of=self.real.name)
-            return (one, Map("splat", d, (f"{d}_one",), "f32", "f32", self.real.name))
+            return spread(self.real, d, Ptr("numbers", const(x.args[0])))
         if x.op == "index":
             if x.args == ("n",):
                 return (Map("lanes", d, (), "s32", "s32", self.real.name, self.column + j),)
-            at = self.row if x.args == ("m",) else var("head" if x.args == ("h",) else "item")
+            at = {"m": self.row, "h": var("head"), "b": var("item"), **self.further}[x.args[0]]
             return (Map("whole", d, (), "s32", "s32", self.real.name, at),)
         if x.op == "extent":
             return (Map("whole", d, (), "s32", "s32", self.real.name, var(x.args[0])),)
@@ -178,12 +181,12 @@ class Elements:
 
     def broadcast(self, x: Expr, here: Ptr) -> tuple[Stmt, ...]:
         """Load of an element that is the same for all columns, into every lane."""
-        d, real = self.name(x), self.real.name
+        d = self.name(x)
         if x.dtype == "s32":
             lanes = self.isa.vector("s32", self.real.n)
             assert lanes is not None  # noqa: S101 - `lacks` has checked it
             return (Verb("load_a", d, p=here, of=lanes.name, to="s32"),)
-        return (Verb("load_a", f"{d}_one", p=here, of=real), Map("splat", d, (f"{d}_one",), "f32", "f32", real))
+        return spread(self.real, d, here)
 
     def few(self, count: Index) -> tuple[Stmt, ...]:
         """Mask of the first `count` lanes, where the machine has masks."""
@@ -234,6 +237,22 @@ class Elements:
             return self.names[x], ()
         d = self.name(x)
         return d, (Map("literal", d, x.args, x.dtype, x.dtype, self.real.name),)
+
+
+def spread(real: Atom, d: str, p: Ptr) -> tuple[Stmt, ...]:
+    """Load of one f32 into every lane."""
+    one = f"{d}_one"
+    return (Verb("load_a", one, p=p, of=real.name), Map("splat", d, (one,), "f32", "f32", real.name))
+
+
+def vectors(at: Elements, begin: Index, end: Index, body: Callable[[Index, str], Iterable[Stmt]]) -> list[Stmt]:
+    """Loop over vectors of columns, and a last one of fewer."""
+    whole, lanes = end - end % at.real.n, at.real.n
+    stmts: list[Stmt] = [For("j", begin, whole, const(lanes), tuple(body(var("j"), "")))]
+    if lanes > 1:
+        rest = (Let("j", whole), Let("left", end - whole), *at.few(end - whole))
+        stmts.append(If(whole.lt(end), (*rest, *body(var("j"), "left"))))
+    return stmts
 
 
 def own(fused: Fused) -> list[str]:

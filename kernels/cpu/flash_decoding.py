@@ -39,20 +39,17 @@ from portmm.ir.nodes import (
 )
 from portmm.kernels.cpu import dot
 from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, M, N
-from portmm.kernels.cpu.elementwise import Elements, arguments, parameters
+from portmm.kernels.cpu.elementwise import Elements, arguments, parameters, spread, vectors
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, MOST, rescale, weight
 from portmm.spec.epilogue import C, Fused, acc, index
 from portmm.spec.expr_functions import select
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.ir.attention_program import Bounds, Form
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -257,37 +254,18 @@ class FlashDecoding(AttentionMemory):
         return Function("join", "task", (), tuple(body), "The runs of an item and a head of keys become results")
 
 
-class _Keys(Elements):
-    """Expressions on the scores of one query, with its position and the window."""
-
-    __slots__ = ()
-
-    def leaf(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
-        if x.op == "index" and x.args[0] in ("p", "w"):
-            at = self.row + var("offset") if x.args == ("p",) else var("window")
-            return (Map("whole", self.name(x), (), "s32", "s32", self.real.name, at),)
-        return super().leaf(x, j, few)
-
-
 def weights(isa: Isa, real: Atom, scores: Fused, bounds: Bounds) -> Function:
     """Function that turns s[keys], the scores of one query, into weights, and updates its maximum, sum and change."""
     ((_, score),) = scores.results
     score = select(bounds.seen(index("p"), index("n"), index("w")), score, float("-inf")) if bounds else score
     weighed, change = weight(KEPT, MOST), weight(BEFORE, MOST)
-    at = _Keys(
-        isa, real, Fused(scores.operands, ((C, score), (C, weighed), (C, change))), const(0), var("query"), var("key")
-    )
+    at = Elements(
+        isa, real, Fused(scores.operands, ((C, score), (C, weighed), (C, change))), const(0), var("query"), var("key"),
+        further={"p": var("query") + var("offset"), "w": var("window")},
+    )  # fmt: skip
     name, n, lanes = real.name, var("keys"), real.n
-    whole, j = n - n % lanes, var("j")
     fixed: tuple[Stmt, ...] = at.once([score], "bhmpw")
     row_names = dict(at.names)
-
-    def every(step: Callable[[Index, str], tuple[Stmt, ...]]) -> tuple[Stmt, ...]:
-        loop = For("j", const(0), whole, const(lanes), step(j, ""))
-        if lanes == 1:
-            return (loop,)
-        rest = (Let("j", whole), Let("left", n - whole), *at.few(n - whole), *step(j, "left"))
-        return (loop, If(whole.lt(n), rest))
 
     def largest(j: Index, few: str) -> tuple[Stmt, ...]:
         at.names = row_names | {acc(): at.name(acc())}
@@ -312,18 +290,26 @@ def weights(isa: Isa, real: Atom, scores: Fused, bounds: Bounds) -> Function:
         store = Verb("store", value, p=Ptr("s", j), of=name)
         return (*stmts, store, Map("add", "sum", ("sum", value), "f32", "f32", name))
 
-    def spread(into: str, p: Ptr) -> tuple[Stmt, ...]:
-        one = Verb("load_a", f"{into}_one", p=p, of=name)
-        return (one, Map("splat", into, (f"{into}_one",), "f32", "f32", name))
-
     body: list[Stmt] = [*at.scratch(), Scratch("lane", lanes, "f32"), Scratch("whole_sum", 1, "f32"), *fixed]
-    body += [*spread("before", Ptr("mosts")), *spread("most", Ptr("mosts")), *every(largest)]
+    body += [
+        *spread(real, "before", Ptr("mosts")),
+        *spread(real, "most", Ptr("mosts")),
+        *vectors(at, const(0), n, largest),
+    ]
     body += [Verb("store", "most", p=Ptr("lane"), of=name), Total("max", Ptr("mosts"), Ptr("lane"), lanes)]
-    body += [*spread("largest", Ptr("mosts")), Map("literal", "sum", (0.0,), "f32", "f32", name), *every(weigh)]
+    body += [
+        *spread(real, "largest", Ptr("mosts")),
+        Map("literal", "sum", (0.0,), "f32", "f32", name),
+        *vectors(at, const(0), n, weigh),
+    ]
     body += [Verb("store", "sum", p=Ptr("lane"), of=name), Total("add", Ptr("whole_sum"), Ptr("lane"), lanes)]
     at.names = {MOST: "largest", BEFORE: "before"}
     body += [*at.compute([change], const(0), ""), Verb("store", at.names[change], p=Ptr("lane"), of=name)]
-    body += [Move(Ptr("changes"), Ptr("lane")), *spread("total", Ptr("sums")), *spread("fresh", Ptr("whole_sum"))]
+    body += [
+        Move(Ptr("changes"), Ptr("lane")),
+        *spread(real, "total", Ptr("sums")),
+        *spread(real, "fresh", Ptr("whole_sum")),
+    ]
     body += [Map("fma", "total", ("total", at.names[change], "fresh"), "f32", "f32", name)]
     body += [Verb("store", "total", p=Ptr("lane"), of=name), Move(Ptr("sums"), Ptr("lane"))]
     params = [Param(x) for x in ("keys", "item", "head", "key", "query", "offset", "window")]
@@ -347,9 +333,7 @@ def joined(isa: Isa, real: Atom) -> Function:
     kept = (("most", "mosts"), ("sum", "sums"), (at.names[mine], "changes"), (at.names[other], "changes_next"))
     numbers += [Verb("store", x, p=Ptr(to, j)) for x, to in kept]
     here = i * var("across") + j
-    row: list[Stmt] = []
-    for x, p in (("a", "changes"), ("b", "changes_next")):
-        row += [Verb("load_a", f"{x}_one", p=Ptr(p, i)), Map("splat", x, (f"{x}_one",), "f32", "f32", name)]
+    row = [*spread(real, "a", Ptr("changes", i)), *spread(real, "b", Ptr("changes_next", i))]
     step = (
         Verb("load_c", "x", p=Ptr("o", here)),
         Verb("load_c", "y", p=Ptr("o_next", here)),

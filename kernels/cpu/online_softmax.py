@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, const, round_up, var
 from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import For, Function, If, Let, Param, Scratch, Verb
-from portmm.kernels.cpu.elementwise import Elements, parameters
+from portmm.kernels.cpu.elementwise import Elements, parameters, vectors
 from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, acc, argument, index
 from portmm.spec.expr import Expr, ordered
@@ -84,18 +84,16 @@ class _Scores(Elements):
 
     def __init__(self, isa: Isa, real: Atom, fused: Fused, number: int) -> None:
         row = var("r") + number
-        super().__init__(isa, real, fused, row, var("key") + row, var("query"))
+        super().__init__(isa, real, fused, row, var("key") + row, var("query"), further={"w": var("window")})
         self.number = number
 
     def name(self, x: Expr) -> str:
         return f"{super().name(x)}_{self.number}"
 
     def leaf(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
-        d, real = self.name(x), self.real.name
         if x.op == "index" and x.args == ("p",):
-            return (Map("lanes", d, (), "s32", "s32", real, self.column + j + var("offset")),)
-        if x.op == "index" and x.args == ("w",):
-            return (Map("whole", d, (), "s32", "s32", real, var("window")),)
+            at = self.column + j + var("offset")
+            return (Map("lanes", self.name(x), (), "s32", "s32", self.real.name, at),)
         return super().leaf(x, j, few)
 
     def load(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
@@ -282,7 +280,7 @@ def divided(isa: Isa, real: Atom, to: str) -> Function:
     at = Elements(isa, real, Fused((), ((C, argument(0, "f32")),)))
     value = argument(0, "f32")
     at.names = {value: "x"}
-    i, j, whole = var("i"), var("j"), var("dv") - var("dv") % real.n
+    i = var("i")
 
     def step(j: Index, few: str) -> tuple[Stmt, ...]:
         load = Verb("load_c", "x", p=Ptr("o", i * var("across") + j), of=real.name)
@@ -292,11 +290,8 @@ def divided(isa: Isa, real: Atom, to: str) -> Function:
     row: list[Stmt] = [
         Verb("load_a", "one", p=Ptr("by_row", i), of=real.name),
         Map("splat", "by", ("one",), "f32", "f32", real.name),
-        For("j", const(0), whole, const(real.n), step(j, "")),
+        *vectors(at, const(0), var("dv"), step),
     ]
-    if real.n > 1:
-        count = (Let("j", whole), Let("left", var("dv") - whole), *at.few(var("dv") - whole))
-        row.append(If(whole.lt(var("dv")), (*count, *step(var("j"), "left"))))
     params = (
         Param("rows"), Param("dv"), Param("o", "f32", readonly=True), Param("across"),
         Param("by_row", "f32", readonly=True), Param("to", to), Param("to_m"),

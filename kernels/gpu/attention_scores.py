@@ -32,17 +32,6 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
 
 
-class _Scores(Elements):
-    """Expressions on scores, with positions, the window, and the end of the keys."""
-
-    __slots__ = ()
-
-    def leaf(self, x: Expr, j: Index, few: str) -> tuple[Stmt, ...]:
-        if x.op == "index" and x.args[0] in _LEAVES:
-            return (Map("whole", self.name(x), (), "s32", "s32", self.real.name, _LEAVES[x.args[0]]),)
-        return super().leaf(x, j, few)
-
-
 _LEAVES = {"p": var("query") + var("at"), "w": var("window"), "k": var("at_key"), "e": var("end")}
 """Further axes of scores: a query's position, the window, a key that may be past the end, and the end."""
 
@@ -92,7 +81,7 @@ class Scores:
         """Statements for all these expressions."""
         wanted = (self.score, self.bounded, *self.weighed, *ENDED)
         fused = Fused(self.form.score.operands, tuple((C, x) for x in wanted))
-        return _Scores(self.isa, self.real, fused, inner=var("query"), row=var("query"))
+        return Elements(self.isa, self.real, fused, var("query"), var("query"), further=_LEAVES)
 
     # -- statements ----------------------------------------------------------
 

@@ -18,6 +18,7 @@ from portmm.ir.nodes import For, Let, LetPtr
 from portmm.ir.thread_nodes import WHOLE, Do, Shared
 from portmm.kernels.gpu.fragments import matrices
 from portmm.kernels.gpu.mma_transfer import MmaTile
+from portmm.schedule.gpu_mma_attention import pitch
 from portmm.spec.layout import Layout
 from portmm.spec.layouts import VECTOR, swizzled
 
@@ -32,12 +33,6 @@ EIGHT = 8
 """Vectors after which banks repeat, and rows of a matrix."""
 MOST_TURNS, SOME_TURNS = 8, 4
 """Unroll factors of a thread's copies: at most so many are unrolled fully, or in longer loops; each has an address."""
-
-
-def pitch(width: int) -> int:
-    """Stride in elements between rows of `width` elements."""
-    vectors = width // PER_VECTOR
-    return width if vectors % EIGHT == 0 or vectors in (2, 4) else width + PER_VECTOR
 
 
 @cache

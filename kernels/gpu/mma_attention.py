@@ -27,13 +27,12 @@ from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.index import Ptr, const, minimum, var
 from portmm.ir.nodes import For, If, Let, Mac, Move, Scratch
 from portmm.ir.thread_nodes import WHOLE, Apply, Barrier, Clear, CopyCommit, CopyWait, Vector
-from portmm.kernels.gpu import attention_tiles
 from portmm.kernels.gpu.attention_blocks import AttentionBlocks
 from portmm.kernels.gpu.attention_tiles import PER_VECTOR, SIZE, HeadTile, rows_of, shared
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.online_softmax import PAIR, FragmentSoftmax
-from portmm.schedule.gpu_mma_attention import MatrixTiling
+from portmm.schedule.gpu_mma_attention import MatrixTiling, pitch
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
@@ -239,7 +238,7 @@ class Work(AttentionBlocks):
     def staged(self) -> bool:
         """Whether rows of the result are staged in Q's shared memory, to be stored 16 bytes at once."""
         t = self.t
-        fits = attention_tiles.pitch(t.dv) <= attention_tiles.pitch(t.d) and self.form.to in PACKED
+        fits = pitch(t.dv) <= pitch(t.d) and self.form.to in PACKED
         return fits and t.vectors[3] == PER_VECTOR and not t.runs
 
     def finish(self) -> tuple[Stmt, ...]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -224,6 +225,14 @@ def over(x: Operand, batch: tuple[int, ...], used: int) -> tuple[int, ...]:
     """Strides of an operand along a batch, 0 where it is broadcast; its last `used` dimensions are not batch."""
     own = elements(x)[: len(x.shape) - used]
     return (0,) * (len(batch) - len(own)) + own
+
+
+def item_step(x: Operand, used: int) -> int | None:
+    """Elements between the items of a batch, but for the last `used` dimensions; None if they are not evenly spaced."""
+    dims = [(n, s) for n, s in zip(x.shape[:-used], elements(x)[:-used], strict=True) if n > 1]
+    if any(s != count * t for (_, s), (count, t) in pairwise(dims)):
+        return None
+    return dims[-1][1] if dims else 0
 
 
 def result_type(a: str, b: str, requested: str = "") -> str:

@@ -23,11 +23,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 
-def array_key(x: Array) -> tuple[Any, ...]:
-    """The properties of an array that select its kernels."""
-    return (x.shape, x.strides, x.dtype, x.flags.aligned)
-
-
 def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -> None:
     """Append the cache key of some arguments, the values that vary per call (leaves), and objects named by identity."""
     for x in values:
@@ -45,7 +40,7 @@ def arguments(values: Any, key: list[Any], leaves: list[Any], kept: list[Any]) -
             leaves.append(float(x))
         elif isinstance(x, np.ndarray):
             refuse_class(x, "an argument", matrix=False)
-            key.append(array_key(x))
+            key.append((x.shape, x.strides, x.dtype, x.flags.aligned))
             leaves.append(np.asarray(x))
         elif is_weight(x):
             key.append((id(x), x.shape))

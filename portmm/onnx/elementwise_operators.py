@@ -110,6 +110,27 @@ for _names, _function in (
     _of_floats(_names, _function)
 
 
+def _activation(name: str, function: Callable[..., Any], **defaults: float) -> None:
+    """Add an operator of one operand, whose results have its type, with attributes that are numbers."""
+
+    def run(node: Node, x: Any) -> Any:
+        return same_type(function(x, **{key: float(node.attribute(key, y)) for key, y in defaults.items()}), x)
+
+    operator(name, domains=(MICROSOFT,) if name == "QuickGelu" else ("",))(run)
+
+
+_activation("LeakyRelu", lambda x, alpha: e.where(x >= 0, x, x * alpha), alpha=0.01)
+_activation("Elu", lambda x, alpha: e.where(x >= 0, x, alpha * e.expm1(x)), alpha=1.0)
+_activation("Celu", lambda x, alpha: e.where(x >= 0, x, alpha * e.expm1(x * (1.0 / alpha))), alpha=1.0)
+_activation(
+    "Selu", lambda x, alpha, gamma: e.where(x > 0, x, alpha * e.expm1(x)) * gamma, alpha=1.6732632, gamma=1.0507010
+)
+_activation("HardSigmoid", lambda x, alpha, beta: e.clip(x * alpha + beta, 0.0, 1.0), alpha=0.2, beta=0.5)
+_activation("ThresholdedRelu", lambda x, alpha: e.where(x > alpha, x, 0.0), alpha=1.0)
+_activation("Swish", lambda x, alpha: e.silu(x) if alpha == 1 else x * e.sigmoid(x * alpha), alpha=1.0)
+_activation("QuickGelu", lambda x, alpha: x * e.sigmoid(x * alpha), alpha=1.702)
+
+
 @operator("Where")
 def _where(_: Node, condition: Any, a: Any, b: Any) -> Any:
     return same_type(e.where(*literals(condition, a, b)), a)
@@ -120,43 +141,10 @@ def _relu(_: Node, x: Any) -> Any:
     return e.maximum(x, 0.0 if x.dtype.name in FLOATS else 0) if x.dtype.kind != "u" else x
 
 
-@operator("LeakyRelu")
-def _leaky(node: Node, x: Any) -> Any:
-    return same_type(e.where(x >= 0, x, x * float(node.attribute("alpha", 0.01))), x)
-
-
 @operator("PRelu")
 def _prelu(_: Node, x: Any, slope: Any) -> Any:
     (slope,) = literals(slope)
     return same_type(e.where(x >= 0, x, x * slope), x)
-
-
-@operator("Elu")
-def _elu(node: Node, x: Any) -> Any:
-    return same_type(e.where(x >= 0, x, float(node.attribute("alpha", 1.0)) * e.expm1(x)), x)
-
-
-@operator("Celu")
-def _celu(node: Node, x: Any) -> Any:
-    alpha = float(node.attribute("alpha", 1.0))
-    return same_type(e.where(x >= 0, x, alpha * e.expm1(x * (1.0 / alpha))), x)
-
-
-@operator("Selu")
-def _selu(node: Node, x: Any) -> Any:
-    alpha, gamma = float(node.attribute("alpha", 1.6732632)), float(node.attribute("gamma", 1.0507010))
-    return same_type(e.where(x > 0, x, alpha * e.expm1(x)) * gamma, x)
-
-
-@operator("HardSigmoid")
-def _hard_sigmoid(node: Node, x: Any) -> Any:
-    alpha, beta = float(node.attribute("alpha", 0.2)), float(node.attribute("beta", 0.5))
-    return same_type(e.minimum(e.maximum(x * alpha + beta, 0.0), 1.0), x)
-
-
-@operator("ThresholdedRelu")
-def _thresholded(node: Node, x: Any) -> Any:
-    return same_type(e.where(x > float(node.attribute("alpha", 1.0)), x, 0.0), x)
 
 
 @operator("Shrink")
@@ -165,17 +153,6 @@ def _shrink(node: Node, x: Any) -> Any:
         raise UnsupportedError
     bias, lambd = float(node.attribute("bias", 0.0)), float(node.attribute("lambd", 0.5))
     return same_type(e.where(x < -lambd, x + bias, e.where(x > lambd, x - bias, 0.0)), x)
-
-
-@operator("Swish")
-def _swish(node: Node, x: Any) -> Any:
-    alpha = float(node.attribute("alpha", 1.0))
-    return same_type(e.silu(x) if alpha == 1 else x * e.sigmoid(x * alpha), x)
-
-
-@operator("QuickGelu", domains=(MICROSOFT,))
-def _sigmoid_gelu(node: Node, x: Any) -> Any:
-    return same_type(x * e.sigmoid(x * float(node.attribute("alpha", 1.702))), x)
 
 
 @operator("Gelu", domains=("", MICROSOFT))

@@ -8,6 +8,7 @@ runs it between kernels. Operators without a row are computed by ONNX's referenc
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -103,6 +104,20 @@ def find(node: Node) -> Operator:
 def is_traced(*values: Any) -> bool:
     """Test whether one of some values is a traced array."""
     return any(isinstance(x, Placeholder) for x in values)
+
+
+_once: dict[tuple[int, str], tuple[Any, Any]] = {}
+"""(identity of a constant, use) -> a reference to it, and what was computed of it."""
+
+
+def once(constant: Any, use: str, make: Callable[[], Any]) -> Any:
+    """The object that a use makes of a constant, once."""
+    known = _once.get((id(constant), use))
+    if known is None or known[0]() is not constant:
+        for old in [k for k, (ref, _) in tuple(_once.items()) if ref() is None]:
+            _once.pop(old, None)
+        known = _once[id(constant), use] = weakref.ref(constant), make()
+    return known[1]
 
 
 def apply(node: Node, inputs: list[Any], recorder: Any) -> tuple[Any, ...]:

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm.onnx.elementwise_operators import literals, same_type
-from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
+from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, once, operator
 from portmm.ops.einsum import einsum
 from portmm.ops.prepack import pack
 
@@ -16,19 +15,11 @@ if TYPE_CHECKING:
     from portmm.onnx.model import Node
 
 FLOATS = ("float32", "float16", "bfloat16")
-_packed: dict[tuple[int, bool], tuple[Any, Any]] = {}
-"""(identity of a constant, transposed) -> a reference to it, and its packed weight."""
 
 
 def packed(weight: Any, *, transposed: bool = False) -> Any:
     """A constant matrix, packed once."""
-    key = (id(weight), transposed)
-    known = _packed.get(key)
-    if known is None or known[0]() is not weight:
-        for old in [k for k, (ref, _) in tuple(_packed.items()) if ref() is None]:
-            _packed.pop(old, None)
-        known = _packed[key] = weakref.ref(weight), pack(weight.T if transposed else weight)
-    return known[1]
+    return once(weight, "transposed" if transposed else "packed", lambda: pack(weight.T if transposed else weight))
 
 
 def is_weight(a: Any, b: Any) -> bool:

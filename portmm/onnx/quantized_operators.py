@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import weakref
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm.fusion.partition import LEAVES
 from portmm.onnx.elementwise_operators import FLOATS
-from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
+from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, once, operator
 from portmm.onnx.rewrites import DOMAIN
 from portmm.ops.linear import linear
 from portmm.ops.matmul import matmul
@@ -26,18 +25,6 @@ if TYPE_CHECKING:
     from portmm.onnx.model import Node
 
 BYTES = ("int8", "uint8")
-_weights: dict[tuple[int, str], tuple[Any, Any]] = {}
-"""(identity of a constant, use) -> a reference to it, and what was once of it."""
-
-
-def once(constant: Any, use: str, make: Callable[[], Any]) -> Any:
-    """The object that a use makes of a constant, once."""
-    known = _weights.get((id(constant), use))
-    if known is None or known[0]() is not constant:
-        for old in [k for k, (ref, _) in tuple(_weights.items()) if ref() is None]:
-            _weights.pop(old, None)
-        known = _weights[id(constant), use] = weakref.ref(constant), make()
-    return known[1]
 
 
 def along(x: Any, parameter: Any, axis: int, block: int = 0) -> Any:

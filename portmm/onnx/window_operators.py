@@ -15,8 +15,8 @@ import numpy as np
 
 from portmm.fusion.plan_windows import Filter, Pool, is_small, regions
 from portmm.onnx.arrays import channels_first, channels_last
-from portmm.onnx.operators import UnsupportedError, is_traced, operator
-from portmm.onnx.quantized_operators import once, own_call
+from portmm.onnx.operators import UnsupportedError, is_traced, once, operator
+from portmm.onnx.quantized_operators import own_call
 from portmm.onnx.rewrites import DOMAIN
 from portmm.ops import epilogues
 from portmm.ops.convolution import conv

@@ -7,7 +7,6 @@ queries, without synchronisation; the kernels of a kind of call are remembered.
 from __future__ import annotations
 
 import math
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -120,12 +119,9 @@ def _layout(x: Operand, name: str) -> tuple[tuple[int, int, int, int], int]:
     Raises:
         ValueError: its items are not evenly strided.
     """
-    own = operand.elements(x)
-    dims = [(count, step) for count, step in zip(x.shape[:-3], own[:-3], strict=True) if count != 1]
-    if any(step != count * inner for (_, step), (count, inner) in pairwise(dims)):
+    item, (*_, head, row, column) = operand.item_step(x, 3), operand.elements(x)
+    if item is None:
         raise ValueError(f"the items of {name} are not evenly strided: shape {x.shape}, strides {x.strides}; copy it")
-    item = dims[-1][1] if dims else 0
-    head, row, column = own[-3:]
     column = column if x.shape[-1] > 1 else 1
     vector = math.gcd(item, head, row, x.shape[-1], x.at // BY_NAME[x.dtype].bytes, operand.WIDEST)
     return (item, head, row, column), vector if column == 1 else 1

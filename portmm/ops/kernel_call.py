@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import grid_call, numpy_arrays, operand
@@ -269,12 +268,10 @@ def _readable(x: Operand) -> Operand:
 def flat(x: Operand, size: tuple[int, int, int]) -> Operand:
     """The array as (batch, m, n), copied where its batch is not evenly strided."""
     m, n, batch = size
-    *lead, row, column = operand.elements(x)
-    dims = [(count, s) for count, s in zip(x.shape[:-2], lead, strict=True) if count > 1]
-    if any(s != count * t for (_, s), (count, t) in pairwise(dims)):
+    *_, row, column = operand.elements(x)
+    step, width = operand.item_step(x, 2), BY_NAME[x.dtype].bytes
+    if step is None:
         return flat(contiguous(x), size)
-    step = dims[-1][1] if dims else 0
-    width = BY_NAME[x.dtype].bytes
     return replace(x, shape=(batch, m, n), strides=(step * width, row * width, column * width))
 
 

@@ -300,31 +300,23 @@ HANDLERS["aten.mean.dim"] = _reduction(ew.mean)
 HANDLERS["aten.amax.default"] = _reduction(ew.max)
 
 
-@row("_softmax")
-def _softmax(t: Any, x: Any, dim: int, half_to_float: bool) -> Any:  # noqa: ARG001
-    y = t.operand(x)
-    _last(y, dim)
-    return ew.softmax(y)
-
-
-@row("_safe_softmax")
-def _safe_softmax(t: Any, x: Any, dim: int, dtype: Any = None) -> Any:  # noqa: ARG001
-    y = t.operand(x)
-    _last(y, dim)
-    return row_weights(y)
-
-
 def row_weights(scores: Any) -> Any:
     """The softmax of rows, zeros for a row of minus infinities."""
     e = ew.exp(scores - ew.maximum(ew.max(scores), LOWEST))
     return e / ew.maximum(ew.sum(e), TINY)
 
 
-@row("_log_softmax")
-def _log_softmax(t: Any, x: Any, dim: int, half_to_float: bool) -> Any:  # noqa: ARG001
-    y = t.operand(x)
-    _last(y, dim)
-    return ew.log_softmax(y)
+def _of_rows(function: Callable[[Any], Any]) -> Any:
+    def run(t: Any, x: Any, dim: int, *_: Any, **__: Any) -> Any:
+        y = t.operand(x)
+        _last(y, dim)
+        return function(y)
+
+    return run
+
+
+for _name, _function in (("_softmax", ew.softmax), ("_safe_softmax", row_weights), ("_log_softmax", ew.log_softmax)):
+    HANDLERS[f"aten.{_name}.default"] = _of_rows(_function)
 
 
 @row("native_layer_norm")

@@ -71,15 +71,6 @@ _CHANGES = frozenset(("__setitem__", "__delitem__")) | {
 _CONVERSIONS = frozenset(("__float__", "__int__", "__index__", "__bool__", "__complex__"))
 
 
-def posing(kind: Callable[[Any], Any], what: str, error: Callable[[str], Exception] = TraceError) -> Any:
-    """The property by which a placeholder names the class of what it stands for as its own; it cannot be set."""
-
-    def refused(_: Any, __: Any) -> None:
-        raise error(f"the class of {what} cannot be set")
-
-    return property(kind, refused)
-
-
 class Proxy:
     """A captured object in a traced function; see the module."""
 
@@ -89,7 +80,13 @@ class Proxy:
     def __init__(self, scope: Scope, x: Any, name: str) -> None:
         object.__setattr__(self, "_portmm_captured", (scope, x, name, {}))
 
-    __class__ = posing(lambda self: type(_captured(self)[1]), "a captured object")
+    @property
+    def __class__(self) -> Any:
+        return type(_captured(self)[1])
+
+    @__class__.setter
+    def __class__(self, _: Any) -> None:
+        raise TraceError("the class of a captured object cannot be set")
 
     def __getattr__(self, key: str) -> Any:
         scope, x, name, known = _captured(self)
