@@ -101,7 +101,7 @@ def test_dependencies_are_those_that_are_imported():
     foreign = set(imported()) - set(sys.stdlib_module_names) - {"portmm"}
     assert needed <= foreign, "declared and never imported"
     optional = {"cupy", "matplotlib", "ml_dtypes", "onnx", "onnxoptimizer", "onnxruntime", "pyopencl", "torch"}
-    optional |= {"openvino", "opt_einsum", "optuna", "scipy"}
+    optional |= {"dask", "distributed", "jax", "joblib", "openvino", "opt_einsum", "optuna", "ray", "scipy"}
     assert foreign - needed <= optional, "imported and not declared"
 
 
