@@ -13,29 +13,21 @@ too, C is loaded before it instead. (Goto & van de Geijn, ACM TOMS 34(3), 2008.)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Index, Ptr, const, var
-from portmm.ir.nodes import Call, For, Function, If, Let, LetPtr, Move, Param, Prefetch, Scratch, UntilAligned, Verb
+from portmm.ir.nodes import For, Function, If, LetPtr, Move, Param, Prefetch, Scratch, Verb
 from portmm.kernels.cpu.packing import keep, line_of
-from portmm.spec.dtype import BY_NAME
 from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.ir.nodes import Stmt
     from portmm.target.atom import Atom
 
 
-FEW_ROWS, FEW_STEPS, MOST_STEPS, LEAST_STEPS = 4, 16, 8, 2
-"""Steps of k of a full tile of a sweep that are written out: many of few rows, each of which has an address in each
-step, in blocks of few, which are of a B that comes from afar; as many as those for one row in deeper blocks; few of
-more rows (Zen 5: up to a fifth faster, one row up to a half)."""
-WIDE = 4
-"""Vectors across a sweep, for each of its rows, from which a narrow first tile is worth its time: a chain waits there
-for the latency of each step."""
+FEW_ROWS = 4
+"""Rows of a tile up to which each has an address of its own in each step that is written out."""
 AT_ONCE = 4
 """Vectors of C that are loaded before the first of them is added."""
 
@@ -67,8 +59,8 @@ class Shape:
         block_of_k: where it continues the block before, C is loaded before the loop, whose chains continue those
             of C; else C is added to after it. Of a part of a run, at the end of the run, `add` the sums `kept`
             of earlier runs, and `keep` the sum there unless the run is the last.
-        apart: of a part of a run, sums are in tiles of `part` until the last run's end, not in C, whose rows may all
-            start in one set of L1.
+        apart: of a part of a run, sums are in tiles of `part`, and those of earlier runs in tiles of `kept`, until the
+            end of the last run, not in C, whose rows may all start in one set of L1.
         a_row: stride between rows of an A in place, contiguous along k, if that is a constant.
         steps_of_run: where k is several runs, as taps of a filter: strides in A and in B from one run to the next.
     """
@@ -121,7 +113,8 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
     params += [Param("sums_at")] if s.unshift else []
     params += [Param("c", atom.acc), Param("c_m"), Param("columns"), Param("accumulate")]
     if s.block_of_k is BlockOfK.PART:
-        params += [Param("kept", atom.acc), Param("kept_m"), Param("add"), Param("keep")]
+        stride = [] if s.apart else [Param("kept_m")]
+        params += [Param("kept", atom.acc), *stride, Param("add"), Param("keep")]
     params += [Param("part", atom.acc), Param("done")] if s.apart else []
     if s.ahead is not None:
         params.append(Param("c_next", s.final or atom.acc))
@@ -139,74 +132,14 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
     return Function(name, "inner", tuple(params), body, comment, s.inline)
 
 
-def sweep(atom: Atom, s: Shape, kc: int) -> Function:
-    """Function C[rows][columns] (+)= A . B[k][columns] over any number of tiles of NR columns, along the rows of B.
-
-    B is read in place, in a few long streams. Full tiles have no masks, and some steps of theirs are written out.
-    Where rows of B start in the middle of a vector, all alike, columns up to the next are a narrow tile of their own:
-    no vector of the others is in two cache lines.
-
-    Args:
-        atom: the multiply-add.
-        s: the geometry of a tile, whose last may be partial.
-        kc: steps of all blocks of k but those at the end of a run.
-    """
-    edge = micro_kernel(atom, replace(s, partial=True))
-    whole_tile = replace(s, ragged=False, inline=True, unroll=1)
-    written = _written(s, kc)
-    steps = replace(whole_tile, written=written, unroll=1 if written > 1 else min(kc, MOST_STEPS))
-    full = replace(micro_kernel(atom, steps), name=f"{edge.name}_full")
-    short = replace(micro_kernel(atom, whole_tile), name=f"{edge.name}_short")
-    j, width = var("j"), var("width")
-    begin = var("begin") if _peels(atom, s) else const(0)
-
-    aligned = j - begin + (atom.n if _peels(atom, s) else 0)
-
-    def tile(f: Function, k: Index, columns: Index, before: Index = aligned) -> Call:
-        own: dict[str, Index | Ptr] = {"k": k, "columns": columns, "part": Ptr("part", before * s.rows)}
-        own |= {x: Ptr(x, j) for x in ("b", "c", "kept")}
-        return Call(f, tuple(own.get(x.name, Ptr(x.name) if x.dtype else var(x.name)) for x in f.params))
-
-    def whole(f: Function, k: Index) -> For:
-        return For("j", begin, width, const(s.nr), (tile(f, k, const(s.nr)),))
-
-    rest = (Let("j", width), tile(edge, var("k"), var("columns") - width))
-    body = (
-        *_until_aligned(atom, s, tile),
-        Let("width", begin + (var("columns") - begin) // s.nr * s.nr),
-        If(var("k").eq(kc), (whole(full, const(kc)),), (whole(short, var("k")),)),
-        If(width.lt(var("columns")), rest),
-    )
-    name, comment = f"sweep_{s.rows}x{kc}", f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][columns]"
-    return Function(name, "inner", edge.params, body, comment)
-
-
-def _written(s: Shape, kc: int) -> int:
-    """Steps of k of a full tile that are written out; 1 where compilers do it better: with prefetches, for example."""
-    deep, few = kc > FEW_STEPS, s.rows <= FEW_ROWS
-    if s.prefetch or (deep and few and s.rows > 1):
-        return 1
-    return min(kc, FEW_STEPS if deep and few else MOST_STEPS if few else LEAST_STEPS)
-
-
-def _peels(atom: Atom, s: Shape) -> bool:
-    """Whether a sweep may have a narrow first tile; lines of a B in memory, which is prefetched, are late anyway."""
-    return bool(atom.mask) and not s.prefetch
-
-
-def _until_aligned(atom: Atom, s: Shape, tile: Callable[[Function, Index, Index, Index], Call]) -> tuple[Stmt, ...]:
-    """First tile of a wide sweep: columns before the first aligned vector of B, if rows of B are vectors apart."""
-    if not _peels(atom, s):
-        return ()
-    begin = var("begin")
-    worth = (var("b_k") % atom.n).eq(0) * const(WIDE * s.rows * atom.n - 1).lt(var("columns"))
-    narrow = micro_kernel(atom, replace(s, nr=atom.n, partial=True))
-    first = (Let("j", const(0)), tile(narrow, var("k"), begin, const(0)))
-    return (
-        UntilAligned("misaligned", Ptr("b"), atom.n * BY_NAME[s.b].bytes),
-        Let("begin", var("misaligned") * worth),
-        If(const(0).lt(begin), first),
-    )
+def continued(atom: Atom, s: Shape) -> Function:
+    """Function that adds A . B to a full tile of sums, of a block of k that neither begins nor ends a run."""
+    tiles = _accumulators(atom, s)
+    loads = tuple(_sums("load_c", atom, s, i, v, "part") for i, v in tiles)
+    body = (*loads, *_loop(atom, s, masked=False), *_store(atom, s, "part", edge=False))
+    params = (*params_of_a(s), Param("b", s.b, readonly=True), Param("b_k"), Param("part", atom.acc))
+    comment = f"Sums[{s.rows}][{s.nr}] += A[{s.rows}][k] . B[k][{s.nr}]"
+    return Function(f"ukr_{s.rows}x{s.nr}_on", "inner", params, body, comment, s.inline)
 
 
 def vectors_of(atom: Atom, s: Shape) -> range:
@@ -251,7 +184,8 @@ def _at(atom: Atom, s: Shape, c: str, i: int, v: int) -> Ptr:
 
 def _rows_apart(s: Shape, c: str) -> Index:
     """Stride between rows of sums: of a tile of its own, or of a matrix."""
-    return const(s.nr) if c in {"tile", "part"} else var(f"{c}_m")
+    own = c == "tile" or (s.apart and c in {"part", "kept"})
+    return const(s.nr) if own else var(f"{c}_m")
 
 
 def spare(atom: Atom, s: Shape) -> tuple[Stmt, ...]:

@@ -12,10 +12,11 @@ from portmm.ir.nodes import Call, If
 from portmm.kernels.cpu import int4_in_place
 from portmm.kernels.cpu.elementwise import arguments, own
 from portmm.kernels.cpu.epilogue import finish as finish_tile
-from portmm.kernels.cpu.microkernel import Shape, micro_kernel, sweep
+from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.packing import sums_at
 from portmm.kernels.cpu.prefetch import next_item, next_panel
 from portmm.kernels.cpu.summation_runs import apart, kept
+from portmm.kernels.cpu.sweep import sweep
 from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:

@@ -44,17 +44,22 @@ def over_k(g: Operands, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
 
 
 def kept(g: Operands, row: Index, column: Index) -> tuple[Index | Ptr, ...]:
-    """Arguments for the sums of earlier runs: address, row stride, whether to add them, and to keep the sum.
+    """Arguments for the sums of earlier runs: address, row stride if they are a matrix, whether to add them, and to keep the sum.
 
     The chains of a run are in C, part by part; in the last part of a run they are added up.
     """
-    row_stride = (var("last") - var("first")) * g.s.nr
-    place = Ptr("kept", (row - var("row")) * row_stride + (column - g.first_column))
     ends = (var("pc") + var("kd")).eq(g.last_of_run)
-    return place, row_stride, ends * g.start.lt(var("run_start")), ends * g.last_of_run.lt(g.end)
+    row_stride = (var("last") - var("first")) * g.s.nr
+    flags = ends * g.start.lt(var("run_start")), ends * g.last_of_run.lt(g.end)
+    if g.s.c.packed:
+        return Ptr("kept", (row - var("row")) * g.part_width(row_stride)), *flags
+    return Ptr("kept", (row - var("row")) * row_stride + (column - g.first_column)), row_stride, *flags
 
 
 def apart(g: Operands, row: Index) -> tuple[Index | Ptr, ...]:
-    """Arguments for sums of a part of a run in tiles of their own: address, and whether sums are complete."""
+    """Arguments for sums of a part of a run in tiles of their own.
+
+    These are their address, whether they are complete, and whether this is the first slice of rows.
+    """
     place = Ptr("parts", (row - var("row")) * g.part_width((var("last") - var("first")) * g.s.nr))
-    return place, (var("pc") + var("kd")).eq(g.end)
+    return place, (var("pc") + var("kd")).eq(g.end), var("r").eq(0)

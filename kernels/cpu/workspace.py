@@ -73,7 +73,8 @@ class Workspace(Blocks):
         """Number of elements of one worker's sums of runs, where blocks of k are parts of them."""
         if self.block_of_k is not BlockOfK.PART:
             return const(0)
-        return round_up(self.run.lt(self.k) * (self.block_rows * self.chunk_width), 64)
+        width = self.part_width(self.chunk_width) if self.s.c.packed else self.chunk_width
+        return round_up(self.run.lt(self.k) * (self.block_rows * width), 64)
 
     @property
     def part_size(self) -> Index:

@@ -146,20 +146,25 @@ def _shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Itera
 
 
 def _apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
-    """Schedules for some rows by a B from memory: slices of them sweep its columns, with sums in tiles of their own.
+    """Schedules for some rows by a B from afar: slices of them sweep its columns, with sums in tiles of their own.
 
     Rows of C that start in one set of L1 would leave it no ways for rows of B. Columns are cut so that sums stay in L2.
     """
     size, pair = p.elements[1].bytes, 2 * isa.columns(atom)
     if not (MODEL.sums_in_c < p.m <= MODEL.few_rows and nr == pair and _both_in_place(p, isa, atom, nr)):
         return
-    if not target.levels or p.k * p.n * size <= target.counted(target.levels[-1].name):
+    if p.k * p.n * size <= far(target):
         return
     top = tallest(isa, atom, nr)
     mr = p.m if p.m <= top else min(top, MODEL.in_place_rows)
     tiles = cache_tiles(mr, nr, MODEL.apart_depth, ALL, MODEL.apart_bytes // size // nr * nr, least_of(mr))
     base = base_schedule("gemm", p, isa, tiles, False, False)
     yield replace(base, b=base.b.prefetched(0, MODEL.ahead_bytes // size), c=base.c.with_pack(PACKED))
+
+
+def far(target: Target) -> float:
+    """Bytes of a B from which it comes from afar: of the most that stays in the last level, a share."""
+    return float(MODEL.apart_share) * max([target.counted(x.name) for x in target.levels], default=0)
 
 
 def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
