@@ -44,7 +44,7 @@ def over_k(g: Operands, inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
 
 
 def kept(g: Operands, row: Index, column: Index) -> tuple[Index | Ptr, ...]:
-    """Arguments for the sums of earlier runs: address, row stride if they are a matrix, whether to add them, and to keep the sum.
+    """Arguments for the sums of earlier runs: address, row stride of a matrix, whether to add, and to keep the sum.
 
     The chains of a run are in C, part by part; in the last part of a run they are added up.
     """
