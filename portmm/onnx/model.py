@@ -7,14 +7,17 @@ The only module that reads protocol buffers.
 from __future__ import annotations
 
 import os
+import sys
 import warnings
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from portmm.errors import PortmmError
+from portmm.onnx import external_data
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -32,6 +35,8 @@ PASSES = (
 """Passes of onnxoptimizer that leave results as they are, but for roundings of folded scales."""
 CHANGES = frozenset(("Conv", "ConvTranspose", "BatchNormalization"))
 """Operators whose constants the passes change: they see all others by name and shape alone."""
+WHOLE = frozenset((*range(1, 8), *range(9, 14), 16))
+"""Numbers of element types that take whole bytes, as NumPy's."""
 SMALL = 1 << 12
 """Bytes up to which a constant is part of what the passes see."""
 
@@ -143,18 +148,21 @@ def read(source: Any, *, optimize: bool = True) -> Model:
     """
     onnx = onnx_module()
     proto, notes = _proto(onnx, source), []
+    folder = str(Path(source).absolute().parent) if isinstance(source, (str, os.PathLike)) else ""
     if proto.functions:
         from onnx import inliner
 
         proto = inliner.inline_local_functions(proto)
     if missing := undefined(proto.graph):
         raise OnnxError(f"nothing before its use computes {', '.join(map(repr, missing[:3]))}; the model is damaged")
-    if optimize:
-        proto, note = clean(proto)
-        notes += [note] if note else []
-    versions = {("" if x.domain == "ai.onnx" else x.domain): x.version for x in proto.opset_import}
     try:
-        graph = _graph(proto.graph, versions)
+        if optimize:
+            proto, note = clean(proto, folder)
+            notes += [note] if note else []
+        versions = {("" if x.domain == "ai.onnx" else x.domain): x.version for x in proto.opset_import}
+        graph = _graph(proto.graph, Context(versions, folder))
+    except onnx.checker.ValidationError as error:
+        raise OnnxError(f"constants of the model in another file cannot be read: {error}") from error
     except (KeyError, ValueError, TypeError, IndexError) as error:
         raise OnnxError(
             f"the model is damaged: an attribute, a constant or a type cannot be read: {error!r}"
@@ -170,7 +178,9 @@ def _proto(onnx: Any, source: Any) -> Any:
     if not raw and not isinstance(source, (str, os.PathLike)):
         raise OnnxError(f"a model is a path, bytes or a ModelProto, not {type(source).__name__}")
     try:
-        return onnx.load_model_from_string(bytes(source)) if raw else onnx.load(os.fspath(source))
+        if raw:
+            return onnx.load_model_from_string(bytes(source))
+        return onnx.load(os.fspath(source), load_external_data=False)
     except FileNotFoundError as error:
         raise OnnxError(f"there is no model at {os.fspath(source)}") from error
     except Exception as error:  # protobuf has errors of its own, by implementation
@@ -190,7 +200,7 @@ def undefined(graph: Any) -> list[str]:
     return list(missing | dict.fromkeys(x.name for x in graph.output if x.name not in known))
 
 
-def clean(proto: Any) -> tuple[Any, str]:
+def clean(proto: Any, folder: str = "") -> tuple[Any, str]:
     """A model after the passes of onnxoptimizer, or the same with a note on the reason why they did not run."""
     try:
         import onnxoptimizer  # type: ignore[import-not-found,import-untyped,unused-ignore]
@@ -199,11 +209,17 @@ def clean(proto: Any) -> tuple[Any, str]:
     seen = type(proto)()
     seen.CopyFrom(_without_arrays(proto))
     read = {x for n in proto.graph.node if n.op_type in CHANGES for x in n.input}
+    norms = any(n.op_type == "BatchNormalization" for n in proto.graph.node)
     aside: dict[str, Any] = {}
     produced = {x.name for x in proto.graph.input}
     onnx = onnx_module()
     for x in proto.graph.initializer:
-        if x.name in read or x.ByteSize() <= SMALL or x.name in produced:
+        elsewhere = external_data.is_external(x)
+        if elsewhere and norms and x.name in read:
+            onnx.external_data_helper.load_external_data_for_tensor(x, folder)
+            x.ClearField("external_data")
+            x.data_location, elsewhere = x.DEFAULT, False
+        if not elsewhere and (x.name in read or x.ByteSize() <= SMALL or x.name in produced):
             seen.graph.initializer.append(x)
         else:
             aside[x.name] = x
@@ -248,25 +264,37 @@ def _set(message: Any, name: str, value: Any) -> None:
         getattr(message, name).extend(value)
 
 
-def _graph(proto: Any, versions: dict[str, int]) -> Graph:
+class Context(NamedTuple):
+    """Operator sets and the folder, with which all graphs of a model are read.
+
+    Attributes:
+        versions: operator sets by domain.
+        folder: of the model's file, "" if it has none.
+    """
+
+    versions: dict[str, int]
+    folder: str
+
+
+def _graph(proto: Any, at: Context) -> Graph:
     """The record of a graph."""
-    constants = {x.name: array_of(x) for x in proto.initializer}
+    constants = {x.name: array_of(x, at.folder) for x in proto.initializer}
     constants |= {x.values.name: _dense(x) for x in proto.sparse_initializer}
     labels: set[str] = set()
-    nodes = tuple(_node(x, i, versions, labels) for i, x in enumerate(proto.node))
+    nodes = tuple(_node(x, i, at, labels) for i, x in enumerate(proto.node))
     inputs = tuple(_argument(x) for x in proto.input if x.name not in constants)
     return Graph(proto.name, nodes, constants, inputs, tuple(map(_argument, proto.output)))
 
 
-def _node(proto: Any, index: int, versions: dict[str, int], labels: set[str]) -> Node:
+def _node(proto: Any, index: int, at: Context, labels: set[str]) -> Node:
     domain = "" if proto.domain == "ai.onnx" else proto.domain
     label = proto.name or f"{proto.op_type}_{index}"
     label = label if label not in labels else f"{label}_{index}"
     labels.add(label)
-    attributes = {x.name: _attribute(x, versions) for x in proto.attribute}
+    attributes = {x.name: _attribute(x, at) for x in proto.attribute}
     captured = dict.fromkeys(y for x in attributes.values() for g in _graphs(x) for y in free_names(g))
     return Node(
-        proto.op_type, domain, versions.get(domain, 1), label, tuple(proto.input), tuple(proto.output), attributes,
+        proto.op_type, domain, at.versions.get(domain, 1), label, tuple(proto.input), tuple(proto.output), attributes,
         tuple(captured), b"" if proto.op_type == "Constant" else proto.SerializeToString(),
     )  # fmt: skip
 
@@ -286,7 +314,7 @@ def free_names(graph: Graph) -> list[str]:
     return list(free)
 
 
-def _attribute(proto: Any, versions: dict[str, int]) -> Any:
+def _attribute(proto: Any, at: Context) -> Any:
     """The value of an attribute."""
     onnx = onnx_module()
     kinds = onnx.AttributeProto
@@ -296,18 +324,22 @@ def _attribute(proto: Any, versions: dict[str, int]) -> Any:
         kinds.STRINGS: lambda xs: [x.decode() for x in xs],
         kinds.TENSOR: array_of,
         kinds.SPARSE_TENSOR: _dense,
-        kinds.GRAPH: lambda x: _graph(x, versions),
-        kinds.GRAPHS: lambda xs: [_graph(x, versions) for x in xs],
+        kinds.GRAPH: lambda x: _graph(x, at),
+        kinds.GRAPHS: lambda xs: [_graph(x, at) for x in xs],
         kinds.INTS: list,
         kinds.FLOATS: list,
     }
     return convert.get(proto.type, lambda x: x)(value)
 
 
-def array_of(proto: Any) -> Array:
-    """The array of a tensor."""
-    array = onnx_module().numpy_helper.to_array(proto)
-    return np.asarray(array)
+def array_of(proto: Any, folder: str = "") -> Array:
+    """The array of a tensor, whose elements may be in another file of a folder."""
+    onnx = onnx_module()
+    if external_data.is_external(proto) and proto.data_type in WHOLE and sys.byteorder == "little":
+        array = external_data.mapped(proto, folder, np.dtype(numpy_type(proto.data_type)))
+        if array is not None:
+            return array
+    return np.asarray(onnx.numpy_helper.to_array(proto, folder))
 
 
 def _dense(proto: Any) -> Array:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.errors import TraceError
+from portmm.onnx.external_data import released
 from portmm.onnx.model import OnnxError, onnx_module
 from portmm.trace.placeholders import Placeholder
 from portmm.trace.recorder import run
@@ -117,6 +118,7 @@ def once(constant: Any, use: str, make: Callable[[], Any]) -> Any:
         for old in [k for k, (ref, _) in tuple(_once.items()) if ref() is None]:
             _once.pop(old, None)
         known = _once[id(constant), use] = weakref.ref(constant), make()
+        released(constant)
     return known[1]
 
 

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 
 import numpy as np
+import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 from onnx.reference import ReferenceEvaluator
@@ -77,6 +78,27 @@ def test_the_interface_is_that_of_onnx_runtime(tmp_path):
     (first,), (second,) = session.run(["z"], x), session.run(x)
     np.testing.assert_array_equal(first, second)
     np.testing.assert_array_equal(first, session.run([x["x"], x["y"]])[0])
+
+
+def test_constants_in_another_file_are_mapped(tmp_path):
+    made = model(
+        [("Conv", ["x", "w"], ["y"]), ("BatchNormalization", ["y", "s", "b", "m", "v"], ["n"]),
+         ("Flatten", ["n"], ["f"]), ("MatMul", ["f", "u"], ["z"])],
+        [("x", FLOAT, [1, 3, 4, 4])], [("z", FLOAT, [1, 32])],
+        {"w": rng.random((8, 3, 1, 1), np.float32), "u": rng.random((128, 32), np.float32),
+         **{i: rng.random(8, np.float32) for i in "sbmv"}},
+    )  # fmt: skip
+    x = {"x": rng.random((1, 3, 4, 4), np.float32)}
+    (want,) = portmm.onnx.load(made).run(x)
+    path = tmp_path / "model.onnx"
+    onnx.save(made, path, save_as_external_data=True, location="constants", size_threshold=0)
+    session = portmm.onnx.load(path)
+    assert not any("did not run" in x for x in session.model.notes)
+    for _ in range(2):
+        np.testing.assert_array_equal(session.run(x)[0], want)
+    (tmp_path / "constants").unlink()
+    with pytest.raises(OnnxError, match="in another file"):
+        portmm.onnx.load(path)
 
 
 def test_results_of_earlier_calls_stay():
