@@ -13,6 +13,8 @@ from portmm.dispatch.cpu_kernels import family, isa_of
 from portmm.dispatch.view_routes import Views, schedule_of
 from portmm.errors import ConvolutionError
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
+from portmm.ops.convolution_weights import is_depthwise
+from portmm.ops.depthwise import parts
 from portmm.schedule.direct_convolution import direct
 from portmm.spec.convolution import planes, windows
 from portmm.spec.dtype import BY_NAME, UNCONVERTED
@@ -61,6 +63,15 @@ def explain_conv(
     for y in view.conditions:
         bounds = (f"{y.least} <= " if y.least is not None else "", f" < {y.end}" if y.end is not None else "")
         lines.append(f"in no padding if {bounds[0]}{y.index}{bounds[1]}")
+    if is_depthwise(tuple(w), groups, dtype):
+        of = "channels" if last else "pixels"
+        lines.append(f"depthwise: a kernel over rows of {of}, the sum of {number(size.taps, 'tap')}")
+        cut = parts(size)
+        padded = sum(not y.inside for y in cut)
+        inside = "the interior" if padded else "all of the result"
+        lines += [f"  {inside} reads the images in place"] * cut[0].inside
+        lines += [f"  {number(padded, 'part')} of the result: from strips, copied with padding"] * bool(padded)
+        return "\n".join(lines)
     target, threads = config.target(), config.get_num_threads()
     if last:
         p = Problem(

@@ -98,7 +98,8 @@ def conv(
     if not packed or (w.layout, w.groups, w.dtype) != (layout, groups, wanted):
         filters = unpack_conv(w) if packed else w
         w = pack_conv(filters.astype(wanted, copy=False), groups=groups, layout=layout, activations=images.dtype)
-    if images.dtype == np.uint8 and not w.channels_last:  # no unit multiplies signed filters by unsigned images
+    if images.dtype == np.uint8 and not (w.channels_last or w.depthwise):
+        # No unit multiplies signed filters by unsigned images.
         more = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "dtype": dtype}
         more |= {"padding_value": padding_value, "epilogue": epilogue, "prologue_a": prologue_a}
         swapped = conv(np.moveaxis(images, 1, -1), unpack_conv(w), layout=layout.replace("C", "") + "C", **more)

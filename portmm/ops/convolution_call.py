@@ -10,9 +10,9 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
-from portmm.errors import BuildError, ConvolutionError
+from portmm.errors import BuildError, ConvolutionError, ScheduleError
 from portmm.ops import host_matmul
-from portmm.ops.convolution_kernel import ConvolutionKernel, HostConvolution
+from portmm.ops.convolution_kernel import HostConvolution
 from portmm.ops.convolution_weights import unpack_conv
 from portmm.ops.epilogues import NAMES, NOT_F64
 from portmm.ops.product_kernel import first_type
@@ -21,8 +21,9 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.errors import ScheduleError
+    from portmm.ops.convolution_kernel import ConvolutionKernel
     from portmm.ops.convolution_weights import PackedConv
+    from portmm.ops.depthwise import DepthwiseKernel
     from portmm.spec.convolution import Convolution
 
 Array = np.ndarray[Any, Any]
@@ -39,7 +40,9 @@ _kinds = Memory(MOST)
 def readable(x: Array, w: PackedConv) -> Array:
     """Images in a form that kernels read, copied only if they must be."""
     dtype = x.dtype.newbyteorder("=")
-    if not w.channels_last:
+    if w.depthwise:
+        dtype = numpy_arrays.types_of(dtype, w.dtype)[0]
+    elif not w.channels_last:
         dtype = numpy_arrays.types_of(w.dtype, dtype)[1]
     elif hasattr(w.weight[0], "element"):
         dtype = numpy_arrays.types_of(dtype, w.dtype)[0]
@@ -72,7 +75,7 @@ def convolved(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, epilog
     except BuildError as error:
         fall_back(error)
         return _finished(_by_numpy(call, epilogue), call, wanted)
-    if not isinstance(kernel, ConvolutionKernel):
+    if isinstance(kernel, ScheduleError):
         return _finished(_split(call, epilogue) if epilogue else _by_numpy(call, None), call, wanted)
     to, (shape, dtype) = place.array, kernel.results[0]
     bound = kernel.bound
@@ -88,18 +91,28 @@ def convolved(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, epilog
 
 def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: bool) -> HostConvolution:
     """The convolution, with results of the requested type where kernels write them; others are converted afterwards."""
-    out, dtype = wanted
+    (out, dtype), kind = wanted, _kind_of(w)
     first = first_type(out, dtype)
     if fused:
-        return HostConvolution(x, w, size, dtype, first)
-    call = HostConvolution(x, w, size, first if dtype is None else dtype, None)
-    return call if call.wanted is None or call.writes() else HostConvolution(x, w, size, None, None)
+        return kind(x, w, size, dtype, first)
+    call = kind(x, w, size, first if dtype is None else dtype, None)
+    return call if call.wanted is None or call.writes() else kind(x, w, size, None, None)
 
 
-def _plain(call: HostConvolution, place: _Place) -> ConvolutionKernel | ScheduleError:
+def _kind_of(w: PackedConv) -> type[HostConvolution]:
+    """The class of convolutions by filters."""
+    if not w.depthwise:
+        return HostConvolution
+    from portmm.ops.depthwise import HostDepthwise  # it traces, which products without an epilogue do not
+
+    return HostDepthwise
+
+
+def _plain(call: HostConvolution, place: _Place) -> ConvolutionKernel | DepthwiseKernel | ScheduleError:
     """The kernel without an epilogue."""
     key = (call.kind, place.strides, config.current(), config.limit())
-    kernel: ConvolutionKernel | ScheduleError = _kinds.get(key) or _kinds.keep(key, call.ready(None, place.strides))
+    kernel: ConvolutionKernel | DepthwiseKernel | ScheduleError
+    kernel = _kinds.get(key) or _kinds.keep(key, call.ready(None, place.strides))
     return kernel
 
 
@@ -129,7 +142,7 @@ class Repeated:
         strides: of rows and items of a dense result, in elements.
     """
 
-    kernel: ConvolutionKernel
+    kernel: ConvolutionKernel | DepthwiseKernel
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
     strides: tuple[int, int]
@@ -139,12 +152,12 @@ class Repeated:
         """The record of a call that was made; None where it is not to be repeated like this."""
         if readable(x, w) is not x:
             return None
-        call = HostConvolution(x, w, size, None if dtype is None else np.dtype(dtype), None)
+        call = _kind_of(w)(x, w, size, None if dtype is None else np.dtype(dtype), None)
         if 0 in (*call.shape, size.depth) or not (dtype is None or call.writes()):
             return None
         strides = _dense(call.shape)
         kernel = _kinds.get((call.kind, strides, config.current(), config.limit()))
-        if not isinstance(kernel, ConvolutionKernel):
+        if kernel is None or isinstance(kernel, ScheduleError):
             return None
         return cls(kernel, _user_shape(call), kernel.results[0][1], strides)
 

@@ -155,7 +155,7 @@ class HostConvolution(HostProduct):
             if self.wanted and (fused or numpy_arrays.name_of(self.wanted) in ("f32", "f16", "bf16")):
                 usual = self.wanted
             return x, np.dtype(np.uint8), usual
-        left, right = (x, self.w.dtype) if self.last else (self.w.dtype, x)
+        left, right = (x, self.w.dtype) if self.last or self.w.depthwise else (self.w.dtype, x)
         left, right, usual = numpy_arrays.types_of(left, right, self.wanted)
         usual = np.dtype(np.float32) if fused and usual.kind in "iu" else usual
         return left, right, (self.wanted if fused and self.wanted else usual).newbyteorder("=")
@@ -164,8 +164,8 @@ class HostConvolution(HostProduct):
         """The default type of a result with an epilogue."""
         return self.types(fused=True)[2]
 
-    def selected(self, traced: Traced | None, c: tuple[int, int]) -> ConvolutionKernel:  # type: ignore[override]
-        """The kernel for calls of this kind.
+    def selected(self, traced: Traced | None, c: tuple[int, int]) -> Any:  # type: ignore[override]
+        """The kernel for calls of this kind, a `ConvolutionKernel`.
 
         Args:
             traced: the user's function, if there is one.

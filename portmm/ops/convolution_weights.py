@@ -1,7 +1,8 @@
 """Filters of convolutions, prepacked.
 
 Owns `pack_conv` and the class it returns. With channels last the matrix (tap channel, output) of each group is in
-panels, as `pack` makes them; with channels first filters are rows, dense, which kernels read as they are.
+panels, as `pack` makes them; with channels first filters are rows, dense, which kernels read as they are. Filters of
+single channels are one array, a row for each tap.
 """
 
 from __future__ import annotations
@@ -22,6 +23,8 @@ from portmm.spec.problem import family
 from portmm.weights.kinds import ArrayLike, WeightKind
 
 Array = np.ndarray[Any, Any]
+MOST_TAPS = 64
+"""Taps of filters of single channels that one kernel over rows reads; larger ones are products."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -29,7 +32,8 @@ class PackedConv(ArrayLike):
     """Filters in the form that kernels read, usable as the `w` of `conv`.
 
     Attributes:
-        weight: of each group, a packed one; with channels first the dense rows.
+        weight: of each group, a packed one; with channels first the dense rows. Where each channel has a filter of its
+            own, one array (tap, channel).
         shape: (outputs, channels of a group, *kernel).
         groups: of channels.
         layout: of the images.
@@ -47,7 +51,7 @@ class PackedConv(ArrayLike):
 
     def __post_init__(self) -> None:
         family = getattr(self.weight[0], "family", "") if self.weight else ""
-        object.__setattr__(self, "kind", (self.shape, self.groups, self.layout, self.dtype, family))
+        object.__setattr__(self, "kind", (self.shape, self.groups, self.layout, self.dtype, family, self.depthwise))
 
     @property
     def nbytes(self) -> int:
@@ -62,7 +66,12 @@ class PackedConv(ArrayLike):
     @property
     def int4(self) -> bool:
         """Whether elements are of four bits."""
-        return self.channels_last and not hasattr(self.weight[0], "element")
+        return self.channels_last and not self.depthwise and not hasattr(self.weight[0], "element")
+
+    @property
+    def depthwise(self) -> bool:
+        """Whether each channel is convolved by itself, by a kernel over rows."""
+        return 1 == len(self.weight) < self.groups
 
     def __repr__(self) -> str:
         groups = f", {self.groups} groups" if self.groups > 1 else ""
@@ -105,10 +114,14 @@ def pack_conv(
     by_group = array.reshape(groups, outputs, channels, *array.shape[2:])
     depth = channels * math.prod(array.shape[2:])
     dtype = array.dtype.newbyteorder("=")
-    if not last:
+    if bits is None and is_depthwise(array.shape, groups, numpy_arrays.name_of(dtype)):
+        taps = np.array(array.reshape(groups, depth).T, dtype, order="C")
+        taps.flags.writeable = False
+        weight: tuple[Any, ...] = (taps,)
+    elif not last:
         rows = np.array(by_group.reshape(groups, outputs, depth), dtype, order="C")
         rows.flags.writeable = False
-        weight: tuple[Any, ...] = tuple(rows)
+        weight = tuple(rows)
     else:
         order = (0, *range(3, 3 + spatial), 2, 1)
         matrices = by_group.transpose(order).reshape(groups, depth, outputs)
@@ -124,6 +137,11 @@ def pack_conv(
     return PackedConv(weight, tuple(array.shape), groups, layout, dtype)
 
 
+def is_depthwise(w: tuple[int, ...], groups: int, dtype: str) -> bool:
+    """Whether filters of a shape and a type are of single channels, which kernels over rows compute (`depthwise`)."""
+    return groups == w[0] > 1 == w[1] and dtype != "f64" and math.prod(w[2:]) <= MOST_TAPS
+
+
 def filter_type(w: Any, images: np.dtype[Any], layout: str) -> np.dtype[Any]:
     """The type of filters that kernels read beside images of a type.
 
@@ -136,7 +154,7 @@ def filter_type(w: Any, images: np.dtype[Any], layout: str) -> np.dtype[Any]:
         return dtype
     dtype = np.dtype(np.float32) if isinstance(w, PackedConv) and w.int4 else dtype
     # With channels first filters are A; images of bytes are swapped to channels last later.
-    first = last or images == np.uint8
+    first = last or images == np.uint8 or getattr(w, "depthwise", False)
     return numpy_arrays.types_of(images, dtype)[1] if first else numpy_arrays.types_of(dtype, images)[0]
 
 
@@ -156,6 +174,8 @@ def unpack_conv(w: PackedConv) -> Array:
 
     outputs, channels, *kernel = w.shape
     each = outputs // w.groups
+    if w.depthwise:
+        return np.ascontiguousarray(w.weight[0].T).reshape(w.shape)
     matrices = list(map(numbers, w.weight))
     if not w.channels_last:
         return np.concatenate(matrices).reshape(w.shape)
