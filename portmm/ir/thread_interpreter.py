@@ -2,7 +2,8 @@
 
 Owns `run_grid`. Threads of a block are threads of this process that meet at barriers; blocks run one after another. As
 in `ir.interpreter`, accesses are checked, and shared memory that was never written is NaN. What the lanes of a warp
-multiply together, or load as matrices, follows from the rows of fragments alone: `ir.warp_values`.
+multiply together, or load as matrices, follows from the rows of fragments alone: `ir.warp_values`. Barriers, copies of
+boxes and products of warpgroups: `ir.warpgroup_values`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.ir import warp_values
+from portmm.ir import warp_values, warpgroup_values
 from portmm.ir.index import Ptr
 from portmm.ir.interpreter import UNWRITTEN, Address, _Frame, _Machine, _view, evaluate, numpy_type
 from portmm.spec.dtype import BY_NAME, base
@@ -25,11 +26,22 @@ from portmm.target.device import CUDA_WARP
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from portmm.ir.grid_kernel import GridKernel
+    from portmm.ir.grid_kernel import GridKernel, MapOf
     from portmm.ir.nodes import LetPtr, Mac
-    from portmm.ir.thread_nodes import Barrier, Clear, CopyAsync, CopyCommit, CopyWait, Do, Exchange, Shared, Vector
+    from portmm.ir.thread_nodes import (
+        Barrier,
+        Clear,
+        CopyAsync,
+        CopyCommit,
+        CopyWait,
+        Do,
+        Exchange,
+        Get,
+        Shared,
+        Vector,
+    )
 
-PATIENCE = 20.0
+PATIENCE = 60.0
 """Seconds that threads wait for others at a barrier, which then will not come."""
 
 
@@ -57,7 +69,7 @@ def run_grid(
     real = {x.name: np.full(1, numbers[x.name], np.float32) for x in kernel.arguments if x.kind == "float"}
     blocks, slices = (range(evaluate(x, numbers)) for x in kernel.grid)
     for part, block in product(slices, blocks):
-        meet = _Block(kernel)
+        meet = _Block(kernel, numbers, arrays)
         at = [whole | {"block": block, "slice": part, "thread": i} for i in range(kernel.threads)]
         make = _Thread if machine is None else machine
         each = [make(kernel, cache(kernel.isa.word), x, pointers, None, meet=meet) for x in at]
@@ -72,9 +84,9 @@ def run_grid(
 
 
 class _Block:
-    """The threads of a block, with their shared memory."""
+    """The threads of a block, with their shared memory, and the tensors that its copies read."""
 
-    def __init__(self, kernel: GridKernel) -> None:
+    def __init__(self, kernel: GridKernel, numbers: Mapping[str, Any], arrays: Mapping[str, Address]) -> None:
         threads, warp = kernel.threads, kernel.isa.warp or CUDA_WARP
         self.all = Meeting(threads, timeout=PATIENCE)
         self.warp = warp
@@ -83,11 +95,22 @@ class _Block:
         self.exchanged: list[Any] = [None] * threads
         self.layout = {x.name: at for x, at in kernel.layout.items()}
         self.shared = np.full(kernel.shared_bytes, UNWRITTEN, np.uint8)
+        self.mbarriers: dict[int, warpgroup_values.Mbarrier] = {}
+        self.tensors = {x.name: (x.map, _tensor(x.map, numbers, arrays)) for x in kernel.arguments if x.map}
 
     def abort(self) -> None:
         """Release all threads that wait."""
-        for x in (self.all, *self.warps):
-            x.abort()
+        for meeting in (self.all, *self.warps):
+            meeting.abort()
+        for barrier in tuple(self.mbarriers.values()):
+            barrier.abort()
+
+
+def _tensor(of: MapOf, numbers: Mapping[str, Any], arrays: Mapping[str, Address]) -> np.ndarray:
+    """The array (items, rows, elements) of a tensor map."""
+    array, at, _ = _view(*arrays[of.pointer], of.dtype)
+    shape, strides = ([evaluate(x, numbers) for x in reversed(y)] for y in (of.sizes, of.strides))
+    return np.lib.stride_tricks.as_strided(array[at:], shape, [x * array.itemsize for x in (*strides, 1)])
 
 
 @dataclass(slots=True)
@@ -161,7 +184,55 @@ class _Thread(_Machine):
         d = self.elements_at(s.d, f, sums.elements, numpy_type(atom.acc))
         d += warp_values.multiplied(atom, every)[warp_values.places(sums)[self.lane]].astype(d.dtype)
 
+    def shared_at(self, p: Ptr, f: _Frame) -> int:
+        """The offset in bytes of an address in shared memory."""
+        array, at, _ = self.at(p, f, 0)
+        return array.ctypes.data - self.meet.shared.ctypes.data + at * array.itemsize
+
+    def do_get(self, s: Get, f: _Frame) -> None:
+        numbers = [self.value(x, f) for x in s.args if not isinstance(x, Ptr)]
+        at = [self.shared_at(x, f) for x in s.args if isinstance(x, Ptr)]
+        if s.primitive == "matrix_descriptor":
+            f.ints[s.name] = warpgroup_values.descriptor(*at, *numbers)
+        elif s.primitive == "shuffle_idx_s32":  # of a number that all lanes have
+            f.ints[s.name] = numbers[0]
+        else:
+            warp_values.primitive(s.primitive)
+
+    def of_warpgroup(self, s: Do, f: _Frame) -> bool:
+        """Do what warpgroups do; False where it is something else."""
+        pointers = [x for x in s.args if isinstance(x, Ptr)]
+        numbers = [self.value(x, f) for x in s.args if not isinstance(x, Ptr)]
+        if s.name in ("mbarrier_init", "mbarrier_expect", "mbarrier_arrive", "mbarrier_wait"):
+            self.at_barrier(s.name, self.shared_at(pointers[0], f), *numbers)
+        elif s.name == "tma_load":
+            to, tensor, barrier = pointers
+            lines = warpgroup_values.box(*self.meet.tensors[tensor.name], numbers)
+            warpgroup_values.land(self.meet.shared, self.shared_at(to, f), lines)
+            self.meet.mbarriers[self.shared_at(barrier, f)].add(0, -lines.size)
+        elif form := warpgroup_values.PRODUCT.fullmatch(s.name):
+            atom, (*sides, keep) = self.kernel.atom, numbers
+            types = [numpy_type(base(x)) for x in (atom.a, atom.b)]
+            whole = warpgroup_values.product(form, self.meet.shared, sides, types)
+            own = warpgroup_values.of_lane(whole, atom.acc_fragment, self.block["thread"] % atom.acc_fragment.lanes)
+            d = self.elements_at(pointers[0], f, len(own), numpy_type(atom.acc))
+            d[:] = d + own.astype(d.dtype) if keep else own
+        else:
+            return s.name.startswith(warpgroup_values.SILENT)
+        return True
+
+    def at_barrier(self, name: str, at: int, number: int = 0) -> None:
+        """Make a barrier for some arrivals, wait for the end of a phase, or arrive, and expect some bytes."""
+        if name == "mbarrier_init":
+            self.meet.mbarriers[at] = warpgroup_values.Mbarrier(number)
+        elif name == "mbarrier_wait":
+            self.meet.mbarriers[at].wait(number, PATIENCE)
+        else:
+            self.meet.mbarriers[at].add(1, number)
+
     def do_do(self, s: Do, f: _Frame) -> None:
+        if self.of_warpgroup(s, f):
+            return
         fragment, pointers = self.kernel.isa.fragments.get(s.name), [x for x in s.args if isinstance(x, Ptr)]
         if fragment is None:
             warp_values.primitive(s.name)(*(self.elements_at(p, f, 1, np.dtype(np.uint32)) for p in pointers))

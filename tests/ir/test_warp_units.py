@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 from test_matrix_units import machine
 from test_mma import BY_K, BY_ROW, MATRIX, ROWS, TURING, TURNED, posed
+from test_wgmma import HOPPER, schedule
 
 from portmm.codegen.lower import lower_grid
 from portmm.ir import warp_values
@@ -16,6 +17,7 @@ from portmm.ir.nodes import Scratch
 from portmm.ir.thread_interpreter import run_grid
 from portmm.ir.thread_nodes import Do
 from portmm.schedule.candidates import candidates
+from portmm.schedule.text import varied
 from portmm.target.target import load_isa
 
 SIZE = (17, 9, 24)
@@ -50,6 +52,25 @@ def test_products_are_those_of_fragments(product):
         for kernel in lower_grid(s, target.isa(s.isa)):
             run_grid(kernel, k.fields, arrays)
         k.check(c, s)
+
+
+WARPGROUPS = {
+    "one": (schedule("bf16-bf16-f32", BY_K, 64, 32), BY_K, (70, 40, 100)),
+    "two": (schedule("s8-s8-s32", BY_K, 128, 16, 2), BY_K, (130, 20, 150)),
+    "rows": (schedule("f16", BY_ROW, 64, 24, pingpong=True), BY_ROW, (64, 24, 72)),
+    "swapped": (varied(schedule("bf16", ROWS, 16, 64, swap=True), vectors=(8, 8, 2)), ROWS, (9, 72, 70)),
+}
+
+
+@pytest.mark.parametrize("name", WARPGROUPS)
+def test_products_of_warpgroups(name):
+    s, layouts, size = WARPGROUPS[name]
+    k = grid_cases.case(posed(s.dtype, layouts, s.vectors, size), s.vectors)
+    c = k.fresh()
+    arrays = {"a": (k.a, k.a_offset), "b": (k.b, k.b_offset), "c": (c, k.c.offset)}
+    for kernel in grid_cases.kernels_of(s, HOPPER):
+        run_grid(kernel, k.fields, arrays)
+    k.check(c, s)
 
 
 def test_copies_of_an_element_are_the_same():
