@@ -115,9 +115,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             for s in _packings(base, p, isa, atom):
                 if followed and p.b == "packed" and not s.a.packed:
                     continue  # panels from memory are prefetched, and A in place would be with them
-                yield s
-                if split and depth > 2 * s.kc and _adds_up(s, p, atom):
-                    yield replace(s, parallel=OVER_K)
+                yield from _shared(s, split and depth > 2 * s.kc and _adds_up(s, p, atom))
             yield from _textbook(base, p, isa, atom, target)
             if _both_in_place(p, isa, atom, nr) and p.m <= MODEL.few_rows:
                 stream = tuple([t._replace(k=min(t.k, 2 * MODEL.stream_depths[-1])) for t in base.tiles[1:]])
@@ -160,6 +158,16 @@ def _apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterato
     tiles = cache_tiles(mr, nr, MODEL.apart_depth, ALL, MODEL.apart_bytes // size // nr * nr, least_of(mr))
     base = base_schedule("gemm", p, isa, tiles, False, False)
     yield replace(base, b=base.b.prefetched(0, MODEL.ahead_bytes // size), c=base.c.with_pack(PACKED))
+
+
+def _shared(s: Schedule, split: bool) -> Iterator[Schedule]:
+    """A schedule, perhaps with k split among threads, or with blocks of few rows to share where panels of B are few."""
+    yield s
+    if split:
+        yield replace(s, parallel=OVER_K)
+    if not (s.a.packed or s.b.packed):
+        rows = MODEL.short_blocks * s.mr
+        yield replace(s, tiles=tuple([t._replace(m=rows) if t.level in ("L2", "L3") else t for t in s.tiles]))
 
 
 def far(target: Target) -> float:
