@@ -43,6 +43,9 @@ def bundle(  # noqa: PLR0917 - typer's parameters
         Path | None,
         typer.Option("--c", help="Also write a shared library, its header and sources to this folder, for C."),
     ] = None,
+    functions: Annotated[
+        Path | None, typer.Option(help="A file of lines NAME FILE.py:FUNCTION SHAPE ..., of functions for --c.")
+    ] = None,
     threads: Annotated[
         str, typer.Option(help="Numbers of threads that kernels are selected for.", show_default="1,2,4,8,16,32,64")
     ] = "",
@@ -55,22 +58,36 @@ def bundle(  # noqa: PLR0917 - typer's parameters
     """
     calls = [] if from_onnx is None else [model_calls.of_onnx(from_onnx, model_calls.sizes_of(sizes))]
     calls += [] if from_torch is None else [model_calls.of_torch(from_torch)]
-    making = shapes is not None or from_cache or bool(calls)
+    making = shapes is not None or functions is not None or from_cache or bool(calls)
     if not making and not check:
-        raise typer.BadParameter("give --shapes, --from-onnx, --from-torch, --from-cache or --check")
-    if to_c and shapes is None:
-        raise typer.BadParameter("--c writes a library of products: list them in a file, --shapes FILE")
+        raise typer.BadParameter("give --shapes, --functions, --from-onnx, --from-torch, --from-cache or --check")
+    if to_c and shapes is None and functions is None:
+        raise typer.BadParameter("--c writes a library of products and functions: --shapes FILE, --functions FILE")
+    if functions and not to_c:
+        raise typer.BadParameter("--functions names functions of a library: give its folder, --c FOLDER")
     if making:
-        _make(output, shapes, machines, threads, calls=calls, from_cache=from_cache, to_c=to_c, as_json=as_json)
+        lists = {"shapes": _read("--shapes", shapes), "functions": _read("--functions", functions)}
+        places = {"shapes": str(shapes), "functions": str(functions)}
+        _make(
+            output, lists, places, (machines, threads), calls=calls, from_cache=from_cache, to_c=to_c, as_json=as_json
+        )
     if check:
         _check(output, as_json=as_json)
 
 
+def _read(option: str, path: Path | None) -> str | None:
+    """The text of a file that an option names."""
+    try:
+        return None if path is None else path.read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"{option} {path} cannot be read: {error}") from error
+
+
 def _make(
     output: Path,
-    shapes: Path | None,
-    machines: str,
-    threads: str,
+    lists: dict[str, str | None],
+    places: dict[str, str],
+    options: tuple[str, str],
     *,
     calls: list[Callable[[], None]],
     from_cache: bool,
@@ -80,24 +97,29 @@ def _make(
     from portmm.build.cache import digest
     from portmm.build.trusted_files import write
     from portmm.host.detect import host
-    from portmm.ops import bundle_build, bundle_shapes, c_library
+    from portmm.ops import bundle_attention, bundle_build, bundle_shapes, c_library
 
-    start = time.perf_counter()
+    start, (machines, threads) = time.perf_counter(), options
     maker = bundle_build.Maker()
     words = [x.strip() for x in machines.split(",") if x.strip()] or [host().name]
-    counts = _counts(threads) or bundle_build.COUNTS
-    try:
-        text = None if shapes is None else shapes.read_text(encoding="utf-8")
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"--shapes {shapes} cannot be read: {error}") from error
+    counts, targets = _counts(threads) or bundle_build.COUNTS, bundle_shapes.machines_of(words)
     if from_cache:
         bundle_build.add_cache(maker)
     for run in calls:
-        bundle_build.add_calls(maker, run, bundle_shapes.machines_of(words), counts)
-    if text is not None:
-        bundle_build.add_shapes(
-            maker, bundle_shapes.shapes_of(text, str(shapes)), bundle_shapes.machines_of(words), counts
-        )
+        bundle_build.add_calls(maker, run, targets, counts)
+    if (text := lists["shapes"]) is not None:
+        attention = bundle_shapes.attention_of(text, places["shapes"])
+        shapes = bundle_shapes.shapes_of(text, places["shapes"], empty=bool(attention))
+        bundle_build.add_shapes(maker, shapes, targets, counts)
+        bundle_attention.add_attention(maker, attention, targets, counts)
+    functions = []
+    if (text := lists["functions"]) is not None:
+        from portmm.cli import library_calls
+
+        bundle_build.add_shapes(maker, (), targets, counts)
+        functions = library_calls.functions_of(library_calls.lines_of(text, places["functions"]), targets, counts)
+        for kernel, arch in library_calls.kernels_of(functions, targets):
+            maker.add_source(kernel, arch)
     with progress("compiling") as report:
         data = maker.pack(counts, report)
     try:
@@ -107,9 +129,9 @@ def _make(
         raise BundleError(f"{output} cannot be written: {error}") from error
     libraries = []
     if to_c:
-        archs = sorted({x.target.arch for x in maker.calls})
+        archs = sorted({x.arch for x in targets})
         folders = {arch: to_c if len(archs) == 1 else to_c / arch for arch in archs}
-        libraries = [str(c_library.write(maker, folders[arch], arch)) for arch in archs]
+        libraries = [str(c_library.write(maker, folders[arch], arch, functions)) for arch in archs]
     about = {"path": str(output), "bytes": len(data), "sha256": digest(data), "seconds": time.perf_counter() - start}
     if as_json:
         rows = [

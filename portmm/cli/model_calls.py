@@ -5,6 +5,7 @@ Owns the inputs that a model is run with: ones, of the sizes that its dynamic ax
 
 from __future__ import annotations
 
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +14,7 @@ import numpy as np
 from portmm.errors import BundleError, PortmmError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 USUAL = {0: (1,)}
@@ -42,22 +43,31 @@ def of_onnx(path: Path, sizes: Mapping[str, tuple[int, ...]]) -> Callable[[], No
     """The calls of a model in ONNX's format, with each combination of sizes of its axes."""
 
     def run() -> None:
-        from portmm.onnx import load
-
-        session = load(path, progress=False)
-        inputs = session.get_inputs()
-        axes: dict[Any, tuple[int, ...]] = {
-            x: sizes.get(str(x), USUAL.get(i, OTHERS))
-            for y in inputs
-            for i, x in enumerate(y.shape)
-            if not isinstance(x, int)
-        }
-        for values in product(*axes.values()):
-            known: dict[Any, int] = dict(zip(axes, values, strict=True))
-            shapes = {x.name: [n if isinstance(n, int) else known[n] for n in x.shape] for x in inputs}
-            session.run({x.name: np.ones(shapes[x.name], _dtype(x.type)) for x in inputs})
+        for _, call in calls_of_onnx(path, sizes):
+            call()
 
     return run
+
+
+def calls_of_onnx(
+    path: Path, sizes: Mapping[str, tuple[int, ...]]
+) -> Iterator[tuple[dict[str, Any], Callable[[], Any]]]:
+    """The inputs of a model in ONNX's format for each combination of sizes of its axes, and the call with them."""
+    from portmm.onnx import load
+
+    session = load(path, progress=False)
+    inputs = session.get_inputs()
+    axes: dict[Any, tuple[int, ...]] = {
+        x: sizes.get(str(x), USUAL.get(i, OTHERS))
+        for y in inputs
+        for i, x in enumerate(y.shape)
+        if not isinstance(x, int)
+    }
+    for each in product(*axes.values()):
+        known: dict[Any, int] = dict(zip(axes, each, strict=True))
+        shapes = {x.name: [n if isinstance(n, int) else known[n] for n in x.shape] for x in inputs}
+        values = {x.name: np.ones(shapes[x.name], _dtype(x.type)) for x in inputs}
+        yield values, partial(session.run, values)
 
 
 def _dtype(text: str) -> Any:

@@ -6,6 +6,7 @@ Owns `compiled_program`, which splits a graph further until each of its units ha
 from __future__ import annotations
 
 import math
+from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,13 +21,26 @@ from portmm.ops import host_matmul
 from portmm.trace.placeholders import Placeholder, rebuilt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.plan import Builder
 
 MOST_TRIES = 64
 """Partitions of one graph that are tried."""
+
+
+_builders: list[Callable[..., Builder]] = []
+
+
+@contextmanager
+def built_by(make: Callable[..., Builder]) -> Iterator[None]:
+    """Build programs for the host by another builder in a block, which no NumPy stands in for."""
+    _builders.append(make)
+    try:
+        yield
+    finally:
+        _builders.pop()
 
 
 class Compiled(NamedTuple):
@@ -63,17 +77,11 @@ def compiled_program(
     Raises:
         TypeError: some of its arrays are on a device, others in the host's memory.
         ValueError: its arrays are on several devices.
-        ScheduleError: something has no kernel on a device.
+        ScheduleError: something has no kernel on a device, or for the builder of `built_by`.
     """
     there = bool(graph.device_arrays)
-    make: Callable[..., Builder] = partial(HostBuilder, clock=clock)
-    if there:
-        from portmm.fusion import plan_grid
-
-        make = plan_grid.GridBuilder
-    else:
-        host_matmul.begin()
-    if not there and any(0 in x.shape or (x.kind == "matmul" and 0 in x.inputs[0].shape) for x in graph.nodes):
+    strict, make = there or bool(_builders), _builder_of(graph, clock)
+    if not strict and any(0 in x.shape or (x.kind == "matmul" and 0 in x.inputs[0].shape) for x in graph.nodes):
         return _evaluated(graph, result, "an array is empty: NumPy computes the function")
     plain: dict[Node, str] = {}
     numpy: dict[Node, str] = {}
@@ -90,7 +98,7 @@ def compiled_program(
                 continue
             run, source = builder.program(result)
         except (ScheduleError, BuildError) as error:
-            if there:
+            if strict:
                 raise
             if isinstance(error, BuildError):
                 fall_back(error)
@@ -99,9 +107,21 @@ def compiled_program(
         apart = [*stored, *split.apart, *unjoined, *((x.where, f"{x.name}: {why}") for x, why in numpy.items())]
         scratch = builder.writer.arena.size if isinstance(builder, HostBuilder) else 0
         return Compiled(run, builder.kernels, scratch, apart, source, [])
-    if there:
+    if strict:
         raise ScheduleError("no way to split the function into kernels was found")
     return _evaluated(graph, result, "no way to split it was found")
+
+
+def _builder_of(graph: Graph, clock: Callable[[int], None] | None) -> Callable[..., Builder]:
+    """The builder of a graph's program, after the run time is loaded, where it runs."""
+    if graph.device_arrays:
+        from portmm.fusion import plan_grid
+
+        return plan_grid.GridBuilder
+    if _builders:
+        return _builders[-1]
+    host_matmul.begin()
+    return partial(HostBuilder, clock=clock)
 
 
 def _evaluated(graph: Graph, result: Any, why: str) -> Compiled:

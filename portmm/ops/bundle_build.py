@@ -16,7 +16,7 @@ from portmm.build import cache, kernel_store
 from portmm.build.bundle import packed
 from portmm.build.compiler import common_options, find_compiler
 from portmm.codegen.c_kernel import source
-from portmm.codegen.lower import lower_pack
+from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.dispatch import cpu_kernels, stored_kernels
 from portmm.dispatch.schedule_choice import select_for_class
 from portmm.dispatch.stored_kernels import CODE, MACHINES, THREADS
@@ -32,8 +32,9 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
+    from portmm.ir.index import Index
     from portmm.ir.nodes import Kernel
-    from portmm.ops.bundle_shapes import Shape
+    from portmm.ops.bundle_shapes import AttentionShape, Shape
     from portmm.spec.problem import Family, Problem
     from portmm.target.target import Target
 
@@ -86,6 +87,35 @@ class Call(NamedTuple):
     one: bool
 
 
+class AttentionCall(NamedTuple):
+    """The kernel of attention for calls of a kind.
+
+    Attributes:
+        machine: name of the machine.
+        threads: the most threads.
+        shape: the shape, of `queries`.
+        queries: number of queries.
+        question: for its code.
+        workspace: bytes of its scratch, in fields of the argument block.
+        step, run: keys of a block, and of a KV split.
+        least: the least number of queries.
+        units: what d and dv are multiples of.
+        align: bytes that the address of keys is a multiple of.
+    """
+
+    machine: str
+    threads: int
+    shape: AttentionShape
+    queries: int
+    question: str
+    workspace: Index
+    step: int
+    run: int
+    least: int
+    units: tuple[int, int]
+    align: int
+
+
 @dataclass(frozen=True, slots=True)
 class Job:
     """A source to compile."""
@@ -130,10 +160,12 @@ class Maker:
         built: what the bundle has, for a table.
         calls: the kernels that were selected.
         packings: of weights, by machine and types: the layout, and the questions for the kernels that pack.
+        attentions: kernels of attention, for the library for C.
         objects: compiled objects, by question.
         facts: answers without an object, by question.
         linked: symbols of kernels in the bundle's library, by question.
         machines: instruction sets by name of a machine.
+        targets: the machines.
     """
 
     def __init__(self) -> None:
@@ -143,10 +175,18 @@ class Maker:
         self.built: list[Built] = []
         self.calls: list[Call] = []
         self.packings: dict[tuple[str, str], tuple[Family, str, str]] = {}
+        self.attentions: list[AttentionCall] = []
         self.objects: dict[str, bytes] = {}
         self.facts: dict[str, tuple[str, ...]] = {}
         self.linked: dict[str, str] = {}
         self.machines: dict[str, tuple[str, ...]] = {}
+        self.targets: list[Target] = []
+
+    def add_machine(self, target: Target) -> None:
+        """Add a machine."""
+        if target.name not in self.machines:
+            self.targets.append(target)
+        self.machines[target.name] = tuple(isa.name for isa in target.isas)
 
     def add_source(self, kernel: Kernel, arch: str) -> str:
         """Add the source of a kernel, and return its question."""
@@ -184,14 +224,19 @@ class Maker:
                 self.calls.append(Call(target, threads, p, best.rows, text, best.workers == 1))
                 if threads == 1:
                     last = self.codes[text][1][0], _seconds(p, best, target)
-        if shape.b == "packed" and not family.startswith("u4"):
+        if shape.b == "packed":
             self.add_packing(shape.dtype, target)
         self.built.append(Built(target.name, shape, shape.rows[-1], last[0], len(schedules), last[1]))
 
     def add_packing(self, dtype: str, target: Target) -> None:
-        """Add the kernels that pack a weight."""
-        isa, _ = cpu_kernels.packing_unit(dtype, target)
+        """Add the kernels that pack a weight, where there are some."""
         layout = family_of(cpu_kernels.family(dtype, target))
+        if layout.dtype == "u4":
+            with suppress(ScheduleError):
+                source = self.add_source(lower_int4_repack(cpu_kernels.int4_unit(target)[0], layout), target.arch)
+                self.packings[target.name, dtype] = layout, source, source
+            return
+        isa, _ = cpu_kernels.packing_unit(dtype, target)
         nr = layout.nr
         every = [self.add_source(lower_pack(isa, dtype, nr, x), target.arch) for x in ("row", "col")]
         self.packings[target.name, dtype] = (layout, every[0], every[1])
@@ -280,7 +325,7 @@ def add_shapes(maker: Maker, shapes: Sequence[Shape], machines: Sequence[Target]
         BundleError: no machine multiplies the types of a shape.
     """
     for target in machines:
-        maker.machines[target.name] = tuple(isa.name for isa in target.isas)
+        maker.add_machine(target)
     for shape in shapes:
         errors = []
         for target in machines:
@@ -306,7 +351,7 @@ def add_calls(maker: Maker, run: Callable[[], None], machines: Sequence[Target],
     from portmm.ops.recorded_kernels import of_calls
 
     for target, kernels in zip(machines, of_calls(run, machines, counts).values(), strict=True):
-        maker.machines[target.name] = tuple(isa.name for isa in target.isas)
+        maker.add_machine(target)
         for kernel in kernels:
             maker.add_source(kernel, target.arch)
     for arch in dict.fromkeys(x.arch for x in machines):

@@ -1,6 +1,6 @@
 """Shapes and machines of a bundle, as a file and a command line name them.
 
-Owns `Shape`, the files that list shapes, and the problems of calls with dense arrays.
+Owns `Shape` and `AttentionShape`, the files that list shapes, and the problems of calls with dense arrays.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from portmm.spec.row_classes import rows as rows_of
 from portmm.target.target import described, instance, load_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Sequence
 
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -24,6 +24,12 @@ if TYPE_CHECKING:
 LAYOUTS = ("row", "col", "packed")
 MOST_ROWS = 1 << 16
 """Largest M of a range."""
+ATTENTION = "attention"
+"""The word that begins a line of attention."""
+ATTENTION_EXAMPLE = "attention 1,128 512 64 f32 heads=32 kv_heads=8 causal"
+"""Such a line: queries, keys, elements of a head."""
+ATTENTION_FLAGS, ATTENTION_SIZES = ("causal", "window", "lse"), ("items", "heads", "kv_heads", "dv")
+ATTENTION_TYPES = ("f32", "bf16", "f16")
 EXAMPLE = "1-512 768 3072 f32 packed"
 """A line of a file."""
 
@@ -50,8 +56,41 @@ class Shape:
         return f"{m}x{self.n}x{self.k} {self.dtype} {self.b}"
 
 
-def shapes_of(text: str, where: str = "shapes") -> list[Shape]:
+@dataclass(frozen=True, slots=True)
+class AttentionShape:
+    """Sizes of attention.
+
+    Attributes:
+        queries: their numbers.
+        keys: number of keys.
+        d, dv: elements of heads of K, and of V.
+        dtype: of the operands.
+        items, heads, kv_heads: of a batch, and heads of an item.
+        causal, window, lse: which keys are seen, and whether logarithms of sums are returned.
+    """
+
+    queries: tuple[int, ...]
+    keys: int
+    d: int
+    dv: int
+    dtype: str
+    items: int = 1
+    heads: int = 8
+    kv_heads: int = 8
+    causal: bool = False
+    window: bool = False
+    lse: bool = False
+
+
+def shapes_of(text: str, where: str = "shapes", *, empty: bool = False) -> list[Shape]:
     """The shapes of a file: a line each, `M N K [types] [layout of B]`; M may be a range as 1-512, or a list as 1,16.
+
+    Lines of attention are those of `bundle_attention`.
+
+    Args:
+        text: of the file.
+        where: its name.
+        empty: there may be none.
 
     Raises:
         BundleError: a line is none.
@@ -59,7 +98,7 @@ def shapes_of(text: str, where: str = "shapes") -> list[Shape]:
     shapes = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
-        if not words:
+        if not words or words[0] == ATTENTION:
             continue
         try:
             shapes.append(_shape(*words))
@@ -67,7 +106,7 @@ def shapes_of(text: str, where: str = "shapes") -> list[Shape]:
             raise BundleError(
                 f"{where}, line {number}: {line.strip()!r} is no shape ({error}); write as: {EXAMPLE}"
             ) from error
-    if not shapes:
+    if not shapes and not empty:
         raise BundleError(f"{where} has no shapes; write lines as: {EXAMPLE}")
     return shapes
 
@@ -98,6 +137,45 @@ def _shape(*words: str) -> Shape:
             values[min(top, end)] = None
             at = top + 1
     return Shape(tuple(values), n, k, word, b)
+
+
+def attention_of(text: str, where: str) -> list[AttentionShape]:
+    """The sizes of attention that a file lists, as `ATTENTION_EXAMPLE` is a line of it.
+
+    Raises:
+        BundleError: a line is none.
+    """
+    shapes = []
+    for number, line in enumerate(text.splitlines(), 1):
+        words = line.partition("#")[0].split()
+        if words[:1] != [ATTENTION]:
+            continue
+        try:
+            shapes.append(_attention(words[1:]))
+        except ValueError as error:
+            raise BundleError(
+                f"{where}, line {number}: {line.strip()!r} is no attention ({error}); write as: {ATTENTION_EXAMPLE}"
+            ) from error
+    return shapes
+
+
+def _attention(words: Sequence[str]) -> AttentionShape:
+    plain = [x for x in words if "=" not in x and x not in ATTENTION_FLAGS]
+    sizes = dict(x.split("=", 1) for x in words if "=" in x)
+    if not 3 <= len(plain) <= 4:
+        raise ValueError("it takes the numbers of queries and keys, elements of a head, and the type")
+    if unknown := set(sizes) - set(ATTENTION_SIZES):
+        raise ValueError(f"{min(unknown)}= is none of {', '.join(ATTENTION_SIZES)}")
+    queries, (keys, d) = tuple(map(int, plain[0].split(","))), map(int, plain[1:3])
+    dtype, number = (*plain, "f32")[3], {name: int(x) for name, x in sizes.items()}
+    heads = number.get("heads", 8)
+    kv_heads, dv = number.get("kv_heads", heads), number.get("dv", d)
+    if min(*queries, keys, d, dv, heads, kv_heads, number.get("items", 1)) < 1 or heads % kv_heads:
+        raise ValueError("sizes are positive, and heads a multiple of kv_heads")
+    if dtype not in ATTENTION_TYPES:
+        raise ValueError(f"the type is {dtype}, not f32, bf16 or f16")
+    flags = {x: x in words for x in ATTENTION_FLAGS}
+    return AttentionShape(queries, keys, d, dv, dtype, number.get("items", 1), heads, kv_heads, **flags)
 
 
 def machines_of(words: Iterable[str]) -> list[Target]:

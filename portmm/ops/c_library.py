@@ -18,6 +18,7 @@ from portmm.dispatch.stored_kernels import rows_of
 from portmm.errors import BuildError
 from portmm.host.features import CPUID
 from portmm.ir.index import Index, parsed
+from portmm.ops import c_programs
 from portmm.runtime import cpu as cpu_runtime
 from portmm.spec.dtype import BY_NAME, types
 from portmm.util.templates import render
@@ -26,23 +27,26 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portmm.build.compiler import Compiler
-    from portmm.ops.bundle_build import Call, Job, Maker
+    from portmm.ops.bundle_build import AttentionCall, Call, Job, Maker
+    from portmm.ops.c_programs import Function
     from portmm.spec.problem import Family, Problem
+    from portmm.target.target import Target
 
-LETTERS = {"row": "r", "col": "c", "packed": "p"}
+LETTERS = {"row": "r", "col": "c", "packed": "p", "codes": "4"}
 NAME = "libportmm.so"
 LISTED = {name for bits in CPUID.values() for name in bits}
 """Features of x86-64 that the library reads by cpuid; others are those that the system lists."""
 HIDDEN = ("-fvisibility=hidden",)
 
 
-def write(maker: Maker, folder: Path, arch: str) -> Path:
+def write(maker: Maker, folder: Path, arch: str, functions: Sequence[Function] = ()) -> Path:
     """Write the sources of the library for an architecture, and build it.
 
     Args:
         maker: with shapes.
         folder: where to; it is made.
         arch: architecture.
+        functions: functions by name, of programs for machines of the maker.
 
     Returns:
         The library.
@@ -53,14 +57,27 @@ def write(maker: Maker, folder: Path, arch: str) -> Path:
     """
     folder.mkdir(parents=True, exist_ok=True)
     calls = [x for x in maker.calls if x.target.arch == arch and x.problem.b in LETTERS and not x.problem.fused]
-    packings = {x: y for x, y in maker.packings.items() if any(c.target.name == x[0] for c in calls)}
+    targets = {x.name: x for x in maker.targets if x.arch == arch}
+    packings = {x: y for x, y in maker.packings.items() if x[0] in targets}
+    attentions = [x for x in maker.attentions if x.machine in targets]
+    functions = [_of_machines(x, targets) for x in functions]
+    sources = {i: maker.add_source(x, arch) for i, x in c_programs.kernels_of(functions).items()}
     questions = dict.fromkeys(maker.codes[x.schedule][0] for x in calls)
     questions |= dict.fromkeys(y for _, *every in packings.values() for y in every)
+    questions |= dict.fromkeys([*(x.question for x in attentions), *sources.values()])
     numbers = {question: i for i, question in enumerate(questions)}
     here = Path(cpu_runtime.__file__).parent
     header, code = ((here / x).read_text(encoding="utf-8") for x in ("portmm.h", "library.c"))
+    header = header.replace("/* functions */\n", c_programs.header_of(functions))
     run_time = cpu_runtime.source(python=False).replace("__dso_handle", "not_from_crtbegin")
-    tables = _tables(maker, calls, packings, numbers)
+    machines = dict(sorted(targets.items(), key=lambda x: -len(x[1].isas)))  # the one with the most first
+    tables = _tables(maker, machines, (calls, packings, attentions), numbers)
+    code += c_programs.tables_of(
+        functions, {x: i for i, x in enumerate(machines)}, lambda x: f"portmm_kernel_{numbers[sources[id(x)]]}"
+    )
+    for key, data in {k: v for x in functions for k, v in x.constants.items()}.items():
+        (folder / "constants").mkdir(exist_ok=True)
+        (folder / f"constants/{key}.bin").write_bytes(data)
     (folder / "portmm.h").write_text(header, encoding="utf-8")
     run_time += cpu_runtime.features_source()
     (folder / "portmm.c").write_text(f'{run_time}#line 1 "portmm.h"\n{header}\n{tables}\n{code}', encoding="utf-8")
@@ -120,13 +137,22 @@ def _run(command: Sequence[str], folder: Path) -> None:
         raise BuildError(f"{shlex.join(command)} failed in {folder}:\n{done.stderr[:2000]}")
 
 
+def _of_machines(f: Function, targets: Mapping[str, Target]) -> Function:
+    """A function with the programs for some machines alone, and their constants."""
+    programs = {x: y for x, y in f.programs.items() if x[0] in targets}
+    used = {key for p in programs.values() for key in p.constants}
+    return f._replace(programs=programs, constants={k: v for k, v in f.constants.items() if k in used})
+
+
 def _tables(
-    maker: Maker, calls: list[Call], packings: dict[tuple[str, str], tuple[Family, str, str]], numbers: dict[str, int]
+    maker: Maker,
+    machines: Mapping[str, Target],
+    has: tuple[list[Call], dict[tuple[str, str], tuple[Family, str, str]], list[AttentionCall]],
+    numbers: dict[str, int],
 ) -> str:
     """The tables of the library in C: a template, with what its rows hold."""
-    machines = {x.target.name: x.target for x in calls}
-    # The one with the most instruction sets first.
-    order = sorted(machines, key=lambda x: -len(machines[x].isas))
+    calls, packings, attentions = has
+    order = list(machines)
     index = {name: i for i, name in enumerate(order)}
     heights = {maker.codes[x.schedule][0]: rows_of(x.schedule) for x in calls}
     about = {maker.codes[x.schedule][0]: maker.codes[x.schedule][1] for x in calls}
@@ -147,8 +173,9 @@ def _tables(
         packings=[
             _packing(dtype, layout, (index[machine], numbers[by_rows], numbers[by_columns]))
             for (machine, dtype), (layout, by_rows, by_columns) in packings.items()
-            if machine in index
         ],
+        scratches=[_c(x.workspace) for x in attentions],
+        attentions=[_attention(x, i, index[x.machine], numbers[x.question]) for i, x in enumerate(attentions)],
     )
 
 
@@ -164,12 +191,24 @@ def _row(x: Call, index: dict[str, int], kernel: int) -> str:
 def _packing(dtype: str, layout: Family, places: tuple[int, int, int]) -> str:
     """The initializer of a `struct packing`: `places` are the machine, and the kernels for B by rows and by columns."""
     width = BY_NAME[types(dtype)[1]].bytes
-    return f'{{"{dtype}", {", ".join(map(str, places))}, {int(layout.sums)}, {layout.nr}, {layout.kr}, {width}}}'
+    numbers = (*places, int(layout.sums), layout.group, layout.nr, layout.kr, width)
+    return f'{{"{dtype}", {", ".join(map(str, numbers))}}}'
+
+
+def _attention(x: AttentionCall, number: int, machine: int, kernel: int) -> str:
+    """The initializer of a `struct attention`."""
+    shape = x.shape
+    flags = f"{int(shape.causal)}, {int(shape.window)}, {int(shape.lse)}, scratch_{number}"
+    numbers = (x.threads, x.queries, shape.keys, shape.d, x.step, x.run, x.least, *x.units, x.align)
+    places = f'"{shape.dtype}", {machine}, {kernel}'
+    return f"{{{places}, {flags}, {', '.join(map(str, numbers))}, {BY_NAME[shape.dtype].bytes}}}"
 
 
 def _c(x: Index) -> str:
     """An integer expression in C."""
-    if x.op in ("const", "var"):
+    if x.op == "var":
+        return str(x.args[0]) if x.args[0] in ("m", "n", "workers") else f"p->{x.args[0]}"
+    if x.op == "const":
         return str(x.args[0])
     left, right = (_c(y) for y in x.args)  # type: ignore[arg-type]
     if x.op in ("min", "max"):

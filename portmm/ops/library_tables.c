@@ -1,19 +1,30 @@
-struct kernel { kernel_function function; long (*workspace)(long, long, long, long, long);
+typedef long (*scratch)(const portmm_args *, long m, long n, long workers);
+struct kernel { kernel_function function; scratch workspace;
   int swap, size; long least, most; };
 struct row { const char *types; char a, b; int machine, kernel, one;
   long threads, least, most, n, k; long bytes[3]; };
-struct packing { const char *types; int machine, by_rows, by_columns, sums; long nr, kr, bytes; };
+struct packing { const char *types; int machine, by_rows, by_columns, sums; long group, nr, kr, bytes; };
+struct attention { const char *type; int machine, kernel, causal, window, lse; scratch workspace;
+  long threads, queries, keys, d, step, run, least, d_unit, dv_unit, align, bytes; };
+struct variant { int machine; long threads, arena; int (*run)(char *const *, const float *, char *); };
 {% for x in kernels %}
 void portmm_kernel_{{ x.number }}(const portmm_args *args);
-static long workspace_{{ x.number }}(long m, long n, long k, long batch, long workers) {
-  (void)m, (void)n, (void)k, (void)batch, (void)workers;
+static long workspace_{{ x.number }}(const portmm_args *p, long m, long n, long workers) {
+  (void)p, (void)m, (void)n, (void)workers;
   return {{ x.workspace }};
+}
+{% endfor %}
+{% for x in scratches %}
+static long scratch_{{ loop.index0 }}(const portmm_args *p, long m, long n, long workers) {
+  (void)p, (void)m, (void)n, (void)workers;
+  return {{ x }};
 }
 {% endfor %}
 static const struct kernel kernels[] = {
 {% for x in kernels %}
   {portmm_kernel_{{ x.number }}, workspace_{{ x.number }}, {{ x.swap }}, {{ x.size }}, {{ x.least }}, {{ x.most }}},
 {% endfor %}
+  {NULL, NULL, 0, 0, 0, 0},
 };
 enum { MACHINES = {{ machines | length }} };
 static const struct { const char *name; const char *const *features; } machines[] = {
@@ -26,12 +37,20 @@ static const struct row rows[] = {
 {% for x in rows %}
   {{ x }},
 {% endfor %}
+  {.machine = -1},
 };
-enum { ROWS = sizeof rows / sizeof *rows };
+enum { ROWS = sizeof rows / sizeof *rows - 1 };
 static const struct packing packings[] = {
 {% for x in packings %}
   {{ x }},
 {% endfor %}
-  {"", -1, 0, 0, 0, 0, 0, 0},
+  {"", -1, 0, 0, 0, 0, 0, 0, 0},
 };
 enum { PACKINGS = sizeof packings / sizeof *packings - 1 };
+static const struct attention attentions[] = {
+{% for x in attentions %}
+  {{ x }},
+{% endfor %}
+  {.machine = -1},
+};
+enum { ATTENTIONS = sizeof attentions / sizeof *attentions - 1 };

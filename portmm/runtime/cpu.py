@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from portmm.ir.abi import ARGS
 from portmm.util import locks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from portmm.build.shared_object import Artifact
     from portmm.errors import BuildError
@@ -247,6 +248,17 @@ def _load(code: bytes, path: Path | None) -> Runtime:
     except BuildError as error:
         _refused[:] = [error.again()]
         raise
+
+
+@contextmanager
+def replaced(other: Any) -> Iterator[None]:
+    """Take another run time of the same interface in a block."""
+    before = runtime()
+    _loaded[0] = other
+    try:
+        yield
+    finally:
+        _loaded[0] = before
 
 
 def types() -> Any:

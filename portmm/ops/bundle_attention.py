@@ -1,0 +1,68 @@
+"""Attention in bundles: the kernels for its sizes on machines that are not here.
+
+Owns `add_attention`. The kernel of a call serves other sizes too, within the limits of the record.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays import numpy_arrays
+from portmm.dispatch import config
+from portmm.ops.attention import attention
+from portmm.ops.bundle_build import AttentionCall
+from portmm.ops.recorded_kernels import launches_of
+from portmm.spec.dtype import BY_NAME
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.ops.bundle_build import Maker
+    from portmm.ops.bundle_shapes import AttentionShape
+    from portmm.target.target import Target
+
+
+def add_attention(
+    maker: Maker, shapes: Sequence[AttentionShape], machines: Sequence[Target], counts: Sequence[int]
+) -> None:
+    """Add the kernels of attention of some sizes on machines.
+
+    Raises:
+        ScheduleError: a machine has no unit for a type.
+    """
+    for target in machines:
+        maker.add_machine(target)
+        for threads in counts:
+            with launches_of(target) as recorder, config.config(threads=threads):
+                for shape in shapes:
+                    for queries in shape.queries:
+                        recorder.launches = []
+                        _run(shape, queries)
+                        (launch,) = recorder.launches
+                        maker.attentions.append(_call(maker, launch, shape, queries, (target, threads)))
+
+
+def _run(x: AttentionShape, queries: int) -> None:
+    dtype = numpy_arrays.numpy_of(x.dtype)
+    q, k, v = (
+        np.empty((x.items, heads, rows, columns), dtype)
+        for heads, rows, columns in ((x.heads, queries, x.d), (x.kv_heads, x.keys, x.d), (x.kv_heads, x.keys, x.dv))
+    )
+    attention(q, k, v, causal=x.causal, window=x.keys if x.window else None, return_lse=x.lse)
+
+
+def _call(maker: Maker, launch: Any, x: AttentionShape, queries: int, on: tuple[Target, int]) -> AttentionCall:
+    kernel, (target, threads) = launch.route.kernel.kernel, on
+    atom, isa = kernel.atom, kernel.isa
+    step, run = launch.numbers[10], launch.numbers[15]
+    width = 2 * atom.n  # the columns of a register tile of the second product
+    masks = bool(isa.spelling(atom, "load_mask", x.dtype))
+    packs = atom.k_pack > 1 or atom.tiled or not (masks or not x.dv % width)
+    units = (atom.k if atom.k_pack > 1 and not run else 1, 1 if run or packs or masks else width)
+    align = atom.k_pack * BY_NAME[x.dtype].bytes if not run else BY_NAME[x.dtype].bytes
+    workspace = kernel.workspace * BY_NAME[atom.acc].bytes
+    question = maker.add_source(kernel, target.arch)
+    least = atom.m if atom.tiled else 1
+    return AttentionCall(target.name, threads, x, queries, question, workspace, step, run, least, units, align)
