@@ -155,9 +155,10 @@ def _apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterato
         return
     top = tallest(isa, atom, nr)
     mr = p.m if p.m <= top else min(top, MODEL.in_place_rows)
-    tiles = cache_tiles(mr, nr, MODEL.apart_depth, ALL, MODEL.apart_bytes // size // nr * nr, least_of(mr))
-    base = base_schedule("gemm", p, isa, tiles, False, False)
-    yield replace(base, b=base.b.prefetched(0, MODEL.ahead_bytes // size), c=base.c.with_pack(PACKED))
+    for width in MODEL.apart_bytes:
+        tiles = cache_tiles(mr, nr, MODEL.apart_depth, ALL, width // size // nr * nr, least_of(mr))
+        base = base_schedule("gemm", p, isa, tiles, False, False)
+        yield replace(base, b=base.b.prefetched(0, MODEL.ahead_bytes // size), c=base.c.with_pack(PACKED))
 
 
 def _shared(s: Schedule, split: bool) -> Iterator[Schedule]:

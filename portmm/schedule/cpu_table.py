@@ -166,7 +166,9 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
     gathers, near = pack_b and not once and s.b.layout == "row", max(s.tiles[2].n, visit_n)
     lines, ways = max(1.0, visit_n * b / LINE), level.ways if level else WHOLE
     run = max(1.0, near * sizes[1] / LINE) if gathers else lines
+    # Rows of C do not meet those of A where sums are in tiles of their own.
     crowded = model.crowded if s.mr + model.passing >= ways else 1.0
+    thrashed = 1.0 if s.c.packed else model.thrashed
     carried = 1.0 + (atom.n.bit_length() if dots else 0)
     return {
         "mr": s.mr, "mc": model.dot_rows if copied else s.mc or WHOLE,
@@ -179,9 +181,9 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "rate": macs_per_cycle(target, isa, atom, s.dtype),
         "steps": model.loop_cycles + model.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
         + model.line_ahead * lines * (s.b.prefetch > 0 or s.b.along > 0),
-        "begins": model.sweep_cycles + model.sweep_line * lines if sweeping
+        "begins": model.sweep_cycles + model.sweep_line * lines * (not s.b.along) if sweeping
         else model.dot_cycles if dots else model.tile_cycles,
-        "crowded": (model.thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
+        "crowded": (thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "apart": 1.0 + model.apart / lines * (not sweeping),
         "sweeps": sweeping, "unhidden": _unhidden(s, model, sweeping),
         "runs": 1.0 + (model.short_ahead if prefetches and not gathers else model.short_runs) / run, "near": near,
