@@ -211,11 +211,17 @@ _LAZY = {
 are functions of elements."""
 
 
+_PACKAGES = ("array_api", "dask", "jax", "onnx", "torch")
+"""Packages for other libraries, which need no import of their own: `pm.dask.matmul`."""
+
+
 def __getattr__(name: str) -> object:
-    if name not in __all__:
-        raise AttributeError(f"module 'portmm' has no attribute {name!r}")
     from importlib import import_module
 
+    if name in _PACKAGES:
+        return import_module(f"portmm.{name}")
+    if name not in __all__:
+        raise AttributeError(f"module 'portmm' has no attribute {name!r}")
     return globals().setdefault(name, getattr(import_module(f"portmm.{_LAZY.get(name, 'spec.elementwise')}"), name))
 
 

@@ -101,7 +101,8 @@ def test_dependencies_are_those_that_are_imported():
     foreign = set(imported()) - set(sys.stdlib_module_names) - {"portmm"}
     assert needed <= foreign, "declared and never imported"
     optional = {"cupy", "matplotlib", "ml_dtypes", "onnx", "onnxoptimizer", "onnxruntime", "pyopencl", "torch"}
-    optional |= {"dask", "distributed", "jax", "joblib", "openvino", "opt_einsum", "optuna", "ray", "scipy"}
+    optional |= {"array_api_compat", "dask", "distributed", "jax", "joblib", "openvino", "opt_einsum", "optuna"}
+    optional |= {"ray", "scipy"}
     assert foreign - needed <= optional, "imported and not declared"
 
 
