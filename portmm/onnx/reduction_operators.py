@@ -7,10 +7,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.onnx.arrays import CHANNELS_FIRST, channels_last, grouped_channels
+from portmm.onnx.arrays import CHANNELS_FIRST, channels_first, channels_last, grouped_channels
 from portmm.onnx.elementwise_operators import FLOATS, same_type
 from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
-from portmm.onnx.shape_operators import axes_of
+from portmm.onnx.rewrites import DOMAIN
+from portmm.onnx.shape_operators import axes_of, resolved
 from portmm.spec import elementwise as e
 
 if TYPE_CHECKING:
@@ -181,6 +182,9 @@ def _group_norm(node: Node, x: Any, scale: Any, bias: Any) -> Any:
 def _grouped(x: Any, groups: int, scale: Any, bias: Any, eps: float) -> Any:
     """Groups of channels less their means, over their standard deviations, with a scale and a bias by channel."""
     n, c = x.shape[:2]
+    if _is_last(x) and not is_traced(scale, bias):
+        weight, shift = (np.asarray(y, np.float32).reshape((groups, -1)) for y in (scale, bias))
+        return channels_first(_grouped_last(channels_last(x), weight, shift, eps))
     split = (n, groups, c // groups, math.prod(x.shape[2:]))
     rows, scale, bias = _float32(x.reshape((n, groups, math.prod(split[2:]))), scale, bias)
     mean = rows.mean(-1, keepdims=True)
@@ -190,6 +194,38 @@ def _grouped(x: Any, groups: int, scale: Any, bias: Any, eps: float) -> Any:
     own = (groups, c // groups, 1)
     each = same_type(each * scale.reshape(own) + bias.reshape(own), x)
     return grouped_channels(each, x.shape) if is_traced(each) else each.reshape(x.shape)
+
+
+@operator("GroupedNormalization", domains=(DOMAIN,))
+def _grouped_norm(node: Node, x: Any, *constants: Any) -> Any:
+    """An instance norm of reshaped images, whose result is reshaped, multiplied and added to."""
+    first, scale, bias, second, factor, offset = constants
+    rows, shape, each = resolved(x, first), resolved(x, second), (x.shape[1], *(1,) * (x.ndim - 2))
+    fits = rows[:2] == (x.shape[0], scale.size) and shape == tuple(x.shape)
+    if _is_last(x) and fits and factor.shape[1 - x.ndim :] == each == offset.shape[1 - x.ndim :]:
+        factor, offset = (y.reshape((scale.size, -1)) for y in (factor, offset))
+        weight, shift = factor * scale.reshape((-1, 1)), factor * bias.reshape((-1, 1)) + offset
+        return channels_first(_grouped_last(channels_last(x), weight, shift, _eps(node, 1e-5)))
+    return _grouped(x.reshape(rows), rows[1], scale, bias, _eps(node, 1e-5)).reshape(shape) * factor + offset
+
+
+def _is_last(x: Any) -> bool:
+    """Test whether an array is traced images of float32 whose channels are last in memory."""
+    return is_traced(x) and x.node.name == CHANNELS_FIRST and x.dtype == np.float32
+
+
+def _grouped_last(x: Any, weight: Any, shift: Any, eps: float) -> Any:
+    """Groups of channels of images with channels last less their means, over their deviations, with a scale and a bias.
+
+    Means over pixels are products by a row of equal numbers, which read images as they lie.
+    """
+    (n, *size, c), groups, pixels = x.shape, weight.shape[0], math.prod(x.shape[1:-1])
+    rows, every = x.reshape((n, pixels, c)), np.full((1, pixels), 1 / pixels, np.float32)
+    split, one = (n, groups, c // groups), (n, *(1,) * len(size), c)
+    mean = np.broadcast_to((every @ rows).reshape(split).mean(-1, keepdims=True), split).reshape((n, 1, c))
+    variance = (every @ e.square(rows - mean)).reshape(split).mean(-1, keepdims=True)
+    factor = (e.rsqrt(variance + eps) * weight).reshape(one)
+    return (x - mean.reshape(one)) * factor + shift.reshape((c,))
 
 
 @operator("BatchNormalization")

@@ -1,9 +1,10 @@
 """Rewrites of a graph before it is divided: what follows a convolution or a product of integers becomes a part of it.
 
-Owns `with_integers`, `with_epilogues` and `with_scales`. A product or a convolution of values that were dequantized,
-the right operand from constants, becomes one of their codes. A product of dynamically quantized values and a constant
-matrix takes the conversion of its sums, their scales and the bias. A convolution takes the addition of another array of
-its shape, a residual, and a ReLU that alone read its result.
+Owns `with_integers`, `with_epilogues`, `with_groups` and `with_scales`. A product or a convolution of values that were
+dequantized, the right operand from constants, becomes one of their codes. A product of dynamically quantized values and
+a constant matrix takes the conversion of its sums, their scales and the bias. A convolution takes the addition of
+another array of its shape, a residual, and a ReLU that alone read its result. A group norm that was written as an
+instance norm of reshaped images is one operator.
 """
 
 from __future__ import annotations
@@ -60,6 +61,35 @@ def with_scales(nodes: list[Node], outputs: Collection[str], constants: Mapping[
         )  # fmt: skip
     rest = (scaled.get(n.name, n if n.name not in gone else None) for n in nodes)
     return [x for x in rest if x is not None]
+
+
+def with_groups(nodes: list[Node], outputs: Collection[str], constants: Mapping[str, Any]) -> list[Node]:
+    """The nodes, with group norms that exporters wrote as instance norms of reshaped images, a product and a sum."""
+    uses = Counter(x for n in nodes for x in (*n.inputs, *n.captured))
+    uses.update(outputs)
+    user = {x: n for n in nodes for x in n.inputs if uses[x] == 1}
+    maker = {x: n for n in nodes for x in n.outputs}
+    gone: set[str] = set()
+    groups: dict[str, Node] = {}
+    for node in nodes:
+        first, second = maker.get(node.inputs[0]) if node.inputs else None, user.get((*node.outputs, "")[0])
+        if node.op != "InstanceNormalization" or first is None or second is None or uses[node.inputs[0]] != 1:
+            continue
+        mul = user.get(second.outputs[0])
+        add = user.get(mul.outputs[0]) if mul is not None else None
+        kinds = [x.op for x in (first, second, mul, add) if x is not None]
+        if mul is None or add is None or kinds != ["Reshape", "Reshape", "Mul", "Add"]:
+            continue
+        by, plus = (next(x for x in n.inputs if x not in y.outputs) for n, y in ((mul, second), (add, mul)))
+        fixed = {*node.inputs[1:], first.inputs[1], second.inputs[1], by, plus} <= set(constants)
+        if not fixed or first.attribute("allowzero", 0) or second.attribute("allowzero", 0):
+            continue
+        gone |= {x.name for x in (first, node, second, mul)}
+        groups[add.name] = replace(
+            node, op="GroupedNormalization", domain=DOMAIN, name=f"{node.name}, {add.name}", outputs=add.outputs,
+            inputs=(first.inputs[0], first.inputs[1], *node.inputs[1:], second.inputs[1], by, plus),
+        )  # fmt: skip
+    return [groups.get(n.name, n) for n in nodes if n.name not in gone]
 
 
 FULL = 4

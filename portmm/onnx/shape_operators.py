@@ -53,6 +53,13 @@ def _size(_: Node, x: Any) -> Any:
     return np.asarray(math.prod(x.shape), np.int64)
 
 
+def resolved(x: Any, shape: Any) -> tuple[int, ...]:
+    """The extents that a reshape gives to an array: 0 is an extent of its own, and -1 the rest."""
+    wanted = [x.shape[i] if n == 0 else n for i, n in enumerate(integers(shape))]
+    rest = math.prod(x.shape) // max(math.prod(n for n in wanted if n >= 0), 1)
+    return tuple(rest if n < 0 else n for n in wanted)
+
+
 @operator("Reshape", host=(1,))
 def _reshape(node: Node, x: Any, shape: Any = None) -> Any:
     wanted = integers(node.attribute("shape") if shape is None else shape)

@@ -379,6 +379,28 @@ def test_images_of_a_unet_are_added_joined_and_repeated_by_kernels():
         assert (kinds["conv"], kinds["product"], kinds["numpy"]) == (1, 2, 0), kinds
 
 
+@pytest.mark.parametrize("n", [1, 2])
+def test_a_group_norm_of_a_convolution_keeps_channels_last(n):
+    arrays = {
+        "w": rng.standard_normal((12, 3, 3, 3)).astype(np.float32), "one": np.ones(4, np.float32),
+        "zero": np.zeros(4, np.float32), "rows": np.int64([0, 4, -1]), "images": np.int64([n, 12, 7, 6]),
+        "s": rng.random((12, 1, 1), np.float32), "b": rng.random((12, 1, 1), np.float32),
+    }  # fmt: skip
+    nodes = [
+        ("Conv", ["x", "w"], ["a"], {"pads": [1] * 4}), ("Reshape", ["a", "rows"], ["g"]),
+        ("InstanceNormalization", ["g", "one", "zero"], ["i"], {"epsilon": 1e-5}), ("Reshape", ["i", "images"], ["j"]),
+        ("Mul", ["s", "j"], ["k"]), ("Add", ["k", "b"], ["l"]), ("Sigmoid", ["l"], ["m"]), ("Mul", ["l", "m"], ["z"]),
+    ]  # fmt: skip
+    made = model(nodes, [("x", FLOAT, [n, 3, 7, 6])], [("z", FLOAT, [n, 12, 7, 6])], arrays)
+    x = {"x": rng.standard_normal((n, 3, 7, 6)).astype(np.float32) + 3}
+    (want,) = ReferenceEvaluator(made).run(None, x)
+    session = portmm.onnx.load(made)
+    np.testing.assert_allclose(session.run(x)[0], want, rtol=1e-4, atol=1e-5)
+    rows = session.report(x).rows
+    assert not any(row.kind == "numpy" for row in rows)
+    assert sum(row.kind == "product" for row in rows) == 2, rows  # means over pixels
+
+
 @pytest.mark.parametrize(
     "how", [{}, {"coordinate_transformation_mode": "align_corners"}, {"mode": "linear"}, {"nearest_mode": "ceil"}]
 )
