@@ -272,9 +272,16 @@ class Attention(AttentionMemory):
             columns = minimum(var("dv") - c * g.pv_n, g.pv_n)
         args = (ceil_div(var("keys"), self.kr), left, const(1), const(g.queries), *right)
         out = (Ptr("o", i * self.across + c * g.pv_n), self.across, columns, var("first").lt(var("key")))
-        call = Call(f, (*args, *out))
-        inner = For("i", const(0), var("rows"), const(g.pv_m), (call,))
-        return (For("c", const(0), ceil_div(var("dv"), g.pv_n), const(1), (near, inner)),)
+
+        def rows(f: Function) -> tuple[Stmt, ...]:
+            return (For("i", const(0), var("rows"), const(g.pv_m), (Call(f, (*args, *out)),)),)
+
+        inner, one = rows(f), self.atom.n
+        if not packed and self.kr == 1 and one < g.pv_n:
+            # Of the last columns, no more than a vector of which there are, as of heads of 40 or 80 elements.
+            narrow = replace(micro_kernel(self.atom, replace(shape, nr=one)), name="values_of_a_vector")
+            inner = (If(columns.lt(one + 1), rows(narrow), inner),)
+        return (For("c", const(0), ceil_div(var("dv"), g.pv_n), const(1), (near, *inner)),)
 
     @property
     def v_dtype(self) -> str:
