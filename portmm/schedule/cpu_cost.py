@@ -303,11 +303,12 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     # A core's window of instructions holds fewer lines of B the more rows multiply each.
     kept = 2 * v.depth * v.n * t.b + v.m * v.n * t.c <= t.model.home * capacity.get("L2", 0)
     seen = np.where(t.sweeps & t.prefetches & kept, 1.0 / (1.0 + t.model.unseen * (v.m - 1.0)), 1.0)
+    hidden: Any = 1.0
     if "along" in t.some:
-        seen = np.where(t.along, t.model.along, seen)
+        seen, hidden = np.where(t.along, t.model.along, seen), np.where(t.along, t.model.along, 1.0)
     # Lines of memory come later than those of L3: prefetchers follow fewer rows there.
     late = np.where(t.sweeps & (v.depth > t.model.far_streams), np.maximum(slow, t.runs), slow)
-    from_memory, from_beyond = far * (late * seen) + c_last + a_bytes, beyond * (outer * slow)
+    from_memory, from_beyond = far * (late * seen) + c_last + a_bytes, beyond * (outer * slow * hidden)
     if "L3" in names:
         return {"L1": reads, "L2": l2, "L3": from_beyond, "memory": in_memory * from_memory}
     return {"L1": reads, "L2": l2, "memory": np.where(in_memory, from_memory, from_beyond)}

@@ -61,7 +61,7 @@ def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vector
     if p.static or (p.batch > 1 and fits_l2(p, target)):
         yield from _whole(p, isa, atom, target)
     if not p.static:
-        yield from _thin(p, isa, atom, target.rows_ahead)
+        yield from _thin(p, isa, atom, target)
         yield from _blocked(p, isa, atom, target)
 
 
@@ -219,7 +219,7 @@ def _both_in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
     return _in_place(p, isa, atom, nr) and _a_in_place(p, isa, atom)
 
 
-def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
+def _thin(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Schedules for an M of a few rows: every row in registers, B is streamed once."""
     if p.m > MODEL.thin_rows:
         return
@@ -246,8 +246,19 @@ def _thin(p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedul
                 yield from (s for one in depths for s in _packings(one, p, isa, atom))
             else:
                 if atom.k_pack == 1 or p.b != "row":
-                    yield from _packings(base, p, isa, atom)
-                yield from _streamed(base, p, isa, atom, rows_ahead)
+                    for one in (base, *_panels_ahead(base, p, atom, target)):
+                        yield from _packings(one, p, isa, atom)
+                yield from _streamed(base, p, isa, atom, target.rows_ahead)
+
+
+def _panels_ahead(base: Schedule, p: Problem, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Schedules of few rows by packed panels from afar, with a prefetch along the panel.
+
+    A core's window of instructions holds the fewer lines of B the more rows multiply each.
+    """
+    size = p.elements[1].bytes
+    if p.b == "packed" and p.m > MODEL.panel_rows and base.b.panels == 1 and p.k * p.n * size > far(target):
+        yield replace(base, b=base.b.prefetched(0, MODEL.panel_ahead // (size * atom.k_pack)))
 
 
 def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:

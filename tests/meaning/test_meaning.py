@@ -118,6 +118,21 @@ def test_rows_of_b_may_start_anywhere(name, dtype):
             check_built(kernel, moved, 1 + (i + j) % 2, s, end=True)
 
 
+@pytest.mark.parametrize(("name", "dtype"), [("avx2", "f32"), ("avx512", "f64"), ("avx512", "u8-s8-s32")])
+def test_panels_from_afar(name, dtype):
+    """Lines of a packed panel are prefetched beyond its end, which nothing reads."""
+    target = support.small(name)
+    lanes = target.isas[0].atom(dtype).n
+    size, layouts = (CPU.panel_rows + 1, 5 * lanes + 1, 40 * lanes), ("row", "packed", "row")
+    found = [(p, s) for p in pose(size, layouts, target, dtype=dtype) for s in candidates(p, target) if s.b.along]
+    assert found
+    for i, (p, s) in enumerate(found[-2:]):
+        kernel, k = lower(s, target.isas[0]), case(p, seed=i)
+        k.check(interpret(kernel, k), s)
+        if name in HERE:
+            check_built(kernel, k, 1 + i, s, end=True)
+
+
 def test_wide_products():
     """B is packed first, in more runs of columns than one."""
     p = Problem(9, 2 * CPU.run_bytes // 4 + 5, 3)
