@@ -16,10 +16,9 @@ import numpy as np
 from portmm.arrays.numpy_arrays import as_operand, types_of
 from portmm.jax import handler
 from portmm.ops.attention import attention as array_attention
-from portmm.ops.int4_panels import PackedInt4, unpack_int4
 from portmm.ops.matmul import matmul as array_matmul
-from portmm.ops.prepack import is_packed, unpack
-from portmm.weights.quantized import Quantized, dequantize
+from portmm.ops.prepack import is_packed, is_quantized
+from portmm.ops.result_dtype import numbers
 
 
 def matmul(a: Any, b: Any) -> Any:
@@ -115,7 +114,7 @@ def linear(x: Any, w: Any, bias: Any = None) -> Any:
     Returns:
         The result, (..., n).
     """
-    if is_packed(w) or isinstance(w, (PackedInt4, Quantized)):
+    if is_packed(w) or is_quantized(w):
         rows = jnp.asarray(x)
         result = _weighted(rows.reshape(-1, rows.shape[-1]), _Constant(w)).reshape(*rows.shape[:-1], w.shape[1])
     else:
@@ -135,13 +134,6 @@ class _Constant:
     def __hash__(self) -> int:
         return id(self.weight)
 
-    def dense(self) -> Any:
-        """The weight as floats."""
-        w = self.weight
-        if isinstance(w, PackedInt4):
-            return dequantize(unpack_int4(w))
-        return dequantize(w) if isinstance(w, Quantized) else unpack(w)
-
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def _weighted(x: Any, w: _Constant) -> Any:
@@ -153,7 +145,7 @@ def _weighted(x: Any, w: _Constant) -> Any:
 
 
 def _weighted_backward(w: _Constant, x: Any, g: Any) -> Any:
-    return (matmul(g, jnp.asarray(w.dense()).T.astype(g.dtype)).astype(x.dtype),)
+    return (matmul(g, jnp.asarray(numbers(w.weight)).T.astype(g.dtype)).astype(x.dtype),)
 
 
 _weighted.defvjp(lambda x, w: (_weighted(x, w), x), _weighted_backward)
