@@ -245,20 +245,22 @@ def _thin(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule
                 depths = (replace(base, tiles=cache_tiles(p.m, nr, kc, ALL, ALL)) for kc in REPACK_DEPTHS)
                 yield from (s for one in depths for s in _packings(one, p, isa, atom))
             else:
-                if atom.k_pack == 1 or p.b != "row":
-                    for one in (base, *_panels_ahead(base, p, atom, target)):
-                        yield from _packings(one, p, isa, atom)
+                yield from _of_panels(base, p, isa, atom, target)
                 yield from _streamed(base, p, isa, atom, target.rows_ahead)
 
 
-def _panels_ahead(base: Schedule, p: Problem, atom: Atom, target: Target) -> Iterator[Schedule]:
-    """Schedules of few rows by packed panels from afar, with a prefetch along the panel.
+def _of_panels(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
+    """Schedules with all rows in registers by panels of all of k, those from afar perhaps prefetched along the panel.
 
     A core's window of instructions holds the fewer lines of B the more rows multiply each.
     """
+    if atom.k_pack > 1 and p.b == "row":
+        return
+    yield from _packings(base, p, isa, atom)
     size = p.elements[1].bytes
     if p.b == "packed" and p.m > MODEL.panel_rows and base.b.panels == 1 and p.k * p.n * size > far(target):
-        yield replace(base, b=base.b.prefetched(0, MODEL.panel_ahead // (size * atom.k_pack)))
+        ahead = base.b.prefetched(0, MODEL.panel_ahead // (size * atom.k_pack))
+        yield from _packings(replace(base, b=ahead), p, isa, atom)
 
 
 def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
