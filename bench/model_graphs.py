@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import diffusion
 import numpy as np
 import onnx
 from onnx import TensorProto, helper, numpy_helper
@@ -294,15 +295,26 @@ def feeds(model: Any, *, batch: int = 1, length: int = 128, seed: int = 1) -> di
     return result
 
 
+def feeds_of(path: Path, *, batch: int, length: int) -> dict[str, Any]:
+    """Inputs of a model in a file."""
+    if path.stem == "unet":
+        return diffusion.feeds()
+    return feeds(onnx.load(path, load_external_data=False), batch=batch, length=length)
+
+
 MODELS = {
     "minilm": minilm,
     "minilm-int8": minilm_int8,
     "bert-base": lambda: bert(BERT_BASE),
     "vit-b16": vit,
     "resnet50": resnet50,
+    "unet": diffusion.write,
 }
 
 
 def write(name: str, path: Path) -> None:
     """Write a model to a file."""
-    onnx.save(MODELS[name](), path)
+    if name == "unet":
+        diffusion.write(path)
+    else:
+        onnx.save(MODELS[name](), path)
