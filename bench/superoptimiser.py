@@ -3,13 +3,15 @@
     python bench/superoptimiser.py --list
     python bench/superoptimiser.py --out bench/results/superoptimiser/zen5-1t.json gqa-decode lora
 
-Each case is a process of its own with one thread; ways are measured in turns, and the median of each is stored with its
-least. Sizes are those of the paper's twelve and of its artifact's six, in float32.
+ONNX Runtime and PyTorch are measured where they are installed. Each case is a process of its own with one thread; ways
+are measured in turns, and the median of each is stored with its least. Sizes are those of the paper's twelve and of its
+artifact's six, in float32.
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import os
 import random
@@ -87,6 +89,60 @@ def torch_ways():
         rms_linear: lambda x, g, w: (t_norm(x) * g) @ w,
         n_trans: lambda h, a, alpha: t_norm(h + alpha * (t_norm(a) - h)),
     }
+
+
+def onnx_way(function, arrays):
+    """The same function as a model in ONNX's format, by ONNX Runtime on one thread: a call of it."""
+    import onnx
+    import onnxruntime
+    from onnx import TensorProto, helper, numpy_helper
+
+    nodes, known = [], [numpy_helper.from_array(np.array([-1], np.int64), "last")]
+
+    def op(kind, *of, **more):
+        nodes.append(helper.make_node(kind, list(of), [f"t{len(nodes)}"], **more))
+        return f"t{len(nodes) - 1}"
+
+    def literal(x):
+        known.append(numpy_helper.from_array(np.float32(x), f"c{len(known)}"))
+        return known[-1].name
+
+    def o_norm(x):
+        mean = op("ReduceMean", op("Mul", x, x), "last")
+        return op("Div", x, op("Sqrt", op("Add", mean, literal(EPS))))
+
+    def o_attend(q, k, v):
+        last = list(range(arrays[1].ndim))
+        s = op("MatMul", q, op("Transpose", k, perm=[*last[:-2], last[-1], last[-2]]))
+        return op("MatMul", op("Softmax", op("Mul", s, literal(SCALE)), axis=-1), v)
+
+    def o_gated(x, w, u):
+        a = op("MatMul", x, w)
+        return op("Mul", op("Mul", a, op("Sigmoid", a)), op("MatMul", x, u))
+
+    def o_n_trans(h, a, alpha):
+        return o_norm(op("Add", h, op("Mul", alpha, op("Sub", o_norm(a), h))))
+
+    ways = {
+        attend: o_attend, gated: o_gated, n_trans: o_n_trans,
+        qk_norm: lambda q, k, v: o_attend(o_norm(q), k, o_norm(v)),
+        mlp: lambda x, a, b: op("MatMul", op("Exp", op("MatMul", x, a)), b),
+        lora: lambda x, w, a, b: op("Add", op("MatMul", x, w), op("MatMul", op("MatMul", x, a), b)),
+        rms_linear: lambda x, g, w: op("MatMul", op("Mul", o_norm(x), g), w),
+    }  # fmt: skip
+    names = [f"x{i}" for i in range(len(arrays))]
+    result = ways[function](*names)
+    inputs = [helper.make_tensor_value_info(x, TensorProto.FLOAT, y.shape) for x, y in zip(names, arrays, strict=True)]
+    output = helper.make_tensor_value_info(result, TensorProto.FLOAT, function(*arrays).shape)
+    known = [x for x in known if any(x.name in y.input for y in nodes)]
+    graph = helper.make_graph(nodes, function.__name__, inputs, [output], known)
+    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 18)], ir_version=8)
+    onnx.checker.check_model(model)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = options.inter_op_num_threads = 1
+    session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    feed = dict(zip(names, arrays, strict=True))
+    return lambda: session.run(None, feed)[0]
 
 
 def heads(group, queries, kv=2, keys=4096):
@@ -171,11 +227,15 @@ def measured(name, *, torch_too):
         compiled = torch.compile(torch_ways()[function], dynamic=False)
         results["torch.compile"] = compiled(*tensors).numpy()
         ways["torch.compile"] = lambda: compiled(*tensors)
+    if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
+        ways["ONNX Runtime"] = onnx_way(function, arrays)
+        results["ONNX Runtime"] = ways["ONNX Runtime"]()
     for way, x in results.items():
         np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-3 * float(np.abs(want).max()), err_msg=way)
     bits = None if finding.certificate is None else finding.certificate["check"]["bits"]
     return {
         "shapes": [list(x) for x in shapes], "path": list(finding.path), "forms": finding.forms,
+        "bounded": finding.bounded,
         "graph": str(finding.graph).splitlines(),
         "one_kernel": str(finding.kernel.graph).splitlines() if finding.kernel else [],
         "verified": finding.verified, "search_seconds": finding.elapsed, "note": finding.note, "bits": bits,
@@ -186,21 +246,23 @@ def measured(name, *, torch_too):
 
 def table(records):
     """A table of all cases, and geometric means."""
-    lines = ["| case | greedy, ms | over greedy | over torch.compile | search | rewrites | passes as one kernel |"]
-    lines.append("|---|--:|--:|--:|--:|---|---|")
-    gains, rivals = [], []
+    words = "case", "greedy, ms", *(f"over {x}" for x in ("greedy", "torch.compile", "ONNX Runtime"))
+    lines = [f"| {' | '.join(words)} | search | forms | rewrites | passes as one kernel |"]
+    lines.append("|---|--:|--:|--:|--:|--:|--:|---|---|")
+    gains, rivals, others = [], [], []
     for name, x in records.items():
         t = {way: y["median"] for way, y in x["times"].items()}
         gains.append(t["greedy"] / t["search"])
         rivals.append(t["torch.compile"] / t["search"] if "torch.compile" in t else np.nan)
+        others.append(t["ONNX Runtime"] / t["search"] if "ONNX Runtime" in t else np.nan)
         words = ", ".join(dict.fromkeys(x["path"])) or x["note"] or "none is faster"
         loop = next((y.split("loop ")[1] for y in x["one_kernel"] if "loop " in y), "")
         passes = sum(y.startswith("    pass") for y in x["one_kernel"])
         one = f"{passes - 1} along {loop}" if loop else "none"
-        lines.append(f"| {name} | {t['greedy'] * 1e3:.3f} | {gains[-1]:.2f} | {rivals[-1]:.2f} "
-                     f"| {x['search_seconds']:.1f} s | {words} | {one} |")  # fmt: skip
-    means = [float(np.exp(np.nanmean(np.log(x)))) for x in (gains, rivals)]
-    return "\n".join([*lines, f"| geometric mean | | {means[0]:.2f} | {means[1]:.2f} | | | |"])
+        lines.append(f"| {name} | {t['greedy'] * 1e3:.3f} | {gains[-1]:.2f} | {rivals[-1]:.2f} | {others[-1]:.2f} "
+                     f"| {x['search_seconds']:.1f} s | {x['forms']} | {words} | {one} |")  # fmt: skip
+    means = [float(np.exp(np.nanmean(np.log(x)))) for x in (gains, rivals, others)]
+    return "\n".join([*lines, f"| geometric mean | | {means[0]:.2f} | {means[1]:.2f} | {means[2]:.2f} | | | | |"])
 
 
 def main():

@@ -7,22 +7,25 @@
 
 Accumulators and tiles are in a worker's scratch, rows of a tile one after the other. Lanes are columns of a tile: a
 product has its right operand contiguous along them, so that it is computed transposed where that saves a copy. A result
-that is a sum of products is accumulated where it is stored.
+that is a sum of products is accumulated where it is stored. Where a maximum along the loop grows, accumulators that are
+sums of exponentials less it are rescaled.
 """
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import TileGemm, TileMap, TileTransfer
+from portmm.ir.block_program import TileGemm, TileReduce
 from portmm.ir.index import Ptr, ceil_div, const, minimum, round_up, var
-from portmm.ir.nodes import Call, For, Function, Kernel, Let, LetPtr, Parallel
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel
 from portmm.ir.tile_program import PREFIX, extent_fields, row_label, stride_field
 from portmm.kernels.blocks.tile_maps import map_function
 from portmm.kernels.blocks.tile_products import product
+from portmm.kernels.cpu.online_softmax import decay
 from portmm.spec.epilogue import Fused, Operand, load, operand_types, summed, varies
-from portmm.spec.expr import Expr, node, ordered
+from portmm.spec.expr import Expr, apply, node, ordered
 from portmm.spec.expr import const as literal
 from portmm.spec.expr_ops import OPS
 
@@ -100,9 +103,11 @@ class _Lowering:
             ScheduleError: there are not.
         """
         every = [x for one in self.program.passes for x in one]
-        if any(not isinstance(x, (TileGemm, TileMap, TileTransfer)) or getattr(x, "rescaled", None) for x in every):
-            raise ScheduleError("loops over tiles have sums only: no maxima, and no accumulators that are rescaled")
-        if bad := next((x for x in self.steps if x.op not in ("load", "const", "contract") and x.op not in OPS), None):
+        reduced = [x.value for x in every if isinstance(x, TileReduce)]
+        if any(x.args[0] != "max" or summed(x) != self.loop for x in reduced):
+            raise ScheduleError(f"loops over tiles have sums of products, and maxima along {self.loop!r} only")
+        leaves = ("load", "const", "contract", "reduce")
+        if bad := next((x for x in self.steps if x.op not in leaves and x.op not in OPS), None):
             raise ScheduleError(f"loops over tiles have no {bad.op}")
         results = [self.program.operands[i].axes for i, _ in self.program.fused.results]
         if any(self.loop in x or {*x} != {*results[0]} or x[-1] != results[0][-1] for x in results):
@@ -206,7 +211,7 @@ class _Lowering:
         stack = [x]
         while stack:
             y = stack.pop()
-            if y.op in ("load", "contract") or (y is not x and y in self.known):
+            if y.op in ("load", "contract", "reduce") or (y is not x and y in self.known):
                 seen[y] = None
             else:
                 stack += y.inner
@@ -218,6 +223,12 @@ class _Lowering:
         leaves = [x] if x.op in ("load", "contract") or (to is None and x in self.known) else self.leaves(x)
         views = [self.value(y) for y in leaves]
         target = self.buffer(rows, columns) if to is None else to
+        self.emit(x, self.map_call(x, dict(zip(leaves, views, strict=True)), labels, target))
+        return target
+
+    def map_call(self, x: Expr, leaves: dict[Expr, View], labels: tuple[str, str], target: View) -> Call:
+        """A call that stores an expression of leaves in memory, row by row: a leaf may lie where it is stored."""
+        (rows, columns), views = labels, list(leaves.values())
         operands = []
         for view in (*views, target):
             axes = "m" * (rows in view.strides) + "n" * (columns in view.strides)
@@ -235,8 +246,7 @@ class _Lowering:
             args.append(view.at)
             args += [view.along(rows)] if "m" in operand.axes else []
             args += [] if operand.dense else [view.along(columns)]
-        self.emit(x, Call(function, tuple(args)))
-        return target
+        return Call(function, tuple(args))
 
     def contracted(self, x: Expr, to: View | None = None, accumulate: Index = NO) -> View:
         """A sum of products, stored there or to a new tile, or added to it; statements of its operands come first."""
@@ -336,12 +346,18 @@ class _Lowering:
         """The loop of a pass, after what it reads that does not vary along it."""
         self.before, self.inside, self.looping = [], [], True
         done: dict[Expr, View] = {}
+        factors: dict[Expr, View] = {}
         for x in one:
-            if isinstance(x, TileGemm) and self.program.carried(x):
+            if isinstance(x, TileReduce):
+                self.known[x.value], factors[x.value] = self.maximum(x.value)
+                done[x.value] = self.known[x.value]
+            elif isinstance(x, TileGemm) and self.program.carried(x):
                 to = self.operand(direct[x.value]) if x.value in direct else None
                 again = to is not None and any(direct.get(y) == direct[x.value] for y in (*started, *done))
                 more = const(1) if again else const(0).lt(var("loop_start"))
                 done[x.value] = self.contracted(x.value, to, more)
+                if x.rescaled is not None:
+                    self.rescale(done[x.value], factors[x.rescaled])
         self.known = {x: y for x, y in self.known.items() if self.loop not in self.axes[x]} | done
         self.copies = {x: y for x, y in self.copies.items() if self.loop not in self.axes[x[0]]}
         started |= done
@@ -349,6 +365,31 @@ class _Lowering:
         count = Let("loop_count", minimum(by, n - var("loop_start")))
         self.looping = False
         return [*self.before, For("loop_start", const(0), n, by, (count, *self.inside))]
+
+    def maximum(self, x: Expr) -> tuple[View, View]:
+        """The largest value of each column so far, and the factor by which a larger one changes sums of exponentials.
+
+        Rows of a tile are taken one after the other, so that no lanes are combined.
+        """
+        (inner,), label = x.inner, "".join(self.own(x))
+        tile, most, factor = self.value(inner), self.buffer("", label), self.buffer("", label)
+        now, before = (node("element", (i,), "f32") for i in range(2))
+        self.before.append(self.map_call(literal(-math.inf), {}, ("", label), most))
+        self.inside += [
+            self.map_call(now, {now: most}, ("", label), factor),
+            self.map_call(apply("max", now, inner), {inner: tile, now: most}, (self.loop, label), most),
+            self.map_call(decay(before - now), {now: most, before: factor}, ("", label), factor),
+        ]
+        return most, factor
+
+    def rescale(self, sums: View, factor: View) -> None:
+        """Multiply sums of earlier blocks of the loop, before the product that is added to them."""
+        columns = next((y for y, step in sums.strides.items() if step == const(1)), "")
+        rows = next((y for y in sums.strides if y != columns), "")
+        a, b = (node("element", (i,), "f32") for i in range(2))
+        product = self.inside.pop()
+        scaled = self.map_call(a * b, {a: sums, b: factor}, (rows, columns), sums)
+        self.inside += [If(const(0).lt(var("loop_start")), (scaled,)), product]
 
     def stores(self, direct: dict[Expr, int]) -> list[Stmt]:
         """The results."""

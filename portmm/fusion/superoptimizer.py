@@ -100,7 +100,7 @@ class Finding(NamedTuple):
         explained: what it explains, or None.
         path: names of the rewrites that lead to it.
         seconds, before: time of a call, and that of the program as it is.
-        forms, verified: numbers of forms that were seen, and that passed.
+        forms, bounded, verified: numbers of forms that were seen, not expanded by the bound, and that passed.
         elapsed: seconds of the search.
         certificate: of its equivalence, or None.
         note: a remark.
@@ -115,6 +115,7 @@ class Finding(NamedTuple):
     seconds: float = 0.0
     before: float = 0.0
     forms: int = 0
+    bounded: int = 0
     verified: int = 0
     elapsed: float = 0.0
     certificate: dict[str, Any] | None = None
@@ -123,13 +124,18 @@ class Finding(NamedTuple):
     kernel: Kernel | None = None
     stored: bool = False
 
+    @property
+    def counted(self) -> str:
+        """Numbers of forms."""
+        return f"{self.forms} forms ({self.bounded} not expanded by the bound)"
+
     def __str__(self) -> str:
         one = ""
         if self.kernel is not None:
             one = f"; one kernel has a loop along {self.kernel.loop}, {self.kernel.passes} passes"
         if self.run is None:
-            return self.note or f"no faster form among {self.forms}, in {self.elapsed:.1f} s{one}"
-        known = "known from an earlier search" if self.stored else f"found among {self.forms} forms"
+            return self.note or f"no faster form among {self.counted}, in {self.elapsed:.1f} s{one}"
+        known = "known from an earlier search" if self.stored else f"found among {self.counted}"
         gain = f", {self.before / self.seconds:.2f} times as fast" if self.seconds else ""
         return f"{known} in {self.elapsed:.1f} s: {', '.join(self.path)}{gain}{one}"
 
@@ -184,7 +190,7 @@ class _Search:
         self.reference = self.graph(labelled.results)
         self.key = hashlib.sha256(json.dumps(to_json(self.reference), sort_keys=True).encode()).hexdigest()
         self.forms: list[Form] = []
-        self.verified = 0
+        self.bounded = self.verified = 0
         self.best = Finding()
         self.selected: tuple[Placed, Path] | None = None
 
@@ -204,7 +210,8 @@ class _Search:
         except KeyboardInterrupt:
             self.best = self.best._replace(note="interrupted: the best so far is kept")
         elapsed = time.monotonic() - self.start
-        best = self.best._replace(forms=len(self.forms), verified=self.verified, elapsed=elapsed)
+        forms, bounded, verified = len(self.forms), self.bounded, self.verified
+        best = self.best._replace(forms=forms, bounded=bounded, verified=verified, elapsed=elapsed)
         return best._replace(graph=self.reference) if best.run is None else self.kept(best)
 
     def enumerate(self) -> None:
@@ -217,6 +224,7 @@ class _Search:
             _, _, form = heapq.heappop(heap)
             self.forms.append(form)
             if self.seconds(form.roots, optimistic=True) > SLACK * best:
+                self.bounded += 1
                 continue
             for i, (name, roots) in enumerate(alternatives(form.roots)):
                 if roots in seen:

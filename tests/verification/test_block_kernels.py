@@ -8,11 +8,11 @@ from test_kernels import Mutator, same_in_floats, sites_of
 
 from portmm.codegen.lower import atom_of, lower_program
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import TileGemm, TileTransfer
+from portmm.ir.block_program import TileGemm, TileReduce, TileTransfer
 from portmm.schedule.block_tiles import candidates, tiled, unit_of
 from portmm.schedule.text import parse, spell
 from portmm.spec.elementwise import exp
-from portmm.spec.epilogue import contraction
+from portmm.spec.epilogue import contraction, reduction
 from portmm.spec.expr import const
 from portmm.target.target import load_target
 from portmm.verification.kernels import check_kernel
@@ -39,9 +39,22 @@ def normed_attention(keys="hnd"):
     return one({"q": "hmd", "k": keys, "v": "hne"}, "hme", "hm", "n", passes)
 
 
+def online_attention(keys="hnd"):
+    """Attention with a maximum: sums of earlier keys are rescaled where it grows."""
+    q, k, v = loads(3)
+    score = contraction(q, k, "d") * const(0.5)
+    most = reduction("max", score)
+    e = exp(score - most)
+    total, sums = contraction(e, const(1.0), "n"), contraction(e, v, "n")
+    first = (TileGemm(score.inner[0]), TileReduce(most), TileGemm(total, most), TileGemm(sums, most))
+    passes = (first, (TileTransfer(3, sums / total),))
+    return one({"q": "hmd", "k": keys, "v": "hne"}, "hme", "hm", "n", passes)
+
+
 RECORDS = {
     "lora": lora_kernel, "gated": gated_kernel, "norm": rms_kernel, "mlp": mlp_kernel, "attention": normed_attention,
-    "attention, keys along lanes": lambda: normed_attention("hdn"),
+    "attention, keys along lanes": lambda: normed_attention("hdn"), "online": online_attention,
+    "online, keys along lanes": lambda: online_attention("hdn"),
 }  # fmt: skip
 
 

@@ -27,7 +27,7 @@ def verdict_of(name, extents, old="", new=""):
     return check_kernel(program, kernel, extents, seed=SEED, text=text.replace(old, new) if old else text)
 
 
-@pytest.mark.parametrize(("name", "extents"), [("lora", LORA), ("attention", ATTENTION)])
+@pytest.mark.parametrize(("name", "extents"), [("lora", LORA), ("online", ATTENTION)])
 def test_texts_compute_their_record(name, extents):
     verdict = verdict_of(name, extents)
     assert verdict, verdict
@@ -59,8 +59,9 @@ def test_wrong_texts_are_told(what):
     assert not verdict_of("lora", LORA, *WRONG[what])
 
 
-def test_an_exponential_that_is_none_is_told():
-    assert not verdict_of("attention", ATTENTION, "<< 23", "<< 22")
+@pytest.mark.parametrize(("old", "new"), [("0 < loop_start) {", "0) {"), ("<< 23", "<< 22")])
+def test_a_softmax_without_its_rescale_and_no_exponential_are_told(old, new):
+    assert not verdict_of("online", ATTENTION, old, new)
 
 
 def test_what_has_no_meaning():
