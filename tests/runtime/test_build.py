@@ -238,7 +238,7 @@ from portmm.build import cache
 from portmm.build.shared_object import build
 # A user without rights may not be able to read the package.
 for module in pkgutil.walk_packages(portmm.__path__, "portmm."):
-    if not module.name.startswith("portmm.torch."):  # these need PyTorch
+    if not module.name.startswith(("portmm.dask.", "portmm.jax.", "portmm.torch.")):  # these need other libraries
         __import__(module.name)
 source, uid = sys.argv[1], int(sys.argv[2])
 cache.digest(b"")
