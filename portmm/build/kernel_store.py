@@ -60,6 +60,8 @@ def identity(source: str, flags: Sequence[str], arch: str, interface: str = "") 
 
 SOURCE = "source "
 """The start of a bundle's question for the object of a source, which ends with its identity."""
+CUBIN = "cubin "
+"""The start of one for the cubin of a source for CUDA, likewise, for an architecture as sm_90a."""
 
 _used: list[Bundle] = []
 _base: list[Bundle] = []
@@ -150,8 +152,18 @@ def find(name: str) -> Stored | None:
     return _bundled(name) or _cached(name) or _bundled(name, last=True)
 
 
-def _bundled(name: str, *, last: bool = False) -> Stored | None:
-    answered = answer(SOURCE + name, last=last)
+def cubin(source: str, architecture: str) -> Stored | None:
+    """The cubin of a source in a bundle; None if there is none.
+
+    Args:
+        source: in CUDA.
+        architecture: as "90a".
+    """
+    return _bundled(identity(source, (), f"sm_{architecture}"), start=CUBIN) if bundles() else None
+
+
+def _bundled(name: str, *, last: bool = False, start: str = SOURCE) -> Stored | None:
+    answered = answer(start + name, last=last)
     if answered is None:
         return None
     bundle, (number, *_) = answered

@@ -3,7 +3,7 @@
 Owns the search for NVRTC, NVIDIA's compiler as a library, and every call of
 it.
 
-No driver and no GPU are needed. A cache hit does not load the library, which
+No driver and no GPU are needed. What a bundle has needs no NVRTC either. A cache hit does not load the library, which
 takes 0.1 s and 140 MB: the key holds the identity of its file instead of its
 version. NVIDIA's C interface is called through ctypes, because CuPy's `getCUBIN`
 leaves out the last byte of the code.
@@ -20,7 +20,7 @@ from functools import cache as memo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm.build import cache, failed_builds
+from portmm.build import cache, failed_builds, kernel_store
 from portmm.build.build_lock import build_lock
 from portmm.build.shared_object import failure
 from portmm.errors import BuildError, NoCompilerError, TargetError
@@ -54,7 +54,7 @@ class Cubin:
         shared: bytes of static shared memory of a block; the most of any kernel.
         seconds: time of NVRTC, in this call or when the entry was built.
         cached: whether the code came from the cache.
-        version: NVRTC's, as (13, 0).
+        version: NVRTC's, as (13, 0); empty for code of a bundle.
         architecture: the architecture it was compiled for, as "90a".
         key: SHA-256 of everything that it depends on.
     """
@@ -214,7 +214,7 @@ def _identity(library: Path) -> str:
 
 def _cubin(entry: cache.Entry, code: bytes, architecture: str, *, cached: bool) -> Cubin:
     log = entry.more.get("log", "")
-    version = tuple(int(x) for x in entry.compiler.rpartition(" ")[2].split("."))
+    version = tuple(int(x) for x in entry.compiler.rpartition(" ")[2].split(".") if x.isdecimal())  # none of a bundle
     return Cubin(
         code,
         log,
@@ -259,7 +259,7 @@ def _make(library: Path, source: str, stem: str, options: tuple[str, ...], key: 
 
 
 def compile_cuda(source: str, name: str, architecture: str) -> Cubin:
-    """Compile `source` for one GPU architecture, or load it from the cache.
+    """Compile `source` for one GPU architecture, or load it from a bundle or the cache.
 
     Processes that want the same code at the same time compile it once.
 
@@ -276,6 +276,9 @@ def compile_cuda(source: str, name: str, architecture: str) -> Cubin:
     """
     if not re.fullmatch(r"[1-9]\d{1,2}[af]?", architecture):
         raise TargetError(f"architecture {architecture!r} is no compute capability; spell it as 80, 90a or 120")
+    stored = kernel_store.cubin(source, architecture)
+    if stored is not None:
+        return _cubin(stored.entry, stored.code, architecture, cached=True)
     library = find_nvrtc()
     stem = "".join(c if c.isascii() and (c.isalnum() or c in "_-") else "_" for c in name) or "kernel"
     # ptxas reports registers and spills in the log; C++17 is the default of NVRTC 12 and 13.

@@ -13,9 +13,11 @@ from portmm.errors import BundleError
 from portmm.util.console import Json, console, print_json, progress, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     from portmm.ops.bundle_build import Maker
+    from portmm.ops.c_programs import Function
+    from portmm.target.target import Target
 
 LINES = (
     "A file of lines M N K TYPES B, as 1-512 768 3072 f32 packed. "
@@ -27,7 +29,8 @@ def bundle(  # noqa: PLR0917 - typer's parameters
     output: Annotated[Path, typer.Argument(help="The bundle.", show_default=False)],
     shapes: Annotated[Path | None, typer.Option(help=LINES)] = None,
     machines: Annotated[
-        str, typer.Option("--for", help="Chips, levels, instruction sets or cloud instances, with commas between.")
+        str,
+        typer.Option("--for", help="Chips, levels, instruction sets, sm_90 or cloud instances, with commas between."),
     ] = "",
     from_onnx: Annotated[
         Path | None, typer.Option("--from-onnx", help="A model in ONNX's format: all kernels that it calls.")
@@ -97,29 +100,19 @@ def _make(
     from portmm.build.cache import digest
     from portmm.build.trusted_files import write
     from portmm.host.detect import host
-    from portmm.ops import bundle_attention, bundle_build, bundle_shapes, c_library
+    from portmm.ops import bundle_build, bundle_shapes
 
     start, (machines, threads) = time.perf_counter(), options
     maker = bundle_build.Maker()
     words = [x.strip() for x in machines.split(",") if x.strip()] or [host().name]
-    counts, targets = _counts(threads) or bundle_build.COUNTS, bundle_shapes.machines_of(words)
+    counts, targets = _counts(threads) or bundle_build.COUNTS, bundle_shapes.targets_of(words)
+    if not targets[0] and (calls or lists["functions"] is not None):
+        raise BundleError("models and functions are recorded for processors; name one in --for")
     if from_cache:
         bundle_build.add_cache(maker)
     for run in calls:
-        bundle_build.add_calls(maker, run, targets, counts)
-    if (text := lists["shapes"]) is not None:
-        attention = bundle_shapes.attention_of(text, places["shapes"])
-        shapes = bundle_shapes.shapes_of(text, places["shapes"], empty=bool(attention))
-        bundle_build.add_shapes(maker, shapes, targets, counts)
-        bundle_attention.add_attention(maker, attention, targets, counts)
-    functions = []
-    if (text := lists["functions"]) is not None:
-        from portmm.cli import library_calls
-
-        bundle_build.add_shapes(maker, (), targets, counts)
-        functions = library_calls.functions_of(library_calls.lines_of(text, places["functions"]), targets, counts)
-        for kernel, arch in library_calls.kernels_of(functions, targets):
-            maker.add_source(kernel, arch)
+        bundle_build.add_calls(maker, run, targets[0], counts)
+    functions = _add_lists(maker, lists, places, targets, counts)
     with progress("compiling") as report:
         data = maker.pack(counts, report)
     try:
@@ -127,11 +120,7 @@ def _make(
         output.chmod(0o644)
     except OSError as error:
         raise BundleError(f"{output} cannot be written: {error}") from error
-    libraries = []
-    if to_c:
-        archs = sorted({x.arch for x in targets})
-        folders = {arch: to_c if len(archs) == 1 else to_c / arch for arch in archs}
-        libraries = [str(c_library.write(maker, folders[arch], arch, functions)) for arch in archs]
+    libraries = _libraries(maker, to_c, targets, functions) if to_c else []
     about = {"path": str(output), "bytes": len(data), "sha256": digest(data), "seconds": time.perf_counter() - start}
     if as_json:
         rows = [
@@ -143,7 +132,53 @@ def _make(
         return
     _show(maker, about)
     for library in libraries:
-        console().print(f"{library}: the library for C, with portmm.h and its sources", soft_wrap=True)
+        of_devices = "the table of launches, with the cubins for CUDA"
+        what = of_devices if library.endswith(".json") else "the library for C, with portmm.h and its sources"
+        console().print(f"{library}: {what}", soft_wrap=True)
+
+
+def _add_lists(
+    maker: Maker,
+    lists: dict[str, str | None],
+    places: dict[str, str],
+    targets: tuple[list[Target], list[Target]],
+    counts: Sequence[int],
+) -> list[Function]:
+    """Add the kernels that files list, for processors and for devices; return the functions."""
+    from portmm.ops import bundle_attention, bundle_build, bundle_devices, bundle_shapes
+
+    processors, devices = targets
+    if (text := lists["shapes"]) is not None:
+        attention = bundle_shapes.attention_of(text, places["shapes"])
+        shapes = bundle_shapes.shapes_of(text, places["shapes"], empty=bool(attention))
+        if processors:
+            bundle_build.add_shapes(maker, shapes, processors, counts)
+            bundle_attention.add_attention(maker, attention, processors, counts)
+        if devices:
+            with progress("compiling for CUDA") as report:
+                bundle_devices.add_device_shapes(maker, shapes, devices, report)
+    if (text := lists["functions"]) is None:
+        return []
+    from portmm.cli import library_calls
+
+    bundle_build.add_shapes(maker, (), processors, counts)
+    functions = library_calls.functions_of(library_calls.lines_of(text, places["functions"]), processors, counts)
+    for kernel, arch in library_calls.kernels_of(functions, processors):
+        maker.add_source(kernel, arch)
+    return functions
+
+
+def _libraries(
+    maker: Maker, folder: Path, targets: tuple[list[Target], list[Target]], functions: Sequence[Function]
+) -> list[str]:
+    """Write the libraries for C, one for each architecture, and the cubins; return what was written."""
+    from portmm.ops import bundle_devices, c_library
+
+    processors, devices = targets
+    archs = sorted({x.arch for x in processors})
+    folders = {arch: folder if len(archs) == 1 else folder / arch for arch in archs}
+    written = [str(c_library.write(maker, folders[arch], arch, functions)) for arch in archs]
+    return written + [str(bundle_devices.write_cubins(maker, folder / "cuda"))] * bool(devices)
 
 
 def _show(maker: Maker, about: dict[str, Any]) -> None:
@@ -152,8 +187,9 @@ def _show(maker: Maker, about: dict[str, Any]) -> None:
         title, head = "predicted on one thread, at the largest M", ("chip", "shape", "kernel", "kernels", "time")
         cells = [(x.machine, str(x.shape), x.kernel, str(x.kernels), f"{1e6 * x.seconds:.4g} us") for x in maker.built]
         console().print(table(title, head, cells, words=("chip", "shape", "kernel")))
+    objects = len(maker.jobs) + len(maker.objects)
     console().print(
-        f"{about['path']}: {about['bytes']} bytes, {len(maker.jobs)} objects, {about['seconds']:.1f} s, "
+        f"{about['path']}: {about['bytes']} bytes, {objects} objects, {about['seconds']:.1f} s, "
         f"SHA-256 {about['sha256']}",
         soft_wrap=True,
     )

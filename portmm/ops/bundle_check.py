@@ -25,6 +25,7 @@ from portmm.host import detect
 from portmm.ir.abi import ARGS
 from portmm.ir.index import meaning, parsed
 from portmm.ops.bundle_build import SCHEDULES
+from portmm.ops.bundle_devices import check_cubins
 from portmm.schedule.text import parse
 from portmm.spec.problem import Problem, family
 from portmm.target.target import load_isa
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
 JOB = struct.Struct("17l")
 MOST = 64
 """Kernels of one run of the driver."""
+CUBINS = "for CUDA not run: no device runs them here; each has its entry"
 RAN, OPERANDS, MACHINE = "correct", "not run: operands of fused expressions or of four bits", "not run: no machine here"
 PLAIN = {"f32": np.float32, "f64": np.float64, "f16": np.float16, "s8": np.int8, "u8": np.uint8, "s32": np.int32}
 
@@ -75,6 +77,8 @@ def check(bundle: Bundle, report: Callable[[int, int, str], None] = lambda *_: N
                 counts[RAN if command else MACHINE] += len(part)
                 done += len(part)
     report(len(texts), len(texts), "done")
+    if cubins := check_cubins(bundle):
+        counts[CUBINS] = cubins
     return dict(counts)
 
 

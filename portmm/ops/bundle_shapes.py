@@ -5,6 +5,7 @@ Owns `Shape` and `AttentionShape`, the files that list shapes, and the problems 
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from portmm.errors import BundleError
 from portmm.spec.dtype import BY_NUMPY, natural, types
 from portmm.spec.dtype import spell as spell_types
 from portmm.spec.row_classes import rows as rows_of
+from portmm.target.reported_device import device_target
 from portmm.target.target import described, instance, load_target
 
 if TYPE_CHECKING:
@@ -185,14 +187,35 @@ def machines_of(words: Iterable[str]) -> list[Target]:
         TargetError: a word names no target.
         BundleError: it names a device.
     """
+    processors, devices = targets_of(words)
+    if devices:
+        raise BundleError(f"{devices[0].name} is a device; a list of processors has none")
+    return processors
+
+
+def targets_of(words: Iterable[str]) -> tuple[list[Target], list[Target]]:
+    """The described processors that words name, and the devices for CUDA: also by capability, as sm_90.
+
+    Raises:
+        TargetError: a word names no target.
+        BundleError: it names a device whose driver alone compiles for it.
+    """
     targets: dict[str, Target] = {}
     for word in words:
-        family = instance(word)
-        for chip in (load_target(x) for x in family.chips) if family else (described(word),):
-            if chip.device is not None:
-                raise BundleError(f"{word} is {chip.name}, a device; bundles have kernels for processors")
+        capability = re.fullmatch(r"sm_(\d+)(\d)[af]?", word)
+        family = None if capability else instance(word)
+        if capability:
+            chips = [device_target("", ".".join(capability.groups()))]
+        else:
+            chips = [load_target(x) for x in family.chips] if family else [described(word)]
+        for chip in chips:
+            if chip.device is not None and (chip.device.language != "cuda" or not chip.device.architecture):
+                raise BundleError(
+                    f"{word} is {chip.name}, a device whose driver compiles its kernels: bundles have none"
+                )
             targets.setdefault(chip.name, chip)
-    return list(targets.values())
+    every = list(targets.values())
+    return [x for x in every if x.device is None], [x for x in every if x.device is not None]
 
 
 def problem_of(size: tuple[int, int, int], dtype: str, b: str, family: str, a: str = "row") -> Problem:
