@@ -263,7 +263,7 @@ class _Loops:
             a_row=x.stride[1] * x.pixel, steps_of_run=(x.dilation[0] * x.row, x.run * s.nr),
             ahead=("b",) if x.k_outer else None,
         )  # fmt: skip
-        into = (Ptr("c", var("item") * var("c_batch") + (var("row") * var("c_m") + var("column"))), var("c_m"))
+        into = self.result()
         sums = (Ptr("sums", ((var("y") - FIRST) * x.out[1] + z) * s.nr), const(s.nr))
         args = (
             var("depth"),
@@ -285,6 +285,14 @@ class _Loops:
             Call(kernel, (*args, *sums, columns, var("again"), *self.ahead(sums[0], rows))),
             If(var("done"), (call,)),
         )
+
+    def result(self) -> tuple[Ptr, Index]:
+        """Place of a tile in the result, and elements from a pixel to the next."""
+        place, step = var("row") * var("c_m"), var("c_m")
+        if self.x.to is not None:
+            row, pixel = self.x.to
+            place, step = var("y") * row + var("z") * pixel, const(pixel)
+        return Ptr("c", var("item") * var("c_batch") + (place + var("column"))), step
 
     def ahead(self, c: Ptr, rows: int) -> tuple[Index | Ptr, ...]:
         """Arguments for prefetches: of the tile of C, and of the next panel's filters, a part by each tile."""

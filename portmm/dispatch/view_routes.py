@@ -45,7 +45,14 @@ class Views(NamedTuple):
     padding: int = 0
 
 
-def direct_route(p: Problem, x: Convolution, strides: tuple[int, ...], target: Target, threads: int) -> Any:
+def direct_route(  # noqa: PLR0917 - what a kernel is made for
+    p: Problem,
+    x: Convolution,
+    strides: tuple[int, ...],
+    target: Target,
+    threads: int,
+    to: tuple[int, int] | None = None,
+) -> Any:
     """A route of a direct convolution, channels last; None where windows are packed instead.
 
     Args:
@@ -54,6 +61,7 @@ def direct_route(p: Problem, x: Convolution, strides: tuple[int, ...], target: T
         strides: of images (n, *spatial, c), in elements.
         target: the machine.
         threads: the most threads to use.
+        to: strides of rows and pixels of the result, or None: see `Direct`.
 
     Raises:
         NoCompilerError: there is no compiler.
@@ -61,16 +69,18 @@ def direct_route(p: Problem, x: Convolution, strides: tuple[int, ...], target: T
     """
     if p.dtype not in UNCONVERTED or p.deterministic or p.b != "packed":
         return None
-    key = (p, x, strides, id(target), threads)
+    key = (p, x, strides, id(target), threads, to)
     entry = _routes.get(key)
     if entry is None:
-        entry = _routes.keep(key, (target, _new_direct_route(p, x, strides, target, threads)))
+        entry = _routes.keep(key, (target, _new_direct_route(p, x, strides, target, threads, to)))
     return entry[1]
 
 
-def _new_direct_route(p: Problem, x: Convolution, strides: tuple[int, ...], target: Target, threads: int) -> Any:
+def _new_direct_route(  # noqa: PLR0917
+    p: Problem, x: Convolution, strides: tuple[int, ...], target: Target, threads: int, to: tuple[int, int] | None
+) -> Any:
     s, _ = schedule_of(replace(p, a="any"), Views(), target, threads)
-    sizes = direct(x, strides, s, target)
+    sizes = direct(x, strides, s, target, to)
     if sizes is None or s.program != "gemm":
         return None
     kernel, code = loaded_program(lower_direct, s, isa_of(s, target), sizes)

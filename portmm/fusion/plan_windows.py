@@ -18,7 +18,7 @@ from portmm.fusion.plan import Expressions
 from portmm.fusion.program import Kernel
 from portmm.ops.convolution_kernel import HostConvolution
 from portmm.spec.expr import apply
-from portmm.trace.buffers import Place, looked, walk
+from portmm.trace.buffers import Place, Walk, looked, walk
 
 if TYPE_CHECKING:
     from portmm.fusion.partition import Unit
@@ -36,10 +36,13 @@ class Filter(NamedTuple):
     Attributes:
         weight: packed filters, of one group.
         size: the convolution.
+        rows: filters of each row of a block, the first of which are `weight`, where channels of the result are blocks
+            of pixels: it is (n, h, row of a block, w, channel) then.
     """
 
     weight: PackedConv
     size: Convolution
+    rows: tuple[PackedConv, ...] = ()
 
 
 class Region(NamedTuple):
@@ -180,30 +183,55 @@ def add_convolution(builder: Any, unit: Unit) -> None:
         ScheduleError: no kernel computes it.
     """
     x = unit.members[0]
-    weight, size = builder.graph.windows[x]
+    weight, size, blocks = builder.graph.windows[x]
     image = builder.buffer_of(x.inputs[0])
     adjacent = image.like.strides[-1] == image.like.itemsize or x.inputs[0].shape[-1] == 1
     if not adjacent or min(image.like.strides) < 0:
         raise ScheduleError("channels of the images are not adjacent in memory")
     fusing = builder.expressions(unit, x)
     builder.store(unit.stored, fusing)
-    c = fusing.written[0]
-    steps = [p.strides(x.shape) for p in (c, *fusing.buffers)]
-    w, columns = walk(x.shape[:-1], [s[:-1] for s in steps]), [s[-1] for s in steps[1:]]
-    images, (m, rows), (items, apart) = x.shape[0], w.rows, w.batch
-    if len(w.repeats) > 1 or m * items != images * size.pixels or (items > 1 and m != size.pixels):
-        raise ScheduleError("pixels of an operand of its epilogue are at no equal distances")
-    fusing.bind(w, columns, 1)
+    steps = [p.strides(x.shape) for p in (fusing.written[0], *fusing.buffers)]
+    w, to = _of_blocks(x.shape, steps) if blocks else _of_pixels(x.shape, steps, size)
+    fusing.bind(w, [s[-1] for s in steps[1:]], 1)
     call = HostConvolution(image.like, weight, size, x.dtype, None)
     types = tuple(p.like.dtype for p in fusing.written)
     ending = _Ending(fusing.text(), types) if len(unit.members) > 1 else None
-    p, route, strides = call.routed_view((m, x.shape[-1], items), ending)
-    a_m, a_k, a_batch, b_k, b_n, b_batch = strides
-    numbers = [m, x.shape[-1], size.depth, items, a_m, a_k, a_batch, b_k, b_n, b_batch, rows[0], 1, apart[0]]
-    owner = weight.weight[0].owner
-    name = builder.writer.name("weight", weight)  # the program stores its address, so it keeps it alive
-    filters = Place(str(owner.__array_interface__["data"][0]), 0, owner, name)
-    builder.launch((route, numbers), (image, filters, c), fusing, (0, 0, 0, *fusing.repeats[0]))
+    (m, rows), (items, apart) = w.rows, w.batch
+    p, route, strides = call.routed_view((m, x.shape[-1], items), ending, to)
+    numbers = [m, x.shape[-1], size.depth, items, *strides, rows[0], 1, apart[0]]
+    for i, one in enumerate(blocks or (weight,)):
+        owner = one.weight[0].owner
+        name = builder.writer.name("weight", one)  # the program stores its address, so it keeps it alive
+        filters = Place(str(owner.__array_interface__["data"][0]), 0, owner, name)
+        moved = [i * s[2] for s in steps] if blocks else [0, *fusing.repeats[0]]
+        builder.launch((route, numbers), (image, filters, fusing.written[0]), fusing, (0, 0, *moved))
     lines = tuple(dict.fromkeys(y.where for y in unit.members))
-    fused = tuple(y.name for y in unit.members[1:])
+    fused = (*(y.name for y in unit.members[1:]), *("depth to space" for _ in blocks[:1]))
     builder.kernels.append(Kernel("conv", x.name, lines, fused, fusing.text() if ending else "", str(p)))
+
+
+def _of_pixels(shape: Ints, steps: list[Ints], size: Convolution) -> tuple[Walk, None]:
+    """The loops over the pixels of a result, of the strides of its arrays.
+
+    Raises:
+        ScheduleError: an array has pixels at no equal distances.
+    """
+    w = walk(shape[:-1], [s[:-1] for s in steps])
+    m, items = w.rows[0], w.batch[0]
+    if len(w.repeats) > 1 or m * items != shape[0] * size.pixels or (items > 1 and m != size.pixels):
+        raise ScheduleError("pixels of an operand of its epilogue are at no equal distances")
+    return w, None
+
+
+def _of_blocks(shape: Ints, steps: list[Ints]) -> tuple[Walk, tuple[int, int]]:
+    """The loops over the pixels of one row of each block, and the strides of rows and pixels of the result.
+
+    Raises:
+        ScheduleError: an array of the epilogue varies along pixels.
+    """
+    (image, row, _, pixel, _), *others = steps
+    if any(s[axis] for s in others for axis in (0, 1, 3)):
+        raise ScheduleError("an operand of its epilogue varies along pixels, which are blocks of the result")
+    none = (0,) * len(others)
+    w = Walk((shape[1] * shape[3], (pixel, *none)), (shape[0], (image, *none)), [(0,) * len(steps)])
+    return w, (row, pixel)

@@ -3,8 +3,8 @@
 Owns `with_integers`, `with_epilogues`, `with_groups` and `with_scales`. A product or a convolution of values that were
 dequantized, the right operand from constants, becomes one of their codes. A product of dynamically quantized values and
 a constant matrix takes the conversion of its sums, their scales and the bias. A convolution takes the addition of
-another array of its shape, a residual, and a ReLU that alone read its result. A group norm that was written as an
-instance norm of reshaped images is one operator.
+another array of its shape, a residual, and a ReLU that alone read its result, or a depth-to-space. A group norm that
+was written as an instance norm of reshaped images is one operator.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _named(node: Node, constants: dict[str, Any]) -> str:
 
 
 def with_epilogues(nodes: list[Node], outputs: Collection[str], constants: Collection[str]) -> list[Node]:
-    """The nodes, with convolutions that take the residual and the ReLU that follow them."""
+    """The nodes, with convolutions that take the residual, the ReLU and the depth-to-space that follow them."""
     uses = Counter(x for n in nodes for x in (*n.inputs, *n.captured))
     uses.update(outputs)
     convolutions: dict[str, int] = {}
@@ -167,7 +167,7 @@ def with_epilogues(nodes: list[Node], outputs: Collection[str], constants: Colle
             added = replace(
                 old, domain=DOMAIN, name=f"{old.name}, {node.name}", outputs=node.outputs,
                 inputs=(*old.inputs, *("",) * (3 - len(old.inputs)), *residual),
-                attributes=old.attributes | {"relu": node.op == "Relu"},
+                attributes=old.attributes | _taken(node),
             )  # fmt: skip
         if added.op == "Conv" and len(added.outputs) == 1 and uses[added.outputs[0]] == 1:
             convolutions[added.outputs[0]] = len(rest)
@@ -179,14 +179,25 @@ def _convolution(
     node: Node, rest: list[Node | None], convolutions: dict[str, int], constants: Collection[str]
 ) -> int | None:
     """The index of the convolution that takes a node, the last one if there are two; or None."""
-    if node.domain or node.op not in ("Add", "Relu"):
+    if node.domain or node.op not in ("Add", "Relu", "DepthToSpace"):
         return None
     candidates = sorted((convolutions[x] for x in node.inputs if x in convolutions), reverse=True)
     for at in candidates:
         conv = rest[at]
-        if conv is None or conv.attribute("relu") or conv.inputs[1] not in constants:
+        if conv is None or conv.inputs[1] not in constants:
+            continue
+        if node.op == "DepthToSpace" and len(conv.inputs) <= 3 and not conv.attribute("blocks"):
+            return at
+        if conv.attribute("relu") or node.op == "DepthToSpace" or (node.op == "Add" and conv.attribute("blocks")):
             continue
         other = [x for x in node.inputs if x not in conv.outputs]
         if node.op == "Relu" or (len(conv.inputs) <= 3 and len(other) == 1 and other[0] not in constants):
             return at
     return None
+
+
+def _taken(node: Node) -> dict[str, Any]:
+    """Attributes of a convolution that takes a node."""
+    if node.op != "DepthToSpace":
+        return {"relu": node.op == "Relu"}
+    return {"blocks": node.attribute("blocksize"), "order": node.attribute("mode", "DCR")}

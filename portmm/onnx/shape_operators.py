@@ -260,9 +260,13 @@ def _tile(node: Node, x: Any, repeats: Any, axis: Any = None) -> Any:
 
 @operator("DepthToSpace")
 def _depth_to_space(node: Node, x: Any) -> Any:
+    return depth_to_space(x, node.attribute("blocksize"), node.attribute("mode", "DCR"))
+
+
+def depth_to_space(x: Any, b: int, mode: str) -> Any:
+    """Images whose channels become blocks of b x b pixels: "DCR", pixels are outer channels, or "CRD", inner ones."""
     n, c, h, w = x.shape
-    b = node.attribute("blocksize")
-    if node.attribute("mode", "DCR") == "DCR":
+    if mode == "DCR":
         y = x.reshape((n, b, b, c // b**2, h, w)).transpose((0, 3, 4, 1, 5, 2))
     else:
         y = x.reshape((n, c // b**2, b, b, h, w)).transpose((0, 1, 4, 2, 5, 3))

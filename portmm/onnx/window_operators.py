@@ -15,9 +15,11 @@ import numpy as np
 
 from portmm.fusion.plan_windows import Filter, Pool, is_small, regions
 from portmm.onnx.arrays import channels_first, channels_last
+from portmm.onnx.convolution_to_space import finished, to_space
 from portmm.onnx.operators import UnsupportedError, is_traced, once, operator
 from portmm.onnx.quantized_operators import own_call
 from portmm.onnx.rewrites import DOMAIN
+from portmm.onnx.shape_operators import depth_to_space
 from portmm.ops import epilogues
 from portmm.ops.convolution import conv
 from portmm.ops.convolution_options import Options, sizes
@@ -145,6 +147,14 @@ LAYOUTS = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
 def _conv(node: Node, x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
     kernel = tuple(weight.shape[2:])
     w = windows_of(node, tuple(x.shape[2:]), kernel)
+    if b := node.attribute("blocks", 0):
+        order, plain = node.attribute("order"), is_traced(x) and not is_traced(weight, bias) and residual is None
+        if plain and x.dtype.name == "float32" and len(kernel) == 2 and node.attribute("group", 1) == 1:
+            how = _options(w, 1)
+            y = to_space(adjacent(channels_last(x)), (weight, bias), how, (b, order))
+            return finished(y, b, relu=bool(node.attribute("relu")))
+        whole = replace(node, attributes={k: v for k, v in node.attributes.items() if k != "blocks"})
+        return depth_to_space(_conv(whole, x, weight, bias, residual), b, order)
     if is_traced(x) and not is_traced(weight, bias) and x.dtype.name in NARROW and len(kernel) in LAYOUTS:
         if residual is None or tuple(residual.shape) == (x.shape[0], weight.shape[0], *w.result):
             return _by_kernel(node, w, (x, weight, bias, residual))
@@ -166,10 +176,7 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
     if groups == 1 and is_pointwise(w):
         return _pointwise(x, weight, bias, residual, relu=bool(node.attribute("relu")))
     shape = (x.shape[0], *w.result, weight.shape[0])
-    how: dict[str, Any] = {
-        "stride": w.strides, "padding": tuple(zip(w.begin, w.end, strict=True)), "dilation": w.dilations,
-        "groups": groups, "layout": layout,
-    }  # fmt: skip
+    how = _options(w, groups)
     relu = bool(node.attribute("relu"))
     x = adjacent(x)
     if groups == x.shape[-1] == weight.shape[0] and (pool := _by_channel(node, w, x, (bias, residual))) is not None:
@@ -203,6 +210,15 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
     return channels_first(y)
 
 
+def _options(w: Windows, groups: int) -> dict[str, Any]:
+    """Options of `conv` for windows of images with channels last."""
+    padding = tuple(zip(w.begin, w.end, strict=True))
+    return {
+        "stride": w.strides, "padding": padding, "dilation": w.dilations, "groups": groups,
+        "layout": LAYOUTS[len(w.kernel)],
+    }  # fmt: skip
+
+
 def _by_channel(node: Node, w: Windows, x: Any, more: tuple[Any, Any]) -> Pool | None:
     """The record of a convolution of each channel by a filter of its own, or None if kernels do not compute it."""
     windows = zip(w.kernel, w.strides, w.dilations, w.begin, strict=True)
@@ -233,10 +249,7 @@ def _scaled_conv(node: Node, x: Any, weight: Any, bias: Any, zero: Any, x_scale:
     )
     total = weight.reshape(outputs, -1).astype(np.float64).sum(1) * point * scales
     shift = ((0 if bias is None else bias.astype(np.float64)) - total).astype(np.float32)
-    how: dict[str, Any] = {
-        "stride": w.strides, "padding": tuple(zip(w.begin, w.end, strict=True)), "dilation": w.dilations, "groups": 1,
-        "layout": layout, "padding_value": point,
-    }  # fmt: skip
+    how = _options(w, 1) | {"padding_value": point}
 
     def alone(images: Any) -> Any:
         return conv(images, packed, **how).astype(np.float32)

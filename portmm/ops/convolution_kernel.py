@@ -17,6 +17,7 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.dispatch.view_routes import Views, direct_route, view_route
+from portmm.errors import ScheduleError
 from portmm.ops import routes
 from portmm.ops.product_kernel import HostProduct, merges, of_part
 from portmm.runtime.cpu import runtime
@@ -214,12 +215,18 @@ class HostConvolution(HostProduct):
             return False
         return self.images == 1 or step is None or merges(step, self.convolution.pixels)
 
-    def routed_view(self, dims: tuple[int, int, int], step: Any) -> tuple[Problem, Any, tuple[int, ...]]:
+    def routed_view(
+        self, dims: tuple[int, int, int], step: Any, to: tuple[int, int] | None = None
+    ) -> tuple[Problem, Any, tuple[int, ...]]:
         """The problem of some m, n and items, a route, and the strides of A and B.
 
         Args:
             dims: these.
             step: the epilogue, with its `text` and the `types` of its results, or None.
+            to: strides of rows and of pixels of a result whose pixels are not equally far apart, or None.
+
+        Raises:
+            ScheduleError: no kernel computes it, or none writes such a result.
         """
         (_, _, batch), size, steps = dims, self.convolution, self._element_strides()
         pixel, plain = _collapsed(size.spatial, steps[1:-1]), self._plain(steps, batch)
@@ -233,8 +240,11 @@ class HostConvolution(HostProduct):
         p = self._problem(dims, step, plain=plain)
         own = _single(steps, self.images, size)
         target, threads = config.target(), config.limit() or config.get_num_threads()
-        if self.last and self._in_rows() and (route := direct_route(p, size, own, target, threads)) is not None:
+        direct = self.last and (to is not None or self._in_rows())
+        if direct and (route := direct_route(p, size, own, target, threads, to)) is not None:
             return p, route, strides
+        if to is not None:
+            raise ScheduleError("only direct convolutions write pixels that are not equally far apart")
         if plain:
             return p, routes.route(p), strides
         views = Views(a=windows(size, own), padding=size.padding)

@@ -51,6 +51,8 @@ class Direct:
         kc: elements of a block of k, where that is a part of a run.
         rows: of the result in a block, at most.
         k_outer: blocks of k are the outer loop, panels the inner one: filters are read once for each block of rows.
+        to: elements from a row of a result to the next, and from a pixel to the next, where pixels of neighbouring rows
+            are otherwise apart than those of a row; the images of a result are items then.
     """
 
     spatial: tuple[int, ...]
@@ -72,6 +74,7 @@ class Direct:
     kc: int
     rows: int
     k_outer: bool
+    to: tuple[int, int] | None = None
 
     @property
     def pixels(self) -> int:
@@ -100,7 +103,9 @@ class Direct:
         return high * self.row if self.copies else 0
 
 
-def direct(x: Convolution, strides: Sequence[int], s: Schedule, target: Target) -> Direct | None:
+def direct(
+    x: Convolution, strides: Sequence[int], s: Schedule, target: Target, to: tuple[int, int] | None = None
+) -> Direct | None:
     """Blocks of a direct convolution; None for one that needs another program.
 
     Args:
@@ -108,6 +113,7 @@ def direct(x: Convolution, strides: Sequence[int], s: Schedule, target: Target) 
         strides: of images (n, *spatial, c), in elements.
         s: a schedule for its panels and register tiles.
         target: the machine.
+        to: elements from a row of a result to the next, and from a pixel to the next, or None: see `Direct`.
     """
     if len(strides) > 4 or strides[-1] != 1:
         return None
@@ -149,5 +155,5 @@ def direct(x: Convolution, strides: Sequence[int], s: Schedule, target: Target) 
     rows = -(-out[0] // blocks)
     return Direct(
         spatial, out, kernel, stride, dilation, before, beyond, x.channels, image, (row, pixel), copies, *steps,
-        run, runs, of_block, kc, rows, k_outer,
+        run, runs, of_block, kc, rows, k_outer, to,
     )  # fmt: skip

@@ -238,6 +238,44 @@ def test_convolutions_take_what_follows_them(monkeypatch):
     assert not any(row.what.startswith(("Relu", "Add")) for row in report.rows)
 
 
+@pytest.mark.parametrize(("order", "after"), [("DCR", "Relu"), ("CRD", ""), ("CRD", "Add")])
+def test_convolutions_store_blocks_of_pixels(order, after):
+    w, bias = (np.float32(rng.integers(-3, 4, n)) for n in ((12, 5, 3, 3), 12))
+    nodes = [
+        ("Conv", ["x", "w", "b"], ["y"], {"pads": [1] * 4}),
+        ("DepthToSpace", ["y"], ["s"], {"blocksize": 2, "mode": order}),
+        *([(after, ["s", *["s"] * (after == "Add")], ["z"])] if after else []),
+    ]
+    result = "z" if after else "s"
+    made = model(nodes, [("x", FLOAT, [2, 5, 8, 7])], [(result, FLOAT, [2, 3, 16, 14])], {"w": w, "b": bias})
+    x = np.float32(rng.integers(-3, 4, (2, 5, 8, 7)))
+    session = portmm.onnx.load(made)
+    np.testing.assert_array_equal(session.run({"x": x})[0], ReferenceEvaluator(made).run(None, {"x": x})[0])
+    kinds = [(row.kind, row.what.count(",")) for row in session.report({"x": x}).rows]
+    assert kinds[0][0] == "copy"  # of the images, to channels last
+    assert [kind for kind, _ in kinds[1:]] == ["conv", *["rows"] * (after == "Add")]
+    assert kinds[1][1] == 1 + (after == "Relu")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_blocks_of_other_convolutions_are_copied(groups):
+    w = np.float32(rng.integers(-3, 4, (8, 4 // groups, 3)))
+    nodes = [("Conv", ["x", "w"], ["y"], {"group": groups}), ("Unsqueeze", ["y", "at"], ["u"]),
+             ("DepthToSpace", ["u"], ["z"], {"blocksize": 2})]  # fmt: skip
+    made = model(nodes, [("x", FLOAT, [1, 4, 9])], [("z", FLOAT, [1, 2, 2, 14])], {"w": w, "at": np.array([2])})
+    x = np.float32(rng.integers(-3, 4, (1, 4, 9)))
+    want = ReferenceEvaluator(made).run(None, {"x": x})[0]
+    np.testing.assert_array_equal(portmm.onnx.load(made).run({"x": x})[0], want)
+    w = np.float32(rng.integers(-3, 4, (8, 4 // groups, 1, 1)))
+    nodes = [("Conv", ["x", "w"], ["y"], {"group": groups}), ("DepthToSpace", ["y"], ["z"], {"blocksize": 2})]
+    for kind in (FLOAT, TensorProto.FLOAT16):
+        dtype = np.float32 if kind == FLOAT else np.float16
+        made = model(nodes, [("x", kind, [1, 4, 3, 5])], [("z", kind, [1, 2, 6, 10])], {"w": w.astype(dtype)})
+        x = rng.integers(-3, 4, (1, 4, 3, 5)).astype(dtype)
+        want = ReferenceEvaluator(made).run(None, {"x": x})[0]
+        np.testing.assert_array_equal(portmm.onnx.load(made).run({"x": x})[0], want)
+
+
 def test_element_wise_operators_keep_channels_last():
     w = rng.standard_normal((4, 3, 3, 3)).astype(np.float32)
     scale = rng.standard_normal((4, 1, 1)).astype(np.float32)
