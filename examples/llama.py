@@ -3,7 +3,8 @@
     python examples/llama.py                         # random weights, one size after the other
     python examples/llama.py --kind int4 --size 1b --tokens 32
 
-Weights are seeded random numbers, or those of a module of `transformers`, as `from_module` takes them. Each layer is a
+Weights are seeded random numbers, those of a module of `transformers`, as `from_module` takes them, or of a GGUF file,
+whose int4 values are multiplied as they are (`from_gguf`). Each layer is a
 product for queries, keys and values, attention over the cache, and a gated MLP; norms and rotary positions are NumPy's.
 """
 
@@ -45,7 +46,7 @@ SIZES = {"tiny": Config(), "100m": Config(16384, 768, 12, 12, 4, 2048), "1b": Co
 
 
 class Product:
-    """A weight (inputs, outputs) of a kind, packed."""
+    """A weight (inputs, outputs) of a kind, packed; one that is quantized already has int4 values."""
 
     def __init__(self, w: Any, kind: str) -> None:
         self.kind, self.scales = kind, None
@@ -54,7 +55,7 @@ class Product:
             codes = np.rint(w / np.maximum(self.scales, np.float32(1e-30))).astype(np.int8)
             self.weight = pm.pack(codes, activations=np.int8)
         elif kind.startswith("int4"):
-            self.weight = pm.pack(pm.quantize(w, bits=4, group=32))
+            self.weight = pm.pack(w if isinstance(w, pm.Quantized) else pm.quantize(w, bits=4, group=32))
         else:
             narrow = w.astype(_dtype(kind))
             self.weight = pm.pack(narrow, activations=np.float32)
@@ -174,13 +175,22 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, Any]:
     return weights | {n: np.ones(c.width, np.float32) for n in (*norms, "model.norm.weight")}
 
 
+def side_by_side(weights: list[Any]) -> Any:
+    """One weight (inputs, outputs) of some (outputs, inputs), or of quantized ones (inputs, outputs)."""
+    if not isinstance(weights[0], pm.Quantized):
+        return np.concatenate(weights).T
+    first, fields = weights[0], ("codes", "scales", "offsets")
+    codes, scales, offsets = (np.concatenate([getattr(w, n) for w in weights], 1) for n in fields)
+    return pm.Quantized(codes, scales, offsets, first.bits, first.group)
+
+
 def build(config: Config, weights: dict[str, Any], kind: str) -> Llama:
     """A decoder of weights by the names of `transformers`, packed as a kind; the embedding stays float32."""
     layers = []
     for i in range(config.layers):
 
         def joined(*names: str, at: str = f"model.layers.{i}.") -> Product:
-            return Product(np.concatenate([weights[f"{at}{n}.weight"] for n in names]).T, kind)
+            return Product(side_by_side([weights[f"{at}{n}.weight"] for n in names]), kind)
 
         at = f"model.layers.{i}."
         layers.append(
@@ -193,7 +203,7 @@ def build(config: Config, weights: dict[str, Any], kind: str) -> Llama:
                 joined("mlp.down_proj"),
             )
         )
-    head = Product(weights["lm_head.weight"].T, kind)
+    head = Product(side_by_side([weights["lm_head.weight"]]), kind)
     return Llama(config, layers, weights["model.embed_tokens.weight"], weights["model.norm.weight"], head)
 
 
@@ -206,6 +216,47 @@ def from_module(module: Any, kind: str) -> Llama:
         c.intermediate_size, base, c.rms_norm_eps,
     )  # fmt: skip
     return build(config, {n: x.detach().float().numpy() for n, x in module.state_dict().items()}, kind)
+
+
+GGUF = {
+    "token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head", "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_output": "self_attn.o_proj",
+    "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj", "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}  # fmt: skip
+"""Names of `transformers` by those of GGUF."""
+
+
+def from_gguf(path: Any, kind: str) -> Llama:
+    """A decoder of a GGUF file of architecture "llama"; matrices of types Q4_0 and Q4_1 stay what they are in int4."""
+    file = pm.open_gguf(path)
+    about = {n.removeprefix("llama."): x for n, x in file.metadata.items()}
+    heads, key_heads = about["attention.head_count"], about["attention.head_count_kv"]
+    vocabulary = file.tensors["token_embd.weight"].shape[1]
+    config = Config(
+        vocabulary, about["embedding_length"], about["block_count"], heads, key_heads, about["feed_forward_length"],
+        about.get("rope.freq_base", 10000.0), about["attention.layer_norm_rms_epsilon"],
+    )  # fmt: skip
+    weights: dict[str, Any] = {}
+    for title, tensor in file.tensors.items():
+        *block, name, _ = title.split(".")
+        at = f"model.layers.{block[1]}." if block else ""
+        keep = kind.startswith("int4") and tensor.kind in ("Q4_0", "Q4_1") and name != "token_embd"
+        w = tensor.quantized() if keep else tensor.dequantized()
+        if name in ("attn_q", "attn_k"):
+            w = _halves(w, heads if name == "attn_q" else key_heads)
+        weights[f"{at}{GGUF[name]}.weight"] = w
+    weights.setdefault("lm_head.weight", weights["model.embed_tokens.weight"])
+    return build(config, weights, kind)
+
+
+def _halves(w: Any, heads: int) -> Any:
+    """Outputs of heads whose pairs to rotate are neighbours in a GGUF file, and here half a head apart."""
+    outputs = w.shape[1] if isinstance(w, pm.Quantized) else w.shape[0]
+    order = np.arange(outputs).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+    if not isinstance(w, pm.Quantized):
+        return w[order]
+    return pm.Quantized(w.codes[:, order], w.scales[:, order], w.offsets[:, order], w.bits, w.group)
 
 
 def main() -> None:
