@@ -66,13 +66,19 @@ def openvino(path: Path, threads: int) -> Any:
     return lambda feeds: request.infer(feeds)[0]
 
 
-def torch_module(path: Path, threads: int, *, backend: str = "") -> Any:
+def torch_module(path: Path, threads: int, *, backend: Any = "") -> Any:
     """A function of inputs that runs PyTorch's module of a model, compiled by a backend if one is named."""
     if path.stem != "unet":
         raise ImportError(f"{path.stem} has no module")
     import diffusion
     import torch
 
+    if backend == "portmm":
+        import portmm.torch as ours
+        from portmm.dispatch import config
+
+        config.set_num_threads(threads)
+        backend = ours.compile_graph
     torch.set_num_threads(threads)
     module = diffusion.step().to(memory_format=torch.channels_last)
     call = torch.compile(module, backend=backend) if backend else module
