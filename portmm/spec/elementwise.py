@@ -299,6 +299,8 @@ def max(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
     """The maximum along the last axis, which is kept with extent 1."""
     if _traced(x):
         return _reduced("max", x, axis)
+    if not np.ndim(x):
+        raise TraceError(f"{x!r} has no axis along which there is a maximum: pass an array of at least one dimension")
     return (
         np.max(x, axis=axis, keepdims=True, initial=-np.inf)
         if np.asarray(x).shape[axis] == 0

@@ -123,6 +123,13 @@ def test_functions_of_rows(name, n):
             )
 
 
+def test_values_without_rows_are_refused():
+    for f in (pm.softmax, pm.log_softmax, pm.logsumexp, pm.max):
+        for x in ("a", 3.0):
+            with pytest.raises(pm.PortmmError, match="has no axis"):
+                f(x)
+
+
 def test_rows_of_infinities():
     x = np.array([[-np.inf, 1, 2], [-np.inf] * 3, [np.inf, 0, 1], [np.nan, 0, 1], [3e38] * 3], np.float32)
     with np.errstate(all="ignore"):
