@@ -65,7 +65,7 @@ def bundle(  # noqa: PLR0917 - typer's parameters
     if not making and not check:
         raise typer.BadParameter("give --shapes, --functions, --from-onnx, --from-torch, --from-cache or --check")
     if to_c and shapes is None and functions is None:
-        raise typer.BadParameter("--c writes a library of products and functions: --shapes FILE, --functions FILE")
+        raise typer.BadParameter("--c takes --shapes FILE or --functions FILE")
     if functions and not to_c:
         raise typer.BadParameter("--functions names functions of a library: give its folder, --c FOLDER")
     if making:
