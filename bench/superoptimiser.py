@@ -27,7 +27,7 @@ import portmm as pm
 
 SCALE, EPS = np.float32(0.125), np.float32(1e-5)
 SEARCH = 40.0
-SECONDS = 5.0
+SECONDS = 2.0
 
 
 def attend(q, k, v):
