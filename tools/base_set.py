@@ -17,9 +17,17 @@ import shutil
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
+
+from portmm.codegen.lower import lower_int4_repack, lower_pack
+from portmm.dispatch.base_kernels import FIRST, grid_question
+from portmm.ir.prefix import value
+from portmm.ops.recorded_kernels import recorded
 
 LEVELS = {
     "x86_64": {
@@ -45,67 +53,125 @@ LEVELS = {
     },
 }
 """By architecture, the best first: the chip whose description selects, and the features that a processor must have."""
+
+
+class Kind(NamedTuple):
+    """Products with tables of their own: types, the layouts of A and B, and what is fused with them.
+
+    Attributes:
+        dtype: types.
+        a: layout of A.
+        b: layout of B.
+        group: of a B of four bits, the rows of a group, 0 for all.
+        steps: of an epilogue of `linear`: its fields in `Dequantization`; of another, its name in `EPILOGUES`.
+        source: the type of A before its rows are quantized.
+    """
+
+    dtype: str
+    a: str = "row"
+    b: str = "row"
+    group: int = 0
+    steps: tuple[str, ...] = ()
+    source: str = ""
+
+
+FLOATS = ("f32", "f16", "bf16")
+GROUPS = (32, 64, 128, 0)
+EPILOGUES = ("biased", "relu", "gelu", "silu")
+"""A bias, and functions after one."""
 KINDS = (
-    ("f32", "row", "row"), ("f32", "row", "col"), ("f32", "col", "row"), ("f32", "row", "packed"),
-    ("f64", "row", "row"),
-    ("bf16", "row", "row"), ("bf16", "row", "packed"), ("f16", "row", "row"), ("f16", "row", "packed"),
-    ("s8-s8-s32", "row", "row"), ("s8-s8-s32", "row", "packed"), ("u8-s8-s32", "row", "packed"),
+    Kind("f32"), Kind("f32", "row", "col"), Kind("f32", "col", "row"), Kind("f32", "row", "packed"),
+    Kind("f64"),
+    Kind("bf16"), Kind("bf16", "row", "packed"), Kind("f16"), Kind("f16", "row", "packed"),
+    Kind("s8-s8-s32"), Kind("s8-s8-s32", "row", "packed"), Kind("u8-s8-s32", "row", "packed"),
 )  # fmt: skip
-"""Types, and the layouts of A and B."""
+FUSED = (
+    *(Kind(f"{x}-u4-{x}", "row", "codes", group) for x in FLOATS for group in GROUPS),
+    *(Kind(f"s8-u4-{x}", "row", "codes", g, ("dynamic",), x) for x in ("f32", "bf16") for g in (32, 128)),
+    *(Kind("s8-s8-f32", "row", "packed", 0, steps) for steps in (("",), ("bias",))),
+    *(Kind("u8-s8-f32", "row", "packed", 0, steps) for steps in (("a_zero",), ("a_zero", "bias"))),
+    *(Kind("s8-s8-f32", "row", "packed", 0, ("dynamic", *x), y) for x in ((), ("bias",)) for y in FLOATS),
+    *(Kind("f32", "row", "packed", 0, (x,)) for x in EPILOGUES),
+    *(Kind("f32", "row", "row", 0, (x,)) for x in EPILOGUES),
+    *(Kind("bf16", "row", "packed", 0, (x,)) for x in ("biased", "gelu", "silu")),
+)
+"""Products of floats by weights of four bits, of `linear`, and with epilogues: they have fewer kernels."""
 FEW = tuple(range(1, 9))
 """Rows of A with a kernel of their own, whose register tile has them all."""
 MS = (*FEW, 12, 16, 32, 64, 128, 512, 2048)
 NS = (63, 255, 1023, 4095)
 KS = (63, 255, 1023, 4095)
 """The grid. Odd numbers of columns ask for kernels that serve any."""
+MS_OF_FUSED = (1, 4, 12, 32, 128, 512)
+AXES_OF_FUSED = (255, 1023, 4095)
+"""The grid of products with fused operations."""
 LIBRARIES = {"gnu": "gnu.2.17", "musl": "musl"}
 """C libraries as zig spells them; glibc's is that of manylinux2014, the oldest that wheels are still made for."""
 PROCESSES = 3
-MOST, WORTH = 4, 0.01
+MOST_QUERIES, ALL_WIDTHS = 600, 1 << 30
+"""Numbers of queries that are looked at for forms of attention; no width of a head is a multiple of the second."""
+MOST, MOST_FUSED, WORTH = 4, 2, 0.01
 """Kernels of a kind for more rows; the least gain, relative and on average, for which another is added."""
 
 
 def grid(target, kind):
-    """The schedules of a kind, the number of one for each point of the grid, or -1, and the packed layout."""
-    from portmm.dispatch import cpu_kernels
+    """The schedules of a kind, the number of one for each point of the grid, or -1, a problem, and the grid."""
     from portmm.errors import ScheduleError
 
-    dtype, _, b = kind
+    ms, ns, ks = (MS_OF_FUSED, AXES_OF_FUSED, AXES_OF_FUSED) if kind in FUSED else (MS, NS, KS)
+    few = [x for x in ms if x in FEW] if kind not in FUSED else [1]
     try:
-        family = cpu_kernels.family(dtype, target) if b == "packed" else ""
-        rows = [[times(target, kind, family, (m, n, k), before) for n in NS for k in KS] for before, m in steps()]
+        p = problem(kind, target)
+        points = zip((0, *ms), ms, strict=False)
+        rows = [[times(target, replace(p, m=m, n=n, k=k), before, few) for n in ns for k in ks] for before, m in points]
     except ScheduleError:
-        return [], [], ""
-    parts = [rows[i] for i in range(len(FEW))], [x for row in rows[len(FEW) :] for x in row]
+        return [], [], None, ()
+    parts = [rows[i] for i in range(len(few))], [x for row in rows[len(few) :] for x in row]
     schedules, table = [], []
-    for points, most in (*((x, 1) for x in parts[0]), (parts[1], MOST)):
+    for points, most in (*((x, 1) for x in parts[0]), (parts[1], MOST_FUSED if kind in FUSED else MOST)):
         own, best = portfolio(points, most)
         schedules += [s for s in own if s not in schedules]
         table += [schedules.index(own[i]) if i >= 0 else -1 for i in best]
-    return schedules, table, family
+    return schedules, table, p, (ms, ns, ks)
 
 
-def steps():
-    """Values of M of the grid, each with the one before."""
-    return zip((0, *MS), MS, strict=False)
+def problem(kind, target):
+    """A problem of a kind on a machine."""
+    from portmm.dispatch import cpu_kernels
+    from portmm.spec.dequantization import Dequantization
+    from portmm.spec.problem import Problem
+
+    if kind.b == "codes":
+        family = str(cpu_kernels.family_of_codes(target, kind.group))
+    else:
+        family = cpu_kernels.family(summed(kind), target) if kind.b == "packed" else ""
+    if kind.steps and kind.steps[0] in EPILOGUES:
+        fused = epilogue(kind.steps[0], kind.dtype)
+    else:
+        fused = Dequantization(**{x: True for x in kind.steps if x}).text if kind.steps else ""
+    about = {"dtype": kind.dtype, "a": kind.a, "b": kind.b, "family": family}
+    return Problem(64, 64, 64, **about, source=kind.source, fused=fused)
 
 
-def times(target, kind, family, size, before):
-    """Predicted time of the schedules of a size that serve all rows from after `before`; few rows have their own."""
+def summed(kind):
+    """The types of a kind's products before an epilogue, as weights are packed for."""
+    left, right, _ = kind.dtype.split("-") if "-" in kind.dtype else ("",) * 3
+    return f"{left}-{right}-s32" if right == "s8" else kind.dtype
+
+
+def times(target, p, before, few):
+    """Predicted time of the schedules of a problem that serve all rows from after `before`; few rows have their own."""
     from portmm.dispatch.schedule_choice import predicted
-    from portmm.ops.bundle_shapes import problem_of
     from portmm.schedule.cpu_candidate_sets import candidate_set
 
-    dtype, a, b = kind
-    p = problem_of(size, dtype, b, family, a)
     listed = candidate_set(p, target)
     seconds = predicted(p, listed, 1)
-    serving = range(max(1, before + 1), size[0] + 1)
+    serving = range(max(1, before + 1), p.m + 1)
     return {
         s: t
         for s, t in zip(listed.schedules, seconds, strict=True)
         if not s.atom.swap and "k" not in s.parallel.over and not s.b.once and not s.static
-        and (size[0] in FEW or (s.heights[0] < s.mr and s.heights[0] <= serving[0]))
+        and (p.m in few or (s.heights[0] < s.mr and s.heights[0] <= serving[0]))
     }  # fmt: skip
 
 
@@ -140,57 +206,29 @@ def grids(chip, kinds):
     return [(kind, *grid(load_target(chip), kind)) for kind in kinds]
 
 
-def calls():  # noqa: C901 - a list
-    """Calls of operations besides products: each runs once on every level."""
-    import ml_dtypes
+def epilogue(name, dtype):
+    """The text of an epilogue of products of floats, as of a problem."""
+    import portmm as pm
+    from portmm.arrays.numpy_arrays import numpy_of
+    from portmm.ops.epilogues import VALUES, fusible
+    from portmm.trace.tracer import trace
 
+    bias, of = np.ones(64, numpy_of(dtype)), {"relu": pm.relu, "gelu": pm.gelu, "silu": pm.silu}.get(name)
+    traced, *_ = trace(lambda acc, i: of(acc + bias[i.n]) if of else acc + bias[i.n], VALUES, by_value=False, rank=2)
+    return fusible(traced, "f32", lambda: bias.dtype).text
+
+
+def calls():
+    """Calls of operations besides products: each runs once on every level."""
     import portmm as pm
 
-    r = np.random.default_rng(0)
-    x = r.random((40, 256), np.float32)
-    w = r.random((256, 128), np.float32)
-    half, brain = np.float16, ml_dtypes.bfloat16
-    few = r.random((1, 4, 1, 64), np.float32)
-    many = r.random((1, 4, 70, 64), np.float32)
-    codes = r.integers(-9, 9, (256, 128), dtype=np.int8)
-    small = r.integers(-9, 9, (40, 256), dtype=np.int8)
-    scales = np.ones(128, np.float32)
-
-    def of(dtype):
-        yield lambda: pm.matmul(x.astype(dtype), pm.pack(w.astype(dtype)))
-        yield lambda: pm.pack(np.asfortranarray(w.astype(dtype)))
-        for q, mask in ((few, False), (many, False), (many, True)):
-            keys = many.astype(dtype)
-            yield lambda q=q, mask=mask, keys=keys: pm.attention(q.astype(dtype), keys, keys, causal=mask)
-        for rows in (1, 40):
-            for group in (32, 128):
-                weight = pm.quantize(w, bits=4, group=group)
-                yield lambda rows=rows, weight=weight: pm.matmul(x[:rows].astype(dtype), pm.pack(weight))
-
-    for dtype in (np.float32, half, brain):
-        yield from of(dtype)
-    yield lambda: pm.pack(codes)
-    yield lambda: pm.pack(np.asfortranarray(codes))
-    for rows in (1, 40):
-        for options in ({}, {"bias": scales}):
-            for dtype in (np.float32, half, brain):
-                yield lambda rows=rows, o=options, dtype=dtype: pm.linear(
-                    x[:rows].astype(dtype), pm.pack(codes), w_scale=scales, dynamic=True, **o
-                )
-            yield lambda rows=rows, o=options: pm.linear(small[:rows], pm.pack(codes), x_scale=0.5, w_scale=scales, **o)
-    for function in (pm.relu, pm.gelu, pm.silu):
-        for rows in (1, 40):
-            yield lambda rows=rows, f=function: pm.matmul(
-                x[:rows], pm.pack(w), epilogue=lambda acc, i: f(acc + scales[i.n])
-            )
+    x = np.random.default_rng(0).random((40, 256), np.float32)
     for function in (pm.softmax, pm.gelu, pm.silu, pm.layer_norm, pm.rms_norm, pm.quantize_rows):
         yield lambda f=function: pm.fuse(f)(x)
 
 
 def record(target):
     """The kernels of all calls on a target."""
-    from portmm.ops.recorded_kernels import recorded
-
     with recorded(target) as kernels:
         for call in calls():
             try:
@@ -214,30 +252,115 @@ def make(folder, arch, libc, levels, kinds, *, report=lambda *_: None):
         target = load_target(chip)
         maker.machines[chip] = tuple(isa.name for isa in target.isas)
         report(number, len(levels), f"selecting for {level}")
-        for kind, schedules, table, family in found[number].result():
+        for _, schedules, table, p, axes in found[number].result():
             if not schedules:
                 continue
             texts = [maker.add_schedule(s, target) for s in schedules]
-            question = f"grid {level} {' '.join(kind)} {family}".rstrip()
-            axes = tuple(",".join(map(str, x)) for x in (MS, NS, KS))
-            maker.facts[question] = (*axes, "".join(chr(48 + i) if i >= 0 else "-" for i in table), *texts)
-            if kind[2] == "packed":
-                maker.add_packing(kind[0], target)
-        for kernel in record(target):
-            maker.add_source(kernel, arch)
+            words = tuple(",".join(map(str, x)) for x in axes)
+            numbers = "".join(chr(ord(FIRST) + i) if i >= 0 else "-" for i in table)
+            maker.facts[grid_question(level, p)] = (*words, numbers, *texts)
+        add_packings(maker, target, level, kinds)
+        add_attention(maker, target, level, kinds)
+        for kernel, question in record(target):
+            maker.add_kernel(kernel, arch, question)
     maker.facts["levels"] = tuple(f"{name}={','.join(words.split())}" for name, (_, words) in levels.items())
     link(maker, folder / f"{arch}.so", arch, report)
     (folder / f"{arch}.bundle").write_bytes(maker.pack((1,), report))
     return maker
 
 
+def add_packings(maker, target, level, kinds):
+    """Add the kernels that pack weights for kinds of products."""
+    from portmm.dispatch import cpu_kernels
+    from portmm.dispatch.base_kernels import PACKING
+    from portmm.errors import ScheduleError
+    from portmm.spec.problem import family as family_of
+
+    for word in dict.fromkeys(summed(x) for x in kinds if x.b == "packed"):
+        try:
+            isa, _ = cpu_kernels.packing_unit(word, target)
+        except ScheduleError:
+            continue
+        name = cpu_kernels.family(word, target)
+        for layout in ("row", "col"):
+            kernel = lower_pack(isa, word, family_of(name).nr, layout)
+            maker.add_kernel(kernel, target.arch, f"{PACKING}{level} {word} {layout}", name)
+    for group in dict.fromkeys(x.group for x in kinds if x.b == "codes"):
+        layout = cpu_kernels.family_of_codes(target, group)
+        try:
+            kernel = lower_int4_repack(cpu_kernels.int4_unit(target)[0], layout)
+        except ScheduleError:
+            continue
+        maker.add_kernel(kernel, target.arch, f"{PACKING}{level} u4 {group} row", str(layout))
+
+
+def add_attention(maker, target, level, kinds):
+    """Add the kernels of attention without functions, of the types of kinds: the forms of each, and their codes."""
+    import ml_dtypes
+
+    import portmm as pm
+    from portmm.dispatch.base_kernels import ATTENTION
+
+    every = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
+    for dtype, of in ((x, y) for x, y in every.items() if any(kind.dtype == x for kind in kinds)):
+        forms = attention_forms(target, dtype)
+        question = f"{ATTENTION}{level} {dtype}"
+        maker.facts[question] = tuple(":".join(map(str, x)) for x in forms)
+        for (i, form), dv, causal in product(enumerate(forms), (64, 65), (False, True)):
+            packs = form.packs(dv)
+            q, k, v = (np.ones((1, 1, *x), of) for x in ((form.queries, 64), (64, 64), (64, dv)))
+            with recorded(target) as kernels:
+                pm.attention(q, k, v, causal=causal)
+            ((kernel, _),) = kernels
+            maker.add_kernel(kernel, target.arch, f"{question} {i} {int(packs)} {int(causal)}")
+
+
+def attention_forms(target, dtype):
+    """The forms of attention kernels by the least number of queries: see `ops.attention_kernel.make_kernel`."""
+    from portmm.dispatch import cpu_kernels
+    from portmm.dispatch.base_kernels import AttentionForm
+    from portmm.ops.attention_launch import FEW, KEYS_OF_FEW
+    from portmm.ops.attention_shapes import Options, score_expression, values
+    from portmm.schedule.cpu_attention import attention_schedule, keys_of
+    from portmm.spec.row_classes import last_of_class
+    from portmm.trace.tracer import trace
+
+    options = Options(None, None, None, False, None, None, None, False)
+    score = score_expression(trace(options.function(64), values(), by_value=False, rank=4)[0])
+    forms = []
+    for m in range(1, MOST_QUERIES):
+        isa, atom, _ = cpu_kernels.attention_unit(dtype, score, target, last_of_class(m))
+        few, step, columns = m <= FEW // atom.k_pack, str(KEYS_OF_FEW), 0
+        if not few:
+            s = attention_schedule(isa, atom)
+            masks = isa.spelling(atom, "load_mask", dtype)
+            columns = ALL_WIDTHS if atom.k_pack > 1 or atom.tiled else 0 if masks else s.parallel.cell[1]
+            step = keys_text(s, target)
+            if any(value(step, {"d": d}) != keys_of(s, target, d) for d in range(1, 520)):
+                raise ValueError(f"{step} are not the keys of a block on {target.name}")
+        form = AttentionForm(m, int(few), atom.k_pack, atom.k, columns, step)
+        if not forms or forms[-1]._replace(queries=m) != form:
+            forms.append(form)
+    return forms
+
+
+def keys_text(s, target):
+    """The keys of a block in prefix notation: see `cpu_attention.keys_of`."""
+    from portmm.schedule.cpu_blocking import capacity
+    from portmm.target.model import CPU
+
+    near = capacity(target, "L2") or capacity(target, "L1") or CPU.unknown_l2
+    step, queries = 2 * s.mr, s.tile("L2").n
+    return f"* max 1 / min {int(CPU.most_keys)} / {int(near) // 2} * 4 + {queries} * 2 d {step} {step}"
+
+
 def link(maker, output, arch, report):
-    """Move the kernels of products to one shared object."""
+    """Move kernels to one shared object."""
     from portmm.ops import c_library
 
-    questions = dict.fromkeys(job for job, _ in maker.codes.values())
+    questions = dict.fromkeys(job for job, _ in (*maker.codes.values(), *maker.kernels.values()))
     maker.linked = {question: f"k{i}" for i, question in enumerate(questions)}
-    report(0, len(questions), "linking kernels of products")
+    report(0, len(questions), "linking kernels")
     with tempfile.TemporaryDirectory(prefix="portmm-link-") as folder:
         jobs = {symbol: maker.jobs.pop(question) for question, symbol in maker.linked.items()}
         c_library.link(Path(folder), output.name, arch, jobs)
@@ -272,7 +395,7 @@ def main():
     levels = {
         x: y for x, y in LEVELS[options.arch].items() if x in (options.levels.split(",") if options.levels else [x])
     }
-    kinds = [x for x in KINDS if x[0] in (options.types.split(",") if options.types else [x[0]])]
+    kinds = [x for x in (*KINDS, *FUSED) if x[0] in (options.types.split(",") if options.types else [x[0]])]
     os.environ |= {"PORTMM_RACE": "off", "PORTMM_TUNED": "off", "PORTMM_BASE": "off"}
     from portmm.util.console import progress
 

@@ -133,6 +133,11 @@ def forget() -> None:
         each.clear()
 
 
+def close_base() -> None:
+    """Drop the base set; it is opened again at the next look-up, as the environment says by then."""
+    _base.clear()
+
+
 def answer(question: str, *, last: bool = False) -> tuple[Bundle, list[str]] | None:
     """The answer of the bundles to a question, with the bundle whose objects it names; None if there is none.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import math
 import os
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.build import kernel_store
 from portmm.build.cache import cache_dir
@@ -21,6 +21,7 @@ from portmm.dispatch import config, stored_kernels
 from portmm.host.host_probe import Snapshot, sharing
 from portmm.runtime import cpu as cpu_runtime
 from portmm.runtime.route_cache import ROUTES
+from portmm.spec.dtype import types
 from portmm.spec.row_classes import rows as rows_of
 
 if TYPE_CHECKING:
@@ -28,15 +29,24 @@ if TYPE_CHECKING:
 
     from portmm.spec.problem import Problem
 
-LEVELS, GRID = "levels", "grid "
-"""Questions to the base set: the features of levels, and the beginning of that for a table.
+LEVELS, GRID, PACKING, ATTENTION = "levels", "grid ", "pack ", "attention "
+"""Questions to the base set: the features of levels, and the beginnings of those for a table, packing and attention.
 
 A table is three axes, of M, N and K; a character for each point, the number of a schedule from "0" on, or "-"; and the
 schedules.
 """
 FORK_FLOPS = 4e6
 """Operations from which all threads take part: some ten times what it takes to start them."""
+FORK_ELEMENTS = 1 << 18
+"""Elements of a weight from which all threads pack it."""
 FIRST = "0"
+PACKING_BYTES = 1024
+"""Scratch of a kernel that packs."""
+
+
+def active() -> bool:
+    """Whether calls take kernels of the base set first, under the current settings."""
+    return not config.overridden() and not config.target_name() and leads()
 
 
 @cache
@@ -110,10 +120,10 @@ def route(p: Problem) -> tuple[Any, str] | None:
     Raises:
         BundleError: the base set is damaged.
     """
-    if p.batch != 1 or p.static or p.deterministic or p.fused or p.source or p.c != "row":
+    if p.batch != 1 or p.static or p.deterministic or p.grouped or p.c != "row":
         return None
     base = kernel_store.base()
-    fields = base.answer(f"{GRID}{level()} {p.dtype} {p.a} {p.b} {p.family}".rstrip()) if base else None
+    fields = base.answer(grid_question(level(), p)) if base else None
     if fields is None:
         return None
     ms, ns, ks = ([int(x) for x in axis.split(",")] for axis in fields[:3])
@@ -134,9 +144,91 @@ def route(p: Problem) -> tuple[Any, str] | None:
     return cpu_runtime.runtime().make_route(code.code, work, workers, p.storage, p.unit), schedule
 
 
+def grid_question(name: str, p: Problem) -> str:
+    """The question for the table of problems of a kind on a level."""
+    return f"{GRID}{name} {p.dtype} {p.a} {p.b} {p.family} {p.source} {p.fused}"
+
+
+def packing(word: str, layout: str, elements: int) -> tuple[str, Any] | None:
+    """The packed layout of weights for products of the types `word`, and the route that packs an array in `layout`.
+
+    Args:
+        elements: of the array.
+        word: types of the product, or for a weight of four bits the rows of a group as "u4 128".
+        layout: "row" or "col", of the array.
+
+    Raises:
+        BundleError: the base set is damaged.
+    """
+    known = stored_kernels.packing(f"{PACKING}{level()} {word} {layout}")
+    if known is None:
+        return None
+    family, code = known
+    storage = "s32" if family.startswith("u4") else types(word)[1]
+    workers = (config.limit() or cores()) if elements >= FORK_ELEMENTS else 1
+    return family, cpu_runtime.runtime().make_route(code, PACKING_BYTES, workers, storage)
+
+
+class AttentionForm(NamedTuple):
+    """A form of attention kernels for numbers of queries from one on: see `ops.attention_kernel.make_kernel`.
+
+    Attributes:
+        queries: the least number.
+        few: vectors are along keys.
+        kr: consecutive elements of a head in a unit of the atom.
+        k_step: elements of a head that one step multiplies.
+        columns: V is packed unless elements of its heads are a multiple; never if 0.
+        step: keys of a block, from `d` elements of a head, in prefix notation.
+    """
+
+    queries: int
+    few: int
+    kr: int
+    k_step: int
+    columns: int
+    step: str
+
+    @classmethod
+    def parsed(cls, text: str) -> AttentionForm:
+        """A form from words with colons between."""
+        queries, few, kr, k_step, columns, step = text.split(":")
+        return cls(int(queries), int(few), int(kr), int(k_step), int(columns), step)
+
+    def packs(self, dv: int) -> bool:
+        """Whether V with heads of `dv` elements is packed."""
+        return bool(self.columns and dv % self.columns)
+
+
+def attention(dtype: str, queries: int, dv: int, *, causal: bool) -> tuple[AttentionForm, stored_kernels.Code] | None:
+    """The form of an attention kernel without functions, and its code; None if there is none.
+
+    Args:
+        dtype: of the operands.
+        queries: their number.
+        dv: elements of a head of V.
+        causal: whether the mask is causal.
+
+    Raises:
+        BundleError: the base set is damaged.
+    """
+    base, question = kernel_store.base(), f"{ATTENTION}{level()} {dtype}"
+    forms = [AttentionForm.parsed(x) for x in (base.answer(question) if base else None) or ()]
+    i = max((i for i, x in enumerate(forms) if x.queries <= queries), default=-1)
+    if i < 0:
+        return None
+    code = stored_kernels.answered(f"{question} {i} {int(forms[i].packs(dv))} {int(causal)}", last=True)
+    return None if code is None else (forms[i], code)
+
+
 def _serves(schedule: str, served: tuple[int, int]) -> bool:
-    """Whether register tiles of a schedule make up all numbers of rows of a class: see `Schedule.heights`."""
-    least, _, most = schedule.split(":")[4].partition("-")
+    """Whether register tiles of a schedule make up all numbers of rows of a class: see `Schedule.heights`.
+
+    One row makes up any number.
+    """
+    program, *_, heights = schedule.split(":", 5)[:5]
+    least, _, most = heights.partition("-")
+    if program == "gemm" and most == "1":
+        return True
     return served == (int(most),) * 2 if least == most else int(least) <= served[0]
 
 
@@ -181,6 +273,7 @@ def _improve(p: Problem, schedule: str, keep: Callable[[Any, tuple[int, int]], N
 
 
 def forget() -> None:
-    """Drop what is known of this processor and of the cache."""
+    """Drop what is known of this processor, of the cache, and of the base set, which is opened again if it is used."""
+    kernel_store.close_base()
     for function in (leads, level, cores):
         function.cache_clear()

@@ -8,24 +8,29 @@ them.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import atom_of, lower
 from portmm.dispatch import stored_kernels
-from portmm.dispatch.stored_kernels import Code, fields_of
+from portmm.dispatch.stored_kernels import CODE, PROGRAM, Code, fields_of
 from portmm.errors import ScheduleError, TargetError
+from portmm.ir.block_program import BlockProgram
+from portmm.ir.block_program import spelled as program_spelled
 from portmm.ir.index import meaning, parsed, spelled
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import clear_memo, load_kernel, runtime
 from portmm.schedule.candidates import PACKED_VECTORS, units
 from portmm.schedule.cpu_table import macs_per_cycle
+from portmm.schedule.schedule import Schedule
 from portmm.schedule.text import spell
 from portmm.spec.dtype import BY_NAME, CODES_KR, types
 from portmm.spec.problem import Family
+from portmm.target.atom import Atom
+from portmm.target.isa import Isa
 from portmm.target.supports import lacks
 from portmm.util import locks
 from portmm.util.memo import Memory, cached, forget_all
+from portmm.version import VERSION
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -33,11 +38,8 @@ if TYPE_CHECKING:
     from portmm.build.shared_object import Artifact
     from portmm.ir.nodes import Kernel
     from portmm.runtime.route_cache import RouteCache
-    from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
     from portmm.spec.problem import Problem
-    from portmm.target.atom import Atom
-    from portmm.target.isa import Isa
     from portmm.target.target import Target
 
 USUAL_GROUP = 128
@@ -148,7 +150,7 @@ MOST_LOADED = 1024
 lets a process have."""
 
 _loaded: dict[str, Any] = {}
-_replaced: list[Callable[[Kernel], Any]] = []
+_replaced: list[Callable[[Kernel, str], Any]] = []
 _codes = Memory(MOST_LOADED, "kernels")
 _lock = locks.lock()
 
@@ -174,8 +176,11 @@ def build_kernel(kernel: Kernel) -> Artifact:
 
 
 @contextmanager
-def replaced(code: Callable[[Kernel], Any]) -> Iterator[None]:
-    """Take the answers of a function for the code of kernels in a block; nothing is built, or remembered after it."""
+def replaced(code: Callable[[Kernel, str], Any]) -> Iterator[None]:
+    """Take the answers of a function for the code of kernels in a block; nothing is built, or remembered after it.
+
+    Its second argument is the question to bundles for the kernel, if it has one.
+    """
     forget()
     _replaced.append(code)
     try:
@@ -185,10 +190,10 @@ def replaced(code: Callable[[Kernel], Any]) -> Iterator[None]:
         forget()
 
 
-def loaded(kernel: Kernel) -> Any:
-    """The kernel's code in this process, built and loaded once per source."""
+def loaded(kernel: Kernel, question: str = "") -> Any:
+    """The kernel's code in this process, built and loaded once per source; `question` is that to bundles, if any."""
     if _replaced:
-        return _replaced[-1](kernel)
+        return _replaced[-1](kernel, question)
     artifact = build_kernel(kernel)
     if len(_loaded) >= MOST_LOADED and artifact.key not in _loaded:
         forget()  # memos keep code loaded
@@ -200,22 +205,39 @@ def loaded(kernel: Kernel) -> Any:
 
 
 @cached("kernels", MOST_LOADED)
-def loaded_program(lowering: Callable[..., Kernel], *arguments: Any) -> tuple[Kernel, Any]:
-    """A kernel that has no schedule, of a block program other than a product's, and its code.
-
-    The kernel comes without its loop nest, which takes most of its memory and is not needed once code is loaded.
+def loaded_program(lowering: Callable[..., Kernel], *arguments: Any) -> Code:
+    """The code of a kernel of a block program other than a product's, or of one with views.
 
     Args:
         lowering: a function of `codegen.lower`.
         arguments: for that function.
     """
-    kernel = lowering(*arguments)
-    return replace(kernel, entry=replace(kernel.entry, body=())), loaded(kernel)
+    text = program_text(lowering, arguments)
+    code = stored_kernels.program(text) if text and not _replaced else None
+    if code is None:
+        kernel, question = lowering(*arguments), PROGRAM + text if text else ""
+        code = Code(loaded(kernel, question), kernel.swap, meaning(kernel.workspace), BY_NAME[kernel.atom.acc].bytes)
+    return code
 
 
 def workspace_bytes(kernel: Kernel, p: Problem, workers: int) -> int:
     """Bytes of scratch of a kernel for a problem."""
     return meaning(kernel.workspace)(fields_of(p, p.m, workers, swap=kernel.swap)) * BY_NAME[kernel.atom.acc].bytes
+
+
+def program_text(lowering: Callable[..., Kernel], arguments: tuple[Any, ...]) -> str:
+    """The arguments of a lowering as a line: one for each kernel of a version; empty where there is none."""
+    words = [VERSION, lowering.__name__]
+    for x in arguments:
+        if isinstance(x, (Isa, Atom)):
+            words.append(x.name)
+        elif isinstance(x, BlockProgram):
+            words.append(program_spelled(x))
+        elif isinstance(x, (Schedule, Family, str, int)):
+            words.append(repr(x))
+        else:
+            return ""
+    return " ".join(words)
 
 
 def code_of(s: Schedule, target: Target, kept: RouteCache | None = None) -> Code:
@@ -275,7 +297,7 @@ def _looked_up(s: Schedule, isa: Isa, kept: RouteCache | None) -> Code | None:
 
 def _built(s: Schedule, isa: Isa, target: Target, kept: RouteCache | None) -> Code:
     kernel = kernel_of(s, isa)
-    code = loaded(kernel)
+    code = loaded(kernel, CODE + spell(s))
     if kept is not None:
         route_cache.keep_code(kept, spell(s), code, spelled(kernel.workspace), target)
     return Code(code, kernel.swap, meaning(kernel.workspace), BY_NAME[kernel.atom.acc].bytes)

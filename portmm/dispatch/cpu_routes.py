@@ -233,9 +233,8 @@ def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    _, code = loaded_program(lower_pack, isa, dtype, nr, layout)
     storage = types(dtype)[1]
-    return runtime().make_route(code, 1024, threads, storage)
+    return runtime().make_route(loaded_program(lower_pack, isa, dtype, nr, layout).code, 1024, threads, storage)
 
 
 def int4_repack_route(kept: Family, target: Target, threads: int) -> Any:
@@ -246,8 +245,8 @@ def int4_repack_route(kept: Family, target: Target, threads: int) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    _, code = loaded_program(lower_int4_repack, int4_unit(target)[0], kept)
-    return runtime().make_route(code, 1024, threads, "s32")
+    code = loaded_program(lower_int4_repack, int4_unit(target)[0], kept)
+    return runtime().make_route(code.code, 1024, threads, "s32")
 
 
 def rows_route(program: BlockProgram, size: tuple[int, int, int], target: Target, workers: int) -> Any:
@@ -275,7 +274,8 @@ def program_route(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom, fiel
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    return route_of(*loaded_program(_lowered, program, s, isa, atom), fields, "f32")
+    code = loaded_program(_lowered, program, s, isa, atom)
+    return runtime().make_route(code.code, code.workspace(fields) * code.bytes, fields["workers"], "f32")
 
 
 def _lowered(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom) -> Kernel:

@@ -23,15 +23,16 @@ if TYPE_CHECKING:
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
 
-CODE, ROUTE, MACHINES, THREADS = "code ", "route ", "machines", "threads"
-"""Questions, or their beginnings: the code of a schedule, the route of a problem, for which machines, how many threads.
+CODE, PROGRAM, ROUTE, MACHINES, THREADS = "code ", "program ", "route ", "machines", "threads"
+"""Questions, or their beginnings: the code of a schedule, that of a block program without one (see
+`cpu_kernels.program_text`), the route of a problem, for which machines, how many threads.
 
 Answers: object, empty for one of the bundle's library, symbol, 1 if it computes the transpose, bytes of an element of
 scratch, its elements; of a route also 1 if one thread does the work. Machines are as "zen4=avx512,avx2,...", with
 their instruction sets.
 """
-SIZES = ("m", "n", "k", "batch", "workers")
-"""Fields of the argument block that scratch depends on."""
+SIZES = ("m", "n", "k", "batch", "workers", "a_m", "a_k", "b_n", "c_n", "c_batch")
+"""Fields of the argument block that scratch depends on, the last five that of attention."""
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `cpu_kernels`."""
 
@@ -75,8 +76,41 @@ def code(schedule: str, *, last: bool = False) -> Code | None:
     Raises:
         BundleError: a bundle is damaged.
     """
-    answered = kernel_store.answer(CODE + schedule, last=last)
-    return None if answered is None else _code(*answered)
+    return answered(CODE + schedule, last=last)
+
+
+def program(text: str) -> Code | None:
+    """The code of a spelled block program in a bundle, or else in the base set; None if there is none.
+
+    Raises:
+        BundleError: a bundle is damaged.
+    """
+    return answered(PROGRAM + text) or answered(PROGRAM + text, last=True)
+
+
+def packing(question: str) -> tuple[str, Any] | None:
+    """The packed layout of weights, and the code that packs, of the base set; None if it has none.
+
+    Raises:
+        BundleError: it is damaged.
+    """
+    answer = kernel_store.answer(question, last=True)
+    if answer is None:
+        return None
+    bundle, fields = answer
+    with read(bundle):
+        number, symbol, *_, family = fields
+        return family, _loaded(bundle, number, symbol)
+
+
+def answered(question: str, *, last: bool = False) -> Code | None:
+    """The code that answers a question to bundles, or with `last` to the base set; None if there is none.
+
+    Raises:
+        BundleError: a bundle is damaged.
+    """
+    answer = kernel_store.answer(question, last=last)
+    return None if answer is None else _code(*answer)
 
 
 def _code(bundle: Bundle, fields: list[str]) -> Code:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.lower import lower_direct, lower_view
-from portmm.dispatch.cpu_kernels import isa_of, loaded_program, workspace_bytes
+from portmm.dispatch.cpu_kernels import isa_of, loaded_program
 from portmm.dispatch.schedule_choice import choose
 from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
@@ -83,8 +83,8 @@ def _new_direct_route(  # noqa: PLR0917
     sizes = direct(x, strides, s, target, to)
     if sizes is None or s.program != "gemm":
         return None
-    kernel, code = loaded_program(lower_direct, s, isa_of(s, target), sizes)
-    return runtime().make_route(code, workspace_bytes(kernel, p, threads), threads, p.storage, p.unit)
+    code = loaded_program(lower_direct, s, isa_of(s, target), sizes)
+    return runtime().make_route(code.code, code.scratch(p, p.m, threads), threads, p.storage, p.unit)
 
 
 def view_route(p: Problem, views: Views, target: Target, threads: int) -> Any:
@@ -104,8 +104,8 @@ def view_route(p: Problem, views: Views, target: Target, threads: int) -> Any:
 
 def _new_route(p: Problem, views: Views, target: Target, threads: int) -> Any:
     s, workers = schedule_of(p, views, target, threads)
-    kernel, code = loaded_program(lower_view, s, isa_of(s, target), *views)
-    return runtime().make_route(code, workspace_bytes(kernel, p, workers), workers, p.storage, p.unit)
+    code = loaded_program(lower_view, s, isa_of(s, target), *views)
+    return runtime().make_route(code.code, code.scratch(p, p.m, workers), workers, p.storage, p.unit)
 
 
 def schedule_of(p: Problem, views: Views, target: Target, threads: int) -> tuple[Schedule, int]:

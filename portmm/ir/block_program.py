@@ -175,6 +175,26 @@ class BlockProgram:
         return fused
 
 
+def spelled(x: BlockProgram) -> str:
+    """A block program as a line: one for each record.
+
+    Raises:
+        KeyError: a pass has a value that no result needs.
+    """
+    numbers = {value: i for i, value in enumerate(x.fused.steps)}
+
+    def word(y: Operator) -> str:
+        if isinstance(y, TileTransfer):
+            return f"store {y.operand} {numbers[y.value]}"
+        if isinstance(y, TileMap):
+            return f"{y.level} {numbers[y.value]}"
+        rescaled = "" if y.rescaled is None else f" {numbers[y.rescaled]}"
+        return f"{type(y).__name__} {numbers[y.value]}{rescaled}"
+
+    passes = " / ".join("; ".join(map(word, one)) for one in x.passes)
+    return f"{x.grid} {x.loop} | {x.fused} | {passes}"
+
+
 def accumulated(roots: Sequence[Expr]) -> set[Expr]:
     """The sums and maxima that values need, but not those that these need."""
     seen, stack = set(), list(roots)

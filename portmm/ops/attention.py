@@ -5,6 +5,7 @@ Owns `attention` in the host's memory: its options, its results, and NumPy in th
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,9 +15,8 @@ from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError
 from portmm.ops.attention_fastpath import again, keep
-from portmm.ops.attention_kernel import AttentionKernel, make_kernel
-from portmm.ops.attention_shapes import VALUES, Options, Shape, by_item, by_numpy, count, refuse_others, shape_of
-from portmm.trace.bind import UserFunction
+from portmm.ops.attention_launch import AttentionKernel, basic_kernel
+from portmm.ops.attention_shapes import Options, Shape, by_item, by_numpy, count, refuse_others, shape_of, values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -92,7 +92,7 @@ def attention(
         numpy_arrays.check_out(out, shape.result, shape.dtype)
     result, lse, kernel = _computed(shape, options, out)
     if plain and kernel is not None:
-        numbers = [options.factor(shape.d)] * len(kernel.bound.traced.numbers)
+        numbers = [options.factor(shape.d)] * kernel.factors
         keep(plain, (q, k, v), kernel, shape, window, numbers, lse=return_lse, call=call)
     if out is not None and result is not out:
         out[...] = result
@@ -120,14 +120,23 @@ def _computed(shape: Shape, options: Options, out: Any) -> tuple[Array, Array | 
         if lse is not None:
             lse[...] = -np.inf
         return result, lse, None
-    user_function = UserFunction(options.function(shape.d))
     flags = (causal, window is None, options.lse, many is None, starts is None)
-    forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
     results = [_four(result, shape)]
+    if options.plain:
+        with suppress(BuildError):  # it is raised again below
+            basic = basic_kernel(shape, options.factor(shape.d), results[0], causal=causal)
+            if basic is not None:
+                basic.execute(shape, operands, {}, results, shape.far(window))
+                return result, lse, basic
+    from portmm.ops.attention_kernel import make_kernel
+    from portmm.trace.bind import UserFunction
+
+    user_function = UserFunction(options.function(shape.d))
+    forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
     key = ("attention", dtype, forms, flags, results[0].strides)
     try:
         kernel: AttentionKernel = user_function.ready(
-            key, lambda traced: make_kernel(traced, shape, flags, results[0]), VALUES, 4
+            key, lambda traced: make_kernel(traced, shape, flags, results[0]), values(), 4
         )
     except BuildError as error:
         fall_back(error)

@@ -12,7 +12,7 @@ import numpy as np
 
 from portmm.dispatch import config
 from portmm.ops import host_matmul
-from portmm.ops.attention_kernel import FORK, AttentionKernel
+from portmm.ops.attention_launch import FORK, AttentionKernel
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class
 from portmm.util.memo import Memory
@@ -135,16 +135,19 @@ class _Repeated:
         numbers = (0, 0, q.shape[-1], batch, heads, group, 0, 0, kernel.step, 0, 0, dv, kernel.run)
         steps = np.ascontiguousarray(self.strides[:, 1 : 1 + STRIDES])
         window = -1 if self.window is None else self.window
-        return runtime().keep_attention(
+        kept: bool = runtime().keep_attention(
             call, kernel.route, numbers, kernel.bound.template, steps, self.numbers, window, unit, FORK
         )
+        return kept
+        return kept
 
     def template(self, m: int, n: int) -> Array:
         """The table of operands for m queries and n keys, without addresses."""
         last = self.last
         if last[0] != m or last[1] != n:
             last = self.last = m, n, self.strides @ np.array((1, m, n), np.int64)
-        return last[2]
+        table: Array = last[2]
+        return table
 
     def __call__(self, q: Array, k: Array, v: Array) -> Any:
         (*_, m, d), n, (batch, heads, group, dv) = q.shape, k.shape[-2], self.sizes

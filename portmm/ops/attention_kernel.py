@@ -1,11 +1,11 @@
-"""Kernel of attention on the host: its form, its operands and its launch, for calls of one kind.
+"""Kernel of attention on the host: its form and its operands, for calls of one kind.
 
 Owns the selection of the form: vectors along queries or along keys, KV splits, blocks of keys.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +14,16 @@ from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ops import host_matmul
+from portmm.ops.attention_launch import (
+    FEW,
+    FORK,
+    KEYS_OF_FEW,
+    AttentionKernel,
+    fields_of,
+    run_of_few,
+    strides,
+    whole_steps,
+)
 from portmm.ops.attention_shapes import score_expression
 from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import index
@@ -34,79 +44,6 @@ if TYPE_CHECKING:
 
 Array = np.ndarray[Any, Any]
 _TRANSPOSED = {"m": "n", "n": "m"}
-FEW = 16
-"""Queries of a head up to which vectors along queries are slower (kernels/cpu/flash_decoding.py): measured on Zen 4,
-with 2048 keys; half as many for atoms that multiply units of two, which that program does not use."""
-TASKS = 64
-"""KV splits of few queries, all heads together: for that many threads."""
-SHORTEST = 512
-"""Least keys of a KV split: enough to be worth a task."""
-KEYS_OF_FEW = 256
-"""Keys of a block of few queries."""
-FORK = 1e6
-"""Multiply-adds from which threads pay: some 30 us."""
-
-
-@dataclass(frozen=True, slots=True)
-class AttentionKernel:
-    """The kernel for one kind of call.
-
-    Attributes:
-        route: the kernel.
-        bound: its operands.
-        step: keys of a block.
-        run: keys of a KV split, 0 without splits.
-        kr: consecutive elements of a head in a unit of the atom.
-        k_step: elements of a head that one step multiplies.
-    """
-
-    route: Any
-    bound: Bound
-    step: int
-    run: int
-    kr: int
-    k_step: int
-
-    def execute(
-        self, shape: Shape, operands: tuple[Array, ...], captured: dict[Any, Any], results: list[Array], far: int
-    ) -> None:
-        """Run the kernel; operands differ from those it was made for only in addresses."""
-        q, k, v = operands
-        q, k, d = self.readable(q, k)
-        sizes = shape.m, shape.n, d, shape.items * shape.heads, shape.heads, shape.group, shape.dv
-        self.launch(sizes, far, *self.bound.fill(captured, [], [q, k, v, *results]))
-
-    def readable(self, q: Array, k: Array) -> tuple[Array, Array, int]:
-        """Queries and keys as the kernel reads them, and the elements of a head."""
-        if self.run:
-            return np.ascontiguousarray(q), k, q.shape[-1]
-        return _whole_steps(q, k, self.kr, self.k_step) if self.kr > 1 else (q, k, q.shape[-1])
-
-    def launch(self, sizes: tuple[int, ...], far: int, *table: Array) -> None:
-        """Run the kernel.
-
-        Args:
-            sizes: queries, keys, elements of a head of Q, heads of all items, of one item, heads that share keys, and
-                elements of a head of V.
-            far: how near a key must be.
-            table: that of the operands, the numbers of the score, and the operands.
-        """
-        m, n, d, batch, heads, group, dv = sizes
-        runtime().execute(
-            self.route, m, n, d, batch, 0, heads, group, 0,
-            0, far, self.step, 0, 0, n - m, dv, self.run, None, *table,
-        )  # fmt: skip
-
-
-def _whole_steps(q: Array, k: Array, kr: int, k_step: int) -> tuple[Array, Array, int]:
-    """Queries and keys padded with zeros to whole steps, and keys copied where they are misaligned."""
-    size, remainder = k.itemsize, q.shape[-1] % k_step
-    if remainder:
-        padding = [(0, 0)] * (q.ndim - 1) + [(0, k_step - remainder)]
-        q, k = (np.ascontiguousarray(np.pad(x, padding)) for x in (q, k))  # `np.pad` keeps the order of Fortran
-    elif k.__array_interface__["data"][0] % (kr * size) or any([s % (kr * size) for s in k.strides[:-1]]):  # noqa: C419
-        k = np.ascontiguousarray(k).copy()
-    return q, k, q.shape[-1]
 
 
 def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) -> AttentionKernel:
@@ -149,20 +86,15 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     if few:
         q = np.ascontiguousarray(q)
     elif atom.k_pack > 1:
-        q, k, _ = _whole_steps(q, k, atom.k_pack, atom.k)
-    # Scratch is that of the largest of the classes of both, for which the route may be kept.
-    fields = {
-        "m": last_of_class(shape.m), "n": last_of_class(shape.n), "k": q.shape[-1],
-        "batch": shape.items * shape.heads, "workers": workers,
-        "a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv, "c_batch": run,
-    }  # fmt: skip
+        q, k, _ = whole_steps(q, k, atom.k_pack, atom.k)
+    fields = fields_of(shape, q.shape[-1], step, run, workers)
     route = cpu_routes.program_route(program, schedule, isa, unit, fields)
-    rows = [_strides(x) for x in (q, k, v, result)]
+    rows = [strides(x) for x in (q, k, v, result)]
     rows += [(shape.heads * shape.m, 1, 0, shape.m)] if with_lse else []
     rows += [(1,)] * ((not all_keys) + (not no_starts))
     size = (shape.m, shape.n) if few else (shape.n, shape.m)
     bound = Bound(function, (*size, shape.items, shape.heads), [], rows)
-    return AttentionKernel(route, bound, step, run, atom.k_pack, atom.k)
+    return AttentionKernel(route, bound, step, run, atom.k_pack, atom.k, len(traced.numbers))
 
 
 def _packs(shape: Shape, isa: Isa, atom: Atom, s: Schedule) -> bool:
@@ -177,14 +109,7 @@ def _blocks(shape: Shape, s: Schedule, target: Target, *, few: bool) -> tuple[in
 
     if not few:
         return keys_of(s, target, max(shape.d, shape.dv)), 0
-    items = shape.items * shape.heads // shape.group
-    return KEYS_OF_FEW, max(SHORTEST, -(-last_of_class(shape.n) // max(1, TASKS // items)))
-
-
-def _strides(x: Array) -> tuple[int, ...]:
-    """Strides along items, rows, columns and heads, in elements."""
-    b, h, m, n = (s // x.itemsize for s in x.strides)
-    return b, m, n, h
+    return KEYS_OF_FEW, run_of_few(shape)
 
 
 def _transposed(traced: Traced) -> Traced:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,12 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.errors import TraceError
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.elementwise import where
-from portmm.spec.epilogue import C, Fused, acc
-from portmm.spec.expr import real
-from portmm.trace.closures import traced_through
-from portmm.trace.tracer import indices
 from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.spec.epilogue import Fused
     from portmm.trace.tracer import Traced
 
 Array = np.ndarray[Any, Any]
@@ -34,8 +30,15 @@ SUPPORTED = tuple(BY_NAME[x].numpy for x in ("f32", "bf16", "f16"))
 """Types of operands, by NumPy's names."""
 NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
 """Names of the axes in score and mask: kernels have queries along rows and keys along columns, or transposed."""
-VALUES = (acc(), indices(NAMES))
-"""The placeholder arguments of both."""
+
+
+@cache
+def values() -> tuple[Any, ...]:
+    """The placeholder arguments of both."""
+    from portmm.spec.epilogue import acc
+    from portmm.trace.tracer import indices
+
+    return acc(), indices(NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,12 +79,21 @@ class Options:
     offset: Any
     lse: bool
 
+    @property
+    def plain(self) -> bool:
+        """Whether there are no options but a scale, and a causal mask."""
+        functions = self.score is None and self.mask is None
+        return functions and self.window is None and self.lengths is None and self.offset is None and not self.lse
+
     def factor(self, d: int) -> float | None:
         """The factor of products of heads of `d` elements, before the score."""
         return 1 / math.sqrt(d) if self.scale is None and self.score is None else self.scale
 
     def function(self, d: int) -> Callable[..., Any]:
         """The function of a product before the softmax: factor, score and mask."""
+        from portmm.spec.elementwise import where
+        from portmm.trace.closures import traced_through
+
         scored, mask = _scored(self.score, self.factor(d)), self.mask
         if mask is None:
             return scored
@@ -235,12 +247,17 @@ def score_expression(traced: Traced) -> Fused:
     Raises:
         TraceError: it is several values.
     """
+    from portmm.spec.epilogue import C, Fused
+    from portmm.spec.expr import real
+
     if len(traced.results) > 1:
         raise TraceError("a score is one value, not a tuple")
     return Fused(traced.operands, ((C, real(traced.results[0][0])),))
 
 
 def _scored(score: Any, factor: float | None) -> Callable[..., Any]:
+    from portmm.trace.closures import traced_through
+
     if score is None:
 
         def function(s: Any, i: Any) -> Any:  # noqa: ARG001 - the signature of all

@@ -155,7 +155,9 @@ class Maker:
     """Collects the kernels of a bundle.
 
     Attributes:
-        jobs: what to compile, by question; the schedule's spelling and its kernel by job, where it has one.
+        jobs: what to compile, by question.
+        codes: the job of a schedule's kernel, by its spelling, and facts about the kernel.
+        kernels: the same of recorded kernels, by their questions.
         routes: fields of answers to questions for routes, after those of the schedule's code.
         built: what the bundle has, for a table.
         calls: the kernels that were selected.
@@ -171,6 +173,7 @@ class Maker:
     def __init__(self) -> None:
         self.jobs: dict[str, Job] = {}
         self.codes: dict[str, tuple[str, tuple[str, ...]]] = {}
+        self.kernels: dict[str, tuple[str, tuple[str, ...]]] = {}
         self.routes: dict[str, tuple[str, str]] = {}
         self.built: list[Built] = []
         self.calls: list[Call] = []
@@ -194,14 +197,18 @@ class Maker:
         self.jobs.setdefault(job.question, job)
         return job.question
 
+    def add_kernel(self, kernel: Kernel, arch: str, question: str, *more: str) -> None:
+        """Add a kernel: the answer to its source, and to a question, if it has one, with further fields."""
+        job = self.add_source(kernel, arch)
+        if question:
+            self.kernels[question] = job, (*_about(kernel), *more)
+
     def add_schedule(self, s: Any, target: Target) -> str:
         """Add the code of a schedule, and return its spelling."""
         text = spell(s)
         if text not in self.codes:
             kernel = cpu_kernels.kernel_of(s, cpu_kernels.isa_of(s, target))
-            size = BY_NAME[kernel.atom.acc].bytes
-            about = (kernel.name, str(int(kernel.swap)), str(size), spelled(kernel.workspace))
-            self.codes[text] = (self.add_source(kernel, target.arch), about)
+            self.codes[text] = (self.add_source(kernel, target.arch), _about(kernel))
         return text
 
     def add_shape(self, shape: Shape, target: Target, counts: Sequence[int]) -> None:
@@ -271,9 +278,9 @@ class Maker:
         """
         objects = self.objects | dict(self._compiled(report, processes or os.cpu_count() or 1))
         answers: dict[str, tuple[bytes | None, tuple[str, ...]]] = {x: (code, ()) for x, code in objects.items()}
-        for text, (job, about) in self.codes.items():
+        for question, (job, about) in (self.kernels | {CODE + x: y for x, y in self.codes.items()}).items():
             symbol = self.linked.get(job)
-            answers[CODE + text] = (None, ("", symbol, *about[1:])) if symbol else (objects[job], about)
+            answers[question] = (None, ("", symbol, *about[1:])) if symbol else (objects[job], about)
         for question, (text, one) in self.routes.items():
             job, about = self.codes[text]
             answers[question] = objects[job], (*about, one)
@@ -340,7 +347,7 @@ def add_shapes(maker: Maker, shapes: Sequence[Shape], machines: Sequence[Target]
 
 
 def add_calls(maker: Maker, run: Callable[[], None], machines: Sequence[Target], counts: Sequence[int]) -> None:
-    """Add the kernels that calls ask for on machines, and the run time; their sources find them.
+    """Add the kernels that calls ask for on machines, and the run time; what they compute finds them.
 
     Args:
         maker: of the bundle.
@@ -352,8 +359,8 @@ def add_calls(maker: Maker, run: Callable[[], None], machines: Sequence[Target],
 
     for target, kernels in zip(machines, of_calls(run, machines, counts).values(), strict=True):
         maker.add_machine(target)
-        for kernel in kernels:
-            maker.add_source(kernel, target.arch)
+        for kernel, question in kernels:
+            maker.add_kernel(kernel, target.arch, question)
     for arch in dict.fromkeys(x.arch for x in machines):
         maker.add_run_time(arch)
 
@@ -366,6 +373,11 @@ def add_cache(maker: Maker) -> None:
         known = kernel_store.find(name)
         if known is not None:
             maker.objects[kernel_store.SOURCE + name] = known.code
+
+
+def _about(kernel: Kernel) -> tuple[str, ...]:
+    """Fields of the answer to a kernel's question, after the number of its object."""
+    return kernel.name, str(int(kernel.swap)), str(BY_NAME[kernel.atom.acc].bytes), spelled(kernel.workspace)
 
 
 def _family(shape: Shape, target: Target) -> str:

@@ -17,7 +17,7 @@ from portmm.arrays.numpy_arrays import contiguous
 from portmm.codegen.lower import lower_program
 from portmm.dispatch.machine import bind, machine_of
 from portmm.ir.attention_program import Bounds, Form, of_attention
-from portmm.ops.attention_shapes import SUPPORTED, VALUES, Options, Shape, score_expression, sizes_of
+from portmm.ops.attention_shapes import SUPPORTED, Options, Shape, score_expression, sizes_of, values
 from portmm.ops.kernel_call import Captures, Closure, KernelCall, via_temporary
 from portmm.schedule import gpu_mma_attention
 from portmm.schedule.gpu_attention import AttentionSizes
@@ -46,7 +46,9 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     q, user_function = parts["q"], UserFunction(options.function(shape.d))
     kinds = tuple((name, x.kind) for name, x in parts.items())
     key = ("attention on device", kinds, out and out.kind, options.causal, options.window is None, options.lse)
-    ready: KernelCall = user_function.ready(key, lambda traced: _prepare(shape, parts, out, options, traced), VALUES, 4)
+    ready: KernelCall = user_function.ready(
+        key, lambda traced: _prepare(shape, parts, out, options, traced), values(), 4
+    )
     read = ready.captures.arrays(user_function.closure, q)
     if out is not None and operand.overlap(out, (*parts.values(), *read)):
         return via_temporary(out, q, out.dtype, lambda to: attention((*shape.operands, to), options))

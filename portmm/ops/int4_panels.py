@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from portmm.arrays import numpy_arrays, numpy_fallback, pages
-from portmm.dispatch import config
+from portmm.dispatch import base_kernels, config
 from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
@@ -131,14 +131,18 @@ def pack_int4(q: Quantized) -> PackedInt4:
     Raises:
         PackError: it has another number of bits, or its groups are not multiples of 8 rows.
     """
-    from portmm.dispatch.cpu_kernels import family_of_codes
+    (k, n), route, group = q.shape, None, group_of(q)
+    basic = base_kernels.packing(f"u4 {group}", "row", k * n) if base_kernels.active() else None
+    if basic is not None:
+        layout, route = family(basic[0]), basic[1]
+    else:
+        from portmm.dispatch.cpu_kernels import family_of_codes
 
-    k, n = q.shape
-    layout = family_of_codes(config.target(), group_of(q))
+        layout = family_of_codes(config.target(), group)
     owner = pages.lasting_empty(layout.units(k, n), np.int32)
     if q.codes.size:
         try:
-            _pack_by_kernel(q, layout, owner)
+            _pack_by_kernel(q, layout, owner, route)
         except ScheduleError:
             _pack_by_numpy(q, layout, owner)
         except BuildError as error:
@@ -150,10 +154,11 @@ def pack_int4(q: Quantized) -> PackedInt4:
     return PackedInt4(owner, (k, n), str(layout))
 
 
-def _pack_by_kernel(q: Quantized, layout: Family, owner: Array) -> None:
-    from portmm.dispatch.cpu_routes import int4_repack_route
+def _pack_by_kernel(q: Quantized, layout: Family, owner: Array, route: Any) -> None:
+    if route is None:
+        from portmm.dispatch.cpu_routes import int4_repack_route
 
-    route = int4_repack_route(layout, config.target(), config.get_num_threads())
+        route = int4_repack_route(layout, config.target(), config.get_num_threads())
     none = (0,) * len(AXES)
     (k, n), (codes, c, scales, offsets) = q.shape, (x.ctypes.data for x in (q.codes, owner, q.scales, q.offsets))
     numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *numpy_arrays.page_ends(owner, owner.itemsize), 0)

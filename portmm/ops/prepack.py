@@ -190,19 +190,22 @@ def in_panels(array: np.ndarray[Any, Any], word: str, vectors: int = 0) -> Any:
     Raises:
         ScheduleError: no unit of the target multiplies these types.
     """
-    from portmm.dispatch import cpu_kernels
-    from portmm.schedule.candidates import PACKED_VECTORS
+    from portmm.dispatch import base_kernels
 
-    layout, dtype = family_of(cpu_kernels.family(word, config.target())), array.dtype.newbyteorder("=")
-    if vectors:
-        layout = replace(layout, nr=layout.nr // PACKED_VECTORS * vectors)
+    dtype, route = array.dtype.newbyteorder("="), None
+    src = numpy_arrays.canonical(array, dtype)
+    basic = base_kernels.packing(word, src.layout, array.size) if not vectors and base_kernels.active() else None
+    if basic is not None:
+        layout, route = family_of(basic[0]), basic[1]
+    else:
+        layout = _layout(word, vectors)
     k, n = array.shape[-2:]
     item = layout.units(k, n) * layout.kr
     owner = pages.lasting_empty(item * math.prod(array.shape[:-2]), dtype)
     weight = _packed(owner, array.shape, layout)
     if owner.size and array.size:
         try:
-            _pack_by_kernel(array, owner, layout, word)
+            _pack_by_kernel(src, owner, layout, word, route)
         except BuildError as error:
             numpy_fallback.fall_back(error)
             numpy_fallback.pack(array.astype(dtype, copy=False), owner, layout)
@@ -212,17 +215,32 @@ def in_panels(array: np.ndarray[Any, Any], word: str, vectors: int = 0) -> Any:
     return weight
 
 
-def _pack_by_kernel(array: np.ndarray[Any, Any], owner: np.ndarray[Any, Any], layout: Family, word: str) -> None:
-    from portmm.dispatch import cpu_kernels, cpu_routes
+def _layout(word: str, vectors: int) -> Family:
+    """The packed layout on the target, of panels of some vectors, by default the usual.
 
-    target, dtype, (k, n) = config.target(), owner.dtype, array.shape[-2:]
-    src = numpy_arrays.canonical(array, dtype)
-    item = layout.units(k, n) * layout.kr
-    batch, none = array.shape[:-2], (0,) * (array.ndim - 2)
+    Raises:
+        ScheduleError: no unit of the target multiplies these types.
+    """
+    from portmm.dispatch import cpu_kernels
+    from portmm.schedule.candidates import PACKED_VECTORS
+
+    layout = family_of(cpu_kernels.family(word, config.target()))
+    return replace(layout, nr=layout.nr // PACKED_VECTORS * vectors) if vectors else layout
+
+
+def _pack_by_kernel(
+    src: numpy_arrays.Operand, owner: np.ndarray[Any, Any], layout: Family, word: str, route: Any
+) -> None:
+    """Pack by a route, or if there is none yet by that of the target."""
+    *batch, k, n = src.array.shape
+    item, none = layout.units(k, n) * layout.kr, (0,) * len(batch)
     steps = (none, numpy_arrays.strides_over(src.array, batch), numpy_arrays.contiguous(batch, item))
-    walk = numpy_arrays.collapse(batch, steps)
-    isa, _ = cpu_kernels.packing_unit(word, target)
-    route = cpu_routes.pack_route(isa, word, layout.nr, src.layout, config.get_num_threads())
+    walk, dtype = numpy_arrays.collapse(batch, steps), owner.dtype
+    if route is None:
+        from portmm.dispatch import cpu_kernels, cpu_routes
+
+        isa, _ = cpu_kernels.packing_unit(word, config.target())
+        route = cpu_routes.pack_route(isa, word, layout.nr, src.layout, config.get_num_threads())
     address = int(owner.__array_interface__["data"][0])
     numbers = (1, n, k, walk.count, src.address, 0, 0, 0, src.address, src.row, src.col, walk.strides[1])
     # Each repeat of `outer` has another C, whose pages are unknown.

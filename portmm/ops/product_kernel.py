@@ -24,7 +24,6 @@ from portmm.spec.dtype import BY_NAME, accumulator, spell
 from portmm.spec.epilogue import AXES
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import row_class
-from portmm.target.model import CPU
 from portmm.util.memo import cached
 from portmm.weights.kinds import WeightKind, weight_kind
 
@@ -55,6 +54,7 @@ class ProductKernel:
         direct: A and B are read in place.
         shared: all M of the class have this kernel.
         weight: B, if it had to be packed for another unit.
+        lasting: later calls take the same kernel; not while a better one than that of the base set is in the making.
     """
 
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
@@ -67,6 +67,7 @@ class ProductKernel:
     direct: bool = True
     shared: bool = False
     weight: Any = None
+    lasting: bool = True
 
     def at(self, m: int) -> ProductKernel:
         """The same for another M of those that it supports."""
@@ -149,6 +150,7 @@ class HostProduct:
         if step is not None and self.after is not None and size[2] > 1:
             raise ScheduleError("scales are those of the rows of one product")
         route, shared, repacked = self._routed(p, repacks=step is None)
+        lasting, shared = shared is not None, bool(shared)
         other = other if repacked is None else repacked
         strides = (right.row, right.col, _item_stride(right, size)) if right else (other.b_k, other.b_n, 0)
         strides = (rows.row, rows.col, _item_stride(rows, size), *strides)
@@ -157,12 +159,13 @@ class HostProduct:
             served = row_class(size[0]) if shared else (size[0], size[0])
             results = (((*self.batch, self.m, self.n), self.types()[2]),)
             table = _table(self.after)
-            return ProductKernel(results, served, route, table, strides, size, False, direct, shared, repacked)
+            return ProductKernel(results, served, route, table, strides, size, False, direct, shared, repacked, lasting)
         bound, results = self._bound(step)
         # Whether fusing pays with a column-major B depends on M.
         shared &= self.left.ndim == len(self.right.shape) == 2 and (rows.layout, p.b) != ("row", "col")
         served = bound.served(row_class(size[0])) if shared else (size[0], size[0])
-        return ProductKernel(results, served, route, bound, strides, size, step.traced.several, direct, shared)
+        several = step.traced.several
+        return ProductKernel(results, served, route, bound, strides, size, several, direct, shared, None, lasting)
 
     def _bound(self, step: Step) -> tuple[Bound, tuple[Any, ...]]:
         """The operands of an epilogue, and its results."""
@@ -174,15 +177,15 @@ class HostProduct:
         shapes = [(*self.batch, self.m, self.n if "n" in axes else 1) for axes in step.axes]
         return bound, tuple(zip(shapes, step.types, strict=True))
 
-    def _routed(self, p: Problem, *, repacks: bool) -> tuple[Any, bool, Any]:
-        """A route, whether it serves the class of M, and B, if that was packed on another machine and is packed again.
+    def _routed(self, p: Problem, *, repacks: bool) -> tuple[Any, bool | None, Any]:
+        """A route, as of `routes.routed_first`, and B, if that was packed on another machine and is packed again.
 
         Raises:
             ScheduleError: no schedule is legal.
             BuildError: the kernel cannot be compiled.
         """
         try:
-            return (*routes.routed(p), None)
+            return (*routes.routed_first(p), None)
         except ScheduleError:
             if self.array or not repacks:
                 raise
@@ -391,6 +394,7 @@ def _better_unfused(p: Problem, step: Step) -> bool:
     if (p.a, p.b) != ("row", "col"):
         return False
     from portmm.dispatch import schedule_choice
+    from portmm.target.model import CPU
 
     target, threads = config.target(), config.get_num_threads()
     alone = replace(p, fused="", dtype=spell(*p.types[:2], p.acc))

@@ -83,7 +83,7 @@ def kernel_of(key: tuple[Any, ...], m: int, make: Callable[..., HostProduct], *o
         except BuildError as error:
             numpy_fallback.fall_back(error)
             return _by_numpy(product)
-        if kernel.weight is None:
+        if kernel.weight is None and kernel.lasting:
             _kernels.keep(key if kernel.rows == row_class(m) else (m, key), kernel)
     return kernel
 

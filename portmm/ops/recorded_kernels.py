@@ -16,7 +16,7 @@ import numpy as np
 from portmm.arrays import numpy_fallback
 from portmm.build.sealed_library import load
 from portmm.build.shared_object import build
-from portmm.dispatch import config, cpu_kernels
+from portmm.dispatch import base_kernels, config, cpu_kernels
 from portmm.errors import BuildError, ScheduleError
 from portmm.ir.abi import ARGS
 from portmm.runtime import cpu as cpu_runtime
@@ -40,31 +40,32 @@ SETTINGS = {
 
 
 @contextmanager
-def recorded(target: Target) -> Iterator[list[Kernel]]:
-    """Record the kernels of calls in a block as on a described processor, each once.
+def recorded(target: Target) -> Iterator[list[tuple[Kernel, str]]]:
+    """Record the kernels of calls in a block as on a described processor, each once, and the questions for them.
 
     Raises:
         NoCompilerError: there is no compiler for this machine, for the run time.
         BuildError: it failed.
     """
-    kernels: dict[int, Kernel] = {}
+    kernels: dict[int, tuple[Kernel, str]] = {}
     code = _nothing()
 
-    def loaded(kernel: Kernel) -> Any:
-        kernels[id(kernel)] = kernel
+    def loaded(kernel: Kernel, question: str) -> Any:
+        kernels[id(kernel)] = kernel, question
         return code
 
-    every: list[Kernel] = []
+    every: list[tuple[Kernel, str]] = []
     with _described(target, loaded):
         yield every
     every += kernels.values()
 
 
 @contextmanager
-def _described(target: Target, loaded: Callable[[Kernel], Any]) -> Iterator[None]:
+def _described(target: Target, loaded: Callable[[Kernel, str], Any]) -> Iterator[None]:
     """Take a described processor for this one in a block, and the answers of a function for the code of kernels."""
     before = dict(os.environ)
     os.environ |= SETTINGS
+    base_kernels.forget()
     try:
         with (
             route_cache.closed(),
@@ -78,6 +79,7 @@ def _described(target: Target, loaded: Callable[[Kernel], Any]) -> Iterator[None
         for name in SETTINGS:
             os.environ.pop(name)
         os.environ |= {name: before[name] for name in SETTINGS if name in before}
+        base_kernels.forget()
 
 
 class Launch(NamedTuple):
@@ -153,7 +155,7 @@ def launches_of(target: Target) -> Iterator[Recorder]:
             numpy_fallback.forget()
 
 
-def _uncompiled(kernel: Kernel) -> Uncompiled:
+def _uncompiled(kernel: Kernel, _: str) -> Uncompiled:
     """The stand-in of a kernel that does not pack.
 
     Raises:
@@ -172,15 +174,17 @@ def _nothing() -> Any:
     return load_kernel(runtime(), artifact.code, artifact.path, "nothing")
 
 
-def of_calls(run: Callable[[], None], machines: Sequence[Target], counts: Sequence[int]) -> dict[str, list[Kernel]]:
-    """The kernels that calls ask for on each machine, by its name.
+def of_calls(
+    run: Callable[[], None], machines: Sequence[Target], counts: Sequence[int]
+) -> dict[str, list[tuple[Kernel, str]]]:
+    """The kernels that calls ask for on each machine, by its name, and the questions for them.
 
     Args:
         run: makes the calls; it is called for each machine and number of threads.
         machines: as from `bundle_shapes.machines_of`.
         counts: numbers of threads.
     """
-    every: dict[str, list[Kernel]] = {}
+    every: dict[str, list[tuple[Kernel, str]]] = {}
     for target in machines:
         for threads in counts:
             with recorded(target) as kernels, config.config(threads=threads):

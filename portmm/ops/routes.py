@@ -55,6 +55,22 @@ def routed(p: Problem) -> tuple[Any, bool]:
     return kernel, bool(shared)
 
 
+def routed_first(p: Problem) -> tuple[Any, bool | None]:
+    """As `routed`, but perhaps by a kernel of the base set: None if it is for this call only, as one is in the making.
+
+    Raises:
+        ScheduleError: no schedule is legal.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    known = _known(p)
+    if known is not None:
+        return known
+    from portmm.dispatch import base_kernels
+
+    return (_basic(p) if base_kernels.active() else None) or routed(p)
+
+
 def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool | None]:
     """As `routed`; with `background`, None if the kernel is for this call only, while that of `p` is being built.
 
@@ -68,7 +84,7 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
         return known
     from portmm.dispatch import base_kernels
 
-    if background and not config.overridden() and base_kernels.leads() and not config.target_name():
+    if background and base_kernels.active():
         basic = _basic(p)
         if basic is not None:
             return basic

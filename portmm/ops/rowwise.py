@@ -13,11 +13,9 @@ import numpy as np
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError
-from portmm.ir.block_program import program_of
 from portmm.ops import host_matmul, row_kernels
 from portmm.ops.product_kernel import ProductKernel
 from portmm.runtime.cpu import runtime
-from portmm.schedule.rows import workers
 from portmm.spec.dtype import BY_NAME
 from portmm.trace.bind import Bound, bind_rows, dense
 from portmm.trace.recorder import element, native
@@ -132,6 +130,8 @@ class HostRows:
     ) -> ProductKernel:
         """The kernel of a function, or of its sums down columns; `columns` are results of these, read again."""
         from portmm.dispatch import cpu_routes
+        from portmm.ir.block_program import program_of
+        from portmm.schedule.rows import workers
 
         host_matmul.begin()
         runtime()  # raises before a kernel is lowered in vain

@@ -174,6 +174,7 @@ class UserFunction:
             traced, elements, captures = trace(self.function, values, by_value=by_value, rank=rank)
         self.closure, self.lasting = elements.captured, elements.lasting
         kernel = make(traced)
+        self.lasting &= getattr(kernel, "lasting", True)
         if self.lasting:
             remember(_ready, key, Way(captures.finished(), kernel), self.function, by_value=by_value)
         return kernel

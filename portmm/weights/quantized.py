@@ -19,9 +19,7 @@ import numpy as np
 
 from portmm.errors import PackError
 from portmm.spec.dtype import CODES_AT, CODES_KR
-from portmm.spec.layouts import row_major
 from portmm.util.array_subclasses import refuse_class
-from portmm.weights import safetensors
 from portmm.weights.kinds import ArrayLike, WeightKind
 
 if TYPE_CHECKING:
@@ -249,6 +247,8 @@ def dequantize(q: Quantized, dtype: Any = np.float32) -> Array:
 
 def int4_words(codes: Array, multiple: int = CODES_KR) -> Array:
     """Words (k / 8, n) of eight int4 values along k, at the bits of `CODES_AT`; a padded k is a multiple of this."""
+    from portmm.spec.layouts import row_major
+
     rows = row_major(*codes.shape).pad_to(0, multiple).gather(codes)
     fields = (rows[e::CODES_KR].astype(np.uint32) << np.uint32(bit) for e, bit in enumerate(CODES_AT))
     words: Array = reduce(operator.or_, fields)
@@ -264,6 +264,8 @@ def save_quantized(q: Quantized, path: Location) -> None:
     Raises:
         OSError: the file cannot be written; no partial file remains.
     """
+    from portmm.weights import safetensors
+
     codes = q.codes
     if q.bits == 4:
         codes = codes[0::2].copy()
@@ -281,6 +283,8 @@ def load_quantized(path: Location) -> Quantized:
         PackError: the file is malformed, or has another format.
         OSError: the file cannot be read.
     """
+    from portmm.weights import safetensors
+
     tensors, about = safetensors.read(path)
     kind = about.get("format"), about.get("version")
     if kind != (FORMAT, VERSION):

@@ -59,7 +59,7 @@ LINES_RUN = all(
 needs_avx512 = pytest.mark.skipif(not LINES_RUN, reason="lines are moved by AVX-512")
 
 
-def shimmed(kernel):
+def shimmed(kernel, _=""):
     """A kernel whose tiles are arrays, loaded here."""
     from portmm.runtime.cpu import runtime
 

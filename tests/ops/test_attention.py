@@ -17,7 +17,7 @@ from portmm.dispatch import cpu_kernels, cpu_routes
 from portmm.errors import NoCompilerError, TraceError
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.interpreter import run
-from portmm.ops import attention, attention_fastpath, attention_kernel
+from portmm.ops import attention_fastpath, attention_kernel, attention_launch
 from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.cpu_attention import Geometry, attention_schedule
 from portmm.spec.epilogue import C, Fused, acc, number, parse
@@ -283,7 +283,7 @@ def made(monkeypatch):
         found.append((shape.m, shape.n))
         return make(traced, shape, flags, result)
 
-    monkeypatch.setattr(attention, "make_kernel", counted)
+    monkeypatch.setattr(attention_kernel, "make_kernel", counted)
     return found
 
 
@@ -351,7 +351,7 @@ def test_threads_of_small_and_of_large_calls_of_a_class(made):
         for n in (1056, 1025, 1040):
             x = operands((1, 1, 1, 60, n, 8, 8))
             check(*x, exact(*x))
-        assert len({60 * n * 16 > attention_kernel.FORK for n in (1056, 1025)}) == 2
+        assert len({60 * n * 16 > attention_launch.FORK for n in (1056, 1025)}) == 2
         assert len(made) == 4
     finally:
         pm.set_num_threads(0)

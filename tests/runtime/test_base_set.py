@@ -17,7 +17,7 @@ from portmm.errors import NoCompilerError
 from portmm.host.detect import host
 from portmm.host.features import CPUID, HWCAP, HWCAP2, features
 from portmm.host.host_probe import snapshot
-from portmm.ops.bundle_check import RAN, check
+from portmm.ops.bundle_check import MACHINE, OPERANDS, RAN, check
 from portmm.runtime import cpu as cpu_runtime
 from portmm.target.target import names
 
@@ -69,7 +69,11 @@ def made(tmp_path_factory):
         for axis, values in (("MS", (*range(1, 9), 12, 64)), ("NS", (63,)), ("KS", (63,))):
             patch.setattr(base_set, axis, values)
         levels = {"none": (here.name, "no_such_feature"), "here": (here.name, "sse2" if ARCH == "x86_64" else "asimd")}
-        base_set.make(folder, ARCH, "gnu", levels, [("f32", "row", "row")])
+        fused = [x for x in base_set.FUSED if x.steps == ("relu",) and x.b == "packed"]
+        kinds = [base_set.Kind("f32"), *fused, base_set.Kind("f32-u4-f32", "row", "codes", 32)]
+        patch.setattr(base_set, "MS_OF_FUSED", (1, 32))
+        patch.setattr(base_set, "AXES_OF_FUSED", (63,))
+        base_set.make(folder, ARCH, "gnu", levels, kinds)
     return folder
 
 
@@ -79,14 +83,43 @@ def run_time(_, folder, *__):
     (folder / f"{cpu_runtime.MODULE}{cpu_runtime.interface()}").write_bytes(artifact.code)
 
 
-def run(folder, tmp_path, *, bare):
+OTHERS = """
+import json, sys, warnings
+import numpy as np
+sys.modules["ziglang"] = None
+import portmm as pm
+r = np.random.default_rng(0)
+x, w = r.random((40, 96), np.float32), r.random((96, 80), np.float32)
+q, bias = r.random((1, 2, 33, 24), np.float32), r.random(80, np.float32)
+s = q.astype(float) @ q.swapaxes(-1, -2) / np.sqrt(24)
+seen = np.where(np.tri(33, dtype=bool), s, -np.inf)
+def attended(s):
+    p = np.exp(s - s.max(-1, keepdims=True))
+    return p / p.sum(-1, keepdims=True) @ q
+wrong = []
+with warnings.catch_warnings(record=True) as heard:
+    warnings.simplefilter("always")
+    for _ in range(3):
+        packed, small = pm.pack(w), pm.quantize(w, bits=4, group=32)
+        for m in (1, 3, 40):
+            y = pm.matmul(x[:m], packed, epilogue=lambda acc, i: pm.relu(acc + bias[i.n]))
+            wrong.append(not np.allclose(y, np.maximum(x[:m] @ w + bias, 0), rtol=1e-5))
+            y = pm.matmul(x[:m], pm.pack(small))
+            wrong.append(not np.allclose(y, x[:m] @ pm.dequantize(small), rtol=1e-5))
+        wrong.append(not np.allclose(pm.attention(q, q, q), attended(s), rtol=1e-5))
+        wrong.append(not np.allclose(pm.attention(q, q, q, causal=True), attended(seen), rtol=1e-5))
+        wrong.append(not np.allclose(pm.attention(q[:, :, :1], q, q), attended(s)[:, :, :1], rtol=1e-5))
+print(json.dumps([any(wrong), [str(x.message) for x in heard], "portmm.codegen.c_kernel" in sys.modules]))
+"""
+
+
+def run(folder, tmp_path, *, bare, calls=CALLS):
     (tmp_path / "empty").mkdir(exist_ok=True)
     changed = {"PORTMM_BASE": str(folder), "PORTMM_CACHE": str(tmp_path / "cache")}
     changed |= {"PATH": str(tmp_path / "empty")} if bare else {}
     kept = {k: v for k, v in os.environ.items() if not bare or k != "CC"}
-    done = subprocess.run(
-        [sys.executable, "-c", CALLS.format(bare=bare)], capture_output=True, text=True, check=False, env=kept | changed
-    )
+    command = [sys.executable, "-c", calls.replace("{bare}", str(bare))]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, env=kept | changed)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 
@@ -97,6 +130,13 @@ def test_first_calls_need_neither_a_compiler_nor_a_selection(made, tmp_path):
     assert heard == []
     assert not any(selected)
     assert not list((tmp_path / "cache").glob("*.so"))
+
+
+def test_packed_weights_epilogues_and_attention_need_no_source(made, tmp_path):
+    wrong, heard, emitted = run(made, tmp_path, bare=True, calls=OTHERS)
+    assert not wrong
+    assert heard == []
+    assert not emitted
 
 
 def test_a_better_kernel_with_the_same_bits_follows(made, tmp_path):
@@ -127,7 +167,7 @@ def test_the_level_is_the_first_whose_features_are_here(made, monkeypatch):
 def test_kernels_of_the_library_compute_products(made):
     counts = check(open_bundle(made / f"{ARCH}.bundle"))
     assert counts.pop(RAN) > 0
-    assert not any("machine" not in x for x in counts)
+    assert set(counts) <= {OPERANDS, MACHINE}
 
 
 def test_the_run_time_reads_the_features_that_a_snapshot_has():

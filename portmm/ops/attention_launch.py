@@ -1,0 +1,183 @@
+"""Launch of attention kernels on the host, and the kernels of the base set, which need no selection.
+
+Owns how operands are read, and scratch. Nothing that is imported here is slow to import: a first call of attention
+without functions loads neither the tracer nor the generator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.arrays import numpy_arrays
+from portmm.dispatch import base_kernels, config
+from portmm.ir.prefix import value
+from portmm.ops import host_matmul
+from portmm.runtime.cpu import runtime
+from portmm.spec.row_classes import last_of_class
+
+if TYPE_CHECKING:
+    from portmm.ops.attention_shapes import Shape
+
+Array = np.ndarray[Any, Any]
+FEW = 16
+"""Queries of a head up to which vectors along queries are slower (kernels/cpu/flash_decoding.py): measured on Zen 4,
+with 2048 keys; half as many for atoms that multiply units of two, which that program does not use."""
+TASKS = 64
+"""KV splits of few queries, all heads together: for that many threads."""
+SHORTEST = 512
+"""Least keys of a KV split: enough to be worth a task."""
+KEYS_OF_FEW = 256
+"""Keys of a block of few queries."""
+FORK = 1e6
+"""Multiply-adds from which threads pay: some 30 us."""
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionKernel:
+    """The kernel for one kind of call.
+
+    Attributes:
+        route: the kernel.
+        bound: its operands.
+        step: keys of a block.
+        run: keys of a KV split, 0 without splits.
+        kr: consecutive elements of a head in a unit of the atom.
+        k_step: elements of a head that one step multiplies.
+        factors: arguments of the score: none, or the factor of products.
+    """
+
+    route: Any
+    bound: Any
+    step: int
+    run: int
+    kr: int
+    k_step: int
+    factors: int
+
+    def execute(
+        self, shape: Shape, operands: tuple[Array, ...], captured: dict[Any, Any], results: list[Array], far: int
+    ) -> None:
+        """Run the kernel; operands differ from those it was made for only in addresses."""
+        q, k, v = operands
+        q, k, d = self.readable(q, k)
+        sizes = shape.m, shape.n, d, shape.items * shape.heads, shape.heads, shape.group, shape.dv
+        self.launch(sizes, far, *self.bound.fill(captured, [], [q, k, v, *results]))
+
+    def readable(self, q: Array, k: Array) -> tuple[Array, Array, int]:
+        """Queries and keys as the kernel reads them, and the elements of a head."""
+        if self.run:
+            return np.ascontiguousarray(q), k, q.shape[-1]
+        return whole_steps(q, k, self.kr, self.k_step) if self.kr > 1 else (q, k, q.shape[-1])
+
+    def launch(self, sizes: tuple[int, ...], far: int, *table: Array) -> None:
+        """Run the kernel.
+
+        Args:
+            sizes: queries, keys, elements of a head of Q, heads of all items, of one item, heads that share keys, and
+                elements of a head of V.
+            far: how near a key must be.
+            table: that of the operands, the numbers of the score, and the operands.
+        """
+        m, n, d, batch, heads, group, dv = sizes
+        runtime().execute(
+            self.route, m, n, d, batch, 0, heads, group, 0,
+            0, far, self.step, 0, 0, n - m, dv, self.run, None, *table,
+        )  # fmt: skip
+
+
+def whole_steps(q: Array, k: Array, kr: int, k_step: int) -> tuple[Array, Array, int]:
+    """Queries and keys padded with zeros to whole steps, and keys copied where they are misaligned."""
+    size, remainder = k.itemsize, q.shape[-1] % k_step
+    if remainder:
+        padding = [(0, 0)] * (q.ndim - 1) + [(0, k_step - remainder)]
+        q, k = (np.ascontiguousarray(np.pad(x, padding)) for x in (q, k))  # `np.pad` keeps the order of Fortran
+    elif k.__array_interface__["data"][0] % (kr * size) or any([s % (kr * size) for s in k.strides[:-1]]):  # noqa: C419
+        k = np.ascontiguousarray(k).copy()
+    return q, k, q.shape[-1]
+
+
+def strides(x: Array) -> tuple[int, ...]:
+    """Strides along items, rows, columns and heads, in elements."""
+    b, h, m, n = (s // x.itemsize for s in x.strides)
+    return b, m, n, h
+
+
+def run_of_few(shape: Shape) -> int:
+    """Keys of a KV split of few queries."""
+    items = shape.items * shape.heads // shape.group
+    return max(SHORTEST, -(-last_of_class(shape.n) // max(1, TASKS // items)))
+
+
+def fields_of(shape: Shape, d: int, step: int, run: int, workers: int) -> dict[str, int]:
+    """Fields of the argument block that scratch depends on: the largest of the classes of both numbers of rows.
+
+    Args:
+        shape: of the operands.
+        d: elements of a head of Q, as the kernel reads it.
+        step: keys of a block.
+        run: keys of a KV split.
+        workers: number of threads.
+    """
+    return {
+        "m": last_of_class(shape.m), "n": last_of_class(shape.n), "k": d,
+        "batch": shape.items * shape.heads, "workers": workers,
+        "a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv, "c_batch": run,
+    }  # fmt: skip
+
+
+class Plain:
+    """The operands of a kernel whose score is a factor: like `trace.bind.Bound`.
+
+    Attributes:
+        template: strides of the operands.
+        numbers: the factor.
+    """
+
+    __slots__ = ("numbers", "template")
+
+    def __init__(self, operands: tuple[Array, ...], factor: float) -> None:
+        self.template = np.array([(0, *strides(x)) for x in operands], np.int64)
+        self.numbers = np.array([factor], np.float32)
+
+    def fill(self, _: dict[Any, Any], before: list[Array], after: list[Array]) -> tuple[Any, ...]:
+        """The last arguments of `execute`."""
+        return (self.template, self.numbers, *before, *after)
+
+
+def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: bool) -> AttentionKernel | None:
+    """The kernel of the base set for calls of a kind without functions, window and lengths; None if it has none.
+
+    Args:
+        shape: of the operands.
+        factor: of products.
+        result: an array like the result.
+        causal: whether the mask is causal.
+
+    Raises:
+        BuildError: the run time cannot be loaded.
+        BundleError: the base set is damaged.
+    """
+    if factor is None or not base_kernels.active():
+        return None
+    known = base_kernels.attention(numpy_arrays.name_of(shape.dtype), shape.m, shape.dv, causal=causal)
+    if known is None:
+        return None
+    host_matmul.begin()
+    runtime()
+    host_matmul.register_types((shape.dtype,) * 3)
+    form, code = known
+    q, k, v = shape.operands
+    step = value(form.step, {"d": max(shape.d, shape.dv)})
+    run = run_of_few(shape) if form.few else 0
+    if form.few:
+        q = np.ascontiguousarray(q)
+    elif form.kr > 1:
+        q, k, _ = whole_steps(q, k, form.kr, form.k_step)
+    macs = shape.items * shape.heads * shape.m * shape.n * (shape.d + shape.dv)
+    workers = (config.limit() or base_kernels.cores()) if macs > FORK else 1
+    scratch = code.workspace(fields_of(shape, q.shape[-1], step, run, workers)) * code.bytes
+    route = runtime().make_route(code.code, scratch, workers, "f32")
+    return AttentionKernel(route, Plain((q, k, v, result), factor), step, run, form.kr, form.k_step, 1)
