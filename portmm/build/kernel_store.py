@@ -82,8 +82,9 @@ def bundles() -> list[Bundle]:
     """
     text = os.environ.get("PORTMM_BUNDLE", "")
     if text and _opened != [text]:
-        _opened[:] = [text]
-        _used.extend(open_bundle(x) for x in text.split(os.pathsep) if x)
+        opened = [open_bundle(x) for x in text.split(os.pathsep) if x]
+        _opened[:] = [text]  # not before: each look-up raises, whoever asks first
+        _used.extend(opened)
     return _used
 
 

@@ -81,7 +81,10 @@ def of_torch(path: Path) -> Callable[[], None]:
         import torch
     except ImportError as error:
         raise PortmmError(f"--from-torch needs PyTorch: {error}; `pip install 'portmm[torch]'`") from error
-    program = torch.export.load(path)
+    try:
+        program = torch.export.load(path)
+    except Exception as error:
+        raise BundleError(f"--from-torch {path} is no program that torch.export.save wrote: {error}") from error
     args, kwargs = program.example_inputs or ((), {})
 
     def run() -> None:

@@ -145,6 +145,11 @@ def test_files_of_others_are_not_used(tmp_path):
     path = tmp_path / "open.bundle"
     with pytest.raises(BundleError, match="cannot be read"):
         pm.use_bundle(path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PORTMM_BUNDLE", str(path))
+        for _ in range(2):  # whoever asks first, the next one hears of it too
+            with pytest.raises(BundleError, match="cannot be read"):
+                kernel_store.bundles()
     path.write_bytes(packed(SMALL))
     path.chmod(0o666)
     with pytest.raises(BundleError, match="other users may write"):
