@@ -56,11 +56,11 @@ class _Place(NamedTuple):
 
     Attributes:
         array: the user's array as (image, pixel, channel), or with channels first (image, channel, pixel); or None.
-        strides: of rows and items, in elements.
+        strides: of rows and items, in elements; where pixels are at no equal distances also of a row of pixels.
     """
 
     array: Array | None
-    strides: tuple[int, int]
+    strides: tuple[int, ...]
 
 
 def convolved(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, epilogue: Any) -> Any:
@@ -70,23 +70,32 @@ def convolved(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, epilog
     if 0 in (*call.shape, size.depth):
         return _finished(_by_numpy(call, epilogue), call, wanted)
     place = _place(wanted[0], call)
+    kernel: Any
     try:
         kernel, closure = (_plain(call, place), None) if epilogue is None else _fused(call, place, epilogue)
     except BuildError as error:
         fall_back(error)
         return _finished(_by_numpy(call, epilogue), call, wanted)
-    if isinstance(kernel, ScheduleError):
+    none = isinstance(kernel, ScheduleError)
+    if none and len(place.strides) == 2:
         return _finished(_split(call, epilogue) if epilogue else _by_numpy(call, None), call, wanted)
-    to, (shape, dtype) = place.array, kernel.results[0]
-    bound = kernel.bound
-    if to is not None and (to.dtype != dtype or (bound and not bound.apart(to, ("b", "m", "n"), closure or {}))):
+    to = place.array
+    if none or (to is not None and not _writes(kernel, to, closure)):
         result = convolved(x, w, size, (None, call.first if wanted[1] is None else wanted[1]), epilogue)
         return _copied(result, wanted[0])
+    shape, dtype = kernel.results[0]
     results = [np.empty(shape, dtype) if to is None else to, *(np.empty(s, t) for s, t in kernel.results[1:])]
-    kernel.run(x, w, (results[0], *place.strides), closure, results[1:])
+    row, item, *_ = place.strides
+    kernel.run(x, w, (results[0], row, item), closure, results[1:])
     if to is None:
         return _finished((results, kernel.several), call, wanted)
     return (wanted[0], *_shaped(results[1:], call)) if kernel.several else wanted[0]
+
+
+def _writes(kernel: Any, to: Array, closure: Any) -> bool:
+    """Whether a kernel writes its first result to an array: of its type, and apart from the epilogue's operands."""
+    bound = kernel.bound
+    return bool(to.dtype == kernel.results[0][1] and (not bound or bound.apart(to, ("b", "m", "n"), closure or {})))
 
 
 def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: bool) -> HostConvolution:
@@ -197,11 +206,22 @@ def _place(out: Any, call: HostConvolution) -> _Place:
     try:
         view.shape = shape
     except AttributeError:  # pixels are at no equal distances
-        return nowhere
+        return _lines(view, call) or nowhere
     item, row, element = (s // out.itemsize for s in view.strides)
     item = row * shape[1] if shape[0] == 1 else item
     rows = (element == 1 or shape[2] == 1) and row >= shape[2] and item >= row * (shape[1] - 1) + shape[2]
     return _Place(view, (row, item)) if rows else nowhere
+
+
+def _lines(out: Array, call: HostConvolution) -> _Place | None:
+    """Memory whose rows of pixels are apart, as every other pixel of an image; None if kernels do not write it."""
+    if not call.last or len(call.convolution.out) != 2 or call.w.depthwise:
+        return None
+    item, line, row, element = (s // out.itemsize for s in out.strides)
+    _, lines, pixels, channels = out.shape
+    apart = row >= channels and line >= row * (pixels - 1) + channels and item >= line * (lines - 1) + row * pixels
+    adjacent = element == 1 or channels == 1
+    return _Place(out, (row, item, line)) if adjacent and (apart or len(out) == 1) else None
 
 
 def _copied(result: Any, out: Array) -> Any:

@@ -165,12 +165,12 @@ class HostConvolution(HostProduct):
         """The default type of a result with an epilogue."""
         return self.types(fused=True)[2]
 
-    def selected(self, traced: Traced | None, c: tuple[int, int]) -> Any:  # type: ignore[override]
+    def selected(self, traced: Traced | None, c: tuple[int, ...]) -> Any:  # type: ignore[override]
         """The kernel for calls of this kind, a `ConvolutionKernel`.
 
         Args:
             traced: the user's function, if there is one.
-            c: strides of rows and of items of the first result.
+            c: strides of rows and of items of the first result, and of a row of pixels, if these are not equally apart.
 
         Raises:
             ScheduleError: there is none.
@@ -179,13 +179,14 @@ class HostConvolution(HostProduct):
         """
         size, indexed = self.convolution, -1
         step = None if traced is None else self.step(traced)
-        merged = self._merges(c, step)
+        to = (c[2], c[0]) if len(c) > 2 else None
+        merged = self._merges(c, step) and (to is None or self.images == 1)
         if step is not None and size.groups > 1:
             step, indexed = self.step_of_part(step.traced, "n" if self.last else "m")
         m, n = (size.pixels * (self.images if merged else 1), size.outputs)
         m, n = (m, n) if self.last else (n, m)
         batch = 1 if merged else self.images
-        _, route, strides = self.routed_view((m, n, batch), step)
+        _, route, strides = self.routed_view((m, n, batch), step, to)
         steps = (size.channels * self.x.strides[self._channel], size.outputs * (1 if self.last else c[0]))
         dims = (m, n, size.depth, batch)
         if step is None:
@@ -209,7 +210,7 @@ class HostConvolution(HostProduct):
             steps = [steps[0], *steps[2:], steps[1]]
         return tuple(steps)
 
-    def _merges(self, c: tuple[int, int], step: Step | None) -> bool:
+    def _merges(self, c: tuple[int, ...], step: Step | None) -> bool:
         """Whether the pixels of all images are rows of one product."""
         if not self.last or (self.images > 1 and c[1] != c[0] * self.convolution.pixels):
             return False

@@ -225,7 +225,7 @@ def _five(x: Array, *, last: bool) -> Array:
 class HostDepthwise(HostConvolution):
     """A convolution of each channel by itself: see `HostConvolution`."""
 
-    def selected(self, traced: Traced | None, c: tuple[int, int]) -> Any:  # type: ignore[override]
+    def selected(self, traced: Traced | None, c: tuple[int, ...]) -> Any:  # type: ignore[override]
         """The kernel for calls of this kind, a `DepthwiseKernel`, wherever its results are.
 
         Raises:

@@ -156,6 +156,22 @@ def test_images_and_results_may_have_gaps():
     np.testing.assert_array_equal(pm.conv(swapped.transpose(0, 2, 3, 1)[..., :16], w), convolved(whole[..., :16], w))
 
 
+@pytest.mark.parametrize("images", [1, 2])
+@pytest.mark.parametrize("dtype", [np.float32, BF16], ids=str)
+def test_a_result_may_be_every_other_pixel(images, dtype):
+    x, w, bias = values((images, 8, 9, 16), dtype), values((20, 16, 3, 3), dtype, 1), values(20, seed=2)
+    want = convolved(x, w, padding=1)
+    whole = np.full((images, 16, 27, 23), 7, dtype)
+    out = whole[:, ::2, 1::3, 2:22]
+    assert pm.conv(x, w, out, padding=1) is out
+    np.testing.assert_array_equal(out, want.astype(dtype))
+    pm.conv(x, w, out, padding=1, epilogue=lambda acc, i: pm.relu(acc + bias[i.n]) + i.m)
+    ended = np.maximum(want + bias, 0) + np.arange(72).reshape(8, 9, 1)
+    np.testing.assert_array_equal(out, ended.astype(dtype))
+    out[...] = 7
+    assert (whole == 7).all()
+
+
 def test_a_result_may_be_an_operand():
     x, w = values((2, 5, 5, 8)), values((8, 8, 3, 3), seed=1)
     want = convolved(x, w, padding=1)
