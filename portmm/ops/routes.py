@@ -63,12 +63,9 @@ def routed_first(p: Problem) -> tuple[Any, bool | None]:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    known = _known(p)
-    if known is not None:
-        return known
     from portmm.dispatch import base_kernels
 
-    return (_basic(p) if base_kernels.active() else None) or routed(p)
+    return ((_known(p) or _basic(p)) if base_kernels.active() else None) or routed(p)
 
 
 def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool | None]:
