@@ -65,6 +65,7 @@ class Kind(NamedTuple):
         group: of a B of four bits, the rows of a group, 0 for all.
         steps: of an epilogue of `linear`: its fields in `Dequantization`; of another, its name in `EPILOGUES`.
         source: the type of A before its rows are quantized.
+        symmetric: a B of four bits has no offsets.
     """
 
     dtype: str
@@ -73,10 +74,11 @@ class Kind(NamedTuple):
     group: int = 0
     steps: tuple[str, ...] = ()
     source: str = ""
+    symmetric: bool = False
 
 
 FLOATS = ("f32", "f16", "bf16")
-GROUPS = (32, 64, 128, 0)
+GROUPS, BOTH = (32, 64, 128, 0), (False, True)
 EPILOGUES = ("biased", "relu", "gelu", "silu")
 """A bias, and functions after one."""
 KINDS = (
@@ -86,8 +88,12 @@ KINDS = (
     Kind("s8-s8-s32"), Kind("s8-s8-s32", "row", "packed"), Kind("u8-s8-s32", "row", "packed"),
 )  # fmt: skip
 FUSED = (
-    *(Kind(f"{x}-u4-{x}", "row", "codes", group) for x in FLOATS for group in GROUPS),
-    *(Kind(f"s8-u4-{x}", "row", "codes", g, ("dynamic",), x) for x in ("f32", "bf16") for g in (32, 128)),
+    *(Kind(f"{x}-u4-{x}", "row", "codes", g, (), "", y) for x in FLOATS for g in GROUPS for y in BOTH),
+    *(
+        Kind(f"s8-u4-{x}", "row", "codes", *y)
+        for x in ("f32", "bf16")
+        for y in product((32, 128), (("dynamic",),), (x,), BOTH)
+    ),
     *(Kind("s8-s8-f32", "row", "packed", 0, steps) for steps in (("",), ("bias",))),
     *(Kind("u8-s8-f32", "row", "packed", 0, steps) for steps in (("a_zero",), ("a_zero", "bias"))),
     *(Kind("s8-s8-f32", "row", "packed", 0, ("dynamic", *x), y) for x in ((), ("bias",)) for y in FLOATS),
@@ -142,7 +148,7 @@ def problem(kind, target):
     from portmm.spec.problem import Problem
 
     if kind.b == "codes":
-        family = str(cpu_kernels.family_of_codes(target, kind.group))
+        family = str(cpu_kernels.family_of_codes(target, kind.group, symmetric=kind.symmetric))
     else:
         family = cpu_kernels.family(summed(kind), target) if kind.b == "packed" else ""
     if kind.steps and kind.steps[0] in EPILOGUES:
@@ -272,7 +278,7 @@ def make(folder, arch, libc, levels, kinds, *, report=lambda *_: None):
 def add_packings(maker, target, level, kinds):
     """Add the kernels that pack weights for kinds of products."""
     from portmm.dispatch import cpu_kernels
-    from portmm.dispatch.base_kernels import PACKING
+    from portmm.dispatch.base_kernels import PACKING, int4_word
     from portmm.errors import ScheduleError
     from portmm.spec.problem import family as family_of
 
@@ -285,13 +291,14 @@ def add_packings(maker, target, level, kinds):
         for layout in ("row", "col"):
             kernel = lower_pack(isa, word, family_of(name).nr, layout)
             maker.add_kernel(kernel, target.arch, f"{PACKING}{level} {word} {layout}", name)
-    for group in dict.fromkeys(x.group for x in kinds if x.b == "codes"):
-        layout = cpu_kernels.family_of_codes(target, group)
+    for group, symmetric in dict.fromkeys((x.group, x.symmetric) for x in kinds if x.b == "codes"):
+        layout = cpu_kernels.family_of_codes(target, group, symmetric=symmetric)
         try:
             kernel = lower_int4_repack(cpu_kernels.int4_unit(target)[0], layout)
         except ScheduleError:
             continue
-        maker.add_kernel(kernel, target.arch, f"{PACKING}{level} u4 {group} row", str(layout))
+        word = int4_word(group, symmetric=symmetric)
+        maker.add_kernel(kernel, target.arch, f"{PACKING}{level} {word} row", str(layout))
 
 
 def add_attention(maker, target, level, kinds):

@@ -1,6 +1,6 @@
 """int4 weights in panels: dequantized into panels of floats, or within the micro-kernel.
 
-An int4 panel is, for each quantization group, a row of NR scales and one of NR
+An int4 panel is, for each quantization group, a row of NR scales and, unless they are -8 times these, one of NR
 offsets, both f32, then the group's words [word][NR]: eight int4 values of one column,
 at the bits of `dtype.CODES_AT`. A weight is scale * q + offset, one
 multiply-add in f32, rounded once more where the target panel holds a
@@ -57,9 +57,9 @@ def dequantize(isa: Isa, atom: Atom, kept: Family) -> Function:
     group = u // long if long else const(0)
     row = Ptr("to", (u - var("first")) * (CODES_KR // kr * nr))
     body: list[Stmt] = [
-        Let("head", group * ((2 + long) * nr)),
+        Let("head", group * ((kept.heads + long) * nr)),
         LetPtr("scales", Ptr("b", var("head")), "f32", readonly=True),
-        LetPtr("words", Ptr("b", var("head") + (u - group * long + 2) * nr), "s32", readonly=True),
+        LetPtr("words", Ptr("b", var("head") + (u - group * long + kept.heads) * nr), "s32", readonly=True),
         Scratch("rows", CODES_KR * nr, base(atom.right)) if kr > 1 else LetPtr("rows", row, atom.right),
     ]
     for v, at in vectors:
@@ -67,10 +67,13 @@ def dequantize(isa: Isa, atom: Atom, kept: Family) -> Function:
             Verb("load_b", f"s{v}", p=Ptr("scales", const(at))),
             Verb("load_b", f"w{v}", p=Ptr("words", const(at)), of=words.name),
         ]
+    eight = Map("literal", "minus_eight", (float(-ZERO_CODE),), "f32", "f32", real.name)
+    body += [eight] if kept.symmetric else []
     for e in range(CODES_KR):
         for v, at in vectors:
+            offset = Verb("load_c", f"x{v}", p=Ptr("scales", const(nr + at)))
             body += [
-                Verb("load_c", f"x{v}", p=Ptr("scales", const(nr + at))),
+                Map("mul", f"x{v}", (f"s{v}", "minus_eight"), "f32", "f32", real.name) if kept.symmetric else offset,
                 Verb("code", f"q{v}", f"w{v}", count=const(CODES_AT[e])),
                 Verb("mac", f"x{v}", f"s{v}", f"q{v}"),
                 Verb("store", f"x{v}", p=Ptr("rows", const(e * nr + at))),
@@ -174,8 +177,8 @@ def int4_micro_kernel(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
         sums = (runs, *tile.zero(), *rest, *tile.scaled(g))
     group = (
         *start,
-        LetPtr("scales", Ptr("b", g * ((long + 2) * nr)), "f32", readonly=True),
-        LetPtr("words", Ptr("b", (g * (long + 2) + 2) * nr), "s32", readonly=True),
+        LetPtr("scales", Ptr("b", g * ((long + kept.heads) * nr)), "f32", readonly=True),
+        LetPtr("words", Ptr("b", (g * (long + kept.heads) + kept.heads) * nr), "s32", readonly=True),
         *sums,
     )
     zero = tuple(Verb("zero", acc_of(i, v)) for i, v in tile.cells)
@@ -200,6 +203,7 @@ class _Tile:
         words = isa.vector("s32", atom.n)
         assert words is not None  # noqa: S101 - else the atom would not support int4
         self.atom, self.real, self.words, self.nr, self.s = atom, real, words, kept.nr, s
+        self.offsets = not kept.symmetric
         self.vectors, self.rows = range(self.nr // atom.n), range(s.rows)
         self.cells = [(i, v) for i in self.rows for v in self.vectors]
         self.exact = atom.acc == "s32"
@@ -273,6 +277,7 @@ class _Tile:
     def scaled(self, g: Index | None = None) -> tuple[Stmt, ...]:
         """Scaled addition of a group's sums to those over k; after its last run, with the offset of group `g`."""
         out: list[Stmt] = []
+        g = g if self.offsets else None
         if g is not None:
             out.append(Map("literal", "zero_code", (float(ZERO_CODE),), "f32", "f32", self.real.name))
             out += [Verb("load_a", f"t{i}", p=Ptr("totals", const(i) * var("groups") + g)) for i in self.rows]

@@ -3,7 +3,7 @@
 B holds int4 values [k][n], a byte each, by rows. Words of eight values of one column are packed
 from eight rows at once, by the atom's own loads; strips of rows and groups of
 panels are distributed over threads as by `prepack`. A unit that rows or columns do not fill is
-padded with zeros in scratch first. Scales and offsets, which are the
+padded with zeros in scratch first. Scales, and offsets if there are any, which are the
 operands x0 and x1, are copied unchanged, as words.
 """
 
@@ -42,7 +42,7 @@ def build(isa: Isa, atom: Atom, kept: Family) -> Kernel:
     name = KernelName("fold", "s32", "u4", "u4", 1, nr, CODES_KR, isa.name)
     types = (("b", "u4"), ("c", "s32"))
     entry = entry_of(one, ceil_div(units, strip) * groups, "s32")
-    return Kernel(str(name), isa, atom, entry, const(64), types=types, operands=(("s32", False),) * 2)
+    return Kernel(str(name), isa, atom, entry, const(64), types=types, operands=(("s32", False),) * kept.heads)
 
 
 def _unit(atom: Atom, kept: Family) -> tuple[Stmt, ...]:
@@ -50,16 +50,16 @@ def _unit(atom: Atom, kept: Family) -> tuple[Stmt, ...]:
     n, u, q, nr, columns, step = var("n"), var("u"), var("q"), kept.nr, var("columns"), var("step")
     long = kept.group // CODES_KR
     group, within = (u // long, u % long) if long else (const(0), u)
-    at = Ptr("panels", (u + 2 * group) * nr)
+    at = Ptr("panels", (u + kept.heads * group) * nr)
     heads = tuple(
         Call(_heads(atom, nr), (columns, Ptr(x, group * n + var("column")), at + i * nr, step))
-        for i, x in enumerate(("x0", "x1"))
+        for i, x in enumerate(("x0", "x1")[: kept.heads])
     )
     edge = (var("rows"), minimum(columns - q * nr, nr), Ptr("codes", q * nr), var("b_k"), Ptr("to", q * step))
     return (
         If(within.eq(0), heads),
         LetPtr("codes", Ptr("b", u * (var("b_k") * CODES_KR) + var("column")), "u4", readonly=True),
-        LetPtr("to", at + 2 * nr, "s32"),
+        LetPtr("to", at + kept.heads * nr, "s32"),
         Let("rows", minimum(var("k") - u * CODES_KR, CODES_KR)),
         Let("whole", var("rows").eq(CODES_KR) * (columns // nr)),
         Call(_words(atom, nr), (var("whole"), Ptr("codes"), var("b_k"), Ptr("to"), step)),

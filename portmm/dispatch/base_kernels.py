@@ -149,12 +149,17 @@ def grid_question(name: str, p: Problem) -> str:
     return f"{GRID}{name} {p.dtype} {p.a} {p.b} {p.family} {p.source} {p.fused}"
 
 
+def int4_word(group: int, *, symmetric: bool) -> str:
+    """The word for packing weights of four bits, as "u4 128"."""
+    return f"u4 {group}{'c' if symmetric else ''}"
+
+
 def packing(word: str, layout: str, elements: int) -> tuple[str, Any] | None:
     """The packed layout of weights for products of the types `word`, and the route that packs an array in `layout`.
 
     Args:
         elements: of the array.
-        word: types of the product, or for a weight of four bits the rows of a group as "u4 128".
+        word: types of the product, or `int4_word` for a weight of four bits.
         layout: "row" or "col", of the array.
 
     Raises:

@@ -88,14 +88,14 @@ def family(dtype: str, target: Target) -> str:
     return str(Family(types(dtype)[1], isa.columns(atom) * PACKED_VECTORS, atom.k_pack, atom.acc == "s32"))
 
 
-def family_of_codes(target: Target, group: int) -> Family:
+def family_of_codes(target: Target, group: int, *, symmetric: bool = False) -> Family:
     """The packed layout of an int4 weight on a target: one for all types of A.
 
     Raises:
         ScheduleError: no atom of the target multiplies int4 values.
     """
     _, atom = int4_unit(target)
-    return Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=group)
+    return Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=group, symmetric=symmetric)
 
 
 def unit_for(fused: Fused, target: Target) -> tuple[Isa, Atom]:

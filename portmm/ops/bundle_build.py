@@ -9,7 +9,8 @@ from __future__ import annotations
 import os
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.build import cache, kernel_store
@@ -217,10 +218,9 @@ class Maker:
         Raises:
             ScheduleError: the machine does not multiply these types.
         """
-        family = _family(shape, target)
         schedules: dict[str, None] = {}
         last: tuple[str, float] = ("", 0.0)
-        for m in shape.rows:
+        for family, m in product(_families(shape, target), shape.rows):
             p = problem_of((m, shape.n, shape.k), shape.dtype, shape.b, family)
             for threads in counts:
                 best = select_for_class(p, target, threads)
@@ -240,8 +240,9 @@ class Maker:
         layout = family_of(cpu_kernels.family(dtype, target))
         if layout.dtype == "u4":
             with suppress(ScheduleError):
-                source = self.add_source(lower_int4_repack(cpu_kernels.int4_unit(target)[0], layout), target.arch)
-                self.packings[target.name, dtype] = layout, source, source
+                isa = cpu_kernels.int4_unit(target)[0]
+                every = [self.add_source(lower_int4_repack(isa, x), target.arch) for x in _with_and_without(layout)]
+                self.packings[target.name, dtype] = layout, every[0], every[0]
             return
         isa, _ = cpu_kernels.packing_unit(dtype, target)
         nr = layout.nr
@@ -380,8 +381,16 @@ def _about(kernel: Kernel) -> tuple[str, ...]:
     return kernel.name, str(int(kernel.swap)), str(BY_NAME[kernel.atom.acc].bytes), spelled(kernel.workspace)
 
 
-def _family(shape: Shape, target: Target) -> str:
-    return cpu_kernels.family(shape.dtype, target) if shape.b == "packed" else ""
+def _families(shape: Shape, target: Target) -> list[str]:
+    """The packed layouts of B; those of int4 values with offsets, and without."""
+    if shape.b != "packed":
+        return [""]
+    return [str(x) for x in _with_and_without(family_of(cpu_kernels.family(shape.dtype, target)))]
+
+
+def _with_and_without(layout: Family) -> list[Family]:
+    """A packed layout; of int4 values also that without offsets."""
+    return [layout, replace(layout, symmetric=True)] if layout.dtype == "u4" else [layout]
 
 
 def _seconds(p: Problem, best: Any, target: Target) -> float:

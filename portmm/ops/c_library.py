@@ -56,7 +56,7 @@ def write(maker: Maker, folder: Path, arch: str, functions: Sequence[Function] =
         BuildError: it failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    calls = [x for x in maker.calls if x.target.arch == arch and x.problem.b in LETTERS and not x.problem.fused]
+    calls = [x for x in maker.calls if x.target.arch == arch and _has(x.problem)]
     targets = {x.name: x for x in maker.targets if x.arch == arch}
     packings = {x: y for x, y in maker.packings.items() if x[0] in targets}
     attentions = [x for x in maker.attentions if x.machine in targets]
@@ -177,6 +177,11 @@ def _tables(
         scratches=[_c(x.workspace) for x in attentions],
         attentions=[_attention(x, i, index[x.machine], numbers[x.question]) for i, x in enumerate(attentions)],
     )
+
+
+def _has(p: Problem) -> bool:
+    """Whether the library has a function for a problem: its int4 weights have offsets."""
+    return p.b in LETTERS and not p.fused and not p.symmetric
 
 
 def _row(x: Call, index: dict[str, int], kernel: int) -> str:

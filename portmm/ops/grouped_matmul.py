@@ -19,6 +19,7 @@ from portmm.errors import BuildError
 from portmm.ops import host_matmul, routes
 from portmm.ops.epilogues import VALUES
 from portmm.ops.fused_matmul import fit
+from portmm.ops.int4_panels import PackedInt4, pack_int4, unpack_int4
 from portmm.ops.prepack import current, is_packed, items
 from portmm.ops.product_kernel import HostProduct, first_type, of_part, operand_b
 from portmm.ops.rowwise import by_numpy
@@ -209,6 +210,7 @@ class _Ready:
 def _with_epilogue(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Callable[..., Any]) -> Any:
     """The products with an epilogue."""
     host_matmul.begin()
+    x = replace(x, b=_of_one_family(x.b))
     m, n, _ = x.size
     first = first_type(out, dtype)
     call = HostProduct(x.a, x.b[0], dtype, first)
@@ -240,6 +242,23 @@ def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Calla
     usual = call.types()[2] if first is None else first
     results, several = by_numpy(epilogue, (products,), {}, usual, indices)
     return fit(list(results), out, several=several)
+
+
+def _of_one_family(weights: list[Any]) -> list[Any]:
+    """Weights as one kernel reads them: int4 values have offsets in all panels or in none.
+
+    Raises:
+        ValueError: they are packed in different ways.
+    """
+    families = {getattr(w, "family", "") for w in weights}
+    if len(families) == 1:
+        return weights
+    if all(isinstance(w, PackedInt4) for w in weights):
+        weights = [pack_int4(unpack_int4(w), symmetric=False) for w in weights]
+        families = {w.family for w in weights}
+    if len(families) > 1:
+        raise ValueError(f"weights of groups are packed as {', '.join(sorted(families))}: an epilogue needs one family")
+    return weights
 
 
 def _ready(traced: Traced, call: Any, groups: int) -> _Ready:

@@ -15,7 +15,7 @@ from portmm.arrays import numpy_arrays, numpy_fallback, pages
 from portmm.dispatch import base_kernels, config
 from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.runtime.cpu import runtime
-from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR
+from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR, ZERO_CODE
 from portmm.spec.epilogue import AXES
 from portmm.spec.problem import Family, family
 from portmm.weights.kinds import WeightKind
@@ -31,7 +31,7 @@ class PackedInt4(QuantizedMatrix):
     Attributes:
         owner: the panels, 1-D int32, read-only.
         shape: (k, n) of the weight.
-        family: the layout, for example "u4x32k8g128".
+        family: the layout, for example "u4x32k8g128", or "u4x32k8g128c" without offsets.
     """
 
     weight_kind: ClassVar[WeightKind] = WeightKind.INT4_PANELS
@@ -76,13 +76,15 @@ def largest_weight(w: PackedInt4) -> float:
         if not n:
             return 0.0
         group = layout.group or max(k, 1)
-        first = np.arange(-(-k // group)) * ((-(-group // CODES_KR) + 2) * layout.nr)
+        first = np.arange(-(-k // group)) * ((-(-group // CODES_KR) + layout.heads) * layout.nr)
         panels = w.owner.reshape(-(-n // layout.nr), -1)
-        scales, offsets = (
-            np.abs(panels[:, first[:, None] + at + np.arange(layout.nr)].view(np.float32)).max(initial=0)
-            for at in (0, layout.nr)
+        scales, *offsets = (
+            float(
+                np.abs(panels[:, first[:, None] + i * layout.nr + np.arange(layout.nr)].view(np.float32)).max(initial=0)
+            )
+            for i in range(layout.heads)
         )
-        known.append(2.0**CODE_BITS * float(scales) + float(offsets))
+        known.append(2.0**CODE_BITS * scales + (offsets[0] if offsets else ZERO_CODE * scales))
     return known[0]
 
 
@@ -125,20 +127,26 @@ def group_of(q: Quantized) -> int:
     return group
 
 
-def pack_int4(q: Quantized) -> PackedInt4:
+def pack_int4(q: Quantized, *, symmetric: bool | None = None) -> PackedInt4:
     """A quantized int4 weight prepacked for the kernels of the current target.
+
+    Args:
+        q: the weight.
+        symmetric: whether panels have scales without offsets; by default where these are -8 times scales.
 
     Raises:
         PackError: it has another number of bits, or its groups are not multiples of 8 rows.
     """
     (k, n), route, group = q.shape, None, group_of(q)
-    basic = base_kernels.packing(f"u4 {group}", "row", k * n) if base_kernels.active() else None
+    symmetric = q.symmetric if symmetric is None else symmetric
+    word = base_kernels.int4_word(group, symmetric=symmetric)
+    basic = base_kernels.packing(word, "row", k * n) if base_kernels.active() else None
     if basic is not None:
         layout, route = family(basic[0]), basic[1]
     else:
         from portmm.dispatch.cpu_kernels import family_of_codes
 
-        layout = family_of_codes(config.target(), group)
+        layout = family_of_codes(config.target(), group, symmetric=symmetric)
     owner = pages.lasting_empty(layout.units(k, n), np.int32)
     if q.codes.size:
         try:
@@ -159,17 +167,18 @@ def _pack_by_kernel(q: Quantized, layout: Family, owner: Array, route: Any) -> N
         from portmm.dispatch.cpu_routes import int4_repack_route
 
         route = int4_repack_route(layout, config.target(), config.get_num_threads())
-    none = (0,) * len(AXES)
-    (k, n), (codes, c, scales, offsets) = q.shape, (x.ctypes.data for x in (q.codes, owner, q.scales, q.offsets))
+    (k, n), (codes, c) = q.shape, (x.ctypes.data for x in (q.codes, owner))
+    heads = [(x.ctypes.data, *(0,) * len(AXES)) for x in (q.scales, q.offsets)[: layout.heads]]
     numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *numpy_arrays.page_ends(owner, owner.itemsize), 0)
-    runtime().execute(route, *numbers, None, np.array([(scales, *none), (offsets, *none)]), None)
+    runtime().execute(route, *numbers, None, np.array(heads), None)
 
 
 def _pack_by_numpy(q: Quantized, layout: Family, owner: Array) -> None:
     """The same without a compiler, ten times slower."""
     k, n = q.shape
     owner[...] = 0
-    for part, values in zip(layout.parts(k, n), (q.scales, q.offsets, int4_words(q.codes)), strict=True):
+    heads = (q.scales, q.offsets)[: layout.heads]
+    for part, values in zip(layout.parts(k, n), (*heads, int4_words(q.codes)), strict=True):
         owner[part.offsets()] = values.view(np.int32)
 
 
@@ -179,9 +188,11 @@ def unpack_int4(w: PackedInt4) -> Quantized:
     if not k or not n:
         codes, empty = np.empty((k, n), np.uint8), np.empty((-(-k // (layout.group or max(k, 1))), n), np.float32)
         return Quantized(codes, empty, empty, CODE_BITS, layout.group or max(k, 1))
-    scales, offsets, words = (np.ascontiguousarray(x.gather(w.owner)) for x in layout.parts(k, n))
+    *heads, words = (np.ascontiguousarray(x.gather(w.owner)) for x in layout.parts(k, n))
+    scales = heads[0].view(np.float32)
+    offsets = -np.float32(ZERO_CODE) * scales if layout.symmetric else heads[1].view(np.float32)
     words = words.view(np.uint32)
     codes = np.empty((len(words) * CODES_KR, n), np.uint8)
     for e in range(CODES_KR):
         codes[e::CODES_KR] = words >> np.uint32(CODES_AT[e]) & np.uint32(15)
-    return Quantized(codes[:k], scales.view(np.float32), offsets.view(np.float32), CODE_BITS, layout.group or max(k, 1))
+    return Quantized(codes[:k], scales, offsets, CODE_BITS, layout.group or max(k, 1))

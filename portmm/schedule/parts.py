@@ -69,12 +69,14 @@ class OperandPlan(NamedTuple):
         stagings: nearest level first.
         group: of int4 or int8 values, rows that share a scale.
         source: the type before rows are quantised.
+        symmetric: int4 values have scales without offsets.
     """
 
     layout: str = "row"
     stagings: tuple[Staging, ...] = ()
     group: int = 0
     source: str = ""
+    symmetric: bool = False
 
     def by(self, method: str) -> Staging | None:
         """The staging by a method, if there is one."""

@@ -32,7 +32,8 @@ class Family:
         kr: adjacent elements of k, a unit.
         sums: each panel is followed by the sums of its columns, in s32.
         group: for int4 values, rows that share a scale, a multiple of KR; 0 for all. Each group
-            is a row of scales, a row of offsets, both f32, and its units.
+            is a row of scales, a row of offsets if there are any, both f32, and its units.
+        symmetric: offsets of int4 values are -8 times scales, and have no rows.
     """
 
     dtype: str
@@ -40,10 +41,16 @@ class Family:
     kr: int
     sums: bool = False
     group: int = 0
+    symmetric: bool = False
 
     def __str__(self) -> str:
         kr, group = f"k{self.kr}" if self.kr > 1 else "", f"g{self.group}" if self.dtype == "u4" else ""
-        return f"{self.dtype}x{self.nr}{kr}{group}{'s' if self.sums else ''}"
+        return f"{self.dtype}x{self.nr}{kr}{group}{'c' if self.symmetric else ''}{'s' if self.sums else ''}"
+
+    @property
+    def heads(self) -> int:
+        """Rows of a group of int4 values before its units: of scales, and of offsets."""
+        return 1 if self.symmetric else 2
 
     def layout(self, k: int, n: int, items: int = 0) -> Layout:
         """Layout of a packed weight, of no int4 values."""
@@ -51,16 +58,17 @@ class Family:
 
         return panels(k, n, self.nr, self.kr, self.panel(k) * self.kr, items=items)
 
-    def parts(self, k: int, n: int) -> tuple[Layout, Layout, Layout]:
-        """Layouts of the scales (group, n), the offsets, and the words (k / 8, n), of int4 values, in words."""
+    def parts(self, k: int, n: int) -> tuple[Layout, ...]:
+        """Layouts of the scales (group, n), the offsets if any, and the words (k / 8, n), of int4 values, in words."""
         from portmm.spec.layout import Layout
 
         groups, words = self.groups(k), _ceil(k, self.kr)
         of_group = self.group // self.kr or words
-        shape = (-(-n // self.nr), groups, of_group + 2, self.nr)
-        rows = Layout(shape, (self.panel(k), (of_group + 2) * self.nr, self.nr, 1)).permute(1, 2, 0, 3)
+        shape = (-(-n // self.nr), groups, of_group + self.heads, self.nr)
+        rows = Layout(shape, (self.panel(k), (of_group + self.heads) * self.nr, self.nr, 1)).permute(1, 2, 0, 3)
         rows = rows.merge(2, 2).slice(2, 0, n)
-        return rows.freeze(1, 0), rows.freeze(1, 1), rows.slice(1, 2, of_group).merge(0, 2).slice(0, 0, words)
+        units = rows.slice(1, self.heads, of_group).merge(0, 2).slice(0, 0, words)
+        return (*(rows.freeze(1, i) for i in range(self.heads)), units)
 
     def groups(self, k: Any) -> Any:
         """Number of groups in k rows of int4 values, a number or an expression."""
@@ -74,7 +82,7 @@ class Family:
         """Units of one panel of k rows, likewise, with its sums, or its scales and offsets."""
         units = _ceil(k, self.kr)
         if self.dtype == "u4":
-            return (self.groups(k) * 2 + units) * self.nr
+            return (self.groups(k) * self.heads + units) * self.nr
         size = BY_NAME[self.dtype].bytes * self.kr
         each = max(1, BY_NAME["s32"].bytes // size)
         tail = self.nr * BY_NAME["s32"].bytes // size
@@ -94,11 +102,12 @@ def family(name: str) -> Family:
         ValueError: `name` is no packed layout.
     """
     dtype, _, rest = name.partition("x")
-    match = re.fullmatch(r"(?P<nr>[1-9]\d*)(?:k(?P<kr>[1-9]\d*))?(?:g(?P<group>\d+))?(?P<sums>s?)", rest)
+    of_groups = r"(?:g(?P<group>\d+)(?P<symmetric>c?))?"
+    match = re.fullmatch(rf"(?P<nr>[1-9]\d*)(?:k(?P<kr>[1-9]\d*))?{of_groups}(?P<sums>s?)", rest)
     if dtype not in BY_NAME or match is None:
         raise ValueError(f"{name!r} is no family of packed weights; one is called f32x32 or s8x32k4s")
     nr, kr, group = (int(match[x] or y) for x, y in (("nr", 1), ("kr", 1), ("group", 0)))
-    return Family(dtype, nr, kr, bool(match["sums"]), group)
+    return Family(dtype, nr, kr, bool(match["sums"]), group, bool(match["symmetric"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -207,6 +216,11 @@ class Problem:
     def group(self) -> int:
         """Rows of a B of int4 or int8 values that share a scale, 0 for all."""
         return family(self.family).group if self.b == "codes" else 0
+
+    @property
+    def symmetric(self) -> bool:
+        """Whether a B of int4 values has scales without offsets."""
+        return self.b == "codes" and family(self.family).symmetric
 
     @property
     def flops(self) -> int:

@@ -121,7 +121,7 @@ def test_codes_are_multiplied(name, word, group):
     target = small(name)
     lanes = target.isas[0].atom(word).n
     for i, size in enumerate([(1, lanes + 1, 37), (3, 2 * lanes, 64), (9, 1, 8), (2, 5, 3), (20, 3 * lanes, 45)]):
-        p = support.coded(size, word, 2 * lanes, group, a=("row", "col")[i % 2])
+        p = support.coded(size, word, 2 * lanes, group, a=("row", "col")[i % 2], symmetric=i in {1, 4})
         k = case(p, seed=i, floats=True)
         found = candidates(p, target)
         atom = target.isas[0].atom(word)
@@ -144,7 +144,7 @@ def test_codes_by_codes(name, group):
     kinds = [{"post": "scale"}, {"post": "scale+bias"}, {"post": "scale", "source": "f32"}]
     for i, size in enumerate([(1, lanes + 1, 37), (3, 2 * lanes, 64), (9, 1, 8), (2, 5, 3), (40, 3 * lanes, 45)]):
         layout, to = ("row" if i % 3 == 2 else ("row", "col")[i % 2]), ("f32", "bf16")[i % 2]
-        p = support.coded(size, f"s8-u4-{to}", 2 * lanes, group, a=layout, **kinds[i % 3])
+        p = support.coded(size, f"s8-u4-{to}", 2 * lanes, group, a=layout, symmetric=i in {1, 4}, **kinds[i % 3])
         k = case(p, seed=i, floats=True)
         found = candidates(p, target)
         built = cover.some(found, i + GROUPS.index(group), 3)  # other groups build the others

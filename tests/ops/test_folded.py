@@ -12,7 +12,7 @@ import pytest
 from support import HERE
 
 import portmm as pm
-from portmm.ops.int4_panels import unpack_int4
+from portmm.ops.int4_panels import pack_int4, unpack_int4
 from portmm.weights.safetensors import read, write
 
 pytestmark = pytest.mark.calls
@@ -74,6 +74,21 @@ def test_other_ways_to_ask():
     assert pm.matmul(np.empty((0, 40), np.float32), packed).shape == (0, 12)
 
 
+@pytest.mark.parametrize("group", [8, 32, None])
+def test_panels_of_a_symmetric_weight_may_have_offsets(group):
+    """As files have them that were written before there were others."""
+    rng = np.random.default_rng(2)
+    q = pm.quantize(rng.standard_normal((70, 33)), group=group)
+    without, having = pack_int4(q), pack_int4(q, symmetric=False)
+    assert without.nbytes < having.nbytes
+    np.testing.assert_array_equal(unpack_int4(having).offsets, q.offsets)
+    for m in (1, 9):
+        x = rng.standard_normal((m, 70)).astype(np.float32)
+        np.testing.assert_array_equal(pm.matmul(x, without), pm.matmul(x, having))
+        exact = pm.linear(x, having, dynamic=True)
+        np.testing.assert_allclose(pm.linear(x, without, dynamic=True), exact, rtol=1e-5, atol=1e-5)
+
+
 def test_what_is_refused():
     q = pm.quantize(np.ones((40, 12)), group=32)
     with pytest.raises(ValueError, match="40 rows"):
@@ -103,7 +118,10 @@ def weights():
     made = {x.name: pm.pack(rng.standard_normal((70, 33)).astype(x)) for x in map(np.dtype, ("f4", "f8", "f2", BF16))}
     whole = rng.integers(-128, 128, (70, 33)).astype(np.int8)
     made |= {"int8": pm.pack(whole), "int8 for floats": pm.pack(whole, activations=np.float32)}
-    return made | {"int4": pm.pack(pm.quantize(rng.standard_normal((70, 33)), group=32))}
+    every = (("int4", True), ("int4 with offsets", False))
+    return made | {
+        name: pm.pack(pm.quantize(rng.standard_normal((70, 33)), group=32, symmetric=x)) for name, x in every
+    }
 
 
 def root(array):

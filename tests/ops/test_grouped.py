@@ -34,10 +34,11 @@ def test_groups_are_those_of_a_loop(dtype, ends):
     np.testing.assert_array_equal(pm.grouped_matmul(a.T.copy().T, turned, ends), found)
 
 
-def test_quantized_weights():
+@pytest.mark.parametrize("mixed", [False, True])
+def test_quantized_weights(mixed):
     rng = np.random.default_rng(0)
     a, b = rng.standard_normal((M, 64), np.float32), rng.standard_normal((4, 64, 32)).astype(np.float32)
-    small = [pm.quantize(x, bits=4, group=32) for x in b]
+    small = [pm.quantize(x, bits=4, group=32, symmetric=not (mixed and i % 2)) for i, x in enumerate(b)]
     wanted = np.concatenate([a[s:e] @ pm.dequantize(x) for s, e, x in zip((0, 10, 10, 47), ENDS, small, strict=True)])
     for weights in (small, [pm.pack(x) for x in small]):
         found = pm.grouped_matmul(a, weights, ENDS)
@@ -47,6 +48,10 @@ def test_quantized_weights():
         group = groups_of(ENDS, 4)(M)
         np.testing.assert_allclose(half[:64], wanted * 0.5 + group[:64, None], rtol=1e-4, atol=1e-4)
         assert (half[64:] == 3).all()
+    if mixed:
+        other = [*small[:3], pm.quantize(b[3], bits=4, group=64)]
+        with pytest.raises(ValueError, match="one family"):
+            pm.grouped_matmul(a, other, ENDS, epilogue=lambda acc: acc * 0.5)
 
 
 @pytest.mark.parametrize(("dtype", "packed"), [(np.float32, False), (BF16, True), (np.int8, False)], ids=str)

@@ -70,7 +70,8 @@ def made(tmp_path_factory):
             patch.setattr(base_set, axis, values)
         levels = {"none": (here.name, "no_such_feature"), "here": (here.name, "sse2" if ARCH == "x86_64" else "asimd")}
         fused = [x for x in base_set.FUSED if x.steps == ("relu",) and x.b == "packed"]
-        kinds = [base_set.Kind("f32"), *fused, base_set.Kind("f32-u4-f32", "row", "codes", 32)]
+        codes = [base_set.Kind("f32-u4-f32", "row", "codes", 32, symmetric=x) for x in (False, True)]
+        kinds = [base_set.Kind("f32"), *fused, *codes]
         patch.setattr(base_set, "MS_OF_FUSED", (1, 32))
         patch.setattr(base_set, "AXES_OF_FUSED", (63,))
         base_set.make(folder, ARCH, "gnu", levels, kinds)
@@ -100,12 +101,13 @@ wrong = []
 with warnings.catch_warnings(record=True) as heard:
     warnings.simplefilter("always")
     for _ in range(3):
-        packed, small = pm.pack(w), pm.quantize(w, bits=4, group=32)
+        packed, small = pm.pack(w), [pm.quantize(w, bits=4, group=32, symmetric=x) for x in (False, True)]
         for m in (1, 3, 40):
             y = pm.matmul(x[:m], packed, epilogue=lambda acc, i: pm.relu(acc + bias[i.n]))
             wrong.append(not np.allclose(y, np.maximum(x[:m] @ w + bias, 0), rtol=1e-5))
-            y = pm.matmul(x[:m], pm.pack(small))
-            wrong.append(not np.allclose(y, x[:m] @ pm.dequantize(small), rtol=1e-5))
+            for q4 in small:
+                y = pm.matmul(x[:m], pm.pack(q4))
+                wrong.append(not np.allclose(y, x[:m] @ pm.dequantize(q4), rtol=1e-5))
         wrong.append(not np.allclose(pm.attention(q, q, q), attended(s), rtol=1e-5))
         wrong.append(not np.allclose(pm.attention(q, q, q, causal=True), attended(seen), rtol=1e-5))
         wrong.append(not np.allclose(pm.attention(q[:, :, :1], q, q), attended(s)[:, :, :1], rtol=1e-5))

@@ -21,13 +21,13 @@ def transposed(lines: np.ndarray) -> np.ndarray:
     return np.array([registers[name] for name in last])
 
 
-def folding(name, k, n, group):
+def folding(name, k, n, group, *, symmetric=False):
     """The kernel that folds codes on an instruction set, operands for it, and the panels due.
 
     Scales and offsets are the same numbers, those of A.
     """
     isa = load_isa(name)
-    kept = Family("u4", isa.atom("f32").n * PACKED_VECTORS, CODES_KR, group=group)
+    kept = Family("u4", isa.atom("f32").n * PACKED_VECTORS, CODES_KR, group=group, symmetric=symmetric)
     rng = np.random.default_rng(n)
     codes = rng.integers(0, 16, (k, n), np.uint8)
     heads = rng.standard_normal((kept.groups(k), n)).astype(np.float32)
@@ -36,13 +36,13 @@ def folding(name, k, n, group):
     wide[0][:k, :n], wide[1][:, :n] = codes, heads.view(np.uint32)
     words = sum(wide[0][e::CODES_KR] << CODES_AT[e] for e in range(CODES_KR))
     long = group // CODES_KR or len(words)
-    rows = [x for g, head in enumerate(wide[1]) for x in (head, head, *words[g * long : (g + 1) * long])]
+    rows = [x for g, head in enumerate(wide[1]) for x in (*(head,) * kept.heads, *words[g * long : (g + 1) * long])]
     want = np.stack(rows).reshape(len(rows), panels, kept.nr).transpose(1, 0, 2).ravel().view(np.int32)
     fields = dict.fromkeys(["a_m", "a_k", "a_batch", "b_batch", "c_m", "c_n", "c_batch"], 0)
     fields |= {"m": 1, "n": n, "k": k, "batch": 1, "b_k": n, "b_n": 1}
     a = heads.ravel()
     c = Laid(np.full(want.size, -1, np.int32), 0, 0, 0, 0, (1, 1, 1))
-    operands = (Extra(a, 0, (0, 0, 1)),) * 2
+    operands = (Extra(a, 0, (0, 0, 1)),) * kept.heads
     case = Case(Problem(1, n, k), fields, a, 0, codes.ravel(), 0, c, want, np.zeros(1), operands)
     return lower_int4_repack(isa, kept), case, want
 

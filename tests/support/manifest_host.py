@@ -232,8 +232,10 @@ def _packers(isa: Isa) -> Iterator[Case]:
             yield from on_host(f"{atom} pack {held} {layout} {v}v", lower_pack, isa, word, v * line, layout)
     real = isa.atom("f32")
     for group in GROUPS if real else ():
-        kept = Family("u4", real.n * PACKED_VECTORS, CODES_KR, group=group)
-        yield from on_host(f"fold groups of {group}", lower_int4_repack, isa, kept)
+        for symmetric in (False, True):
+            kept = Family("u4", real.n * PACKED_VECTORS, CODES_KR, group=group, symmetric=symmetric)
+            name = f"fold groups of {group}{' without offsets' if symmetric else ''}"
+            yield from on_host(name, lower_int4_repack, isa, kept)
 
 
 # -- expressions and attention --------------------------------------------------------------

@@ -114,11 +114,12 @@ def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any,
     return [Problem(*size, a=a, b=b, c=c, family=f, **ended(dtype, more)) for f in families]
 
 
-def coded(size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "row", **more: Any) -> Problem:
+def coded(
+    size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "row", *, symmetric: bool = False, **more: Any
+) -> Problem:
     """A product with a weight of four bits."""
-    return Problem(
-        *size, word, a=a, b="codes", family=str(Family("u4", nr, CODES_KR, group=group)), **ended(word, more)
-    )
+    kept = Family("u4", nr, CODES_KR, group=group, symmetric=symmetric)
+    return Problem(*size, word, a=a, b="codes", family=str(kept), **ended(word, more))
 
 
 def shape_of(s):
@@ -352,11 +353,12 @@ def folded(p: Problem, rng: Any) -> tuple[np.ndarray, int, np.ndarray]:
     rows = np.arange(p.k) // kept.group if kept.group else np.zeros(p.k, int)
     codes = rng.integers(0, 16, (p.k, p.n))
     scales, offsets = (rng.standard_normal((groups, p.n)).astype(np.float32) for _ in range(2))
+    offsets = -8 * scales if kept.symmetric else offsets
     panels = []
     for first in range(0, p.n, nr):
         wide = min(nr, p.n - first)
         for g in range(groups):
-            for values in (scales, offsets):
+            for values in (scales, offsets)[: kept.heads]:
                 row = np.full(nr, np.nan, np.float32)
                 row[:wide] = values[g, first : first + wide]
                 panels.append(row.view(np.int32))
