@@ -35,7 +35,7 @@ CALLS = {
     "fuse, softmax": "f = pm.fuse(pm.softmax); f(x)",
     "fuse, rms_norm": "f = pm.fuse(pm.rms_norm); f(x)",
 }
-"""What comes before the call, and the call, with a semicolon between."""
+"""Preparation and first call of each operation, with a semicolon between."""
 
 
 def child(name):

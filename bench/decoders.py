@@ -1,6 +1,6 @@
 """Tokens per second of a decoder from one GGUF file: portmm (examples/llama.py) beside llama.cpp.
 
-    taskset -c 1 python bench/decoders.py --size 1b --file /tmp/1b.gguf
+    taskset -c 1 python bench/decoders.py --size 1b --file 1b.gguf
 
 Needs the packages `gguf` and `llama-cpp-python`, built for the machine. The file has seeded random weights of type Q4_0
 and is written first if it is not there. Each library is a process of its own, and they run in turns. llama.cpp rounds

@@ -58,7 +58,7 @@ def sweep(atom: Atom, s: Shape, kc: int) -> Function:
 
     most = var("k").eq(kc)
     if s.apart:
-        near = replace(continued(atom, replace(steps, along=0)), name=f"{edge.name}_on")
+        near = continued(atom, replace(steps, along=0))
         far = replace(continued(atom, steps), name=f"{edge.name}_far")
         most = most * var("accumulate") * (1 - var("add")) * (1 - var("keep")) * (1 - var("done"))
         full: Stmt = If(var("far"), (whole(far, const(kc)),), (whole(near, const(kc)),))

@@ -149,12 +149,12 @@ class _Recorded(NamedTuple):
 
     @property
     def sizes(self) -> list[int]:
-        """Those that are sizes and strides."""
+        """The arguments that are sizes and strides."""
         return [x for i, x in enumerate(self.numbers) if i not in MATRICES]
 
     @property
     def matrices(self) -> list[int]:
-        """Those that are addresses."""
+        """The arguments that are addresses."""
         return [self.numbers[i] for i in MATRICES]
 
     @property

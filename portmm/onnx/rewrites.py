@@ -24,12 +24,23 @@ DOMAIN = "portmm"
 """Domain of operators that only rewrites write."""
 
 
-def with_scales(nodes: list[Node], outputs: Collection[str], constants: Mapping[str, Any]) -> list[Node]:
-    """The nodes, with products of integers that take the scales and the bias of their sums."""
+def _uses(nodes: list[Node], outputs: Collection[str]) -> Counter[str]:
+    """The number of uses of each value, as a result too."""
     uses = Counter(x for n in nodes for x in (*n.inputs, *n.captured))
     uses.update(outputs)
+    return uses
+
+
+def _links(nodes: list[Node], outputs: Collection[str]) -> tuple[Counter[str], dict[str, Node], dict[str, Node]]:
+    """The number of uses of each value, the node that alone uses a value, and the node that makes it."""
+    uses = _uses(nodes, outputs)
     user = {x: n for n in nodes for x in n.inputs if uses[x] == 1}
-    maker = {x: n for n in nodes for x in n.outputs}
+    return uses, user, {x: n for n in nodes for x in n.outputs}
+
+
+def with_scales(nodes: list[Node], outputs: Collection[str], constants: Mapping[str, Any]) -> list[Node]:
+    """The nodes, with products of integers that take the scales and the bias of their sums."""
+    uses, user, maker = _links(nodes, outputs)
     gone: set[str] = set()
     scaled: dict[str, Node] = {}
     for node in nodes:
@@ -65,10 +76,7 @@ def with_scales(nodes: list[Node], outputs: Collection[str], constants: Mapping[
 
 def with_groups(nodes: list[Node], outputs: Collection[str], constants: Mapping[str, Any]) -> list[Node]:
     """The nodes, with group norms that exporters wrote as instance norms of reshaped images, a product and a sum."""
-    uses = Counter(x for n in nodes for x in (*n.inputs, *n.captured))
-    uses.update(outputs)
-    user = {x: n for n in nodes for x in n.inputs if uses[x] == 1}
-    maker = {x: n for n in nodes for x in n.outputs}
+    uses, user, maker = _links(nodes, outputs)
     gone: set[str] = set()
     groups: dict[str, Node] = {}
     for node in nodes:
@@ -151,8 +159,7 @@ def _named(node: Node, constants: dict[str, Any]) -> str:
 
 def with_epilogues(nodes: list[Node], outputs: Collection[str], constants: Collection[str]) -> list[Node]:
     """The nodes, with convolutions that take the residual, the ReLU and the depth-to-space that follow them."""
-    uses = Counter(x for n in nodes for x in (*n.inputs, *n.captured))
-    uses.update(outputs)
+    uses = _uses(nodes, outputs)
     convolutions: dict[str, int] = {}
     rest: list[Node | None] = []
     for node in nodes:

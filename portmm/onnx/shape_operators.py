@@ -25,7 +25,7 @@ REPEATS = tuple(
     ("nearest", *x, None, "stretch")
     for x in (("asymmetric", "floor"), ("half_pixel", "round_prefer_floor"), ("half_pixel", "round_prefer_ceil"))
 )
-"""Those with which the nearest element to the i-th of s times as many, s a whole number, is that at floor(i / s)."""
+"""Modes of Resize whose i-th element of s times as many, s a whole number, is the element at floor(i / s)."""
 
 
 def integers(x: Any) -> list[int]:

@@ -114,7 +114,7 @@ def test_damage_is_noticed(tmp_path, at, value, words):
 
 
 def test_contents_with_a_checksum_of_their_own_are_refused(tmp_path):
-    """Whoever writes the checksum too gets the same error, whatever the answers hold."""
+    """A header with damaged answers is refused by the same error where its checksum agrees."""
     texts = (b"\xff\xfe", b"many", b"", b"0\tx", b"x\t\t\t\t\t1", b"0\tf\t0\t4\t/ m - n 1\t1", b"-1", b"9")
     raised = []
     for i, text in enumerate(texts):
