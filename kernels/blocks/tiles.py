@@ -62,7 +62,7 @@ class View(NamedTuple):
         return not label or self.along(label) == const(1)
 
 
-def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
+def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram, lowering: type[Tiles] | None = None) -> Kernel:
     """Kernel of a block program whose results have rows and columns, computed in lanes of `real`.
 
     Raises:
@@ -71,11 +71,16 @@ def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
     atom = isa.vector("f32", real.n)
     if atom is None or not real.mask or real.acc != "f32":
         raise ScheduleError(f"{isa.name} has no masked vectors of f32, which tiles of any extents need")
-    return _Lowering(s, isa, real, atom, program).kernel()
+    return (lowering or Tiles)(s, isa, real, atom, program).kernel()
 
 
-class _Lowering:
-    """A lowering of one program."""
+class Tiles:
+    """A lowering of one program.
+
+    Attributes:
+        first, last: the first element of the loop, and its end.
+        factors: the factor of sums that are rescaled by each maximum.
+    """
 
     def __init__(self, s: Schedule, isa: Isa, atom: Atom, real: Atom, program: BlockProgram) -> None:
         self.s, self.isa, self.atom, self.real, self.program = s, isa, atom, real, program
@@ -95,6 +100,8 @@ class _Lowering:
         self.buffers: list[Stmt] = []
         self.size: Index = const(0)
         self.looping = False
+        self.first, self.last = const(0), self.extents[self.loop]
+        self.factors: dict[Expr, View] = {}
 
     def check(self) -> None:
         """Check that there are loops for all operations.
@@ -297,28 +304,36 @@ class _Lowering:
         for one in self.program.passes[:-1]:
             stmts += self.one_pass(one, direct, accumulators)
         stmts += self.stores(direct)
-        tasks, place = self.grid()
         mine = LetPtr("mine", Ptr("work", var("worker") * self.size), "f32")
-        body = (*place, mine, *self.buffers, *stmts)
+        body = (*self.place(var("task")), mine, *self.buffers, *stmts)
         share = Function("some_tiles", "task", (), body, "A tile of the results")
-        entry = Function("entry", "entry", (), (Parallel(share, tasks),), "All tiles")
+        entry = Function("entry", "entry", (), (Parallel(share, self.tasks()),), "All tiles")
         work = self.size * var("workers") + 64
         operands = operand_types(self.program.fused)
         return Kernel(f"{PREFIX}{self.atom.name}", self.isa, self.atom, entry, work, operands=operands)
 
-    def grid(self) -> tuple[Index, tuple[Stmt, ...]]:
-        """The number of tasks, and the statements that find the place of one."""
-        at, tasks, place = var("task"), const(1), []
+    def tasks(self) -> Index:
+        """The number of tiles of the grid."""
+        tasks = const(1)
+        for label in (self.columns, self.rows):
+            tasks *= ceil_div(self.extents[label], self.room(label)) if label else 1
+        for label in reversed(self.outer):
+            tasks *= self.extents[label]
+        return tasks
+
+    def place(self, at: Index) -> tuple[Stmt, ...]:
+        """The statements that find the place of a tile, by its number."""
+        place: list[Stmt] = []
         for label, name in ((self.columns, "column"), (self.rows, "row")):
             if label:
                 by, n = self.room(label), self.extents[label]
                 place += [Let(f"{name}_start", at % ceil_div(n, by) * by)]
                 place += [Let(f"{name}_count", minimum(by, n - var(f"{name}_start")))]
-                tasks, at = tasks * ceil_div(n, by), at // ceil_div(n, by)
+                at //= ceil_div(n, by)
         for label in reversed(self.outer):
             place.append(Let(f"at_{label}", at % self.extents[label]))
-            tasks, at = tasks * self.extents[label], at // self.extents[label]
-        return tasks, tuple(place)
+            at //= self.extents[label]
+        return tuple(place)
 
     def direct(self) -> dict[Expr, int]:
         """Sums that are accumulated where a result is stored -> the number of its operand: all terms of a result."""
@@ -346,25 +361,24 @@ class _Lowering:
         """The loop of a pass, after what it reads that does not vary along it."""
         self.before, self.inside, self.looping = [], [], True
         done: dict[Expr, View] = {}
-        factors: dict[Expr, View] = {}
         for x in one:
             if isinstance(x, TileReduce):
-                self.known[x.value], factors[x.value] = self.maximum(x.value)
+                self.known[x.value], self.factors[x.value] = self.maximum(x.value)
                 done[x.value] = self.known[x.value]
             elif isinstance(x, TileGemm) and self.program.carried(x):
                 to = self.operand(direct[x.value]) if x.value in direct else None
                 again = to is not None and any(direct.get(y) == direct[x.value] for y in (*started, *done))
-                more = const(1) if again else const(0).lt(var("loop_start"))
+                more = const(1) if again else self.first.lt(var("loop_start"))
                 done[x.value] = self.contracted(x.value, to, more)
                 if x.rescaled is not None:
-                    self.rescale(done[x.value], factors[x.rescaled])
+                    self.rescale(done[x.value], self.factors[x.rescaled])
         self.known = {x: y for x, y in self.known.items() if self.loop not in self.axes[x]} | done
         self.copies = {x: y for x, y in self.copies.items() if self.loop not in self.axes[x[0]]}
         started |= done
-        by, n = self.room(self.loop), self.extents[self.loop]
-        count = Let("loop_count", minimum(by, n - var("loop_start")))
+        by = self.room(self.loop)
+        count = Let("loop_count", minimum(by, self.last - var("loop_start")))
         self.looping = False
-        return [*self.before, For("loop_start", const(0), n, by, (count, *self.inside))]
+        return [*self.before, For("loop_start", self.first, self.last, by, (count, *self.inside))]
 
     def maximum(self, x: Expr) -> tuple[View, View]:
         """The largest value of each column so far, and the factor by which a larger one changes sums of exponentials.
@@ -389,7 +403,7 @@ class _Lowering:
         a, b = (node("element", (i,), "f32") for i in range(2))
         product = self.inside.pop()
         scaled = self.map_call(a * b, {a: sums, b: factor}, (rows, columns), sums)
-        self.inside += [If(const(0).lt(var("loop_start")), (scaled,)), product]
+        self.inside += [If(self.first.lt(var("loop_start")), (scaled,)), product]
 
     def stores(self, direct: dict[Expr, int]) -> list[Stmt]:
         """The results."""

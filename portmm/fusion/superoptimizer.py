@@ -53,7 +53,7 @@ KERNELS_MEASURED = 3
 """Kernels of the whole function that are compiled and measured."""
 ONE_KERNEL = "one kernel along "
 """Start of the last entry of a path that ends in one kernel: with the label of its loop, and its number."""
-MOST_SCHEDULES = 2
+MOST_SCHEDULES = 3
 """Schedules of such a kernel that are measured."""
 LONGEST = 0.4
 """Seconds of all runs of one form."""

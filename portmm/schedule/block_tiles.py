@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import TileGemm
+from portmm.ir.tile_program import row_label
 from portmm.schedule.parts import ALL, REGISTERS, Parallel, Tile
 from portmm.schedule.program import Program
 from portmm.schedule.roofline import Work
@@ -33,6 +35,8 @@ PANEL, DEPTH = 8, 256
 STREAMS = 32
 """Rows of B that are streams at once, in the place of a block of k, where B comes from memory (Zen 5: LoRA, whose
 weight is in L3, is 1.07 times as fast by blocks of 256, a gated MLP 1.06 times by streams)."""
+EVEN = 4
+"""Tiles for each thread from which they are shared out evenly enough."""
 LEAST = 512
 """Least columns of a tile, where threads share them out."""
 
@@ -42,6 +46,8 @@ def candidates(
 ) -> tuple[Schedule, ...]:
     """The schedules of a program for extents of its labels: by deep blocks of k, and by streams of rows of B.
 
+    Where the tiles of the grid are too few for threads, first one whose loop is split.
+
     Raises:
         ScheduleError: no unit of the target has masked vectors of f32.
     """
@@ -49,12 +55,28 @@ def candidates(
     atom = isa.atom("f32")
     assert atom is not None  # noqa: S101 - `unit_of` finds it
     tall, nr = (isa.registers - VECTORS - 1) // VECTORS, VECTORS * atom.n
-    columns = extents[program.operands[program.fused.results[0][0]].axes[-1]]
+    result = program.operands[program.fused.results[0][0]].axes
+    columns = extents[result[-1]]
     near = any(isinstance(x, TileGemm) and summed(x.value) != program.loop for x in program.passes[0])
     share = max(LEAST, -(-columns // threads // atom.n) * atom.n)
     register, tile = (1 << tall.bit_length() - 1, nr), (NEAR_ROWS, NEAR) if near else (ROWS, BLOCK)
     wide = ALL if share >= columns else share
-    return tuple(tiled(isa, register, tile, wide, (PANEL * nr, x, DEPTH)) for x in (DEPTH, STREAMS))
+    every = tuple(tiled(isa, register, tile, wide, (PANEL * nr, x, DEPTH)) for x in (DEPTH, STREAMS))
+    rows = row_label(program)
+    grid = math.prod(-(-extents[x] // {rows: tile[0], result[-1]: wide or columns}.get(x, 1)) for x in result)
+    runs = min(_runs(grid, threads), -(-extents[program.loop] // tile[1]))
+    alone = len(program.passes) == 2  # one pass along the loop has all accumulators
+    return (split_loop(every[0], runs), *every) if runs > 1 and alone else every
+
+
+def _runs(tiles: int, threads: int) -> int:
+    """Runs of the loop, by which the tiles of a grid are shared out evenly."""
+    return threads // math.gcd(tiles, threads) if tiles < EVEN * threads else 1
+
+
+def split_loop(s: Schedule, runs: int) -> Schedule:
+    """A schedule whose loop is split into some runs."""
+    return replace(s, parallel=Parallel("tiles", split=runs))
 
 
 def tiled(

@@ -109,6 +109,7 @@ def spell(s: Schedule) -> str:
     marks += [f"{name}={x[name]}" for name in ("source", "fused") if x[name]]
     marks += [f"group={x['group']}"] if x["b"] == "codes" else []
     marks += [name for name in _MARKS if x[name]]
+    marks += [f"split={x['split']}"] if x["split"] > 1 and not x["stages"] else []
     if x["stages"]:
         marks += [f"stages={x['stages']}", f"split={x['split']}"]
         marks += [f"{name}={'x'.join(map(str, x[name]))}" for name in ("vectors", "cell")]

@@ -248,6 +248,11 @@ def _slice(at: Binding, extents: Mapping[str, int]) -> tuple[slice, ...]:
     return (*(slice(None),) * dim, slice(start, start + extents[own]))
 
 
+def _part(x: Any, index: tuple[slice, ...]) -> Any:
+    """A part of an array or of a value."""
+    return Value.of((y[index] for y in x.parts()), positive=x.positive) if isinstance(x, Value) else x[index]
+
+
 def _arrangement(graph: MuGraph, at: Binding) -> tuple[list[int], list[int]]:
     """Dimensions of a tensor that an operand lacks, and those that it has, in its order."""
     every = range(len(graph.tensors[at.tensor].axes))
@@ -258,7 +263,7 @@ def _arrangement(graph: MuGraph, at: Binding) -> tuple[list[int], list[int]]:
 def _view(graph: MuGraph, at: Binding, x: Any, extents: Mapping[str, int]) -> Any:
     """A tensor as an operand."""
     if at.part is not None:
-        x = Value.of((y[_slice(at, extents)] for y in x.parts()), positive=x.positive)
+        x = _part(x, _slice(at, extents))
     if at.dims is None:
         return x if at.part is None else _arranged(x, list(range(len(x.shape))), list(x.shape))
     rest, order = _arrangement(graph, at)
@@ -271,13 +276,14 @@ def _back(graph: MuGraph, at: Binding, view: Any, x: Any, extents: Mapping[str, 
     """The tensor of an operand that was written."""
     if at.dims is None and at.part is None:
         return view
-    inside = x if at.part is None else Value.of(y[_slice(at, extents)] for y in x.parts())
+    inside = x if at.part is None else _part(x, _slice(at, extents))
     rest, order = _arrangement(graph, at)
     full = [*rest, *order]
     spread = _arranged(view, list(range(len(view.shape))), [inside.shape[i] for i in full])
     back = _arranged(spread, [full.index(i) for i in range(len(full))], list(inside.shape))
     if at.part is None:
         return back
-    for to, part in zip(x.parts(), back.parts(), strict=True):
+    pairs = zip(x.parts(), back.parts(), strict=True) if isinstance(x, Value) else ((x, back),)
+    for to, part in pairs:
         to[_slice(at, extents)] = part
     return x

@@ -13,7 +13,7 @@ from portmm.codegen.lower import atom_of, lower_program
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import TileGemm
 from portmm.ir.product_program import product_of
-from portmm.schedule.block_tiles import tiled
+from portmm.schedule.block_tiles import split_loop, tiled
 from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_attention import attention_schedule
 from portmm.schedule.legality import inconsistent
@@ -31,6 +31,8 @@ DEPTH = 4
 """Block of k."""
 SHORT = 2
 """Block of k, and of the loop, where a kernel has several products."""
+MOST_RUNS = 3
+"""Runs of a loop that is split, each of several blocks."""
 
 
 class Lowered(NamedTuple):
@@ -69,11 +71,13 @@ def _block(program: BlockProgram, target: Target, schedule: Schedule) -> Lowered
     isa = next(x for x in target.isas if x.name == schedule.isa)
     atom, (mr, nr) = atom_of(isa, "f32"), (schedule.mr, schedule.nr)
     columns = nr + atom.n if schedule.tile("L2").n else ALL
-    s = tiled(isa, (mr, nr), (mr, SHORT), columns, (nr, SHORT, SHORT))
+    runs = min(schedule.parallel.split, MOST_RUNS)
+    s = split_loop(tiled(isa, (mr, nr), (mr, SHORT), columns, (nr, SHORT, SHORT)), runs)
     (kernel,) = lower_program(program, s, isa, atom)
     result = program.operands[program.fused.results[0][0]].axes
     extents = {x: SHORT + 1 for y in program.operands for x in y.axes}
-    extents |= {**dict.fromkeys(result[:-2], 2), **dict.fromkeys(result[-2:-1], mr + 1), program.loop: 2 * SHORT + 1}
+    extents |= dict.fromkeys(result[:-2], 2) | dict.fromkeys(result[-2:-1], mr + 1)
+    extents[program.loop] = 2 * SHORT * runs + 1
     return Lowered(kernel, s, extents | {result[-1]: (columns or nr) + atom.n // 2})
 
 

@@ -6,10 +6,11 @@ import pytest
 from graphs_of import gated_kernel, loads, lora_kernel, one, rms_kernel
 from test_kernels import Mutator, same_in_floats, sites_of
 
+from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import atom_of, lower_program
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import TileGemm, TileReduce, TileTransfer
-from portmm.schedule.block_tiles import candidates, tiled, unit_of
+from portmm.schedule.block_tiles import candidates, split_loop, tiled, unit_of
 from portmm.schedule.text import parse, spell
 from portmm.spec.elementwise import exp
 from portmm.spec.epilogue import contraction, reduction
@@ -62,10 +63,10 @@ def program_of(name):
     return RECORDS[name]().steps[0].program
 
 
-def small(program, target="haswell", columns=0):
+def small(program, target="haswell", columns=0, runs=1):
     """A kernel of small tiles."""
     isa = unit_of(load_target(target))
-    s = tiled(isa, (2, isa.atom("f32").n), (2, 2), columns, (16, 2, 2))
+    s = split_loop(tiled(isa, (2, isa.atom("f32").n), (2, 2), columns, (16, 2, 2)), runs)
     return lower_program(program, s, isa, atom_of(isa, "f32"))[0]
 
 
@@ -78,6 +79,49 @@ def test_loops_compute_their_record(name):
     verdict = check_kernel(program, small(program), extents, seed=SEED)
     assert verdict, verdict
     assert verdict.bits >= 40
+
+
+SPLIT = {"h": 1, "m": 3, "d": 2, "n": 9, "e": 9, "k": 9, "r": 2}
+
+
+@pytest.mark.parametrize("name", ["lora", "attention", "online"])
+def test_loops_that_are_split_compute_their_record(name):
+    """Runs of the loop with maxima and sums of their own, and what combines them: by loops, and by their text."""
+    program = program_of(name)
+    extents = {x: SPLIT[x] for y in program.operands for x in y.axes}
+    kernel = small(program, runs=2)
+    assert kernel.name.startswith("portmm_block_split_")
+    for text in ("", source(kernel)):
+        verdict = check_kernel(program, kernel, extents, seed=SEED, text=text)
+        assert verdict, verdict
+
+
+COMBINED_WRONGLY = {
+    "a run that is added twice": ("run = 1; run < runs", "run = 0; run < runs"),
+    "sums of a run that are not rescaled": ("tile4, tile4 + run * each, tile7", "tile4, tile4, tile7"),
+    "a run that is dropped": ("run < runs", "run < runs - 1"),
+    "a run that begins one block late": ("/ min_(2, batch) * run / runs *", "/ min_(2, batch) * (run + 1) / runs *"),
+    "a run that is not shorter": ("min_(min_(2, batch), loop_last - loop_start)", "min_(2, batch)"),
+}
+
+
+@pytest.mark.parametrize("what", COMBINED_WRONGLY)
+def test_runs_that_are_combined_wrongly_are_told(what):
+    program, (old, new) = program_of("online"), COMBINED_WRONGLY[what]
+    extents = {x: SPLIT[x] for y in program.operands for x in y.axes}
+    kernel = small(program, runs=2)
+    assert old in source(kernel)
+    assert not check_kernel(program, kernel, extents, seed=SEED, text=source(kernel).replace(old, new))
+
+
+def test_few_tiles_split_their_loop():
+    """A tile for two threads has two runs, 3 tiles have 2 each, and where there are many nothing is split."""
+    program, target = program_of("online"), load_target("zen5")
+    sizes = {"m": 8, "n": 4096, "d": 64, "e": 64}
+    for heads, threads, runs in ((1, 2, 2), (3, 2, 2), (2, 4, 2), (2, 2, 1), (64, 2, 1), (1, 1, 1)):
+        first = candidates(program, target, sizes | {"h": heads}, threads)[0]
+        assert first.parallel.split == runs
+        assert parse(spell(first)) == first
 
 
 def test_a_kernel_of_a_chip():

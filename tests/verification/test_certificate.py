@@ -73,6 +73,7 @@ def test_stability_is_judged_apart():
     assert not worse.stable
     assert "overflows" in worse.reason
     assert judge(g.attention(stable=False), g.flash()).stable
+    assert judge(g.lora(), g.concatenated_lora()).stable  # parts of tensors, of arrays as of residues
     with pytest.raises(ScheduleError, match="less stable"):
         certify(g.attention(), g.attention(stable=False))
     with pytest.raises(ScheduleError, match="no equivalent"):
