@@ -16,8 +16,10 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, NamedTuple
 
+import numpy as np
+
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import TileGemm, TileReduce
+from portmm.ir.block_program import TileGemm, TileReduce, accumulated
 from portmm.ir.index import Ptr, ceil_div, const, minimum, round_up, var
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel
 from portmm.ir.tile_program import PREFIX, extent_fields, row_label, stride_field
@@ -38,6 +40,8 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
 
 NO = const(0)
+LOWEST = float(np.finfo(np.float32).min)
+"""Start of a maximum that sums are relative to: -inf would leave a NaN of values that are -inf so far."""
 PAD = 16
 """Elements between rows of a tile besides their own: rows a power of two apart would share sets of L1."""
 
@@ -87,6 +91,8 @@ class Tiles:
         self.steps, self.loop = program.fused.steps, program.loop
         self.axes = varies(self.steps, program.operands)
         self.extents = {x: var(field) for x, field in extent_fields(program).items()}
+        operators = [x for one in program.passes for x in one if isinstance(x, TileGemm) and x.rescaled is not None]
+        self.rescaling = {x.rescaled for x in operators}
         self.check()
         result = program.operands[program.fused.results[0][0]].axes
         self.columns = result[-1]
@@ -119,6 +125,8 @@ class Tiles:
         results = [self.program.operands[i].axes for i, _ in self.program.fused.results]
         if any(self.loop in x or {*x} != {*results[0]} or x[-1] != results[0][-1] for x in results):
             raise ScheduleError(f"loops over tiles store results along the same labels, and not along {self.loop!r}")
+        if self.rescaling & accumulated([x for _, x in self.program.fused.results]):
+            raise ScheduleError("loops over tiles do not store a maximum that sums are relative to: it may be -inf")
         if any(x.dtype != "f32" or not x.dense for x in self.program.operands):
             raise ScheduleError("loops over tiles have dense operands of f32")
 
@@ -388,7 +396,7 @@ class Tiles:
         (inner,), label = x.inner, "".join(self.own(x))
         tile, most, factor = self.value(inner), self.buffer("", label), self.buffer("", label)
         now, before = (node("element", (i,), "f32") for i in range(2))
-        self.before.append(self.map_call(literal(-math.inf), {}, ("", label), most))
+        self.before.append(self.map_call(literal(LOWEST if x in self.rescaling else -math.inf), {}, ("", label), most))
         self.inside += [
             self.map_call(now, {now: most}, ("", label), factor),
             self.map_call(apply("max", now, inner), {inner: tile, now: most}, (self.loop, label), most),

@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import secrets
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -189,6 +190,7 @@ class _Search:
         self.inputs = _axes_of_inputs(labelled)
         self.reference = self.graph(labelled.results)
         self.key = hashlib.sha256(json.dumps(to_json(self.reference), sort_keys=True).encode()).hexdigest()
+        self.seed = secrets.randbits(63)  # of the tests of all candidates; a certificate has tests of its own
         self.forms: list[Form] = []
         self.bounded = self.verified = 0
         self.best = Finding()
@@ -248,7 +250,7 @@ class _Search:
             if time.monotonic() > self.end:
                 break
             self.progress(i, len(ranked), f"{before / self.best.seconds:.2f} times as fast")
-            if not check(self.reference, self.graph(form.roots)):
+            if not check(self.reference, self.graph(form.roots), seed=self.seed):
                 continue
             self.verified += 1
             try:
@@ -284,7 +286,10 @@ class _Search:
                 placed = []
             if known and not placed:
                 continue
-            if not check(self.reference, kernel.graph) or not judge(self.reference, kernel.graph).stable:
+            if (
+                not check(self.reference, kernel.graph, seed=self.seed)
+                or not judge(self.reference, kernel.graph).stable
+            ):
                 continue
             self.best = self.best if known else self.best._replace(kernel=kernel)
             ran, self.verified = ran + bool(placed), self.verified + bool(placed)

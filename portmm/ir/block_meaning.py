@@ -18,7 +18,7 @@ from portmm.spec.epilogue import REDUCTIONS, summed, varies
 from portmm.spec.expr_ops import NUMPY, OPS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from portmm.ir.block_program import BlockProgram, Pass
     from portmm.spec.expr import Expr
@@ -136,6 +136,8 @@ def run(
     tiles: Mapping[str, int] | None = None,
     numbers: Sequence[float] = (),
     arithmetic: Arithmetic | None = None,
+    *,
+    nested: bool = False,
     **extents: int,
 ) -> None:
     """Compute a block program, writing to the arrays of its results.
@@ -146,6 +148,8 @@ def run(
         tiles: extent of a tile along labels of the grid and the loop; the last one may be shorter. By default all.
         numbers: scalar arguments.
         arithmetic: the numbers that are computed with, by default `Reals`.
+        nested: the grid is divided along one label after the other, the last part of each further: so few tiles have
+            borders along each label.
         extents: of labels that no operand has.
 
     Raises:
@@ -169,9 +173,18 @@ def run(
 
     whole, grid = {x: range(n) for x, n in extents.items() if x.islower()}, [x for x in program.grid if x in extents]
     with np.errstate(all="ignore"):
-        for here in product(*map(parts, grid)):
+        for here in (_nested if nested else product)(*map(parts, grid)):
             tile = whole | dict(zip(grid, here, strict=True))
             _Point(program, arrays, numbers, extents, arithmetic).passes(tile, parts(program.loop))
+
+
+def _nested(*labels: list[range]) -> Iterator[tuple[range, ...]]:
+    """Tiles of a grid, of the parts of each label: whole along the labels after one, before which they are the last."""
+    for i, parts in enumerate(labels):
+        before, after = (x[-1] for x in labels[:i]), labels[i + 1 :]
+        ends = (*before,), (*(range(x[0].start, x[-1].stop) for x in after),)
+        yield from ((*ends[0], x, *ends[1]) for x in parts[:-1])
+    yield tuple(x[-1] for x in labels)
 
 
 class _Point:

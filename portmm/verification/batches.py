@@ -10,12 +10,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.spec.expr import apply
 from portmm.util.memo import Memory
-from portmm.verification.functions import function_of
-from portmm.verification.values import Residues, Value
+from portmm.verification.functions import decaying, function_of
+from portmm.verification.values import LOWEST, Residues, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterable, Mapping, Sequence
 
     from portmm.spec.expr import Expr
 
@@ -55,6 +56,42 @@ def inner_of(x: Expr) -> tuple[str, tuple[Expr, ...]]:
     if x.op in MAXIMA and named is None:
         return "greatest", _maximum_of(x)
     return (x.op, x.inner) if named is None else (named[0], (named[1],))
+
+
+def growing(roots: Iterable[Expr]) -> str:
+    """An exponential whose spelling is for differences from a maximum, and that is of another argument; or "".
+
+    The same function over the fields, it overflows in floats.
+    """
+    seen: set[Expr] = set()
+    stack = list(roots)
+    while stack:
+        x = stack.pop()
+        if x not in seen:
+            seen.add(x)
+            inner = inner_of(x)[1]
+            stack += inner
+            if (less := decaying(x)) is not None and not _at_most_zero(less):
+                return "an exponential of what may be positive is spelled as one of what is not: it would overflow"
+    return ""
+
+
+def _at_most_zero(x: Expr) -> bool:
+    """Whether an expression is a value less a maximum of it and of others, or a maximum less one of more values."""
+    if x.op != "sub":
+        return False
+    some, most = ({_rounded(z) for z in _values_of(y)} for y in x.inner)
+    return all(y in most or (y.op == "const" and y.args[0] < LOWEST) for y in some)
+
+
+def _values_of(x: Expr) -> tuple[Expr, ...]:
+    return _maximum_of(x) if x.op in MAXIMA and function_of(x) is None else (x,)
+
+
+def _rounded(x: Expr) -> Expr:
+    """A product that is rounded by an addition of zero is the product."""
+    zero = x.op == "fma" and x.args[2].op == "const" and not x.args[2].args[0]
+    return apply("mul", *x.args[:2]) if zero else x
 
 
 def _maximum_of(x: Expr) -> tuple[Expr, ...]:

@@ -82,6 +82,7 @@ class Field:
         """Fields of a seed."""
         source = random.Random(f"portmm {seed}")  # noqa: S311 - reproducible from the seed, which is drawn elsewhere
         primes = [random_prime(source) for _ in range(tests)]
+        source = random.Random(f"portmm {seed} roots")  # noqa: S311 - as above: fewer tests have the same roots
         low, high = [], []
         for p in primes:
             w = _root(p, source)

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
 _ARGUMENT = argument(0, "f32")
 NAMES = ("exp", "log", "tanh", "erf", "sigmoid", "silu", "expm1", "softplus", "gelu_tanh", "gelu")
 _patterns: dict[tuple[str, str], list[tuple[str, Expr]]] = {}
+_decays: list[Expr] = []
 _matches = Memory(1 << 14, "kernels")
 
 
-def add(name: str, function: Callable[[Expr], Expr]) -> None:
-    """Add a further spelling of a function."""
+def add(name: str, function: Callable[[Expr], Expr], *, decays: bool = False) -> None:
+    """Add a further spelling of a function, or one of arguments alone that are not positive."""
     pattern = function(_ARGUMENT)
+    if decays:
+        _decays.append(pattern)
     _patterns.setdefault((pattern.op, pattern.dtype), []).append((name, pattern))
     _matches.clear()
 
@@ -43,6 +46,12 @@ def function_of(x: Expr) -> tuple[str, Expr] | None:
         tried = (_match(x, *one) for one in _patterns.get((x.op, x.dtype), ()))
         return _matches.keep(x, next((y for y in tried if y), None))  # type: ignore[no-any-return]
     return _matches[x]  # type: ignore[no-any-return]
+
+
+def decaying(x: Expr) -> Expr | None:
+    """The argument of a function that an expression spells for arguments alone that are not positive, or None."""
+    named = function_of(x)
+    return None if named is None or all(_unified(x, y) is None for y in _decays) else named[1]
 
 
 def _match(x: Expr, name: str, pattern: Expr) -> tuple[str, Expr] | None:

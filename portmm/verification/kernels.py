@@ -24,7 +24,7 @@ from portmm.ir.product_program import product_of
 from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
 from portmm.spec.epilogue import AXES
 from portmm.verification import emitted_text, symbolic
-from portmm.verification.batches import evaluate_all
+from portmm.verification.batches import evaluate_all, growing
 from portmm.verification.bounds import REDRAWS, element_sizes, sizes, tests_for
 from portmm.verification.equivalence import Verdict, fields
 from portmm.verification.functions import add
@@ -97,6 +97,8 @@ def _checked(
         expressions = emitted_text.run(text, kernel, call.ints, arrays, results)
     if any(x is None for y in expressions.values() for x in y):
         return Verdict(equal=False, reason="an element of a result is not written", seed=seed)
+    if why := growing(x for y in expressions.values() for x in y):
+        return Verdict(equal=False, reason=why, seed=seed)
     pairs = _sizes(program, expressions, call, extents)
     tests, bits = tests_for(pairs)
     for i in range(REDRAWS):
@@ -241,5 +243,5 @@ def _spellings() -> None:
     if not _added:
         from portmm.kernels.cpu.online_softmax import decay
 
-        add("exp", decay)
+        add("exp", decay, decays=True)
         _added.append(True)
