@@ -173,6 +173,13 @@ def _pack_by_kernel(q: Quantized, layout: Family, owner: Array, route: Any) -> N
     runtime().execute(route, *numbers, None, np.array(heads), None)
 
 
+def panels_of(q: Quantized, layout: Family) -> Array:
+    """The panels of a weight in a layout, by NumPy."""
+    owner = np.empty(layout.units(*q.shape), np.int32)
+    _pack_by_numpy(q, layout, owner)
+    return owner
+
+
 def _pack_by_numpy(q: Quantized, layout: Family, owner: Array) -> None:
     """The same without a compiler, ten times slower."""
     k, n = q.shape

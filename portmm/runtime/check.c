@@ -1,6 +1,8 @@
 /* Runs kernels without Python. Arguments: pairs of a shared object and its symbol. For each, 17 longs on standard input:
- * m, n, k, workers, bytes of A, B, C and scratch, the strides of A, B and C along rows and columns, 3 unused;
- * then A and B. C goes to standard output. Tasks run on one thread, last first. */
+ * m, n, k, workers, bytes of A, B, C and scratch, the strides of A, B and C along rows and columns, how many operands
+ * and numbers expressions have, 1 unused; then A and B; of each operand 6 longs, its bytes, its strides along a batch,
+ * rows, columns and heads, and whether it is a result, and its memory; and the numbers, as floats. C and results of
+ * expressions go to standard output. Tasks run on one thread, last first. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -12,24 +14,43 @@ static void spread(void *pool, void (*body)(const long *ctx, long task, long wor
   for (long task = tasks - 1; task >= 0; task--) body(ctx, task, task % workers);
 }
 
-static char *place(long bytes) { return aligned_alloc(64, (bytes + 4096) / 64 * 64); }
+enum { MOST = 64 };
+
+/* Memory with `bytes` of standard input, or with 0xff where there is none to read; ends the program without input. */
+static char *place(long bytes, int read) {
+  char *p = aligned_alloc(64, (bytes + 4096) / 64 * 64);
+  if (!p || (read && fread(p, 1, bytes, stdin) != (size_t)bytes)) exit(91);
+  return read ? p : memset(p, 0xff, bytes);
+}
+
+static void give(const void *p, long bytes) {
+  if (fwrite(p, 1, bytes, stdout) != (size_t)bytes) exit(93);
+}
 
 int main(int argc, char **argv) {
   for (int i = 1; i + 1 < argc; i += 2) {
-    long s[17];
+    long s[17], about[MOST][6];
+    portmm_operand operands[MOST];
     void *library = dlopen(argv[i], RTLD_NOW);
     void (*kernel)(const portmm_args *) = library ? dlsym(library, argv[i + 1]) : NULL;
     if (!kernel) return fprintf(stderr, "%s\n", dlerror()), 92;
-    if (fread(s, sizeof s, 1, stdin) != 1) return 91;
-    char *a = place(s[4]), *b = place(s[5]), *c = place(s[6]), *work = place(s[7]);
-    if (fread(a, 1, s[4], stdin) != (size_t)s[4] || fread(b, 1, s[5], stdin) != (size_t)s[5]) return 91;
-    memset(c, 0xff, s[6]);
-    memset(work, 0xff, s[7]);
+    if (fread(s, sizeof s, 1, stdin) != 1 || s[14] > MOST) return 91;
+    char *a = place(s[4], 1), *b = place(s[5], 1), *c = place(s[6], 0), *work = place(s[7], 0);
+    for (long j = 0; j < s[14]; j++) {
+      long *x = about[j];
+      if (fread(x, sizeof about[j], 1, stdin) != 1) return 91;
+      operands[j] = (portmm_operand){place(x[0], 1), x[1], x[2], x[3], x[4]};
+    }
+    float *numbers = (float *)place(s[15] * (long)sizeof *numbers, 1);
     portmm_args args = {s[0], s[1], s[2], 1, a, s[8], s[9], 0, b, s[10], s[11], 0, c, s[12], s[13], 0,
-                        work, s[3], NULL, spread, NULL, NULL};
+                        work, s[3], NULL, spread, operands, numbers};
     kernel(&args);
-    if (fwrite(c, 1, s[6], stdout) != (size_t)s[6]) return 93;
-    free(a), free(b), free(c), free(work);
+    give(c, s[6]);
+    for (long j = 0; j < s[14]; j++) {
+      if (about[j][5]) give(operands[j].p, about[j][0]);
+      free(operands[j].p);
+    }
+    free(a), free(b), free(c), free(work), free(numbers);
   }
   return 0;
 }

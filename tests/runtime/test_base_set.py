@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from portmm.build import kernel_store
@@ -17,7 +18,9 @@ from portmm.errors import NoCompilerError
 from portmm.host.detect import host
 from portmm.host.features import CPUID, HWCAP, HWCAP2, features
 from portmm.host.host_probe import snapshot
-from portmm.ops.bundle_check import MACHINE, OPERANDS, RAN, check
+from portmm.ops.bundle_build import SCHEDULES
+from portmm.ops.bundle_check import RAN, check
+from portmm.ops.bundle_operands import Result
 from portmm.runtime import cpu as cpu_runtime
 from portmm.target.target import names
 
@@ -167,9 +170,18 @@ def test_the_level_is_the_first_whose_features_are_here(made, monkeypatch):
 
 
 def test_kernels_of_the_library_compute_products(made):
-    counts = check(open_bundle(made / f"{ARCH}.bundle"))
-    assert counts.pop(RAN) > 0
-    assert set(counts) <= {OPERANDS, MACHINE}
+    """Those with epilogues and with weights of four bits, too."""
+    bundle = open_bundle(made / f"{ARCH}.bundle")
+    assert check(bundle) == {RAN: len(bundle.answer(SCHEDULES))}
+
+
+def test_results_of_epilogues_agree_within_their_rounding():
+    for dtype, near, far in (("f32", 1 + 1e-6, 1.001), ("f16", 1.001, 1.01)):
+        x = Result(np.array([[1.0], [2.0]]), dtype)
+        for first, wrong in ((near, 0), (far, 1)):
+            memory = np.array([first, 2], {"f32": np.float32, "f16": np.float16}[dtype]).tobytes()
+            assert x.differing(memory) == x._replace(columns=True).differing(memory) == wrong
+            assert x._replace(exact=True).differing(memory) == 1
 
 
 def test_the_run_time_reads_the_features_that_a_snapshot_has():
