@@ -17,7 +17,7 @@ import numpy as np
 
 from portmm.schedule.candidates import legal_of, proposals, units
 from portmm.schedule.cost_tape import Tape
-from portmm.schedule.cpu_gemm import DOT_TILES, far
+from portmm.schedule.cpu_gemm import DOT_TILES, crowds_l2, far
 from portmm.schedule.cpu_table import Table
 from portmm.schedule.cpu_textbook import follows
 from portmm.schedule.legality import illegal
@@ -125,6 +125,7 @@ class _Kind:
             batched = (size // p.batch <= self.private, size > self.l2, size > MODEL.few_bytes * p.batch)
         return (
             k * n * p.elements[1].bytes > self.far,
+            crowds_l2(p, m, n, self.target),
             m if m <= self.max_m else (m <= MODEL.few_rows, m <= MODEL.int4_block),
             n if n <= self.max_n else -gcd(n, self.n_divisor),
             *(min(-(-m // strip), 3) for strip in self.strips),

@@ -291,6 +291,8 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     slow = slow * np.where(
         short & ~t.prefetches & ~t.sweeps & (v.depth * t.visit_n * t.b > t.model.fills * LINE), t.model.overfull, 1.0
     )
+    wide = t.sweeps & (v.m != 1) & (v.depth * t.visit_n * t.b > t.model.fills * LINE)
+    slow = slow * np.where(wide, t.model.overfull_sweep, 1.0)
     # Prefetchers fetch lines in pairs: of a shorter run, neighbours are gone when the next panel reads them.
     scattered = short & (t.visit_n * t.b < t.model.long_run) & ~_b_stays(v, "L2")
     slow = slow * np.where(scattered & (v.depth > t.model.streams), t.runs, 1.0)
