@@ -49,16 +49,17 @@ def superoptimize(
 
 def verify(
     certificate: Annotated[Path, typer.Argument(exists=True, dir_okay=False, help="A certificate, as JSON.")],
+    device: Annotated[str, typer.Option(help="A device whose texts of the kernels are checked, too.")] = "",
     as_json: Json = False,
 ) -> None:
     """Repeat the checks of a certificate: that a program found by search computes what was asked; status 0 if so."""
-    from portmm.verification.certificate import CertificateError, repeat
+    from portmm.verification.certificate import CertificateError, on_device, repeat
 
     try:
         data = json.loads(certificate.read_text(encoding="utf-8"))
     except ValueError as error:
         raise CertificateError(f"{certificate} is no JSON: {error}") from error
-    outcomes = repeat(data)
+    outcomes = repeat(data) + (on_device(data, device) if device else [])
     if as_json:
         print_json([x._asdict() for x in outcomes])
     else:

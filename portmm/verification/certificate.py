@@ -18,9 +18,9 @@ from portmm.schedule.text import parse, spell
 from portmm.target.target import load_target, names_of
 from portmm.verification.equivalence import Verdict, check
 from portmm.verification.kernels import check_kernel
-from portmm.verification.lowered import Lowered, lowered
+from portmm.verification.lowered import Lowered, lowered, lowered_on_device
 from portmm.verification.stability import EPS, judge
-from portmm.verification.values import UnsupportedError
+from portmm.verification.values import UncompiledError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -135,8 +135,11 @@ def _kernel(of: Emitted, x: Lowered, target: str) -> dict[str, Any]:
     emitted, text = {"by": COMPILED, "reason": ""}, source(x.kernel)
     verdict = check_kernel(of.program, x.kernel, x.extents, text=text)
     if _unsupported(verdict):
+        compiled = not verdict.reason.startswith(UncompiledError.__name__)
         emitted = {"by": INTERPRETED, "reason": verdict.reason}
         verdict = check_kernel(of.program, x.kernel, x.extents)
+        if verdict and compiled:
+            raise ScheduleError(f"the text of {of.name} is another kernel than its loops are: {emitted['reason']}")
     if _unsupported(verdict):
         return {"name": of.name, "reason": verdict.reason}
     if not verdict:
@@ -147,7 +150,8 @@ def _kernel(of: Emitted, x: Lowered, target: str) -> dict[str, Any]:
 
 
 def _unsupported(verdict: Verdict) -> bool:
-    return not verdict and verdict.reason.startswith(UnsupportedError.__name__)
+    kinds = UnsupportedError.__name__, UncompiledError.__name__
+    return not verdict and verdict.reason.startswith(kinds)
 
 
 def repeat(data: Mapping[str, Any]) -> list[Outcome]:
@@ -213,3 +217,27 @@ def _repeated(data: Mapping[str, Any]) -> list[Outcome]:
     text = "as it was certified" if same_text else "another text than was certified: this portmm emits another kernel"
     holds = bool(verdict) and _numbers(verdict) == data["check"]
     return [Outcome(f"text of {name}", same_text, text), Outcome(f"{by} kernel of {name}", holds, str(verdict))]
+
+
+def on_device(data: Mapping[str, Any], name: str) -> list[Outcome]:
+    """The kernels of a certificate on a device: their texts, in its language, compute their records.
+
+    Raises:
+        CertificateError: the device has no description, or the certificate is damaged.
+    """
+    if name not in names_of("device"):
+        raise CertificateError(f"no device {name!r} is described; known are {', '.join(names_of('device'))}")
+    try:
+        kernels = [(f"{x['name']}, {name}", program_from_json(x["record"])) for x in data["kernels"]]
+    except (KeyError, TypeError, ValueError, ScheduleError) as error:
+        raise CertificateError(f"the certificate is damaged: {error!r}; search again") from error
+    outcomes = []
+    for what, program in kernels:
+        try:
+            x = lowered_on_device(program, load_target(name))
+        except ScheduleError as error:
+            outcomes.append(Outcome(f"not checked: {what}", True, str(error)))
+            continue
+        verdict = check_kernel(program, x.kernel, x.extents, text=x.text)
+        outcomes.append(Outcome(f"compiled text of {what}", bool(verdict), str(verdict)))
+    return outcomes

@@ -21,7 +21,7 @@ from portmm.ir.interpreter import evaluate
 from portmm.ir.nodes import FIELDS, OPERANDS, STRIDES, SWAPPED
 from portmm.spec.expr import const
 from portmm.verification.symbolic import POISON, Symbols, element
-from portmm.verification.values import UnsupportedError
+from portmm.verification.values import UncompiledError, UnsupportedError
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
@@ -37,8 +37,9 @@ OPERATIONS = (
 """Operations of nodes in the order of their numbers."""
 LIMIT = 60.0
 """Seconds of a compiler, and of a run."""
-DEPENDS, OUTSIDE = 3, 4
-"""Status of a program whose masks depend on data, as `symbols.h` has it, or that writes outside of its results."""
+DEPENDS, OUTSIDE, STUCK, ORDER = 3, 4, 5, 6
+"""Status of a program whose masks depend on data, as `symbols.h` has it, or that writes outside of its results; or
+whose threads do not all reach a barrier, as `device_symbols.h` has it, or have other results in another order."""
 GUARD = 64
 """Elements around an array that hold nothing; a multiple of a cache line."""
 _FLAGS = ("-x", "c++", "-std=c++17", "-O0", "-w", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fwrapv")
@@ -80,10 +81,16 @@ def run(
         results: arrays that are written: an element that is not stays None.
 
     Raises:
-        UnsupportedError: it has vectors or instructions that have no meaning on symbols, or no compiler has C++.
+        UncompiledError: it has vectors or instructions that have no meaning on symbols, or no compiler has C++.
+        UnsupportedError: its masks depend on data.
         BuildError: it ends with an error.
     """
-    data = _output(program(text, kernel, ints, shapes, results))
+    return expressions(program(text, kernel, ints, shapes, results), shapes, results)
+
+
+def expressions(source: str, shapes: Mapping[str, int], results: Sequence[str]) -> dict[str, list[Expr | None]]:
+    """The expressions that a program writes: see `run`."""
+    data = _output(source)
     (count,) = struct.unpack_from("<I", data)
     nodes = np.frombuffer(data, "<u4", 4 * count, 4).reshape(-1, 4)
     words = np.frombuffer(data, "<u4", -1, 4 + 16 * count).tolist()
@@ -97,19 +104,20 @@ def program(
 ) -> str:
     """The source of a program that calls a text on symbols and writes its expressions."""
     names = ", ".join(x.upper() for x in OPERATIONS)
-    parts = [f"enum Operation {{ {names} }};", _header(), 'extern "C" {', cpp(text), "}"]
+    parts = [f"enum Operation {{ {names} }};", header(), 'extern "C" {', cpp(text), "}"]
     return "\n".join([*parts, _main(kernel, ints, shapes, results)])
 
 
 @lru_cache(maxsize=1)
-def _header() -> str:
+def header() -> str:
+    """The element type."""
     return Path(__file__).with_name("symbols.h").read_text(encoding="utf-8")
 
 
 def cpp(text: str) -> str:
     """A text with classes in the place of vectors, and functions in the place of instructions."""
     if "#include" in text:
-        raise UnsupportedError("a text with headers has vectors of its own")
+        raise UncompiledError("a text with headers has vectors of its own")
     sizes: dict[str, int] = {}
 
     def declared(x: re.Match[str]) -> str:
@@ -138,7 +146,7 @@ def _closing(text: str, begin: int) -> int:
         depth += (text[i] == "(") - (text[i] == ")")
         if not depth:
             return i
-    raise UnsupportedError("brackets do not match")
+    raise UncompiledError("brackets do not match")
 
 
 def _instruction(text: str) -> str:
@@ -147,7 +155,7 @@ def _instruction(text: str) -> str:
     while (start := text.find('"', at)) >= 0:
         match = _OPERAND.match(text, start)
         if match is None:
-            raise UnsupportedError(f"an instruction {name} without operands")
+            raise UncompiledError(f"an instruction {name} without operands")
         end = _closing(text, match.end() - 1)
         operands.append((match[1], text[match.end() : end]))
         at = end + 1
@@ -155,7 +163,7 @@ def _instruction(text: str) -> str:
         return "((void)0)"
     function = _INSTRUCTIONS.get((name, operands[0][0]))
     if function is None:
-        raise UnsupportedError(f"{name} has no meaning on symbols")
+        raise UncompiledError(f"{name} has no meaning on symbols")
     return f"{function}({', '.join(x for _, x in operands)})"
 
 
@@ -167,29 +175,52 @@ def _main(kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], re
     strides = {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in STRIDES}
     work = evaluate(kernel.workspace, fields | strides)
     sizes = {name: shapes.get(name, 0) for name in (*OPERANDS, *extra)} | {"work": work}
-    lines = [f"alignas(64) static F array_{x}[{n + 2 * GUARD}];" for x, n in sizes.items()]
+    lines = declared(sizes)
     lines.append("static void each(void *, void (*body)(const long *, long, long), const long *ctx, long n, long k) {")
     lines.append("  for (long i = 0; i < n; ++i) body(ctx, i, i % k);\n}\nint main() {\n  real(0);")
-    for i, (name, n) in enumerate(shapes.items()):
-        if name not in results:
-            lines.append(f"  for (int i = 0; i < {n}; ++i) array_{name}[{GUARD} + i].h = make(ELEMENT, {i}, i);")
+    lines += arrays(shapes, results)
     lines.append(f"  static portmm_operand operands[{len(extra) + 1}];\n  static portmm_args g;")
     for i, x in enumerate(extra):
-        lines.append(f"  operands[{i}].p = array_{x} + {GUARD};")
+        lines.append(f"  operands[{i}].p = array_{x} + GUARD;")
         lines += [f"  operands[{i}].{axis} = {strides[f'{x}_{axis}']};" for axis in STRIDES]
     lines += [f"  g.{x} = {ints[x]};" for x in FIELDS]
-    lines += [f"  g.{x} = {'(char *)' if x == 'work' else ''}(array_{x} + {GUARD});" for x in OPERANDS]
+    lines += [f"  g.{x} = {'(char *)' if x == 'work' else ''}(array_{x} + GUARD);" for x in OPERANDS]
     lines.append(f"  g.parallel = each;\n  g.operands = operands;\n  {kernel.name}(&g);")
+    return "\n".join([*lines, *checks(sizes, shapes, results), *written(shapes, results)])
+
+
+def declared(sizes: Mapping[str, int]) -> list[str]:
+    """Declarations of arrays, with guards around them."""
+    return [
+        f"enum {{ GUARD = {GUARD} }};",
+        *(f"alignas(64) static F array_{x}[{n} + 2 * GUARD];" for x, n in sizes.items()),
+    ]
+
+
+def arrays(shapes: Mapping[str, int], results: Sequence[str]) -> list[str]:
+    """Statements that fill operands that are read."""
+    fill = "for (int i = 0; i < {n}; ++i) array_{x}[GUARD + i].h = make(ELEMENT, {i}, i);"
+    return [f"  {fill.format(n=n, x=x, i=i)}" for i, (x, n) in enumerate(shapes.items()) if x not in results]
+
+
+def checks(sizes: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]) -> list[str]:
+    """Statements that end a program that wrote outside of its results."""
+    lines = []
     for name, n in sizes.items():
-        lines.append(f"  for (int i = 0; i < {GUARD}; ++i)")
-        lines.append(f"    if ((array_{name}[i].h & array_{name}[{n + GUARD} + i].h) != POISON) return {OUTSIDE};")
+        lines.append("  for (int i = 0; i < GUARD; ++i)")
+        lines.append(f"    if ((array_{name}[i].h & array_{name}[{n} + GUARD + i].h) != POISON) return {OUTSIDE};")
     for i, (name, n) in enumerate(shapes.items()):
         if name not in results:
             lines.append(f"  for (int i = 0; i < {n}; ++i)")
-            lines.append(f"    if (array_{name}[{GUARD} + i].h != make(ELEMENT, {i}, i)) return {OUTSIDE};")
-    lines.append("  fwrite(&count, 4, 1, stdout);\n  fwrite(nodes, 16, count, stdout);")
-    lines += [f"  fwrite(array_{x} + {GUARD}, 4, {shapes[x]}, stdout);" for x in results]
-    return "\n".join([*lines, "  fflush(stdout);\n  return 0;\n}\n"])
+            lines.append(f"    if (array_{name}[GUARD + i].h != make(ELEMENT, {i}, i)) return {OUTSIDE};")
+    return lines
+
+
+def written(shapes: Mapping[str, int], results: Sequence[str]) -> list[str]:
+    """Statements that write the table and the results, and the end of a program."""
+    lines = ["  fwrite(&count, 4, 1, stdout);\n  fwrite(nodes, 16, count, stdout);"]
+    lines += [f"  fwrite(array_{x} + GUARD, 4, {shapes[x]}, stdout);" for x in results]
+    return [*lines, "  fflush(stdout);\n  return 0;\n}\n"]
 
 
 @lru_cache(maxsize=4)
@@ -197,7 +228,8 @@ def _output(source: str) -> bytes:
     """The output of a program, which is the same each time.
 
     Raises:
-        UnsupportedError: there is no compiler of C++, or it refuses the program.
+        UncompiledError: there is no compiler of C++, or it refuses the program.
+        UnsupportedError: its masks depend on data.
         BuildError: the program fails.
     """
     import subprocess
@@ -212,14 +244,17 @@ def _output(source: str) -> bytes:
         if done.returncode:
             message = done.stderr.strip().splitlines()
             if "cc1plus" in done.stderr and "error:" in done.stderr:
-                raise UnsupportedError("the compiler has no C++: install g++, or name clang by CC")
+                raise UncompiledError("the compiler has no C++: install g++, or name clang by CC")
             error = next((x for x in message if "error" in x), "".join(message[-1:]))
-            raise UnsupportedError(f"the text does not compile with symbols for floats: {error}")
+            raise UncompiledError(f"the text does not compile with symbols for floats: {error}")
         ran = subprocess.run([str(path.with_suffix(""))], capture_output=True, timeout=LIMIT, check=False, cwd=folder)
     if ran.returncode == DEPENDS:
         raise UnsupportedError("a mask of lanes depends on data")
     if ran.returncode == OUTSIDE:
         raise BuildError("the text writes outside of its results")
+    if ran.returncode in (STUCK, ORDER):
+        what = "some threads do not reach a barrier" if ran.returncode == STUCK else "results depend on their order"
+        raise BuildError(f"threads of the text: {what}")
     if ran.returncode:
         reason = "it reads outside of its arrays, or traps"
         raise BuildError(f"the text ends with status {ran.returncode} on symbols: {reason}")

@@ -23,7 +23,7 @@ from portmm.ir.nodes import FIELDS
 from portmm.ir.product_program import product_of
 from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
 from portmm.spec.epilogue import AXES
-from portmm.verification import emitted_text, symbolic
+from portmm.verification import device_text, emitted_text, symbolic
 from portmm.verification.batches import evaluate_all, growing
 from portmm.verification.bounds import REDRAWS, element_sizes, sizes, tests_for
 from portmm.verification.equivalence import Verdict, fields
@@ -92,7 +92,7 @@ def _checked(
     if not text:
         expressions = symbolic.run(kernel, call.ints, arrays, results)
     elif isinstance(kernel, GridKernel):
-        raise UnsupportedError("texts of device kernels are not compiled with symbols")
+        expressions = device_text.run(text, kernel, call.ints, arrays, results)
     else:
         expressions = emitted_text.run(text, kernel, call.ints, arrays, results)
     if any(x is None for y in expressions.values() for x in y):

@@ -7,22 +7,27 @@ shape of some hundred elements has several.
 from __future__ import annotations
 
 from dataclasses import replace
+from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.codegen.lower import atom_of, lower_program
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import TileGemm
+from portmm.ir.block_program import TileGemm, TileReduce
 from portmm.ir.product_program import product_of
 from portmm.schedule.block_tiles import split_loop, tiled
 from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_attention import attention_schedule
 from portmm.schedule.legality import inconsistent
 from portmm.schedule.parts import ALL
+from portmm.schedule.rows import candidates as candidates_of_rows
 from portmm.schedule.rows import core_schedule
+from portmm.spec.epilogue import summed
 from portmm.spec.problem import Problem
+from portmm.target.target import load_isa
 
 if TYPE_CHECKING:
     from portmm.ir.block_program import BlockProgram
+    from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
     from portmm.schedule.schedule import Schedule
     from portmm.target.target import Target
@@ -31,6 +36,8 @@ DEPTH = 4
 """Block of k."""
 SHORT = 2
 """Block of k, and of the loop, where a kernel has several products."""
+THREADS = ("simt", "stream", "direct")
+"""Programs of products on devices without matrix units; the first one has shared memory."""
 MOST_RUNS = 3
 """Runs of a loop that is split, each of several blocks."""
 
@@ -47,6 +54,55 @@ class Lowered(NamedTuple):
     kernel: Kernel
     schedule: Schedule
     extents: dict[str, int]
+
+
+class OnDevice(NamedTuple):
+    """A kernel of a device to be verified.
+
+    Attributes:
+        kernel: the kernel.
+        text: in the device's language.
+        extents: of the record's labels.
+    """
+
+    kernel: GridKernel
+    text: str
+    extents: dict[str, int]
+
+
+def lowered_on_device(program: BlockProgram, target: Target) -> OnDevice:
+    """The kernel of a record over rows, or of a product, on a device: by threads, without matrix units.
+
+    Raises:
+        ScheduleError: there is no such kernel.
+    """
+    gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
+    language = target.device.language if target.device is not None else "opencl"
+    if gemms > 1 or any(isinstance(x, TileReduce) and summed(x.value) != "n" for one in program.passes for x in one):
+        raise ScheduleError("texts of devices are checked of products, and of expressions over rows")
+    if gemms:
+        s = _of_threads(program, target)
+        extents = {"m": s.block.m + 1, "n": s.block.n + 5, "k": max(1, s.block.k) * s.atom.kr * SHORT + 1, "b": 2}
+    else:
+        listed = candidates_of_rows(program, (3, 37, 2), target, exchange=language == "cuda")
+        if not listed:
+            raise ScheduleError("a device has no rows of a record without them")
+        s, extents = listed[0], {"b": 2, "m": 3, "n": 37}
+    isa = next(x for x in target.isas if x.name == s.isa) if s.isa else load_isa("simt")
+    if s.program != "rows":
+        s = replace(s, epilogue="", static=None)
+    (kernel,) = lower_program(program, s, isa)
+    text = import_module(f"portmm.codegen.{language}").source(kernel)
+    return OnDevice(kernel, text, _labelled(program, extents))
+
+
+def _of_threads(program: BlockProgram, target: Target) -> Schedule:
+    """The schedule of a product with the smallest blocks of threads, with shared memory if there is one."""
+    p = Problem(64, 250, 256, product_of(program).dtype, fused=product_of(program).epilogue)
+    listed = [x for x in candidates(p, target, (1, 1, 1)) if x.program in THREADS and x.parallel.split == 1]
+    if not listed:
+        raise ScheduleError(f"{target.name} has no product of {p.dtype} by threads alone")
+    return min(listed, key=lambda x: (THREADS.index(x.program), x.block.m * x.block.n))
 
 
 def lowered(program: BlockProgram, target: Target, schedule: Schedule | None = None, rows: int = 0) -> Lowered:

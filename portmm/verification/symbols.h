@@ -50,11 +50,12 @@ static bool holds(H x, bool y) { return is(x, MASK) && value(x) == y; }
 
 static H operation(H op, H a) {
   if (a == POISON) return a;
+  if (op == NEG && is(a, REAL)) return make(REAL, (H)value(a) ^ 0x80000000u);
   if (op == NOT && is(a, MASK)) return number(MASK, !value(a));
   if (op == BITS && is(a, FROM_BITS)) return nodes[a].a;
   if (op == FROM_BITS) {
     if (is(a, BITS)) return nodes[a].a;
-    if (is(a, INTEGER) && !value(a)) return real(0);
+    if (is(a, INTEGER)) return make(REAL, (H)value(a));
     if (is(a, AND) && is(nodes[a].a, BITS) && is(nodes[a].b, INTEGER) && value(nodes[a].b) == 0x7fffffff)
       return make(ABS, nodes[nodes[a].a].a);
     if (is(a, SELECT)) return make(SELECT, nodes[a].a, operation(FROM_BITS, nodes[a].b), operation(FROM_BITS, nodes[a].c));

@@ -35,6 +35,10 @@ class UnsupportedError(PortmmError):
     """Error for a program whose numbers have no meaning in a field."""
 
 
+class UncompiledError(UnsupportedError):
+    """Error for a text that is not compiled with symbols for floats; its loops may be interpreted."""
+
+
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
     """Residues; all arrays have the tests as their last dimension.

@@ -203,3 +203,37 @@ def misplaced_sum():
     b = Builder()
     x, w = b.input("a", "mk"), b.input("b", "kn")
     return b.graph(b.sum(b.map(X * Y, b.sum(x, "k"), w, axes="mkn"), "k"))
+
+
+def runs_of_keys(scale=0.25):
+    """Attention whose keys are runs s of t keys each, operation by operation."""
+    b = Builder()
+    q, k, v = b.input("q", "hmd"), b.input("k", "hstd"), b.input("v", "hste")
+    s = b.map(X * scale, b.matmul(q, k, "d", "hmst"))
+    e = b.map(exp(X - Y), s, b.max(b.max(s, "t"), "s"))
+    mixed, total = (b.sum(x, "s") for x in (b.matmul(e, v, "t", "hmse"), b.sum(e, "t")))
+    return b.graph(b.map(X / Y, mixed, total, axes="hme"))
+
+
+def split_keys(scale=0.25):
+    """The same as two kernels: maxima and sums of each run, which is one pass, and what combines them."""
+    q, k, v, *_ = loads(6)
+    dot = contraction(q, k, "d")
+    top = reduction("max", dot * scale)
+    w = exp(dot * scale - top)
+    total, mixed = reduction("add", w), contraction(w, v, "n")
+    first = (TileGemm(dot), TileReduce(top), TileReduce(total, top), TileGemm(mixed, top))
+    passes = (first, (TileTransfer(3, mixed), TileTransfer(4, total), TileTransfer(5, top)))
+    axes = ("hmd", "hsnd", "hsne", "hsme", "hsm", "hsm")
+    one = BlockProgram("hsm", "n", tuple(Operand("f32", x) for x in axes), passes)
+    parts, sums, tops = loads(3)
+    most = reduction("max", tops)
+    by = exp(tops - most)
+    value = contraction(by, parts, "n") / contraction(by, sums, "n")
+    (a, b) = value.inner
+    passes = ((TileReduce(most),), (TileGemm(a), TileGemm(b)), (TileTransfer(3, value),))
+    axes = ("hnme", "hnm", "hnm", "hme")
+    two = BlockProgram("hme", "n", tuple(Operand("f32", x) for x in axes), passes)
+    named = {"q": "hmd", "k": "hstd", "v": "hste", "mixed": "hsme", "total": "hsm", "top": "hsm", "y": "hme"}
+    steps = Step(one, tuple(map(Binding, range(6)))), Step(two, tuple(map(Binding, (3, 4, 5, 6))))
+    return MuGraph(tuple(Tensor(*x) for x in named.items()), steps, (0, 1, 2), (6,))

@@ -24,6 +24,7 @@ BASES = {
     "gated": (g.gated, g.gated_kernel, 160),
     "split": (g.whole_k, g.split_k, 160),
     "flash": (g.attention, g.flash, 100),
+    "split keys": (g.runs_of_keys, g.split_keys, 60),
     "causal": (lambda: g.attention(causal=True), lambda: g.flash(causal=True), 100),
 }
 OTHER = {

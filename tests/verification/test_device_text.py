@@ -1,0 +1,100 @@
+"""Texts of devices, compiled with symbols for floats: threads, barriers, shared memory and exchanges are judged."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import graphs_of as g
+import pytest
+from test_kernels import FUSED, PRODUCT, softmax
+from typer.testing import CliRunner
+
+from portmm.cli.main import app
+from portmm.codegen import cuda, opencl
+from portmm.codegen.lower import lower_program
+from portmm.errors import ScheduleError
+from portmm.schedule.candidates import candidates
+from portmm.schedule.rows import rows_schedule
+from portmm.spec.problem import Problem
+from portmm.target.target import load_isa, load_target
+from portmm.verification.certificate import certify
+from portmm.verification.kernels import check_kernel
+from portmm.verification.lowered import lowered_on_device
+
+SEED = 5
+SIZES = {"m": 5, "n": 9, "k": 33}
+ROWS = {"b": 1, "m": 3, "n": 37}
+
+
+def product_of(program):
+    """The kernel of a product by threads."""
+    listed = candidates(Problem(7, 12, 9, fused=str(FUSED)), load_target("h100"), (1, 1, 1))
+    s = next(x for x in listed if x.program == program and x.parallel.split == 1)
+    return lower_program(PRODUCT, replace(s, epilogue=""), load_isa(s.isa))[0]
+
+
+def rows_of(exchange):
+    return lower_program(softmax(""), rows_schedule(64, 32, exchange=exchange), load_isa("simt"))[0]
+
+
+@pytest.mark.parametrize("language", [cuda, opencl], ids=["cuda", "opencl"])
+@pytest.mark.parametrize("program", ["direct", "stream"])
+def test_texts_of_products_compute_their_record(program, language):
+    kernel = product_of(program)
+    verdict = check_kernel(PRODUCT, kernel, SIZES, seed=SEED, text=language.source(kernel))
+    assert verdict, verdict
+    assert verdict.bits >= 40
+
+
+@pytest.mark.parametrize(("language", "exchange"), [(cuda, True), (cuda, False), (opencl, False)])
+def test_texts_of_rows_compute_their_record(language, exchange):
+    kernel = rows_of(exchange)
+    verdict = check_kernel(softmax(""), kernel, ROWS, seed=SEED, text=language.source(kernel))
+    assert verdict, verdict
+
+
+@pytest.mark.parametrize("chip", ["h100", "opencl_gpu"])
+def test_kernels_of_devices(chip):
+    """As the certificate of a program names them."""
+    for program in (PRODUCT, softmax("")):
+        x = lowered_on_device(program, load_target(chip))
+        verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=x.text)
+        assert verdict, verdict
+    with pytest.raises(ScheduleError, match="of products"):
+        lowered_on_device(g.flash().steps[0].program, load_target(chip))
+
+
+WRONG = {
+    "no barrier": ("__syncthreads();", ""),
+    "no local barrier": ("barrier(CLK_LOCAL_MEM_FENCE);", ""),
+    "a wait for fewer copies": ("copy_async_wait_1();", "copy_async_wait_2();"),
+    "another stage": ("step % 3;", "step % 2;"),
+    "columns that are dropped": ("column < n", "column < n - 1"),
+    "columns beyond the last": ("column < n", "column <= n"),
+    "a tail that is read": ("(a_at < k_end) ? 4 : 0", "4"),
+    "an accumulator that is not reset": ("run_acc[i] = 0;", ";"),
+    "another lane": ("shuffle_xor_f32(all_r1, 8)", "shuffle_xor_f32(all_r1, 4)"),
+    "no exponential": ("<< 23", "<< 22"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_wrong_texts_are_told(what):
+    old, new = WRONG[what]
+    of_rows = "all" in old or "<<" in old
+    kernel, program, extents = (
+        (rows_of(exchange=True), softmax(""), ROWS) if of_rows else (product_of("simt"), PRODUCT, SIZES)
+    )
+    text = (opencl if "LOCAL" in old else cuda).source(kernel)
+    assert old in text
+    assert not check_kernel(program, kernel, extents, seed=SEED, text=text.replace(old, new))
+
+
+def test_texts_of_a_certificate(tmp_path):
+    path = tmp_path / "certificate.json"
+    path.write_text(json.dumps(certify(g.product(), g.one_product(), "haswell")))
+    done = CliRunner().invoke(app, ["verify", str(path), "--device", "h100"])
+    assert done.exit_code == 0, done.output
+    assert "compiled text of step 0, h100" in done.output
+    assert CliRunner().invoke(app, ["verify", str(path), "--device", "h99"]).exit_code != 0
