@@ -7,16 +7,17 @@ for batch shapes that one stride cannot express.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portmm.ir.abi import HUGE_PAGE
 from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES, FP8, accumulator, natural, spell
 from portmm.util.array_subclasses import refuse_class
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
 
 FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
 """Types that kernels multiply in the host's memory."""
@@ -249,8 +250,8 @@ def strides_over(array: Array, batch: tuple[int, ...]) -> tuple[int, ...]:
     return (0,) * (len(batch) - len(own)) + tuple(steps)
 
 
-def collapse(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> Batch:
-    """Merge evenly strided batch dimensions, and take the largest of the rest as the batch."""
+def merged(shape: Sequence[int], strides: Sequence[Sequence[int]]) -> list[tuple[int, tuple[int, ...]]]:
+    """Dimensions of several arrays, with their strides, as few as possible: evenly strided ones are one dimension."""
     dims: list[tuple[int, tuple[int, ...]]] = []
     for i, n in enumerate(shape):
         if n == 1:
@@ -260,6 +261,12 @@ def collapse(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> Ba
             dims[-1] = (dims[-1][0] * n, step)
         else:
             dims.append((n, step))
+    return dims
+
+
+def collapse(shape: tuple[int, ...], strides: tuple[tuple[int, ...], ...]) -> Batch:
+    """Merge evenly strided batch dimensions, and take the largest of the rest as the batch."""
+    dims = merged(shape, strides)
     if not dims:
         return Batch(1, (0, 0, 0), None)
     inner = max(range(len(dims)), key=lambda i: dims[i][0])
@@ -346,6 +353,12 @@ def contiguous(shape: tuple[int, ...], size: int) -> tuple[int, ...]:
     return tuple(reversed(strides))
 
 
+def span_of(shape: Sequence[int], strides: Sequence[int], size: int) -> tuple[int, int]:
+    """The first byte of an array's elements, and their end, from its first element; `size` is that of an element."""
+    ends = [(max(n, 1) - 1) * s for n, s in zip(shape, strides, strict=True)]
+    return sum(x for x in ends if x < 0), sum(x for x in ends if x > 0) + size
+
+
 def stand_in(shape: tuple[int, ...], dtype: np.dtype[Any], strides: tuple[int, ...] | None = None) -> Array:
     """An array of these strides in bytes, by default dense, over one element of memory, which must not be read."""
     # A view of raw bytes: NumPy does not parse the name of an 8-bit float.
@@ -378,24 +391,3 @@ def ones(count: int) -> Array:
         vector.flags.writeable = False
         _ones = vector
     return vector[:count]
-
-
-def can_be_addressed(shape: tuple[int, ...], item_bytes: int) -> bool:
-    """Whether strides of an array of this shape and bytes per element fit 64 bits; extents of 0 count as 1."""
-    return math.prod(max(n, 1) for n in shape) * item_bytes < 1 << 63
-
-
-def page_ends(x: Array, size: int) -> tuple[int, int]:
-    """The index, in units of `size` bytes, of the end of the first huge page that ends in `x`, and their count."""
-    first = HUGE_PAGE - 1 - x.ctypes.data % HUGE_PAGE
-    return first // size, max(0, -(-(x.nbytes - first) // HUGE_PAGE))
-
-
-def aligned_readonly(x: Array, count: int) -> Array:
-    """The first `count` elements, read-only, on a cache line: a view of `x` where it starts on one, else a copy."""
-    target = x.reshape(-1)[:count]
-    if x.ctypes.data % LINE or not x.flags.c_contiguous:
-        target = aligned_empty(count, x.dtype)
-        target[...] = x.reshape(-1)[:count]
-    target.flags.writeable = False
-    return target

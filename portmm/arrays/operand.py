@@ -9,12 +9,11 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.numpy_arrays import contiguous, numpy_of, stand_in
+from portmm.arrays.numpy_arrays import contiguous, merged, numpy_of, span_of, stand_in
 from portmm.runtime.backends import backend
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, accumulator, natural
 
@@ -229,10 +228,8 @@ def over(x: Operand, batch: tuple[int, ...], used: int) -> tuple[int, ...]:
 
 def item_step(x: Operand, used: int) -> int | None:
     """Elements between the items of a batch, but for the last `used` dimensions; None if they are not evenly spaced."""
-    dims = [(n, s) for n, s in zip(x.shape[:-used], elements(x)[:-used], strict=True) if n > 1]
-    if any(s != count * t for (_, s), (count, t) in pairwise(dims)):
-        return None
-    return dims[-1][1] if dims else 0
+    dims = merged([max(n, 1) for n in x.shape[:-used]], [elements(x)[:-used]])
+    return None if len(dims) > 1 else dims[0][1][0] if dims else 0
 
 
 def result_type(a: str, b: str, requested: str = "") -> str:
@@ -299,7 +296,6 @@ def _extent(x: Operand, y: Operand) -> bool:
 
 def _span(x: Operand) -> tuple[Any, int, int]:
     """The memory of an array and the range of its bytes there."""
-    low = sum(min(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
-    high = sum(max(0, (n - 1) * s) for n, s in zip(x.shape, x.strides, strict=True))
+    low, end = span_of(x.shape, x.strides, BY_NAME[x.dtype].bytes)
     base, at = (0, 0) if isinstance(x.pointer, int) else backend(x.language).memory_of(x.pointer[0])
-    return base, at + x.at + low, at + x.at + high + BY_NAME[x.dtype].bytes
+    return base, at + x.at + low, at + x.at + end

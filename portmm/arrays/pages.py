@@ -1,10 +1,11 @@
 """Memory in pages of its own, huge ones where the system gives them.
 
-Owns anonymous maps, and the memory of packed weights.
+Owns anonymous maps, and the memory of packed weights: its size, its alignment, and its huge pages.
 """
 
 from __future__ import annotations
 
+import math
 import mmap
 from typing import Any
 
@@ -56,3 +57,24 @@ def lasting_empty(elements: int, dtype: Any) -> numpy_arrays.Array:
     start = -raw.ctypes.data % HUGE_PAGE
     advise_huge(pages, start, size // HUGE_PAGE * HUGE_PAGE)
     return raw[start : start + size].view(dtype)
+
+
+def can_be_addressed(shape: tuple[int, ...], item_bytes: int) -> bool:
+    """Whether strides of an array of this shape and bytes per element fit 64 bits; extents of 0 count as 1."""
+    return math.prod(max(n, 1) for n in shape) * item_bytes < 1 << 63
+
+
+def page_ends(x: numpy_arrays.Array, size: int) -> tuple[int, int]:
+    """The index, in units of `size` bytes, of the end of the first huge page that ends in `x`, and their count."""
+    first = HUGE_PAGE - 1 - x.ctypes.data % HUGE_PAGE
+    return first // size, max(0, -(-(x.nbytes - first) // HUGE_PAGE))
+
+
+def aligned_readonly(x: numpy_arrays.Array, count: int) -> numpy_arrays.Array:
+    """The first `count` elements, read-only, on a cache line: a view of `x` where it starts on one, else a copy."""
+    target = x.reshape(-1)[:count]
+    if x.ctypes.data % numpy_arrays.LINE or not x.flags.c_contiguous:
+        target = numpy_arrays.aligned_empty(count, x.dtype)
+        target[...] = x.reshape(-1)[:count]
+    target.flags.writeable = False
+    return target

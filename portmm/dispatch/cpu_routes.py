@@ -12,7 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.lower import lower_int4_repack, lower_pack, lower_program
-from portmm.dispatch import cpu_background, missing
+from portmm.dispatch import config, cpu_background, missing
 from portmm.dispatch.cpu_background import StandIn, stand_in
 from portmm.dispatch.cpu_kernels import (
     code_of,
@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Kernel
     from portmm.runtime.route_cache import RouteCache
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.epilogue import Fused
     from portmm.spec.problem import Family, Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -265,6 +266,15 @@ def rows_route(program: BlockProgram, size: tuple[int, int, int], target: Target
     m, n, batch = size
     fields = {"m": m, "n": n, "batch": batch, "workers": workers}
     return program_route(program, core_schedule(program, isa, real), isa, real, fields)
+
+
+def expressions_route(fused: Fused, size: tuple[int, int, int]) -> Any:
+    """A route for expressions over m rows of n columns, and a batch, under the current settings; see `rows_route`."""
+    from portmm.ir.block_program import program_of
+    from portmm.schedule.rows import workers
+
+    program = program_of(fused, "L1")
+    return rows_route(program, size, config.target(), workers(program, size, config.get_num_threads()))
 
 
 def program_route(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom, fields: dict[str, int]) -> Any:

@@ -17,10 +17,8 @@ from portmm.errors import ScheduleError
 from portmm.fusion import plan_windows
 from portmm.fusion.plan import Builder
 from portmm.fusion.program import ARENA, ChangedError, Kernel, Writer
-from portmm.ir.block_program import program_of
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
-from portmm.schedule.rows import workers
 from portmm.spec.dtype import spell
 from portmm.spec.epilogue import parse
 from portmm.spec.problem import Problem
@@ -238,9 +236,7 @@ class HostBuilder(Builder):
         """A kernel over rows for expressions, of `size` rows, columns and items."""
         from portmm.dispatch import cpu_routes
 
-        program = program_of(parse(fusing.text()), "L1")
-        route = cpu_routes.rows_route(program, size, config.target(), workers(program, size, config.get_num_threads()))
-        return route, [size[0], size[1], 1, size[2], *(0,) * 9]
+        return cpu_routes.expressions_route(parse(fusing.text()), size), [size[0], size[1], 1, size[2], *(0,) * 9]
 
     def multiply(
         self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, text: str

@@ -327,16 +327,10 @@ def _empty(x: Node) -> Any:
 
 def _filled(like: Any, rng: Any) -> Any:
     """An array of a shape, a type and strides, of small numbers."""
-    low, high = _extent(like)
+    low, high = numpy_arrays.span_of(like.shape, like.strides, like.itemsize)
     x = np.ndarray(like.shape, like.dtype, np.empty(high - low, np.uint8), -low, like.strides)
     x[...] = rng.integers(1, 100, like.shape).astype(like.dtype)
     return x
-
-
-def _extent(x: Any) -> tuple[int, int]:
-    """The first byte of an array's elements, and their end, from its first element."""
-    steps = [(max(n, 1) - 1) * s for n, s in zip(x.shape, x.strides, strict=True)]
-    return sum(s for s in steps if s < 0), sum(s for s in steps if s > 0) + x.itemsize
 
 
 def _first(x: Any) -> int:
@@ -346,4 +340,5 @@ def _first(x: Any) -> int:
 
 def _span(x: Any) -> tuple[int, int]:
     """The addresses of an array's elements, and their end."""
-    return _first(x) + _extent(x)[0], _first(x) + _extent(x)[1]
+    low, end = numpy_arrays.span_of(x.shape, x.strides, x.itemsize)
+    return _first(x) + low, _first(x) + end

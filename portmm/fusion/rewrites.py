@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
     from portmm.fusion.graph import Graph
 
+Heads = tuple[tuple[int, ...], tuple[int, ...]]
 LEAST_SCORES = 1 << 18
 """Scores from which one kernel is faster than three that run in one call of C."""
 MOST_AXES = 4
@@ -55,6 +56,7 @@ class _Softmax:
         steps: the element-wise operations on it, in order.
         values: the second product.
         last: the node that is the result.
+        heads: the batch of queries, and of keys and values, as `attention` takes them, the heads last.
         names: of all operations replaced.
     """
 
@@ -62,6 +64,7 @@ class _Softmax:
     steps: list[Node]
     values: Node
     last: Node
+    heads: Heads | None
     names: tuple[str, ...]
 
     @classmethod
@@ -86,7 +89,7 @@ class _Softmax:
             if y in outputs or any(z is not last and z not in inside for z in users[y]):
                 return f"{y.name} ({y.where}) is also read elsewhere, so that all scores must be stored"
         names = tuple(y.name for y in sorted(inside | {last}, key=lambda y: y.number))
-        match = cls(scores, steps, values, last, names)
+        match = cls(scores, steps, values, last, _heads(scores, steps, values, last), names)
         return match.refusal() or match
 
     def refusal(self) -> str:
@@ -98,7 +101,7 @@ class _Softmax:
             return f"operands are {q.dtype}, {k.dtype} and {v.dtype}, and the result {self.last.dtype}"
         if self.scores.size < LEAST_SCORES:
             return f"{self.scores.size} scores fit in cache"
-        if _heads(self) is None:
+        if self.heads is None:
             return "batches of the products broadcast otherwise than over heads, or have more than two dimensions"
         return next((f"{x.name} ({x.where}) rounds scores first" for x in self.steps if x.rounds), "")
 
@@ -107,7 +110,8 @@ class _Softmax:
         (q, k), v, last = self.scores.inputs, self.values.inputs[1], self.last
         own = {self.scores, *self.steps}
         extras = list(dict.fromkeys(y for x in self.steps for y in x.inputs if y not in own))
-        last.plain = _call(_score(self.scores, self.steps, extras), _heads(self), last.shape)
+        assert self.heads is not None  # noqa: S101 - `refusal` is asked first
+        last.plain = _call(_score(self.scores, self.steps, extras), self.heads, last.shape)
         last.kind, last.inputs, last.template, last.name = "call", (q, k, v, *extras), None, "attention"
         last.note = ", ".join(self.names)
 
@@ -180,21 +184,21 @@ def _score(product: Node, steps: list[Node], extras: list[Node]) -> Callable[...
     return score
 
 
-def _heads(match: _Softmax) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
-    """The batch of queries and of keys and values as `attention` takes them, the heads last; None if it takes none.
+def _heads(scores: Node, steps: list[Node], values: Node, last: Node) -> Heads | None:
+    """The heads of a `_Softmax`; None if `attention` takes none.
 
     Heads of queries that share one head of keys and values are those along which these broadcast: they are rows of
     queries unless other operands of the scores tell them apart.
     """
-    (q, k), v = match.scores.inputs, match.values.inputs[1]
+    (q, k), v = scores.inputs, values.inputs[1]
     batch, count = q.shape[:-2], len(q.shape) - 2
     shared = k.shape[:-2]
-    if v.shape[:-2] != shared or match.last.shape[:-2] != batch or len(shared) > count:
+    if v.shape[:-2] != shared or last.shape[:-2] != batch or len(shared) > count:
         return None
     shared = (1,) * (count - len(shared)) + shared
     if count < 1:
         return (1,), (1,)
-    wide = [y for x in match.steps for y in x.inputs if y not in (match.scores, *match.steps)]
+    wide = [y for x in steps for y in x.inputs if y not in (scores, *steps)]
     alike = all(len(y.shape) <= 1 or y.size == 1 for y in wide)
     if alike and shared[-1] == 1 and shared[:-1] == batch[:-1]:
         # Heads that share keys are rows of queries: keys are read once for all of them.
@@ -203,11 +207,8 @@ def _heads(match: _Softmax) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
     return (batch, shared) if fits else None
 
 
-def _call(
-    score: Callable[..., Any], heads: tuple[tuple[int, ...], tuple[int, ...]] | None, result: tuple[int, ...]
-) -> Callable[..., Any]:
+def _call(score: Callable[..., Any], heads: Heads, result: tuple[int, ...]) -> Callable[..., Any]:
     """A call of attention with queries, transposed keys, values, and other operands of the scores."""
-    assert heads is not None  # noqa: S101 - `refusal` is asked first
     batch, shared = heads
 
     def run(q: Any, k: Any, v: Any, *others: Any) -> Any:

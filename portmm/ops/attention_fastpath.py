@@ -139,7 +139,6 @@ class _Repeated:
             call, kernel.route, numbers, kernel.bound.template, steps, self.numbers, window, unit, FORK
         )
         return kept
-        return kept
 
     def template(self, m: int, n: int) -> Array:
         """The table of operands for m queries and n keys, without addresses."""

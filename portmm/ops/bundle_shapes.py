@@ -7,18 +7,17 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portmm.arrays.call import problem
 from portmm.errors import BundleError
-from portmm.spec.dtype import BY_NUMPY, natural, types
-from portmm.spec.dtype import spell as spell_types
+from portmm.spec.dtype import word_of
 from portmm.spec.row_classes import rows as rows_of
 from portmm.target.reported_device import device_target
 from portmm.target.target import described, instance, load_target
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
+    from collections.abc import Callable, Iterable
 
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
@@ -97,17 +96,7 @@ def shapes_of(text: str, where: str = "shapes", *, empty: bool = False) -> list[
     Raises:
         BundleError: a line is none.
     """
-    shapes = []
-    for number, line in enumerate(text.splitlines(), 1):
-        words = line.partition("#")[0].split()
-        if not words or words[0] == ATTENTION:
-            continue
-        try:
-            shapes.append(_shape(*words))
-        except (KeyError, ValueError) as error:
-            raise BundleError(
-                f"{where}, line {number}: {line.strip()!r} is no shape ({error}); write as: {EXAMPLE}"
-            ) from error
+    shapes: list[Shape] = _lines(text, where, _shape, "shape", EXAMPLE)
     if not shapes and not empty:
         raise BundleError(f"{where} has no shapes; write lines as: {EXAMPLE}")
     return shapes
@@ -123,9 +112,7 @@ def _shape(*words: str) -> Shape:
     dtype, b = (*rest, *("f32", "row")[len(rest) :])
     if b not in LAYOUTS:
         raise ValueError(f"the layout of B is {b!r}, not {', '.join(LAYOUTS)}")
-    short = BY_NUMPY[dtype].name if dtype in BY_NUMPY else dtype
-    of = types(short)
-    word = spell_types(*of) if "-" in short else spell_types(short, short, natural(short, short))
+    word = word_of(dtype)
     values: dict[int, None] = {}
     for part in m.split(","):
         first, _, last = part.partition("-")
@@ -147,21 +134,30 @@ def attention_of(text: str, where: str) -> list[AttentionShape]:
     Raises:
         BundleError: a line is none.
     """
-    shapes = []
+    return _lines(text, where, _attention, ATTENTION, ATTENTION_EXAMPLE)
+
+
+def _lines(text: str, where: str, make: Callable[..., Any], kind: str, example: str) -> list[Any]:
+    """Records of the lines of one kind, of attention or of other shapes.
+
+    Raises:
+        BundleError: a line is none.
+    """
+    records = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()
-        if words[:1] != [ATTENTION]:
+        if not words or (words[0] == ATTENTION) != (kind == ATTENTION):
             continue
         try:
-            shapes.append(_attention(words[1:]))
-        except ValueError as error:
+            records.append(make(*words))
+        except (KeyError, ValueError) as error:
             raise BundleError(
-                f"{where}, line {number}: {line.strip()!r} is no attention ({error}); write as: {ATTENTION_EXAMPLE}"
+                f"{where}, line {number}: {line.strip()!r} is no {kind} ({error}); write as: {example}"
             ) from error
-    return shapes
+    return records
 
 
-def _attention(words: Sequence[str]) -> AttentionShape:
+def _attention(_: str, *words: str) -> AttentionShape:
     plain = [x for x in words if "=" not in x and x not in ATTENTION_FLAGS]
     sizes = dict(x.split("=", 1) for x in words if "=" in x)
     if not 3 <= len(plain) <= 4:

@@ -17,14 +17,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portmm.arrays import numpy_arrays
-from portmm.dispatch import config
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import program_of
 from portmm.ops import host_matmul
 from portmm.ops.convolution_kernel import HostConvolution
 from portmm.ops.epilogues import NOT_F64
 from portmm.runtime.cpu import runtime
-from portmm.schedule.rows import workers
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Operand, acc, index, load, number
 from portmm.spec.expr import apply
@@ -249,10 +246,9 @@ class HostDepthwise(HostConvolution):
         shapes = [self.shape, *((*self.shape[:2], self.shape[2] if "n" in y else 1) for y in axes[1:])]
         _, rows, columns = max(every, key=lambda y: math.prod(y.extents)).extents
         most = (columns, x.shape[-1], rows) if last else (rows, columns, x.shape[1])
-        program = program_of(step.fused, "L1")
-        route = cpu_routes.rows_route(program, most, config.target(), workers(program, most, config.get_num_threads()))
+        results, route = tuple(zip(shapes, step.types, strict=True)), cpu_routes.expressions_route(step.fused, most)
         return DepthwiseKernel(
-            route, tuple(zip(shapes, step.types, strict=True)), Axes.of(size), size.padding, every, bound,
+            route, results, Axes.of(size), size.padding, every, bound,
             np.array([BY_NAME[y.dtype].bytes for y in step.fused.operands[len(places) :]], np.int64), counted,
             traced is not None and traced.several,
         )  # fmt: skip

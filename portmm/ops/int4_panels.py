@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays, numpy_fallback, pages
+from portmm.arrays import numpy_fallback, pages
 from portmm.dispatch import base_kernels, config
 from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.runtime.cpu import runtime
@@ -101,14 +101,14 @@ def restore(owner: Array, shape: tuple[int, ...], family_name: str) -> PackedInt
     if layout.dtype != "u4" or layout.kr != CODES_KR or layout.group % CODES_KR or len(shape) != 2 or min(shape) < 0:
         raise PackError(f"an int4 weight cannot have family {family_name} and shape {shape}")
     k, n = shape
-    if not numpy_arrays.can_be_addressed(shape, layout.nr * CODES_KR * owner.itemsize):
+    if not pages.can_be_addressed(shape, layout.nr * CODES_KR * owner.itemsize):
         raise PackError(f"an int4 weight of shape {shape} is too large to be addressed")
     needed = layout.units(k, n)
     if owner.dtype != np.int32 or owner.ndim != 1 or owner.size < needed:
         raise PackError(
             f"an int4 weight of shape {shape} needs {needed} words of int32; got {owner.size} {owner.dtype}"
         )
-    return PackedInt4(numpy_arrays.aligned_readonly(owner, needed), (k, n), family_name)
+    return PackedInt4(pages.aligned_readonly(owner, needed), (k, n), family_name)
 
 
 def group_of(q: Quantized) -> int:
@@ -169,7 +169,7 @@ def _pack_by_kernel(q: Quantized, layout: Family, owner: Array, route: Any) -> N
         route = int4_repack_route(layout, config.target(), config.get_num_threads())
     (k, n), (codes, c) = q.shape, (x.ctypes.data for x in (q.codes, owner))
     heads = [(x.ctypes.data, *(0,) * len(AXES)) for x in (q.scales, q.offsets)[: layout.heads]]
-    numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *numpy_arrays.page_ends(owner, owner.itemsize), 0)
+    numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *pages.page_ends(owner, owner.itemsize), 0)
     runtime().execute(route, *numbers, None, np.array(heads), None)
 
 

@@ -105,12 +105,12 @@ def restore(owner: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str, fam
     if layout.dtype != dtype or numpy_arrays.name_of(owner.dtype) != dtype or len(shape) < 2 or min(shape) < 0:
         raise PackError(f"a packed weight of shape {shape} and type {dtype} cannot be of family {family}")
     # Where an extent is 0 no elements are needed, so that only this bounds the others.
-    if not numpy_arrays.can_be_addressed(shape, layout.nr * layout.kr * owner.itemsize):
+    if not pages.can_be_addressed(shape, layout.nr * layout.kr * owner.itemsize):
         raise PackError(f"a packed weight of shape {shape} is too large to be addressed")
     needed = layout.units(*shape[-2:]) * layout.kr * math.prod(shape[:-2])
     if owner.size < needed:
         raise PackError(f"packed weight of shape {shape} needs {needed} elements; it has {owner.size}")
-    return _packed(numpy_arrays.aligned_readonly(owner, needed), tuple(shape), layout)
+    return _packed(pages.aligned_readonly(owner, needed), tuple(shape), layout)
 
 
 def _packed(owner: np.ndarray[Any, Any], shape: tuple[int, ...], layout: Family) -> Any:
@@ -244,7 +244,7 @@ def _pack_by_kernel(
     address = int(owner.__array_interface__["data"][0])
     numbers = (1, n, k, walk.count, src.address, 0, 0, 0, src.address, src.row, src.col, walk.strides[1])
     # Each repeat of `outer` has another C, whose pages are unknown.
-    ends = (0, 0) if walk.outer is not None else numpy_arrays.page_ends(owner, layout.kr * dtype.itemsize)
+    ends = (0, 0) if walk.outer is not None else pages.page_ends(owner, layout.kr * dtype.itemsize)
     runtime().execute(route, *numbers, address, *ends, walk.strides[2] // layout.kr, walk.outer)
 
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays.numpy_fallback import fall_back
-from portmm.dispatch import config
 from portmm.errors import BuildError
 from portmm.ops import host_matmul, row_kernels
 from portmm.ops.product_kernel import ProductKernel
@@ -130,8 +129,6 @@ class HostRows:
     ) -> ProductKernel:
         """The kernel of a function, or of its sums down columns; `columns` are results of these, read again."""
         from portmm.dispatch import cpu_routes
-        from portmm.ir.block_program import program_of
-        from portmm.schedule.rows import workers
 
         host_matmul.begin()
         runtime()  # raises before a kernel is lowered in vain
@@ -141,9 +138,7 @@ class HostRows:
         step, shapes, written = bind_rows(self, traced, self.values, columns, usual)
         if not m and step.fused.column_reductions:
             raise _NoRowsError
-        program = program_of(step.fused, "L1")
-        route = cpu_routes.rows_route(program, size, config.target(), workers(program, size, config.get_num_threads()))
-        results = tuple(zip(shapes, step.types, strict=True))
+        results, route = tuple(zip(shapes, step.types, strict=True)), cpu_routes.expressions_route(step.fused, size)
         return ProductKernel(results, (m, m), route, Bound(traced, size, strides, written))
 
     def run(

@@ -17,7 +17,7 @@ from portmm.arrays.grid_call import GridCall, Product, grid_call
 from portmm.arrays.operand import Operand, dense_like, named, transposed
 from portmm.dispatch import config
 from portmm.dispatch.machine import machine_of
-from portmm.spec.dtype import BY_NUMPY, natural, spell, types
+from portmm.spec.dtype import BY_NUMPY, types, word_of
 
 if TYPE_CHECKING:
     from portmm.dispatch.machine import Machine
@@ -111,13 +111,9 @@ def _word(dtype: Any) -> str:
     text = str(dtype).removeprefix("torch.")
     if not isinstance(dtype, str) and text not in BY_NUMPY:
         text = named(dtype)
-    text = BY_NUMPY[text].name if text in BY_NUMPY else text
     try:
-        of = types(text)
-        if "-" in text:
-            return spell(*of)
-        return spell(text, text, natural(text, text))
-    except (KeyError, ValueError) as error:
+        return word_of(text)
+    except ValueError as error:
         raise TypeError(f"dtype {dtype!r} is not supported: {error}") from error
 
 

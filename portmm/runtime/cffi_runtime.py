@@ -271,7 +271,7 @@ class CffiRuntime:
         """The address of the first element of an array."""
         if not isinstance(array, np.ndarray):
             raise TypeError("address takes an array")
-        return int(array.__array_interface__["data"][0])
+        return address(array)
 
     @staticmethod
     def largest_scale(vector: np.ndarray[Any, Any]) -> float:
@@ -497,9 +497,7 @@ def _of_class(key: tuple[Any, ...]) -> tuple[Any, ...]:
 
 def _address(x: Any) -> int:
     """An address: an integer, or that of the first element of an array; 0 for None."""
-    if isinstance(x, np.ndarray):
-        return int(x.__array_interface__["data"][0])
-    return 0 if x is None else operator.index(x)
+    return address(x) if isinstance(x, np.ndarray) else 0 if x is None else operator.index(x)
 
 
 def _callable(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -162,3 +162,14 @@ def natural(a: str, b: str) -> str:
     if a in FP8 and b in FP8:
         return "bf16"
     return a if a == b and a in _SIDES else acc
+
+
+def word_of(text: str) -> str:
+    """The types of A, B and C, as of `spell`, from three types, or from that of A and B by portmm's or NumPy's name.
+
+    Raises:
+        ValueError: a type is unknown, or they make no product.
+    """
+    short = BY_NUMPY[text].name if text in BY_NUMPY else text
+    a, b, c = types(short)
+    return spell(a, b, c if "-" in short else natural(a, b))

@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from portmm.arrays.numpy_arrays import merged, span_of
 from portmm.errors import ScheduleError
 
 Array = np.ndarray[Any, Any]
@@ -53,9 +54,8 @@ def looked(place: Place, function: Any, text: str = "") -> Place | None:
     The function is applied to uninitialized memory of the array's extent: nothing is read, wherever the array is.
     """
     like = place.like
-    steps = [(max(n, 1) - 1) * s for n, s in zip(like.shape, like.strides, strict=True)]
-    low, high = sum(s for s in steps if s < 0), sum(s for s in steps if s > 0)
-    memory = np.empty(high - low + like.itemsize, np.uint8)
+    low, end = span_of(like.shape, like.strides, like.itemsize)
+    memory = np.empty(end - low, np.uint8)
     shadow = np.ndarray(like.shape, like.dtype, memory, -low, like.strides)
     view = function(shadow)
     if view.size and not np.may_share_memory(view, memory):
@@ -92,17 +92,9 @@ def walk(shape: tuple[int, ...], strides: list[tuple[int, ...]], still: int = -1
         ScheduleError: the dimensions need too many launches.
     """
     none = (0,) * len(strides)
-    dims: list[tuple[int, tuple[int, ...]]] = []
-    for axis, n in enumerate(shape):
-        step = tuple(s[axis] for s in strides)
-        last = axis == len(shape) - 1
-        if n == 1 and not (last and whole):
-            continue
-        merges = dims and not (last and whole) and all(x == n * y for x, y in zip(dims[-1][1], step, strict=True))
-        if merges:
-            dims[-1] = (dims[-1][0] * n, step)
-        else:
-            dims.append((n, step))
+    apart = whole and bool(shape)
+    dims = merged(shape[: len(shape) - apart], strides)
+    dims += [(shape[-1], tuple(s[-1] for s in strides))] if apart else []
     rows = (1, none)
     if dims and (whole or still < 0 or dims[-1][1][still] == 0):
         rows = dims.pop()

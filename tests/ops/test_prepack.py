@@ -18,7 +18,7 @@ from places import BENCH
 from support import HERE, interpret, panels_of, valid_of
 
 import portmm as pm
-from portmm.arrays import numpy_arrays, numpy_fallback, pages
+from portmm.arrays import numpy_fallback, pages
 from portmm.comparison import tables
 from portmm.dispatch import cpu_routes
 from portmm.errors import NoCompilerError
@@ -89,10 +89,10 @@ def test_ends_of_pages_are_found():
     start = -whole.ctypes.data % HUGE_PAGE
     for begin, end in ((0, 1), (0, HUGE_PAGE), (64, HUGE_PAGE - 4), (64, HUGE_PAGE + 64), (0, 2 * HUGE_PAGE)):
         part = whole[start + begin : start + end].view(np.int8)
-        first, count = numpy_arrays.page_ends(part, 4)
-        pages = (end // HUGE_PAGE) * HUGE_PAGE - begin
+        first, count = pages.page_ends(part, 4)
+        reached = (end // HUGE_PAGE) * HUGE_PAGE - begin
         assert [first + i * HUGE_PAGE // 4 for i in range(count)] == list(
-            range((HUGE_PAGE - begin) // 4 - 1, pages // 4, HUGE_PAGE // 4)
+            range((HUGE_PAGE - begin) // 4 - 1, reached // 4, HUGE_PAGE // 4)
         )
 
 
