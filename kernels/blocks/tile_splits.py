@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from portmm.ir.block_program import BlockProgram, Pass
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.kernels.blocks.tiles import View
+    from portmm.kernels.blocks.tile_maps import View
     from portmm.schedule.schedule import Schedule
     from portmm.spec.expr import Expr
     from portmm.target.atom import Atom

@@ -13,21 +13,19 @@ sums of exponentials less it are rescaled.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, NamedTuple
-
-import numpy as np
+from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import TileGemm, TileReduce, accumulated
 from portmm.ir.index import Ptr, ceil_div, const, minimum, round_up, var
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel
+from portmm.ir.nodes import Call, For, Function, Kernel, Let, LetPtr, Parallel
 from portmm.ir.tile_program import PREFIX, extent_fields, row_label, stride_field
-from portmm.kernels.blocks.tile_maps import map_function
+from portmm.kernels.blocks import tile_maxima
+from portmm.kernels.blocks.tile_maps import View, map_function
 from portmm.kernels.blocks.tile_products import product
 from portmm.kernels.cpu.online_softmax import decay
 from portmm.spec.epilogue import Fused, Operand, load, operand_types, summed, varies
-from portmm.spec.expr import Expr, apply, node, ordered
+from portmm.spec.expr import Expr, node, ordered
 from portmm.spec.expr import const as literal
 from portmm.spec.expr_ops import OPS
 
@@ -40,30 +38,8 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
 
 NO = const(0)
-LOWEST = float(np.finfo(np.float32).min)
-"""Start of a maximum that sums are relative to: -inf would leave a NaN of values that are -inf so far."""
 PAD = 16
 """Elements between rows of a tile besides their own: rows a power of two apart would share sets of L1."""
-
-
-class View(NamedTuple):
-    """A value in memory.
-
-    Attributes:
-        at: its first element.
-        strides: of the labels along which it varies.
-    """
-
-    at: Ptr
-    strides: dict[str, Index]
-
-    def along(self, label: str) -> Index:
-        """The stride of a label, 0 where it does not vary."""
-        return self.strides.get(label, const(0))
-
-    def contiguous(self, label: str) -> bool:
-        """Whether neighbours along a label are neighbours in memory."""
-        return not label or self.along(label) == const(1)
 
 
 def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram, lowering: type[Tiles] | None = None) -> Kernel:
@@ -249,19 +225,29 @@ class Tiles:
             axes = "m" * (rows in view.strides) + "n" * (columns in view.strides)
             operands.append(Operand("f32", axes, view.contiguous(columns) or columns not in view.strides))
         swapped: dict[Expr, Expr] = {y: load(i, "f32") for i, y in enumerate(leaves)}
+        decays = tile_maxima.decays(x, self.rescaling)
         for y in ordered((x,)):
-            if y not in swapped and y.op != "const":
+            if y in decays:
+                swapped.setdefault(y, decay(swapped[decays[y]]))
+            elif y not in swapped and y.op != "const":
                 inner = tuple(swapped.get(z, z) if isinstance(z, Expr) else z for z in y.args)
                 swapped[y] = node(y.op, inner, y.dtype) if y.op in OPS else y
         fused = Fused(tuple(operands), ((len(leaves), swapped.get(x, x)),))
         function = map_function(f"map_{self.maps}", self.isa, self.real, fused)
         self.maps += 1
-        args: list[Index | Ptr] = [self.count(rows), self.count(columns)]
+        args: list[Index | Ptr] = [self.count(rows), self.vectors(columns, *views, target)]
         for operand, view in zip(operands, (*views, target), strict=True):
             args.append(view.at)
             args += [view.along(rows)] if "m" in operand.axes else []
             args += [] if operand.dense else [view.along(columns)]
         return Call(function, tuple(args))
+
+    def vectors(self, columns: str, *views: View) -> Index:
+        """The columns of a tile: whole vectors where all values along them are in scratch, which has room for these."""
+        along = [x for x in views if columns in x.strides]
+        scratch = all(x.at.name.startswith("tile") and x.contiguous(columns) for x in along)
+        whole = bool(columns) and scratch and self.real.n <= PAD
+        return round_up(self.count(columns), self.real.n) if whole else self.count(columns)
 
     def contracted(self, x: Expr, to: View | None = None, accumulate: Index = NO) -> View:
         """A sum of products, stored there or to a new tile, or added to it; statements of its operands come first."""
@@ -371,7 +357,7 @@ class Tiles:
         done: dict[Expr, View] = {}
         for x in one:
             if isinstance(x, TileReduce):
-                self.known[x.value], self.factors[x.value] = self.maximum(x.value)
+                self.known[x.value], self.factors[x.value] = tile_maxima.maximum(self, x.value)
                 done[x.value] = self.known[x.value]
             elif isinstance(x, TileGemm) and self.program.carried(x):
                 to = self.operand(direct[x.value]) if x.value in direct else None
@@ -379,7 +365,7 @@ class Tiles:
                 more = const(1) if again else self.first.lt(var("loop_start"))
                 done[x.value] = self.contracted(x.value, to, more)
                 if x.rescaled is not None:
-                    self.rescale(done[x.value], self.factors[x.rescaled])
+                    tile_maxima.rescale(self, done[x.value], self.factors[x.rescaled])
         self.known = {x: y for x, y in self.known.items() if self.loop not in self.axes[x]} | done
         self.copies = {x: y for x, y in self.copies.items() if self.loop not in self.axes[x[0]]}
         started |= done
@@ -387,31 +373,6 @@ class Tiles:
         count = Let("loop_count", minimum(by, self.last - var("loop_start")))
         self.looping = False
         return [*self.before, For("loop_start", self.first, self.last, by, (count, *self.inside))]
-
-    def maximum(self, x: Expr) -> tuple[View, View]:
-        """The largest value of each column so far, and the factor by which a larger one changes sums of exponentials.
-
-        Rows of a tile are taken one after the other, so that no lanes are combined.
-        """
-        (inner,), label = x.inner, "".join(self.own(x))
-        tile, most, factor = self.value(inner), self.buffer("", label), self.buffer("", label)
-        now, before = (node("element", (i,), "f32") for i in range(2))
-        self.before.append(self.map_call(literal(LOWEST if x in self.rescaling else -math.inf), {}, ("", label), most))
-        self.inside += [
-            self.map_call(now, {now: most}, ("", label), factor),
-            self.map_call(apply("max", now, inner), {inner: tile, now: most}, (self.loop, label), most),
-            self.map_call(decay(before - now), {now: most, before: factor}, ("", label), factor),
-        ]
-        return most, factor
-
-    def rescale(self, sums: View, factor: View) -> None:
-        """Multiply sums of earlier blocks of the loop, before the product that is added to them."""
-        columns = next((y for y, step in sums.strides.items() if step == const(1)), "")
-        rows = next((y for y in sums.strides if y != columns), "")
-        a, b = (node("element", (i,), "f32") for i in range(2))
-        product = self.inside.pop()
-        scaled = self.map_call(a * b, {a: sums, b: factor}, (rows, columns), sums)
-        self.inside += [If(self.first.lt(var("loop_start")), (scaled,)), product]
 
     def stores(self, direct: dict[Expr, int]) -> list[Stmt]:
         """The results."""

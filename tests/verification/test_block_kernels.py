@@ -97,7 +97,7 @@ def test_loops_that_are_split_compute_their_record(name):
 
 
 COMBINED_WRONGLY = {
-    "the maximum of the first run": ("map_11(1, row_count, tile3, tile3 + run * each, tile3);", ""),
+    "the maximum of the first run": (", tile3, tile3 + run * each, tile3);", ", tile3, tile3, tile3);"),
     "a run that is added twice": ("run = 1; run < runs", "run = 0; run < runs"),
     "sums of a run that are not rescaled": ("tile4, tile4 + run * each, tile7", "tile4, tile4, tile7"),
     "a run that is dropped": ("run < runs", "run < runs - 1"),
