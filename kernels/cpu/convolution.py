@@ -80,9 +80,11 @@ class _Loops:
 
     @property
     def chunks(self) -> Index:
-        """Shares of panels, so that every thread has work."""
+        """Shares of panels, so that every thread has work, as much as the others where blocks are few."""
         blocks = M // self.x.pixels * self.blocks
-        return minimum(self.panels, ceil_div((WORKERS - 1) * TASKS_PER_WORKER + 1, blocks))
+        fewest = ceil_div((WORKERS - 1) * TASKS_PER_WORKER + 1, blocks)
+        uneven = minimum(1, blocks % WORKERS) * blocks.lt(WORKERS * TASKS_PER_WORKER)
+        return minimum(self.panels, fewest + uneven * (ceil_div(fewest, WORKERS) * WORKERS - fewest))
 
     @property
     def of_panel(self) -> int:

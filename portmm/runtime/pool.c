@@ -46,19 +46,24 @@ typedef void (*task_body)(const long *ctx, long task, long worker);
 
 static struct {
   _Alignas(LINE) _Atomic uint64_t gate;
-  _Alignas(LINE) _Atomic long next;       /* first task not yet handed out */
+  _Alignas(LINE) _Atomic long open;        /* shares with tasks that are not yet handed out */
   _Alignas(LINE) _Atomic uint32_t waiting; /* the caller sleeps until nobody is inside */
   _Atomic uint32_t busy;                  /* some thread owns the pool */
   _Atomic long limit;                     /* threads per job, set_num_threads */
   /* written by the owner of the pool while the gate is closed: */
   task_body body;
   const long *ctx;
-  long tasks;
+  long tasks, workers;
   _Atomic long spawned; /* workers 1..spawned exist */
   _Atomic long spin_ns; /* 0 when there are more threads than processors */
 } pool;
 
-static struct { _Alignas(LINE) _Atomic uint32_t asleep; } sleepers[POOL_MAX];
+/* Of each worker: whether it sleeps, and how many tasks of its share are handed out, below the number of their job. Shares
+ * of a job are all handed out before it ends, so that only those of workers that the last job lacked have other numbers. */
+static struct {
+  _Alignas(LINE) _Atomic uint32_t asleep;
+  _Alignas(LINE) _Atomic uint64_t taken;
+} sleepers[POOL_MAX];
 
 /* What one operating-system thread owns. */
 typedef struct {
@@ -147,11 +152,31 @@ static void wake_children(long me, long workers) {
       futex_wake(&sleepers[child].asleep);
 }
 
-static void run_tasks(long me) {
+/* The next task of a worker's share, of tasks first..last-1, or -1. */
+static long take_task(long worker, uint32_t job, long first, long last) {
+  _Atomic uint64_t *taken = &sleepers[worker].taken;
+  uint64_t old = atomic_load_explicit(taken, memory_order_relaxed);
+  for (;;) {
+    long task = first + (GATE_JOB(old) == job ? (long)(uint32_t)old : 0);
+    if (task >= last) return -1;
+    uint64_t next = (uint64_t)job << 32 | (uint64_t)(task + 1 - first);
+    if (!atomic_compare_exchange_weak_explicit(taken, &old, next, memory_order_relaxed, memory_order_relaxed)) continue;
+    if (task + 1 == last) atomic_fetch_sub_explicit(&pool.open, 1, memory_order_relaxed);
+    return task;
+  }
+}
+
+/* A worker's share is neighbouring tasks, mostly those whose rows it had in the job before: they are in its L2. Then it
+ * takes tasks of the shares that follow, whose workers are late or slow. */
+static void run_tasks(long me, uint32_t job) {
   task_body body = pool.body;
   const long *ctx = pool.ctx;
-  long tasks = pool.tasks, task;
-  while ((task = atomic_fetch_add_explicit(&pool.next, 1, memory_order_relaxed)) < tasks) body(ctx, task, me);
+  const long tasks = pool.tasks, workers = pool.workers;
+  long task;
+  for (long i = 0; i < workers && atomic_load_explicit(&pool.open, memory_order_relaxed) > 0; i++) {
+    long w = (me + i) % workers;
+    while ((task = take_task(w, job, tasks * w / workers, tasks * (w + 1) / workers)) >= 0) body(ctx, task, me);
+  }
 }
 
 /* The gate of a job other than `seen`. The flag is raised before the gate is
@@ -197,7 +222,7 @@ static void *worker_main(void *arg) {
     }
     if (!joined) continue;
     wake_children(me, GATE_WORKERS(gate));
-    run_tasks(me);
+    run_tasks(me, seen);
     leave_job();
   }
   return NULL;
@@ -254,11 +279,13 @@ static void pool_parallel(void *unused, task_body body, const long *ctx, long ta
   pool.body = body;
   pool.ctx = ctx;
   pool.tasks = tasks;
-  atomic_store_explicit(&pool.next, 0, memory_order_relaxed);
+  for (long i = pool.workers; i < workers; i++) atomic_store_explicit(&sleepers[i].taken, 0, memory_order_relaxed);
+  pool.workers = workers;
+  atomic_store_explicit(&pool.open, workers, memory_order_relaxed);
   uint64_t job = (uint64_t)(GATE_JOB(atomic_load_explicit(&pool.gate, memory_order_relaxed)) + 1u);
   atomic_exchange(&pool.gate, job << 32 | (uint64_t)workers << 16);
   wake_children(0, workers);
-  run_tasks(0);
+  run_tasks(0, (uint32_t)job);
   if (atomic_fetch_or(&pool.gate, GATE_CLOSED) & GATE_INSIDE) await_empty();
   s->inside = 0;
   atomic_store_explicit(&pool.busy, 0, memory_order_release);
@@ -268,6 +295,7 @@ static void pool_parallel(void *unused, task_body body, const long *ctx, long ta
 static void after_fork(void) {
   for (long i = atomic_load(&pool.spawned); i > 0; i--) atomic_store(&sleepers[i].asleep, 0);
   atomic_store(&pool.gate, 0);
+  pool.workers = 0; /* numbers of jobs begin again */
   atomic_store(&pool.waiting, 0);
   atomic_store(&pool.spawned, 0);
   atomic_store(&pool.busy, 0);
