@@ -5,7 +5,8 @@
 
 ONNX Runtime and PyTorch are measured where they are installed. Each case is a process of its own with one thread; ways
 are measured in turns, and the median of each is stored with its least. Sizes are those of the paper's twelve and of its
-artifact's six, in float32.
+artifact's six, in float32; or, with --bf16, in bfloat16, where the scale of attention is part of the queries, and norms
+are of float32 inside, as NumPy has it, and are not searched.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from pathlib import Path
 import numpy as np
 
 import portmm as pm
+from portmm.fusion.superoptimizer import Finding
 
 SCALE, EPS = np.float32(0.125), np.float32(1e-5)
 SEARCH = 40.0
@@ -32,6 +34,12 @@ SECONDS = 2.0
 
 def attend(q, k, v):
     s = q @ k.swapaxes(-1, -2) * SCALE
+    e = np.exp(s - s.max(-1, keepdims=True))
+    return (e / e.sum(-1, keepdims=True)) @ v
+
+
+def attend_scaled(q, k, v):
+    s = q @ k.swapaxes(-1, -2)
     e = np.exp(s - s.max(-1, keepdims=True))
     return (e / e.sum(-1, keepdims=True)) @ v
 
@@ -82,6 +90,7 @@ def torch_ways():
 
     return {
         attend: t_attend,
+        attend_scaled: lambda q, k, v: torch.softmax(q @ k.transpose(-1, -2), -1) @ v,
         qk_norm: t_qk_norm,
         mlp: lambda x, a, b: torch.exp(x @ a) @ b,
         gated: lambda x, w, u: f.silu(x @ w) * (x @ u),
@@ -208,30 +217,45 @@ def turns(ways):
     return {name: {"median": float(np.median(x)), "least": min(x), "calls": len(x)} for name, x in times.items()}
 
 
-def measured(name, *, torch_too):
+def narrow(function, arrays):
+    """A function and its operands in bfloat16, and its result in float32."""
+    import ml_dtypes
+
+    if function is attend:
+        function, arrays[0] = attend_scaled, arrays[0] * SCALE
+    arrays = [x.astype(ml_dtypes.bfloat16) for x in arrays]
+    return function, arrays, function(*[x.astype(np.float32) for x in arrays])
+
+
+def measured(name, *, torch_too, bf16=False):
     """The record of a case."""
     function, shapes = CASES[name]
     arrays = arrays_of(function, shapes)
+    function, arrays, want = narrow(function, arrays) if bf16 else (function, arrays, function(*arrays))
     pm.set_num_threads(1)
     greedy, searched = pm.fuse(function), pm.fuse(function, search=SEARCH)
-    want = function(*arrays)
     results = {"greedy": greedy(*arrays), "search": searched(*arrays)}
-    finding, explained = searched.explain(*arrays).finding, searched.explain(*arrays)
-    ways = {"numpy": lambda: function(*arrays), "greedy": lambda: greedy(*arrays), "search": lambda: searched(*arrays)}
+    explained = searched.explain(*arrays)
+    finding = explained.finding or Finding(note="not searched")
+    ways = {"greedy": lambda: greedy(*arrays), "search": lambda: searched(*arrays)}
+    ways |= {} if bf16 else {"numpy": lambda: function(*arrays)}
     if torch_too:
         import torch
 
         torch.set_num_threads(1)
         torch.set_grad_enabled(False)
-        tensors = [torch.from_numpy(x) for x in arrays]
+        kind = torch.bfloat16 if bf16 else torch.float32
+        tensors = [torch.from_numpy(x.astype(np.float32)).to(kind) for x in arrays]
         compiled = torch.compile(torch_ways()[function], dynamic=False)
-        results["torch.compile"] = compiled(*tensors).numpy()
+        results["torch.compile"] = compiled(*tensors).float().numpy()
         ways["torch.compile"] = lambda: compiled(*tensors)
-    if importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
+    if not bf16 and importlib.util.find_spec("onnxruntime") and importlib.util.find_spec("onnx"):
         ways["ONNX Runtime"] = onnx_way(function, arrays)
         results["ONNX Runtime"] = ways["ONNX Runtime"]()
+    near = 2e-2 if bf16 else 2e-3
     for way, x in results.items():
-        np.testing.assert_allclose(x, want, rtol=2e-3, atol=2e-3 * float(np.abs(want).max()), err_msg=way)
+        most = near * float(np.abs(want).max())
+        np.testing.assert_allclose(np.asarray(x, np.float32), want, rtol=near, atol=most, err_msg=way)
     bits = None if finding.certificate is None else finding.certificate["check"]["bits"]
     return {
         "shapes": [list(x) for x in shapes], "path": list(finding.path), "forms": finding.forms,
@@ -255,7 +279,8 @@ def table(records):
         gains.append(t["greedy"] / t["search"])
         rivals.append(t["torch.compile"] / t["search"] if "torch.compile" in t else np.nan)
         others.append(t["ONNX Runtime"] / t["search"] if "ONNX Runtime" in t else np.nan)
-        words = ", ".join(dict.fromkeys(x["path"])) or x["note"] or "none is faster"
+        same = "none is faster" if x["kernels"] == x["greedy_kernels"] else "heads as rows of one product"
+        words = ", ".join(dict.fromkeys(x["path"])) or x["note"] or same
         loop = next((y.split("loop ")[1] for y in x["one_kernel"] if "loop " in y), "")
         passes = sum(y.startswith("    pass") for y in x["one_kernel"])
         one = f"{passes - 1} along {loop}" if loop else "none"
@@ -272,18 +297,26 @@ def main():
     parser.add_argument("--list", action="store_true")
     parser.add_argument("--table", action="store_true", help="print the table of --out")
     parser.add_argument("--no-torch", action="store_true")
+    parser.add_argument("--bf16", action="store_true", help="in bfloat16")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.list:
         print("\n".join(CASES))
         return
     if options.one:
-        print(json.dumps(measured(options.cases[0], torch_too=not options.no_torch)))
+        print(json.dumps(measured(options.cases[0], torch_too=not options.no_torch, bf16=options.bf16)))
         return
     known = json.loads(options.out.read_text()) if options.out and options.out.exists() else {}
     for name in () if options.table else options.cases or CASES:
         with tempfile.TemporaryDirectory() as folder:
-            words = [sys.executable, __file__, "--one", name, *(["--no-torch"] if options.no_torch else [])]
+            words = [
+                sys.executable,
+                __file__,
+                "--one",
+                name,
+                *(["--no-torch"] * options.no_torch),
+                *(["--bf16"] * options.bf16),
+            ]
             more = {"PORTMM_TUNED": f"{folder}/tuned.sqlite"}
             done = subprocess.run(words, capture_output=True, text=True, env=os.environ | more, check=False)
         if done.returncode:

@@ -1,6 +1,6 @@
 """Kernels that a fused program runs, with their records, for its certificate.
 
-Owns `emitted`.
+Owns `emitted`, and `unlisted`, those whose records it does not know.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.dispatch.schedule_choice import select_for_class
-from portmm.ir.block_program import program_of
+from portmm.ir.block_program import TileGemm, program_of
 from portmm.ir.product_program import RESULT, A, B, of_product
 from portmm.spec.epilogue import parse
 from portmm.verification.certificate import Emitted
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 
     from portmm.fusion.program import Kernel
     from portmm.ir.block_program import BlockProgram
+    from portmm.ir.mugraph import MuGraph
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
 
@@ -31,13 +32,33 @@ def emitted(kernels: Iterable[Kernel], target: Target, threads: int) -> list[Emi
     every: dict[str, Emitted] = {}
     for i, x in enumerate(kernels, 1):
         name = f"kernel {i}, {x.what}"
-        if x.problem is not None and x.problem.b != "packed" and not x.problem.source:
+        if not emitted_alone(x):
+            continue
+        if x.problem is not None:
             schedule = select_for_class(x.problem, target, threads).schedule
             rows = x.problem.m if x.problem.m <= MOST_EXACT else 0
             every[str(x.problem)] = Emitted(name, _laid_out(x.problem), replace(schedule, static=None), rows)
-        elif x.kind == "rows" and x.text:
+        else:
             every[x.text] = Emitted(name, program_of(parse(x.text), "L1"))
     return list(every.values())
+
+
+def unlisted(kernels: Iterable[Kernel], graph: MuGraph) -> list[tuple[str, str]]:
+    """Kernels that a program runs and neither `emitted` nor a step of its graph has, and the reason.
+
+    A step of attention has the kernel of its record, as a call of `attention` does.
+    """
+    calls = any(sum(isinstance(y, TileGemm) for one in x.program.passes for y in one) > 1 for x in graph.steps)
+    reasons = {"product": "its weight is packed, or its rows are quantized", "rows": "it has no text of expressions"}
+    every = [(i, x) for i, x in enumerate(kernels, 1) if not (x.kind == "block" or (x.kind == "attention" and calls))]
+    listed = [(i, x) for i, x in every if not emitted_alone(x)]
+    return [(f"kernel {i}, {x.what}", reasons.get(x.kind, "greedy fusion made it of several steps")) for i, x in listed]
+
+
+def emitted_alone(x: Kernel) -> bool:
+    """Whether the record of a kernel follows from what it is described by."""
+    product = x.problem is not None and x.problem.b != "packed" and not x.problem.source
+    return product or (x.problem is None and x.kind == "rows" and bool(x.text))
 
 
 def _laid_out(p: Problem) -> BlockProgram:

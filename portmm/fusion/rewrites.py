@@ -11,6 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from portmm.fusion.graph import FLOATS, Node
 from portmm.ops.attention import attention
 from portmm.spec.epilogue import argument, reduction
@@ -212,6 +214,8 @@ def _call(score: Callable[..., Any], heads: Heads, result: tuple[int, ...]) -> C
     batch, shared = heads
 
     def run(q: Any, k: Any, v: Any, *others: Any) -> Any:
+        others = tuple([_number(x) for x in others])
+
         @traced_through
         def scored(s: Any, i: Any) -> Any:  # noqa: ARG001 - arrays broadcast
             return score(s, others)
@@ -220,3 +224,9 @@ def _call(score: Callable[..., Any], heads: Heads, result: tuple[int, ...]) -> C
         return attention(q, k.swapaxes(-1, -2), v, score=scored).reshape(result)
 
     return run
+
+
+def _number(x: Any) -> Any:
+    """A number of a narrow type as one that scores are traced with; other operands as they are."""
+    narrow = isinstance(x, (np.generic, np.ndarray)) and not x.ndim and x.dtype.name in ("bfloat16", "float16")
+    return np.float32(x) if narrow else x

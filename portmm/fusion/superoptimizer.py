@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
-from portmm.fusion.emitted import emitted
+from portmm.fusion.emitted import emitted, unlisted
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted, predicted_kernel
@@ -56,6 +56,8 @@ ONE_KERNEL = "one kernel along "
 """Start of the last entry of a path that ends in one kernel: with the label of its loop, and its number."""
 MOST_SCHEDULES = 3
 """Schedules of such a kernel that are measured."""
+HOPELESS = 1.5
+"""Time of three runs of a form over that of the best one, from which it is not measured further."""
 LONGEST = 0.4
 """Seconds of all runs of one form."""
 Run = Any
@@ -189,7 +191,8 @@ class _Search:
         self.rates = Rates.of(config.target())
         self.inputs = _axes_of_inputs(labelled)
         self.reference = self.graph(labelled.results)
-        self.key = hashlib.sha256(json.dumps(to_json(self.reference), sort_keys=True).encode()).hexdigest()
+        text = json.dumps(to_json(self.reference), sort_keys=True) + labelled.dtype.replace("float32", "")
+        self.key = hashlib.sha256(text.encode()).hexdigest()
         self.seed = secrets.randbits(63)  # of the tests of all candidates; a certificate has tests of its own
         self.forms: list[Form] = []
         self.bounded = self.verified = 0
@@ -259,7 +262,12 @@ class _Search:
                 continue
 
     def compared(self, candidate: Placed, path: Path) -> None:
-        """Measure a candidate beside the program as it is, and keep it if it is the fastest so far."""
+        """Measure a candidate beside the program as it is, and keep it if it is the fastest so far.
+
+        One that is far slower in three runs is not measured further.
+        """
+        if timed(candidate.run, self.task.arrays, 0.0) > HOPELESS * self.best.seconds:
+            return
         before, seconds = timed(self.task.before, self.task.arrays), timed(candidate.run, self.task.arrays)
         if seconds < FASTER * min(before, self.best.before) and seconds < self.best.seconds:
             names = tuple(x for x, _ in path)
@@ -322,7 +330,7 @@ class _Search:
                 for view in views:
                     x = view(x)
                 inputs.append(x)
-            ends = iter(compute(roots, labelled.axes, inputs, labelled.extents))
+            ends = iter(compute(roots, labelled.axes, inputs, labelled.extents, labelled.dtype))
             return rebuilt(result, lambda x: next(ends) if isinstance(x, Placeholder) else x)
 
         return self.task.compiled(function)
@@ -335,7 +343,7 @@ class _Search:
             target, threads = config.target(), config.get_num_threads()
             one = [] if schedule is None else [Emitted("one kernel", graph.steps[0].program, schedule)]
             kernels = [*one, *emitted(explained.kernels, target, threads)]
-            certificate = certify(self.reference, graph, target.name, kernels)
+            certificate = certify(self.reference, graph, target.name, kernels, unlisted(explained.kernels, graph))
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
             return Finding(note=note, forms=best.forms, elapsed=best.elapsed, kernel=best.kernel)
@@ -401,11 +409,11 @@ def _axes_of_inputs(labelled: Labelled) -> tuple[str, ...]:
     return tuple(axes.get(i, "") for i in range(len(labelled.leaves)))
 
 
-def timed(run: Run, arrays: Sequence[Any]) -> float:
-    """Least seconds of some runs of a program."""
+def timed(run: Run, arrays: Sequence[Any], longest: float = LONGEST) -> float:
+    """Least seconds of some runs of a program: of three, and of more until they took `longest` seconds."""
     run(arrays)
     least, began, runs = float("inf"), time.perf_counter(), 0
-    while runs < 3 or (time.perf_counter() - began < LONGEST and runs < 200):
+    while runs < 3 or (time.perf_counter() - began < longest and runs < 200):
         start = time.perf_counter()
         run(arrays)
         least, runs = min(least, time.perf_counter() - start), runs + 1

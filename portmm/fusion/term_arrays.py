@@ -27,7 +27,9 @@ _ARRAYS: dict[str, Callable[..., Any]] = {
 }  # fmt: skip
 
 
-def compute(results: Sequence[Term], axes: Sequence[str], arrays: Sequence[Any], extents: dict[str, int]) -> list[Any]:
+def compute(
+    results: Sequence[Term], axes: Sequence[str], arrays: Sequence[Any], extents: dict[str, int], dtype: str = "float32"
+) -> list[Any]:
     """The arrays of terms: of NumPy, or traced ones.
 
     Args:
@@ -35,7 +37,9 @@ def compute(results: Sequence[Term], axes: Sequence[str], arrays: Sequence[Any],
         axes: labels of each result's dimensions.
         arrays: inputs, whose dimensions of extent 1 are dropped.
         extents: of labels.
+        dtype: of all arrays, and of literals, which then widen none.
     """
+    literal_type = np.dtype(dtype).type
     known: dict[Term, tuple[Any, str]] = {}
     extents = joined_extents(tuple(results), extents)
 
@@ -61,7 +65,7 @@ def compute(results: Sequence[Term], axes: Sequence[str], arrays: Sequence[Any],
             return function(x, [whole(y) for y in x.args], extents), x.labels
         of = [value(y)[1] for y in x.args if y.labels]
         axes_ = x.labels + "1" * all(y.endswith("1") for y in of)
-        values = (np.float32(y.data) if y.op == "const" else _aligned(*value(y), axes_) for y in x.args)
+        values = (literal_type(y.data) if y.op == "const" else _aligned(*value(y), axes_) for y in x.args)
         return _ARRAYS[x.op](*values), axes_
 
     ends = []

@@ -27,6 +27,8 @@ if TYPE_CHECKING:
 
 OPERATORS = ("add", "sub", "mul", "div", "neg", "sqrt", "abs", "max", "min", "select", "lt", "le", "eq", "ne")
 """Operations that terms have by themselves."""
+TYPES = ("float32", "bfloat16")
+"""Types of arrays of terms, which are equivalent over the reals."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -117,12 +119,14 @@ class Labelled(NamedTuple):
         axes: the label of each dimension of each result; "1" for one of extent 1.
         leaves: for each input, the number of an argument and its views.
         extents: of labels.
+        dtype: the name of the type of all arrays.
     """
 
     results: tuple[Term, ...]
     axes: tuple[str, ...]
     leaves: tuple[tuple[int, tuple[Callable[[Any], Any], ...]], ...]
     extents: dict[str, int]
+    dtype: str = "float32"
 
 
 class _Labels:
@@ -169,6 +173,7 @@ class _Reader:
 
     def __init__(self, graph: Graph) -> None:
         self.graph, self.labels = graph, _Labels()
+        self.dtype = ""
         self.dims: dict[Node, list[int]] = {}
         self.leaves: list[tuple[int, tuple[Callable[[Any], Any], ...]]] = []
         self.inputs: dict[Node, int] = {}
@@ -186,7 +191,8 @@ class _Reader:
         if any(len(set(x.replace("1", ""))) < len(x.replace("1", "")) for x in axes):
             raise UnlabelledError("two dimensions of a result are one, as in x @ x")
         extents = {name: self.labels.sizes[root] for root, name in self.names.items()}
-        return Labelled(tuple(self.terms[x] for x in outputs), axes, tuple(self.leaves), extents)
+        results = tuple(self.terms[x] for x in outputs)
+        return Labelled(results, axes, tuple(self.leaves), extents, self.dtype or "float32")
 
     def letter(self, i: int) -> str:
         """The label of a dimension."""
@@ -202,21 +208,28 @@ class _Reader:
     def dimensions(self, x: Node) -> list[int]:
         """The dimensions of a node."""
         if x.kind in ("array", "number") or (x.kind == "view" and _leaf(x) is not None):
-            if x.dtype is not None and x.dtype != np.float32:
-                raise UnlabelledError(f"{x.name} is of {x.dtype}")
+            if x.dtype is not None and not self.alike(x):
+                raise UnlabelledError(f"{x.name} is of {x.dtype}{f', others are of {self.dtype}' * bool(self.dtype)}")
             return [self.labels.new(n) for n in x.shape]
         inner = [self.dims[y] for y in x.inputs]
-        if x.kind == "map" and x.dtype == np.float32:
+        if x.kind == "map" and self.alike(x):
             return self.broadcast(inner, len(x.shape))
         if x.kind == "reduce":
             return [*inner[0][:-1], -1]
-        if x.kind == "matmul" and x.dtype == np.float32 and x.inputs[1].kind != "weight":
+        if x.kind == "matmul" and self.alike(x) and x.inputs[1].kind != "weight":
             a, b = inner
             self.labels.join(a[-1], b[-2])
             return [*self.broadcast([a[:-2], b[:-2]], len(x.shape) - 2), a[-2], b[-1]]
         if x.kind == "view":
             return self.viewed(x, inner[0])
         raise UnlabelledError(f"{x.name} ({x.where}) is no operation of terms")
+
+    def alike(self, x: Node) -> bool:
+        """Whether a node has the type of all arrays: that of the first one, if it is of real numbers."""
+        name = np.dtype(x.dtype).name
+        if not self.dtype and name in TYPES:
+            self.dtype = name
+        return bool(name == self.dtype)
 
     def broadcast(self, every: list[list[int]], count: int) -> list[int]:
         """The dimensions of operands that are broadcast."""

@@ -80,8 +80,9 @@ class Emitted(NamedTuple):
 
 
 def certify(
-    reference: MuGraph, candidate: MuGraph, target: str = "", emitted: Sequence[Emitted] = ()
-) -> dict[str, Any]:
+    reference: MuGraph, candidate: MuGraph, target: str = "", emitted: Sequence[Emitted] = (),
+    unchecked: Sequence[tuple[str, str]] = (),
+) -> dict[str, Any]:  # fmt: skip
     """The certificate of a candidate that computes what a reference does.
 
     Args:
@@ -89,6 +90,7 @@ def certify(
         candidate: the graph that takes its place.
         target: a chip whose kernels are checked too: those of steps that are products of matrices, rows or attention.
         emitted: further kernels, which the program runs in the place of steps.
+        unchecked: names of kernels that it runs, too, and why they are not checked.
 
     Raises:
         ScheduleError: they differ, or a kernel does, or the candidate is less stable.
@@ -102,7 +104,8 @@ def certify(
     one, other = to_json(reference), to_json(candidate)
     data: dict[str, Any] = {
         "format": FORMAT, "reference": one, "candidate": other, "check": _numbers(verdict),
-        "errors": [list(x) for x in stability.errors], "kernels": [], "unchecked": [],
+        "errors": [list(x) for x in stability.errors], "kernels": [],
+        "unchecked": [{"name": name, "reason": reason} for name, reason in unchecked],
         "digests": {"reference": digest(_text(one)), "candidate": digest(_text(other))},
     }  # fmt: skip
     if target in names_of("cpu"):

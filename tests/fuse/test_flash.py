@@ -122,3 +122,19 @@ def test_keys_that_are_shared_by_items_are_not():
     assert "attention" not in [k.kind for k in told.kernels]
     assert "broadcast otherwise than over heads" in str(told)
     np.testing.assert_allclose(fused(*x), divides_before(*x), rtol=2e-4, atol=2e-5)
+
+
+def test_a_scale_of_a_narrow_type():
+    """A scalar of bfloat16 is a number of the scores, whose traced expressions know no such type."""
+    scalar = pytest.importorskip("ml_dtypes").bfloat16(0.25)
+    q, k, v = (x.astype(type(scalar)) for x in heads(3))
+
+    def attend(q, k, v):
+        s = (q @ k.swapaxes(-1, -2)) * scalar
+        e = np.exp(s - s.max(-1, keepdims=True))
+        return (e / e.sum(-1, keepdims=True)) @ v
+
+    fused = pm.fuse(attend)
+    got, want = fused(q, k, v), attend(*(x.astype(np.float32) for x in (q, k, v)))
+    assert [x.kind for x in fused.explain(q, k, v).kernels] == ["attention"]
+    np.testing.assert_allclose(got.astype(np.float32), want.astype(np.float32), rtol=0.03, atol=0.03)

@@ -153,7 +153,7 @@ def test_operations_without_terms_are_not_searched():
 TIMES = count()
 
 
-def last(run, arrays):
+def last(run, arrays, *_):
     """Seconds by which each program is the fastest so far."""
     run(arrays)
     return 0.5 ** next(TIMES)
@@ -192,6 +192,30 @@ def test_a_chain_is_found_kept_and_used_for_other_sizes(database, monkeypatch):
     assert plain.explain(*wide).finding is None
 
 
+def test_bfloat16_is_searched_and_stored_apart(database, monkeypatch):
+    """Literals do not widen it, and what is found for it is not what is found for float32."""
+    del database
+    monkeypatch.setattr(superoptimizer, "timed", last)
+    monkeypatch.setattr(superoptimizer, "MEASURED", 1)
+    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    function = CASES["chain"][0]
+    wide = arrays_of([(8, 512), (512, 4), (4, 512)])
+    arrays = [(x * np.float32(0.125)).astype(ml_dtypes.bfloat16) for x in wide]
+    fused = pm.fuse(function, search=20)
+    result = fused(*arrays)
+    assert result.dtype == arrays[0].dtype
+    want = function(*[x.astype(np.float32) for x in arrays])
+    np.testing.assert_allclose(result.astype(np.float32), want, rtol=2e-2, atol=2e-2 * np.abs(want).max())
+    finding = fused.explain(*arrays).finding
+    assert finding.path == ("association",)
+    assert not finding.certificate["kernels"]
+    assert pm.fuse(function).explain(*wide).finding is None
+    mixed = pm.fuse(lambda x, a: x @ a, search=1)
+    mixed(wide[0], arrays[1])
+    assert "others are of" in mixed.explain(wide[0], arrays[1]).finding.note
+
+
 def test_captured_arrays_and_numbers_vary_from_call_to_call(database, monkeypatch):
     """Of the form that is predicted to be the fastest, whatever it takes on a busy machine."""
     del database
@@ -215,7 +239,7 @@ def test_an_interrupt_keeps_the_best(database, monkeypatch):
     del database
     calls = []
 
-    def timed(run, arrays):
+    def timed(run, arrays, *_):
         run(arrays)
         calls.append(run)
         if len(calls) > 4:
