@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import ceil_div, const, maximum, minimum, round_up, var
+from portmm.ir.nodes import Let
 from portmm.kernels.cpu.packing import line_of
 from portmm.schedule.schedule import finishes, shifts, sweeps
 from portmm.spec.dtype import BY_NAME, CODES_KR
@@ -14,6 +15,7 @@ from portmm.target.summation import RUN, STEP, BlockOfK, block_of_k, chained, ru
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
     from portmm.spec.layout import Layout
     from portmm.target.atom import Atom
@@ -159,9 +161,29 @@ class Blocks:
         return minimum(WORKERS, ceil_div(self.k, self.kb))
 
     @property
-    def blocks(self) -> Index:
-        """Number of blocks of rows."""
+    def fewest_blocks(self) -> Index:
+        """Number of blocks of rows that MC allows."""
         return ceil_div(M, self.s.mc) if self.s.mc else const(1)
+
+    @property
+    def evens_out(self) -> bool:
+        """Whether blocks of rows are tasks, of which every thread takes as many if each is one."""
+        return bool(self.s.mc) and self.s.parallel.over == "tiles"
+
+    @property
+    def blocks(self) -> Index:
+        """Number of blocks of rows, after `count_blocks`."""
+        return var("blocks") if self.evens_out else self.fewest_blocks
+
+    def count_blocks(self) -> tuple[Stmt, ...]:
+        """Statements that count blocks of rows: a multiple of the threads where columns are not cut into tasks, too."""
+        if not self.evens_out:
+            return ()
+        fewest, cut, even = self.fewest_blocks, self.chunks_wanted, var("even")
+        return (
+            Let("even", maximum(1, WORKERS * cut.lt(2))),
+            Let("blocks", minimum(M, ceil_div(fewest, even) * even)),
+        )
 
     @property
     def block_rows(self) -> Index:
@@ -185,7 +207,7 @@ class Blocks:
     @property
     def chunks_wanted(self) -> Index:
         """Number of chunks of the columns of a block for which every thread has work."""
-        return ceil_div((WORKERS - 1) * TASKS_PER_WORKER, self.blocks)
+        return ceil_div((WORKERS - 1) * TASKS_PER_WORKER, self.fewest_blocks)
 
     def chunk_start(self, chunk: Index, chunks: Index) -> Index:
         """First visit of a chunk; a block's wider chunks are first, so that the last ones even out the threads."""

@@ -126,9 +126,10 @@ class Gemm(Operands):
         task = Function("block", "task", params, self.block(var("task")), comment)
         blocks = Parallel(task, self.blocks * self.column_chunks, args)
         if not self.s.b.once:
-            return (blocks,)
+            return (*self.count_blocks(), blocks)
         # Names of a slab take the place of those of all columns.
-        slab = (Let("n", minimum(var("slab"), var("all") - var("across"))), pack_once(self), blocks)
+        n = Let("n", minimum(var("slab"), var("all") - var("across")))
+        slab = (n, pack_once(self), *self.count_blocks(), blocks)
         return (Let("all", N), Let("slab", self.slab), For("across", const(0), var("all"), var("slab"), slab))
 
     def in_order(self) -> Stmt:
@@ -151,6 +152,7 @@ class Gemm(Operands):
             inside = (*extents_of_k(self), *self.scratch(), *inside)
         return (
             *self.quantised_rows(),
+            *self.count_blocks(),
             *(() if single else (Let("shares", self.column_chunks),)),
             Let("row", M * index // blocks if s.mc else const(0)),
             Let("rows", rows),

@@ -331,6 +331,9 @@ def shared(v: Extents, workers: int) -> Partition:
     first, of = t.firsts, t.group_of
     visits, blocks, fewest, passes = v.visits[first], v.blocks[:, first], v.fewest[first], v.passes[first]
     over_k, over_batch = t.over_k[first], t.over_batch[first]
+    # Blocks of rows that are not cut along the columns are as many for every thread.
+    whole = ~(over_k | over_batch) & (blocks >= (workers - 1) * 4)
+    blocks = np.where(whole, np.ceil(blocks / workers) * workers, blocks)
 
     def cut(threads: Any) -> tuple[Array, Array]:
         column_blocks = np.maximum(fewest, np.minimum(visits, np.ceil((threads - 1) * 4 / blocks)))

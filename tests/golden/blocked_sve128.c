@@ -181,9 +181,11 @@ static void block(const long *ctx, long task, long worker) {
   const float *b = (const float *)g->b;
   float *c = (float *)g->c;
   float *work = (float *)g->work;
+  const long even = max_(1, workers * (((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8) < 2));
+  const long blocks = min_(m, ((m + 7) / 8 + even - 1) / even * even);
   const long shares = max_((n + 31) / 32, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8)));
-  const long row = m * (task / shares) / ((m + 7) / 8);
-  const long rows = m * (task / shares + 1) / ((m + 7) / 8) - row;
+  const long row = m * (task / shares) / blocks;
+  const long rows = m * (task / shares + 1) / blocks - row;
   const long first = (n + 7) / 8 / shares * (task % shares) + min_(task % shares, (n + 7) / 8 % shares);
   const long last = min_((n + 7) / 8, (n + 7) / 8 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 7) / 8 % shares));
   const long slices = (rows + 1) / 2;
@@ -233,9 +235,11 @@ void portmm_gemm_f32_f32_f32_2x8x1_sve128(const portmm_args *g) {
   const long batch = g->batch;
   const long workers = g->workers;
   for (long item = 0; item < batch; ++item) {
+    const long even = max_(1, workers * (((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8) < 2));
+    const long blocks = min_(m, ((m + 7) / 8 + even - 1) / even * even);
     {
       const long task_ctx[] = {(long)g, item};
-      g->parallel(g->pool, block, task_ctx, (m + 7) / 8 * max_((n + 31) / 32, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))), workers);
+      g->parallel(g->pool, block, task_ctx, blocks * max_((n + 31) / 32, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))), workers);
     }
   }
 }

@@ -323,9 +323,11 @@ static void block(const long *ctx, long task, long worker) {
   const float *a = (const float *)g->a;
   float *c = (float *)g->c;
   float *work = (float *)g->work;
+  const long even = max_(1, workers * (((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8) < 2));
+  const long blocks = min_(m, ((m + 7) / 8 + even - 1) / even * even);
   const long shares = max_((n + 63) / 64, min_((n + 15) / 16, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8)));
-  const long row = m * (task / shares) / ((m + 7) / 8);
-  const long rows = m * (task / shares + 1) / ((m + 7) / 8) - row;
+  const long row = m * (task / shares) / blocks;
+  const long rows = m * (task / shares + 1) / blocks - row;
   const long first = (n + 15) / 16 / shares * (task % shares) + min_(task % shares, (n + 15) / 16 % shares);
   const long last = min_((n + 15) / 16, (n + 15) / 16 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 15) / 16 % shares));
   const long slices = (rows + 1) / 2;
@@ -371,9 +373,11 @@ void portmm_gemm_f32_f32_f32_2x16x1_avx2(const portmm_args *g) {
           g->parallel(g->pool, pack_share, task_ctx, ((n + 15) / 16 + 15) / 16 * ((k + 255) / 256), workers);
         }
       }
+      const long even = max_(1, workers * (((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8) < 2));
+      const long blocks = min_(m, ((m + 7) / 8 + even - 1) / even * even);
       {
         const long task_ctx[] = {(long)g, item, n, across};
-        g->parallel(g->pool, block, task_ctx, (m + 7) / 8 * max_((n + 63) / 64, min_((n + 15) / 16, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))), workers);
+        g->parallel(g->pool, block, task_ctx, blocks * max_((n + 63) / 64, min_((n + 15) / 16, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))), workers);
       }
     }
   }

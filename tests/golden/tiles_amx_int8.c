@@ -195,9 +195,11 @@ static void block(const long *ctx, long task, long worker) {
   const int *b = (const int *)g->b;
   int *c = (int *)g->c;
   int *work = (int *)g->work;
+  const long even = max_(1, workers * (((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64) < 2));
+  const long blocks = min_(m, ((m + 63) / 64 + even - 1) / even * even);
   const long shares = max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64)));
-  const long row = m * (task / shares) / ((m + 63) / 64);
-  const long rows = m * (task / shares + 1) / ((m + 63) / 64) - row;
+  const long row = m * (task / shares) / blocks;
+  const long rows = m * (task / shares + 1) / blocks - row;
   const long first = (n + 31) / 32 / shares * (task % shares) + min_(task % shares, (n + 31) / 32 % shares);
   const long last = min_((n + 31) / 32, (n + 31) / 32 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 31) / 32 % shares));
   const long slices = (rows + 31) / 32;
@@ -245,9 +247,11 @@ void portmm_tiles_s32_u8_s8_32x32x4_amx_int8(const portmm_args *g) {
   const long batch = g->batch;
   const long workers = g->workers;
   for (long item = 0; item < batch; ++item) {
+    const long even = max_(1, workers * (((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64) < 2));
+    const long blocks = min_(m, ((m + 63) / 64 + even - 1) / even * even);
     {
       const long task_ctx[] = {(long)g, item};
-      g->parallel(g->pool, block, task_ctx, (m + 63) / 64 * max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64))), workers);
+      g->parallel(g->pool, block, task_ctx, blocks * max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64))), workers);
     }
   }
 }

@@ -396,9 +396,11 @@ static void block(const long *ctx, long task, long worker) {
   const long x0_m = g->operands[0].m;
   const float *x1 = (const float *)g->operands[1].p;
   const float *x2 = (const float *)g->operands[2].p;
+  const long even = max_(1, workers * (((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9) < 2));
+  const long blocks = min_(m, ((m + 8) / 9 + even - 1) / even * even);
   const long shares = max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9)));
-  const long row = m * (task / shares) / ((m + 8) / 9);
-  const long rows = m * (task / shares + 1) / ((m + 8) / 9) - row;
+  const long row = m * (task / shares) / blocks;
+  const long rows = m * (task / shares + 1) / blocks - row;
   const long first = (n + 7) / 8 / shares * (task % shares) + min_(task % shares, (n + 7) / 8 % shares);
   const long last = min_((n + 7) / 8, (n + 7) / 8 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 7) / 8 % shares));
   const long slices = (rows + 2) / 3;
@@ -454,9 +456,11 @@ void portmm_gemm_s32_u8_s8_3x8x8_neon_smmla(const portmm_args *g) {
   const long batch = g->batch;
   const long workers = g->workers;
   for (long item = 0; item < batch; ++item) {
+    const long even = max_(1, workers * (((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9) < 2));
+    const long blocks = min_(m, ((m + 8) / 9 + even - 1) / even * even);
     {
       const long task_ctx[] = {(long)g, item};
-      g->parallel(g->pool, block, task_ctx, (m + 8) / 9 * max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))), workers);
+      g->parallel(g->pool, block, task_ctx, blocks * max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))), workers);
     }
   }
 }
