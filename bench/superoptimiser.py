@@ -279,15 +279,16 @@ def table(records):
         gains.append(t["greedy"] / t["search"])
         rivals.append(t["torch.compile"] / t["search"] if "torch.compile" in t else np.nan)
         others.append(t["ONNX Runtime"] / t["search"] if "ONNX Runtime" in t else np.nan)
-        same = "none is faster" if x["kernels"] == x["greedy_kernels"] else "heads as rows of one product"
-        words = ", ".join(dict.fromkeys(x["path"])) or x["note"] or same
+        same = "none is faster" if x["bits"] is None else "labels of one operand are one dimension"
+        words = ", ".join(dict.fromkeys(x["path"])) or x["note"].split(":")[0] or same
         loop = next((y.split("loop ")[1] for y in x["one_kernel"] if "loop " in y), "")
         passes = sum(y.startswith("    pass") for y in x["one_kernel"])
         one = f"{passes - 1} along {loop}" if loop else "none"
-        lines.append(f"| {name} | {t['greedy'] * 1e3:.3f} | {gains[-1]:.2f} | {rivals[-1]:.2f} | {others[-1]:.2f} "
+        ratios = " | ".join(f"{y:.2f}" if np.isfinite(y) else "" for y in (gains[-1], rivals[-1], others[-1]))
+        lines.append(f"| {name} | {t['greedy'] * 1e3:.3f} | {ratios} "
                      f"| {x['search_seconds']:.1f} s | {x['forms']} | {words} | {one} |")  # fmt: skip
-    means = [float(np.exp(np.nanmean(np.log(x)))) for x in (gains, rivals, others)]
-    return "\n".join([*lines, f"| geometric mean | | {means[0]:.2f} | {means[1]:.2f} | {means[2]:.2f} | | | | |"])
+    means = [f"{np.exp(np.nanmean(np.log(x))):.2f}" if np.isfinite(x).any() else "" for x in (gains, rivals, others)]
+    return "\n".join([*lines, f"| geometric mean | | {' | '.join(means)} | | | | |"])
 
 
 def main():
