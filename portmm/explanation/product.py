@@ -11,8 +11,11 @@ import math
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from portmm.arrays import libraries
 from portmm.arrays.call import problem_of_call
+from portmm.arrays.numpy_arrays import as_operand
 from portmm.dispatch import config, cpu_kernels, cpu_race, schedule_choice
 from portmm.errors import ScheduleError, TargetError
 from portmm.explanation.record import Explanation
@@ -120,10 +123,8 @@ def explain(
     if grouped:
         return answer(_group(a, b, dtype, machine))
     if epilogue is not None:
-        from portmm.ops.product_kernel import fused_problem
-
         word = dtype if out is None else out.dtype
-        return answer(*fused_problem(a, b, word, epilogue, typed_result=out is not None))
+        return answer(*_fused(a, b, word, epilogue, typed_result=out is not None))
     problem = problem_of_call(a, b, out, dtype=dtype, static=static)
     try:
         return answer(problem)
@@ -132,6 +133,35 @@ def explain(
             raise
     note = f"the weight is packed as {b.family}, which does not suit this call: matmul unpacks it"
     return answer(problem_of_call(a, tuple(b.shape), out, dtype=b.dtype.name), (note,))
+
+
+def _fused(
+    a: Any, b: Any, dtype: Any, epilogue: Callable[..., Any], *, typed_result: bool
+) -> tuple[Problem, tuple[str, ...]]:
+    """The problem of a product with an epilogue in the host's memory, and notes.
+
+    Args:
+        a: an array.
+        b: an array, or a packed weight.
+        dtype: of the result, if `typed_result`.
+        epilogue: the function.
+        typed_result: the user has passed a result type.
+    """
+    from portmm.ops.epilogues import VALUES, rank_of
+    from portmm.ops.product_kernel import HostProduct, better_unfused, operand_b
+    from portmm.trace.tracer import trace
+
+    left, right = as_operand(a, "a"), operand_b(b)
+    call = HostProduct(left, right, np.dtype(dtype) if typed_result else None, None)
+    traced, *_ = trace(epilogue, VALUES, by_value=False, rank=rank_of(left.shape, right.shape))
+    try:
+        step = call.step(traced)
+        p, *_ = call.question(step)
+    except ScheduleError as error:
+        return problem_of_call(a, b), (f"the epilogue is a separate kernel, over the rows of the product: {error}",)
+    if better_unfused(p, step):
+        return replace(p, fused=""), ("the epilogue is a separate kernel: predicted to be faster",)
+    return p, ("the epilogue is part of the kernel",)
 
 
 def _about(name: str, machine: Target) -> tuple[tuple[str, ...], int]:

@@ -23,7 +23,7 @@ from portmm.dispatch import cpu_race, program_database
 from portmm.errors import TraceError
 from portmm.fusion.captures import arguments, placeholder
 from portmm.fusion.compilation import compiled_program
-from portmm.fusion.program import ChangedError, Kernel
+from portmm.fusion.program import ChangedError, Explained, Kernel
 from portmm.fusion.recorder import WholeArrays
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
@@ -69,54 +69,6 @@ class Program:
     cacheable: bool
     simple: bool = False
     by_value: bool = False
-
-
-@dataclass(frozen=True, slots=True)
-class Explained:
-    """An explanation of a fused function for one kind of arguments.
-
-    Attributes:
-        name: of the function.
-        kernels: in the order in which they run.
-        blocked: line, and the reason why an operation there is not fused.
-        notes: further remarks.
-        source: the Python that calls the kernels.
-        finding: the result of a search, or None: see `superoptimizer.Finding`.
-    """
-
-    name: str
-    kernels: tuple[Kernel, ...]
-    blocked: tuple[tuple[str, str], ...]
-    notes: tuple[str, ...]
-    source: str
-    finding: Any = None
-
-    def graph(self) -> str:
-        """A picture of the kernels and their operators as SVG, of a function that was searched.
-
-        Raises:
-            TraceError: it was not.
-        """
-        from portmm.fusion.mugraph_svg import svg
-
-        if self.finding is None or self.finding.graph is None:
-            raise TraceError(f"{self.name} has no graph of labelled operations: fuse it with search=True")
-        one = self.finding.kernel
-        return svg(self.finding.graph if one is None or self.finding.run is not None else one.graph)
-
-    def __str__(self) -> str:
-        lines = [f"{self.name}: {len(self.kernels)} kernel{'s' * (len(self.kernels) != 1)}"]
-        for i, k in enumerate(self.kernels, 1):
-            kind = "NumPy: " if k.kind == "numpy" else "" if k.kind == k.what else f"{k.kind}: "
-            lines.append(f"  {i}. {kind}{k.what}{f'  {k.detail}' if k.detail else ''}  [{', '.join(k.lines)}]")
-            if k.fused:
-                lines.append(f"     fused: {', '.join(k.fused)}")
-            lines += [f"     {x}" for x in k.notes]
-        if self.blocked:
-            lines.append("not fused:")
-            lines += [f"  {where}: {why}" for where, why in self.blocked]
-        lines += [f"note: {x}" for x in self.notes]
-        return "\n".join(lines)
 
 
 class FusedFunction:

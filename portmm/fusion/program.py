@@ -1,8 +1,8 @@
 """Python programs of fused functions: one call of a kernel after the other.
 
 Owns `Text`, a function of a call's arrays as text, with all shapes and strides in it; `Writer`, that of a program on
-the CPU; and `Kernel`, the description of a step. The invariant state of a program on the CPU is a tuple:
-the arguments of kernels, the tables of their operands, and arrays between kernels, whose memory is
+the CPU; `Kernel`, the description of a step, and `Explained`, that of a program. The invariant state of a program on
+the CPU is a tuple: the arguments of kernels, the tables of their operands, and arrays between kernels, whose memory is
 the scratch arena of a thread. A call fills in addresses.
 """
 
@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import numpy_arrays, scratch_arena
+from portmm.errors import TraceError
 from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import AXES
 from portmm.trace.buffers import Arena, Place
@@ -64,6 +65,54 @@ class Kernel:
     detail: str = ""
     notes: tuple[str, ...] = ()
     problem: Problem | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Explained:
+    """An explanation of a fused function for one kind of arguments.
+
+    Attributes:
+        name: of the function.
+        kernels: in the order in which they run.
+        blocked: line, and the reason why an operation there is not fused.
+        notes: further remarks.
+        source: the Python that calls the kernels.
+        finding: the result of a search, or None: see `superoptimizer.Finding`.
+    """
+
+    name: str
+    kernels: tuple[Kernel, ...]
+    blocked: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    source: str
+    finding: Any = None
+
+    def graph(self) -> str:
+        """A picture of the kernels and their operators as SVG, of a function that was searched.
+
+        Raises:
+            TraceError: it was not.
+        """
+        from portmm.fusion.mugraph_svg import svg
+
+        if self.finding is None or self.finding.graph is None:
+            raise TraceError(f"{self.name} has no graph of labelled operations: fuse it with search=True")
+        one = self.finding.kernel
+        return svg(self.finding.graph if one is None or self.finding.run is not None else one.graph)
+
+    def __str__(self) -> str:
+        lines = [f"{self.name}: {len(self.kernels)} kernel{'s' * (len(self.kernels) != 1)}"]
+        for i, k in enumerate(self.kernels, 1):
+            kind = "NumPy: " if k.kind == "numpy" else "" if k.kind == k.what else f"{k.kind}: "
+            lines.append(f"  {i}. {kind}{k.what}{f'  {k.detail}' if k.detail else ''}  [{', '.join(k.lines)}]")
+            if k.fused:
+                lines.append(f"     fused: {', '.join(k.fused)}")
+            lines += [f"     {x}" for x in k.notes]
+        if self.blocked:
+            lines.append("not fused:")
+            lines += [f"  {where}: {why}" for where, why in self.blocked]
+        lines += [f"note: {x}" for x in self.notes]
+        return "\n".join(lines)
 
 
 class Text:

@@ -45,7 +45,8 @@ from portmm.ir.nodes import (
     UntilAligned,
     Verb,
 )
-from portmm.spec.dtype import BY_NAME, CODES_KR, EXTENSION_TYPES, ZERO_CODE, base
+from portmm.ir.register_values import WRITTEN, converted, numpy_type
+from portmm.spec.dtype import BY_NAME, CODES_KR
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -56,8 +57,6 @@ Address = tuple[np.ndarray, int]
 Typed = tuple[np.ndarray, int, str]
 """A flat array of the type's elements (for units, of their elements), the offset of the pointer, and the type."""
 Registers = dict[str, np.ndarray]
-LESS = {"code": 0, "centred": ZERO_CODE, "below": 2 * ZERO_CODE}
-"""Verb -> the number that it subtracts from an int4 value."""
 UNWRITTEN = 0xFF
 """Value of bytes of scratch that were never written: NaN as a float, -1 as an integer."""
 
@@ -125,18 +124,6 @@ def run(
     make(kernel, cache(kernel.isa.word), fields, typed, order).call(kernel.entry, {}, {})
 
 
-@cache
-def numpy_type(name: str) -> np.dtype:
-    """The NumPy type of a type's elements, or of those of a unit."""
-    wanted = BY_NAME[name].numpy
-    if base(name) in EXTENSION_TYPES:
-        import ml_dtypes
-
-        extension: np.dtype = np.dtype(getattr(ml_dtypes, wanted))
-        return extension
-    return np.dtype(wanted)
-
-
 def _view(array: np.ndarray, at: int, name: str) -> Typed:
     """The same address, as a pointer to another type."""
     dtype = numpy_type(name)
@@ -148,46 +135,6 @@ def _view(array: np.ndarray, at: int, name: str) -> Typed:
     whole = array.nbytes // dtype.itemsize * dtype.itemsize
     # The remainder of a row of units is read element by element.
     return array.view(np.uint8)[:whole].view(dtype), bytes_ // dtype.itemsize, name
-
-
-def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
-    """Elements of one type converted to another: see `isa.Transfer`."""
-    m, r = BY_NAME[memory].base or memory, BY_NAME[register].base or register
-    if m == r:
-        return x
-    if {m, r} == {"s8", "u8"}:
-        return (x.astype(np.int16) + (128 if m == "s8" else -128)).astype(numpy_type(r))
-    if BY_NAME[m].eps and not BY_NAME[r].eps:
-        info = np.iinfo(numpy_type(r))
-        whole: np.ndarray = np.clip(np.rint(x), info.min, info.max)
-        with np.errstate(invalid="ignore"):
-            return whole.astype(numpy_type(r))
-    with np.errstate(over="ignore"):
-        return x.astype(numpy_type(r))
-
-
-def _int4_values(s: Verb, regs: Registers, atom: Atom, bit: int) -> np.ndarray:
-    numbers = register_values.int4_values(regs[s.a], bit, atom.k_pack) - LESS[s.name]
-    return numbers.astype(numpy_type(atom.b))
-
-
-def _ones(_: Verb, __: Registers, atom: Atom, ___: int) -> np.ndarray:
-    return np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.asarray(1, np.int32)
-
-
-_WRITTEN: dict[str, Callable[[Verb, Registers, Atom, int], np.ndarray]] = {
-    "mac": lambda s, regs, atom, _: register_values.multiplied(regs[s.d], regs[s.a], regs[s.b], atom.k_pack),
-    "unshift": lambda s, regs, atom, _: register_values.unshifted(regs[s.d], regs[s.b], unsigned=atom.a == "u8"),
-    "add": lambda s, regs, *_: regs[s.d] + regs[s.a],
-    "amax": lambda s, regs, *_: np.maximum(regs[s.d], np.abs(regs[s.a])),
-    **dict.fromkeys(LESS, _int4_values),
-    "ones": _ones,
-    "zero": lambda _, __, atom, ___: np.zeros(atom.n, numpy_type(atom.acc)),
-    "hold": lambda s, regs, *_: regs[s.d],
-    "real": lambda s, regs, atom, _: regs[s.a].astype(numpy_type(atom.acc)),
-    "mask": lambda _, __, atom, count: np.arange(atom.n) < count,
-}
-"""Verb without an address -> the value that it writes to a register, from its `count`."""
 
 
 @dataclass(slots=True)
@@ -275,7 +222,7 @@ class _Machine:
         elif s.p is not None:
             self._memory(s, f, atom)
         else:
-            f.regs[s.d] = _WRITTEN[s.name](s, f.regs, atom, self.value(s.count, f) if s.count else 0)
+            f.regs[s.d] = WRITTEN[s.name](s, f.regs, atom, self.value(s.count, f) if s.count else 0)
 
     def _memory(self, s: Verb, f: _Frame, atom: Atom) -> None:
         assert s.p is not None  # noqa: S101 - a malformed node is a bug of the lowering

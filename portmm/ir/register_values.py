@@ -1,21 +1,54 @@
-"""Values of vector registers, in NumPy: products, int4 values, element-wise operations and sums of lanes."""
+"""Values of vector registers, in NumPy: conversions, products, int4 values, element-wise operations, sums of lanes."""
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.spec.dtype import CODES_AT
+from portmm.spec.dtype import BY_NAME, CODES_AT, EXTENSION_TYPES, ZERO_CODE, base
 from portmm.spec.expr_ops import OPS
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from portmm.ir.lane_nodes import Map
+    from portmm.ir.nodes import Verb
+    from portmm.target.atom import Atom
 
 KINDS = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
 """Type of an element-wise operation's result -> that of its lanes."""
+LESS = {"code": 0, "centred": ZERO_CODE, "below": 2 * ZERO_CODE}
+"""Verb -> the number that it subtracts from an int4 value."""
+
+
+@cache
+def numpy_type(name: str) -> np.dtype:
+    """The NumPy type of a type's elements, or of those of a unit."""
+    wanted = BY_NAME[name].numpy
+    if base(name) in EXTENSION_TYPES:
+        import ml_dtypes
+
+        extension: np.dtype = np.dtype(getattr(ml_dtypes, wanted))
+        return extension
+    return np.dtype(wanted)
+
+
+def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
+    """Elements of one type converted to another: see `isa.Transfer`."""
+    m, r = BY_NAME[memory].base or memory, BY_NAME[register].base or register
+    if m == r:
+        return x
+    if {m, r} == {"s8", "u8"}:
+        return (x.astype(np.int16) + (128 if m == "s8" else -128)).astype(numpy_type(r))
+    if BY_NAME[m].eps and not BY_NAME[r].eps:
+        info = np.iinfo(numpy_type(r))
+        whole: np.ndarray = np.clip(np.rint(x), info.min, info.max)
+        with np.errstate(invalid="ignore"):
+            return whole.astype(numpy_type(r))
+    with np.errstate(over="ignore"):
+        return x.astype(numpy_type(r))
 
 
 def multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray, pack: int) -> np.ndarray:
@@ -75,3 +108,27 @@ def total(x: np.ndarray, kind: str) -> np.float32:
             x = x[: len(x) // 2] + x[len(x) // 2 :]
         most: np.float32 = np.maximum.reduce(x)
     return most
+
+
+def _shifted(s: Verb, regs: Mapping[str, np.ndarray], atom: Atom, bit: int) -> np.ndarray:
+    numbers = int4_values(regs[s.a], bit, atom.k_pack) - LESS[s.name]
+    return numbers.astype(numpy_type(atom.b))
+
+
+def _ones(_: Verb, __: Mapping[str, np.ndarray], atom: Atom, ___: int) -> np.ndarray:
+    return np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.asarray(1, np.int32)
+
+
+WRITTEN: dict[str, Callable[[Verb, Mapping[str, np.ndarray], Atom, int], np.ndarray]] = {
+    "mac": lambda s, regs, atom, _: multiplied(regs[s.d], regs[s.a], regs[s.b], atom.k_pack),
+    "unshift": lambda s, regs, atom, _: unshifted(regs[s.d], regs[s.b], unsigned=atom.a == "u8"),
+    "add": lambda s, regs, *_: regs[s.d] + regs[s.a],
+    "amax": lambda s, regs, *_: np.maximum(regs[s.d], np.abs(regs[s.a])),
+    **dict.fromkeys(LESS, _shifted),
+    "ones": _ones,
+    "zero": lambda _, __, atom, ___: np.zeros(atom.n, numpy_type(atom.acc)),
+    "hold": lambda s, regs, *_: regs[s.d],
+    "real": lambda s, regs, atom, _: regs[s.a].astype(numpy_type(atom.acc)),
+    "mask": lambda _, __, atom, count: np.arange(atom.n) < count,
+}
+"""Verb without an address -> the value that it writes to a register, from its `count`."""

@@ -19,7 +19,8 @@ import numpy as np
 
 from portmm.ir import warp_values, warpgroup_values
 from portmm.ir.index import Ptr
-from portmm.ir.interpreter import UNWRITTEN, Address, _Frame, _Machine, _view, evaluate, numpy_type
+from portmm.ir.interpreter import UNWRITTEN, Address, _Frame, _Machine, _view, evaluate
+from portmm.ir.register_values import numpy_type
 from portmm.spec.dtype import BY_NAME, base
 from portmm.target.device import CUDA_WARP
 

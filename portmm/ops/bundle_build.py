@@ -258,7 +258,7 @@ class Maker:
                 are there.
             libc: "gnu" or "musl".
         """
-        from portmm.runtime.cffi_runtime import SYMBOLS
+        from portmm.runtime.cffi_launches import SYMBOLS
 
         flags = cpu_runtime.flags(arch)
         every = [Job(arch, cpu_runtime.source(python=False), flags, "portmm_run", SYMBOLS)]

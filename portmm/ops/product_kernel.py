@@ -28,7 +28,7 @@ from portmm.util.memo import cached
 from portmm.weights.kinds import WeightKind, weight_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
 
     from portmm.spec.dequantization import Dequantization
     from portmm.trace.bind import Bound, Step
@@ -144,7 +144,7 @@ class HostProduct:
         """
         step = None if traced is None else self.step(traced)
         p, rows, other = self.question(step)
-        if step is not None and _better_unfused(p, step):
+        if step is not None and better_unfused(p, step):
             raise ScheduleError("the product, and a separate kernel over its rows, are predicted to be faster")
         size, right = self.size(step), other if isinstance(other, numpy_arrays.Operand) else None
         if step is not None and self.after is not None and size[2] > 1:
@@ -359,37 +359,7 @@ def operand_b(b: Any) -> Any:
     return numpy_arrays.as_operand(b, "b")
 
 
-def fused_problem(
-    a: Any, b: Any, dtype: Any, epilogue: Callable[..., Any], *, typed_result: bool
-) -> tuple[Problem, tuple[str, ...]]:
-    """The problem of a product with an epilogue, and notes for `explain`.
-
-    Args:
-        a: an array.
-        b: an array, or a packed weight.
-        dtype: of the result, if `typed_result`.
-        epilogue: the function.
-        typed_result: the user has passed a result type.
-    """
-    from portmm.ops.epilogues import VALUES, rank_of
-    from portmm.trace.tracer import trace
-
-    left, right = numpy_arrays.as_operand(a, "a"), operand_b(b)
-    call = HostProduct(left, right, np.dtype(dtype) if typed_result else None, None)
-    traced, *_ = trace(epilogue, VALUES, by_value=False, rank=rank_of(left.shape, right.shape))
-    try:
-        step = call.step(traced)
-        p, *_ = call.question(step)
-    except ScheduleError as error:
-        from portmm.arrays.call import problem_of_call
-
-        return problem_of_call(a, b), (f"the epilogue is a separate kernel, over the rows of the product: {error}",)
-    if _better_unfused(p, step):
-        return replace(p, fused=""), ("the epilogue is a separate kernel: predicted to be faster",)
-    return p, ("the epilogue is part of the kernel",)
-
-
-def _better_unfused(p: Problem, step: Step) -> bool:
+def better_unfused(p: Problem, step: Step) -> bool:
     """Whether kernels that cannot fuse, dot products with a column-major B, gain more than another pass costs."""
     if (p.a, p.b) != ("row", "col"):
         return False

@@ -21,8 +21,9 @@ from portmm.errors import BuildError, ScheduleError
 from portmm.ir.abi import ARGS
 from portmm.runtime import cpu as cpu_runtime
 from portmm.runtime import route_cache
+from portmm.runtime.cffi_launches import SYMBOLS
 from portmm.runtime.cffi_records import Kernel as Loaded
-from portmm.runtime.cffi_runtime import SYMBOLS, CffiRuntime
+from portmm.runtime.cffi_runtime import CffiRuntime
 from portmm.runtime.cpu import load_kernel, runtime
 from portmm.util.memo import cached
 

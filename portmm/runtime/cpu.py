@@ -181,7 +181,8 @@ def load_cffi_runtime() -> Runtime:
     """
     from portmm.build.sealed_library import load
     from portmm.build.shared_object import build
-    from portmm.runtime.cffi_runtime import SYMBOLS, CffiRuntime
+    from portmm.runtime.cffi_launches import SYMBOLS
+    from portmm.runtime.cffi_runtime import CffiRuntime
 
     artifact = build(source(python=False), flags=flags(), name="portmm_run", symbols=SYMBOLS)
     return load(artifact.code, artifact.path, CffiRuntime)
