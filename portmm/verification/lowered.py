@@ -39,7 +39,7 @@ SHORT = 2
 THREADS = ("simt", "stream", "direct")
 """Programs of products on devices without matrix units; the first one has shared memory."""
 MOST_RUNS = 3
-"""Runs of a loop that is split, each of several blocks."""
+"""Runs of a loop that is split; the last one has two blocks."""
 
 
 class Lowered(NamedTuple):
@@ -133,7 +133,7 @@ def _block(program: BlockProgram, target: Target, schedule: Schedule) -> Lowered
     result = program.operands[program.fused.results[0][0]].axes
     extents = {x: SHORT + 1 for y in program.operands for x in y.axes}
     extents |= dict.fromkeys(result[:-2], 2) | dict.fromkeys(result[-2:-1], mr + 1)
-    extents[program.loop] = 2 * SHORT * runs + 1
+    extents[program.loop] = SHORT * max(2, runs) + 1
     return Lowered(kernel, s, extents | {result[-1]: (columns or nr) + atom.n // 2})
 
 
