@@ -5,7 +5,8 @@
 
 Weights are seeded random numbers, those of a module of `transformers`, as `from_module` takes them, or of a GGUF file,
 whose int4 values are multiplied as they are (`from_gguf`). Each layer is a
-product for queries, keys and values, attention over the cache, and a gated MLP; norms and rotary positions are NumPy's.
+product for queries, keys and values, attention over the cache, and a gated MLP; sums with their norms, rotary positions
+and gates are kernels that `fuse` makes.
 """
 
 from __future__ import annotations
@@ -90,11 +91,16 @@ class Layer:
 
 
 class Cache:
-    """Keys and values of the positions so far, for each layer (batch, heads of keys, positions, elements)."""
+    """Keys and values of the positions so far, for each layer (batch, heads of keys, positions, elements).
+
+    Attributes:
+        turns: cosines and sines of the angles of all positions.
+    """
 
     def __init__(self, config: Config, batch: int, most: int) -> None:
         shape = (config.layers, batch, config.key_heads, most, config.head)
         self.keys, self.values, self.filled = np.zeros(shape, np.float32), np.zeros(shape, np.float32), 0
+        self.turns = rotation(config, most)
 
 
 class Llama:
@@ -102,23 +108,26 @@ class Llama:
 
     def __init__(self, config: Config, layers: list[Layer], embedding: Any, norm: Any, head: Product) -> None:
         self.config, self.layers, self.embedding, self.norm, self.head = config, layers, embedding, norm, head
+        self.added = adder(config.epsilon)
 
     def logits(self, tokens: Any, cache: Cache) -> Any:
         """The logits after the last of some more tokens (batch, tokens); their keys and values join the cache."""
         c, start = self.config, cache.filled
-        end = start + tokens.shape[1]
-        x, turns = self.embedding[tokens], rotation(c, start, end)
+        end, shape = start + tokens.shape[1], (*tokens.shape, c.heads + 2 * c.key_heads, c.head)
+        x, turns = self.embedding[tokens], [angle[start:end] for angle in cache.turns]
+        y = np.zeros_like(x)
         for i, layer in enumerate(self.layers):
-            joined = layer.qkv(_normed(x, layer.norm, c.epsilon))
-            heads = joined.reshape(*tokens.shape, c.heads + 2 * c.key_heads, c.head).transpose(0, 2, 1, 3)
-            q, k, v = np.split(heads, (c.heads, c.heads + c.key_heads), 1)
-            cache.keys[i, :, :, start:end], cache.values[i, :, :, start:end] = rotated(k, turns), v
+            x, normed = self.added(x, y, layer.norm)
+            q, k, v = np.split(layer.qkv(normed).reshape(shape), (c.heads, c.heads + c.key_heads), 2)
+            cache.keys[i, :, :, start:end] = rotated(k, *turns).swapaxes(1, 2)
+            cache.values[i, :, :, start:end] = v.swapaxes(1, 2)
+            keys, values = cache.keys[i, :, :, :end], cache.values[i, :, :, :end]
             # The last query is at the last key.
-            y = pm.attention(rotated(q, turns), cache.keys[i, :, :, :end], cache.values[i, :, :, :end], causal=True)
-            x = x + layer.out(y.transpose(0, 2, 1, 3).reshape(x.shape))
-            x = x + layer.down(gated(layer.gate_up(_normed(x, layer.inner_norm, c.epsilon))))
+            y = pm.attention(rotated(q, *turns).swapaxes(1, 2), keys, values, causal=True)
+            x, normed = self.added(x, layer.out(y.swapaxes(1, 2).reshape(x.shape)), layer.inner_norm)
+            y = layer.down(gated(layer.gate_up(normed)))
         cache.filled = end
-        return self.head(_normed(x[:, -1], self.norm, c.epsilon))
+        return self.head(self.added(x[:, -1], y[:, -1], self.norm)[1])
 
     def generate(self, prompt: Any, count: int, *, temperature: float = 0.0, seed: int = 0) -> Any:
         """The next tokens of prompts (batch, tokens): the likeliest ones, or samples at a temperature."""
@@ -133,8 +142,15 @@ class Llama:
         return np.concatenate(chosen, 1)
 
 
-def _normed(x: Any, weight: Any, epsilon: float) -> Any:
-    return x * (1 / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(epsilon))) * weight
+def adder(epsilon: float) -> Any:
+    """The function that adds two arrays, and scales rows of the sum by RMSNorm."""
+
+    @pm.fuse
+    def added(x: Any, y: Any, weight: Any) -> tuple[Any, Any]:
+        total = x + y
+        return total, pm.rms_norm(total, weight, epsilon)
+
+    return added
 
 
 @pm.fuse
@@ -144,18 +160,19 @@ def gated(joined: Any) -> Any:
     return pm.silu(joined[..., :half]) * joined[..., half:]
 
 
-def rotation(config: Config, start: int, end: int) -> tuple[Any, Any]:
-    """Cosines and sines of the angles of some positions."""
+@pm.fuse
+def rotated(heads: Any, cosines: Any, sines: Any) -> Any:
+    """Heads (batch, positions, heads, elements) turned by the angles of their positions."""
+    halves = heads.reshape(*heads.shape[:-1], 2, heads.shape[-1] // 2)
+    return (halves * cosines + halves[..., ::-1, :] * sines).reshape(heads.shape)
+
+
+def rotation(config: Config, count: int) -> tuple[Any, Any]:
+    """Cosines and sines of the angles of the first positions: (positions, 1, halves, elements of half a head)."""
     rates = 1 / config.base ** (np.arange(0, config.head, 2, dtype=np.float32) / np.float32(config.head))
-    angles = np.arange(start, end, dtype=np.float32)[:, None] * rates.astype(np.float32)
-    both = np.concatenate([angles, angles], 1)
-    return np.cos(both), np.sin(both)
-
-
-def rotated(x: Any, turns: tuple[Any, Any]) -> Any:
-    """Heads turned by the angles of their positions."""
-    first, second = np.split(x, 2, -1)
-    return x * turns[0] + np.concatenate([-second, first], -1) * turns[1]
+    angles = np.arange(count, dtype=np.float32)[:, None, None] * rates.astype(np.float32)
+    cosines, sines = np.cos(angles), np.sin(angles)
+    return np.stack([cosines, cosines], 2), np.stack([-sines, sines], 2)
 
 
 def random_weights(config: Config, seed: int = 0) -> dict[str, Any]:

@@ -34,7 +34,7 @@ def kind_of(q: Any, k: Any, v: Any, *options: Any) -> Any:
     """The memo key of calls without functions; None if a call needs the general path.
 
     Numbers of queries and keys are replaced by the last of their classes where operands are dense: strides follow from
-    them.
+    them. Of others strides count, which for keys of a cache are the same for any number of them: these are of classes.
     """
     if not type(q) is type(k) is type(v) is np.ndarray or not q.ndim == k.ndim == v.ndim > 2:
         return None
@@ -42,9 +42,11 @@ def kind_of(q: Any, k: Any, v: Any, *options: Any) -> Any:
     at = (k.__array_interface__["data"][0] % 4, a.aligned and b.aligned and c.aligned)
     rest = (q.dtype, k.dtype, v.dtype, *at, *options, config.current(), config.limit())
     (*lead, m, d), (*heads, n, e), (*others, rows, dv) = q.shape, k.shape, v.shape
-    if not (a.c_contiguous and b.c_contiguous and c.c_contiguous and heads == others and n == rows):
-        return (q.shape, q.strides, k.shape, k.strides, v.shape, v.strides, *rest)
     spread = math.prod(lead) * m * n * (d + dv) > FORK
+    if heads != others or n != rows:
+        return (q.shape, q.strides, k.shape, k.strides, v.shape, v.strides, *rest)
+    if not (a.c_contiguous and b.c_contiguous and c.c_contiguous):
+        return (q.shape, q.strides, k.strides, v.strides, last_of_class(n), spread, *heads, e, dv, *rest)
     return (last_of_class(m), last_of_class(n), spread, *lead, *heads, d, e, dv, *rest)
 
 
@@ -107,6 +109,7 @@ class _Repeated:
         self.numbers = np.array(numbers or [0], np.float32)
         self.sizes = shape.items * shape.heads, shape.heads, shape.group, shape.dv
         self.last = shape.m, shape.n, kernel.bound.template
+        self.dense = all(x.flags.c_contiguous for x in shape.operands)
         # Of dense operands: strides of rows and columns, heads, and whether a row is of a query (1) or of a key (2).
         h, kv_heads = shape.heads, shape.heads // shape.group
         padded = kernel.kr > 1 and not kernel.run  # see `readable`
@@ -143,7 +146,7 @@ class _Repeated:
     def template(self, m: int, n: int) -> Array:
         """The table of operands for m queries and n keys, without addresses."""
         last = self.last
-        if last[0] != m or last[1] != n:
+        if self.dense and (last[0] != m or last[1] != n):
             last = self.last = m, n, self.strides @ np.array((1, m, n), np.int64)
         table: Array = last[2]
         return table

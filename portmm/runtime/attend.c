@@ -28,7 +28,7 @@ static int see_attention(seen_call *s, PyObject *const *v, double fork) {
   s->count = 0;
   s->n_arrays = s->n_fixed = 0;
   s->rows = 0;
-  int dense = 1;
+  int dense = 1, alike = 1;
   for (int i = 0; i < 3; i++) {
     if (Py_TYPE(v[i]) != array_type || x[i]->nd < 3 || x[i]->nd > MAX_ND || x[i]->nd != x[0]->nd) return 0;
     dense &= (x[i]->flags & C_ORDER) != 0;
@@ -36,7 +36,8 @@ static int see_attention(seen_call *s, PyObject *const *v, double fork) {
   if (causal < 0 || lse < 0 || !(v[3] == Py_None || PyFloat_CheckExact(v[3])) || !(v[5] == Py_None || PyLong_CheckExact(v[5])))
     return 0;
   const int nd = x[0]->nd;
-  for (int i = 0; i < nd - 1; i++) dense &= x[1]->shape[i] == x[2]->shape[i];
+  for (int i = 0; i < nd - 1; i++) alike &= x[1]->shape[i] == x[2]->shape[i];
+  dense &= alike;
   double scale = v[3] == Py_None ? 0 : PyFloat_AS_DOUBLE(v[3]);
   long *w = s->words;
   *w++ = -3;
@@ -56,7 +57,8 @@ static int see_attention(seen_call *s, PyObject *const *v, double fork) {
     *w++ = element;
     for (int j = 0; j < nd; j++) {
       if (x[i]->shape[j] <= 0) return 0;
-      *w++ = dense && j == nd - 2 ? -last_of_class(x[i]->shape[j]) : x[i]->shape[j];
+      /* Strides of others are words, so that those of a cache are the same for any number of its keys. */
+      *w++ = (i ? alike : dense) && j == nd - 2 ? -last_of_class(x[i]->shape[j]) : x[i]->shape[j];
       if (!dense) *w++ = x[i]->strides[j];
     }
     s->arrays[s->n_arrays++] = x[i];

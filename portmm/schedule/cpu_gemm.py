@@ -272,14 +272,17 @@ def _thin(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule
 def _of_panels(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Schedules with all rows in registers by panels of all of k, those from afar perhaps prefetched along the panel.
 
-    A core's window of instructions holds the fewer lines of B the more rows multiply each.
+    A core's window of instructions holds the fewer lines of B the more rows multiply each, and of one whose elements
+    are widened, for any number of rows.
     """
     if atom.k_pack > 1 and p.b == "row":
         return
     yield from _packings(base, p, isa, atom)
-    size = p.elements[1].bytes
-    if p.b == "packed" and p.m > MODEL.panel_rows and base.b.panels == 1 and p.k * p.n * size > far(target):
-        ahead = base.b.prefetched(0, MODEL.panel_ahead // (size * atom.k_pack))
+    size, few = p.elements[1].bytes, p.m <= MODEL.panel_rows
+    if few and size >= BY_NAME[atom.right].bytes:
+        return
+    if p.b == "packed" and base.b.panels == 1 and p.k * p.n * size > far(target):
+        ahead = base.b.prefetched(0, (MODEL.widened_ahead if few else MODEL.panel_ahead) // (size * atom.k_pack))
         yield from _packings(replace(base, b=ahead), p, isa, atom)
 
 

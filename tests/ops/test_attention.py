@@ -329,6 +329,21 @@ def test_what_is_not_dense_is_of_no_class(made):
     assert len(made) == 6
 
 
+@pytest.mark.parametrize("m", [1, 40])
+def test_keys_of_a_cache_are_of_classes(made, m):
+    """A cache that fills has one kernel for all numbers of keys of a class, though it is not dense."""
+    q, k, v = operands((2, 2, 2, m, 300, 16, 12))
+    for n in (193, 200, 196):
+        x = (q, k[:, :, :n], v[:, :, :n])
+        check(*x, exact(*x))
+    assert len(made) == 2
+    with pytest.raises(ValueError, match="fit"):
+        pm.attention(q, k[:, :, :199], v[:, :, :200])
+    x = (q, k[:, :, :201], v[:, :, :201])
+    check(*x, exact(*x))
+    assert len(made) == 4
+
+
 @pytest.mark.usefixtures("made")
 def test_a_known_class_refuses_what_it_did():
     q, k, v = operands((1, 2, 1, 200, 200, 16, 16))
