@@ -7,7 +7,6 @@ for batch shapes that one stride cannot express.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -15,6 +14,7 @@ import numpy as np
 
 from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES, FP8, accumulator, natural, spell
 from portmm.util.array_subclasses import refuse_class
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ Owns `Operand`, its views, its address as an argument of a launch, the checks th
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import numpy as np
 from portmm.arrays.numpy_arrays import contiguous, merged, numpy_of, span_of, stand_in
 from portmm.runtime.backends import backend
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, accumulator, natural
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

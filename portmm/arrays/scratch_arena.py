@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import os
 from contextlib import suppress
-from dataclasses import dataclass
 from itertools import count
 from typing import Any, Protocol
 
@@ -27,6 +26,7 @@ import numpy as np
 
 from portmm.arrays import numpy_arrays, pages, scratch_budget
 from portmm.runtime.cpu import runtime
+from portmm.util.records import dataclass
 
 SHARE = 0.4
 """Fraction of the budget for arenas: 64 MiB of the default."""

@@ -23,7 +23,7 @@ import importlib
 import os
 import sys
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
@@ -33,6 +33,7 @@ from portmm.build.cache_eviction import EVERY, tidy, used
 from portmm.build.elf import fault
 from portmm.build.trusted_files import directory_fault, private, read, read_with
 from portmm.build.trusted_files import write as _write
+from portmm.util.records import dataclass
 from portmm.util.user_warnings import warn
 from portmm.version import VERSION
 

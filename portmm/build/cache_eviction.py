@@ -16,11 +16,11 @@ import re
 import time
 from collections import defaultdict
 from contextlib import suppress
-from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING
 
 from portmm.build.trusted_files import read
+from portmm.util.records import dataclass
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:

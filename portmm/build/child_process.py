@@ -9,10 +9,10 @@ import os
 import signal
 from contextlib import suppress
 from contextvars import ContextVar
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm.util import locks
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -9,12 +9,13 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 from portmm.spec.dtype import types
+from portmm.util.records import dataclass
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:

@@ -8,7 +8,6 @@ nor writes the route cache, so that no other process sees their effects.
 from __future__ import annotations
 
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.dispatch import config
@@ -19,6 +18,7 @@ from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_neighbourhood import unsound
 from portmm.schedule.text import spell
 from portmm.util.memo import forget_all
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

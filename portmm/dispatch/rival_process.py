@@ -15,10 +15,11 @@ import os
 import sys
 import time
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 from portmm.util import locks
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

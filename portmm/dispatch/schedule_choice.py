@@ -8,7 +8,6 @@ much by that.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -25,6 +24,7 @@ from portmm.schedule.cpu_textbook import ORIGIN, preferred
 from portmm.spec.problem import family
 from portmm.spec.row_classes import rows
 from portmm.target.model import CPU as MODEL
+from portmm.util.records import dataclass
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:

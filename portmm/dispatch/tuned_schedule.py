@@ -6,7 +6,7 @@ Owns `Tuned` and both of its texts. TOML is for review, for export and for the t
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import DatabaseError
@@ -14,6 +14,7 @@ from portmm.schedule.schedule import Schedule
 from portmm.schedule.text import parse, spell
 from portmm.spec.dequantization import of_words
 from portmm.spec.problem import Problem
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

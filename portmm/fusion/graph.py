@@ -8,7 +8,7 @@ its expression of its operands.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ from portmm.spec.expr_ops import OPS
 from portmm.trace.placeholders import ByValueError
 from portmm.trace.recorder import run
 from portmm.util.memo import Memory
+from portmm.util.records import dataclass
 from portmm.util.user_warnings import caller
 
 if TYPE_CHECKING:

@@ -10,8 +10,10 @@ operand, and writing it too, if no other kernel reads it.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
+
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

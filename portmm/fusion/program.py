@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import re
 from array import array
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +19,7 @@ from portmm.errors import TraceError
 from portmm.runtime.cpu import runtime
 from portmm.spec.epilogue import AXES
 from portmm.trace.buffers import Arena, Place
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

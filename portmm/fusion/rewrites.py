@@ -8,7 +8,6 @@ any expression of their product, of numbers and of arrays that broadcast.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from portmm.spec.epilogue import argument, reduction
 from portmm.spec.expr import Expr, apply
 from portmm.trace.bind import filled
 from portmm.trace.closures import traced_through
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

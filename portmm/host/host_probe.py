@@ -12,11 +12,13 @@ import mmap
 import os
 import platform
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import cache
 from importlib import import_module
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, Any
+
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -8,7 +8,6 @@ where expressions need them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.errors import ScheduleError
@@ -16,6 +15,7 @@ from portmm.spec.epilogue import Fused, summed, varies
 from portmm.spec.expr import ordered
 from portmm.spec.expr_ops import OPS
 from portmm.spec.vector_math import exp
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

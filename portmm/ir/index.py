@@ -7,11 +7,11 @@ fold constants.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from portmm.ir.prefix import OPERATORS
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping

@@ -8,8 +8,9 @@ named and typed by the verb that writes them, so a printer can declare them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
+
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

@@ -6,7 +6,6 @@ without functions loads neither the tracer nor the generator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from portmm.ir.prefix import value
 from portmm.ops import host_matmul
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from portmm.ops.attention_shapes import Shape

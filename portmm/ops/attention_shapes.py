@@ -6,7 +6,6 @@ Owns the checks of `attention`'s operands, and the computation where there is no
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -17,6 +16,7 @@ from portmm.arrays import numpy_arrays
 from portmm.errors import TraceError
 from portmm.spec.dtype import BY_NAME
 from portmm.util.array_subclasses import refuse_class
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

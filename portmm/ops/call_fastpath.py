@@ -10,7 +10,7 @@ first, take the general path each time.
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,6 +24,7 @@ from portmm.trace.closures import compares_identities, global_names, numbers_of,
 from portmm.trace.closures import fixed as is_fixed
 from portmm.trace.guards import place
 from portmm.util.memo import Memory, cached
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

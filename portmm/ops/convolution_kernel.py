@@ -8,7 +8,6 @@ epilogue treats them alike. Groups are products of their own, one after the othe
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +24,7 @@ from portmm.spec.convolution import planes, windows
 from portmm.spec.dequantization import IDENTITY
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -6,7 +6,7 @@ packing from and unpacking to `Quantized`.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import Any, ClassVar
 
 import numpy as np
@@ -18,6 +18,7 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR, ZERO_CODE
 from portmm.spec.epilogue import AXES
 from portmm.spec.problem import Family, family
+from portmm.util.records import dataclass
 from portmm.weights.kinds import WeightKind
 from portmm.weights.quantized import Quantized, QuantizedMatrix, int4_words
 

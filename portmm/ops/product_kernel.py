@@ -9,7 +9,7 @@ pass costs. Functions for tracing are imported where there is a function: `linea
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +25,7 @@ from portmm.spec.epilogue import AXES
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import row_class
 from portmm.util.memo import cached
+from portmm.util.records import dataclass
 from portmm.weights.kinds import WeightKind, weight_kind
 
 if TYPE_CHECKING:

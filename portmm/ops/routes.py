@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch import config, cpu_race
+from portmm.dispatch import config
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import rows
@@ -85,7 +85,7 @@ def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool |
         basic = _basic(p)
         if basic is not None:
             return basic
-    from portmm.dispatch import cpu_routes
+    from portmm.dispatch import cpu_race, cpu_routes
 
     target, kept, limit = config.target(), route_cache.of_target(config.target_name()), config.limit()
     threads = limit or config.get_num_threads()
@@ -136,7 +136,7 @@ def _basic(p: Problem) -> tuple[Any, bool | None] | None:
 
 def _key(p: Problem) -> tuple[Any, ...]:
     """The key of the class of a problem, under the current settings."""
-    return rows(p)[1], p.but_rows, config.target_name(), config.limit(), cpu_race.mark()
+    return rows(p)[1], p.but_rows, config.target_name(), config.limit(), config.race() == "any"
 
 
 def _remembered(p: Problem, kernel: Any, served: tuple[int, int]) -> tuple[Any, bool]:
@@ -156,6 +156,8 @@ def _known(p: Problem) -> tuple[Any, bool] | None:
         return _remembered(p, *stored)
     if base_kernels.leads() and not route_cache.is_open(config.target_name()):
         return None  # reading it would take longer than all of a first call
+    from portmm.dispatch import cpu_race
+
     kept = route_cache.of_target(config.target_name())
     for served in dict.fromkeys((rows(p), (p.m, p.m))):
         question = cpu_race.question(p, served, kept)

@@ -7,7 +7,6 @@ first: its result is an operand of the kernel over rows. Arrays and kernels are 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError, TraceError
@@ -16,6 +15,7 @@ from portmm.spec.expr import ordered
 from portmm.trace.bind import UserFunction, split_column_reductions, typed
 from portmm.trace.tracer import indices
 from portmm.util.memo import cached
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,10 +7,11 @@ The processor's is `cffi_runtime.CffiRuntime`: its launches are C throughout.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING, Any, Protocol
+
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Hashable, Sequence

@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 import sys
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import field
 from functools import lru_cache
 from importlib import import_module
 from time import monotonic
@@ -34,6 +34,7 @@ from portmm.ir import abi
 from portmm.runtime import cpu as cpu_runtime
 from portmm.util import locks
 from portmm.util.memo import forget_all
+from portmm.util.records import dataclass
 from portmm.version import VERSION
 
 if TYPE_CHECKING:

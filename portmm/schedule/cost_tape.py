@@ -11,12 +11,12 @@ A column has an element for each value of M and candidate. An operation is five 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm.schedule.cpu_cost import Array, Extents, reached, shared, timed
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

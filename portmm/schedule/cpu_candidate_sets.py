@@ -8,7 +8,7 @@ tests/schedule/test_candidate_sets.py compares this with fresh enumerations.
 from __future__ import annotations
 
 from bisect import bisect_left
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from math import gcd, lcm
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -24,6 +24,7 @@ from portmm.schedule.legality import illegal
 from portmm.spec.dtype import BY_NAME
 from portmm.target.model import CPU as MODEL
 from portmm.util.memo import Memory
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from portmm.schedule.cpu_cost import Flags

@@ -10,13 +10,14 @@ a wrong kernel.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import blocking, cache_tiles, least_of, tallest
 from portmm.schedule.legality import illegal
 from portmm.schedule.parts import ALL, Tile
 from portmm.target.model import CPU as MODEL
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence

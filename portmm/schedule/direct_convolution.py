@@ -5,10 +5,10 @@ Owns `Direct`, the sizes that its kernel has as constants, and `direct`, which s
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.spec.dtype import BY_NAME
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -7,7 +7,7 @@ and do.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,6 +29,7 @@ from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import size
 from portmm.target.device import STATIC_SHARED
 from portmm.target.model import DEVICE as MODEL
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator

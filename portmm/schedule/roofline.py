@@ -8,10 +8,11 @@ value of M, then by candidate, so that all candidates are predicted at once.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

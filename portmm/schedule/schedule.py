@@ -6,7 +6,6 @@ machine alike. Selection is in other modules: see `candidates` and `cost`; `lega
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.schedule.parts import SHARED, AtomUse, OperandPlan, Parallel
@@ -15,6 +14,7 @@ from portmm.spec.epilogue import parse
 from portmm.spec.kernel_name import KernelName
 from portmm.spec.problem import Family
 from portmm.target.summation import BlockOfK, block_of_k, chained
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from portmm.schedule.parts import Tile

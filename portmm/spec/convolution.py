@@ -8,10 +8,11 @@ columns are (tap, channel). With channels first, they are B: rows are (channel, 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from portmm.spec.layout import Layout
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

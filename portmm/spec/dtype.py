@@ -7,8 +7,9 @@ generator supports no other types.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
+
+from portmm.util.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ Reductions are along the last axis, which is kept, with extent 1.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from portmm.errors import TraceError
 from portmm.spec import vector_math
 from portmm.spec.epilogue import column_reduction, extent, index, reduction
 from portmm.spec.expr import FUNCTIONS, UFUNCS, Expr, apply, real
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

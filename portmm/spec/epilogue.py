@@ -11,7 +11,6 @@ is C = acc + x0[n] + x1[m, n], written to the operand x2 as s8 too.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -20,6 +19,7 @@ from portmm.spec.dtype import BY_NAME
 from portmm.spec.expr import Expr, const, node, ordered
 from portmm.spec.expr_ops import OPS
 from portmm.util.memo import cached
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -8,7 +8,8 @@ in blocking, which their header lines state.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+
+from portmm.util.records import dataclass
 
 _GRAMMAR = re.compile(
     r"portmm_(?P<op>[a-z]+)_(?P<acc>[a-z]+\d+)_(?P<a>[a-z]+\d+)_(?P<b>[a-z]+\d+)"

@@ -10,10 +10,11 @@ any objects that have operators: NumPy arrays, index expressions of kernels, oth
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from functools import reduce
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator

@@ -10,7 +10,6 @@ maps: see `Layout`.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from functools import reduce
 from operator import add, mul
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.spec.layout_index import ZERO, Sum
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -6,13 +6,14 @@ Owns `Problem`, the description of one matrix product, independent of any machin
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, fields, replace
+from dataclasses import fields, replace
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
 from portmm.spec.dtype import BY_NAME, DType, accumulator, spell, types
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from portmm.spec.layout import Layout

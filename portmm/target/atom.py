@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.spec.dtype import BY_NAME, unit
 from portmm.target.toml_schema import placeholders, require
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from portmm.target.fragment import Fragment

@@ -5,9 +5,8 @@ Owns the record of a memory level, and its checks.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from portmm.target.toml_schema import require
+from portmm.util.records import dataclass
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,11 +7,11 @@ facts are in `targets/clouds.toml`; numbers of cores are not among them.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.errors import TargetError
 from portmm.target.toml_schema import parse, record, require
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable

@@ -5,9 +5,8 @@ Owns the record of its limits, and its checks. Pure.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from portmm.target.toml_schema import require
+from portmm.util.records import dataclass
 
 PARTS = 4
 """NVIDIA's processors since Volta have four parts with registers of their own, and a warp stays in one."""

@@ -15,10 +15,10 @@ sums. A fragment of fewer columns than its atom has is repeated along them.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm.target.toml_schema import record, require
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping

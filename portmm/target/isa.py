@@ -5,12 +5,13 @@ Owns `Isa`, `Transfer`, `Primitive`, and the checks of transfers; atoms are in `
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import field
 from typing import TYPE_CHECKING
 
 from portmm.errors import TargetError
 from portmm.spec.dtype import BY_NAME, accumulator, types, unit
 from portmm.target.toml_schema import placeholders, require
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from portmm.target.atom import Atom

@@ -6,7 +6,7 @@ them from TOML. Pure: it never queries the host; `host.detect` does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from functools import cache
 from importlib import import_module
 from pathlib import Path
@@ -22,6 +22,7 @@ from portmm.target.fragment import Fragment, check_shapes, fragments_of, resolve
 from portmm.target.isa import Isa, Primitive, Transfer, check_transfer
 from portmm.target.toml_schema import nearest, of_length, parse, record, require
 from portmm.target.vector_ops import lanes_of
+from portmm.util.records import dataclass
 
 ARCHS = ("x86_64", "aarch64", "riscv64", "device", "any")
 

@@ -6,11 +6,11 @@ Owns `Lanes`. Most instruction sets define few of them: C spells operations on G
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 from portmm.spec.expr_ops import OPS
 from portmm.target.toml_schema import placeholders, record, require
+from portmm.util.records import dataclass
 
 MAKES_LANES = {"splat", "lanes", "whole", "literal", "infinity", "nan"}
 """Words that create vectors, besides operations; the last two are numbers in one lane."""

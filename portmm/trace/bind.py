@@ -7,7 +7,7 @@ of a kind; `UserFunction`, a user's function at one call, with the memo of the k
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import field, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -23,6 +23,7 @@ from portmm.trace.guards import Way, find, remember
 from portmm.trace.recorder import described, native
 from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

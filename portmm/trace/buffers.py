@@ -6,7 +6,6 @@ Owns `Place`, an array of a program before it is called; `walk`, which makes one
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -14,6 +13,7 @@ import numpy as np
 
 from portmm.arrays.numpy_arrays import merged, span_of
 from portmm.errors import ScheduleError
+from portmm.util.records import dataclass
 
 Array = np.ndarray[Any, Any]
 MOST_REPEATS = 64

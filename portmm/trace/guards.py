@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import builtins
 from array import array
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from portmm.arrays.interop import as_numpy, lay
 from portmm.arrays.libraries import on_device
 from portmm.trace.closures import constant_key, filled, is_constant
 from portmm.util.array_subclasses import refuse_class
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping

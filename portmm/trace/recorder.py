@@ -6,7 +6,6 @@ Owns `Source`, the array of an operand and the view that is read, and `Elements`
 from __future__ import annotations
 
 import types
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +19,7 @@ from portmm.spec.epilogue import AXES, PRODUCT, Operand, load, number
 from portmm.spec.expr import Expr, apply, array_function, array_ufunc
 from portmm.trace.closures import COMPUTED
 from portmm.trace.placeholders import Array, ByValueError, Number
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable

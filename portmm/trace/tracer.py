@@ -12,7 +12,6 @@ constants, and each value has a kernel of its own.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -26,6 +25,7 @@ from portmm.spec.expr import Expr, real
 from portmm.trace.captures import Captures
 from portmm.trace.placeholders import Indices, Placeholder
 from portmm.trace.recorder import Elements, run
+from portmm.util.records import dataclass
 from portmm.util.user_warnings import caller, is_users
 
 if TYPE_CHECKING:

@@ -11,7 +11,6 @@ w ~= scale[g, n] * q[k, n] + offset[g, n], g = k // group.
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
 from functools import reduce
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -20,6 +19,7 @@ import numpy as np
 from portmm.errors import PackError
 from portmm.spec.dtype import CODES_AT, CODES_KR
 from portmm.util.array_subclasses import refuse_class
+from portmm.util.records import dataclass
 from portmm.weights.kinds import ArrayLike, WeightKind
 
 if TYPE_CHECKING:

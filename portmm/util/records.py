@@ -1,0 +1,129 @@
+"""Dataclasses that are defined in a fifth of the time: most of what a first call took was the definition of records.
+
+Owns `dataclass`, with the meaning of the standard library's, which collects the fields. That compiles six methods from
+source for each class. Here records share functions, and `__init__` is compiled when the first is made.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from operator import attrgetter
+from typing import TYPE_CHECKING, Any, NoReturn
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+    from dataclasses import dataclass
+
+    Fields = tuple[dataclasses.Field[Any], ...]
+else:
+
+    def dataclass(cls: Any = None, /, *, frozen: bool = False, slots: bool = False, eq: bool = True) -> Any:
+        """As `dataclasses.dataclass`, for the options that records have."""
+        if cls is None:
+            return lambda x: dataclass(x, frozen=frozen, slots=slots, eq=eq)
+        own = {name for name, value in vars(cls).items() if name != "__hash__" or value is not None}
+        record = dataclasses.dataclass(cls, init=False, repr=False, eq=False, slots=slots)
+        fields = dataclasses.fields(record)
+        methods = {"__init__": _first_init(record, fields, frozen=frozen), "__repr__": _repr(fields)}
+        if eq:
+            methods["__eq__"], digest = _comparison(fields)
+            methods["__hash__"] = digest if frozen else None
+        if frozen:
+            methods |= {"__setattr__": _refuse_to_set, "__delattr__": _refuse_to_delete}
+        if frozen and slots:
+            methods["__getstate__"], methods["__setstate__"] = _state(fields)
+        for name, method in methods.items():
+            if name not in own:
+                setattr(record, name, method)
+        return record
+
+
+__all__ = ["dataclass"]
+
+
+def _first_init(cls: Any, fields: Fields, *, frozen: bool) -> Callable[..., None]:
+    """An `__init__` that puts a compiled one in its place."""
+
+    def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807 - it is one
+        cls.__init__ = compiled = _init(cls, fields, frozen=frozen)
+        compiled(self, *args, **options)
+
+    return __init__
+
+
+def _init(cls: Any, fields: Fields, *, frozen: bool) -> Any:
+    """An `__init__` with the fields as parameters."""
+    unset = dataclasses.MISSING
+    names: dict[str, Any] = {"_assign": object.__setattr__, "_unset": unset}
+    by_place, by_name, body = ["self"], ["*"], []
+    for x in fields:
+        value = usual = ""
+        if x.default_factory is not unset:
+            names[f"_new_{x.name}"] = x.default_factory
+            value, usual = f"_new_{x.name}()", "=_unset"
+        elif x.default is not unset:
+            names[f"_usual_{x.name}"] = x.default
+            value, usual = f"_usual_{x.name}", f"=_usual_{x.name}"
+        if x.init:
+            (by_name if x.kw_only else by_place).append(x.name + usual)
+            value = f"{value} if {x.name} is _unset else {x.name}" if usual == "=_unset" else x.name
+        if value:
+            body.append(f"_assign(self, {x.name!r}, {value})" if frozen else f"self.{x.name} = {value}")
+    if hasattr(cls, "__post_init__"):
+        body.append("self.__post_init__()")
+    head = ", ".join(by_place + by_name[len(by_name) == 1 :])
+    exec(f"def __init__({head}):\n " + "\n ".join(body or ["pass"]), names)  # noqa: S102 - of names of fields only
+    names["__init__"].__qualname__ = f"{cls.__qualname__}.__init__"
+    return names["__init__"]
+
+
+def _repr(fields: Fields) -> Callable[[Any], str]:
+    names = [x.name for x in fields if x.repr]
+
+    def __repr__(self: Any) -> str:  # noqa: N807 - it is one
+        return f"{type(self).__qualname__}({', '.join([f'{x}={getattr(self, x)!r}' for x in names])})"
+
+    return __repr__
+
+
+def _comparison(fields: Fields) -> tuple[Callable[[Any, Any], Any], Callable[[Any], int]]:
+    """The methods `__eq__` and `__hash__`."""
+    values = _getter([x.name for x in fields if x.compare])
+    hashed = _getter([x.name for x in fields if (x.compare if x.hash is None else x.hash)])
+
+    def __eq__(self: Any, other: Any) -> Any:  # noqa: N807 - it is one
+        return values(self) == values(other) if other.__class__ is self.__class__ else NotImplemented
+
+    def __hash__(self: Any) -> int:  # noqa: N807 - as above
+        return hash(hashed(self))
+
+    return __eq__, __hash__
+
+
+def _getter(names: list[str]) -> Callable[[Any], tuple[Any, ...]]:
+    """A function that returns the values of attributes."""
+    if len(names) > 1:
+        return attrgetter(*names)
+    return lambda x: tuple([getattr(x, name) for name in names])
+
+
+def _state(fields: Fields) -> tuple[Callable[[Any], list[Any]], Callable[[Any, list[Any]], None]]:
+    """The methods `__getstate__` and `__setstate__`, since nothing can be assigned."""
+    names = [x.name for x in fields]
+
+    def __getstate__(self: Any) -> list[Any]:  # noqa: N807 - it is one
+        return [getattr(self, name) for name in names]
+
+    def __setstate__(self: Any, state: list[Any]) -> None:  # noqa: N807 - as above
+        for name, value in zip(names, state, strict=True):
+            object.__setattr__(self, name, value)
+
+    return __getstate__, __setstate__
+
+
+def _refuse_to_set(self: Any, name: str, _: Any) -> NoReturn:  # noqa: ARG001 - a method
+    raise dataclasses.FrozenInstanceError(f"cannot assign to field {name!r}")
+
+
+def _refuse_to_delete(self: Any, name: str) -> NoReturn:  # noqa: ARG001 - as above
+    raise dataclasses.FrozenInstanceError(f"cannot delete field {name!r}")
