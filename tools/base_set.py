@@ -25,7 +25,7 @@ from typing import NamedTuple
 import numpy as np
 
 from portmm.codegen.lower import lower_int4_repack, lower_pack
-from portmm.dispatch.base_kernels import FIRST, grid_question
+from portmm.dispatch.base_kernels import FIRST, ROWS, grid_question
 from portmm.ir.prefix import value
 from portmm.ops.recorded_kernels import recorded
 
@@ -102,6 +102,8 @@ FUSED = (
     *(Kind("bf16", "row", "packed", 0, (x,)) for x in ("biased", "gelu", "silu")),
 )
 """Products of floats by weights of four bits, of `linear`, and with epilogues: they have fewer kernels."""
+OVER_ROWS = ("softmax", "gelu", "silu", "layer_norm", "rms_norm", "quantize_rows")
+"""Functions over rows, as of a fused function that is nothing else."""
 FEW = tuple(range(1, 9))
 """Rows of A with a kernel of their own, whose register tile has them all."""
 MS = (*FEW, 12, 16, 32, 64, 128, 512, 2048)
@@ -224,24 +226,20 @@ def epilogue(name, dtype):
     return fusible(traced, "f32", lambda: bias.dtype).text
 
 
-def calls():
-    """Calls of operations besides products: each runs once on every level."""
+def fused_rows(target):
+    """The kernels over rows of common functions on a target, each with the text of its expressions."""
     import portmm as pm
 
     x = np.random.default_rng(0).random((40, 256), np.float32)
-    for function in (pm.softmax, pm.gelu, pm.silu, pm.layer_norm, pm.rms_norm, pm.quantize_rows):
-        yield lambda f=function: pm.fuse(f)(x)
-
-
-def record(target):
-    """The kernels of all calls on a target."""
-    with recorded(target) as kernels:
-        for call in calls():
+    for function in (getattr(pm, name) for name in OVER_ROWS):
+        with recorded(target) as kernels:
             try:
-                call()
+                explained = pm.fuse(function).explain(x)
             except Exception as error:  # noqa: BLE001 - an operation that this level lacks
                 print(f"  {target.name}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
-    return kernels
+                continue
+        texts = [x.text for x in explained.kernels if x.kind == "rows"]
+        yield from ((kernel, question, text) for (kernel, question), text in zip(kernels, texts, strict=True))
 
 
 def make(folder, arch, libc, levels, kinds, *, report=lambda *_: None):
@@ -267,8 +265,9 @@ def make(folder, arch, libc, levels, kinds, *, report=lambda *_: None):
             maker.facts[grid_question(level, p)] = (*words, numbers, *texts)
         add_packings(maker, target, level, kinds)
         add_attention(maker, target, level, kinds)
-        for kernel, question in record(target):
+        for kernel, question, text in fused_rows(target):
             maker.add_kernel(kernel, arch, question)
+            maker.add_kernel(kernel, arch, f"{ROWS}{level} {text}")
     maker.facts["levels"] = tuple(f"{name}={','.join(words.split())}" for name, (_, words) in levels.items())
     link(maker, folder / f"{arch}.so", arch, report)
     (folder / f"{arch}.bundle").write_bytes(maker.pack((1,), report))
@@ -306,7 +305,7 @@ def add_attention(maker, target, level, kinds):
     import ml_dtypes
 
     import portmm as pm
-    from portmm.dispatch.base_kernels import ATTENTION
+    from portmm.ops.attention_launch import ATTENTION
 
     every = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
     for dtype, of in ((x, y) for x, y in every.items() if any(kind.dtype == x for kind in kinds)):
@@ -325,8 +324,7 @@ def add_attention(maker, target, level, kinds):
 def attention_forms(target, dtype):
     """The forms of attention kernels by the least number of queries: see `ops.attention_kernel.make_kernel`."""
     from portmm.dispatch import cpu_kernels
-    from portmm.dispatch.base_kernels import AttentionForm
-    from portmm.ops.attention_launch import FEW, KEYS_OF_FEW
+    from portmm.ops.attention_launch import FEW, KEYS_OF_FEW, AttentionForm
     from portmm.ops.attention_shapes import Options, score_expression, values
     from portmm.schedule.cpu_attention import attention_schedule, keys_of
     from portmm.spec.row_classes import last_of_class

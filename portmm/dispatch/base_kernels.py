@@ -12,12 +12,14 @@ from __future__ import annotations
 
 import math
 import os
+from contextlib import suppress
 from functools import cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from portmm.build import kernel_store
 from portmm.build.cache import cache_dir
 from portmm.dispatch import config, stored_kernels
+from portmm.errors import BuildError
 from portmm.host.host_probe import Snapshot, sharing
 from portmm.runtime import cpu as cpu_runtime
 from portmm.runtime.route_cache import ROUTES
@@ -29,8 +31,8 @@ if TYPE_CHECKING:
 
     from portmm.spec.problem import Problem
 
-LEVELS, GRID, PACKING, ATTENTION = "levels", "grid ", "pack ", "attention "
-"""Questions to the base set: the features of levels, and the beginnings of those for a table, packing and attention.
+LEVELS, GRID, PACKING, ROWS = "levels", "grid ", "pack ", "rows "
+"""Questions to the base set: the features of levels, and the beginnings of those for a table, packing, and expressions.
 
 A table is three axes, of M, N and K; a character for each point, the number of a schedule from "0" on, or "-"; and the
 schedules.
@@ -38,7 +40,7 @@ schedules.
 FORK_FLOPS = 4e6
 """Operations from which all threads take part: some ten times what it takes to start them."""
 FORK_ELEMENTS = 1 << 18
-"""Elements of a weight from which all threads pack it."""
+"""Elements from which all threads pack a weight, or compute rows."""
 FIRST = "0"
 PACKING_BYTES = 1024
 """Scratch of a kernel that packs."""
@@ -74,7 +76,9 @@ def level() -> str:
 
 
 def _features() -> set[str]:
-    """Features of this processor: by the run time, if it is loaded, at once; else from a snapshot of the host."""
+    """Features of this processor: by the run time of the base set, which calls need anyway; else from a snapshot."""
+    with suppress(BuildError):
+        run_time()
     read = cpu_runtime.feature_reader()
     if read is not None:
         has = set(read().split())
@@ -174,55 +178,24 @@ def packing(word: str, layout: str, elements: int) -> tuple[str, Any] | None:
     return family, cpu_runtime.runtime().make_route(code, PACKING_BYTES, workers, storage)
 
 
-class AttentionForm(NamedTuple):
-    """A form of attention kernels for numbers of queries from one on: see `ops.attention_kernel.make_kernel`.
-
-    Attributes:
-        queries: the least number.
-        few: vectors are along keys.
-        kr: consecutive elements of a head in a unit of the atom.
-        k_step: elements of a head that one step multiplies.
-        columns: V is packed unless elements of its heads are a multiple; never if 0.
-        step: keys of a block, from `d` elements of a head, in prefix notation.
-    """
-
-    queries: int
-    few: int
-    kr: int
-    k_step: int
-    columns: int
-    step: str
-
-    @classmethod
-    def parsed(cls, text: str) -> AttentionForm:
-        """A form from words with colons between."""
-        queries, few, kr, k_step, columns, step = text.split(":")
-        return cls(int(queries), int(few), int(kr), int(k_step), int(columns), step)
-
-    def packs(self, dv: int) -> bool:
-        """Whether V with heads of `dv` elements is packed."""
-        return bool(self.columns and dv % self.columns)
-
-
-def attention(dtype: str, queries: int, dv: int, *, causal: bool) -> tuple[AttentionForm, stored_kernels.Code] | None:
-    """The form of an attention kernel without functions, and its code; None if there is none.
+def rows_route(text: str, size: tuple[int, int, int], operands: int) -> Any:
+    """A route of a kernel over rows; None if there is none.
 
     Args:
-        dtype: of the operands.
-        queries: their number.
-        dv: elements of a head of V.
-        causal: whether the mask is causal.
+        text: of its expressions, as of a problem's epilogue.
+        size: rows, columns and items of a batch.
+        operands: their number.
 
     Raises:
         BundleError: the base set is damaged.
     """
-    base, question = kernel_store.base(), f"{ATTENTION}{level()} {dtype}"
-    forms = [AttentionForm.parsed(x) for x in (base.answer(question) if base else None) or ()]
-    i = max((i for i, x in enumerate(forms) if x.queries <= queries), default=-1)
-    if i < 0:
+    code = stored_kernels.answered(f"{ROWS}{level()} {text}", last=True)
+    if code is None:
         return None
-    code = stored_kernels.answered(f"{question} {i} {int(forms[i].packs(dv))} {int(causal)}", last=True)
-    return None if code is None else (forms[i], code)
+    m, n, batch = size
+    workers = (config.limit() or cores()) if m * n * batch * operands >= FORK_ELEMENTS else 1
+    work = code.workspace({"m": m, "n": n, "batch": batch, "workers": workers}) * code.bytes
+    return cpu_runtime.runtime().make_route(code.code, work, workers, "f32")
 
 
 def _serves(schedule: str, served: tuple[int, int]) -> bool:

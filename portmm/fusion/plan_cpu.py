@@ -20,7 +20,6 @@ from portmm.fusion.program import ARENA, ChangedError, Kernel, Writer
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import spell
-from portmm.spec.epilogue import parse
 from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place
 
@@ -234,9 +233,17 @@ class HostBuilder(Builder):
 
     def over_rows(self, fusing: Expressions, size: tuple[int, int, int]) -> Any:
         """A kernel over rows for expressions, of `size` rows, columns and items."""
-        from portmm.dispatch import cpu_routes
+        from portmm.dispatch import base_kernels
 
-        return cpu_routes.expressions_route(parse(fusing.text()), size), [size[0], size[1], 1, size[2], *(0,) * 9]
+        text, route = fusing.text(), None
+        if base_kernels.active():
+            route = base_kernels.rows_route(text, size, len(fusing.operands))
+        if route is None:
+            from portmm.dispatch import cpu_routes
+            from portmm.spec.epilogue import parse
+
+            route = cpu_routes.expressions_route(parse(text), size)
+        return route, [size[0], size[1], 1, size[2], *(0,) * 9]
 
     def multiply(
         self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, text: str

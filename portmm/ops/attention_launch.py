@@ -6,12 +6,13 @@ without functions loads neither the tracer nor the generator.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from portmm.arrays import numpy_arrays
-from portmm.dispatch import base_kernels, config
+from portmm.build import kernel_store
+from portmm.dispatch import base_kernels, config, stored_kernels
 from portmm.ir.prefix import value
 from portmm.ops import host_matmul
 from portmm.runtime.cpu import runtime
@@ -31,6 +32,8 @@ SHORTEST = 512
 """Least keys of a KV split: enough to be worth a task."""
 KEYS_OF_FEW = 256
 """Keys of a block of few queries."""
+ATTENTION = "attention "
+"""The beginning of questions to the base set for the forms of attention kernels, and for their code."""
 FORK = 1e6
 """Multiply-adds from which threads pay: some 30 us."""
 
@@ -147,6 +150,57 @@ class Plain:
         return (self.template, self.numbers, *before, *after)
 
 
+class AttentionForm(NamedTuple):
+    """A form of attention kernels for numbers of queries from one on: see `attention_kernel.make_kernel`.
+
+    Attributes:
+        queries: the least number.
+        few: vectors are along keys.
+        kr: consecutive elements of a head in a unit of the atom.
+        k_step: elements of a head that one step multiplies.
+        columns: V is packed unless elements of its heads are a multiple; never if 0.
+        step: keys of a block, from `d` elements of a head, in prefix notation.
+    """
+
+    queries: int
+    few: int
+    kr: int
+    k_step: int
+    columns: int
+    step: str
+
+    @classmethod
+    def parsed(cls, text: str) -> AttentionForm:
+        """A form from words with colons between."""
+        queries, few, kr, k_step, columns, step = text.split(":")
+        return cls(int(queries), int(few), int(kr), int(k_step), int(columns), step)
+
+    def packs(self, dv: int) -> bool:
+        """Whether V with heads of `dv` elements is packed."""
+        return bool(self.columns and dv % self.columns)
+
+
+def stored(dtype: str, queries: int, dv: int, *, causal: bool) -> tuple[AttentionForm, stored_kernels.Code] | None:
+    """The form of an attention kernel without functions in the base set, and its code; None if there is none.
+
+    Args:
+        dtype: of the operands.
+        queries: their number.
+        dv: elements of a head of V.
+        causal: whether the mask is causal.
+
+    Raises:
+        BundleError: the base set is damaged.
+    """
+    base, question = kernel_store.base(), f"{ATTENTION}{base_kernels.level()} {dtype}"
+    forms = [AttentionForm.parsed(x) for x in (base.answer(question) if base else None) or ()]
+    i = max((i for i, x in enumerate(forms) if x.queries <= queries), default=-1)
+    if i < 0:
+        return None
+    code = stored_kernels.answered(f"{question} {i} {int(forms[i].packs(dv))} {int(causal)}", last=True)
+    return None if code is None else (forms[i], code)
+
+
 def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: bool) -> AttentionKernel | None:
     """The kernel of the base set for calls of a kind without functions, window and lengths; None if it has none.
 
@@ -162,7 +216,7 @@ def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: b
     """
     if factor is None or not base_kernels.active():
         return None
-    known = base_kernels.attention(numpy_arrays.name_of(shape.dtype), shape.m, shape.dv, causal=causal)
+    known = stored(numpy_arrays.name_of(shape.dtype), shape.m, shape.dv, causal=causal)
     if known is None:
         return None
     host_matmul.begin()

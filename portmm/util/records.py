@@ -1,7 +1,7 @@
 """Dataclasses that are defined in a fifth of the time: most of what a first call took was the definition of records.
 
 Owns `dataclass`, with the meaning of the standard library's, which collects the fields. That compiles six methods from
-source for each class. Here records share functions, and `__init__` is compiled when the first is made.
+source for each class. Here records share functions, and `__init__` is compiled for classes with many.
 """
 
 from __future__ import annotations
@@ -40,15 +40,44 @@ else:
 
 __all__ = ["dataclass"]
 
+FIRST = 12
+"""Records of a class that are made without a compiled `__init__`: compiling it takes as long."""
+
 
 def _first_init(cls: Any, fields: Fields, *, frozen: bool) -> Callable[..., None]:
-    """An `__init__` that puts a compiled one in its place."""
+    """An `__init__` for the first records, which puts a compiled one in its place."""
+    by_place = [x.name for x in fields if x.init and not x.kw_only]
+    left = FIRST
 
     def __init__(self: Any, *args: Any, **options: Any) -> None:  # noqa: N807 - it is one
-        cls.__init__ = compiled = _init(cls, fields, frozen=frozen)
-        compiled(self, *args, **options)
+        nonlocal left
+        left -= 1
+        values = dict(zip(by_place, args, strict=False)) | options
+        if left < 0 or len(values) < len(args) + len(options) or not _assigned(self, fields, values):
+            cls.__init__ = compiled = _init(cls, fields, frozen=frozen)
+            compiled(self, *args, **options)  # which raises where arguments are wrong
+        elif hasattr(cls, "__post_init__"):
+            self.__post_init__()
 
     return __init__
+
+
+def _assigned(record: Any, fields: Fields, values: dict[str, Any]) -> bool:
+    """Assign the fields of a record, if values for all that need one were passed, and no others."""
+    unset, passed = dataclasses.MISSING, 0
+    for x in fields:
+        if x.init and x.name in values:
+            value, passed = values[x.name], passed + 1
+        elif x.default_factory is not unset:
+            value = x.default_factory()
+        elif x.default is not unset:
+            value = x.default
+        elif x.init:
+            return False
+        else:
+            continue
+        object.__setattr__(record, x.name, value)
+    return passed == len(values)
 
 
 def _init(cls: Any, fields: Fields, *, frozen: bool) -> Any:
