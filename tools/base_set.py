@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import replace
+from dataclasses import astuple, replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -311,7 +311,7 @@ def add_attention(maker, target, level, kinds):
     for dtype, of in ((x, y) for x, y in every.items() if any(kind.dtype == x for kind in kinds)):
         forms = attention_forms(target, dtype)
         question = f"{ATTENTION}{level} {dtype}"
-        maker.facts[question] = tuple(":".join(map(str, x)) for x in forms)
+        maker.facts[question] = tuple(":".join(map(str, astuple(x))) for x in forms)
         for (i, form), dv, causal in product(enumerate(forms), (64, 65), (False, True)):
             packs = form.packs(dv)
             q, k, v = (np.ones((1, 1, *x), of) for x in ((form.queries, 64), (64, 64), (64, dv)))

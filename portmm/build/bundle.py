@@ -20,12 +20,13 @@ import mmap
 import os
 import struct
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from portmm.build.cache import Entry, digest
 from portmm.build.trusted_files import file_fault
 from portmm.errors import BundleError
 from portmm.ir import abi
+from portmm.util.records import dataclass
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
@@ -39,7 +40,8 @@ KEY_BYTES = 16
 """Bytes of a question's digest in a row: no two questions share them."""
 
 
-class Bundle(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Bundle:
     """An open bundle.
 
     Attributes:

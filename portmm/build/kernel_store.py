@@ -14,13 +14,14 @@ from __future__ import annotations
 import functools
 import os
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from portmm.build import cache
 from portmm.build.bundle import Bundle, open_bundle
 from portmm.build.trusted_files import file_fault
 from portmm.errors import BundleError
 from portmm.ir import abi
+from portmm.util.records import dataclass
 from portmm.util.user_warnings import warn
 from portmm.version import VERSION
 
@@ -31,7 +32,8 @@ BUILDS = "made-"
 """The start of the name of a note: which object a source became, and by which programs."""
 
 
-class Stored(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Stored:
     """An object that was built before.
 
     Attributes:

@@ -20,7 +20,8 @@ from portmm.build import kernel_store
 from portmm.build.cache import cache_dir
 from portmm.dispatch import config, stored_kernels
 from portmm.errors import BuildError
-from portmm.host.host_probe import Snapshot, sharing
+from portmm.host import host_probe
+from portmm.host.host_probe import Snapshot
 from portmm.runtime import cpu as cpu_runtime
 from portmm.runtime.route_cache import ROUTES
 from portmm.spec.dtype import types
@@ -98,10 +99,8 @@ def _features() -> set[str]:
 @cache
 def cores() -> int:
     """The number of cores that this process may use."""
-    from portmm.host.features import cores as counted
-
     affinity = tuple(sorted(os.sched_getaffinity(0)))
-    return counted(Snapshot(os.uname().machine, "", sharing(affinity), affinity), affinity)
+    return host_probe.cores(Snapshot(os.uname().machine, "", host_probe.sharing(affinity), affinity), affinity)
 
 
 def run_time() -> cpu_runtime.Runtime | None:

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 from contextlib import contextmanager
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from portmm.build import kernel_store
 from portmm.ir.prefix import value
 from portmm.runtime.cpu import load_kernel, runtime
 from portmm.spec.row_classes import rows as class_of
 from portmm.util.memo import Memory
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -40,7 +41,8 @@ _kernels = Memory(MOST_KERNELS, "kernels")
 _machines: dict[tuple[str, int], tuple[Target, str]] = {}
 
 
-class Code(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Code:
     """The loaded code of a schedule, which serves other sizes too.
 
     Attributes:

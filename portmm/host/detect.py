@@ -28,14 +28,17 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from portmm.errors import TargetError
-from portmm.host.features import cores, features, number, siblings
+from portmm.host.features import features
 from portmm.host.host_probe import (
     CACHE_FILES,
     CPU,
     Snapshot,
+    cores,
+    number,
     package_facts,
     parse_list,
     processors,
+    siblings,
     snapshot,
 )
 from portmm.target.cache_levels import MemoryLevel

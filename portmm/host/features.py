@@ -1,4 +1,4 @@
-"""Features of the processor, and the number of cores that a process may use, from a snapshot of the host.
+"""Features of the processor, from a snapshot of the host.
 
 Owns the tables of feature bits. What this module imports is quick to import: a first call by the base set of kernels
 needs no more of the host.
@@ -6,13 +6,7 @@ needs no more of the host.
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING
-
-from portmm.host.host_probe import CPU, Snapshot, cgroup_folders, parse_list, processors
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
+from portmm.host.host_probe import Snapshot, processors
 
 # Every x86-64 and every AArch64 Linux has these, whatever /proc hides.
 BASELINE = {"x86_64": {"cx8", "cmov", "fxsr", "sse", "sse2"}, "aarch64": {"fp", "asimd"}}
@@ -94,35 +88,3 @@ def features(shot: Snapshot) -> frozenset[str]:
     if not shot.tiles:
         flags = {name for name in flags if not name.startswith("amx_")}
     return frozenset(flags | BASELINE.get(shot.machine, set()))
-
-
-def number(text: str) -> int:
-    """A number as Python writes it, or 0."""
-    try:
-        return int(text, 0)
-    except ValueError:
-        return 0
-
-
-def siblings(shot: Snapshot, cpu: int) -> set[int]:
-    """The processors of the core of a processor."""
-    return parse_list(shot.files.get(f"{CPU}/cpu{cpu}/topology/thread_siblings_list", "")) or {cpu}
-
-
-def _quota(shot: Snapshot) -> float:
-    """CPU time per second that the control groups allow, in processors; infinite without a limit."""
-    allowed = math.inf
-    for folder in cgroup_folders(shot.files.get("/proc/self/cgroup", "")):
-        quota, _, period = shot.files.get(f"{folder}/cpu.max", "").partition(" ")
-        if not quota:
-            quota = shot.files.get(f"{folder}/cpu.cfs_quota_us", "")
-            period = shot.files.get(f"{folder}/cpu.cfs_period_us", "")
-        if number(quota) > 0 and number(period) > 0:
-            allowed = min(allowed, number(quota) / number(period))
-    return allowed
-
-
-def cores(shot: Snapshot, cpus: Iterable[int]) -> int:
-    """Number of physical cores that may be used; two threads of one core count once."""
-    physical = {min(siblings(shot, cpu)) for cpu in cpus}
-    return max(1, min(len(physical), math.ceil(min(_quota(shot), len(physical)))))

@@ -1,13 +1,14 @@
 """Raw facts about the host.
 
-Owns the record of them (`Snapshot`) and the code that reads them: /proc, sysfs,
-cpuid, the auxiliary vector, and py-cpuinfo where there is no /proc/cpuinfo.
-`host.detect` interprets them.
+Owns the record of them (`Snapshot`), the code that reads them: /proc, sysfs,
+cpuid, the auxiliary vector, and py-cpuinfo where there is no /proc/cpuinfo; and the
+number of cores, which first calls need. `host.detect` interprets the others.
 """
 
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import os
 import platform
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Iterable, Iterator
 
 CPUINFO = "/proc/cpuinfo"
 CPU = "/sys/devices/system/cpu"
@@ -258,3 +259,35 @@ def snapshot() -> Snapshot:
     cpuinfo = text_of(CPUINFO) or substitute_cpuinfo(flags=False)
     hwcap, hwcap2, sve = _arm() if machine == "aarch64" else (0, 0, 0)
     return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, hwcap=hwcap, hwcap2=hwcap2, sve_bytes=sve)
+
+
+def number(text: str) -> int:
+    """A number as Python writes it, or 0."""
+    try:
+        return int(text, 0)
+    except ValueError:
+        return 0
+
+
+def siblings(shot: Snapshot, cpu: int) -> set[int]:
+    """The processors of the core of a processor."""
+    return parse_list(shot.files.get(f"{CPU}/cpu{cpu}/topology/thread_siblings_list", "")) or {cpu}
+
+
+def _quota(shot: Snapshot) -> float:
+    """CPU time per second that the control groups allow, in processors; infinite without a limit."""
+    allowed = math.inf
+    for folder in cgroup_folders(shot.files.get("/proc/self/cgroup", "")):
+        quota, _, period = shot.files.get(f"{folder}/cpu.max", "").partition(" ")
+        if not quota:
+            quota = shot.files.get(f"{folder}/cpu.cfs_quota_us", "")
+            period = shot.files.get(f"{folder}/cpu.cfs_period_us", "")
+        if number(quota) > 0 and number(period) > 0:
+            allowed = min(allowed, number(quota) / number(period))
+    return allowed
+
+
+def cores(shot: Snapshot, cpus: Iterable[int]) -> int:
+    """Number of physical cores that may be used; two threads of one core count once."""
+    physical = {min(siblings(shot, cpu)) for cpu in cpus}
+    return max(1, min(len(physical), math.ceil(min(_quota(shot), len(physical)))))

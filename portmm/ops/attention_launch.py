@@ -6,7 +6,7 @@ without functions loads neither the tracer nor the generator.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -150,7 +150,8 @@ class Plain:
         return (self.template, self.numbers, *before, *after)
 
 
-class AttentionForm(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class AttentionForm:
     """A form of attention kernels for numbers of queries from one on: see `attention_kernel.make_kernel`.
 
     Attributes:

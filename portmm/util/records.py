@@ -1,7 +1,8 @@
-"""Dataclasses that are defined in a fifth of the time: most of what a first call took was the definition of records.
+"""Dataclasses that are defined in a twentieth of the time: a first call was mostly the definition of records.
 
-Owns `dataclass`, with the meaning of the standard library's, which collects the fields. That compiles six methods from
-source for each class. Here records share functions, and `__init__` is compiled for classes with many.
+Owns `dataclass`, with the meaning of the standard library's, which compiles six methods from source for each class.
+Here records share functions, and `__init__` is compiled for classes with many. What functions of the standard library
+read of a class is made when they do.
 """
 
 from __future__ import annotations
@@ -22,8 +23,10 @@ else:
         if cls is None:
             return lambda x: dataclass(x, frozen=frozen, slots=slots, eq=eq)
         own = {name for name, value in vars(cls).items() if name != "__hash__" or value is not None}
-        record = dataclasses.dataclass(cls, init=False, repr=False, eq=False, slots=slots)
-        fields = dataclasses.fields(record)
+        here = _annotated(cls)
+        inherited = {x.name: x for base in cls.__mro__[:0:-1] for x in vars(base).get(FIELDS, ())}
+        fields = tuple((inherited | here).values())
+        record = _class(cls, here, slots=slots)
         methods = {"__init__": _first_init(record, fields, frozen=frozen), "__repr__": _repr(fields)}
         if eq:
             methods["__eq__"], digest = _comparison(fields)
@@ -32,16 +35,64 @@ else:
             methods |= {"__setattr__": _refuse_to_set, "__delattr__": _refuse_to_delete}
         if frozen and slots:
             methods["__getstate__"], methods["__setstate__"] = _state(fields)
+        methods |= {FIELDS: fields, "__match_args__": tuple([x.name for x in fields if x.init and not x.kw_only])}
         for name, method in methods.items():
             if name not in own:
                 setattr(record, name, method)
+        for name in DESCRIPTION:
+            setattr(record, name, _Description(record, name))
         return record
 
 
 __all__ = ["dataclass"]
 
+FIELDS = "__record_fields__"
+"""The attribute of a record with its fields."""
+DESCRIPTION = ("__dataclass_fields__", "__dataclass_params__")
+"""Attributes that functions of the standard library read."""
 FIRST = 12
 """Records of a class that are made without a compiled `__init__`: compiling it takes as long."""
+
+
+class _Description:
+    """An attribute of a record that is made when it is read, as it takes longer than all the rest."""
+
+    def __init__(self, cls: Any, name: str) -> None:
+        self.cls, self.name = cls, name
+
+    def __get__(self, _: Any, __: Any = None) -> Any:
+        every = [(x.name, x.type, x) for x in getattr(self.cls, FIELDS)]
+        like = dataclasses.make_dataclass("Like", every, init=False, repr=False, eq=False)
+        for name in DESCRIPTION:
+            setattr(self.cls, name, getattr(like, name))
+        return getattr(self.cls, self.name)
+
+
+def _annotated(cls: Any) -> dict[str, dataclasses.Field[Any]]:
+    """The fields that a class adds, by their names."""
+    fields: dict[str, Any] = {}
+    for name, text in cls.__annotations__.items():
+        if not str(text).startswith("ClassVar"):
+            usual = vars(cls).get(name, dataclasses.MISSING)
+            fields[name] = x = usual if isinstance(usual, dataclasses.Field) else dataclasses.field(default=usual)
+            x.name, x.type, x.kw_only = name, text, x.kw_only is True
+    return fields
+
+
+def _class(cls: Any, fields: dict[str, dataclasses.Field[Any]], *, slots: bool) -> Any:
+    """The class with defaults as attributes, or another one with slots in their place."""
+    if not slots:
+        for name, x in fields.items():
+            if x.default is not dataclasses.MISSING:
+                setattr(cls, name, x.default)
+            elif name in vars(cls):
+                delattr(cls, name)
+        return cls
+    inherited = {x for base in cls.__mro__[1:] for x in vars(base).get("__slots__", ())}
+    without = {*fields, "__dict__", "__weakref__"}
+    names = {name: value for name, value in vars(cls).items() if name not in without}
+    names |= {"__slots__": tuple([x for x in fields if x not in inherited]), "__qualname__": cls.__qualname__}
+    return type(cls)(cls.__name__, cls.__bases__, names)
 
 
 def _first_init(cls: Any, fields: Fields, *, frozen: bool) -> Callable[..., None]:
