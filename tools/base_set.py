@@ -344,7 +344,7 @@ def attention_forms(target, dtype):
             if any(value(step, {"d": d}) != keys_of(s, target, d) for d in range(1, 520)):
                 raise ValueError(f"{step} are not the keys of a block on {target.name}")
         form = AttentionForm(m, int(few), atom.k_pack, atom.k, columns, step)
-        if not forms or forms[-1]._replace(queries=m) != form:
+        if not forms or replace(forms[-1], queries=m) != form:
             forms.append(form)
     return forms
 

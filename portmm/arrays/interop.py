@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import sys
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from portmm.arrays.numpy_arrays import contiguous, name_of, numpy_of
 from portmm.arrays.operand import Operand, same_device, title_of, type_name, type_of
 from portmm.errors import NoDeviceError
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, EXTENSION_TYPES
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

@@ -7,7 +7,6 @@ Owns `Operand`, its views, its address as an argument of a launch, the checks th
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +15,7 @@ import numpy as np
 from portmm.arrays.numpy_arrays import contiguous, merged, numpy_of, span_of, stand_in
 from portmm.runtime.backends import backend
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, accumulator, natural
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
     from collections.abc import Hashable, Sequence

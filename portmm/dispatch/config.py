@@ -9,13 +9,12 @@ from __future__ import annotations
 import os
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import fields, replace
 from functools import cache
 from operator import index
 from typing import TYPE_CHECKING, Any
 
 from portmm.spec.dtype import types
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
@@ -67,8 +66,7 @@ def current() -> Config:
 def overrides() -> dict[str, Any]:
     """The settings of the open `config` block, if there is one, that differ from those of the process."""
     now = current()
-    names = (x.name for x in fields(now))
-    return {name: getattr(now, name) for name in names if getattr(now, name) != getattr(_default, name)}
+    return {name: getattr(now, name) for name in now.__match_args__ if getattr(now, name) != getattr(_default, name)}
 
 
 def overridden() -> bool:

@@ -10,13 +10,14 @@ on this machine: one that ends before its race is over leaves the next one less 
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch import config, rival_process
 from portmm.dispatch.rival_process import RACED, WORDS
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
+from portmm.util.records import replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

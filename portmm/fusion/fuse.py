@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
@@ -33,7 +32,7 @@ from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
 from portmm.trace.recorder import run
 from portmm.util import locks
 from portmm.util.memo import Memory
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable

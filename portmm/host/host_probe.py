@@ -16,7 +16,7 @@ from contextlib import suppress
 from dataclasses import field
 from functools import cache
 from importlib import import_module
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.util.records import dataclass
@@ -115,9 +115,12 @@ def cgroup_folders(text: str) -> Iterator[str]:
             roots = ("/sys/fs/cgroup/cpu", "/sys/fs/cgroup/cpu,cpuacct")
         else:
             continue
-        inner = PurePosixPath("/") if ".." in path else PurePosixPath(path or "/")
-        for folder in (inner, *inner.parents):
-            yield from (f"{root}{folder}".rstrip("/") for root in roots)
+        inner = "" if ".." in path else path.rstrip("/")
+        while True:
+            yield from (root + inner for root in roots)
+            if not inner:
+                break
+            inner = inner.rpartition("/")[0]
 
 
 def text_of(path: str) -> str:

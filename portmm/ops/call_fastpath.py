@@ -10,7 +10,6 @@ first, take the general path each time.
 from __future__ import annotations
 
 import types
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -24,7 +23,7 @@ from portmm.trace.closures import compares_identities, global_names, numbers_of,
 from portmm.trace.closures import fixed as is_fixed
 from portmm.trace.guards import place
 from portmm.util.memo import Memory, cached
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

@@ -16,8 +16,6 @@ from portmm.errors import BuildError, ScheduleError
 from portmm.ops import call_fastpath, host_matmul
 from portmm.ops.epilogues import NAMES, VALUES, fused, rank_of
 from portmm.ops.product_kernel import HostProduct, ProductKernel, first_type, operand_b
-from portmm.ops.row_kernels import before
-from portmm.ops.rowwise import over_rows
 from portmm.spec.row_classes import row_class
 from portmm.util.array_subclasses import in_class_of
 
@@ -42,6 +40,9 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
     """The product with prologues and an epilogue: see `matmul.matmul`."""
     left = numpy_arrays.as_operand(a, "a")
     right = operand_b(b)
+    if prologue_a is not None or prologue_b is not None:
+        from portmm.ops.row_kernels import before
+        from portmm.ops.rowwise import over_rows
     if prologue_a is not None:
         left = before(over_rows, _spread, prologue_a, left, "a")
     if prologue_b is not None:
@@ -136,6 +137,8 @@ class HostCall(HostProduct):
 
     def split(self, epilogue: Callable[..., Any]) -> Any:
         """The results of two kernels."""
+        from portmm.ops.rowwise import over_rows
+
         dtype = np.int32 if self.sums() == "s32" else np.float32
         product = host_matmul.product(self.left, self.right, dtype=dtype).astype(np.float32, copy=False)
         results, several = over_rows(epilogue, (product,), NAMES, dtype=self.types()[2], first=self.first)

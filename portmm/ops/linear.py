@@ -15,14 +15,13 @@ import numpy as np
 from portmm.arrays import libraries, numpy_arrays, numpy_fallback
 from portmm.errors import BuildError
 from portmm.ops import host_matmul
-from portmm.ops.int4_panels import PackedInt4, largest_weight, pack_int4, unpack_int4
 from portmm.ops.linear_vectors import is_default, scaled_in_float64, vectors_of, zero_point
 from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.ops.product_kernel import HostProduct, ProductKernel
 from portmm.ops.quantized_kernel import LinearOptions, kernel_of, layout_of, product_of, run
 from portmm.spec.row_classes import last_of_class
 from portmm.util.array_subclasses import refuse_class
-from portmm.weights.quantized import Quantized, dequantize
+from portmm.weights.kinds import WeightKind, weight_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -98,7 +97,7 @@ def linear(
         more |= {"out_zero": out_zero, "dynamic": dynamic, "dtype": dtype, "out": out, "epilogue": epilogue}
         return elsewhere(where, linear, _on_device, (x, w), {"bias": bias, **more})
     left = numpy_arrays.as_operand(x, "x", matrix=False)
-    if isinstance(w, PackedInt4):
+    if weight_kind(w) is WeightKind.INT4_PANELS:
         weight = w
     elif is_packed(w):
         weight = current(w)
@@ -199,7 +198,11 @@ def _unit(left: Array, weight: Any, options: LinearOptions) -> float:
     """A bound on what a unit of an integer sum is multiplied by before the vectors of the epilogue."""
     integers = options.dynamic or left.dtype.kind in "iu"
     rescaled = options.dynamic or options.x_scale or options.requantize
-    return largest_weight(weight) if integers and rescaled and isinstance(weight, PackedInt4) else 1.0
+    if not (integers and rescaled and weight_kind(weight) is WeightKind.INT4_PANELS):
+        return 1.0
+    from portmm.ops.int4_panels import largest_weight
+
+    return largest_weight(weight)
 
 
 def _by_numpy(
@@ -210,7 +213,10 @@ def _by_numpy(
     rows = None
     if dynamic:
         left, rows = numpy_fallback.quantized_rows(left)
-    if isinstance(weight, PackedInt4):
+    if weight_kind(weight) is WeightKind.INT4_PANELS:
+        from portmm.ops.int4_panels import unpack_int4
+        from portmm.weights.quantized import dequantize
+
         # Values and scales are exact in float64, in which groups are summed, too.
         sums = left.astype(np.float64) @ dequantize(unpack_int4(weight), np.float64)
     elif left.dtype.kind in "iu":
@@ -231,8 +237,8 @@ def _checked_out(out: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arra
 
 def _weight(w: Any, activations: np.dtype[Any]) -> Any:
     """The packed weight of an unpacked one."""
-    if isinstance(w, Quantized):
-        return pack_int4(w)
+    if weight_kind(w) is WeightKind.QUANTIZED:
+        return pack(w)
     refuse_class(w, "w")
     codes = np.asarray(w)
     if codes.ndim != 2:

@@ -8,7 +8,6 @@ see kernels/cpu/packing.py.
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from functools import cache
 from typing import Any, ClassVar, NoReturn
 
@@ -22,7 +21,7 @@ from portmm.runtime.cpu import runtime, types
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Family
 from portmm.spec.problem import family as family_of
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 from portmm.weights.kinds import INTEGERS, ArrayLike, WeightKind, weight_kind
 
 

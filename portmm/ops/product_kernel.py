@@ -9,7 +9,6 @@ pass costs. Functions for tracing are imported where there is a function: `linea
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,12 +19,11 @@ from portmm.errors import ScheduleError
 from portmm.ops import routes
 from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.runtime.cpu import runtime
-from portmm.spec.dtype import BY_NAME, accumulator, spell
-from portmm.spec.epilogue import AXES
+from portmm.spec.dtype import AXES, BY_NAME, accumulator, spell
 from portmm.spec.problem import Problem
 from portmm.spec.row_classes import row_class
 from portmm.util.memo import cached
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 from portmm.weights.kinds import WeightKind, weight_kind
 
 if TYPE_CHECKING:
@@ -344,8 +342,8 @@ def merges(step: Step, m: int) -> bool:
 @cached("calls", 1024)
 def _table(how: Dequantization | None) -> Array:
     """The operands of scales, zero points and a bias, without addresses: one element for each row, or column."""
-    operands = () if how is None else how.operands
-    return np.array([(0, *(int(axis == x.axes) for axis in AXES)) for x in operands], np.int64)
+    axes = () if how is None else how.axes
+    return np.array([(0, *(int(axis == x) for axis in AXES)) for x in axes], np.int64)
 
 
 def operand_b(b: Any) -> Any:

@@ -13,13 +13,11 @@ import numpy as np
 from portmm.arrays import numpy_arrays, numpy_fallback
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
-from portmm.ops.int4_panels import unpack_int4
 from portmm.ops.product_kernel import HostProduct, ProductKernel
 from portmm.spec.dequantization import Dequantization
 from portmm.spec.problem import family
 from portmm.spec.row_classes import last_of_class, row_class
 from portmm.util.memo import Memory, cached
-from portmm.weights.quantized import dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -125,6 +123,9 @@ def int4_product(a: Any, w: PackedInt4, out: Any, multiply: Callable[[Any, Any, 
     if result.size and kernel.route is not None:
         run(kernel, m, left, w, result)
     elif result.size:
+        from portmm.ops.int4_panels import unpack_int4
+        from portmm.weights.quantized import dequantize
+
         np.copyto(result, multiply(left, dequantize(unpack_int4(w)), None), casting="same_kind")
     if out is None or direct:
         return result

@@ -12,23 +12,23 @@ quantized output are part of a_scale, b_scale and bias.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
-from portmm.spec.epilogue import C, Fused, Operand, acc, column_sum, load, row_scale
-from portmm.spec.expr import Expr, real
-from portmm.spec.expr_functions import fma
+if TYPE_CHECKING:
+    from portmm.spec.epilogue import Operand
+    from portmm.spec.expr import Expr
 
-IDENTITY = str(Fused((), ((C, acc()),)))
+IDENTITY = " | acc | C 0"
 """The epilogue that converts integer sums to elements of C."""
 OPERANDS = {
-    "a_scale": Operand("f32", "m"),
-    "b_scale": Operand("f32", "n"),
-    "bias": Operand("f32", "n"),
-    "a_zero": Operand("s32", "m"),
-    "a_sum": Operand("s32", "m"),
-    "b_zero": Operand("s32", "n"),
+    "a_scale": ("f32", "m"),
+    "b_scale": ("f32", "n"),
+    "bias": ("f32", "n"),
+    "a_zero": ("s32", "m"),
+    "a_sum": ("s32", "m"),
+    "b_zero": ("s32", "n"),
 }
-"""All vectors along rows and columns, in the order in which an epilogue reads them."""
+"""All vectors along rows and columns, in the order in which an epilogue reads them: type and axis."""
 
 
 class Dequantization(NamedTuple):
@@ -56,13 +56,24 @@ class Dequantization(NamedTuple):
         return tuple([name for name in OPERANDS if wanted[name]])
 
     @property
+    def axes(self) -> tuple[str, ...]:
+        """The axis of each."""
+        return tuple([OPERANDS[name][1] for name in self.names])
+
+    @property
     def operands(self) -> tuple[Operand, ...]:
         """These vectors."""
-        return tuple([OPERANDS[name] for name in self.names])
+        from portmm.spec.epilogue import Operand
+
+        return tuple([Operand(*OPERANDS[name]) for name in self.names])
 
     def value(self) -> Expr:
         """The expression of an element, whose first operands are `operands`."""
-        x = {name: load(i, OPERANDS[name].dtype) for i, name in enumerate(self.names)}
+        from portmm.spec.epilogue import acc, column_sum, load, row_scale
+        from portmm.spec.expr import real
+        from portmm.spec.expr_functions import fma
+
+        x = {name: load(i, OPERANDS[name][0]) for i, name in enumerate(self.names)}
         total = acc("s32") if self.a_zero or self.b_zero else acc()
         if self.a_zero:
             total = total + x["a_zero"] * column_sum()
@@ -73,8 +84,25 @@ class Dequantization(NamedTuple):
 
     @property
     def text(self) -> str:
-        """The epilogue alone, as the string of a `Problem`."""
-        return str(Fused(self.operands, ((C, self.value()),)))
+        """The epilogue alone, as the string of a `Problem`: that of `value`, without the time to load expressions."""
+        steps: list[str] = []
+
+        def step(*words: object) -> int:
+            steps.append(" ".join(map(str, words)))
+            return len(steps) - 1
+
+        at = {name: f"load {i}" for i, name in enumerate(self.names)}
+        exact = self.a_zero or self.b_zero
+        scale = step("row_scale" if self.dynamic else at["a_scale"])
+        total = step("acc s32" if exact else "acc")
+        if self.a_zero:
+            total = step("add", total, step("mul", step(at["a_zero"]), step("column_sum")))
+        if self.b_zero:
+            total = step("add", total, step("mul", step(at["a_sum"]), step(at["b_zero"])))
+        total = step("float", total) if exact else total
+        scaled = step("mul", total, step(at["b_scale"]))
+        last = step("fma", scale, scaled, step(at["bias"] if self.bias else "const f32 0.0"))
+        return f"{' '.join(['.'.join(OPERANDS[name]) for name in self.names])} | {'; '.join(steps)} | C {last}"
 
 
 def of_words(words: str, text: str, *, dynamic: bool) -> str:

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.spec.dtype import BY_NAME
+from portmm.spec.dtype import AXES, BY_NAME
 from portmm.spec.expr import Expr, const, node, ordered
 from portmm.spec.expr_ops import OPS
 from portmm.util.memo import cached
@@ -24,8 +24,6 @@ from portmm.util.records import dataclass
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-AXES = "bmnh"
-"""A batch, rows, columns, and heads, in this order."""
 PRODUCT = "bmn"
 """The axes of a product."""
 C = -1

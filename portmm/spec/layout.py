@@ -8,7 +8,7 @@ compute with index expressions and NumPy with arrays. Sizes and strides are inte
 
 from __future__ import annotations
 
-from dataclasses import field, fields, is_dataclass, replace
+from dataclasses import field, fields, is_dataclass
 from operator import mul
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from portmm.spec import layout_transforms as views
 from portmm.spec.layout_index import ZERO, Leaf, Sum, as_sum, bounds, coordinate, divisor, evaluate, is_positive, leaves
 from portmm.spec.layout_transforms import is_less, moves, total
 from portmm.util import locks
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence

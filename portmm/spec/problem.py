@@ -6,14 +6,13 @@ Owns `Problem`, the description of one matrix product, independent of any machin
 from __future__ import annotations
 
 import re
-from dataclasses import fields, replace
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
 from portmm.spec.dtype import BY_NAME, DType, accumulator, spell, types
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
     from portmm.spec.layout import Layout
@@ -271,4 +270,4 @@ class Problem:
         return f"{batch}{self.m} x {self.n} x {self.k} {self.dtype} ({', '.join(marks)})"
 
 
-_but_rows = attrgetter(*[x.name for x in fields(Problem) if x.name != "m"])
+_but_rows = attrgetter(*[x for x in Problem.__match_args__ if x != "m"])

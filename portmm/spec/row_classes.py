@@ -10,8 +10,9 @@ of a class without calling Python.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
+
+from portmm.util.records import replace
 
 if TYPE_CHECKING:
     from portmm.spec.problem import Problem

@@ -7,7 +7,7 @@ of a kind; `UserFunction`, a user's function at one call, with the memo of the k
 
 from __future__ import annotations
 
-from dataclasses import field, replace
+from dataclasses import field
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,7 +15,8 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import TraceError
-from portmm.spec.epilogue import AXES, PRODUCT, C, Fused, Operand, argument, load, parse, varies
+from portmm.spec.dtype import AXES
+from portmm.spec.epilogue import PRODUCT, C, Fused, Operand, argument, load, parse, varies
 from portmm.spec.expr import Expr, const, node, ordered, real
 from portmm.spec.expr_functions import rounded, substituted
 from portmm.trace.closures import resolve
@@ -23,7 +24,7 @@ from portmm.trace.guards import Way, find, remember
 from portmm.trace.recorder import described, native
 from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

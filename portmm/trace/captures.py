@@ -16,7 +16,6 @@ from weakref import ref
 
 import numpy as np
 
-from portmm.arrays.interop import as_numpy
 from portmm.arrays.libraries import is_tensor, on_device
 from portmm.errors import TraceError
 from portmm.trace.closures import (
@@ -36,7 +35,7 @@ from portmm.trace.closures import (
     ours,
     same_container,
 )
-from portmm.trace.guards import Guards, place
+from portmm.trace.guards import Guards, as_numpy, place
 from portmm.trace.proxies import Namespace, proxy, refuse_class_attribute, replaced_builtins, unwrapped
 from portmm.util.array_subclasses import refuse_class
 from portmm.weights.kinds import ON_HOST, weight_kind

@@ -7,12 +7,11 @@ result of a trace with its guards, and `find`, which returns the result whose gu
 from __future__ import annotations
 
 import builtins
-from array import array
+import struct
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays.interop import as_numpy, lay
 from portmm.arrays.libraries import on_device
 from portmm.trace.closures import constant_key, filled, is_constant
 from portmm.util.array_subclasses import refuse_class
@@ -40,6 +39,20 @@ def _no_array(x: Any) -> bool:
     return not isinstance(x, np.ndarray)
 
 
+def lay(x: Any) -> tuple[Any, ...]:
+    """The properties of an array on a device that kernels depend on."""
+    from portmm.arrays import interop  # by the first such array
+
+    return interop.lay(x)
+
+
+def as_numpy(x: Any) -> np.ndarray[Any, Any]:
+    """A view of a tensor as an array of NumPy's."""
+    from portmm.arrays import interop  # by the first tensor
+
+    return interop.as_numpy(x)
+
+
 def _other_device_array(x: Any, layout: Any) -> bool:
     return not on_device(x) or lay(x) != layout
 
@@ -49,7 +62,8 @@ def _other_constant(x: Any, key: Any) -> bool:
 
 
 def _bits(x: Iterable[Any]) -> bytes:
-    return array("d", x).tobytes()
+    values = [*x]
+    return struct.pack(f"{len(values)}d", *values)
 
 
 class Guards:

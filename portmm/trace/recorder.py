@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portmm.arrays.interop import adopt
 from portmm.arrays.numpy_arrays import numpy_of
-from portmm.arrays.operand import standin
 from portmm.errors import TraceError, refusals
-from portmm.spec.epilogue import AXES, PRODUCT, Operand, load, number
+from portmm.spec.dtype import AXES
+from portmm.spec.epilogue import PRODUCT, Operand, load, number
 from portmm.spec.expr import Expr, apply, array_function, array_ufunc
 from portmm.trace.closures import COMPUTED
 from portmm.trace.placeholders import Array, ByValueError, Number
@@ -243,6 +242,9 @@ class Elements:
         """The stand-in for an array on a device, the same each time."""
         stand_in = self.standins.get(id(value))
         if stand_in is None:
+            from portmm.arrays.interop import adopt  # by the first such array
+            from portmm.arrays.operand import standin
+
             there = adopt(value)
             assert there is not None  # noqa: S101 - it is on a device
             self.kept.append(value)

@@ -1,6 +1,7 @@
 """Dataclasses that are defined in a twentieth of the time: a first call was mostly the definition of records.
 
-Owns `dataclass`, with the meaning of the standard library's, which compiles six methods from source for each class.
+Owns `dataclass` and `replace`, with the meaning of the standard library's, which compiles six methods from source for
+each class.
 Here records share functions, and `__init__` is compiled for classes with many. What functions of the standard library
 read of a class is made when they do.
 """
@@ -13,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 if TYPE_CHECKING:
     from collections.abc import Callable
-    from dataclasses import dataclass
+    from dataclasses import dataclass, replace
 
     Fields = tuple[dataclasses.Field[Any], ...]
 else:
@@ -43,8 +44,16 @@ else:
             setattr(record, name, _Description(record, name))
         return record
 
+    def replace(record: Any, /, **changes: Any) -> Any:
+        """As `dataclasses.replace`, without a description of the class."""
+        fields = getattr(record, FIELDS, None)
+        if fields is None:
+            return dataclasses.replace(record, **changes)
+        kept = {x.name: getattr(record, x.name) for x in fields if x.init and x.name not in changes}
+        return type(record)(**kept, **changes)
 
-__all__ = ["dataclass"]
+
+__all__ = ["dataclass", "replace"]
 
 FIELDS = "__record_fields__"
 """The attribute of a record with its fields."""

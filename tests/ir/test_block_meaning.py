@@ -13,7 +13,7 @@ from portmm.ir.attention_program import Bounds, Form, attention_of, of_attention
 from portmm.ir.block_meaning import run
 from portmm.ir.block_program import BlockProgram, TileGemm, TileReduce, TileTransfer, of_rows
 from portmm.ir.product_program import of_product, product_of
-from portmm.spec.dequantization import Dequantization
+from portmm.spec.dequantization import IDENTITY, Dequantization
 from portmm.spec.elementwise import exp
 from portmm.spec.epilogue import C, Fused, Operand, acc, contraction, index, load, number, reduction
 from portmm.spec.epilogue import parse as parsed
@@ -43,6 +43,13 @@ def test_products(rng, dtype, tiles):
     want = a.astype("f8") @ b.astype("f8")
     run(of_product(p), (a, b, c) if plain else (a, b, c, scale, more), tiles)
     np.testing.assert_allclose(c, want if plain else want * scale + more, rtol=1e-5)
+
+
+def test_texts_of_scales_are_those_of_their_expressions():
+    for steps in product((False, True), repeat=4):
+        how = Dequantization(*steps)
+        assert how.text == str(Fused(how.operands, ((C, how.value()),)))
+    assert str(Fused((), ((C, acc()),))) == IDENTITY
 
 
 def test_zero_points_need_sums_of_columns(rng):

@@ -80,6 +80,8 @@ def behaviour(cls):
         outcome(lambda: setattr(cls(1), "other", 2)) is None,
         outcome(lambda: delattr(cls(1), "x")),
         outcome(lambda: dataclasses.replace(cls(1), x=4)),
+        outcome(lambda: records.replace(cls(1, shown=9), x=4)),
+        outcome(lambda: records.replace(cls(1), other=4)),
         outcome(lambda: copy.copy(cls(1, 2, [3]))),
         outcome(lambda: copy.deepcopy(cls(1, 2, [3]))),
         [(x.name, x.type, x.init, x.kw_only) for x in dataclasses.fields(cls)],

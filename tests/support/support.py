@@ -20,8 +20,8 @@ from portmm.host.detect import host_features
 from portmm.ir.interpreter import numpy_type
 from portmm.schedule.candidates import candidates
 from portmm.spec.dequantization import IDENTITY, OPERANDS, Dequantization, of_words
-from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, accumulator, types
-from portmm.spec.epilogue import AXES, PRODUCT
+from portmm.spec.dtype import AXES, BY_NAME, CODES_AT, CODES_KR, accumulator, types
+from portmm.spec.epilogue import PRODUCT
 from portmm.spec.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
 from portmm.target.target import load_isa, load_target, names_of
 
@@ -433,7 +433,7 @@ def quantised(
     }
     names = Dequantization("azero" in post, "bzero" in post, "bias" in post, bool(p.source)).names
     steps = {"m": (0, 1, 0), "n": (0, 0, 1)}
-    return tuple(Extra(vectors[x], 0, steps[OPERANDS[x].axes]) for x in names), vectors, want
+    return tuple(Extra(vectors[x], 0, steps[OPERANDS[x][1]]) for x in names), vectors, want
 
 
 # -- running ----------------------------------------------------------------------
