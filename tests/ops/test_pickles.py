@@ -205,6 +205,7 @@ def test_another_process_finds_the_kernels_in_the_cache(tmp_path):
     assert all((x == y).all() for x, y in zip(first, second, strict=True))
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_cloudpickle_takes_closures(tmp_path):
     cloudpickle = pytest.importorskip("cloudpickle")
     bias = RNG.random(24, np.float32)
@@ -238,6 +239,7 @@ if __name__ == "__main__":
 """
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_a_script_sends_its_functions_by_value(tmp_path):
     pytest.importorskip("cloudpickle")
     (tmp_path / "script.py").write_text(SCRIPT)

@@ -100,6 +100,7 @@ def different_in_child(kinds, want):
     return os.waitpid(pid, 0)[1]
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_results_stay_the_same_bits(racing):
     rng = np.random.default_rng(SEED)
     kinds = list(calls(rng))

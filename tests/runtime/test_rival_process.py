@@ -126,6 +126,7 @@ def test_helpers_that_are_killed_leave_no_zombie_and_no_race_waiting():
     assert state == "False", "no third one is started"
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_idle_helpers_end_and_others_start():
     first, second = run("""
         rival_process.IDLE_SECONDS = 0.2
@@ -213,6 +214,7 @@ def test_programs_that_embed_python_start_none(monkeypatch):
     assert not rival_process.possible()
 
 
+@pytest.mark.rest("takes long for what it finds")
 def test_a_process_that_ends_early_leaves_kernels_to_the_next(tmp_path):
     tmp_path.chmod(0o700)
     env = {**os.environ, "PORTMM_RACE": "on", "PORTMM_CACHE": str(tmp_path), "TEST_KEEPS": "1"}
