@@ -368,7 +368,8 @@ def link(maker, output, arch, report):
     report(0, len(questions), "linking kernels")
     with tempfile.TemporaryDirectory(prefix="portmm-link-") as folder:
         jobs = {symbol: maker.jobs.pop(question) for question, symbol in maker.linked.items()}
-        c_library.link(Path(folder), output.name, arch, jobs)
+        jobs = dict(sorted(jobs.items(), key=lambda x: x[1].name))  # alike side by side: a seventh less in a wheel
+        c_library.link(Path(folder), output.name, arch, jobs, ("-fno-asynchronous-unwind-tables",))
         shutil.copy(Path(folder, output.name), output)
 
 
@@ -396,12 +397,18 @@ def main():
     parser.add_argument("--libc", choices=LIBRARIES, default="gnu")
     parser.add_argument("--levels", default="", help="some levels only, with commas between")
     parser.add_argument("--types", default="", help="products of some types only, with commas between")
+    parser.add_argument("--run-time", action="store_true", help="only the run time for versions of Python")
     options = parser.parse_args()
     levels = {
         x: y for x, y in LEVELS[options.arch].items() if x in (options.levels.split(",") if options.levels else [x])
     }
     kinds = [x for x in (*KINDS, *FUSED) if x[0] in (options.types.split(",") if options.types else [x[0]])]
     os.environ |= {"PORTMM_RACE": "off", "PORTMM_TUNED": "off", "PORTMM_BASE": "off"}
+    if options.run_time:
+        from portmm.ops.bundle_build import Maker
+
+        run_time(Maker(), options.output, options.arch, options.libc)
+        return
     from portmm.util.console import progress
 
     with progress(f"base set for {options.arch}", 600) as report:

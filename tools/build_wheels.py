@@ -1,11 +1,12 @@
 """Wheels with the run time and the base set of kernels, for Linux on x86-64 and AArch64.
 
-    python tools/build_wheels.py dist --pythons /usr/include/python3.11:/opt/python3.12/include/python3.12
+    python tools/build_wheels.py dist --pythons /usr/include/python3.11:/opt/python3.14/include/python3.14t
 
-One wheel of an architecture serves all versions of Python whose headers are named: the run time for each is in the
-bundle `portmm/base/ARCH.bundle`, beside the kernels. Kernels are compiled by gcc where there is one for the
-architecture, and else by zig; the run time by zig against the oldest C library. `--audit` has auditwheel look at all
-shared objects of a wheel.
+One wheel of an architecture serves all versions of Python whose headers are named: the run time for each lies beside
+the kernels in `portmm/base`. Headers of a free-threaded build that are not there, as `.../python3.14t`, are those of
+`.../python3.14` with `Py_GIL_DISABLED`, in which the two differ. Kernels are compiled by gcc where there is one for the
+architecture, and else by zig; the run time by zig against the oldest C library. `--base` takes kernels that were made
+before, and makes the run time. `--audit` has auditwheel look at all shared objects of a wheel.
 """
 
 from __future__ import annotations
@@ -37,14 +38,15 @@ def build(arch: str, libc: str, output: Path, pythons: str, made: Path | None) -
             )
             copy(path, tree / name, **ignored)
         base = tree / "portmm" / "base"
+        words = [sys.executable, str(ROOT / "tools" / "base_set.py"), arch, str(base), "--libc", libc]
         if made:
             base.mkdir()
-            for path in (*made.glob(f"{arch}.*"), *made.glob(f"_portmm_run.*-{arch}-*")):
+            for path in made.glob(f"{arch}.*"):
                 shutil.copy(path, base)
-        environment = os.environ | {"PORTMM_PYTHONS": pythons, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
-        script = str(ROOT / "tools" / "base_set.py")
-        if not made:
-            subprocess.run([sys.executable, script, arch, str(base), "--libc", libc], env=environment, check=True)
+            words.append("--run-time")
+        headers = os.pathsep.join(str(headers_of(Path(x), Path(folder))) for x in pythons.split(os.pathsep) if x)
+        environment = os.environ | {"PORTMM_PYTHONS": headers, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
+        subprocess.run(words, env=environment, check=True)
         platform = {"PORTMM_WHEEL_PLATFORM": PLATFORMS[libc].format(arch)}
         wheels = Path(folder, "wheels")
         words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(tree)]
@@ -52,6 +54,18 @@ def build(arch: str, libc: str, output: Path, pythons: str, made: Path | None) -
         (wheel,) = wheels.glob("*.whl")
         output.mkdir(exist_ok=True)
         return Path(shutil.copy(wheel, output))
+
+
+def headers_of(named: Path, folder: Path) -> Path:
+    """The headers of a version of Python: a directory, or that of the build with the lock, changed, in a folder."""
+    usual = named.with_name(named.name.removesuffix("t"))
+    if named.is_dir() or not usual.is_dir():
+        return named
+    made = folder / "headers" / named.name
+    shutil.copytree(usual, made)
+    path = made / "pyconfig.h"
+    path.write_text(path.read_text(encoding="utf-8") + "\n#define Py_GIL_DISABLED 1\n", encoding="utf-8")
+    return made
 
 
 def audit(wheel: Path) -> None:
