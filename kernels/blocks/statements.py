@@ -116,7 +116,7 @@ class Lowering:
 
     def reduced(self, x: Expr, into: str, few: str) -> list[Stmt]:
         """Reduction of a vector of values into an accumulator."""
-        del few  # lanes past the last column are points that nobody stores
+        del few  # lanes past the last column are never stored
         register, before = self.at.value(x.args[1])
         return [*before, self.taken(x, into, register)]
 

@@ -196,7 +196,8 @@ class Attention(AttentionMemory):
         here = self.place("k", ("b", var("item")), ("h", var("other")), ("m", var("key") + r))
 
         def call(height: int) -> tuple[Stmt, ...]:
-            shape = Shape(height, g.nr, a_packed=False, ragged=False, a=self.k_dtype, b=self.atom.right)
+            keys = unit(self.form.dtype, self.kr)
+            shape = Shape(height, g.nr, a_packed=False, ragged=False, a=keys, b=self.atom.right)
             shape = replace(shape, unroll=4 if height == g.mr else 1)
             f = replace(micro_kernel(self.atom, shape), name=f"scores_{height}")
             a_m = var(f"{self.at['k']}_m") // self.kr
@@ -214,11 +215,6 @@ class Attention(AttentionMemory):
     def rows_of_s(self) -> tuple[Index, Index]:
         """Strides of s: from one key to the next, and from one query to the next."""
         return const(self.g.queries), const(1)
-
-    @property
-    def k_dtype(self) -> str:
-        """Type of the elements of K that the micro-kernel of scores reads."""
-        return unit(self.form.dtype, self.kr)
 
     def softmax(self, bounds: Bounds) -> Stmt:
         """Call that turns scores into weights."""

@@ -64,11 +64,6 @@ class Blocks:
         return self.isa.row_atom(self.atom) or self.atom
 
     @property
-    def sum_atom(self) -> Atom:
-        """Atom whose vectors move sums, a cache line at a time."""
-        return self.isa.sum_row_atom(self.atom) or self.atom
-
-    @property
     def k(self) -> Index:
         """Extent of the reduction, in units of a fragment."""
         return ceil_div(var("k"), self.s.atom.kr)

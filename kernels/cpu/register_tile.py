@@ -99,7 +99,8 @@ def finish(g: Operands) -> tuple[Stmt, ...]:
     if fused:
         more = (*place, *arguments(fused, *place))
         inner = [_vector(g, name) for name in own(fused)]
-    call = Call(finish_tile(g.isa, g.sum_atom, g.acc, s.types[2], fused), (*tile, *inner, *into, *more))
+    sum_atom = g.isa.sum_row_atom(g.atom) or g.atom  # moves sums a cache line at a time
+    call = Call(finish_tile(g.isa, sum_atom, g.acc, s.types[2], fused), (*tile, *inner, *into, *more))
     return (If((var("pc") + var("kd")).eq(g.k), (call,)),) if s.kc else (call,)
 
 

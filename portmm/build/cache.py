@@ -114,13 +114,9 @@ def _xdg_path(variable: str, default: str, name: str) -> Path:
     if root[:1] == "/":
         return _path(f"{root}/{name}")
     try:
-        return _path(f"{_home()}/{default}/{name}")
+        return _path(f"{os.environ.get('HOME') or Path.home()}/{default}/{name}")
     except RuntimeError:  # a user id without a home, as in some containers
         return _path(f"/{default}/{name}")
-
-
-def _home() -> str:
-    return os.environ.get("HOME") or str(Path.home())
 
 
 def tuned_database() -> Path | None:

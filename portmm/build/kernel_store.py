@@ -85,7 +85,7 @@ def bundles() -> list[Bundle]:
     text = os.environ.get("PORTMM_BUNDLE", "")
     if text and _opened != [text]:
         opened = [open_bundle(x) for x in text.split(os.pathsep) if x]
-        _opened[:] = [text]  # not before: each look-up raises, whoever asks first
+        _opened[:] = [text]  # not before: each look-up raises, not only the first
         _used.extend(opened)
     return _used
 

@@ -175,7 +175,7 @@ def _make(  # noqa: PLR0917 - arguments of `build`, and values derived from them
 
 
 def stored(source: str, *, flags: tuple[str, ...], arch: str | None = None, interface: str = "") -> Artifact | None:
-    """The object of a source that was built before, whoever compiled it; None if there is none."""
+    """The object of a source that was built before, by any compiler; None if there is none."""
     known = kernel_store.find(_identity(source, flags, arch or os.uname().machine, interface))
     return None if known is None else _artifact(known, source, flags)
 

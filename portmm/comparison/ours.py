@@ -49,7 +49,10 @@ def open_portmm(setup: Setup) -> Library:
             methods["packed, new result"] = returning(lambda: pm.matmul(a, b), lambda result: np.copyto(c, result))
         return methods
 
-    return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None, fused=True, await_races=_await_races)
+    def await_races(run: Run) -> None:  # so that winners are measured
+        cpu_race.await_races(lambda: run(1))
+
+    return Library(f"portmm {metadata.version('portmm')}", prepare, dtypes=None, fused=True, await_races=await_races)
 
 
 def _planned(plan: Any, operands: tuple[Any, ...], data: Arrays, b: Any) -> dict[str, Run]:
@@ -60,11 +63,6 @@ def _planned(plan: Any, operands: tuple[Any, ...], data: Arrays, b: Any) -> dict
         return {"plan": repeat(lambda: plan(*operands))}
     after = [bound, native.pointer(data.a), None if b is None else native.pointer(b), native.pointer(data.c)]
     return {"plan, from C": native.counted(loop, [function], after, plan)}
-
-
-def _await_races(run: Run) -> None:
-    """Call until races between schedules are over, so that their winners are measured."""
-    cpu_race.await_races(lambda: run(1))
 
 
 def _weight(pm: Any, case: Case, data: Arrays) -> Any:

@@ -85,7 +85,7 @@ def stand_in(
 def begin(key: Any, build: Callable[[], Any]) -> bool:
     """Build something in the background, once for each key; False once after it failed, and where threads cannot start.
 
-    Errors are suppressed: a caller that then builds in the foreground is told of them.
+    Errors are suppressed: a caller that then builds in the foreground gets them.
     """
     with _lock:
         if key in _failed:

@@ -1,7 +1,7 @@
 """Races between schedules, in the calls of users: the first calls of a kind run the best candidates in turn.
 
 Owns which routes race, and what is kept of a race for other processes. Rivals give the same bits as the selected
-schedule, so that no result depends on who wins, unless `race="any"` was asked for. Another process selects and builds
+schedule, so that no result depends on the winner, unless `race="any"` was asked for. Another process selects and builds
 them (`dispatch.rival_process`); this one loads what is built. The run time times the calls and decides
 (`runtime/race.c`). What was built is kept in the cache, and what a race found is in the route cache, for all processes
 on this machine: one that ends before its race is over leaves the next one less to do.
@@ -117,12 +117,9 @@ class _Race:
         else:
             words = {"problem": asdict(self.p), "served": self.served, "limit": self.limit, "target": self.target}
             words |= {"key": _key(route), "question": self.question, "others": bool(self.mark)}
-            if not rival_process.ask(words, lambda answer: self._answered(route, answer)):
+            if not rival_process.ask(words, lambda x: self._start(route, [route_cache.Racer(*y) for y in x or ()])):
                 _open.discard(id(self))
                 runtime().start_race(route, None)
-
-    def _answered(self, route: Any, answer: list[list[Any]] | None) -> None:
-        self._start(route, [route_cache.Racer(*x) for x in answer or ()])
 
     def _start(self, route: Any, racers: list[Racer]) -> None:
         """Load rivals and begin; without any, the selected schedule stays. The routes live as long as the race."""

@@ -27,7 +27,7 @@ from portmm.schedule.text import parse, spell
 from portmm.spec.problem import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Callable, Sequence
 
     from portmm.schedule.schedule import Schedule
     from portmm.target.target import Target
@@ -71,15 +71,7 @@ def _packing(s: Schedule) -> tuple[Any, ...]:
     return s.program, s.isa, s.a.packed, s.b.packed, s.b.once, s.b.panels
 
 
-def _register_tile(s: Schedule) -> tuple[int, int]:
-    return s.mr, s.nr
-
-
-def _depth(s: Schedule) -> int:
-    return s.kc
-
-
-_WAYS = (_packing, _register_tile, _depth)
+_WAYS: tuple[Callable[[Schedule], Any], ...] = (_packing, lambda s: (s.mr, s.nr), lambda s: s.kc)
 """The ways in which rivals differ from the selected schedule, and from each other."""
 
 

@@ -295,7 +295,7 @@ def _checked(x: Node, items: list[Node]) -> Callable[..., tuple[Any, ...]]:
     def run(state: Any, *operands: Any) -> tuple[Any, ...]:
         result = x.plain(*operands)
         results = []
-        values = [item.plain(result) for item in items] or [result]  # nobody reads the other items
+        values = [item.plain(result) for item in items] or [result]  # the other items are not read
         for value, (shape, dtype) in zip(values, expected, strict=True):
             y = np.asarray(value)
             if y.shape != shape or y.dtype != dtype:

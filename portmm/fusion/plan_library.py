@@ -307,7 +307,11 @@ class LibraryBuilder(HostBuilder):
         arrays = w.arguments - w.floats(w.arguments)
         renamed = {root: f"x{arrays + i}" for i, root in enumerate(roots)}
         self.done(_renamed(w, renamed), w, places)
-        return lambda _: rebuilt(result, lambda x: _empty(x.node) if isinstance(x, Placeholder) else x), ""
+
+        def empty(x: Any) -> Any:
+            return np.zeros(x.node.shape, x.node.dtype) if isinstance(x, Placeholder) else x
+
+        return lambda _: rebuilt(result, empty), ""
 
 
 def _renamed(w: LibraryWriter, roots: dict[str, str]) -> Program:
@@ -319,10 +323,6 @@ def _renamed(w: LibraryWriter, roots: dict[str, str]) -> Program:
     steps = tuple(s._replace(addresses=tuple(map(at, s.addresses))) for s in w.steps)
     rows = tuple((at(x) or x, steps_) for x, steps_ in w.rows)
     return Program(steps, rows, tuple(w.values), w.arena.size)
-
-
-def _empty(x: Node) -> Any:
-    return np.zeros(x.shape, x.dtype)
 
 
 def _filled(like: Any, rng: Any) -> Any:

@@ -121,7 +121,7 @@ class FastPath:
             is computed from these.
         results: shapes, with M where there is one, and types.
         several: the function returns a tuple.
-        repeats: the runtime repeats such calls by itself; it must be told of kinds that are one here.
+        repeats: the runtime repeats such calls by itself; it needs each of the kinds that are one here.
     """
 
     route: Any

@@ -32,7 +32,7 @@ _MAX_ND = 8
 def register_dtype(name: str, dtype: np.dtype[Any]) -> None:
     """Register the NumPy dtype of an element type that NumPy does not define."""
     if name != "bf16":
-        raise ValueError(f"{name!r} is not a type from elsewhere; NumPy has it itself, or nobody does")
+        raise ValueError(f"{name!r} is not a type from elsewhere; NumPy has it, or it is unknown")
     _DTYPES[name] = dtype
     NAMES[dtype] = name
 

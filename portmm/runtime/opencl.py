@@ -231,7 +231,8 @@ def launch(
         with function.lock:
             for i, word in enumerate(words):
                 function.kernel.set_arg(i, word)
-            if wait_for is not None or not _out_of_order(cl, queue):
+            any_order = queue.properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE
+            if wait_for is not None or not any_order:
                 return cl.enqueue_nd_range_kernel(queue, function.kernel, size, block, wait_for=wait_for)
             cl.enqueue_barrier(queue)
             event = cl.enqueue_nd_range_kernel(queue, function.kernel, size, block)
@@ -242,11 +243,6 @@ def launch(
             f"OpenCL did not launch {function.name} with grid {grid}, block {block} and {len(words)} parameters: "
             f"{error}"
         ) from error
-
-
-def _out_of_order(cl: Any, queue: Any) -> bool:
-    """Test whether a queue is out of order."""
-    return bool(queue.properties & cl.command_queue_properties.OUT_OF_ORDER_EXEC_MODE_ENABLE)
 
 
 def _words(arguments: Sequence[tuple[str, Any]]) -> list[Any]:

@@ -71,10 +71,6 @@ class Recorded(np.lib.mixins.NDArrayOperatorsMixin):
         return first
 
 
-def _stacked(recorder: Recorder, columns: Sequence[Any]) -> Recorded:
-    return Recorded(recorder, tuple([slot for x in columns for slot in recorder.slots(x)]))
-
-
 def _searchsorted(recorder: Recorder, bounds: Array, x: Recorded) -> Recorded:
     """`np.searchsorted`: the number of bounds that are less."""
     total = recorder.record("add", 0.0, 0.0)
@@ -94,7 +90,7 @@ def _choose(recorder: Recorder, at: Recorded, values: Array) -> Recorded:
 
 _FUNCTIONS: dict[Any, Callable[..., Recorded]] = {
     np.where: lambda recorder, *args: recorder.record("where", *args),
-    np.stack: _stacked,
+    np.stack: lambda recorder, columns: Recorded(recorder, tuple([y for x in columns for y in recorder.slots(x)])),
     np.searchsorted: _searchsorted,
     np.choose: _choose,
 }

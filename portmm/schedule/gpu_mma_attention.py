@@ -124,11 +124,8 @@ def unit(element: str, target: Target) -> tuple[Isa, Atom] | None:
     if device is None or element not in TYPES:
         return None
     fits = ((isa, x) for isa in target.isas for x in isa.atoms if x.unit == "warp" and x.a == x.b == element)
-    return next(((isa, x) for isa, x in fits if _loads(x) and multiplies(isa, x, device)), None)
-
-
-def _loads(atom: Atom) -> bool:
-    return atom.a_fragment is not None and bool(atom.a_fragment.load)
+    loads = ((isa, x) for isa, x in fits if x.a_fragment is not None and x.a_fragment.load)
+    return next(((isa, x) for isa, x in loads if multiplies(isa, x, device)), None)
 
 
 def lacks(shape: AttentionSizes, target: Target) -> str:

@@ -163,17 +163,13 @@ def simt_footprint(s: Schedule) -> Footprint:
     addresses = MODEL.simt_addresses + _address_registers(s, 0) + _address_registers(s, 1)
     registers = sums + s.mr + s.nr + waiting + addresses
     tiles = (s.block.m + s.block.n) * s.block.k * 4 * s.stages
-    return {"registers": registers, "shared": tiles + _totals(s)}
+    totals = 4 * s.mr * s.nr * s.threads if sums_in_shared(s) else 0  # over runs of k
+    return {"registers": registers, "shared": tiles + totals}
 
 
 def sums_in_shared(s: Schedule) -> bool:
     """Whether totals over runs of k are kept in shared memory, not in registers, by the simt program."""
     return s.mr * s.nr <= FEW and sets(*s.types[:2]) > 1
-
-
-def _totals(s: Schedule) -> int:
-    """Bytes of shared memory for totals over runs of k."""
-    return 4 * s.mr * s.nr * s.threads if sums_in_shared(s) else 0
 
 
 def naive_footprint(s: Schedule) -> Footprint:

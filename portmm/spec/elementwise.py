@@ -84,17 +84,13 @@ def _float(x: Any) -> Any:
     return array if array.dtype.kind == "f" or array.dtype.name == "bfloat16" else array.astype(np.float64)
 
 
-def _as(x: Any, value: Any) -> Any:
-    """A value computed in float64, in the type of x."""
-    return np.asarray(value).astype(_float(x).dtype)[()]
-
-
 def _quiet(function: Callable[[Any], Any]) -> Callable[[Any], Any]:
     """A function of one array, computed in float64, without warnings."""
 
     def plain(x: Any) -> Any:
         with np.errstate(all="ignore"):
-            return _as(x, function(_float(x).astype(np.float64)))
+            value = _float(x)
+            return np.asarray(function(value.astype(np.float64))).astype(value.dtype)[()]
 
     return plain
 

@@ -93,7 +93,8 @@ class Sum:
         total = left * right.constant
         for x, c in right.terms:
             for y, d in left.terms:
-                total += Sum((_term(y + x, c * d),))
+                # Coordinates first, sizes last; the coefficient follows.
+                total += Sum(((tuple(sorted(y + x, key=lambda z: (_is_size(z), str(z)))), c * d),))
             total += Sum(((x, c * left.constant),)) if left.constant else 0
         return total
 
@@ -231,11 +232,6 @@ def divisor(x: Sum) -> int:
                 power *= divisor(factor.left) | divisor(factor.right)
         bits |= power & -power
     return bits & -bits or 1 << 62
-
-
-def _term(product: Product, times: int) -> tuple[Product, int]:
-    """Coordinates first, sizes last; the coefficient follows."""
-    return tuple(sorted(product, key=lambda x: (_is_size(x), str(x)))), times
 
 
 def _is_size(x: Factor) -> bool:

@@ -336,14 +336,10 @@ def _spelled(name: str) -> str:
     return name.lower().replace("-", "_")
 
 
-def _device_size(chip: Target) -> tuple[int, float]:
-    """Sort key of devices, the smallest first."""
-    return (chip.device.processors, chip.device.memory_gbs) if chip.device else (0, 0)
-
-
 def devices() -> list[Target]:
     """The described devices, the smallest first."""
-    return sorted((_shipped(name) for name in names_of("device")), key=_device_size)
+    every = (_shipped(name) for name in names_of("device"))
+    return sorted(every, key=lambda x: (x.device.processors, x.device.memory_gbs) if x.device else (0, 0))
 
 
 def _smallest(isa: Isa) -> Target:
