@@ -9,47 +9,16 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from portmm.comparison.limit import chip
-from portmm.dispatch import config
-from portmm.dispatch.tuned_schedule import architecture
 from portmm.errors import PortmmError
-from portmm.tuning.proposals import installed
-from portmm.tuning.tuner import generator
+from portmm.tuning.journal import Machine, identify
 
 KINDS = "dask://HOST:PORT, ray, or joblib:N"
 
 
 class LostWorkerError(PortmmError):
     """A worker died while it ran a function."""
-
-
-class Machine(NamedTuple):
-    """The machine of a worker, as far as results depend on it.
-
-    Attributes:
-        name: of its target.
-        chip: the model name of the processor.
-        key: in the journal: the target, its architecture, and the model name of the processor.
-        generator: version of the files that generate kernels.
-        searches: Optuna is installed there.
-        threads: the most threads of a call.
-    """
-
-    name: str
-    chip: str
-    key: str
-    generator: str
-    searches: bool
-    threads: int
-
-
-def identify() -> Machine:
-    """The machine of this process."""
-    target = config.target()
-    key = f"{target.name} {architecture(target)} {chip()}"
-    return Machine(target.name, chip(), key, generator(), installed(), config.get_num_threads())
 
 
 class Executor(Protocol):

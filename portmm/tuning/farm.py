@@ -24,10 +24,10 @@ from portmm.dispatch.overrides import renew
 from portmm.dispatch.tuned_schedule import of_row
 from portmm.dispatch.tuning_database import record, rows
 from portmm.errors import PortmmError
-from portmm.tuning.executors import Executor, LostWorkerError, Machine
-from portmm.tuning.journal import Journal
+from portmm.tuning.executors import Executor, LostWorkerError
+from portmm.tuning.journal import Journal, Machine
 from portmm.tuning.records import TunedCase, Tuning
-from portmm.tuning.tuner import Progress, effort_of, row_of, tune
+from portmm.tuning.tuner import Progress, tune
 
 ATTEMPTS = 3
 """Workers that a case is given to, as long as they die."""
@@ -91,8 +91,7 @@ class _Farm:
                     if stored is None:
                         self.waiting[machine].append(_Job(case, machine))
                     else:
-                        trials = tuple(journal.trials(stored["problem"]))
-                        known[case.name] = TunedCase(case=case, trials=trials, **stored)
+                        known[case.name] = stored
         for worker in [x for x in self.running if x not in alive]:
             job, future = self.running.pop(worker)
             self.executor.cancel(future)
@@ -151,13 +150,12 @@ class _Farm:
         for one in result.cases:
             for trial in one.trials:
                 journal.keep(one.problem, trial)
-            journal.finish(one.case, self.budget / len(self.selected), row_of(one))
+            journal.finish(one, self.budget / len(self.selected))
 
     def journal(self, machine: Machine, threads: int | None = None) -> Journal:
         """The journal of a machine."""
-        effort = effort_of(self.options["search"], self.options["most"], searches=machine.searches)
-        limit = threads or self.options["threads"] or machine.threads
-        return Journal(self.path, limit, self.options["cold"], machine.key, machine.generator, effort)
+        limit, x = threads or self.options["threads"] or machine.threads, self.options
+        return Journal(self.path, limit, x["cold"], machine, x["search"], x["most"])
 
 
 def tuned_there(case: Case, options: dict[str, Any]) -> tuple[Tuning, list[dict[str, Any]]]:

@@ -5,15 +5,13 @@ Owns `tune`, which divides the budget among cases.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
 
 from portmm.build.cache import tuned_database
 from portmm.comparison.case import Case
@@ -27,11 +25,10 @@ from portmm.dispatch.tuned_schedule import Tuned, architecture, problem_text
 from portmm.dispatch.tuning_database import record
 from portmm.errors import ScheduleError
 from portmm.host import machine_load
-from portmm.runtime import route_cache
 from portmm.schedule.text import parse
 from portmm.spec.problem import Problem
 from portmm.target.target import Target
-from portmm.tuning.journal import Journal
+from portmm.tuning.journal import Journal, identify
 from portmm.tuning.lane import OPENER, Lane
 from portmm.tuning.proposals import MISSING, installed, proposals, ranked
 from portmm.tuning.records import OK, Trial, TunedCase, Tuning
@@ -127,10 +124,9 @@ def tune(
     setup = Setup(threads, cold=flushed, target=config.current().target or os.environ.get("PORTMM_TARGET", ""))
     rules = Rules(turn_s or (COLD_TURN if cold else TURN), max(1, machine_load.cores()), start + budget_s)
     before = machine_load.snapshot()
-    effort = effort_of(search, most, searches=installed())
     run = _Run(
         Lane(setup, seed, patience_s, opener),
-        Journal(path, threads, cold, f"{target.name} {architecture(target)} {chip()}", generator(), effort),
+        Journal(path, threads, cold, identify(), search, most),
         target,
         rules,
         search,
@@ -170,23 +166,13 @@ def _load(before: machine_load.Snapshot) -> tuple[str, ...]:
     )
 
 
-def generator() -> str:
-    """Digest of everything that determines the code of a schedule."""
-    return hashlib.sha256("\n".join((VERSION, *route_cache.generator())).encode()).hexdigest()[:16]
-
-
-def effort_of(search: str, most: int | None, *, searches: bool) -> str:
-    """Kind and size of a search, as the journal has it."""
-    return f"{search if searches else 'candidates'} {most or 'all'}"
-
-
 def _passes(run: _Run, selected: Sequence[Case], budget: float) -> None:
     """Search every case for its share of the budget, then the unfinished ones for the rest of it."""
     usual = budget / max(1, len(selected))
     for x in selected:
         stored = run.journal.finished(x, usual)
         if stored is not None:
-            run.results[x.name] = TunedCase(case=x, trials=tuple(run.journal.trials(stored["problem"])), **stored)
+            run.results[x.name] = stored
     fresh = [x for x in selected if x.name not in run.results]
     for i in range(PASSES):
         open_ = [x for x in fresh if x.name not in run.results or not run.results[x.name].finished]
@@ -227,7 +213,7 @@ def _tune(run: _Run, case: Case, share: float, usual: float) -> None:
         run.results.setdefault(case.name, _result(case, race, finished=False))
         raise
     result = run.results[case.name] = _result(case, race, finished=finished)
-    run.journal.finish(case, usual, row_of(result))
+    run.journal.finish(result, usual)
     _record(run, p, result)
 
 
@@ -251,11 +237,6 @@ def _result(case: Case, race: Race, *, finished: bool) -> TunedCase:
         trials,
         finished,
     )
-
-
-def row_of(result: TunedCase) -> dict[str, Any]:
-    """Fields of a case that the journal stores in addition to its trials."""
-    return {name: value for name, value in asdict(result).items() if name not in ("case", "trials")}
 
 
 def _record(run: _Run, p: Problem, result: TunedCase) -> None:
