@@ -13,15 +13,12 @@ from typing import TYPE_CHECKING
 from portmm.ir.grid_kernel import Argument
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.nodes import Let, LetPtr, Read
+from portmm.kernels.gpu.attention_scores import Request
 from portmm.kernels.gpu.parameters import integers, longs, of_fused
 
 if TYPE_CHECKING:
-    from portmm.ir.attention_program import Form
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-    from portmm.schedule.gpu_attention import AttentionTiles
-    from portmm.target.atom import Atom
-    from portmm.target.isa import Isa
 
 _AXES = {"q": "bhm", "k": "bhn", "v": "bhn", "o": "bhm"}
 
@@ -33,20 +30,8 @@ def rows_of(name: str, dtype: str, loose: str, *, readonly: bool = True) -> list
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionBlocks:
-    """Parameters and tile coordinates of a kernel.
-
-    Attributes:
-        form: the kind of attention.
-        t: the tiles.
-        isa: the instruction set.
-        atom: the multiply-add.
-    """
-
-    form: Form
-    t: AttentionTiles
-    isa: Isa
-    atom: Atom
+class AttentionBlocks(Request):
+    """Parameters and tile coordinates of a kernel."""
 
     @property
     def height(self) -> Index:

@@ -1,8 +1,8 @@
 """Scores of attention on a GPU, and the expressions of their softmax.
 
-Owns `Scores`, the base of the softmax of kernels of all units: expressions of a score, of a weight and of
-a row's end, their statements for one element, and the test whether a tile has keys that some of its queries do not
-see.
+Owns `Request`, what kernels are built for, and `Scores`, the base of the softmax of all units: expressions of a score,
+of a weight and of a row's end, their statements for one element, and the test whether a tile has keys that some of its
+queries do not see.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ _LEAVES = {"p": var("query") + var("at"), "w": var("window"), "k": var("at_key")
 """Further axes of scores: a query's position, the window, a key that may be past the end, and the end."""
 
 
-@dataclass(frozen=True)
-class Scores:
-    """Expressions and statements for the scores of a tile.
+@dataclass(frozen=True, slots=True)
+class Request:
+    """A kernel of attention to build.
 
     Attributes:
         form: the kind of attention.
@@ -51,6 +51,11 @@ class Scores:
     t: AttentionTiles
     isa: Isa
     atom: Atom
+
+
+@dataclass(frozen=True)
+class Scores(Request):
+    """Expressions and statements for the scores of a tile."""
 
     @once
     def real(self) -> Atom:

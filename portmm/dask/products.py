@@ -19,7 +19,7 @@ from dask import delayed
 from dask.base import tokenize
 from dask.highlevelgraph import HighLevelGraph
 
-from portmm.arrays.numpy_arrays import as_operand, types_of
+from portmm.arrays.numpy_arrays import as_operand, product_shape, types_of
 from portmm.ops.einsum import einsum as array_einsum
 from portmm.ops.einsum_plan import ELLIPSIS, extents_of, order_of, pairs_of, parsed, spelled, type_of_product
 from portmm.ops.linear import linear as array_linear
@@ -60,13 +60,10 @@ def matmul(a: Any, b: Any, *, dtype: DTypeLike | None = None) -> Any:
         ValueError: shapes do not match.
     """
     x, y = da.asanyarray(a), da.asanyarray(b)
-    if not x.ndim or not y.ndim:
-        raise ValueError(f"a has shape {x.shape} and b {y.shape}; operands of matmul have at least one dimension")
+    product_shape(x.shape[-2:], y.shape[-2:])  # raises before anything is computed
     left = (*_batch(x.ndim - 2), ROWS, SUMS)[-x.ndim :]
     right = (*_batch(y.ndim - 2), SUMS, COLUMNS) if y.ndim > 1 else (SUMS,)
     result = (*_batch(max(x.ndim, y.ndim) - 2), *(ROWS,) * (x.ndim > 1), *(COLUMNS,) * (y.ndim > 1))
-    if x.shape[-1] != y.shape[max(y.ndim - 2, 0)]:
-        raise ValueError(f"a of shape {x.shape} and b of shape {y.shape} differ in k")
     kinds = (as_operand(np.empty((1, 1), z.dtype), name).dtype for name, z in (("a", x), ("b", y)))
     natural = types_of(*(z.newbyteorder("=") for z in kinds))[2]
     return _product(array_matmul, (x, left), (y, right), result, natural if dtype is None else np.dtype(dtype))
@@ -224,8 +221,7 @@ def linear(x: Any, w: Any, bias: Any = None, *, x_scale: Any = 1.0, x_zero: Any 
         raise TypeError("linear of Dask's arrays has no out; the result is an array of Dask's")
     rows = da.asanyarray(x)
     rows = rows.rechunk({rows.ndim - 1: -1})
-    if rows.shape[-1] != w.shape[0]:
-        raise ValueError(f"x has shape {rows.shape} and w {w.shape}; they differ in k")
+    product_shape(rows.shape[-2:], w.shape)
     quantized = np.int8 if options.get("out_scale") is not None and rows.dtype.kind == "f" else rows.dtype
     usual = np.float32 if options.get("out_scale") is None else quantized
     dtype = np.dtype(options.get("dtype") or usual)

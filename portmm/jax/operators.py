@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from portmm.arrays.numpy_arrays import as_operand, types_of
+from portmm.arrays.numpy_arrays import as_operand, product_shape, types_of
 from portmm.jax import handler
 from portmm.ops.attention import attention as array_attention
 from portmm.ops.matmul import matmul as array_matmul
@@ -38,10 +38,9 @@ def matmul(a: Any, b: Any) -> Any:
     x, y = jnp.asarray(a), jnp.asarray(b)
     for name, z in (("a", x), ("b", y)):
         as_operand(np.empty((1,) * z.ndim, z.dtype), name, matrix=False)
+    product_shape(x.shape, y.shape)  # raises before anything is compiled
     left = x[None, :] if x.ndim == 1 else x
     right = y[:, None] if y.ndim == 1 else y
-    if left.shape[-1] != right.shape[-2]:
-        raise ValueError(f"a of shape {x.shape} and b of shape {y.shape} differ in k")
     # With as many axes each, mapped ones come before the same axes of both.
     rank = max(left.ndim, right.ndim)
     left, right = (z.reshape((1,) * (rank - z.ndim) + z.shape) for z in (left, right))

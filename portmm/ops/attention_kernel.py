@@ -73,7 +73,7 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     function = traced if few else _transposed(traced)
     unit = lanes if few else atom
     schedule = attention_schedule(isa, unit)
-    if not few and _packs(shape, isa, atom, schedule):
+    if not few and packs_values(isa, atom, dtype, shape.dv, schedule.parallel.cell[1]):
         schedule = attention_schedule(isa, atom, packs=True)
     causal, no_window, with_lse, all_keys, no_starts = flags
     bounds = Bounds(causal, not no_window)
@@ -97,10 +97,10 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     return AttentionKernel(route, bound, step, run, atom.k_pack, atom.k, len(traced.numbers))
 
 
-def _packs(shape: Shape, isa: Isa, atom: Atom, s: Schedule) -> bool:
-    """Whether V is packed: elements of its rows cannot be read where they are."""
-    masks = bool(isa.spelling(atom, "load_mask", numpy_arrays.name_of(shape.dtype)))
-    return atom.k_pack > 1 or atom.tiled or not (masks or not shape.dv % s.parallel.cell[1])
+def packs_values(isa: Isa, atom: Atom, dtype: str, dv: int, columns: int) -> bool:
+    """Whether V is packed: `columns` of a register tile cannot be read where they are in rows of `dv` elements."""
+    masks = bool(isa.spelling(atom, "load_mask", dtype))
+    return atom.k_pack > 1 or atom.tiled or not (masks or not dv % columns)
 
 
 def _blocks(shape: Shape, s: Schedule, target: Target, *, few: bool) -> tuple[int, int]:

@@ -12,6 +12,7 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.ops.attention import attention
+from portmm.ops.attention_kernel import packs_values
 from portmm.ops.bundle_build import AttentionCall
 from portmm.ops.recorded_kernels import launches_of
 from portmm.spec.dtype import BY_NAME
@@ -59,7 +60,7 @@ def _call(maker: Maker, launch: Any, x: AttentionShape, queries: int, on: tuple[
     step, run = launch.numbers[10], launch.numbers[15]
     width = 2 * atom.n  # the columns of a register tile of the second product
     masks = bool(isa.spelling(atom, "load_mask", x.dtype))
-    packs = atom.k_pack > 1 or atom.tiled or not (masks or not x.dv % width)
+    packs = packs_values(isa, atom, x.dtype, x.dv, width)
     units = (atom.k if atom.k_pack > 1 and not run else 1, 1 if run or packs or masks else width)
     align = atom.k_pack * BY_NAME[x.dtype].bytes if not run else BY_NAME[x.dtype].bytes
     workspace = kernel.workspace * BY_NAME[atom.acc].bytes
