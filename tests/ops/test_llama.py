@@ -50,10 +50,28 @@ def test_tokens_are_those_of_transformers(llama):
         intermediate_size=160,
     )  # fmt: skip
     module = transformers.LlamaForCausalLM(config).eval()
-    prompt = torch.randint(0, 96, (2, 9))
+    prompt = torch.randint(0, 96, (8, 9))
     with torch.no_grad():
         so_far = prompt
         for _ in range(12):
             so_far = torch.cat([so_far, module(so_far).logits[:, -1].argmax(-1)[:, None]], 1)
     tokens = llama.from_module(module, "float32").generate(prompt.numpy(), 12)
     np.testing.assert_array_equal(tokens, so_far[:, 9:].numpy())
+
+
+def test_tokens_of_a_gguf_file_are_those_of_its_values(llama, tmp_path, monkeypatch):
+    gguf = pytest.importorskip("gguf", reason="gguf is not installed: no file of a decoder")
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    config, kind = dataclasses.replace(llama.SIZES["tiny"], layers=2, vocabulary=64), gguf.GGMLQuantizationType.Q4_0
+    monkeypatch.setitem(llama.SIZES, "small", config)
+    importlib.import_module("decoders").write(tmp_path / "small.gguf", "small")
+    weights = {
+        n: w if w.ndim == 1 else gguf.quants.dequantize(gguf.quants.quantize(w, kind), kind)
+        for n, w in llama.random_weights(config).items()
+    }
+    prompt, exact = np.random.default_rng(2).integers(0, 64, (2, 7)), llama.build(config, weights, "float32")
+    got = llama.from_gguf(tmp_path / "small.gguf", "float32").generate(prompt, 5)
+    np.testing.assert_array_equal(got, exact.generate(prompt, 5))
+    want = exact.logits(prompt, llama.Cache(config, 2, 7))
+    in_place = llama.from_gguf(tmp_path / "small.gguf", "int4").logits(prompt, llama.Cache(config, 2, 7))
+    assert np.linalg.norm(in_place - want) <= 1e-5 * np.linalg.norm(want)
