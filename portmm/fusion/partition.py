@@ -98,8 +98,12 @@ class Splitter:
         return Split(self.ordered(), self.of, self.inline, self.apart)
 
     def small(self, x: Node) -> bool:
-        """Test whether to recompute a value at its uses: computed from arrays, and used once, or by larger nodes."""
-        ready = all(y.origin.kind in LEAVES or y in self.inline for y in x.inputs)
+        """Test whether to recompute a value at its uses: computed from arrays, and used once, or by larger nodes.
+
+        With one use it may be computed from values that round first: these are in memory anyway, and narrower.
+        """
+        once = len(self.users[x]) == 1
+        ready = all(y.origin.kind in LEAVES or y in self.inline or (once and y.origin.rounds) for y in x.inputs)
         if not ready or x.kind != "map" or x.rounds or x.of("index"):
             return False
         users = [y for y in self.users[x] if y.kind in _EACH and y not in self.numpy and y.shape]

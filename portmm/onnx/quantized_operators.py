@@ -55,6 +55,18 @@ def _quantize(node: Node, x: Any, scale: Any, zero: Any = None) -> Any:
     return quantized(x, along(x, scale, axis, block), zero is not None and along(x, zero, axis, block), target)
 
 
+@operator("RoundToCodes", domains=(DOMAIN,))
+def _round(_: Node, x: Any, scale: Any, zero: Any) -> Any:
+    """Values quantized and dequantized: the nearest of those that codes stand for."""
+    limits, step, point = np.iinfo(zero.dtype), np.float32(scale.reshape(())), float(zero.reshape(()))
+    if x.dtype != np.float32:
+        raise UnsupportedError("only arrays of float32 are quantized by kernels")
+    if is_traced(x):
+        values = x / step if x.node.kind in LEAVES else x * (np.float32(1) / step)
+        return nearest(e.clip(values, limits.min - point, limits.max - point)) * step
+    return np.clip(np.rint(x / step), limits.min - point, limits.max - point).astype(np.float32) * step
+
+
 LARGE = 2.0**20
 """A magnitude beyond which codes saturate, whatever their zero point."""
 

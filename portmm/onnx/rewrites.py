@@ -1,10 +1,11 @@
 """Rewrites of a graph before it is divided: what follows a convolution or a product of integers becomes a part of it.
 
-Owns `with_integers`, `with_epilogues`, `with_groups` and `with_scales`. A product or a convolution of values that were
-dequantized, the right operand from constants, becomes one of their codes. A product of dynamically quantized values and
-a constant matrix takes the conversion of its sums, their scales and the bias. A convolution takes the addition of
-another array of its shape, a residual, and a ReLU that alone read its result, or a depth-to-space. A group norm that
-was written as an instance norm of reshaped images is one operator.
+Owns `with_integers`, `with_rounding`, `with_epilogues`, `with_groups` and `with_scales`. A product or a convolution of
+values that were dequantized, the right operand from constants, becomes one of their codes. Values that are quantized
+and only then dequantized are rounded in place. A product of dynamically quantized values and a constant matrix takes
+the conversion of its sums, their scales and the bias. A convolution takes the addition of another array of its shape, a
+residual, and a ReLU that alone read its result, or a depth-to-space. A group norm that was written as an instance norm
+of reshaped images is one operator.
 """
 
 from __future__ import annotations
@@ -138,6 +139,29 @@ def _of_codes(node: Node, maker: Mapping[str, Node], constants: dict[str, Any]) 
         return node
     inputs = (left.inputs[0], right.inputs[0], bias, _named(left, constants), left.inputs[1], right.inputs[1])
     return replace(node, op="ScaledConv", domain=DOMAIN, inputs=inputs)
+
+
+def with_rounding(nodes: list[Node], outputs: Collection[str], constants: Mapping[str, Any]) -> list[Node]:
+    """The nodes, with values that are quantized and only then dequantized rounded in place: no codes are stored."""
+    _, user, _ = _links(nodes, outputs)
+    gone: set[str] = set()
+    rounded: dict[str, Node] = {}
+    for node in nodes:
+        back = user.get(node.outputs[0]) if node.op == "QuantizeLinear" else None
+        if back is None or back.op != "DequantizeLinear" or len(node.inputs) != 3 or len(back.inputs) != 3:
+            continue
+        if not {*node.inputs[1:], *back.inputs[1:]} <= set(constants) or node.domain or back.domain:
+            continue
+        (scale, zero), (own, point) = ([constants[x] for x in y.inputs[1:]] for y in (node, back))
+        single = all(x.size == 1 for x in (scale, zero, own, point)) and zero.dtype == point.dtype
+        kinds = (scale.dtype.name, own.dtype.name, zero.dtype.name in ("int8", "uint8"))
+        if not single or kinds != ("float32", "float32", True) or scale != own or zero != point:
+            continue
+        gone.add(node.name)
+        rounded[back.name] = replace(
+            node, op="RoundToCodes", domain=DOMAIN, name=f"{node.name}, {back.name}", outputs=back.outputs
+        )  # fmt: skip
+    return [rounded.get(n.name, n) for n in nodes if n.name not in gone]
 
 
 def _zero_point(node: Node, constants: Mapping[str, Any]) -> Any:

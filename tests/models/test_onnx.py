@@ -519,6 +519,32 @@ def test_convolutions_and_products_between_quantizations_are_of_integers(kind, c
     assert any(row.kind == "conv" and "-s8-" in row.detail for row in report.rows)
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+def test_values_between_a_convolution_and_a_residual_are_rounded_in_place(kind):
+    point = kind(121 if kind is np.uint8 else -7)
+    arrays = {
+        "s": np.float32(0.03), "z": point, "w": rng.integers(-127, 128, (8, 8, 1, 1)).astype(np.int8),
+        "ws": np.float32(0.0041), "wz": np.int8(0), "t": np.float32(0.0517), "u": np.float32(0.0613),
+    }  # fmt: skip
+    nodes = [
+        ("QuantizeLinear", ["x", "s", "z"], ["q"]), ("DequantizeLinear", ["q", "s", "z"], ["a"]),
+        ("DequantizeLinear", ["w", "ws", "wz"], ["f"]), ("Conv", ["a", "f"], ["d"]),
+        ("QuantizeLinear", ["d", "t", "z"], ["e"]), ("DequantizeLinear", ["e", "t", "z"], ["h"]),
+        ("Add", ["h", "a"], ["i"]), ("Relu", ["i"], ["j"]), ("QuantizeLinear", ["j", "u", "z"], ["y"]),
+    ]  # fmt: skip
+    made = model(nodes, [("x", FLOAT, ["n", 8, 9, 7])], [("y", TensorProto.UINT8, None)], arrays, opset=21)
+    made.graph.output[0].type.tensor_type.elem_type = TensorProto.UINT8 if kind is np.uint8 else TensorProto.INT8
+    session = portmm.onnx.load(made)
+    x = rng.standard_normal((2, 8, 9, 7)).astype(np.float32) * 2
+    (codes,), (want,) = session.run({"x": x}), ReferenceEvaluator(made).run(None, {"x": x})
+    apart = np.abs(codes.astype(int) - want)
+    assert apart.max() <= 1  # next to a tie
+    assert np.count_nonzero(apart) <= 4
+    report = session.report({"x": x})
+    assert [row.kind for row in report.rows] == ["rows", "copy", "conv", "rows"]
+    assert report.operators["RoundToCodes"] == 1
+
+
 def test_products_of_one_quantized_array_are_joined():
     nodes, arrays = [("DynamicQuantizeLinear", ["x"], ["q", "sx", "zx"])], {}
     for i in range(3):
