@@ -152,12 +152,12 @@ class Transfer(OperandTile):
         to, src, at = Ptr(f"{n}_next", var("turn") * self.elements), Ptr(f"{n}_from"), var(f"{n}_at")
         body: list[Stmt] = list(self._source(k))
         if self.along == "k" and self.vector >= self.kr:
-            body.append(or_zeros(self.inside(row, at, end), to, src, self.vector, size))
+            body.append(or_zeros(self.inside(row, at, end), to, src, self.vector, size, self.padding))
         elif self.layout.transforms:  # neighbours may be in other lines of memory
             within = var(f"{n}_unit") * self.kr
             for j in range(self.kr):
                 element = Ptr(f"{n}_item", self.address(row, at + j, within + j))
-                body.append(or_zeros(self.inside(row, at + j, end), to + j, element, 1, size))
+                body.append(or_zeros(self.inside(row, at + j, end), to + j, element, 1, size, self.padding))
         else:
             body += [
                 or_zeros((at + j).lt(end), to + j * self.lines, src + offset(self.layout, 0, j), self.lines, size)
@@ -217,7 +217,7 @@ class Transfer(OperandTile):
         body: list[Stmt] = list(self._source(k))
         for u in range(self.units):
             where = (unit + u) * self.rows + (row ^ self.swizzle(unit))
-            source = src + (const(u) if self.along == "k" else offset(self.layout, 0, u))
+            source = src + (const(u) if self.along == "k" or not u else offset(self.layout, 0, u))
             body.append(CopyAsync(tile + where, source, self.copies, self.inside(self._row, at + u, end)))
         return (*self.of_tile(k), *self._each(tuple(body)))
 

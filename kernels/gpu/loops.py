@@ -31,11 +31,11 @@ def pieces(name: str, count: int, threads: int, *body: Stmt, unroll: int = WHOLE
     return For("turn", const(0), const(-(-count // threads)), const(1), own, unroll)
 
 
-def or_zeros(there: Index, to: Ptr, src: Ptr, count: int, size: int) -> If:
-    """Load of `count` elements of `size` bytes if `there`, else of zeros."""
+def or_zeros(there: Index, to: Ptr, src: Ptr, count: int, size: int, fill: int = 0) -> If:  # noqa: PLR0917
+    """Load of `count` elements of `size` bytes if `there`, else of zeros, or of another integer."""
     if count == 1:
-        return If(there, (Move(to, src),), (Move(to, None),))
-    return If(there, (Vector(to, src, count * size),), (unrolled("e", count, Move(to + var("e"), None)),))
+        return If(there, (Move(to, src),), (Move(to, None, fill),))
+    return If(there, (Vector(to, src, count * size),), (unrolled("e", count, Move(to + var("e"), None, fill)),))
 
 
 @dataclass(frozen=True, slots=True)

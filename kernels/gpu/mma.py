@@ -29,6 +29,7 @@ from portmm.kernels.gpu.mma_transfer import MmaTile
 from portmm.kernels.gpu.product import Product, block_tile, blocks, slice_of_k
 from portmm.kernels.gpu.split_k import fixup
 from portmm.schedule.gpu_mma import shared_bytes, staging
+from portmm.spec.layouts import PLAIN
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -38,7 +39,7 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.gpu.loops import Copies
     from portmm.schedule.schedule import Schedule
-    from portmm.spec.layout import Layout
+    from portmm.spec.layouts import Views
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -66,9 +67,9 @@ class Work(Product):
         return of(self.atom.acc_fragment).elements
 
 
-def build(s: Schedule, isa: Isa, atom: Atom, view: Layout | None = None) -> GridKernel:
-    """Kernel of a schedule, perhaps of a view of A: see `Product`."""
-    work = Work(s, isa, atom, view=view)
+def build(s: Schedule, isa: Isa, atom: Atom, views: Views = PLAIN) -> GridKernel:
+    """Kernel of a schedule, perhaps of views of A or B: see `Product`."""
+    work = Work(s, isa, atom, views=views)
     a, b = work.part("a"), work.part("b")
     sums = s.mr * s.nr
     ahead = 2 if s.a.asynchronous else 1

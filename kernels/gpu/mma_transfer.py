@@ -155,5 +155,5 @@ class MmaTile(OperandTile):
             return (CopyAsync(to, src, size, there),)
         turn = const(0) if how == "move" else var("turn")
         waits = Ptr(f"{self.name}_next", turn * self.vector)
-        load, store = or_zeros(there, waits, src, self.vector, self.bytes), Vector(to, waits, size)
+        load, store = or_zeros(there, waits, src, self.vector, self.bytes, self.padding), Vector(to, waits, size)
         return (load, store) if how == "move" else (load,) if how == "fetch" else (store,)

@@ -15,68 +15,77 @@ of a vector have the same rows, so that A is broadcast.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.ir.address import offset
 from portmm.ir.index import Ptr, const, minimum, var
-from portmm.ir.nodes import For, If, LetPtr, Mac, Move, Scratch
+from portmm.ir.nodes import For, If, Let, LetPtr, Mac, Move, Scratch
 from portmm.ir.thread_nodes import Clear
 from portmm.kernels.cpu.blocking import run_of
 from portmm.kernels.gpu.epilogue_store import EpilogueStore
-from portmm.kernels.gpu.loops import unrolled
-from portmm.kernels.gpu.product import Product, block_tile, bottom, depth
+from portmm.kernels.gpu.loops import or_zeros, unrolled
+from portmm.kernels.gpu.product import OperandTile, Product, block_tile, bottom, depth
 from portmm.kernels.gpu.simt import threads
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs
-from portmm.spec.layouts import operand
+from portmm.spec.layouts import PLAIN, operand
 
 if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.layouts import Views
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
 
-def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
-    """Kernel of a schedule."""
+def build(s: Schedule, isa: Isa, atom: Atom, views: Views = PLAIN) -> GridKernel:
+    """Kernel of a schedule, perhaps of views of A or B: see `Product`."""
+    work = Product(s, isa, atom, views=views)
     body = accumulators(atom, s.mr * s.nr)
     body += [Scratch("a_part", s.mr, atom.acc), Scratch("b_part", s.nr, atom.acc)]
     body += [*block_tile(s), *threads(s), Clear("acc", s.mr * s.nr)]
     # In full tiles, addresses are contiguous over lanes.
     inside = (var("row_0") + (s.block.m - 1)).lt(bottom(s)) * (var("column_0") + (s.block.n - 1)).lt(var("n"))
-    body.append(If(inside, _summed(s, atom, edge=False), _summed(s, atom, edge=True)))
+    body.append(If(inside, _summed(work, edge=False), _summed(work, edge=True)))
     body += EpilogueStore(s, isa, atom, s.parallel.cell).statements()
-    return Product(s, isa, atom).kernel(body)
+    return work.kernel(body)
 
 
-def _summed(s: Schedule, atom: Atom, *, edge: bool) -> tuple[Stmt, ...]:
+def _summed(work: Product, *, edge: bool) -> tuple[Stmt, ...]:
     """Loop over k; past the `edge` the last row and the last column are read again."""
-    i, j = var("i"), var("j")
+    s, atom, i, j = work.s, work.atom, var("i"), var("j")
     mac = Mac(Ptr(current(atom), i * s.nr + j), Ptr("a_part", i), Ptr("b_part", j))
-    a, b = operand("a", s.a.layout), operand("b", s.b.layout)
-    steps: tuple[Stmt, ...] = (
-        *(Move(Ptr("a_part", const(x)), Ptr(f"a_{x}", offset(a, 0, var("at")))) for x in range(s.mr)),
-        *(Move(Ptr("b_part", const(x)), Ptr(f"b_{x}", offset(b, var("at"), 0))) for x in range(s.nr)),
-        unrolled("i", s.mr, unrolled("j", s.nr, mac)),
-    )
+    (before_a, loads_a), (before_b, loads_b) = (_read(work, x, edge=edge) for x in "ab")
+    steps = (*loads_a, *loads_b, unrolled("i", s.mr, unrolled("j", s.nr, mac)))
     loop = For("at", const(0), depth(s), const(1), steps, s.block.k)
-    return (*_addresses(s, edge=edge), *in_runs(atom, s.mr * s.nr, loop, run_of(depth(s), 1)))
+    return (*before_a, *before_b, *in_runs(atom, s.mr * s.nr, loop, run_of(depth(s), 1)))
 
 
-def _addresses(s: Schedule, *, edge: bool) -> list[Stmt]:
-    """Addresses of a thread's rows of A and columns of B."""
-    a, b = operand("a", s.a.layout), operand("b", s.b.layout)
-    addresses: list[Stmt] = []
-    for x in range(s.mr):
-        at = _at(s.parallel.cell[0], s.block.m // s.mr, x, "row_0", "cell_m")
-        at = minimum(at, bottom(s) - 1) if edge else at
-        addresses.append(LetPtr(f"a_{x}", Ptr("a_item", offset(a, at, 0)), s.types[0], readonly=True))
-    for x in range(s.nr):
-        at = _at(s.parallel.cell[1], s.block.n // s.nr, x, "column_0", "cell_n")
-        at = minimum(at, var("n") - 1) if edge else at
-        addresses.append(LetPtr(f"b_{x}", Ptr("b_item", offset(b, 0, at)), s.types[1], readonly=True))
-    return addresses
+def _read(work: Product, name: str, *, edge: bool) -> tuple[list[Stmt], list[Stmt]]:
+    """Addresses of a thread's rows of A, or columns of B, and the loads of a step of k."""
+    s, side, k = work.s, "ab".index(name), var("at")
+    end = (bottom(s), var("n"))[side]
+    (count, rows), first = ((s.mr, s.block.m), (s.nr, s.block.n))[side], ("row_0", "column_0")[side]
+    layout = operand(name, (s.a, s.b)[side].layout, ("mk", "nk")[side])
+    view = replace(work.tile(OperandTile, name), depth=1) if work.views.rows(name) else None
+    before: list[Stmt] = []
+    loads: list[Stmt] = list(view.of_tile(k)) if view else []
+    for x in range(count):
+        at = _at(s.parallel.cell[side], rows // count, x, first, ("cell_m", "cell_n")[side])
+        at = minimum(at, end - 1) if edge else at
+        to = Ptr(f"{name}_part", const(x))
+        if view is not None:
+            before.append(Let(f"{name}_{x}", at))
+            row = var(f"{name}_{x}")
+            element = Ptr(f"{name}_item", view.address(row, k, const(0)))
+            loads.append(or_zeros(view.inside(row, k, depth(s)), to, element, 1, view.bytes, view.padding))
+            continue
+        address = Ptr(f"{name}_item", offset(layout, at, 0))
+        before.append(LetPtr(f"{name}_{x}", address, s.types[side], readonly=True))
+        loads.append(Move(to, Ptr(f"{name}_{x}", offset(layout, 0, k))))
+    return before, loads
 
 
 def _at(tile: int, across: int, x: int, first: str, tiles: str) -> Index:

@@ -20,7 +20,7 @@ from portmm.ir.thread_nodes import Do, Leave
 from portmm.kernels.gpu import parameters
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.layout_runs import runs
-from portmm.spec.layouts import operand
+from portmm.spec.layouts import PLAIN, operand
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.spec.layout import Layout
     from portmm.spec.layout_runs import Runs
+    from portmm.spec.layouts import Views
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -54,6 +55,7 @@ class OperandTile:
         stages: tiles in shared memory.
         first: the block's first row.
         end: number of rows of the operand.
+        padding: value of elements in padding, an integer.
     """
 
     name: str
@@ -66,11 +68,17 @@ class OperandTile:
     stages: int
     first: Index
     end: Index
+    padding: int = field(default=0, kw_only=True)
 
     @property
     def along(self) -> str:
-        """The contiguous axis in memory, "k" or "row"; "any" if there is none. Views have vectors along k."""
-        row, k = (None, 1) if self.layout.transforms else self.layout.stride
+        """The contiguous axis in memory, "k" or "row"; "any" if there is none.
+
+        Views of A have vectors along k, channels; neighbours along the rows of those of B are pixels.
+        """
+        if self.layout.transforms:
+            return "k" if self.name == "a" else "row"
+        row, k = self.layout.stride
         return "k" if k == 1 else "row" if row == 1 else "any"
 
     @property
@@ -136,27 +144,29 @@ class Product:
         s: the schedule.
         isa: the instruction set.
         atom: the multiply-add.
-        view: layout (m, k) of an A that is more than an array with strides, as windows of a convolution.
+        views: layouts of an A, or a B, that is more than an array with strides, as windows of a convolution.
     """
 
     s: Schedule
     isa: Isa
     atom: Atom
-    view: Layout | None = field(default=None, kw_only=True)
+    views: Views = field(default=PLAIN, kw_only=True)
 
     def tile(self, kind: type[Tile], name: str, *more: Any) -> Tile:
         """Tile of an operand of a block; a kind of tile may take `more`."""
         s, i = self.s, "ab".index(name)
         plan, rows, end = ((s.a, s.block.m, bottom(s)), (s.b, s.block.n, var("n")))[i]
         layout, first = operand(name, plan.layout, ("mk", "nk")[i]), var(("row_0", "column_0")[i])
-        if self.view and name == "a":
-            layout = self.view
-            if layout.vector(1, plan.vector) < plan.vector:
+        view, padding = self.views.rows(name), 0
+        if view is not None:
+            layout, padding = view, self.views.padding
+            if plan.vector > (1 if i else layout.vector(1, plan.vector)) or (padding and plan.asynchronous):
                 raise ScheduleError(
-                    f"{plan.vector} elements of A along k are moved at once, which its view does not allow"
+                    f"{plan.vector} elements of {name.upper()} are moved at once, which its view does not allow"
                 )
         return kind(
-            name, s.types[i], layout, plan.vector, rows, s.block.k, s.threads, s.stages, first, end, *more
+            name, s.types[i], layout, plan.vector, rows, s.block.k, s.threads, s.stages, first, end, *more,
+            padding=padding,
         )  # fmt: skip
 
     def kernel(self, body: Iterable[Stmt]) -> GridKernel:

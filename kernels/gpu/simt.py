@@ -31,13 +31,14 @@ from portmm.kernels.gpu.split_k import fixup
 from portmm.kernels.gpu.summation_runs import accumulators, current, in_runs, in_runs_shared
 from portmm.schedule.gpu_simt import sums_in_shared
 from portmm.spec.dtype import BY_NAME
+from portmm.spec.layouts import PLAIN
 
 if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
-    from portmm.spec.layout import Layout
+    from portmm.spec.layouts import Views
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -52,9 +53,9 @@ class Work(Product):
         return self.tile(Transfer, name, self.atom.acc, self.atom.k_pack, group)
 
 
-def build(s: Schedule, isa: Isa, atom: Atom, view: Layout | None = None) -> GridKernel:
-    """Kernel of a schedule, perhaps of a view of A: see `Product`."""
-    work = Work(s, isa, atom, view=view)
+def build(s: Schedule, isa: Isa, atom: Atom, views: Views = PLAIN) -> GridKernel:
+    """Kernel of a schedule, perhaps of views of A or B: see `Product`."""
+    work = Work(s, isa, atom, views=views)
     a, b = work.transfer("a"), work.transfer("b")
     sums, acc = s.mr * s.nr, atom.acc
     body: list[Stmt] = [a.shared(), b.shared(), *_sums(s, atom)]

@@ -123,8 +123,8 @@ def numbers(
     }  # fmt: skip
 
 
-def _settings(a: str, b: str, c: str, fused: str) -> dict[str, Any]:
-    """The fields of a problem that follow from types and settings."""
+def settings(a: str, b: str, c: str, fused: str) -> dict[str, Any]:
+    """The fields of a problem that follow from types and the configuration."""
     word = spell(a, b, c)
     return {"dtype": word, "deterministic": config.current().deterministic, "fused": fused}
 
@@ -155,9 +155,9 @@ def _of_batch(x: Product, to: Operand, fused: str) -> GridCall:
     )  # fmt: skip
     # Column-major or any strides: kernels support both.
     c = "row" if parts[2].layout == "row" else "col"
-    settings = _settings(a.dtype, b.dtype, to.dtype, fused)
-    tf32 = config.rounds(settings["dtype"])
-    p = Problem(m, n, k, batch=walk.count, a=parts[0].layout, b=parts[1].layout, c=c, tf32=tf32, **settings)
+    how = settings(a.dtype, b.dtype, to.dtype, fused)
+    tf32 = config.rounds(how["dtype"])
+    p = Problem(m, n, k, batch=walk.count, a=parts[0].layout, b=parts[1].layout, c=c, tf32=tf32, **how)
     vectors = parts[0].vector, parts[1].vector, parts[2].vector if c == "row" else 1
     values = numbers((m, n, k), walk.count, parts, walk.strides)
     return GridCall(p, values, vectors, walk.outer, transposed)
@@ -182,7 +182,7 @@ def _of_groups(x: Product, to: Operand, fused: str) -> GridCall:
     each = 1 << max(-(-m // groups) - 1, 0).bit_length()
     p = Problem(
         each, n, max(k, 1), batch=groups, a=a.layout, b=b.layout, c="row" if by_rows else "col", grouped=True,
-        **_settings(x.a.dtype, x.b.dtype, to.dtype, fused),
+        **settings(x.a.dtype, x.b.dtype, to.dtype, fused),
     )  # fmt: skip
     return GridCall(p, numbers((m, n, k), groups, (a, b, c), (0, b_batch, 0)), vectors)
 

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from portmm.schedule.direct_convolution import Direct
     from portmm.schedule.schedule import Schedule
     from portmm.spec.layout import Layout
+    from portmm.spec.layouts import Views
     from portmm.spec.problem import Family
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -112,18 +113,21 @@ def lower_direct(s: Schedule, isa: Isa, sizes: Direct) -> Kernel:
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.conv on {isa.title}"))
 
 
-def lower_grid(s: Schedule, isa: Isa) -> tuple[GridKernel, ...]:
-    """The kernels of a schedule of a device, in order of execution.
+def lower_grid(s: Schedule, isa: Isa, views: Views | None = None) -> tuple[GridKernel, ...]:
+    """The kernels of a schedule of a device, in order of execution, perhaps of views of A or B.
 
     Raises:
         ScheduleError: the program is unknown or the ISA lacks the type.
     """
     _check(s, device=True)
     atom = grid_atom(isa, s)
-    kernels = [replace(_built(s, isa, atom), occupancy=s.parallel.occupancy)]
+    kernels = [replace(_built(s, isa, atom, *([] if views is None else [views])), occupancy=s.parallel.occupancy)]
     kernels += [_builder("gpu.split_k").reduction(s, isa, atom)] if s.slices else []
-    command = f"portmm emit --schedule {quote(spell(s))}"
-    return tuple(replace(_specialised(x, s), header=_header(x.name, isa, str(s), command)) for x in kernels)
+    command, text = f"portmm emit --schedule {quote(spell(s))}", str(s)
+    if views is not None:
+        read = ((x, y) for x, y in (("A", views.a), ("B", views.b)) if y is not None)
+        command, text = f"portmm.conv on {isa.title}", ", ".join([text, *(f"{x} at {y.form}" for x, y in read)])
+    return tuple(replace(_specialised(x, s), header=_header(x.name, isa, text, command)) for x in kernels)
 
 
 def _specialised(kernel: GridKernel, s: Schedule) -> GridKernel:

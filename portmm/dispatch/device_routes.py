@@ -6,7 +6,7 @@ Owns the memo of kernels of problems, and the selection of how threads share row
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import lower_grid, lower_program
@@ -30,10 +30,14 @@ if TYPE_CHECKING:
     from portmm.schedule.rows import Size
     from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
+    from portmm.spec.layouts import Views
     from portmm.spec.problem import Problem
+    from portmm.target.target import Target
 
 MOST_ROUTES = 4096
 """Routes kept before all are dropped: an endless series of new shapes must not fill memory."""
+READ_VIEWS = ("simt", "mma", "direct")
+"""Programs whose transfers read operands by layouts with transforms."""
 NEIGHBOURS = 4
 """Columns of a vector access where all operands are aligned: 16 bytes of f32."""
 
@@ -68,20 +72,34 @@ class Route:
 _routes = Memory(MOST_ROUTES, "routes")
 
 
-def route(p: Problem, on: Machine, vectors: Vectors) -> Route:
-    """Kernels for a problem, selected and compiled once per problem and device.
+def route(p: Problem, on: Machine, vectors: Vectors, views: Views | None = None) -> Route:
+    """Kernels for a problem, selected and compiled once per problem and device, perhaps of views of A or B.
 
     Raises:
         ScheduleError: no schedule is legal.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    key = (p, on.key, vectors)
+    key = (p, on.key, vectors) if views is None else (p, on.key, vectors, views)
     kept: Route | None = _routes.get(key)
     if kept is None:
-        choice = choose(p, on.target, vectors=vectors)
-        kept = _routes.keep(key, Route(choice, _code(choice.schedule, on)))
+        choice = choose(p, on.target, vectors=vectors) if views is None else of_views(p, on.target, vectors, views)
+        kept = _routes.keep(key, Route(choice, _code(choice.schedule, on, views)))
     return kept
+
+
+def of_views(p: Problem, target: Target, vectors: Vectors, views: Views) -> Choice:
+    """The schedule predicted to be fastest among those whose transfers read views.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    choice = choose(p, target, vectors=vectors, tuned=False)
+    every = ((choice.schedule, choice.cost), *choice.runners_up)
+    reads = [x for x in every if x[0].program in READ_VIEWS and not (views.padding and x[0].a.asynchronous)]
+    if not reads:
+        raise ScheduleError(f"no schedule of {p} reads views on {target.name}")
+    return replace(choice, schedule=reads[0][0], cost=reads[0][1], runners_up=tuple(reads[1:]))
 
 
 def routes(requested: Sequence[tuple[Problem, Vectors]], on: Machine, compilers: int) -> list[Route]:
@@ -102,9 +120,10 @@ def routes(requested: Sequence[tuple[Problem, Vectors]], on: Machine, compilers:
     return [route(p, on, vectors) for p, vectors in requested]
 
 
-def _code(s: Schedule, on: Machine) -> tuple[tuple[GridKernel, Any], ...]:
+def _code(s: Schedule, on: Machine, views: Views | None = None) -> tuple[tuple[GridKernel, Any], ...]:
     """The kernels of a schedule and their compiled functions, which serve other sizes too."""
-    return on.loaded(s, lambda: lower_grid(s, isa_of(s, on.target)))
+    key = s if views is None else (s, views)
+    return on.loaded(key, lambda: lower_grid(s, isa_of(s, on.target), views))
 
 
 # -- rows ------------------------------------------------------------------------------

@@ -6,7 +6,7 @@ Owns the selection among schedules that pack the view, and the memo of routes: a
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import lower_direct, lower_view
 from portmm.dispatch.cpu_kernels import isa_of, loaded_program
@@ -15,13 +15,13 @@ from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.schedule.direct_convolution import direct
 from portmm.spec.dtype import UNCONVERTED
+from portmm.spec.layouts import Views
 from portmm.spec.row_classes import of_class
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.spec.convolution import Convolution
-    from portmm.spec.layout import Layout
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
 
@@ -29,20 +29,6 @@ MOST = 1024
 """Routes remembered before all are dropped."""
 
 _routes = Memory(MOST, "routes")
-
-
-class Views(NamedTuple):
-    """The operands of a product that are views.
-
-    Attributes:
-        a: layout (m, k) of A, or None.
-        b: layout (k, n) of B, or None.
-        padding: value of elements in padding, an integer.
-    """
-
-    a: Layout | None = None
-    b: Layout | None = None
-    padding: int = 0
 
 
 def direct_route(  # noqa: PLR0917 - what a kernel is made for

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.codegen.lower import atom_of
 from portmm.dispatch import config
 from portmm.dispatch.cpu_kernels import family, isa_of
-from portmm.dispatch.view_routes import Views, schedule_of
+from portmm.dispatch.view_routes import schedule_of
 from portmm.errors import ConvolutionError
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
 from portmm.ops.convolution_weights import is_depthwise
@@ -19,6 +19,7 @@ from portmm.schedule.direct_convolution import direct
 from portmm.spec.convolution import planes, windows
 from portmm.spec.dtype import BY_NAME, UNCONVERTED
 from portmm.spec.layout import Layout
+from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
 from portmm.util.text import number
 

@@ -272,7 +272,7 @@ class Builder:
         self.store(unit.stored, fusing)
         if 0 in unit.shape[:-1]:
             return
-        self.run_rows(fusing, whole=_counts(unit))
+        self.run_rows(fusing, whole=counts(unit))
         detail = " x ".join(map(str, unit.shape))
         self.kernels.append(Kernel("rows", unit.members[0].name, _lines(unit), _names(unit), fusing.text(), detail))
 
@@ -330,7 +330,7 @@ class Builder:
         b_steps = (*((0,) * len(batch) if packed else b.strides((*batch, k, n))[:-2]), 0)
         steps = [p.strides(x.shape) for p in fusing.buffers]
         outer = [a.strides((*x.shape[:-1], k))[:-1], b_steps, c.strides(x.shape)[:-1], *(s[:-1] for s in steps)]
-        w, columns = walk(x.shape[:-1], outer, 1, whole=_counts(unit)), [s[-1] for s in steps]
+        w, columns = walk(x.shape[:-1], outer, 1, whole=counts(unit)), [s[-1] for s in steps]
         fusing.bind(w, columns, 3)
         text = fusing.text() if len(unit.members) > 1 or x.template is not None else ""
         p, kernel = self.multiply((a, b, c), (k, n), fusing, w, text)
@@ -340,7 +340,7 @@ class Builder:
         self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p), notes, p))
 
 
-def _counts(unit: Unit) -> bool:
+def counts(unit: Unit) -> bool:
     """Test whether an expression of a unit depends on row and column indices."""
     return any(x.of("index") for x in unit.members)
 

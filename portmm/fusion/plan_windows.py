@@ -14,7 +14,7 @@ from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.errors import ScheduleError
-from portmm.fusion.plan import Expressions
+from portmm.fusion.plan import Expressions, counts
 from portmm.fusion.program import Kernel
 from portmm.ops.convolution_kernel import HostConvolution
 from portmm.spec.expr import apply
@@ -191,7 +191,7 @@ def add_convolution(builder: Any, unit: Unit) -> None:
     fusing = builder.expressions(unit, x)
     builder.store(unit.stored, fusing)
     steps = [p.strides(x.shape) for p in (fusing.written[0], *fusing.buffers)]
-    w, to = _of_blocks(x.shape, steps) if blocks else _of_pixels(x.shape, steps, size)
+    w, to = _of_blocks(x.shape, steps) if blocks else _of_pixels(unit, steps, size)
     fusing.bind(w, [s[-1] for s in steps[1:]], 1)
     call = HostConvolution(image.like, weight, size, x.dtype, None)
     types = tuple(p.like.dtype for p in fusing.written)
@@ -210,13 +210,14 @@ def add_convolution(builder: Any, unit: Unit) -> None:
     builder.kernels.append(Kernel("conv", x.name, lines, fused, fusing.text() if ending else "", str(p)))
 
 
-def _of_pixels(shape: Ints, steps: list[Ints], size: Convolution) -> tuple[Walk, None]:
-    """The loops over the pixels of a result, of the strides of its arrays.
+def _of_pixels(unit: Unit, steps: list[Ints], size: Convolution) -> tuple[Walk, None]:
+    """The loops over the pixels of a result, of the strides of its arrays; of each image, where pixels are counted.
 
     Raises:
         ScheduleError: an array has pixels at no equal distances.
     """
-    w = walk(shape[:-1], [s[:-1] for s in steps])
+    shape = unit.members[0].shape
+    w = walk(shape[:-1], [s[:-1] for s in steps], whole=counts(unit))
     m, items = w.rows[0], w.batch[0]
     if len(w.repeats) > 1 or m * items != shape[0] * size.pixels or (items > 1 and m != size.pixels):
         raise ScheduleError("pixels of an operand of its epilogue are at no equal distances")

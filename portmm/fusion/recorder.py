@@ -174,6 +174,21 @@ class WholeArrays(Graph):
         epilogue = options.get("epilogue")
         return product if epilogue is None else self.applied(epilogue, product, "mn")
 
+    def call_conv_(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
+        """The result of `portmm.conv`."""
+        from portmm.fusion.convolutions import recorded
+
+        return recorded(self, function, args, options)
+
+    def over_windows(  # noqa: PLR0917 - the fields of a node
+        self, kind: str, xs: Any, about: Any, shape: tuple[int, ...], plain: Callable[..., Any], dtype: Any = None
+    ) -> Any:  # fmt: skip
+        """Record a convolution ("conv") or pooling ("pool") of images with channels last: see `fusion.plan_windows`."""
+        operands = tuple(map(self.node_of, xs if isinstance(xs, tuple) else (xs,)))
+        node = self.add(kind, shape, operands[0].dtype if dtype is None else dtype, operands, plain, kind)
+        self.windows[node] = about
+        return self.wrap(node)
+
     def call_(self, function: Callable[..., Any], args: tuple[Any, ...], options: dict[str, Any]) -> Any:
         """The result of a function of portmm with a kernel of its own."""
         if options.get("out") is not None:

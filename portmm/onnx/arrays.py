@@ -144,15 +144,6 @@ class ModelArrays(WholeArrays):
         with np.errstate(all="ignore"):
             return node.plain(*likes)
 
-    def over_windows(  # noqa: PLR0917 - the fields of a node
-        self, kind: str, xs: Any, about: Any, shape: tuple[int, ...], plain: Callable[..., Any], dtype: Any = None
-    ) -> Any:  # fmt: skip
-        """Record a convolution ("conv") or pooling ("pool") of images with channels last: see `fusion.plan_windows`."""
-        operands = tuple(map(self.node_of, xs if isinstance(xs, tuple) else (xs,)))
-        node = self.add(kind, shape, operands[0].dtype if dtype is None else dtype, operands, plain, kind)
-        self.windows[node] = about
-        return Traced(self, node)
-
     def joined(self, xs: Sequence[Any]) -> Any:
         """Record arrays of the same type, one after the other along the last axis."""
         operands = tuple(map(self.node_of, xs))

@@ -78,13 +78,11 @@ def conv(
         if (result := _again(key, x, w, out)) is not None:
             return result
     if where := libraries.place_of(x, w, out):
-        if where != "tensors":
-            raise ConvolutionError("convolutions are computed in the host's memory; copy the images there")
-        from portmm.arrays.interop import through
+        from portmm.arrays.interop import elsewhere
 
         more = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups, "layout": layout}
-        more |= {"padding_value": padding_value, "dtype": dtype}
-        return through(conv, x, w, out, **more, epilogue=epilogue, prologue_a=prologue_a)
+        more |= {"padding_value": padding_value, "dtype": dtype, "epilogue": epilogue, "prologue_a": prologue_a}
+        return elsewhere(where, conv, _there, (x, w, out), more, "call_conv_")
     images = numpy_arrays.as_operand(x, "x", matrix=False)
     packed = isinstance(w, PackedConv)
     w = w if packed else numpy_arrays.as_operand(w, "w", matrix=False)
@@ -111,6 +109,13 @@ def conv(
     if ready is not None:
         _repeated.keep(key, ready)
     return result
+
+
+def _there(*operands: Any, **options: Any) -> Any:
+    """The convolution of arrays on a device."""
+    from portmm.ops.grid_convolution import convolved as on_device
+
+    return on_device(*operands, **options)
 
 
 def _holds(dtype: np.dtype[Any], value: int) -> bool:

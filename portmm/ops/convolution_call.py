@@ -14,7 +14,7 @@ from portmm.errors import BuildError, ConvolutionError, ScheduleError
 from portmm.ops import host_matmul
 from portmm.ops.convolution_kernel import HostConvolution
 from portmm.ops.convolution_weights import unpack_conv
-from portmm.ops.epilogues import NAMES, NOT_F64
+from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, NOT_F64
 from portmm.ops.product_kernel import first_type
 from portmm.util.memo import Memory
 
@@ -29,8 +29,6 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 Wanted = tuple[Any, np.dtype[Any] | None]
 """The array of the result and its type, or None."""
-CHANNELS_FIRST = {"m": "n", "n": "m", "b": "b"}
-"""Names of indices -> axes of a product whose rows are channels."""
 MOST = 1024
 """Kinds of calls without an epilogue remembered before the memo is emptied."""
 

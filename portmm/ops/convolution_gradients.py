@@ -16,7 +16,7 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
-from portmm.dispatch.view_routes import Views, view_route
+from portmm.dispatch.view_routes import view_route
 from portmm.errors import BuildError, ConvolutionError
 from portmm.ops import host_matmul
 from portmm.ops.convolution import conv
@@ -24,6 +24,7 @@ from portmm.ops.convolution_options import Options, each, hashable, layout_of, p
 from portmm.runtime.cpu import runtime
 from portmm.spec.convolution import windows
 from portmm.spec.dtype import spell
+from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
-from portmm.dispatch.view_routes import Views, direct_route, view_route
+from portmm.dispatch.view_routes import direct_route, view_route
 from portmm.errors import ScheduleError
 from portmm.ops import routes
 from portmm.ops.product_kernel import HostProduct, merges, of_part
@@ -23,6 +23,7 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.convolution import planes, windows
 from portmm.spec.dequantization import IDENTITY
 from portmm.spec.dtype import spell
+from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
 from portmm.util.records import dataclass
 
@@ -230,7 +231,7 @@ class HostConvolution(HostProduct):
             ScheduleError: no kernel computes it, or none writes such a result.
         """
         (_, _, batch), size, steps = dims, self.convolution, self._element_strides()
-        pixel, plain = _collapsed(size.spatial, steps[1:-1]), self._plain(steps, batch)
+        pixel, plain = collapsed(size.spatial, steps[1:-1]), self._plain(steps, batch)
         item = steps[0] if batch > 1 else 0
         one = self.w.weight[0]
         if self.last:
@@ -263,7 +264,7 @@ class HostConvolution(HostProduct):
         """Whether windows are a matrix with strides: pixels at equal distances, and contiguous along n or k."""
         if not self.convolution.pointwise:
             return False
-        pixel = _collapsed(self.convolution.spatial, steps[1:-1])
+        pixel = collapsed(self.convolution.spatial, steps[1:-1])
         if pixel is None:
             return False
         if not self.last:
@@ -286,7 +287,7 @@ class HostConvolution(HostProduct):
         )  # fmt: skip
 
 
-def _collapsed(extents: Sequence[int], strides: Sequence[int]) -> int | None:
+def collapsed(extents: Sequence[int], strides: Sequence[int]) -> int | None:
     """The stride of axes as one, None if they are at no equal distances; extents of 1 have any."""
     known = [(n, s) for n, s in zip(extents, strides, strict=True) if n != 1]
     if not known:

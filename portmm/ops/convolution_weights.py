@@ -2,25 +2,28 @@
 
 Owns `pack_conv` and the class it returns. With channels last the matrix (tap channel, output) of each group is in
 panels, as `pack` makes them; with channels first filters are rows, dense, which kernels read as they are. Filters of
-single channels are one array, a row for each tap.
+single channels are one array, a row for each tap. Filters on a device are `FiltersThere`.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays
-from portmm.errors import ConvolutionError
+from portmm.errors import ConvolutionError, DeviceError
 from portmm.ops.convolution_options import LAYOUTS, layout_of
 from portmm.ops.prepack import in_panels, pack
 from portmm.schedule.candidates import PACKED_VECTORS
-from portmm.spec.dtype import UNCONVERTED
+from portmm.spec.dtype import BY_NAME, UNCONVERTED
 from portmm.spec.problem import family
 from portmm.weights.kinds import ArrayLike, WeightKind
+
+if TYPE_CHECKING:
+    from portmm.arrays.operand import Operand
 
 Array = np.ndarray[Any, Any]
 MOST_TAPS = 64
@@ -81,11 +84,12 @@ class PackedConv(ArrayLike):
 def pack_conv(
     w: Any, *, groups: int = 1, layout: str = "NHWC", activations: Any = None, bits: int | None = None,
     group: int | None = None,
-) -> PackedConv:  # fmt: skip
+) -> Any:  # fmt: skip
     """Filters prepacked for `conv`.
 
     Args:
         w: (outputs, channels of a group, *kernel), as in PyTorch and ONNX, of any strides; the types of `pack`.
+            Filters on a device are packed there.
         groups: of channels.
         layout: of the images: "NHWC" or "NCHW", or those of one or three dimensions.
         activations: dtype of the images, if not that of `w`.
@@ -100,8 +104,8 @@ def pack_conv(
         from portmm.arrays.interop import as_numpy
 
         w = as_numpy(w)
-    array = numpy_arrays.as_operand(w, "w", matrix=False)
-    spatial, last = layout_of(layout)
+    there, (spatial, last) = libraries.on_device(w), layout_of(layout)
+    array: Any = w if there else numpy_arrays.as_operand(w, "w", matrix=False)
     if array.ndim != spatial + 2:
         raise ConvolutionError(
             f"w has shape {array.shape}; with {layout} it has {spatial + 2} dimensions: (outputs, channels, *kernel)"
@@ -110,6 +114,10 @@ def pack_conv(
         raise ConvolutionError(f"{array.shape[0]} outputs are not in {groups} groups of as many each")
     if bits is not None and (bits != 4 or not last):
         raise ConvolutionError(f"filters are quantized to 4 bits, with channels last; got {bits} bits, {layout}")
+    if there:
+        if bits is not None:
+            raise ConvolutionError("filters of four bits are for images in the host's memory; pack them without bits")
+        return _pack_there(w, groups, layout, last)
     outputs, channels = array.shape[0] // groups, array.shape[1]
     by_group = array.reshape(groups, outputs, channels, *array.shape[2:])
     depth = channels * math.prod(array.shape[2:])
@@ -135,6 +143,62 @@ def pack_conv(
             weight = tuple(pack_int4(quantize(x.astype(np.float32, copy=False), bits=4, group=kept)) for x in matrices)
             dtype = np.dtype(np.uint8)
     return PackedConv(weight, tuple(array.shape), groups, layout, dtype)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class FiltersThere(ArrayLike):
+    """Filters on a device, a dense copy whose rows are in the order in which kernels sum, usable as the `w` of `conv`.
+
+    Attributes:
+        array: of the library that the filters came from, (outputs, sum).
+        shape: (outputs, channels of a group, *kernel).
+        groups: of channels.
+        layout: of the images.
+        element: portmm's name of the elements' type.
+    """
+
+    weight_kind: ClassVar[WeightKind] = WeightKind.DEVICE_PANELS
+    array: Any
+    shape: tuple[int, ...]
+    groups: int
+    layout: str
+    element: str
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the filters."""
+        return self.size * BY_NAME[self.element].bytes
+
+    def __reduce__(self) -> NoReturn:
+        raise DeviceError("filters on a device cannot be pickled; pickle the originals, and pack them there")
+
+    def __repr__(self) -> str:
+        return f"<portmm.FiltersThere {self.shape} {self.element}, {self.layout}>"
+
+
+def relaid(w: Operand, *, last: bool, copied: bool = False) -> Operand:
+    """Filters on a device as (outputs, sum), dense, in the order (tap, channel) or, with channels first, its reverse.
+
+    They are copied only if they must be, or if that is asked for.
+    """
+    from portmm.arrays.operand import is_dense
+    from portmm.ops.kernel_call import contiguous
+
+    order = (0, *range(2, len(w.shape)), 1) if last else tuple(range(len(w.shape)))
+    w = replace(w, shape=tuple(w.shape[i] for i in order), strides=tuple(w.strides[i] for i in order))
+    w = w if is_dense(w) and not copied else contiguous(w)
+    depth, width = math.prod(w.shape[1:]), BY_NAME[w.dtype].bytes
+    return replace(w, shape=(w.shape[0], depth), strides=(depth * width, width))
+
+
+def _pack_there(w: Any, groups: int, layout: str, last: bool) -> FiltersThere:
+    """Filters on a device, packed there."""
+    from portmm.arrays.interop import adopt
+
+    filters = adopt(w)
+    assert filters is not None  # noqa: S101 - `libraries.on_device` is true
+    packed = relaid(filters, last=last, copied=True)
+    return FiltersThere(packed.source.reshape(packed.shape), filters.shape, groups, layout, filters.dtype)
 
 
 def is_depthwise(w: tuple[int, ...], groups: int, dtype: str) -> bool:

@@ -6,13 +6,16 @@ the epilogue of layers of models.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm.errors import ScheduleError
 from portmm.spec.elementwise import relu
-from portmm.spec.epilogue import acc
+from portmm.spec.epilogue import acc, number
+from portmm.spec.expr import apply
+from portmm.spec.expr_functions import substituted
 from portmm.trace.bind import UserFunction, bind_operands
 from portmm.trace.closures import traced_through
 from portmm.trace.tracer import indices
@@ -27,6 +30,8 @@ if TYPE_CHECKING:
 NAMES = {"m": "m", "n": "n", "b": "b"}
 VALUES = (acc(), indices(NAMES))
 """The placeholder arguments of an epilogue."""
+CHANNELS_FIRST = {"m": "n", "n": "m", "b": "b"}
+"""Names of indices -> axes of a product whose rows are channels."""
 NOT_F64 = "expressions are in float32; convert float64 operands, or multiply without an epilogue"
 
 
@@ -53,6 +58,33 @@ def fusible(traced: Traced, sums: str, usual: Callable[[], np.dtype[Any]], after
     if sums == "s32" and step.types[0] == np.int32:
         raise ScheduleError("scaled sums of integers are not written as s32")
     return step
+
+
+def step_of_part(step: Callable[[Traced], Step], traced: Traced, axes: str) -> tuple[Step, int]:
+    """A user's function for a part of rows, columns or items, and the place of the part among its numbers.
+
+    Indices along these axes begin at numbers after those of the function, which are the bits of integers. A part
+    has one item, whose index is the number. The place is -1 where there are no such indices.
+
+    Args:
+        step: the function as expressions.
+        traced: the function.
+        axes: along which it has parts.
+
+    Raises:
+        ScheduleError: it cannot be an epilogue.
+    """
+    count, whole, done, indices = len(traced.numbers), step(traced), dict[Any, Any](), list[Any]()
+
+    def change(e: Any) -> Any:
+        if e.op != "index" or e.args[0] not in axes:
+            return None
+        indices.append(e)
+        first = apply("bits", number(count + axes.index(e.args[0])))
+        return first if e.args[0] == "b" else e + first
+
+    values = tuple((substituted(x, change, done), t) for x, t in traced.results)
+    return (step(replace(traced, results=values)), count) if indices else (whole, -1)
 
 
 def rank_of(a: tuple[int, ...], b: tuple[int, ...]) -> int:

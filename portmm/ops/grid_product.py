@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, Self
 
 import numpy as np
 
@@ -35,6 +35,8 @@ from portmm.weights.kinds import WeightKind, weight_kind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.arrays.grid_call import Shape
+    from portmm.dispatch.machine import Machine
     from portmm.trace.bind import Step, UserFunction
     from portmm.trace.tracer import Traced
 
@@ -95,17 +97,17 @@ def product(
     """The product of arrays on a device: see `matmul.matmul`, and `grouped_matmul.grouped_matmul`."""
     x = adopted(a, b, out, ends)
     if prologue_a is not None:
-        x = replace(x, a=before(over_rows, _spread, prologue_a, x.a, "a"))
+        x = replace(x, a=before(over_rows, spread, prologue_a, x.a, "a"))
     if prologue_b is not None:
         if x.weight is not None:
             raise TypeError("b is an int4 weight; quantize the result of prologue_b")
         right = replace(x.b, queue=x.a.queue)  # one queue for all, that of A
-        x = replace(x, b=before(over_rows, _spread, prologue_b, right, "b"))
+        x = replace(x, b=before(over_rows, spread, prologue_b, right, "b"))
     call = GridProduct(x, "" if dtype is None else named(dtype))
     return call.plain().source if epilogue is None else fused(call, epilogue)
 
 
-def _spread(x: Operand, shape: tuple[int, ...]) -> Operand:
+def spread(x: Operand, shape: tuple[int, ...]) -> Operand:
     """The array with these extents, by strides of 0."""
     strides = [s if n > 1 else 0 for n, s in zip(x.shape, x.strides, strict=True)]
     return replace(x, shape=shape, strides=tuple(strides))
@@ -124,6 +126,26 @@ class GridProduct:
     requested: str = ""
 
     @property
+    def kind(self) -> tuple[Any, ...]:
+        """The properties that kernels depend on."""
+        return (*self.x.kind, self.requested)
+
+    @property
+    def parts(self) -> dict[str, Operand]:
+        """The operands by the names of kernels' parameters."""
+        return self.x.parts
+
+    @property
+    def shapes(self) -> tuple[Shape, Shape, tuple[int, int, int]]:
+        """The shape of the result, that of a batch, and m, n and k."""
+        return self.x.shapes
+
+    @property
+    def values(self) -> tuple[Any, ...]:
+        """The placeholder arguments of an epilogue."""
+        return VALUES
+
+    @property
     def rank(self) -> int:
         """The number of indices of an epilogue's elements."""
         return rank_of(self.x.a.shape, self.x.b.shape) if self.x.ends is None else 3
@@ -131,7 +153,7 @@ class GridProduct:
     @property
     def size(self) -> tuple[int, int, int]:
         """Rows, columns and items, as an epilogue's operands see them."""
-        _, batch, (m, n, _) = self.x.shapes
+        _, batch, (m, n, _) = self.shapes
         return m, n, math.prod(batch) if self.x.ends is None else self.x.b.shape[0]
 
     def sums(self) -> str:
@@ -162,16 +184,24 @@ class GridProduct:
     def plain(self) -> Operand:
         """The product without an epilogue."""
         x, out, requested = self.x, self.x.out, self.requested
-        if out is not None and (requested not in ("", out.dtype) or overlap(out, tuple(x.parts.values()))):
-            operand.check_out(out, x.shapes[0])
+        if out is not None and (requested not in ("", out.dtype) or not self.writes(out)):
+            operand.check_out(out, self.shapes[0])
             operand.check_type(out, requested or out.dtype)
-            via_temporary(out, x.a, requested or out.dtype, lambda to: GridProduct(replace(x, out=to)).plain().source)
+            via_temporary(out, x.a, requested or out.dtype, lambda to: self.into(to, "").plain().source)
             return out
-        key = (x.kind, requested if out is None else "", config.current())
+        key = (self.kind, config.current())
         ready: KernelCall | None = _ready.get(key)
         if ready is None:
             ready = _ready.keep(key, self.prepared())
-        return ready.run(x.parts, x.a, out)[0]
+        return ready.run(self.parts, x.a, out)[0]
+
+    def into(self, out: Operand | None, requested: str) -> Self:
+        """The call with another array for its result."""
+        return replace(self, x=replace(self.x, out=out), requested=requested)
+
+    def writes(self, out: Operand, *others: Operand) -> bool:
+        """Whether kernels can write to an array: it overlaps neither the operands nor others."""
+        return not overlap(out, (*self.parts.values(), *others))
 
     def kernel(self, function: UserFunction) -> KernelCall | ScheduleError:
         """The kernels of product and epilogue, or the reason why there are none."""
@@ -184,23 +214,22 @@ class GridProduct:
                     raise
                 return ScheduleError(str(error))  # for the memo without its traceback, whose frames reference operands
 
-        return function.ready(("device", self.x.kind, self.requested), make, VALUES, self.rank)  # type: ignore[no-any-return]
+        return function.ready(("device", *self.kind), make, self.values, self.rank)  # type: ignore[no-any-return]
 
     def run(self, kernel: KernelCall, function: UserFunction) -> Any:
         """The results of the kernels."""
         x, out, closure = self.x, self.x.out, function.closure
         read = kernel.captures.arrays(closure, x.a)
-        if out is not None and not kernel.converts and overlap(out, (*x.parts.values(), *read)):
+        if out is not None and not kernel.converts and not self.writes(out, *read):
             # Kernels are specialised for the layout of a result: a temporary has another.
-            return via_temporary(
-                out, x.a, out.dtype, lambda to: fused(replace(self, x=replace(x, out=to)), function.function)
-            )
-        return kernel.returned(kernel.run(x.parts, x.a, out, closure, read))
+            run = function.function
+            return via_temporary(out, x.a, out.dtype, lambda to: fused(self.into(to, self.requested), run))
+        return kernel.returned(kernel.run(self.parts, x.a, out, closure, read))
 
     def split(self, epilogue: Callable[..., Any]) -> Any:
         """The results of two kernels."""
         sums, out = self.sums(), self.x.out
-        rows = GridProduct(replace(self.x, out=None), sums).plain()
+        rows = self.into(None, sums).plain()
         if sums != "f32":
             rows = contiguous(rows, "f32")  # as in one kernel
         first = None if out is None or out.dtype == "f64" else numpy_of(out.dtype)
@@ -216,7 +245,7 @@ class GridProduct:
             ScheduleError: no kernel computes it.
         """
         x, size = self.x, self.size
-        shape, batch, (m, n, _) = x.shapes
+        shape, batch, (m, n, _) = self.shapes
         on, out = machine_of(x.a), x.out
         step = None if traced is None else self.step(traced)
         first = self.first_type(step)
@@ -229,7 +258,7 @@ class GridProduct:
             captures = Captures.of(traced, size)
             count = len(traced.sources)
             for i, (axes, t) in enumerate(zip(step.axes[1:], step.types[1:], strict=True), count):
-                results.append((f"x{i}_all", (*batch, m, n if "n" in axes else 1), named(t)))
+                results.append((f"x{i}_all", self.shaped((*batch, m, n if "n" in axes else 1)), named(t)))
             written = [dense(axes, size) for axes in step.axes[1:]]
             written = written if x.ends is None else [(0, *steps[1:]) for steps in written]  # rows of all groups
             for i, steps in enumerate((*captures.strides, *written)):
@@ -238,6 +267,27 @@ class GridProduct:
         several = traced is not None and traced.several
         if 0 in shape:
             return KernelCall(on, tuple(results), (), several=several, converts=converts)
+        ready: KernelCall = self.launches(on, first, step, values, static=static)
+        return replace(ready, results=tuple(results), several=several, captures=captures, converts=converts)
+
+    def shaped(self, shape: Shape) -> Shape:
+        """The shape in which the caller sees a result of the product."""
+        return shape
+
+    def launches(self, on: Machine, first: str, step: Step | None, values: dict[str, Any], *, static: bool) -> Any:
+        """The kernels of a product that is not empty, as a `KernelCall` without results.
+
+        Args:
+            on: the device.
+            first: type of the first result.
+            step: the epilogue, or None.
+            values: numbers of its operands, by name.
+            static: specialised for n and k.
+
+        Raises:
+            ScheduleError: no kernel computes it.
+        """
+        x = self.x
         call = grid_call(x, first, "" if step is None else step.text)
         if step is not None and call.outer is not None:
             raise ScheduleError("an epilogue takes an evenly strided batch; copy the operands first")
@@ -253,7 +303,7 @@ class GridProduct:
         repeats = np.zeros((1, 3), np.int64) if call.outer is None else call.outer
         moved = [[(s, int(i), size) for s, i, size in zip("abc", at, sizes, strict=True) if i] for at in repeats]
         every = tuple((launch, tuple(moves)) for moves in moved for launch in launches)
-        return KernelCall(on, tuple(results), every, workspace, several, captures, converts, copies, call.transposed)
+        return KernelCall(on, (), every, workspace, copies=copies, swapped=call.transposed)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -223,31 +223,10 @@ class HostProduct:
         return fusible(typed(traced, self.first), sums, self.usual, self.after)
 
     def step_of_part(self, traced: Traced, axes: str) -> tuple[Step, int]:
-        """The user's function for a part of rows, columns or items, and the place of the part among its numbers.
+        """The user's function for a part of rows, columns or items: see `epilogues.step_of_part`."""
+        from portmm.ops.epilogues import step_of_part
 
-        Indices along these axes begin at numbers after those of the function, which are the bits of integers. A part
-        has one item, whose index is the number. The place is -1 where there are no such indices.
-
-        Raises:
-            ScheduleError: it cannot be an epilogue.
-        """
-        from portmm.spec.epilogue import number
-        from portmm.spec.expr import apply
-        from portmm.spec.expr_functions import substituted
-
-        count, step, done, indices = len(traced.numbers), self.step(traced), dict[Any, Any](), list[Any]()
-
-        def change(e: Any) -> Any:
-            if e.op != "index" or e.args[0] not in axes:
-                return None
-            indices.append(e)
-            first = apply("bits", number(count + axes.index(e.args[0])))
-            return first if e.args[0] == "b" else e + first
-
-        values = tuple((substituted(x, change, done), t) for x, t in traced.results)
-        if not indices:
-            return step, -1
-        return self.step(replace(traced, results=values)), count
+        return step_of_part(self.step, traced, axes)
 
     def size(self, step: Step | None) -> tuple[int, int, int]:
         """Rows, columns, items; where B is shared and rows are alike, all items are rows of one."""

@@ -1,12 +1,12 @@
 """Usual layouts, of operands in memory, in panels and in shared memory.
 
-Owns constructors of `Layout`.
+Owns constructors of `Layout`, and `Views`, the operands of a product that are more than arrays with strides.
 """
 
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.spec.layout import Layout
 from portmm.spec.layout_index import Sum, as_sum
@@ -19,6 +19,30 @@ VECTOR = 16
 """Bytes of the widest access to memory of a thread of a device."""
 BANKS = 128
 """Bytes after which the banks of shared memory repeat."""
+
+
+class Views(NamedTuple):
+    """The operands of a product that are views.
+
+    Attributes:
+        a: layout (m, k) of A, or None.
+        b: layout (k, n) of B, or None.
+        padding: value of elements in padding, an integer.
+    """
+
+    a: Layout | None = None
+    b: Layout | None = None
+    padding: int = 0
+
+    def rows(self, name: str) -> Layout | None:
+        """The layout of rows of A, or of columns of B, by k; None if this operand is no view."""
+        if name == "a" or self.b is None:
+            return self.a if name == "a" else None
+        return self.b.permute(1, 0)
+
+
+PLAIN = Views()
+"""Operands that are arrays with strides."""
 
 
 def _ceil(x: Size, by: int) -> Sum:

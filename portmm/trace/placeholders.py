@@ -59,7 +59,7 @@ class Placeholder:
         raise NotImplementedError
 
 
-_OF_RECORDERS = frozenset(("record_", "call_", "matmul_", "broadcast_"))
+_OF_RECORDERS = frozenset(("record_", "call_", "call_conv_", "matmul_", "broadcast_"))
 _OF_OTHERS = frozenset(("family",))
 """Attributes that functions of portmm look for on other values."""
 

@@ -15,7 +15,7 @@ from portmm.errors import ScheduleError
 from portmm.kernels.cpu import gemm, tile_gemm
 from portmm.kernels.gpu import mma, simt
 from portmm.schedule.candidates import candidates
-from portmm.spec.layouts import row_major
+from portmm.spec.layouts import Views, row_major
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 
@@ -194,7 +194,7 @@ def test_devices_read_views(program, target, dtype, vectors, name, language):  #
     one = replace(one, a=image, a_offset=0, fields=one.fields | {"a_batch": 0})
     for s in [x for x in kind if language == "cuda" or not x.a.asynchronous][:2]:
         isa = target.isa(s.isa)
-        kernel = program.build(s, isa, grid_atom(isa, s), view)
+        kernel = program.build(s, isa, grid_atom(isa, s), Views(view))
         grid_cases.check_run(s, (kernel,), language, one, (p, s))
 
 
@@ -202,4 +202,4 @@ def test_devices_refuse_views_of_shorter_vectors():
     s = next(s for s in candidates(Problem(64, 24, 18), grid_cases.MACHINE, (4, 4, 4)) if s.program == "simt")
     isa = grid_cases.MACHINE.isa(s.isa)
     with pytest.raises(ScheduleError, match="which its view does not allow"):
-        simt.build(s, isa, grid_atom(isa, s), VIEWS["2d"])
+        simt.build(s, isa, grid_atom(isa, s), Views(VIEWS["2d"]))
