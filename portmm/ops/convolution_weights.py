@@ -176,7 +176,7 @@ class FiltersThere(ArrayLike):
         return f"<portmm.FiltersThere {self.shape} {self.element}, {self.layout}>"
 
 
-def relaid(w: Operand, *, last: bool, copied: bool = False) -> Operand:
+def filter_rows(w: Operand, *, last: bool, copied: bool = False) -> Operand:
     """Filters on a device as (outputs, sum), dense, in the order (tap, channel) or, with channels first, its reverse.
 
     They are copied only if they must be, or if that is asked for.
@@ -197,7 +197,7 @@ def _pack_there(w: Any, groups: int, layout: str, last: bool) -> FiltersThere:
 
     filters = adopt(w)
     assert filters is not None  # noqa: S101 - `libraries.on_device` is true
-    packed = relaid(filters, last=last, copied=True)
+    packed = filter_rows(filters, last=last, copied=True)
     return FiltersThere(packed.source.reshape(packed.shape), filters.shape, groups, layout, filters.dtype)
 
 

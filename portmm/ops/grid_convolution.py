@@ -23,7 +23,7 @@ from portmm.dispatch import config, device_routes
 from portmm.errors import ConvolutionError, ScheduleError
 from portmm.ops.convolution_kernel import collapsed
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
-from portmm.ops.convolution_weights import FiltersThere, relaid
+from portmm.ops.convolution_weights import FiltersThere, filter_rows
 from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, VALUES, fused, step_of_part
 from portmm.ops.grid_product import GridProduct, spread
 from portmm.ops.kernel_call import KernelCall, contiguous, copy, over_rows
@@ -67,7 +67,7 @@ def convolved(x: Any, w: Any, out: Any = None, **options: Any) -> Any:
         raise ConvolutionError("images of uint8 are convolved with channels last on a device: move them there")
     if packed and layout_of(w.layout)[1] != last:
         raise ConvolutionError(f"filters are packed for {w.layout}, images are {how.layout}: pack them for these")
-    filters = there["w"] if packed else relaid(replace(there["w"], queue=images.queue), last=last)
+    filters = there["w"] if packed else filter_rows(replace(there["w"], queue=images.queue), last=last)
     filters = replace(filters, queue=images.queue)  # one queue for all, that of the images
     if prologue is not None and images.size:
         images = _after_prologue(images, prologue, last=last)
