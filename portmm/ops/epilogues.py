@@ -6,7 +6,6 @@ the epilogue of layers of models.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,6 +18,7 @@ from portmm.spec.expr_functions import substituted
 from portmm.trace.bind import UserFunction, bind_operands
 from portmm.trace.closures import traced_through
 from portmm.trace.tracer import indices
+from portmm.util.records import replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
