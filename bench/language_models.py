@@ -2,7 +2,9 @@
 
     python bench/language_models.py minilm --length 128 --rounds 25
     python bench/language_models.py bert --quantized
+    python bench/language_models.py bert --others
     python bench/language_models.py overhead
+    python bench/language_models.py quantize
 
 Models are of `transformers`, with random weights. The first call of each model, with whatever the caches on disk hold,
 is its time of compilation.
@@ -15,7 +17,10 @@ import copy
 import statistics
 import time
 from functools import partial
+from pathlib import Path
+from tempfile import mkdtemp
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -48,14 +53,71 @@ def entrants(model, *, quantized):
     return runs
 
 
+def others(model, ids, mask, threads):
+    """int8 models of ONNX Runtime, OpenVINO, which reads the same file, and CTranslate2, where they are installed."""
+    folder = Path(mkdtemp())
+    feed = {"ids": ids.numpy(), "mask": mask.numpy()}
+
+    def onnx(path):
+        import onnxruntime as ort
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        class First(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.model = model
+
+            def forward(self, ids, mask):
+                return self.model(input_ids=ids, attention_mask=mask)[0]
+
+        names = {"input_names": ["ids", "mask"], "output_names": ["y"]}
+        torch.onnx.export(First().eval(), (ids, mask), folder / "f32.onnx", dynamo=False, opset_version=17, **names)
+        quantize_dynamic(folder / "f32.onnx", path, weight_type=QuantType.QInt8)
+        own = ort.SessionOptions()
+        own.intra_op_num_threads, own.inter_op_num_threads = threads, 1
+        session = ort.InferenceSession(path, own, providers=["CPUExecutionProvider"])
+        return lambda: session.run(None, feed)[0]
+
+    def openvino(path):
+        import openvino as ov
+
+        numbers = {"INFERENCE_NUM_THREADS": threads, "NUM_STREAMS": 1}
+        request = ov.Core().compile_model(path, "CPU", numbers).create_infer_request()
+        return lambda: next(iter(request.infer(feed).values()))
+
+    def ctranslate2(_):
+        import ctranslate2
+        from transformers import BertTokenizer
+
+        model.config.position_embedding_type = "absolute"
+        model.save_pretrained(folder / "hf")
+        words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(model.config.vocab_size - 5))]
+        (folder / "hf/vocab.txt").write_text("\n".join(words))
+        BertTokenizer(folder / "hf/vocab.txt").save_pretrained(folder / "hf")
+        converter = ctranslate2.converters.TransformersConverter(str(folder / "hf"))
+        converter.convert(str(folder / "ct"), quantization="int8")
+        own = {"compute_type": "int8", "intra_threads": threads, "inter_threads": 1}
+        encoder = ctranslate2.Encoder(str(folder / "ct"), **own)
+        return lambda: np.array(encoder.forward_batch(ids.tolist()).last_hidden_state)
+
+    runs = {}
+    for make in (onnx, openvino, ctranslate2):
+        try:
+            runs[f"{make.__name__} int8"] = make(folder / "int8.onnx")
+        except ImportError as error:
+            print(f"  {make.__name__} is left out: {error}")
+    return {title: lambda run=run, **_: [torch.as_tensor(run())] for title, run in runs.items()}
+
+
 def race(name, options):
     """Print the median time of each entrant, its error, and the time of its first call."""
     ids = torch.randint(0, 30000, (options.batch, options.length))
     mask = torch.ones_like(ids)
-    mask[:, -options.length // 8 :] = 0
+    mask[:, -options.length // 8 :] = options.others  # CTranslate2 takes no padded rows
     model = encoder(name)
     want = model(input_ids=ids, attention_mask=mask)[0]
     models, errors, first = entrants(model, quantized=options.quantized), {}, {}
+    models |= others(model, ids, mask, options.threads) if options.others else {}
     for title, run in models.items():
         start = time.perf_counter()
         got = run(input_ids=ids, attention_mask=mask)[0]
@@ -75,6 +137,38 @@ def race(name, options):
             f"  {title:20} {middle * 1e3:9.3f} ms  {base / middle:5.2f} of Inductor  error {errors[title]:.1e}  "
             f"first call {first[title]:.2f} s"
         )
+
+
+def quantizing(layers=22, hidden=2048, inner=5632):
+    """Print the rate of `quantize_` of the layers of a decoder, beside copies of their weights."""
+    sizes = [(hidden, hidden)] * 2 + [(hidden, 256)] * 2 + [(hidden, inner)] * 2 + [(inner, hidden)]
+    weights = [torch.empty(n, k).uniform_(-1, 1) for k, n in sizes * layers]
+    scratch, read = torch.zeros(hidden * inner), sum(w.nbytes for w in weights)
+    start = time.perf_counter()
+    for w in weights:
+        scratch[: w.numel()].copy_(w.view(-1))
+    copied = 2 * read / (time.perf_counter() - start)
+    print(f"{read / 4e9:.2f} G values of float32, copied at {copied / 1e9:.1f} GB/s")
+    for kind in ("int8-dynamic", "int4", "bf16"):
+        with torch.device("meta"):
+            model = nn.Sequential(*[nn.Linear(*size, bias=False) for size in sizes * layers])
+        model.load_state_dict({f"{i}.weight": w for i, w in enumerate(weights)}, assign=True)
+        pt.quantize_(nn.Sequential(nn.Linear(hidden, 64)), kind)  # its kernels
+        before = _resident("VmRSS")
+        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        start = time.perf_counter()
+        pt.quantize_(model, kind)
+        seconds = time.perf_counter() - start
+        result = sum(x.nbytes for x in model.buffers())
+        rate, peak = (read + result) / seconds, _resident("VmHWM") - before
+        print(f"  {kind:13} {seconds:.2f} s, {rate / 1e9:.1f} GB/s, {rate / copied:.2f} of the copy; "
+              f"peak {peak / result:.2f} of the result")  # fmt: skip
+
+
+def _resident(name):
+    """A number of bytes of this process's memory."""
+    line = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(name))
+    return int(line.split()[1]) * 1024
 
 
 def overhead():
@@ -110,18 +204,19 @@ def graph_call(graph, args):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("what", choices=[*SIZES, "overhead"])
+    parser.add_argument("what", choices=[*SIZES, "overhead", "quantize"])
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=128)
     parser.add_argument("--rounds", type=int, default=25)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quantized", action="store_true")
+    parser.add_argument("--others", action="store_true", help="int8 of ONNX Runtime, OpenVINO and CTranslate2, too")
     options = parser.parse_args()
     torch.manual_seed(0)
     torch.set_num_threads(options.threads)
     pm.set_num_threads(options.threads)
     with torch.no_grad():
-        overhead() if options.what == "overhead" else race(options.what, options)
+        {"overhead": overhead, "quantize": quantizing}.get(options.what, partial(race, options.what, options))()
 
 
 if __name__ == "__main__":

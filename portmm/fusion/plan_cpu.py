@@ -190,15 +190,23 @@ class HostBuilder(Builder):
         return self.writer.program(len(self.graph.leaves), self.result(result))
 
     def call(self, unit: Unit) -> None:
-        """Add a call of NumPy between kernels."""
+        """Add a call between kernels: of NumPy, or of a function that writes an array which it is given.
+
+        Arrays of a call of their own are new memory in each, whose first touch may take longer than what is computed.
+        """
         x, *items = unit.members
         operands = [self.text(y) for y in x.inputs]
-        function = self.writer.name("g", _checked(x, items))
-        self.writer.flush()
-        self.writer.line(f"c{x.number} = {function}(S, {', '.join(operands)})")
-        for i, y in enumerate(items or [x]):
-            self.writer.line(f"q{y.number} = address(c{x.number}[{i}])")
-            self.buffers[y] = Place(f"q{y.number}", 0, np.empty(y.shape, y.dtype), f"c{x.number}[{i}]")
+        if getattr(x.plain, "takes_out", False):
+            to = self.buffers[x] = self.allocate(x)
+            self.writer.flush()
+            self.writer.line(f"{self.writer.name('g', x.plain)}({', '.join([*operands, to.text])})")
+        else:
+            function = self.writer.name("g", _checked(x, items))
+            self.writer.flush()
+            self.writer.line(f"c{x.number} = {function}(S, {', '.join(operands)})")
+            for i, y in enumerate(items or [x]):
+                self.writer.line(f"q{y.number} = address(c{x.number}[{i}])")
+                self.buffers[y] = Place(f"q{y.number}", 0, np.empty(y.shape, y.dtype), f"c{x.number}[{i}]")
         kind = "product" if x.kind == "matmul" else x.name if x.name in OWN else "numpy"
         self.kernels.append(Kernel(kind, x.name, (x.where,), tuple(x.note.split(", ")) if x.note else ()))
 

@@ -177,7 +177,11 @@ def _with_epilogue(  # noqa: PLR0917 - one caller
         product = linear(left, weight, bias, **scaling_by_name, dynamic=options.dynamic, dtype=f32)
         row_results, several = over_rows(epilogue, (product,), names_of_axes, dtype=usual)
         return fit(list(row_results), out, several=several)
-    results = [np.empty(shape, t) for shape, t in kernel.results]
+    (shape, written), *more = kernel.results
+    # An array that the epilogue captures may be `out`, read elsewhere than where it is written.
+    apart = out is not None and not user_function.closure and out.shape == shape
+    direct = apart and numpy_arrays.dense_at(out, written, left, *vectors)
+    results = [out if direct else np.empty(shape, written), *(np.empty(s, t) for s, t in more)]
     operands = kernel.bound.fill(user_function.closure, vectors, results[1:])
     run(kernel, m, left, weight, results[0], operands)
     return fit(results, out, several=kernel.several)

@@ -209,7 +209,8 @@ def _permute(t: Any, x: Any, order: Any) -> Any:
 
 @row("transpose.int")
 def _transpose(t: Any, x: Any, first: int, second: int) -> Any:
-    return _view("swapaxes", t.array(x), lambda y: y.swapaxes(first, second))
+    y = t.array(x)
+    return _view("swapaxes", y, lambda z: z.swapaxes(first, second)) if y.ndim else y
 
 
 @row("t")
@@ -233,7 +234,7 @@ def _unsqueeze(t: Any, x: Any, dim: int) -> Any:
 @row("squeeze.dim", "squeeze.dims")
 def _squeeze(t: Any, x: Any, dims: Any) -> Any:
     y = t.array(x)
-    axes = tuple([d for d in ([dims] if isinstance(dims, int) else dims) if y.shape[d] == 1])
+    axes = tuple([d for d in ([dims] if isinstance(dims, int) else dims) if y.ndim and y.shape[d] == 1])
     return _view("reshape", y, lambda z: np.squeeze(z, axes)) if axes else y
 
 
@@ -280,6 +281,8 @@ def _size(t: Any, x: Any, dim: int) -> Any:
 
 def _last(x: Array, dims: Any) -> None:
     """Refuse reductions that are not along the last axis."""
+    if not x.ndim:
+        raise Unsupported("a number has no rows")
     axes = [dims] if isinstance(dims, int) else list(dims or range(x.ndim))
     if [d % x.ndim for d in axes] != [x.ndim - 1]:
         raise Unsupported(f"kernels reduce along the last axis, not {dims}")

@@ -314,14 +314,16 @@ def attention(
 def _quantized_linear(
     x: Tensor, codes: Tensor, scales: Tensor | None, offsets: Tensor | None, bias: Tensor | None, kind: str, group: int
 ) -> Tensor:
+    if x.ndim == 1:  # an epilogue takes matrices
+        return _quantized_linear(x[None], codes, scales, offsets, bias, kind, group)[0]
     weight = packed(codes, scales, offsets, kind, group, x.dtype)
     rows = x.detach()
     if kind.endswith("dynamic"):
         steps: dict[str, Any] = {"w_scale": scales} if kind == "int8-dynamic" else {}
         return array_linear(rows, weight, bias, dynamic=True, dtype=x.dtype, **steps)
     if bias is None:
-        return array_matmul(rows, weight)
-    return array_matmul(rows, weight, epilogue=_biased(bias.detach()))
+        return array_matmul(rows, weight).to(x.dtype)
+    return array_matmul(rows, weight, epilogue=_biased(bias.detach())).to(x.dtype)
 
 
 @_quantized_linear.register_fake

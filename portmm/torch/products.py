@@ -9,9 +9,11 @@ import math
 from typing import Any
 
 import numpy as np
+import torch
 
 from portmm.ops.attention import attention
 from portmm.ops.linear import linear
+from portmm.spec import elementwise as ew
 from portmm.torch.aten import HANDLERS, Unsupported, reshape, row, row_weights
 from portmm.torch.weights import packed
 from portmm.trace.closures import traced_through
@@ -126,30 +128,110 @@ def _one_kernel(t: Any, operands: tuple[Any, ...], mask: Any, factor: float, *, 
     return Array(t.recorder, node)
 
 
+# -- quantized layers ------------------------------------------------------------------
+
+
+def _gelu(acc: Any, _: Any) -> Any:
+    return ew.gelu(acc)
+
+
+def _gelu_tanh(acc: Any, _: Any) -> Any:
+    return ew.gelu_tanh(acc)
+
+
+def _relu(acc: Any, _: Any) -> Any:
+    return ew.relu(acc)
+
+
+def _silu(acc: Any, _: Any) -> Any:
+    return ew.silu(acc)
+
+
+_ACTIVATIONS = {
+    ("aten.gelu.default", ""): _gelu, ("aten.gelu.default", "none"): _gelu,
+    ("aten.gelu.default", "tanh"): _gelu_tanh, ("aten.relu.default", ""): _relu, ("aten.silu.default", ""): _silu,
+}  # fmt: skip
+"""Operators after a layer, with the way in which they approximate, that its kernel computes."""
+
+
 def _quantized(t: Any, x: Any, codes: Any, scales: Any, offsets: Any, bias: Any, kind: str, group: int) -> Any:
     a = t.operand(x)
-    tensors = [y for y in (codes, scales, offsets) if y is not None]
-    if any(isinstance(y, Array) for y in tensors):
+    siblings = _siblings(t, t.now)
+    layers = [tuple(t.values.get(y) for y in t.now.args[1:5]), *(own for _, own in siblings)]
+    if any(isinstance(y, Array) for y in (codes, scales, offsets)):
         raise Unsupported("a weight that is no parameter")
+    widths = [y[0].shape[0] for y in layers]
+    codes, scales, offsets, bias = (_joined(t, parts) for parts in zip(*layers, strict=True))
+    tensors = [y for y in (codes, scales, offsets) if y is not None]
     weight = t.constants.panels(tensors, lambda: packed(codes, scales, offsets, kind, group, t.now.meta["val"].dtype))
     base = _flattened(a)
     rows = a if base is None else base
     if kind.endswith("dynamic"):
-        value = _dynamic(t, rows, weight, scales if kind == "int8-dynamic" else None, bias)
+        user = _activation(t.now) if len(layers) == 1 and rows.ndim > 1 else None
+        epilogue = None if user is None else _ACTIVATIONS[_named(user)]
+        value = _dynamic(t, rows, weight, scales if kind == "int8-dynamic" else None, bias, epilogue)
     else:
+        user = None
         value = rows @ Array(t.recorder, t.recorder.fixed_leaf(weight, "a weight"))
         value = value if bias is None else value + t.operand(bias)
-    return value if base is None else reshape(t, value, (*a.shape[:-1], value.shape[-1]))
+    value = value if base is None else reshape(t, value, (*a.shape[:-1], value.shape[-1]))
+    if user is not None:
+        t.ready[user] = value
+    if len(layers) == 1:
+        return value
+    ends = np.cumsum(widths).tolist()
+    views = [columns(value, end - n, end) for n, end in zip(widths, ends, strict=True)]
+    t.ready.update(zip([node for node, _ in siblings], views[1:], strict=True))
+    return views[0]
 
 
-def _dynamic(t: Any, x: Array, weight: Any, scales: Any, bias: Any) -> Array:
+def columns(x: Array, first: int, last: int) -> Any:
+    """Some columns of an array."""
+    return x.recorder.viewed("[]", lambda y: y[..., first:last], x)
+
+
+def _siblings(t: Any, node: Any) -> list[tuple[Any, Any]]:
+    """Layers of the same kind after this one and of the same rows, with their tensors: one product computes all."""
+    own = [t.values.get(y) for y in node.args[1:5]]
+    siblings = []
+    for user in node.args[0].users if isinstance(node.args[0], torch.fx.Node) else ():
+        if user is node or user.target is not node.target or user in t.ready or user in t.values:
+            continue
+        tensors = tuple(t.values.get(y) for y in user.args[1:5])
+        alike = [type(y) for y in tensors] == [type(y) for y in own] and user.args[5:] == node.args[5:]
+        fixed = all(y is None or isinstance(y, torch.Tensor) for y in tensors)
+        if alike and fixed and user.args[0] is node.args[0]:
+            siblings.append((user, tensors))
+    return siblings
+
+
+def _joined(t: Any, parts: tuple[Any, ...]) -> Any:
+    """Tensors of several layers as one, along the outputs."""
+    if len(parts) == 1 or parts[0] is None:
+        return parts[0]
+    return t.constants.panels(list(parts), lambda: t.constants.computed(torch.cat, (list(parts),), {}, list(parts)))
+
+
+def _named(node: Any) -> tuple[str, str]:
+    return str(node.target), str(node.kwargs.get("approximate", ""))
+
+
+def _activation(node: Any) -> Any:
+    """The only operator that reads the result of a layer, if a kernel computes it with the layer."""
+    user = next(iter(node.users)) if len(node.users) == 1 else None
+    known = user is not None and user.op == "call_function" and len(user.args) == 1 and _named(user) in _ACTIVATIONS
+    return user if known else None
+
+
+def _dynamic(t: Any, x: Array, weight: Any, scales: Any, bias: Any, epilogue: Any) -> Array:
     """A linear layer whose rows of activations are rounded to int8."""
     steps = {} if scales is None else {"w_scale": t.constants.array(scales)}
-    columns, dtype = None if bias is None else t.constants.array(bias), x.dtype
+    added, dtype = None if bias is None else t.constants.array(bias), x.dtype
 
-    def plain(rows: Any) -> Any:
-        return linear(rows, weight, columns, dynamic=True, dtype=dtype, **steps)
+    def plain(rows: Any, out: Any = None) -> Any:
+        return linear(rows, weight, added, dynamic=True, dtype=dtype, epilogue=epilogue, out=out, **steps)
 
+    plain.takes_out = True  # type: ignore[attr-defined]
     node = t.recorder.add("call", (*x.shape[:-1], weight.shape[1]), dtype, (x.node,), plain, "linear")
     return Array(t.recorder, node)
 

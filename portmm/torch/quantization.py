@@ -53,6 +53,16 @@ class QuantizedLinear(nn.Module):
         self.register_buffer("offsets", offsets)
         self.register_buffer("bias", None if bias is None else bias.detach().clone())
 
+    def _apply(self, fn: Any, recurse: bool = True) -> QuantizedLinear:
+        """Move the buffers: a conversion of a model to another type of floats is one of the bias alone."""
+        kept = self.weight, self.scales, self.offsets
+        super()._apply(fn, recurse)
+        for name, was in zip(("weight", "scales", "offsets"), kept, strict=True):
+            now = getattr(self, name)
+            if now is not None and now.dtype != was.dtype:
+                setattr(self, name, was.to(now.device))
+        return self
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs for rows of inputs."""
         result: torch.Tensor = torch.ops.portmm.quantized_linear(

@@ -231,10 +231,12 @@ class Translator:
             positional, named = _nested(slots, lambda x: tensors[x.number] if type(x) is _Slot else x)
             result = function(*positional, **named)
             if isinstance(result, torch.Tensor):
-                return as_numpy(result)
-            return tuple([as_numpy(x) for x in result if isinstance(x, torch.Tensor)])
+                return as_numpy(result.to(types[0]))
+            return tuple([as_numpy(x.to(y)) for x, y in zip(result, types, strict=True) if isinstance(x, torch.Tensor)])
 
         val, inputs = self.now.meta["val"], tuple([x.node for x in traced])
+        # Statistics of a normalisation of narrow types are of another type than PyTorch describes.
+        types = [getattr(v, "dtype", None) for v in (val if isinstance(val, (list, tuple)) else [val])]
         if isinstance(val, torch.Tensor):
             shape, dtype = self.described(val)
             return Array(self.recorder, self.recorder.add("call", shape, dtype, inputs, plain, name))

@@ -10,19 +10,26 @@ inputs 2 i and 2 i + 1 in the low and the high half, (outputs, inputs / 2), and 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import numpy as np
 import torch
 
 from portmm.arrays.interop import as_numpy
+from portmm.ops.epilogues import NAMES
 from portmm.ops.prepack import pack
-from portmm.weights.quantized import Quantized, quantize
+from portmm.ops.rowwise import over_rows
+from portmm.spec import elementwise as ew
+from portmm.spec.dtype import ZERO_CODE
+from portmm.weights.quantized import SMALLEST_SCALE, Quantized
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Iterator
 
 KINDS = ("int8-dynamic", "int4", "int4-dynamic", "bf16")
-LEAST = 1.5e-36
-"""The magnitude below which a row of a weight is zeros."""
+BLOCK = 1 << 20
+"""Values that are quantized at a time: those of a block stay in a cache between the steps."""
 
 
 _packed: dict[int, tuple[Any, tuple[Any, ...], dict[Any, Any]]] = {}
@@ -62,14 +69,96 @@ def record(codes: Any, scales: Any, offsets: Any, group: int) -> Quantized:
 
 def int8_values(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An int8 weight (outputs, inputs) and its scales, each by the largest magnitude of a row."""
-    rows = weight.detach().float()
-    most = rows.abs().amax(1)
-    inverse = torch.where(most >= LEAST, 127 / most.clamp(min=LEAST), 0.0)
-    return (rows * inverse[:, None]).round().clamp(-127, 127).to(torch.int8), most / 127
+    scratch = _scratch(weight)
+    codes, scales = _empty(weight, weight.shape, np.int8), torch.zeros(weight.shape[:1], device=weight.device)
+    for rows, values in _blocks(weight, scratch):
+        _rounded(ew.quantize_rows, values, codes[rows], scales[rows])
+    return codes, scales
 
 
 def int4_values(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An int4 weight in bytes, its scales, and its offsets."""
-    q = quantize(as_numpy(weight.detach().float().t()), bits=4, group=group)
-    both = (q.codes[::2] | (q.codes[1::2] << 4)).T
-    return tuple([torch.from_numpy(np.array(x, order="C")) for x in (both, q.scales.T, q.offsets.T)])
+    """An int4 weight in bytes, its scales, and its offsets; as of `portmm.quantize`.
+
+    Raises:
+        ValueError: a value is not finite, or too large for a scale.
+    """
+    outputs, inputs = weight.shape
+    scratch, unpacked = _scratch(weight), torch.empty((min(_step(weight), outputs), inputs), dtype=torch.uint8)
+    high = np.empty((len(unpacked), inputs // 2), np.uint16)
+    both = _empty(weight, (outputs, inputs // 2), np.uint8)
+    scales = torch.zeros((outputs, -(-inputs // max(group, 1))), device=weight.device)
+    for rows, values in _blocks(weight, scratch):
+        codes = unpacked[: len(values)]
+        if inputs % group == 0:
+            groups = -1, group
+            _rounded(_int4_rows, values.view(groups), codes.view(groups), scales[rows].view(-1))
+        else:  # the last group is short
+            for g, part in enumerate(values.split(group, 1)):
+                into, steps = torch.empty(part.shape, dtype=torch.uint8), torch.empty(len(part))
+                _rounded(_int4_rows, part.contiguous(), into, steps)
+                codes[:, g * group : g * group + part.shape[1]], scales[rows, g] = into, steps
+        pairs, shifted = as_numpy(codes).view("<u2"), high[: len(values)]
+        # The low byte is a value of an even input, the high byte the next.
+        np.bitwise_or(np.right_shift(pairs, 4, out=shifted), pairs, out=shifted)
+        np.copyto(as_numpy(both[rows]), shifted, casting="unsafe")
+    _check_scales(scales)
+    return both, scales, scales * -ZERO_CODE
+
+
+def _empty(weight: torch.Tensor, shape: Any, dtype: Any) -> torch.Tensor:
+    """A new tensor in memory of NumPy, which asks for huge pages: a page takes longer than to fill it."""
+    empty = torch.from_numpy(np.empty(tuple(shape), dtype))
+    return torch.empty_like(empty, device="meta") if weight.is_meta else empty
+
+
+def _step(weight: torch.Tensor) -> int:
+    """Rows of a block."""
+    return max(1, BLOCK // max(int(weight.shape[1]), 1))
+
+
+def _scratch(weight: torch.Tensor) -> torch.Tensor | None:
+    """Memory for the float32 values of a block, where those of the weight cannot be read.
+
+    It is allocated before results, so that the next weight finds it free again below them.
+    """
+    if weight.is_meta or (weight.dtype is torch.float32 and weight.is_contiguous()):
+        return None
+    return torch.empty((min(_step(weight), weight.shape[0]), weight.shape[1]))
+
+
+def _blocks(weight: torch.Tensor, scratch: torch.Tensor | None) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Rows of a weight and their float32 values: little memory beside the weight's."""
+    none, step = weight.is_meta or not weight.shape[1], _step(weight)
+    for first in range(0, 0 if none else weight.shape[0], step):
+        rows = slice(first, first + step)
+        values = weight[rows].detach()
+        yield rows, values if scratch is None else scratch[: len(values)].copy_(values)
+
+
+def _rounded(function: Callable[[Any], Any], values: torch.Tensor, codes: torch.Tensor, scales: torch.Tensor) -> None:
+    """Codes and scales of rows by a function of them."""
+    (_, steps), _ = over_rows(function, (as_numpy(values),), NAMES, as_numpy(codes), np.float32)
+    as_numpy(scales)[...] = steps[:, 0]
+
+
+def _int4_rows(x: Any) -> tuple[Any, Any]:
+    """Rows as int4 values from 1 to 15, of which 8 is zero, and their scales."""
+    scale = ew.maximum(ew.max(abs(x)) / (ZERO_CODE - 1), SMALLEST_SCALE)
+    return ew.cast(x * (1.0 / scale) + float(ZERO_CODE), np.uint8), scale
+
+
+def _check_scales(scales: torch.Tensor) -> None:
+    """Refuse scales by which values are not finite.
+
+    Raises:
+        ValueError: there is one.
+    """
+    if scales.is_meta:
+        return
+    bad = ~torch.isfinite(scales * (2 * ZERO_CODE - 1))
+    if bad.any():
+        row, group = (int(i) for i in bad.nonzero()[0])
+        raise ValueError(
+            f"group {group} of output {row} has values that are not finite or exceed 1.5e38: only finite weights can "
+            "be quantized"
+        )

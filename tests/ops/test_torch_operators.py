@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import io
+import pickle
+
 import pytest
 
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: nothing of portmm.torch is tested")
@@ -11,6 +15,8 @@ from torch.library import opcheck  # noqa: E402
 
 import portmm.torch as pt  # noqa: E402
 from portmm.errors import PortmmError  # noqa: E402
+from portmm.torch import weights  # noqa: E402
+from portmm.weights.quantized import dequantize, quantize  # noqa: E402
 
 QUICKLY = True
 # PyTorch's own `opcheck` reads gradients of tensors that are no leaves.
@@ -156,6 +162,53 @@ def test_quantized_layers(kind, tmp_path):
     with torch.no_grad():
         run = torch.compile(model, backend=pt.compile_graph, fullgraph=True)
         torch.testing.assert_close(run(x), got, rtol=0.02, atol=0.02)
+
+
+@pytest.mark.parametrize("kind", ERRORS)
+def test_quantized_layers_are_copied_saved_and_converted(kind):
+    def made():
+        return pt.quantize_(nn.Sequential(nn.Linear(96, 64), nn.GELU(), nn.Linear(64, 32, bias=False)), kind)
+
+    model, x, file = made(), torch.randn(5, 96), io.BytesIO()
+    want = model(x)
+    assert torch.equal(copy.deepcopy(model)(x), want)
+    assert torch.equal(pickle.loads(pickle.dumps(model))(x), want)  # noqa: S301 - its own
+    torch.save(model.state_dict(), file)
+    file.seek(0)
+    state = torch.load(file, weights_only=True)
+    with torch.device("meta"):
+        other = made()  # without memory, until its tensors are those of a file
+    other.load_state_dict(state, strict=True, assign=True)
+    assert torch.equal(other(x), want)
+    torch.testing.assert_close(model(x[0]), want[0], rtol=1e-4, atol=1e-4)
+    assert model(x[:0]).shape == (0, 32)
+    for dtype in (torch.bfloat16, torch.float16):
+        narrow = copy.deepcopy(model).to(dtype)
+        got = narrow(x.to(dtype))
+        kept = {n: y.dtype for n, y in narrow.state_dict().items() if not n.endswith("bias")}
+        assert kept == {n: state[n].dtype for n in kept}
+        assert got.dtype is dtype
+        assert (got.float() - want).norm() / want.norm() < 0.03
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_rounded_to_nearest(dtype):
+    for outputs, inputs, group in ((48, 256, 64), (7, 100, 100), (5, 90, 64)):
+        w = torch.randn(outputs, inputs).to(dtype)
+        codes, scales = weights.int8_values(w)
+        w = w.float()
+        assert torch.equal(scales, w.abs().amax(1) / 127)
+        assert ((codes * scales[:, None] - w).abs() <= scales[:, None] * 0.50001).all()
+        both, scales, offsets = weights.int4_values(w, group)
+        got = torch.from_numpy(dequantize(weights.record(both, scales, offsets, group))).T
+        want = quantize(w.T.numpy(), group=group)
+        assert (scales.numpy() == want.scales.T).all()
+        assert (offsets.numpy() == want.offsets.T).all()
+        steps = scales.repeat_interleave(group, 1)[:, :inputs]
+        assert ((got - w).abs() <= steps * 0.50001).all()
+    w[3, 70] = torch.nan
+    with pytest.raises(ValueError, match=r"group 1 of output 3 has values that are not finite"):
+        weights.int4_values(w, 64)
 
 
 def test_some_layers_are_quantized():
