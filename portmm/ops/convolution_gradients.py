@@ -160,7 +160,6 @@ def _transposed(  # noqa: PLR0917 - operands and options
     )
     shape = (len(x), *out, groups * outputs) if last else (len(x), groups * outputs, *out)
     axes = range(1, 1 + len(out)) if last else range(2, 2 + len(out))
-    whole = all(s == 1 for s in how[0])
     result = np.zeros(shape, numpy_arrays.types_of(x.dtype, w.dtype)[2])
     phases = [_phases(*y) for y in zip(out, w.shape[2:], *how, strict=True)]
     for phase in itertools.product(*phases):
@@ -171,11 +170,9 @@ def _transposed(  # noqa: PLR0917 - operands and options
         for axis, y in enumerate(phase, 2):
             filters = filters.take(y.taps, axis)
         gaps = tuple(y.dilation for y in phase)
-        part = conv(cut, filters, padding=pads, dilation=gaps, groups=groups, layout=layout)
-        if whole:
-            return part
         at = tuple(slice(y.first, None, s) for y, s in zip(phase, how[0], strict=True))
-        result[(slice(None), *at) if last else (slice(None), slice(None), *at)] = part
+        pixels = result[(slice(None), *at) if last else (slice(None), slice(None), *at)]
+        conv(cut, filters, out=pixels, padding=pads, dilation=gaps, groups=groups, layout=layout)
     return result
 
 
