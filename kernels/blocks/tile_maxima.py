@@ -69,4 +69,4 @@ def rescale(t: Any, sums: View, factor: View) -> None:
 def decays(x: Expr, rescaling: set[Expr | None]) -> dict[Expr, Expr]:
     """Exponentials of a value less a maximum of it, which need no guards against overflow -> the difference."""
     every = ordered((x,)) if rescaling else ()
-    return {exp(y): y for y in every if y.op == "sub" and y.args[1] in rescaling}
+    return {exp(y): y for y in every if y.op == "sub" and y.args[1] in rescaling and y.args[0] is y.args[1].inner[0]}

@@ -205,7 +205,9 @@ def product_shape(
         raise ValueError("an operand is a scalar; matmul needs at least one dimension, use * to scale")
     (*lead, m, k), (*other, rows, n) = a if len(a) > 1 else (1, *a), b if len(b) > 1 else (*b, 1)
     if k != rows:
-        raise ValueError(f"cannot multiply {a} by {b}, which differ in k: a has {k} columns, b has {rows} rows")
+        raise ValueError(
+            f"cannot multiply {a} by {b}, which differ in k: a has {k} columns, b has {rows} rows; these must be equal"
+        )
     batch = tuple(lead or other)
     if lead and other and lead != other:
         try:

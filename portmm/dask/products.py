@@ -221,7 +221,8 @@ def linear(x: Any, w: Any, bias: Any = None, *, x_scale: Any = 1.0, x_zero: Any 
         raise TypeError("linear of Dask's arrays has no out; the result is an array of Dask's")
     rows = da.asanyarray(x)
     rows = rows.rechunk({rows.ndim - 1: -1})
-    product_shape(rows.shape[-2:], w.shape)
+    if rows.shape[-1] != w.shape[0]:
+        raise ValueError(f"x has shape {rows.shape}, w {w.shape}; they differ in k: w has a row for each column of x")
     quantized = np.int8 if options.get("out_scale") is not None and rows.dtype.kind == "f" else rows.dtype
     usual = np.float32 if options.get("out_scale") is None else quantized
     dtype = np.dtype(options.get("dtype") or usual)

@@ -18,7 +18,7 @@ from portmm.arrays.operand import result_type
 from portmm.fusion.graph import FLOATS, refuse
 from portmm.fusion.plan_windows import Filter
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
-from portmm.ops.convolution_weights import FiltersThere, PackedConv
+from portmm.ops.convolution_weights import DeviceFilters, PackedConv
 from portmm.trace.placeholders import Placeholder
 
 if TYPE_CHECKING:
@@ -46,7 +46,7 @@ def recorded(there: Any, function: Callable[..., Any], args: tuple[Any, ...], op
     how = dict(options)
     epilogue, prologue, dtype = (how.pop(name) for name in ("epilogue", "prologue_a", "dtype"))
     filters = there.leaves[w.node.leaf] if isinstance(w, Placeholder) and w.node.leaf >= 0 else w
-    if isinstance(filters, FiltersThere):
+    if isinstance(filters, DeviceFilters):
         raise refuse("filters that are packed on a device are no part of a fused function; pass their array")
     if isinstance(filters, PackedConv) and how["groups"] == 1:
         how["groups"] = filters.groups

@@ -56,7 +56,7 @@ ONE_KERNEL = "one kernel along "
 """Start of the last entry of a path that ends in one kernel: with the label of its loop, and its number."""
 MOST_SCHEDULES = 3
 """Schedules of such a kernel that are measured."""
-HOPELESS = 1.5
+REJECT_RATIO = 1.5
 """Time of three runs of a form over that of the best one, from which it is not measured further."""
 LONGEST = 0.4
 """Seconds of all runs of one form."""
@@ -266,7 +266,7 @@ class _Search:
 
         One that is far slower in three runs is not measured further.
         """
-        if timed(candidate.run, self.task.arrays, 0.0) > HOPELESS * self.best.seconds:
+        if timed(candidate.run, self.task.arrays, 0.0) > REJECT_RATIO * self.best.seconds:
             return
         before, seconds = timed(self.task.before, self.task.arrays), timed(candidate.run, self.task.arrays)
         if seconds < FASTER * min(before, self.best.before) and seconds < self.best.seconds:

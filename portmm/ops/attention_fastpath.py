@@ -155,8 +155,12 @@ class _Repeated:
         (*_, m, d), n, (batch, heads, group, dv) = q.shape, k.shape[-2], self.sizes
         result = np.empty((*q.shape[:-1], dv), self.dtype)
         lse = np.empty(q.shape[:-1], np.float32) if self.lse else None
+        keys, table = k, self.template(m, n)
         q, k, d = self.kernel.readable(q, k)
+        if k is not keys and not self.dense:  # strides of a copy follow from the number of keys
+            table = table.copy()
+            table[1] = self.strides[1] @ np.array((1, m, n), np.int64)
         operands = (q, k, v, result) if lse is None else (q, k, v, result, lse)
         far = n if self.window is None else min(self.window, m + n)
-        self.kernel.launch((m, n, d, batch, heads, group, dv), far, self.template(m, n), self.numbers, *operands)
+        self.kernel.launch((m, n, d, batch, heads, group, dv), far, table, self.numbers, *operands)
         return result if lse is None else (result, lse)

@@ -144,7 +144,13 @@ def _run(bundle: Bundle, texts: Sequence[str], command: Sequence[str], folder: P
             memory = done.stdout[at : at + result.nbytes]
             at += result.nbytes
             if len(memory) < result.nbytes:
-                raise BundleError(f"{text} of {bundle.path} ends the driver with status {done.returncode}")
+                raise BundleError(
+                    f"{text} of {bundle.path} did not run: {command[0]} ended with status {done.returncode}: "
+                    f"{done.stderr[:500].decode(errors='replace')}; build the bundle again with another compiler (CC)"
+                )
             if wrong := result.differing(memory):
-                raise BundleError(f"{text} of {bundle.path} computes another product: {wrong} elements differ")
+                raise BundleError(
+                    f"{text} of {bundle.path} computes another product: {wrong} elements differ; do not use the "
+                    "bundle, build it again with another compiler (CC), and report it if that does not help"
+                )
     return len(jobs)

@@ -2,7 +2,7 @@
 
 Owns `pack_conv` and the class it returns. With channels last the matrix (tap channel, output) of each group is in
 panels, as `pack` makes them; with channels first filters are rows, dense, which kernels read as they are. Filters of
-single channels are one array, a row for each tap. Filters on a device are `FiltersThere`.
+single channels are one array, a row for each tap. Filters on a device are `DeviceFilters`.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def pack_conv(
     if there:
         if bits is not None:
             raise ConvolutionError("filters of four bits are for images in the host's memory; pack them without bits")
-        return _pack_there(w, groups, layout, last)
+        return _pack_for_device(w, groups, layout, last)
     outputs, channels = array.shape[0] // groups, array.shape[1]
     by_group = array.reshape(groups, outputs, channels, *array.shape[2:])
     depth = channels * math.prod(array.shape[2:])
@@ -146,7 +146,7 @@ def pack_conv(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class FiltersThere(ArrayLike):
+class DeviceFilters(ArrayLike):
     """Filters on a device, a dense copy whose rows are in the order in which kernels sum, usable as the `w` of `conv`.
 
     Attributes:
@@ -173,7 +173,7 @@ class FiltersThere(ArrayLike):
         raise DeviceError("filters on a device cannot be pickled; pickle the originals, and pack them there")
 
     def __repr__(self) -> str:
-        return f"<portmm.FiltersThere {self.shape} {self.element}, {self.layout}>"
+        return f"<portmm.DeviceFilters {self.shape} {self.element}, {self.layout}>"
 
 
 def filter_rows(w: Operand, *, last: bool, copied: bool = False) -> Operand:
@@ -191,14 +191,14 @@ def filter_rows(w: Operand, *, last: bool, copied: bool = False) -> Operand:
     return replace(w, shape=(w.shape[0], depth), strides=(depth * width, width))
 
 
-def _pack_there(w: Any, groups: int, layout: str, last: bool) -> FiltersThere:
+def _pack_for_device(w: Any, groups: int, layout: str, last: bool) -> DeviceFilters:
     """Filters on a device, packed there."""
     from portmm.arrays.interop import adopt
 
     filters = adopt(w)
     assert filters is not None  # noqa: S101 - `libraries.on_device` is true
     packed = filter_rows(filters, last=last, copied=True)
-    return FiltersThere(packed.source.reshape(packed.shape), filters.shape, groups, layout, filters.dtype)
+    return DeviceFilters(packed.source.reshape(packed.shape), filters.shape, groups, layout, filters.dtype)
 
 
 def is_depthwise(w: tuple[int, ...], groups: int, dtype: str) -> bool:

@@ -23,7 +23,7 @@ from portmm.dispatch import config, device_routes
 from portmm.errors import ConvolutionError, ScheduleError
 from portmm.ops.convolution_kernel import collapsed
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
-from portmm.ops.convolution_weights import FiltersThere, filter_rows
+from portmm.ops.convolution_weights import DeviceFilters, filter_rows
 from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, VALUES, fused, step_of_part
 from portmm.ops.grid_product import GridProduct, spread
 from portmm.ops.kernel_call import KernelCall, contiguous, copy, over_rows
@@ -53,7 +53,7 @@ def convolved(x: Any, w: Any, out: Any = None, **options: Any) -> Any:
     """The convolution of arrays on a device: see `convolution.conv`, which has the options."""
     epilogue, prologue, dtype = (options.pop(name) for name in ("epilogue", "prologue_a", "dtype"))
     how = Options(**{name: hashable(y) for name, y in options.items()})
-    packed, last = isinstance(w, FiltersThere), layout_of(how.layout)[1]
+    packed, last = isinstance(w, DeviceFilters), layout_of(how.layout)[1]
     there = adopt_all({"x": x, "w": w}, {"out": out})
     if packed:
         how = how._replace(groups=w.groups if how.groups == 1 else how.groups)
@@ -273,7 +273,9 @@ class GridConvolution(GridProduct):
         size, steps, (row, item) = self.convolution, self._steps(), place
         count, (images, filters), k = self.images.shape[0], (self.images, self.filters), size.depth
         if _span(images.shape[1:], operand.elements(images)[1:]) > MOST_OFFSET:
-            raise ScheduleError(f"an image of {images.shape[1:]}: kernels count its elements in 32 bits; split it")
+            raise ScheduleError(
+                f"an image of {images.shape[1:]}: kernels count its elements in 32 bits; split it along its rows"
+            )
         items = 1 if merged else count
         m, n = (size.pixels * count // items, size.outputs) if self.last else (size.outputs, size.pixels)
         view = windows(size, steps) if self.last else planes(size, steps[1:])

@@ -166,7 +166,7 @@ def pack(b: Any, *, activations: Any = None, like: Any = None) -> Any:
     if like is not None:
         raise TypeError("pack copies only a Quantized weight to a device; copy an array there, and pack that")
     if on_device(b):
-        return _pack_there(b)
+        return _pack_for_device(b)
     if is_tensor(b):
         from portmm.arrays.interop import as_numpy
 
@@ -323,7 +323,7 @@ class PackedThere(ArrayLike):
         return f"<portmm.PackedThere {self.shape} {self.element}>"
 
 
-def _pack_there(weight: Any) -> PackedThere:
+def _pack_for_device(weight: Any) -> PackedThere:
     """A weight on a device, for products on it: a dense copy.
 
     Kernels arrange tiles in shared memory, whatever the strides, and need vector accesses of 16 bytes.

@@ -300,6 +300,7 @@ class CffiRuntime(Launches):
             self._lib.portmm_set_num_threads(threads)
             self.clear_memo()
 
+
 def _of_class(key: tuple[Any, ...]) -> tuple[Any, ...]:
     """The key shared by all M of a class."""
     return (key[0], -row_class(key[1])[1], *key[2:])

@@ -58,8 +58,9 @@ static struct {
   _Atomic long spin_ns; /* 0 when there are more threads than processors */
 } pool;
 
-/* Of each worker: whether it sleeps, and how many tasks of its share are handed out, below the number of their job. Shares
- * of a job are all handed out before it ends, so that only those of workers that the last job lacked have other numbers. */
+/* Of each worker: whether it sleeps, and how many tasks of its share are handed out, below the number of their job.
+ * Shares of a job are all handed out before it ends, so that only those of workers that the last job lacked have other
+ * numbers. */
 static struct {
   _Alignas(LINE) _Atomic uint32_t asleep;
   _Alignas(LINE) _Atomic uint64_t taken;

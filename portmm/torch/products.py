@@ -197,6 +197,8 @@ def _siblings(t: Any, node: Any) -> list[tuple[Any, Any]]:
     for user in node.args[0].users if isinstance(node.args[0], torch.fx.Node) else ():
         if user is node or user.target is not node.target or user in t.ready or user in t.values:
             continue
+        if any(y is not None and y not in t.values for y in user.args[1:5]):  # computed after this layer
+            continue
         tensors = tuple(t.values.get(y) for y in user.args[1:5])
         alike = [type(y) for y in tensors] == [type(y) for y in own] and user.args[5:] == node.args[5:]
         fixed = all(y is None or isinstance(y, torch.Tensor) for y in tensors)

@@ -100,7 +100,8 @@ def quantize_(
         The model.
 
     Raises:
-        PortmmError: the kind is unknown, the model is no module or is a linear layer, or a layer cannot have this kind.
+        PortmmError: the kind is unknown, `group` is no number of inputs, the model is no module or is a linear layer,
+            or a layer cannot have this kind or has values that are not finite.
     """
     if kind not in KINDS:
         raise PortmmError(f"kind is {kind!r}; weights are quantized to {', '.join(KINDS)}")
@@ -108,6 +109,10 @@ def quantize_(
         raise PortmmError(f"the model is a {type(model).__name__}, not a torch.nn.Module")
     if _weight(model) is not None:
         raise PortmmError("the model is a linear layer, which cannot be replaced in place; put it into a Sequential")
+    if type(group) is not int or group < 0:
+        raise PortmmError(
+            f"group is {group!r}; use a number of inputs, or 0 for the largest of {GROUPS} that divides it"
+        )
     for prefix, parent in [*model.named_modules()]:
         for name, layer in [*parent.named_children()]:
             path = f"{prefix}.{name}" if prefix else name
@@ -118,7 +123,10 @@ def quantize_(
                 raise PortmmError(
                     f"{path} has {weight.shape[1]} inputs, not an even number, as int4 needs: leave it out by filter"
                 )
-            setattr(parent, name, QuantizedLinear(weight, layer.bias, kind, group))
+            try:
+                setattr(parent, name, QuantizedLinear(weight, layer.bias, kind, group))
+            except ValueError as error:
+                raise PortmmError(f"{path}: {error}") from error
     return model
 
 

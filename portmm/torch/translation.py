@@ -163,9 +163,10 @@ class Translator:
         return int(s.node.expr.xreplace(self.symbols)) if isinstance(s, torch.SymInt) else int(s)
 
     def layouts(self) -> list[tuple[tuple[int, ...], int] | None]:
-        """Strides and the offset of each output that is a view; None for others, which have memory of their own."""
+        """Strides and the offset of each output that is a view, or may be columns of a joined product; else None."""
         outputs = next(iter(self.module.graph.find_nodes(op="output"))).args[0]
-        return [self.layout(x) if _is_view(x) else None for x in outputs]
+        joined = torch.ops.portmm.quantized_linear.default
+        return [self.layout(x) if _is_view(x) or getattr(x, "target", None) is joined else None for x in outputs]
 
     def layout(self, node: Any) -> tuple[tuple[int, ...], int]:
         """Strides and the offset of a tensor, in elements."""

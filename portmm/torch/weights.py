@@ -68,16 +68,21 @@ def record(codes: Any, scales: Any, offsets: Any, group: int) -> Quantized:
 
 
 def int8_values(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """An int8 weight (outputs, inputs) and its scales, each by the largest magnitude of a row."""
+    """An int8 weight (outputs, inputs) and its scales, each by the largest magnitude of a row.
+
+    Raises:
+        ValueError: a value is not finite.
+    """
     scratch = _scratch(weight)
     codes, scales = _empty(weight, weight.shape, np.int8), torch.zeros(weight.shape[:1], device=weight.device)
     for rows, values in _blocks(weight, scratch):
         _rounded(ew.quantize_rows, values, codes[rows], scales[rows])
+    _check_scales(scales[:, None])
     return codes, scales
 
 
 def int4_values(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """An int4 weight in bytes, its scales, and its offsets; as of `portmm.quantize`.
+    """An int4 weight in bytes, its scales, and its offsets; values are within one of those of `portmm.quantize`.
 
     Raises:
         ValueError: a value is not finite, or too large for a scale.

@@ -69,7 +69,7 @@ MOST = 64
 """Most schedules proposed for one case: more do not improve the estimator."""
 VAIN = 200
 """Consecutive proposals that are illegal, known or hopeless, after which the space counts as searched."""
-HOPELESS = 1.5
+REJECT_RATIO = 1.5
 """Multiple of the least predicted time above which a proposal is not measured."""
 FIRST = 10
 """Random proposals before those of the estimator."""
@@ -102,7 +102,7 @@ class Proposals:
         while len(proposed) < min(count, self.left) and vain < VAIN:
             trial = self.study.ask()
             one = self._candidate(trial)
-            if one is None or one.key in self._pending or one.predicted > HOPELESS * self.least:
+            if one is None or one.key in self._pending or one.predicted > REJECT_RATIO * self.least:
                 self.study.tell(trial, state=_state("FAIL"))
             elif one.key in known:
                 self._tell(trial, known[one.key])

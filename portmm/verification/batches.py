@@ -58,7 +58,7 @@ def inner_of(x: Expr) -> tuple[str, tuple[Expr, ...]]:
     return (x.op, x.inner) if named is None else (named[0], (named[1],))
 
 
-def growing(roots: Iterable[Expr]) -> str:
+def unguarded_exponential(roots: Iterable[Expr]) -> str:
     """An exponential whose spelling is for differences from a maximum, and that is of another argument; or "".
 
     The same function over the fields, it overflows in floats.

@@ -344,6 +344,19 @@ def test_keys_of_a_cache_are_of_classes(made, m):
     assert len(made) == 4
 
 
+@pytest.mark.parametrize(("d", "wide"), [(33, 33), (64, 65)])
+def test_keys_that_are_copied_have_strides_of_their_number(d, wide):
+    """Units of k need whole steps of aligned columns: other keys of a cache are copied."""
+    rng = np.random.default_rng(d)
+    q, cache, values = (rng.standard_normal((2, 3, n, x)).astype(BF16) for n, x in ((40, d), (200, wide), (200, 16)))
+    for n in (104, 101, 103):
+        k, v = cache[:, :, :n, :d], values[:, :, :n]
+        wide_q, wide_k, wide_v = (x.astype(np.float64) for x in (q, k, v))
+        scores = np.exp(wide_q @ wide_k.swapaxes(-1, -2) / np.sqrt(d))
+        want = scores / scores.sum(-1, keepdims=True) @ wide_v
+        assert np.abs(pm.attention(q, k, v).astype(np.float64) - want).max() < 0.02
+
+
 @pytest.mark.usefixtures("made")
 def test_a_known_class_refuses_what_it_did():
     q, k, v = operands((1, 2, 1, 200, 200, 16, 16))

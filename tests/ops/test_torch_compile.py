@@ -11,7 +11,7 @@ from places import ROOT
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: nothing of portmm.torch is tested")
 from torch import nn  # noqa: E402
 
-from portmm.torch import backend  # noqa: E402
+from portmm.torch import backend, quantize_  # noqa: E402
 
 QUICKLY = True
 F = nn.functional
@@ -271,3 +271,25 @@ def test_constants_are_folded():
 def test_the_entry_point_is_the_backend():
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     assert points["torch_dynamo_backends"] == {"portmm": f"{backend.__name__}:{backend.compile_graph.__name__}"}
+
+
+@pytest.mark.parametrize("kind", ["int8-dynamic", "int4"])
+def test_layers_of_the_same_rows_have_outputs_and_biases_of_their_own(kind):
+    class Pair(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.second = nn.Linear(64, 64, bias=False), nn.Linear(64, 32, bias=False)
+            self.third, self.added = nn.Linear(64, 32, bias=False), nn.Parameter(torch.randn(32))
+
+        def forward(self, x):
+            y = self.second
+            computed = torch.ops.portmm.quantized_linear(
+                x, y.weight, y.scales, y.offsets, self.added * 3, y.kind, y.group
+            )
+            return self.first(x), computed, self.third(x)
+
+    model, x = quantize_(Pair(), kind).eval(), torch.randn(7, 64)
+    with torch.no_grad():
+        got, want = compiled(model)(x), model(x)
+    close(got, want)
+    assert [y.stride() for y in got] == [y.stride() for y in want]

@@ -132,6 +132,15 @@ def test_options_that_do_not_fit_are_named():
         pt.conv(x[0, 0], w)
     with pytest.raises(PortmmError, match=r"not a torch\.nn\.Module"):
         pt.quantize_(3, "int4")
+    layer = nn.Linear(64, 32)
+    for group in (-1, 2.5):
+        with pytest.raises(PortmmError, match="group is"):
+            pt.quantize_(nn.Sequential(layer), "int4", group=group)
+    with torch.no_grad():
+        layer.weight[1, 2] = torch.nan
+    for kind in ("int8-dynamic", "int4"):
+        with pytest.raises(PortmmError, match=r"^0: .* of output 1 has values that are not finite"):
+            pt.quantize_(nn.Sequential(layer), kind)
 
 
 ERRORS = {"bf16": 0.01, "int8-dynamic": 0.02, "int4": 0.15, "int4-dynamic": 0.15}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
 from typing import Any, ClassVar
 
@@ -86,6 +87,7 @@ def behaviour(cls):
         outcome(lambda: copy.deepcopy(cls(1, 2, [3]))),
         [(x.name, x.type, x.init, x.kw_only) for x in dataclasses.fields(cls)],
         cls.__match_args__,
+        [(x.name, x.kind, x.annotation) for x in inspect.signature(cls).parameters.values()],
         hasattr(cls(1), "__dict__"),
         cls(1).z is cls(1).z,
     ]
