@@ -142,3 +142,18 @@ def fake(tmp_path, monkeypatch, real):
     made = fake_compiler(tmp_path / "bin", real)
     monkeypatch.setenv("CC", str(made.path))
     return made
+
+
+@pytest.fixture
+def fresh_torch():
+    """PyTorch as at the start of a process: its seed, gradients, which a peer of comparisons turns off, and graphs."""
+    import torch
+
+    from portmm.torch import backend
+
+    torch.manual_seed(0)
+    torch.set_grad_enabled(True)
+    torch._dynamo.reset()
+    backend._graphs.clear()
+    yield
+    torch._dynamo.reset()

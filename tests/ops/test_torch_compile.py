@@ -13,17 +13,10 @@ from torch import nn  # noqa: E402
 
 from portmm.torch import backend, quantize_  # noqa: E402
 
+pytestmark = pytest.mark.usefixtures("fresh_torch")
+
 QUICKLY = True
 F = nn.functional
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    backend._graphs.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def compiled(model, **options):

@@ -14,17 +14,11 @@ from portmm.torch import backend  # noqa: E402
 
 QUICKLY = True
 # PyTorch's own `opcheck` reads gradients of tensors that are no leaves.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_torch"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 F = nn.functional
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    backend._graphs.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def leaves(*shapes, dtype=torch.float64):

@@ -20,7 +20,10 @@ from portmm.weights.quantized import dequantize, quantize  # noqa: E402
 
 QUICKLY = True
 # PyTorch's own `opcheck` reads gradients of tensors that are no leaves.
-pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_torch"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
 F = nn.functional
 SHAPES = [
     ((3, 4), (4, 5)),
@@ -30,11 +33,6 @@ SHAPES = [
     ((2, 3, 4), (4,)),
     ((4,), (4,)),
 ]
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)
 
 
 def leaves(*shapes, dtype=torch.float64):

@@ -17,7 +17,10 @@ import portmm.torch as pt  # noqa: E402
 from portmm.torch import backend  # noqa: E402
 
 QUICKLY = True
-pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
+pytestmark = [
+    pytest.mark.usefixtures("fresh_torch"),
+    pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths"),
+]
 NAMES = (
     "mm", "bmm", "addmm", "baddbmm", "addmv", "mv", "matmul", "nn.functional.linear", "nn.functional.conv1d",
     "nn.functional.conv2d", "nn.functional.conv3d", "nn.functional.conv_transpose2d",
@@ -50,14 +53,6 @@ def _called(info):
         return info.op(*operands, **options)
 
     return run
-
-
-@pytest.fixture(autouse=True)
-def _fresh():
-    torch.manual_seed(0)
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
