@@ -10,6 +10,7 @@ from functools import partial
 from pathlib import Path
 
 import cover
+import emulated_cuda
 import opencl_cpu
 import pytest
 import tiers
@@ -22,6 +23,7 @@ from portmm.dispatch import config as settings
 from portmm.dispatch import cpu_background, cpu_kernels, missing
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
+from portmm.util import memo
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -142,6 +144,14 @@ def fake(tmp_path, monkeypatch, real):
     made = fake_compiler(tmp_path / "bin", real)
     monkeypatch.setenv("CC", str(made.path))
     return made
+
+
+@pytest.fixture(params=["opencl", "cuda"])
+def on(request, monkeypatch):
+    """A device: OpenCL's on a CPU, or an emulated one of CUDA."""
+    memo.forget_all()
+    yield opencl_cpu.OpenCl() if request.param == "opencl" else emulated_cuda.install(monkeypatch)
+    memo.forget_all()
 
 
 @pytest.fixture

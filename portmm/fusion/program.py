@@ -34,7 +34,7 @@ ARENA, TABLE, NUMBERS = "A", "t", "n"
 MOST_STATES = 2
 """States kept of a program without memory between kernels: calls in as many threads allocate nothing."""
 _APART = str.maketrans(dict.fromkeys("()[]{},.:;=+-*/%<>!&|^~@'\"", " "))
-"""What is between names; a regular expression takes longer to compile than a program to write."""
+"""Separators of names -> spaces; a regular expression takes longer to compile than a program to write."""
 
 
 class ChangedError(Exception):

@@ -8,23 +8,12 @@ import weakref
 import ml_dtypes
 import numpy as np
 import pytest
-from emulated_cuda import install
-from test_device_calls import OpenCl
 
 import portmm as pm
 from portmm.errors import ScheduleError, TraceError
 from portmm.fusion import plan_grid
-from portmm.util import memo
 
 BF16 = ml_dtypes.bfloat16
-
-
-@pytest.fixture(params=["opencl", "cuda"])
-def on(request, monkeypatch):
-    """A device."""
-    memo.forget_all()
-    yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memo.forget_all()
 
 
 def numbers(*shape, dtype=np.float32, seed=0):

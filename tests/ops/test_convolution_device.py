@@ -6,22 +6,11 @@ import ml_dtypes
 import numpy as np
 import pytest
 from convolved import convolved
-from emulated_cuda import install
-from opencl_cpu import OpenCl
 
 import portmm as pm
 from portmm.errors import ConvolutionError
-from portmm.util import memo
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-@pytest.fixture(params=["opencl", "cuda"])
-def on(request, monkeypatch):
-    """A device."""
-    memo.forget_all()
-    yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memo.forget_all()
 
 
 def values(shape, dtype=np.float32, seed=0):

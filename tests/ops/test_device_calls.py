@@ -19,14 +19,6 @@ from portmm.util import memo
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
-@pytest.fixture(params=["opencl", "cuda"])
-def on(request, monkeypatch):
-    """A device."""
-    memo.forget_all()
-    yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memo.forget_all()
-
-
 def values(shape, dtype, seed=0):
     rng = np.random.default_rng([seed, *shape])
     dtype = np.dtype(dtype)

@@ -7,9 +7,7 @@ import ml_dtypes
 import numpy as np
 import passed
 import pytest
-from emulated_cuda import install
 from grid_cases import MACHINE
-from opencl_cpu import OpenCl
 
 import portmm as pm
 from portmm.codegen.lower import lower_grid
@@ -20,17 +18,8 @@ from portmm.schedule.text import parse, spell
 from portmm.spec.dtype import BY_NAME, types
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
-from portmm.util import memo
 
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-@pytest.fixture(params=["opencl", "cuda"])
-def on(request, monkeypatch):
-    """A device."""
-    memo.forget_all()
-    yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memo.forget_all()
 
 
 def values(shape, dtype, seed=0):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulated_cuda import install
 from support import HERE, small
-from test_device_calls import OpenCl
 
 import portmm as pm
 from portmm.codegen.lower import lower
@@ -17,15 +15,6 @@ from portmm.ir.thread_nodes import Clear
 from portmm.schedule.candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa
-from portmm.util import memo
-
-
-@pytest.fixture(params=["opencl", "cuda"])
-def on(request, monkeypatch):
-    """A device."""
-    memo.forget_all()
-    yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memo.forget_all()
 
 
 def product(extra=()):

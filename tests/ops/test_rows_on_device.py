@@ -5,26 +5,15 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from emulated_cuda import install
-from test_device_calls import OpenCl
 
 import portmm as pm
 from portmm.arrays.interop import adopt
 from portmm.errors import TraceError
 from portmm.ops import kernel_call, rowwise
-from portmm.util import memo
 
 NAMES = {"b": "b", "m": "m", "n": "n"}
 BF16 = ml_dtypes.bfloat16
 EPS = {"bfloat16": 2.0**-7, "float16": 2.0**-10, "float32": 3e-6}
-
-
-@pytest.fixture(params=["opencl", "cuda"])
-def on(request, monkeypatch):
-    """A device."""
-    memo.forget_all()
-    yield OpenCl() if request.param == "opencl" else install(monkeypatch)
-    memo.forget_all()
 
 
 def numbers(shape, dtype=np.float32, seed=0):

@@ -173,7 +173,7 @@ def test_the_level_is_the_first_whose_features_are_here(made, monkeypatch):
 
 
 def test_kernels_of_the_library_compute_products(made):
-    """Those with epilogues and with weights of four bits, too."""
+    """Kernels with epilogues and kernels of int4 weights are checked, too."""
     bundle = open_bundle(made / f"{ARCH}.bundle")
     assert check(bundle) == {RAN: len(bundle.answer(SCHEDULES))}
 

@@ -54,7 +54,7 @@ OPTIONS = [
 
 
 def outcome(act):
-    """What a function returns, or the type of its error; hashes and identities aside."""
+    """The value that a function returns, records as tuples, or the type of the error that it raises."""
     try:
         result = act()
     except Exception as error:  # noqa: BLE001 - it is compared
@@ -63,7 +63,7 @@ def outcome(act):
 
 
 def behaviour(cls):
-    """What a class does, in terms that those of both decorators share."""
+    """Results of a class's methods and attributes, comparable between classes of both decorators."""
     return [
         outcome(lambda: cls(1)),
         outcome(lambda: cls(1, y=5, z=[4], shown=8)),
