@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError, ScheduleError
+from portmm.fusion.depth_to_space import match_depth_to_space
 from portmm.fusion.joins import join_products
 from portmm.fusion.partition import Splitter
 from portmm.fusion.plan_cpu import HostBuilder
@@ -87,6 +88,8 @@ def compiled_program(
     numpy: dict[Node, str] = {}
     unjoined: list[tuple[str, str]] = []
     stored = [] if there else match_attention(graph, outputs)
+    if graph.windows:
+        match_depth_to_space(graph, outputs)
     for _ in range(MOST_TRIES):
         split = Splitter(graph, outputs, plain, numpy).split()
         if not (there or plain or numpy) and (reasons := join_products(graph, split)) is not None:

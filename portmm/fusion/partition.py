@@ -73,7 +73,7 @@ class Splitter:
 
     def __init__(self, graph: Graph, outputs: list[Node], plain: dict[Node, str], numpy: dict[Node, str]) -> None:
         self.outputs, self.plain, self.numpy = outputs, plain, numpy
-        self.live = _live(graph, outputs)
+        self.live = live_nodes(graph, outputs)
         self.users: dict[Node, list[Node]] = {x: [] for x in self.live}
         for x in self.live:
             for y in x.inputs:
@@ -254,7 +254,7 @@ class Splitter:
         return units
 
 
-def _live(graph: Graph, outputs: list[Node]) -> list[Node]:
+def live_nodes(graph: Graph, outputs: list[Node]) -> list[Node]:
     """Nodes that outputs depend on, in order."""
     needed: set[Node] = set()
     stack = list(outputs)

@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from portmm.fusion.depth_to_space import by_rows
 from portmm.fusion.plan_windows import Filter
 from portmm.onnx.arrays import channels_first
 from portmm.onnx.operators import once
@@ -19,15 +20,6 @@ from portmm.ops.convolution_weights import pack_conv
 from portmm.spec import elementwise as e
 
 Array = np.ndarray[Any, Any]
-
-
-def by_rows(x: Array, b: int, order: str) -> Array:
-    """Filters, or a bias, of blocks of b x b pixels: (row of a block, its pixels and channels, ...)."""
-    channels = len(x) // b**2
-    if order == "DCR":
-        return x.reshape(b, b * channels, *x.shape[1:])
-    split = x.reshape(channels, b, b, *x.shape[1:])
-    return np.moveaxis(split, 0, 2).reshape(b, b * channels, *x.shape[1:])
 
 
 def to_space(x: Any, filters: tuple[Array, Array | None], how: dict[str, Any], blocks: tuple[int, str]) -> Any:

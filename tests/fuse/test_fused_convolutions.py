@@ -48,3 +48,50 @@ def test_other_convolutions_are_a_step():
     np.testing.assert_array_equal(first(planes, W), np.moveaxis(WANT + BIAS, -1, 1))
     with pytest.raises(TraceError, match="use what conv returns"):
         pm.fuse(lambda x, w: pm.conv(x, w, np.empty(WANT.shape, np.float32), padding=1))(X, W)
+
+
+def to_space(y, order):
+    """The image of 2 x 2 blocks that channels of images become."""
+    n, h, w, c = y.shape
+    if order == "DCR":
+        y = y.reshape(n, h, w, 2, 2, c // 4).transpose(0, 1, 3, 2, 4, 5)
+    else:
+        y = np.moveaxis(y.reshape(n, h, w, c // 4, 2, 2), 3, 5).swapaxes(2, 3)
+    return y.reshape(n, 2 * h, 2 * w, c // 4)
+
+
+@pytest.mark.parametrize("order", ["DCR", "CRD"])
+def test_a_depth_to_space_is_a_part_of_the_store(order):
+    packed = pm.pack_conv(W)
+    function = lambda x, s: pm.relu(to_space(pm.conv(x, packed, padding=1) + BIAS, order) * s)  # noqa: E731
+    fused, want = pm.fuse(function), np.maximum(to_space(WANT + BIAS, order) * 2, 0)
+    np.testing.assert_array_equal(fused(X, 2.0), want)
+    kinds = [k.kind for k in fused.explain(X, 2.0).kernels]
+    assert kinds == (["conv"] if order == "DCR" else ["copy", "conv"])  # a copy of the bias
+    assert "depth to space" in fused.explain(X, 2.0).kernels[-1].fused
+    both = pm.fuse(lambda x: to_space(pm.conv(x, packed, padding=1, epilogue=lambda acc, i: acc + BIAS[i.n]), order))
+    np.testing.assert_array_equal(both(X), to_space(WANT + BIAS, order))
+    assert [k.kind for k in both.explain(X).kernels][-1] == "conv"
+
+
+def test_blocks_are_kept_apart_where_something_else_reads_the_convolution():
+    packed = pm.pack_conv(W)
+
+    def function(x):
+        y = pm.conv(x, packed, padding=1)
+        return to_space(y, "DCR"), y
+
+    fused = pm.fuse(function)
+    for got, want in zip(fused(X), (to_space(WANT, "DCR"), WANT), strict=True):
+        np.testing.assert_array_equal(got, want)
+    residual = pm.fuse(lambda x: to_space(pm.conv(x, packed, padding=1) + x, "DCR") + 1)
+    np.testing.assert_array_equal(residual(X), to_space(WANT + X, "DCR") + 1)
+
+    def twice(x):
+        y = to_space(pm.conv(x, packed, padding=1), "CRD")
+        return y * y + y[:, :1]
+
+    want = to_space(WANT, "CRD")
+    np.testing.assert_array_equal(pm.fuse(twice)(X), want * want + want[:, :1])
+    other = pm.fuse(lambda x: to_space(pm.conv(x, packed, padding=1), "DCR").transpose(0, 2, 1, 3).reshape(-1, 4) + 1)
+    np.testing.assert_array_equal(other(X), to_space(WANT, "DCR").transpose(0, 2, 1, 3).reshape(-1, 4) + 1)
