@@ -22,7 +22,6 @@ from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, RowScale, Shuffle, Tot
 from portmm.ir.nodes import (
     FIELDS,
     OPERANDS,
-    STRIDES,
     SWAPPED,
     Call,
     Configure,
@@ -39,6 +38,7 @@ from portmm.ir.nodes import (
     walk,
 )
 from portmm.spec.dtype import BY_NAME
+from portmm.spec.problem import AXES
 
 if TYPE_CHECKING:
     from portmm.target.atom import Atom
@@ -165,7 +165,7 @@ class _Printer(Printer):
             ctype = f"{'' if written else 'const '}{BY_NAME[dtype].c} *"
             if f"x{i}" in self.used:
                 self.put(1, f"{ctype}x{i} = ({ctype})g->operands[{i}].p;")
-            for axis in STRIDES:
+            for axis in AXES:
                 if f"x{i}_{axis}" in self.used:
                     self.put(1, f"const long x{i}_{axis} = g->operands[{i}].{axis};")
 

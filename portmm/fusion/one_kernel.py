@@ -16,9 +16,10 @@ from portmm.dispatch import config
 from portmm.errors import ScheduleError
 from portmm.fusion.program import Kernel as Described
 from portmm.fusion.program import Writer
-from portmm.ir.nodes import FIELDS, STRIDES
+from portmm.ir.nodes import FIELDS
 from portmm.ir.tile_program import extent_fields, stride_field
 from portmm.schedule.block_tiles import candidates
+from portmm.spec.problem import AXES
 from portmm.trace.buffers import Place
 from portmm.trace.placeholders import Placeholder
 
@@ -110,7 +111,7 @@ def compiled_kernel(  # noqa: PLR0917 - a kernel, and a call of it
     places.append(Place("o", 0, np.empty(0, np.float32), "out"))
     steps.append([s // 4 for s, n in zip(np.empty(shape, np.float32).strides, shape, strict=True) if n > 1])
     strides = [
-        tuple(dict(_fields(x.axes, step)).get(y, 0) for y in STRIDES)
+        tuple(dict(_fields(x.axes, step)).get(y, 0) for y in AXES)
         for x, step in zip(program.operands, steps, strict=True)
     ]
     table = writer.operands(places, strides, (0,) * len(places))

@@ -16,7 +16,7 @@ import numpy as np
 from portmm.arrays import numpy_arrays, scratch_arena
 from portmm.errors import TraceError
 from portmm.runtime.cpu import runtime
-from portmm.spec.dtype import AXES
+from portmm.spec.problem import AXES
 from portmm.trace.buffers import Arena, Place
 from portmm.util.records import dataclass
 

@@ -22,7 +22,6 @@ from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, RowScale, Shuffle, Tot
 from portmm.ir.nodes import (
     FIELDS,
     OPERANDS,
-    STRIDES,
     SWAPPED,
     TILES,
     Add,
@@ -47,6 +46,7 @@ from portmm.ir.nodes import (
 )
 from portmm.ir.register_values import WRITTEN, converted, numpy_type
 from portmm.spec.dtype import BY_NAME, CODES_KR
+from portmm.spec.problem import AXES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -114,7 +114,7 @@ def run(
     source = SWAPPED if kernel.swap else {name: name for name in SWAPPED}
     fields = {f: ints[source[f]] for f in FIELDS} | dict(kernel.constants)
     extra = [f"x{i}" for i in range(len(kernel.operands))]
-    fields |= {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in STRIDES}
+    fields |= {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in AXES}
     work = np.full(evaluate(kernel.workspace, fields) * BY_NAME[kernel.atom.acc].bytes, UNWRITTEN, np.uint8)
     memory: dict[str, Address] = {**arrays, "work": (work, 0)}
     ptrs = {name: memory[source[name]] for name in OPERANDS if source[name] in memory} | {x: memory[x] for x in extra}

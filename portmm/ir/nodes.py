@@ -27,9 +27,6 @@ FIELDS = (
 OPERANDS = {"a": True, "b": True, "c": False, "work": False, "numbers": True}
 """Pointer fields of the argument block -> whether they are read-only."""
 
-STRIDES = "bmnh"
-"""Fields of an operand of an epilogue expression, besides its address."""
-
 TILES = 8
 """Number of tiles of a unit of more than one row: that of Intel's AMX, the only one described."""
 

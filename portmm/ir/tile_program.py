@@ -8,8 +8,9 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
-from portmm.ir.nodes import FIELDS, STRIDES
+from portmm.ir.nodes import FIELDS
 from portmm.spec.epilogue import summed, varies
+from portmm.spec.problem import AXES
 
 if TYPE_CHECKING:
     from portmm.ir.block_program import BlockProgram
@@ -40,9 +41,9 @@ def stride_field(axes: str, label: str) -> str:
     at = axes.index(label)
     if at == len(axes) - 1:
         return ""
-    if at >= len(STRIDES):
-        raise ScheduleError(f"an operand along {axes} has more than {len(STRIDES) + 1} dimensions")
-    return STRIDES[at]
+    if at >= len(AXES):
+        raise ScheduleError(f"an operand along {axes} has more than {len(AXES) + 1} dimensions")
+    return AXES[at]
 
 
 def row_label(program: BlockProgram) -> str:

@@ -16,11 +16,10 @@ from portmm.arrays import numpy_fallback
 from portmm.dispatch.stored_kernels import fields_of
 from portmm.errors import ScheduleError
 from portmm.ops.int4_panels import panels_of
-from portmm.spec.dtype import AXES
 from portmm.spec.epilogue import C, parse
 from portmm.spec.expr import Expr
 from portmm.spec.expr_ops import NUMPY, OPS
-from portmm.spec.problem import Problem, family
+from portmm.spec.problem import AXES, Problem, family
 from portmm.weights.quantized import Quantized
 
 if TYPE_CHECKING:

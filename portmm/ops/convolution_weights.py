@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays
-from portmm.errors import ConvolutionError, DeviceError
+from portmm.errors import ConvolutionError
 from portmm.ops.convolution_options import LAYOUTS, layout_of
 from portmm.ops.prepack import in_panels, pack
 from portmm.schedule.candidates import PACKED_VECTORS
 from portmm.spec.dtype import BY_NAME, UNCONVERTED
 from portmm.spec.problem import family
-from portmm.weights.kinds import ArrayLike, WeightKind
+from portmm.weights.kinds import ArrayLike, OnDevice, WeightKind
 
 if TYPE_CHECKING:
     from portmm.arrays.operand import Operand
@@ -146,7 +146,7 @@ def pack_conv(
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceFilters(ArrayLike):
+class DeviceFilters(OnDevice):
     """Filters on a device, a dense copy whose rows are in the order in which kernels sum, usable as the `w` of `conv`.
 
     Attributes:
@@ -157,20 +157,11 @@ class DeviceFilters(ArrayLike):
         element: portmm's name of the elements' type.
     """
 
-    weight_kind: ClassVar[WeightKind] = WeightKind.DEVICE_PANELS
     array: Any
     shape: tuple[int, ...]
     groups: int
     layout: str
     element: str
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the filters."""
-        return self.size * BY_NAME[self.element].bytes
-
-    def __reduce__(self) -> NoReturn:
-        raise DeviceError("filters on a device cannot be pickled; pickle the originals, and pack them there")
 
     def __repr__(self) -> str:
         return f"<portmm.DeviceFilters {self.shape} {self.element}, {self.layout}>"

@@ -15,8 +15,8 @@ from portmm.arrays import numpy_fallback, pages
 from portmm.dispatch import base_kernels, config
 from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.runtime.cpu import runtime
-from portmm.spec.dtype import AXES, CODE_BITS, CODES_AT, CODES_KR, ZERO_CODE
-from portmm.spec.problem import Family, family
+from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR, ZERO_CODE
+from portmm.spec.problem import AXES, Family, family
 from portmm.util.records import dataclass
 from portmm.weights.kinds import WeightKind
 from portmm.weights.quantized import Quantized, QuantizedMatrix, int4_words

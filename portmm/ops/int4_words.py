@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
 from portmm.arrays.interop import adopt, empty_like
 from portmm.arrays.operand import Operand
-from portmm.errors import DeviceError
 from portmm.ops.int4_panels import group_of
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.problem import Family
-from portmm.weights.kinds import WeightKind
+from portmm.weights.kinds import OnDevice, WeightKind
 from portmm.weights.quantized import QuantizedMatrix, int4_words
 
 if TYPE_CHECKING:
@@ -32,7 +31,7 @@ TOGETHER = 4
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class DeviceInt4(QuantizedMatrix):
+class DeviceInt4(QuantizedMatrix, OnDevice):
     """An int4 weight on a device: w[k, n] ~= scale * code + offset. Built by `to_device`.
 
     Attributes:
@@ -49,9 +48,6 @@ class DeviceInt4(QuantizedMatrix):
     offsets: Operand
     shape: tuple[int, int]
     group: int
-
-    def __reduce__(self) -> NoReturn:
-        raise DeviceError("a weight on a device cannot be pickled; pickle the original, and pack it where it is used")
 
     @property
     def nbytes(self) -> int:

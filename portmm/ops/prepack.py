@@ -9,20 +9,20 @@ from __future__ import annotations
 
 import math
 from functools import cache
-from typing import Any, ClassVar, NoReturn
+from typing import Any
 
 import numpy as np
 
 from portmm.arrays import numpy_arrays, numpy_fallback, pages
 from portmm.arrays.libraries import is_tensor, on_device
 from portmm.dispatch import config
-from portmm.errors import BuildError, DeviceError, PackError
+from portmm.errors import BuildError, PackError
 from portmm.runtime.cpu import runtime, types
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Family
 from portmm.spec.problem import family as family_of
 from portmm.util.records import dataclass, replace
-from portmm.weights.kinds import INTEGERS, ArrayLike, WeightKind, weight_kind
+from portmm.weights.kinds import INTEGERS, ArrayLike, OnDevice, WeightKind, weight_kind
 
 
 def packed_class() -> type[Any]:
@@ -288,7 +288,7 @@ def unpack(p: Any) -> np.ndarray[Any, Any]:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class PackedThere(ArrayLike):
+class DevicePacked(OnDevice):
     """A dense copy of a weight, usable as any `b`.
 
     Attributes:
@@ -297,13 +297,9 @@ class PackedThere(ArrayLike):
         element: portmm's name of its elements' type.
     """
 
-    weight_kind: ClassVar[WeightKind] = WeightKind.DEVICE_PANELS
     array: Any
     shape: tuple[int, ...]
     element: str
-
-    def __reduce__(self) -> NoReturn:
-        raise DeviceError("a weight on a device cannot be pickled; pickle the original, and pack it where it is used")
 
     @property
     def dtype(self) -> np.dtype[Any]:
@@ -314,16 +310,11 @@ class PackedThere(ArrayLike):
         """
         return numpy_arrays.numpy_of(self.element)
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the weight."""
-        return self.size * BY_NAME[self.element].bytes
-
     def __repr__(self) -> str:
-        return f"<portmm.PackedThere {self.shape} {self.element}>"
+        return f"<portmm.DevicePacked {self.shape} {self.element}>"
 
 
-def _pack_for_device(weight: Any) -> PackedThere:
+def _pack_for_device(weight: Any) -> DevicePacked:
     """A weight on a device, for products on it: a dense copy.
 
     Kernels arrange tiles in shared memory, whatever the strides, and need vector accesses of 16 bytes.
@@ -341,7 +332,7 @@ def _pack_for_device(weight: Any) -> PackedThere:
     # A weight that is contiguous along k stays so: kernels support that.
     by_columns = b.size and b.strides[-2] == BY_NAME[b.dtype].bytes < b.strides[-1]
     dense = contiguous(operand.transposed(b) if by_columns else b).source
-    return PackedThere(_swapped(dense) if by_columns else dense, b.shape, b.dtype)
+    return DevicePacked(_swapped(dense) if by_columns else dense, b.shape, b.dtype)
 
 
 def _swapped(x: Any) -> Any:

@@ -19,8 +19,8 @@ from portmm.errors import ScheduleError
 from portmm.ops import routes
 from portmm.ops.prepack import current, is_packed, pack, unpack
 from portmm.runtime.cpu import runtime
-from portmm.spec.dtype import AXES, BY_NAME, accumulator, spell
-from portmm.spec.problem import Problem
+from portmm.spec.dtype import BY_NAME, accumulator, spell
+from portmm.spec.problem import AXES, Problem
 from portmm.spec.row_classes import row_class
 from portmm.util.memo import cached
 from portmm.util.records import dataclass, replace

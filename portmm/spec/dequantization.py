@@ -69,22 +69,14 @@ class Dequantization(NamedTuple):
 
     def value(self) -> Expr:
         """The expression of an element, whose first operands are `operands`."""
-        from portmm.spec.epilogue import acc, column_sum, load, row_scale
-        from portmm.spec.expr import real
-        from portmm.spec.expr_functions import fma
+        from portmm.spec.epilogue import parse
 
-        x = {name: load(i, OPERANDS[name][0]) for i, name in enumerate(self.names)}
-        total = acc("s32") if self.a_zero or self.b_zero else acc()
-        if self.a_zero:
-            total = total + x["a_zero"] * column_sum()
-        if self.b_zero:
-            total = total + x["a_sum"] * x["b_zero"]
-        scale = row_scale() if self.dynamic else x["a_scale"]
-        return fma(scale, real(total) * x["b_scale"], x["bias"] if self.bias else 0.0)
+        ((_, value),) = parse(self.text).results
+        return value
 
     @property
     def text(self) -> str:
-        """The epilogue alone, as the string of a `Problem`: that of `value`, without the time to load expressions."""
+        """The epilogue alone, as the string of a `Problem`, made without the time to load expressions."""
         steps: list[str] = []
 
         def step(*words: object) -> int:

@@ -69,8 +69,6 @@ B64 = DType("b64", "uint64", 8, "unsigned long", 0.0)
 
 _UNITS = tuple(_unit(t, pack) for t in (*_PLAIN, U4) for pack in (2, 4, 8) if 2 <= t.bytes * pack <= 8 and t.bytes < 4)
 
-AXES = "bmnh"
-"""A batch, rows, columns, and heads, in this order: the axes along which operands of an epilogue vary."""
 CODE_BITS = 4
 CODES_KR = 8
 """Int4 values of one column in a word of 32 bits, an s32."""

@@ -15,9 +15,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.spec.dtype import AXES, BY_NAME
+from portmm.spec.dtype import BY_NAME
 from portmm.spec.expr import Expr, const, node, ordered
 from portmm.spec.expr_ops import OPS
+from portmm.spec.problem import AXES
 from portmm.util.memo import cached
 from portmm.util.records import dataclass
 

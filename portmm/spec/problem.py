@@ -17,6 +17,9 @@ from portmm.util.records import dataclass, replace
 if TYPE_CHECKING:
     from portmm.spec.layout import Layout
 
+AXES = "bmnh"
+"""A batch, rows, columns, and heads, in this order: the axes along which operands of an epilogue vary."""
+
 LAYOUTS_A = ("row", "col", "any")
 LAYOUTS_B = ("row", "col", "any", "packed", "codes")
 LAYOUTS_C = ("row", "col")

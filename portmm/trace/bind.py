@@ -15,10 +15,10 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import TraceError
-from portmm.spec.dtype import AXES
 from portmm.spec.epilogue import PRODUCT, C, Fused, Operand, argument, load, parse, varies
 from portmm.spec.expr import Expr, const, node, ordered, real
 from portmm.spec.expr_functions import rounded, substituted
+from portmm.spec.problem import AXES
 from portmm.trace.closures import resolve
 from portmm.trace.guards import Way, find, remember
 from portmm.trace.recorder import described, native

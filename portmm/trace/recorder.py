@@ -13,9 +13,9 @@ import numpy as np
 
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.errors import TraceError, refusals
-from portmm.spec.dtype import AXES
 from portmm.spec.epilogue import PRODUCT, Operand, load, number
 from portmm.spec.expr import Expr, apply, array_function, array_ufunc
+from portmm.spec.problem import AXES
 from portmm.trace.closures import COMPUTED
 from portmm.trace.placeholders import Array, ByValueError, Number
 from portmm.util.records import dataclass

@@ -18,8 +18,9 @@ import numpy as np
 from portmm.build.compiler import find_compiler
 from portmm.errors import BuildError
 from portmm.ir.interpreter import evaluate
-from portmm.ir.nodes import FIELDS, OPERANDS, STRIDES, SWAPPED
+from portmm.ir.nodes import FIELDS, OPERANDS, SWAPPED
 from portmm.spec.expr import const
+from portmm.spec.problem import AXES
 from portmm.verification.symbolic import POISON, Symbols, element
 from portmm.verification.values import UncompiledError, UnsupportedError
 
@@ -172,7 +173,7 @@ def _main(kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], re
     source = SWAPPED if kernel.swap else {}
     extra = [f"x{i}" for i in range(len(kernel.operands))]
     fields = {x: ints[source.get(x, x)] for x in FIELDS} | dict(kernel.constants)
-    strides = {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in STRIDES}
+    strides = {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in AXES}
     work = evaluate(kernel.workspace, fields | strides)
     sizes = {name: shapes.get(name, 0) for name in (*OPERANDS, *extra)} | {"work": work}
     lines = declared(sizes)
@@ -182,7 +183,7 @@ def _main(kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], re
     lines.append(f"  static portmm_operand operands[{len(extra) + 1}];\n  static portmm_args g;")
     for i, x in enumerate(extra):
         lines.append(f"  operands[{i}].p = array_{x} + GUARD;")
-        lines += [f"  operands[{i}].{axis} = {strides[f'{x}_{axis}']};" for axis in STRIDES]
+        lines += [f"  operands[{i}].{axis} = {strides[f'{x}_{axis}']};" for axis in AXES]
     lines += [f"  g.{x} = {ints[x]};" for x in FIELDS]
     lines += [f"  g.{x} = {'(char *)' if x == 'work' else ''}(array_{x} + GUARD);" for x in OPERANDS]
     lines.append(f"  g.parallel = each;\n  g.operands = operands;\n  {kernel.name}(&g);")

@@ -22,7 +22,7 @@ from portmm.ir.mugraph import Binding, MuGraph, Step, Tensor
 from portmm.ir.nodes import FIELDS
 from portmm.ir.product_program import product_of
 from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
-from portmm.spec.dtype import AXES
+from portmm.spec.problem import AXES
 from portmm.verification import device_text, emitted_text, symbolic
 from portmm.verification.batches import evaluate_all, unguarded_exponential
 from portmm.verification.bounds import REDRAWS, element_sizes, sizes, tests_for

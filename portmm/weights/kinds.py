@@ -1,14 +1,17 @@
 """Kinds of weights.
 
 Owns `WeightKind`, the attribute by which operations recognise a weight without importing the module of its class, and
-`ArrayLike`.
+`ArrayLike`, and `OnDevice`, bases of these classes.
 """
 
 from __future__ import annotations
 
 from enum import Enum
 from math import prod
-from typing import Any
+from typing import Any, ClassVar, NoReturn
+
+from portmm.errors import DeviceError
+from portmm.spec.dtype import BY_NAME
 
 
 class ArrayLike:
@@ -40,6 +43,21 @@ class WeightKind(Enum):
     """Packed integers of four bits with scales, on the host."""
     DEVICE_INT4 = "device int4"
     """Packed integers of four bits with scales, on a device."""
+
+
+class OnDevice(ArrayLike):
+    """A weight in a device's memory, dense, of elements of one type."""
+
+    __slots__ = ()
+    weight_kind: ClassVar[WeightKind] = WeightKind.DEVICE_PANELS
+
+    @property
+    def nbytes(self: Any) -> int:
+        """Bytes of the weight."""
+        return self.size * BY_NAME[self.element].bytes  # type: ignore[no-any-return]
+
+    def __reduce__(self) -> NoReturn:
+        raise DeviceError("a weight on a device cannot be pickled; pickle the original, and pack it where it is used")
 
 
 INTEGERS = frozenset((WeightKind.QUANTIZED, WeightKind.INT4_PANELS, WeightKind.DEVICE_INT4))

@@ -20,7 +20,7 @@ from portmm.fusion.fuse import FusedFunction
 from portmm.ops import host_matmul, plan_state
 from portmm.ops.grid_product import Plan
 from portmm.ops.int4_words import DeviceInt4
-from portmm.ops.prepack import PackedThere
+from portmm.ops.prepack import DevicePacked
 from portmm.runtime.cffi_records import PlainPlan
 
 QUICKLY = True
@@ -115,7 +115,7 @@ def test_plans_of_a_memo_are_refused():
         pickle.dumps(call)
 
 
-@pytest.mark.parametrize(("cls", "count"), [(Plan, 3), (PackedThere, 3), (DeviceInt4, 5)])
+@pytest.mark.parametrize(("cls", "count"), [(Plan, 3), (DevicePacked, 3), (DeviceInt4, 5)])
 def test_what_is_on_a_device_stays_there(cls, count):
     with pytest.raises(DeviceError, match="device"):
         pickle.dumps(cls(*[None] * count))

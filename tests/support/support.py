@@ -20,9 +20,9 @@ from portmm.host.detect import host_features
 from portmm.ir.interpreter import numpy_type
 from portmm.schedule.candidates import candidates
 from portmm.spec.dequantization import IDENTITY, OPERANDS, Dequantization, of_words
-from portmm.spec.dtype import AXES, BY_NAME, CODES_AT, CODES_KR, accumulator, types
+from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, accumulator, types
 from portmm.spec.epilogue import PRODUCT
-from portmm.spec.problem import LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
+from portmm.spec.problem import AXES, LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
 from portmm.target.target import load_isa, load_target, names_of
 
 NUMPY = {"f32": np.float32, "f64": np.float64}
