@@ -9,12 +9,14 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
+from portmm.dispatch.schedule_choice import ANALYTICAL
 from portmm.errors import ScheduleError
 from portmm.host import detect
 from portmm.schedule import cpu_textbook
 from portmm.schedule.cpu_table import DEFAULT_BYTES_PER_CYCLE
 from portmm.schedule.legality import device_registers, footprint, occupancy, shared_bytes
 from portmm.schedule.text import spell
+from portmm.spec.row_classes import rows
 from portmm.target.model import CPU as MODEL
 from portmm.util.text import flop, size, terms, time
 
@@ -193,7 +195,28 @@ class Explanation:
             "footprint": footprint(s, self.problem, self.kernel.atom),
             "workspace": workspace_bytes(self.kernel, self.problem, self.workers), "others": list(self._others()),
             "speed": _speed, "textbook": cpu_textbook.ORIGIN, "within": MODEL.within,
+            "why": self._why_not_the_fastest(),
         }  # fmt: skip
+
+    def _why_not_the_fastest(self) -> list[str]:
+        """Why runners-up that are predicted to be faster were not selected by the cost model."""
+        if self.origin != ANALYTICAL:
+            return []
+        faster = [s for s, cost in self.runners_up if cost.seconds < self.seconds]
+        excluded = [s for s in faster if self.target.searches and cpu_textbook.follows(s, self.problem, self.target)]
+        why = []
+        if excluded:
+            why.append(
+                "runners-up that are predicted faster are textbook blockings, which are not selected on this chip: "
+                "the cost model was fitted to its stored searches, which have none"
+            )
+        if len(faster) > len(excluded):
+            least, most = rows(self.problem)
+            why.append(
+                f"one schedule for every M from {least} to {most}: the fastest at {most} that is predicted to lose at "
+                f"most {100 * (MODEL.class_loss - 1):.0f}% at the others"
+            )
+        return why
 
     def _others(self) -> Iterator[tuple[Schedule, Cost, str]]:
         """The best schedule of each instruction set not shown yet, with the rate of its atom."""

@@ -86,6 +86,15 @@ def test_what_is_printed_holds_everything():
     assert found.source not in found.summary()
 
 
+@pytest.mark.parametrize(
+    ("m", "n", "k", "chip", "reason"),
+    [(64, 3072, 768, "zen5", "are textbook blockings"), (89, 4096, 16, "zen4", "every M from 89 to 92")],
+)
+def test_what_is_printed_says_why_a_faster_prediction_was_not_selected(m, n, k, chip, reason):
+    found = pm.explain((m, k), (k, n), target=chip, threads=1)
+    assert (found.runners_up[0][1].seconds < found.seconds) == (reason in found.summary())
+
+
 def test_the_record_is_json():
     found = pm.explain((3, 4), (4, 5), target="neoverse-v1")
     data = json.loads(json.dumps(found.as_dict()))
