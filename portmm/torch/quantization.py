@@ -13,7 +13,7 @@ from torch import nn
 
 from portmm.errors import PortmmError
 from portmm.torch import operators  # noqa: F401 - registers portmm::quantized_linear
-from portmm.torch.weights import KINDS, int4_values, int8_values
+from portmm.torch.weights import KINDS, adjoining, bf16_values, int4_values, int8_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -42,7 +42,7 @@ class QuantizedLinear(nn.Module):
         self.kind, self.group = kind, group
         scales = offsets = None
         if kind == "bf16":
-            values = weight.detach().to(torch.bfloat16)
+            values = bf16_values(weight)
         elif kind == "int8-dynamic":
             values, scales = int8_values(weight)
         else:
@@ -113,21 +113,30 @@ def quantize_(
         raise PortmmError(
             f"group is {group!r}; use a number of inputs, or 0 for the largest of {GROUPS} that divides it"
         )
-    for prefix, parent in [*model.named_modules()]:
-        for name, layer in [*parent.named_children()]:
-            path = f"{prefix}.{name}" if prefix else name
-            weight = _weight(layer)
-            if weight is None or (filter is not None and not filter(path, layer)):
-                continue
-            if kind.startswith("int4") and weight.shape[1] % 2:
-                raise PortmmError(
-                    f"{path} has {weight.shape[1]} inputs, not an even number, as int4 needs: leave it out by filter"
-                )
-            try:
-                setattr(parent, name, QuantizedLinear(weight, layer.bias, kind, group))
-            except ValueError as error:
-                raise PortmmError(f"{path}: {error}") from error
+    with adjoining():
+        for prefix, parent in [*model.named_modules()]:
+            for name, layer in [*parent.named_children()]:
+                path = f"{prefix}.{name}" if prefix else name
+                weight = _weight(layer)
+                if weight is not None and (filter is None or filter(path, layer)):
+                    setattr(parent, name, _quantized(weight, layer.bias, path, kind, group))
     return model
+
+
+def _quantized(weight: torch.Tensor, bias: Any, path: str, kind: str, group: int) -> QuantizedLinear:
+    """The quantized layer of a linear one.
+
+    Raises:
+        PortmmError: it cannot have this kind, or has values that are not finite.
+    """
+    if kind.startswith("int4") and weight.shape[1] % 2:
+        raise PortmmError(
+            f"{path} has {weight.shape[1]} inputs, not an even number, as int4 needs: leave it out by filter"
+        )
+    try:
+        return QuantizedLinear(weight, bias, kind, group)
+    except ValueError as error:
+        raise PortmmError(f"{path}: {error}") from error
 
 
 def _weight(layer: Any) -> torch.Tensor | None:

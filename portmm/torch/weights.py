@@ -10,6 +10,9 @@ inputs 2 i and 2 i + 1 in the low and the high half, (outputs, inputs / 2), and 
 
 from __future__ import annotations
 
+import math
+from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -17,6 +20,7 @@ import numpy as np
 import torch
 
 from portmm.arrays.interop import as_numpy
+from portmm.arrays.pages import lasting_empty
 from portmm.ops.epilogues import NAMES
 from portmm.ops.prepack import pack
 from portmm.ops.rowwise import over_rows
@@ -30,6 +34,38 @@ if TYPE_CHECKING:
 KINDS = ("int8-dynamic", "int4", "int4-dynamic", "bf16")
 BLOCK = 1 << 20
 """Values that are quantized at a time: those of a block stay in a cache between the steps."""
+CHUNK = 64 << 20
+"""Bytes of memory that is asked for at a time, for the weights of several layers."""
+
+
+class _Chunk:
+    """Memory in huge pages, for the values of one layer after the other."""
+
+    def __init__(self) -> None:
+        self.free = np.empty(0, np.uint8)
+
+    def take(self, size: int) -> np.ndarray[Any, Any]:
+        """Some bytes that begin a cache line."""
+        if len(self.free) < size:
+            self.free = lasting_empty(max(CHUNK, size), np.uint8)
+        taken, self.free = self.free[:size], self.free[-(-size // 64) * 64 :]
+        return taken
+
+
+_chunk: ContextVar[_Chunk | None] = ContextVar("chunk", default=None)
+
+
+@contextmanager
+def adjoining() -> Iterator[None]:
+    """Let results of a block of code adjoin each other: what ends in the middle of a huge page has small ones there.
+
+    A small page takes ten times as long, for its bytes, as a huge one.
+    """
+    token = _chunk.set(_Chunk())
+    try:
+        yield
+    finally:
+        _chunk.reset(token)
 
 
 _packed: dict[int, tuple[Any, tuple[Any, ...], dict[Any, Any]]] = {}
@@ -67,6 +103,13 @@ def record(codes: Any, scales: Any, offsets: Any, group: int) -> Quantized:
     return Quantized(values, steps, zeros, 4, group)
 
 
+def bf16_values(weight: torch.Tensor) -> torch.Tensor:
+    """A weight rounded to bfloat16."""
+    if weight.device.type != "cpu":
+        return weight.detach().to(torch.bfloat16)
+    return _empty(weight, weight.shape, np.uint16).view(torch.bfloat16).copy_(weight.detach())
+
+
 def int8_values(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """An int8 weight (outputs, inputs) and its scales, each by the largest magnitude of a row.
 
@@ -75,7 +118,8 @@ def int8_values(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """
     scratch = _scratch(weight)
     codes, scales = _empty(weight, weight.shape, np.int8), torch.zeros(weight.shape[:1], device=weight.device)
-    for rows, values in _blocks(weight, scratch):
+    step = max(1, len(weight)) if scratch is None else _step(weight)
+    for rows, values in _blocks(weight, scratch, step):
         _rounded(ew.quantize_rows, values, codes[rows], scales[rows])
     _check_scales(scales[:, None])
     return codes, scales
@@ -92,7 +136,7 @@ def int4_values(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     high = np.empty((len(unpacked), inputs // 2), np.uint16)
     both = _empty(weight, (outputs, inputs // 2), np.uint8)
     scales = torch.zeros((outputs, -(-inputs // max(group, 1))), device=weight.device)
-    for rows, values in _blocks(weight, scratch):
+    for rows, values in _blocks(weight, scratch, _step(weight)):
         codes = unpacked[: len(values)]
         if inputs % group == 0:
             groups = -1, group
@@ -112,8 +156,12 @@ def int4_values(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
 
 def _empty(weight: torch.Tensor, shape: Any, dtype: Any) -> torch.Tensor:
     """A new tensor in memory of NumPy, which asks for huge pages: a page takes longer than to fill it."""
-    empty = torch.from_numpy(np.empty(tuple(shape), dtype))
-    return torch.empty_like(empty, device="meta") if weight.is_meta else empty
+    if weight.is_meta:
+        return torch.from_numpy(np.empty(0, dtype)).new_empty(tuple(shape), device="meta")
+    chunk, size = _chunk.get(), math.prod(shape) * np.dtype(dtype).itemsize
+    if chunk is None or not size:
+        return torch.from_numpy(np.empty(tuple(shape), dtype))
+    return torch.from_numpy(chunk.take(size).view(dtype).reshape(tuple(shape)))
 
 
 def _step(weight: torch.Tensor) -> int:
@@ -131,9 +179,9 @@ def _scratch(weight: torch.Tensor) -> torch.Tensor | None:
     return torch.empty((min(_step(weight), weight.shape[0]), weight.shape[1]))
 
 
-def _blocks(weight: torch.Tensor, scratch: torch.Tensor | None) -> Iterator[tuple[slice, torch.Tensor]]:
-    """Rows of a weight and their float32 values: little memory beside the weight's."""
-    none, step = weight.is_meta or not weight.shape[1], _step(weight)
+def _blocks(weight: torch.Tensor, scratch: torch.Tensor | None, step: int) -> Iterator[tuple[slice, torch.Tensor]]:
+    """Some rows of a weight at a time, and their float32 values: little memory beside the weight's."""
+    none = weight.is_meta or not weight.shape[1]
     for first in range(0, 0 if none else weight.shape[0], step):
         rows = slice(first, first + step)
         values = weight[rows].detach()

@@ -181,6 +181,7 @@ def test_quantized_layers_are_copied_saved_and_converted(kind):
     assert torch.equal(copy.deepcopy(model)(x), want)
     assert torch.equal(pickle.loads(pickle.dumps(model))(x), want)  # noqa: S301 - its own
     torch.save(model.state_dict(), file)
+    assert file.tell() < 1 << 16, "a tensor is saved by itself, not with the memory that layers adjoin in"
     file.seek(0)
     state = torch.load(file, weights_only=True)
     with torch.device("meta"):
