@@ -159,8 +159,8 @@ class Builder:
         """Add kernels of pooling."""
         raise NotImplementedError
 
-    def over_rows(self, fusing: Expressions, size: tuple[int, int, int]) -> Any:
-        """A kernel over rows for expressions, of `size` rows, columns and items, as `launch` takes it."""
+    def over_rows(self, fusing: Expressions, text: str, size: tuple[int, int, int]) -> Any:
+        """A kernel over rows for expressions, spelled `text`, of `size` rows, columns and items, for `launch`."""
         raise NotImplementedError
 
     def multiply(
@@ -272,19 +272,21 @@ class Builder:
         self.store(unit.stored, fusing)
         if 0 in unit.shape[:-1]:
             return
-        self.run_rows(fusing, whole=counts(unit))
+        text = self.run_rows(fusing, whole=counts(unit))
         detail = " x ".join(map(str, unit.shape))
-        self.kernels.append(Kernel("rows", unit.members[0].name, _lines(unit), _names(unit), fusing.text(), detail))
+        self.kernels.append(Kernel("rows", unit.members[0].name, _lines(unit), _names(unit), text, detail))
 
-    def run_rows(self, fusing: Expressions, *, whole: bool) -> None:
-        """Add runs of a kernel over rows for the expressions."""
+    def run_rows(self, fusing: Expressions, *, whole: bool) -> str:
+        """Add runs of a kernel over rows for the expressions; returns their spelling."""
         shape = fusing.shape
         steps = [p.strides(shape) for p in fusing.buffers]
         w, columns = walk(shape[:-1], [s[:-1] for s in steps], whole=whole), [s[-1] for s in steps]
         fusing.bind(w, columns)
-        kernel = self.over_rows(fusing, (w.rows[0], shape[-1], w.batch[0]))
+        text = fusing.text()
+        kernel = self.over_rows(fusing, text, (w.rows[0], shape[-1], w.batch[0]))
         for moved in w.repeats:
             self.launch(kernel, (), fusing, moved)
+        return text
 
     def join(self, unit: Unit) -> None:
         """Add copies of vectors, or of rows, one after the other in memory."""

@@ -239,11 +239,11 @@ class HostBuilder(Builder):
         p = call.problem
         self.kernels.append(Kernel("product", x.name, (x.where,), detail=str(p), notes=notes, problem=p))
 
-    def over_rows(self, fusing: Expressions, size: tuple[int, int, int]) -> Any:
-        """A kernel over rows for expressions, of `size` rows, columns and items."""
+    def over_rows(self, fusing: Expressions, text: str, size: tuple[int, int, int]) -> Any:
+        """A kernel over rows for expressions, spelled `text`, of `size` rows, columns and items."""
         from portmm.dispatch import base_kernels
 
-        text, route = fusing.text(), None
+        route = None
         if base_kernels.active():
             route = base_kernels.rows_route(text, size, len(fusing.operands))
         if route is None:

@@ -111,10 +111,10 @@ class GridBuilder(Builder):
 
     # Kernels.
 
-    def over_rows(self, fusing: Expressions, size: tuple[int, int, int]) -> Any:
-        """Kernels over rows for expressions, of `size` rows, columns and items, and their workspace."""
+    def over_rows(self, fusing: Expressions, text: str, size: tuple[int, int, int]) -> Any:
+        """Kernels over rows for expressions, spelled `text`, of `size` rows, columns and items, and their workspace."""
         aligned = [self.gcd(p, [moved[i] for moved in fusing.repeats]) for i, p in enumerate(fusing.buffers)]
-        return launches(fusing.text(), size, fusing.strides, aligned, self.on)
+        return launches(text, size, fusing.strides, aligned, self.on)
 
     def multiply(
         self, operands: Operands, size: tuple[int, int], fusing: Expressions, w: Walk, text: str

@@ -19,7 +19,7 @@ from portmm.spec.dtype import BY_NAME
 from portmm.spec.expr import Expr, const, node, ordered
 from portmm.spec.expr_ops import OPS
 from portmm.spec.problem import AXES
-from portmm.util.memo import cached
+from portmm.util.memo import Memory
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
@@ -114,13 +114,27 @@ def _spelled(x: Expr, numbers: dict[Expr, int]) -> str:
     return " ".join((x.op, *words))
 
 
-@cached("kernels", 1024)
+_parsed = Memory(1024, "kernels")
+
+
+def spelled(fused: Fused) -> str:
+    """`str` of a `Fused`, which `parse` then needs not read."""
+    text = str(fused)
+    _parsed.keep(text, fused)
+    return text
+
+
 def parse(text: str) -> Fused:
     """The `Fused` of a string that `str` of one returned.
 
     Raises:
         ValueError: `text` is not such a string.
     """
+    known: Fused | None = _parsed.get(text)
+    return known or _parsed.keep(text, _read_all(text))
+
+
+def _read_all(text: str) -> Fused:
     try:
         operand_text, step_text, result_text = (x.strip() for x in text.split("|"))
         operands = tuple(_operand(x) for x in operand_text.split())

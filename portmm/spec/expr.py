@@ -235,7 +235,7 @@ _known: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
 
 def node(op: str, args: tuple[Any, ...], dtype: str) -> Expr:
     """The expression of an operation and its arguments; the same object for the same arguments."""
-    key = (op, dtype, *((id(x),) if isinstance(x, Expr) else (type(x), repr(x)) for x in args))
+    key = (op, dtype, *[id(x) if isinstance(x, Expr) else (type(x), repr(x)) for x in args])
     expr = _known.get(key)
     if expr is None:
         with _making:
@@ -362,14 +362,14 @@ def _power(x: Expr, power: int) -> Expr:
 def ordered(roots: tuple[Expr, ...]) -> list[Expr]:
     """All expressions under `roots` in topological order, operands first."""
     visited: dict[int, Expr] = {}
-    stack = [(x, False) for x in reversed(roots)]
+    begun: set[int] = set()
+    stack = [*reversed(roots)]
     while stack:
-        x, ready = stack.pop()
-        if id(x) in visited:
-            continue
-        if ready:
-            visited[id(x)] = x
+        x = stack[-1]
+        key = id(x)
+        if key in begun:  # what it is made of is before it by now
+            visited[key] = stack.pop()
         else:
-            stack.append((x, True))
-            stack += [(y, False) for y in reversed(x.inner)]
+            begun.add(key)
+            stack += [y for y in reversed(x.args) if isinstance(y, Expr) and id(y) not in begun]
     return list(visited.values())

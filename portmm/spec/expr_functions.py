@@ -53,7 +53,8 @@ def substituted(root: Expr, change: Callable[[Expr], Expr | None], done: dict[Ex
     if root not in done:
         new = change(root)
         if new is None:
-            args = tuple(substituted(y, change, done) if isinstance(y, Expr) else y for y in root.args)
-            new = root if all(x is y for x, y in zip(args, root.args, strict=True)) else node(root.op, args, root.dtype)
+            args = [substituted(y, change, done) if isinstance(y, Expr) else y for y in root.args]
+            same = all([x is y for x, y in zip(args, root.args, strict=True)])  # noqa: C419 - half the time
+            new = root if same else node(root.op, tuple(args), root.dtype)
         done[root] = new
     return done[root]

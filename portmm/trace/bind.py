@@ -15,7 +15,7 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import TraceError
-from portmm.spec.epilogue import PRODUCT, C, Fused, Operand, argument, load, parse, varies
+from portmm.spec.epilogue import PRODUCT, C, Fused, Operand, argument, load, parse, spelled, varies
 from portmm.spec.expr import Expr, const, node, ordered, real
 from portmm.spec.expr_functions import rounded, substituted
 from portmm.spec.problem import AXES
@@ -122,7 +122,7 @@ def bind_operands(
         results.append((C if is_product else len(operands), x))
         if not is_product:
             operands.append(Operand(numpy_arrays.name_of(types[i]), axes[i]))
-    text = str(Fused(tuple(operands), tuple(results)))
+    text = spelled(Fused(tuple(operands), tuple(results)))
     return Step(traced, text, first, types, tuple(axes), "n" in along[values[0]] or not along[values[0]])
 
 

@@ -20,7 +20,8 @@ from portmm.dispatch.cpu_kernels import build_kernel
 from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.schedule.candidates import candidates
-from portmm.spec.epilogue import Fused, Operand, extent, index, load, number, parse, reduction
+from portmm.spec import epilogue
+from portmm.spec.epilogue import Fused, Operand, extent, index, load, number, parse, reduction, spelled
 from portmm.spec.expr import apply, real
 from portmm.spec.expr_functions import bits, fma, from_bits, select, sqrt
 from portmm.target.target import load_isa
@@ -62,6 +63,8 @@ def test_rows_mean_their_expressions(name, make):
     fused = ROWS[make]()
     assert parse(str(fused)) is parse(str(fused))
     assert str(parse(str(fused))) == str(fused)
+    assert parse(spelled(fused)) is fused
+    assert spelled(epilogue._read_all(str(fused))) == str(fused)
     kernel = over_rows(name, fused)
     for i, (size, batch) in enumerate(sizes(kernel.atom.n)):
         f = rows_case(fused, size, batch, i, special=i % 2 > 0)

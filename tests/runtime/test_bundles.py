@@ -11,7 +11,7 @@ import pytest
 
 import portmm as pm
 from portmm.build import kernel_store
-from portmm.build.bundle import HEADER, check, open_bundle, packed
+from portmm.build.bundle import HEADER, check, key_of, open_bundle, packed
 from portmm.build.cache import digest
 from portmm.build.compiler import find_compiler
 from portmm.build.kernel_store import SOURCE
@@ -88,6 +88,14 @@ def test_bytes_are_reproducible_and_checked(tmp_path):
     check(bundle)
     with pytest.raises(BundleError, match="no number 2"):
         bundle.load(2)
+
+
+def test_questions_with_one_key_are_refused(monkeypatch):
+    texts = ["a", "a\0", "\0a", *(f"code {i}" for i in range(300))]
+    assert len({key_of(x) for x in texts}) == len(texts)
+    monkeypatch.setattr("portmm.build.bundle.MODULUS", 251)
+    with pytest.raises(ValueError, match="one key"):
+        packed(dict.fromkeys(texts, (None, ())))
 
 
 @pytest.mark.parametrize(
