@@ -1,21 +1,28 @@
 """Explanation of a convolution: the transforms of its images, as written and simplified, and the program.
 
-Owns `explain_conv`.
+Owns `explain_conv`, and `ConvolutionExplanation`, the record that it returns, with its printed form and its picture.
 """
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from portmm.codegen.lower import atom_of
-from portmm.dispatch import config
+from portmm.arrays.grid_call import settings
+from portmm.arrays.operand import WIDEST, result_type
+from portmm.codegen.lower import atom_of, lower_grid
+from portmm.dispatch import config, device_routes
 from portmm.dispatch.cpu_kernels import family, isa_of
 from portmm.dispatch.view_routes import schedule_of
 from portmm.errors import ConvolutionError
+from portmm.explanation.product import explained, target_called
+from portmm.explanation.record import Explanation
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
 from portmm.ops.convolution_weights import is_depthwise
 from portmm.ops.depthwise import parts
 from portmm.schedule.direct_convolution import direct
+from portmm.schedule.program import device_of
 from portmm.spec.convolution import planes, windows
 from portmm.spec.dtype import BY_NAME, UNCONVERTED
 from portmm.spec.layout import Layout
@@ -26,11 +33,45 @@ from portmm.util.text import number
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.spec.convolution import Convolution
+    from portmm.target.target import Target
+
+
+@dataclass(frozen=True, slots=True)
+class ConvolutionExplanation:
+    """An explanation of a convolution.
+
+    Attributes:
+        title: its sizes in words.
+        matrix: the operand of the product that is a view of the images.
+        transforms: memory, and the transforms of it, with the extents after each.
+        simplified: their composition: the offset of an element, and when it is in no padding.
+        program: what reads the view.
+        product: on a device, the explanation of its product, with kernels and source.
+    """
+
+    title: str
+    matrix: str
+    transforms: tuple[str, ...]
+    simplified: tuple[str, ...]
+    program: tuple[str, ...]
+    product: Explanation | None = None
+
+    def __str__(self) -> str:
+        transforms = (f"  {line}" for line in self.transforms)
+        return "\n".join((self.title, f"{self.matrix}, is a view:", *transforms, *self.simplified, *self.program))
+
+    def svg(self) -> str:
+        """The picture of the transforms before and after simplification, and of the program, as SVG."""
+        from portmm.explanation.convolution_svg import drawn
+
+        return drawn(self.title, self.matrix, self.transforms, [self.simplified, self.program])
+
 
 def explain_conv(
     x: Sequence[int], w: Sequence[int], *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
-    layout: str = "NHWC", dtype: str = "f32",
-) -> str:  # fmt: skip
+    layout: str = "NHWC", dtype: str = "f32", target: str | Target | None = None,
+) -> ConvolutionExplanation:  # fmt: skip
     """The transforms of a convolution's windows before and after simplification, and the program that reads them.
 
     Args:
@@ -42,57 +83,119 @@ def explain_conv(
         groups: of channels.
         layout: of the images.
         dtype: portmm's name of the type of images and filters, as "f32" or "bf16".
+        target: a chip, a device, an ISA or a .toml file, here or not; None for the current target.
 
     Raises:
         ConvolutionError: shapes or options do not fit together, or the type is unknown.
+        TargetError: there is no target of that name.
+        ScheduleError: the target has no schedule for it.
     """
     if dtype not in BY_NAME:
         raise ConvolutionError(f"dtype is {dtype!r}; pass one of {', '.join(BY_NAME)}")
     options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout)
-    size = sizes(tuple(x), tuple(w), options)
-    last, images = layout_of(layout)[1], x[0]
+    size, machine = sizes(tuple(x), tuple(w), options), target_called(target)
+    last = layout_of(layout)[1]
     strides = [int(s) for s in Layout(tuple(x)).stride]
     strides = strides if last else [strides[0], *strides[2:], strides[1]]
     view = windows(size, strides) if last else planes(size, strides[1:])
-    lines = [str(size), f"{'A, (image pixel, tap channel)' if last else 'B, (channel tap, pixel)'}, is a view:"]
     extents = view.shape
-    lines.append(f"  memory    {_named(extents)}, strides {_named(view.stride)}")
+    lines = [f"memory    {_named(extents)}, strides {_named(view.stride)}"]
     for transform in view.transforms:
         extents = transform.extents(extents)
-        lines.append(f"  {type(transform).__name__.lower():9} {_named(extents)}")
-    lines.append(f"offset of (i0, i1): {view.form}")
+        lines.append(f"{type(transform).__name__.lower():9} {_named(extents)}")
+    after = [f"offset of (i0, i1): {view.form}"]
     for y in view.conditions:
         bounds = (f"{y.least} <= " if y.least is not None else "", f" < {y.end}" if y.end is not None else "")
-        lines.append(f"in no padding if {bounds[0]}{y.index}{bounds[1]}")
-    if is_depthwise(tuple(w), groups, dtype):
-        of = "channels" if last else "pixels"
-        lines.append(f"depthwise: a kernel over rows of {of}, the sum of {number(size.taps, 'tap')}")
-        cut = parts(size)
-        padded = sum(not y.inside for y in cut)
-        inside = "the interior" if padded else "all of the result"
-        lines += [f"  {inside} reads the images in place"] * cut[0].inside
-        lines += [f"  {number(padded, 'part')} of the result: from strips, copied with padding"] * bool(padded)
-        return "\n".join(lines)
-    target, threads = config.target(), config.get_num_threads()
+        after.append(f"in no padding if {bounds[0]}{y.index}{bounds[1]}")
+    product = None
+    if machine.device is not None:
+        product = _on_device(size, x[0], view, machine, last=last, dtype=dtype)
+        program = _transfers(product, size, last=last)
+    elif is_depthwise(tuple(w), groups, dtype):
+        program = _depthwise(size, last=last)
+    else:
+        threads = config.get_num_threads() if target is None else machine.cores
+        program = _on_cores(size, x[0], (view, strides), (machine, threads), last=last, dtype=dtype)
+    matrix = "A, (image pixel, tap channel)" if last else "B, (channel tap, pixel)"
+    return ConvolutionExplanation(str(size), matrix, tuple(lines), tuple(after), tuple(program), product)
+
+
+def _depthwise(size: Convolution, *, last: bool) -> list[str]:
+    """The program of filters of single channels."""
+    of, cut = "channels" if last else "pixels", parts(size)
+    padded = sum(not y.inside for y in cut)
+    inside = "the interior" if padded else "all of the result"
+    lines = [f"depthwise: a kernel over rows of {of}, the sum of {number(size.taps, 'tap')}"]
+    lines += [f"  {inside} reads the images in place"] * cut[0].inside
+    return lines + [f"  {number(padded, 'part')} of the result: from strips, copied with padding"] * bool(padded)
+
+
+def _on_cores(
+    size: Convolution, images: int, of_images: tuple[Layout, Sequence[int]], on: tuple[Target, int],
+    *, last: bool, dtype: str,
+) -> list[str]:  # fmt: skip
+    """The program on cores: direct, or packed windows.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    (view, strides), (target, threads) = of_images, on
     if last:
         p = Problem(
             images * size.pixels, size.outputs, size.depth, dtype, a="any", b="packed", family=family(dtype, target)
         )
         s, _ = schedule_of(p, Views(), target, threads)
-        blocks = direct(size, strides, s, target) if dtype in UNCONVERTED else None
+        blocks = direct(size, tuple(strides), s, target) if dtype in UNCONVERTED else None
         if blocks is not None:
             loops = "blocks of k around panels" if blocks.k_outer else "panels around blocks of k"
             where = f"a strip of {blocks.strip_size} elements" if blocks.copies else "in place"
-            lines.append(f"direct: register tiles of {s.mr} pixels of a row by {s.nr}, read {where}, {loops}")
             runs, of_block = number(blocks.runs, "run"), number(blocks.of_block, "run")
-            lines.append(f"  {runs} of {blocks.run}, blocks of {of_block}, k of {blocks.kc}")
-            return "\n".join(lines)
+            return [
+                f"direct: register tiles of {s.mr} pixels of a row by {s.nr}, read {where}, {loops}",
+                f"  {runs} of {blocks.run}, blocks of {of_block}, k of {blocks.kc}",
+            ]
         s, _ = schedule_of(p, Views(a=view), target, threads)
     else:
         p = Problem(size.outputs, size.pixels, size.depth, dtype, images, a="row", b="any")
         s, _ = schedule_of(p, Views(b=view), target, threads)
-    lines.append(f"packed by runs: {s.name(atom_of(isa_of(s, target), s.dtype, s.atom.lanes))}, {s}")
-    return "\n".join(lines)
+    return [f"packed by runs: {s.name(atom_of(isa_of(s, target), s.dtype, s.atom.lanes))}, {s}"]
+
+
+def _on_device(size: Convolution, images: int, view: Layout, target: Target, *, last: bool, dtype: str) -> Explanation:
+    """The explanation of the product of one group on a device, of dense and aligned arrays.
+
+    Raises:
+        ScheduleError: the device has no schedule for it.
+    """
+    from portmm.dispatch.machine import source
+
+    width, k = WIDEST // BY_NAME[dtype].bytes, size.depth
+    how = settings(dtype, dtype, result_type(dtype, dtype), "")
+    if last:
+        m, n, items, layouts = images * size.pixels, size.outputs, 1, ("row", "col")
+        aligned = math.gcd(width, size.channels)
+        vectors = (int(view.vector(1, aligned & -aligned)), math.gcd(k, width), math.gcd(n, width))
+    else:
+        m, n, items, layouts = size.outputs, size.pixels, images, ("row", "row")
+        vectors = (math.gcd(k, width), 1, math.gcd(n, width))
+    p = Problem(m, n, k, batch=items, a=layouts[0], b=layouts[1], c="row", tf32=config.rounds(how["dtype"]), **how)
+    if size.pointwise and size.groups == 1:
+        return explained(p, target)
+    views = Views(view, padding=size.padding) if last else Views(b=view, padding=size.padding)
+    choice = device_routes.of_views(p, target, vectors, views)
+    kernels = lower_grid(choice.schedule, isa_of(choice.schedule, target), views)
+    language = device_of(target).language
+    return Explanation(choice, kernels, language, "\n".join(source(x, language) for x in kernels))
+
+
+def _transfers(product: Explanation, size: Convolution, *, last: bool) -> list[str]:
+    """The program on a device, in words."""
+    s, names = product.schedule, ", ".join(x.name for x in product.kernels)
+    if size.pointwise and size.groups == 1:
+        return [f"windows are single pixels: a product of matrices, {names}", f"  {s}"]
+    groups = f"for each of {size.groups} groups, " if size.groups > 1 else ""
+    to = "registers" if s.program == "direct" else "shared memory"
+    return [f"{groups}transfers to {to} read {'A' if last else 'B'} through the view: {names}", f"  {s}"]
 
 
 def _named(values: Sequence[Any]) -> str:

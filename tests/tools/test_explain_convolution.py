@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from xml.etree import ElementTree as ET
+
 import pytest
 
 import portmm as pm
@@ -10,7 +12,7 @@ from portmm.dispatch import config
 
 def test_transforms_are_shown_before_and_after_simplification():
     with config.config(target="zen4"):
-        text = pm.explain_conv((1, 56, 56, 64), (64, 64, 3, 3), padding=1)
+        text = str(pm.explain_conv((1, 56, 56, 64), (64, 64, 3, 3), padding=1))
     for line in (
         "64 to 64 channels, 56 by 3, padding 1+1 x 56 by 3, padding 1+1",
         "  embed     (images, 56, 56, 3, 64)",
@@ -26,5 +28,30 @@ def test_transforms_are_shown_before_and_after_simplification():
 def test_every_way_is_named(layout, dtype):
     shape = (2, 14, 14, 8) if layout == "NHWC" else (2, 8, 14, 14)
     with config.config(target="zen4"):
-        text = pm.explain_conv(shape, (16, 8, 3, 3), layout=layout, dtype=dtype)
+        text = str(pm.explain_conv(shape, (16, 8, 3, 3), layout=layout, dtype=dtype))
     assert ("direct: " if dtype == "f64" else "packed by runs: ") in text
+
+
+@pytest.mark.parametrize(("target", "language"), [("h100", "cuda"), ("arc-a770", "opencl"), ("opencl-cpu", "opencl")])
+@pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
+def test_kernels_of_a_device_read_the_same_view(target, language, layout):
+    shape = (2, 14, 14, 16) if layout == "NHWC" else (2, 16, 14, 14)
+    why = pm.explain_conv(shape, (16, 16, 3, 3), padding=1, layout=layout, dtype="bf16", target=target)
+    here = pm.explain_conv(shape, (16, 16, 3, 3), padding=1, layout=layout, dtype="bf16", target="zen4")
+    assert (why.transforms, why.simplified) == (here.transforms, here.simplified)
+    assert f"read {'A' if layout == 'NHWC' else 'B'} through the view: {why.product.kernel.name}" in str(why)
+    assert why.product.language == language
+    assert why.product.kernel.name in why.product.source
+    alone = pm.explain_conv(shape, (16, 16, 1, 1), layout=layout, dtype="bf16", target=target)
+    assert "a product of matrices" in str(alone)
+    groups = pm.explain_conv(shape, (16, 8, 3, 3), groups=2, layout=layout, dtype="bf16", target=target)
+    assert "for each of 2 groups" in str(groups)
+
+
+@pytest.mark.parametrize("target", ["zen4", "h100"])
+def test_transforms_are_drawn(target):
+    why = pm.explain_conv((1, 9, 9, 8), (8, 8, 3, 3), padding=1, target=target)
+    texts = [x.text for x in ET.fromstring(why.svg()).iter() if x.tag.endswith("text")]  # noqa: S314 - our own
+    assert [x for x in texts if x in {*why.transforms, *why.simplified, *why.program}] == [
+        *why.transforms, *why.simplified, *why.program,
+    ]  # fmt: skip
