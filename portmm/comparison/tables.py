@@ -74,7 +74,7 @@ def _sorted(text: str) -> tuple[str, Any]:
         return "report", from_json(text)
     kind = "tuning" if is_tuning(data) else next((x for x in KINDS if x in data), "")
     if not kind:
-        keys = ", ".join(data) or "none"
+        keys = ", ".join(list(data)[:8]) or "none"
         raise ValueError(f"these are no results: the keys are {keys}; `portmm compare --save` writes results")
     return kind, data
 

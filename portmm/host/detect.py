@@ -264,7 +264,8 @@ def resolve(name: str | None) -> Target:
     wanted = described(name)
     if wanted.arch not in ("any", here.arch):
         raise TargetError(
-            f"target {name!r} is of arch {wanted.arch}, this machine is {here.arch}; only `emit` can use it"
+            f"target {name!r} is of arch {wanted.arch}, this machine is {here.arch}; only `explain`, `emit` and "
+            "`bundle` can use it"
         )
     _require(wanted.isas[0], f"target {name!r}")
     return replace(wanted, isas=tuple(isa for isa in wanted.isas if not missing(isa)), cores=here.cores)

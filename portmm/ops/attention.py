@@ -58,8 +58,8 @@ def attention(
         lengths: the number of keys of each item, an integer or one for each item; the others are not read.
         offset: the position of the first query among the keys, an integer or one for each item; the others follow.
             By default the last query is at the last key, keys less queries. For a cache that is filled up to
-            `lengths`, pass `lengths` less the number of queries. (In functions i.q still
-            counts from 0.)
+            `lengths`, pass `lengths` less the number of queries. It is from minus the number of queries to the
+            number of keys. (In functions i.q still counts from 0.)
         return_lse: also return the logarithms of the sums of the exponentials of scores, (..., heads, queries).
         out: the array of the result.
 

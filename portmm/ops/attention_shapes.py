@@ -194,7 +194,9 @@ def by_item(x: Any, name: str, shape: Shape, least: int) -> Array:
     if values.shape not in ((), shape.lead):
         raise ValueError(f"{name} have shape {values.shape}; the items have {shape.lead}")
     if values.size and not (values.min() >= least and values.max() <= shape.n):
-        raise ValueError(f"{name} go from {values.min()} to {values.max()}; there are {shape.n} keys")
+        raise ValueError(
+            f"{name} go from {values.min()} to {values.max()}; with {shape.n} keys pass {least} to {shape.n}"
+        )
     return np.broadcast_to(values, shape.lead).astype(np.int32).reshape(shape.items)
 
 

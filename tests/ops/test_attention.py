@@ -460,7 +460,7 @@ def test_results_do_not_depend_on_threads():
         ({"v": np.zeros((1, 2, 6, 4), np.float32)}, "do not fit"),
         ({"k": np.zeros((2, 2, 5, 4), np.float32)}, "do not fit"),
         ({"window": 0}, "window is 0"),
-        ({"lengths": [6]}, "lengths go from 6 to 6; there are 5 keys"),
+        ({"lengths": [6]}, "lengths go from 6 to 6; with 5 keys pass 0 to 5"),
         ({"lengths": [1, 2]}, r"lengths have shape \(2,\)"),
     ],
 )
