@@ -118,6 +118,23 @@ def fits_l2(p: Problem, target: Target) -> bool:
     return level is None or p.bytes // max(1, p.batch) <= level.bytes
 
 
+def a_in_place(p: Problem, isa: Isa, atom: Atom) -> bool:
+    """Whether left fragments can be read from A in place: no units, and a conversion if one is needed."""
+    return p.a != "any" and atom.k_pack == 1 and bool(isa.spelling(atom, "load_a", p.types[0]))
+
+
+def b_in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
+    """Whether B can be read in place: rows along n, and no read past the last column."""
+    if p.b != "row" or atom.k_pack > 1 or not isa.spelling(atom, "load_b", p.types[1]):
+        return False
+    return p.n % nr == 0 or bool(atom.mask and isa.spelling(atom, "load_mask", p.types[1]))
+
+
+def both_in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
+    """Whether neither A nor B needs to be packed."""
+    return b_in_place(p, isa, atom, nr) and a_in_place(p, isa, atom)
+
+
 def may_pack_once(p: Problem, atom: Atom) -> bool:
     """Whether B may be packed as a whole, before it is used."""
     return p.b != "packed" and -(-p.k // atom.k_pack) * p.n * BY_NAME[atom.right].bytes <= MODEL.most_packed

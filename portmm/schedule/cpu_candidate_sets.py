@@ -17,7 +17,8 @@ import numpy as np
 
 from portmm.schedule.candidates import legal_of, proposals, units
 from portmm.schedule.cost_tape import Tape
-from portmm.schedule.cpu_gemm import DOT_TILES, crowds_l2, far
+from portmm.schedule.cpu_gemm import DOT_TILES
+from portmm.schedule.cpu_streams import crowds_l2, far, near_depth, streams_near
 from portmm.schedule.cpu_table import Table
 from portmm.schedule.cpu_textbook import follows
 from portmm.schedule.legality import illegal
@@ -126,8 +127,12 @@ class _Kind:
             batched = (size // p.batch <= self.private, size > self.l2, size > MODEL.few_bytes * p.batch)
         return (
             k * n * p.elements[1].bytes > self.far,
+            streams_near(p, m, n, k, self.target),
+            (least := near_depth(n * p.elements[1].bytes, 0, self.target)),
+            k > least,
+            k > MODEL.near_depth,
             crowds_l2(p, m, n, self.target),
-            m if m <= self.max_m else (m <= MODEL.few_rows, m <= MODEL.int4_block),
+            m if m <= self.max_m else (m <= MODEL.few_rows, m <= MODEL.apart_rows, m <= MODEL.int4_block),
             n if n <= self.max_n else -gcd(n, self.n_divisor),
             *(min(-(-m // strip), 3) for strip in self.strips),
             *(-(-k // pack) * n * each <= MODEL.most_packed for pack, each in self.packs),

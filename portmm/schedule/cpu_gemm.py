@@ -10,8 +10,11 @@ from math import gcd
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import (
+    a_in_place,
+    b_in_place,
     base_schedule,
     blocking,
+    both_in_place,
     cache_tiles,
     capacity,
     fits_l2,
@@ -21,6 +24,7 @@ from portmm.schedule.cpu_blocking import (
     whole_depth,
     widths,
 )
+from portmm.schedule.cpu_streams import far, sums_apart
 from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
@@ -98,7 +102,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
     for nr in widths(isa, atom, p):
         top = tallest(isa, atom, nr)
         yield from _shallow(p, isa, atom, target, nr)
-        yield from _apart(p, isa, atom, target, nr)
+        yield from sums_apart(p, isa, atom, target, nr)
         for mr in dict.fromkeys((top, top - 2, min(top, MODEL.in_place_rows))):
             if mr < 1 or p.m <= mr:
                 continue
@@ -117,7 +121,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
                     continue  # panels from memory are prefetched, and A in place would be with them
                 yield from _shared(s, split and depth > 2 * s.kc and _adds_up(s, p, atom))
             yield from _textbook(base, p, isa, atom, target)
-            if _both_in_place(p, isa, atom, nr) and p.m <= MODEL.few_rows:
+            if both_in_place(p, isa, atom, nr) and p.m <= MODEL.few_rows:
                 stream = tuple([t._replace(k=min(t.k, 2 * MODEL.stream_depths[-1])) for t in base.tiles[1:]])
                 yield replace(base, tiles=(base.tiles[0], *stream))
 
@@ -135,31 +139,12 @@ def _shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Itera
     depths = [x for x in MODEL.stream_depths if x >= p.k]
     l1, l2 = target.level("L1"), target.level("L2")
     mr = min(tallest(isa, atom, nr), MODEL.in_place_rows)
-    if not (depths and l1 and l2 and p.m > mr and _both_in_place(p, isa, atom, nr)):
+    if not (depths and l1 and l2 and p.m > mr and both_in_place(p, isa, atom, nr)):
         return
     row, sets = p.n * p.elements[1].bytes // l1.line, l1.bytes // (l1.line * l1.ways)
     stays = p.k <= l1.ways * (sets // gcd(max(1, row), sets))
     if stays and _in_pairs(nr, isa, atom) and p.m * p.n * p.elements[2].bytes > l2.bytes:
         yield base_schedule("gemm", p, isa, cache_tiles(mr, nr, depths[0], ALL, ALL, least_of(mr)), False, False)
-
-
-def _apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
-    """Schedules for some rows by a B from afar: slices of them sweep its columns, with sums in tiles of their own.
-
-    Rows of C that start in one set of L1 would leave it no ways for rows of B. Columns are cut so that sums stay in L2.
-    """
-    size, pair = p.elements[1].bytes, 2 * isa.columns(atom)
-    least = MODEL.sums_in_c_wide if crowds_l2(p, p.m, p.n, target) else MODEL.sums_in_c
-    if not (least < p.m <= MODEL.few_rows and nr == pair and _both_in_place(p, isa, atom, nr)):
-        return
-    if p.k * p.n * size <= far(target):
-        return
-    top = tallest(isa, atom, nr)
-    mr = p.m if p.m <= top else min(top, MODEL.in_place_rows)
-    for width in MODEL.apart_bytes:
-        tiles = cache_tiles(mr, nr, MODEL.apart_depth, ALL, width // size // nr * nr, least_of(mr))
-        base = base_schedule("gemm", p, isa, tiles, False, False)
-        yield replace(base, b=base.b.prefetched(0, MODEL.ahead_bytes // size), c=base.c.with_pack(PACKED))
 
 
 def _shared(s: Schedule, split: bool) -> Iterator[Schedule]:
@@ -170,25 +155,6 @@ def _shared(s: Schedule, split: bool) -> Iterator[Schedule]:
     if not (s.a.packed or s.b.packed):
         rows = MODEL.short_blocks * s.mr
         yield replace(s, tiles=tuple([t._replace(m=rows) if t.level in ("L2", "L3") else t for t in s.tiles]))
-
-
-def far(target: Target) -> float:
-    """Bytes of a B from which it comes from afar: of the most that stays in the last level, a share."""
-    return float(MODEL.apart_share) * max([target.counted(x.name) for x in target.levels], default=0)
-
-
-def crowds_l2(p: Problem, rows: int, columns: int, target: Target) -> bool:
-    """Whether rows of B that are asked for ahead leave L2 before they are read: two blocks of them, and C, exceed it.
-
-    Args:
-        p: the problem, whose types count.
-        rows: of C.
-        columns: of B.
-        target: the machine.
-    """
-    l2, (_, b, c) = target.level("L2"), p.elements
-    swept = columns * (2 * MODEL.apart_depth * b.bytes + rows * c.bytes)
-    return l2 is not None and swept > l2.bytes
 
 
 def _textbook(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
@@ -212,31 +178,15 @@ def _packings(s: Schedule, p: Problem, isa: Isa, atom: Atom, pack_b: Staging = P
     yield s
     # Measured for floats that are not converted; a static kernel has the strides of A as constants.
     tall = s.mr <= MODEL.in_place_rows or p.a == "col" or p.static or p.dtype in UNCONVERTED
-    if tall and _a_in_place(p, isa, atom):
+    if tall and a_in_place(p, isa, atom):
         yield replace(s, a=a)
-        if _in_place(p, isa, atom, s.nr):
+        if b_in_place(p, isa, atom, s.nr):
             yield replace(s, a=a, b=b)
 
 
 def _adds_up(s: Schedule, p: Problem, atom: Atom) -> bool:
     """Whether C is the sum over blocks of k alone, with no step at the start or the end that must happen once."""
     return not (p.fused or finishes(s, atom) or shifts(s, atom))
-
-
-def _a_in_place(p: Problem, isa: Isa, atom: Atom) -> bool:
-    """Whether left fragments can be read from A in place: no units, and a conversion if one is needed."""
-    return p.a != "any" and atom.k_pack == 1 and bool(isa.spelling(atom, "load_a", p.types[0]))
-
-
-def _in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
-    """Whether B can be read in place: rows along n, and no read past the last column."""
-    if p.b != "row" or atom.k_pack > 1 or not isa.spelling(atom, "load_b", p.types[1]):
-        return False
-    return p.n % nr == 0 or bool(atom.mask and isa.spelling(atom, "load_mask", p.types[1]))
-
-
-def _both_in_place(p: Problem, isa: Isa, atom: Atom, nr: int) -> bool:
-    return _in_place(p, isa, atom, nr) and _a_in_place(p, isa, atom)
 
 
 def _thin(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
@@ -296,14 +246,14 @@ def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int)
         near = max(1, MODEL.run_bytes // (nr * BY_NAME[p.types[1]].bytes)) * nr
         for kc in MODEL.interleaved_depths:
             yield replace(base, tiles=cache_tiles(p.m, nr, kc, ALL, ALL, near=near))
-    if _in_place(p, isa, atom, nr):
+    if b_in_place(p, isa, atom, nr):
         yield replace(base, b=base.b.with_pack(None))
         yield from _swept(base, p, isa, atom, rows_ahead)
 
 
 def _swept(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
     """Schedules with A and B in place, that stream a few rows of B at a time, alone or with a prefetch of as many."""
-    if not _both_in_place(p, isa, atom, base.nr):
+    if not both_in_place(p, isa, atom, base.nr):
         return
     followed = [(kc, 0) for kc in MODEL.stream_depths]
     for kc, prefetch in (*followed, *((kc, kc) for kc in MODEL.ahead_depths if kc <= rows_ahead)):
@@ -320,7 +270,7 @@ def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
         for mr in range(min(p.m, MODEL.decoded_rows), 0, -1):  # illegal ones, of too many registers, are dropped later
             base = _int4_schedule(p, isa, mr, nr)
             yield base
-            if p.a == "row" and _a_in_place(p, isa, atom):
+            if p.a == "row" and a_in_place(p, isa, atom):
                 yield replace(base, a=base.a.with_pack(None))
 
 

@@ -14,7 +14,9 @@ from portmm.codegen.lower import lower
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
 from portmm.schedule.candidates import candidates
+from portmm.schedule.cpu_streams import near_depth
 from portmm.schedule.schedule import sweeps
+from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Problem
 from portmm.target.model import CPU
 
@@ -116,6 +118,26 @@ def test_rows_of_b_may_start_anywhere(name, dtype):
             kernel = lower(s, target.isas[0])
             moved.check(interpret(kernel, moved), s)
             check_built(kernel, moved, 1 + (i + j) % 2, s, end=True)
+
+
+@pytest.mark.parametrize(("name", "dtype"), [("avx2", "f32"), ("avx512", "f32"), ("neon", "f32")])
+@pytest.mark.parametrize("few", [False, True])
+def test_sweeps_of_a_b_in_the_last_level(name, dtype, few, monkeypatch):
+    """Many rows of B are swept at a time, by one slice of rows or several; sums are in tiles of their own."""
+    target = support.small(name)
+    room = [("L1", 2), ("L2", 2), ("L3", 8)]
+    levels = [replace(target.levels[0], name=x, bytes=times * target.levels[0].bytes) for x, times in room]
+    target = replace(target, levels=tuple(levels))
+    atom, size = target.isas[0].atom(dtype), BY_NAME[dtype].bytes
+    monkeypatch.setattr(CPU, "near_bytes", 4 * atom.n * size)
+    m, n = (CPU.sums_in_c_wide + 3, 5 * atom.n + 3) if few else (CPU.near_rows - 1, 6 * atom.n)
+    p = Problem(m, n, levels[1].bytes // (n * size) + CPU.near_depth + 5, dtype=dtype)
+    (s,) = [s for s in candidates(p, target) if s.c.packed and s.b.along * size == CPU.near_ahead]
+    assert s.kc == near_depth(n * size, s.nr * size, target)
+    kernel, k = lower(s, target.isas[0]), case(p, seed=few)
+    k.check(interpret(kernel, k, 2), s)
+    if name in HERE:
+        check_built(kernel, k, 1 + few, s, end=True)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("avx2", "f32"), ("avx512", "f64"), ("avx512", "u8-s8-s32")])

@@ -1,0 +1,95 @@
+"""Candidates that stream a B in place, a few rows at a time, with sums in tiles of their own.
+
+Owns when a B is far enough, and short enough of rows of C, that this pays, and the KC of such sweeps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from math import gcd
+from typing import TYPE_CHECKING
+
+from portmm.schedule.cpu_blocking import base_schedule, both_in_place, cache_tiles, least_of, tallest
+from portmm.schedule.parts import ALL, PACKED
+from portmm.target.model import CPU as MODEL
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+    from portmm.target.target import Target
+
+
+def sums_apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
+    """Schedules for some rows by a B beyond L2: slices of them sweep its columns, with sums in tiles of their own.
+
+    Rows of C that start in one set of L1 would leave it no ways for rows of B. Columns are cut so that sums stay in L2.
+    A few rows of a B from memory are swept at a time; of one that may be in the last level, as many as stay in L2.
+    """
+    size, pair = p.elements[1].bytes, 2 * isa.columns(atom)
+    least = MODEL.sums_in_c_wide if crowds_l2(p, p.m, p.n, target) else MODEL.sums_in_c
+    if not (least < p.m <= MODEL.apart_rows and nr == pair and both_in_place(p, isa, atom, nr)):
+        return
+    top = tallest(isa, atom, nr)
+
+    def swept(mr: int, kc: int, width: int, ahead: int) -> Schedule:
+        tiles = cache_tiles(mr, nr, kc, ALL, width // size // nr * nr, least_of(mr))
+        base = base_schedule("gemm", p, isa, tiles, False, False)
+        return replace(base, b=base.b.prefetched(0, ahead // size), c=base.c.with_pack(PACKED))
+
+    if p.k * p.n * size > far(target) and p.m <= MODEL.few_rows:
+        mr = p.m if p.m <= top else min(top, MODEL.in_place_rows)
+        for width in MODEL.apart_bytes:
+            yield swept(mr, MODEL.apart_depth, width, MODEL.ahead_bytes)
+    kc = near_depth(p.n * size, nr * size, target)
+    if p.k > kc and streams_near(p, p.m, p.n, p.k, target):
+        yield swept(min(p.m, top), kc, MODEL.near_bytes, MODEL.near_ahead)
+
+
+def far(target: Target) -> float:
+    """Bytes of a B from which it comes from afar: of the most that stays in the last level, a share."""
+    return float(MODEL.apart_share) * max([target.counted(x.name) for x in target.levels], default=0)
+
+
+def near_depth(row: int, run: int, target: Target) -> int:
+    """KC of such sweeps for rows of `row` bytes that are read `run` bytes at a time.
+
+    Lines are fetched in pairs. Of a shorter run, the other line waits in L1, which has ways for some rows that start in
+    one set.
+    """
+    l1 = target.level("L1")
+    if l1 is None or run >= 2 * l1.line:
+        return int(MODEL.near_depth)
+    sets = l1.bytes // (l1.line * l1.ways)
+    return min(int(MODEL.near_depth), l1.ways * (sets // gcd(max(1, row // l1.line), sets)))
+
+
+def streams_near(p: Problem, m: int, n: int, k: int, target: Target) -> bool:
+    """Whether a B in the last level, of long rows, may be better streamed than read or packed by panels.
+
+    This holds for few slices of rows of C, more of them if rows of B start in one set of L1, and for a B that takes
+    much of the level. A larger B certainly comes from memory, and a smaller one stays in L2.
+    """
+    l1, l2, row = target.level("L1"), target.level("L2"), n * p.elements[1].bytes
+    if not (l1 and l2 and 2 * row >= MODEL.near_bytes):
+        return False
+    aligned = row % (l1.bytes // l1.ways) == 0
+    stays = l2.bytes < k * row <= MODEL.home * max(x.bytes for x in target.levels)
+    return stays and (m <= MODEL.near_rows * (1 + aligned) or k * row > far(target))
+
+
+def crowds_l2(p: Problem, rows: int, columns: int, target: Target) -> bool:
+    """Whether rows of B that are asked for ahead leave L2 before they are read: two blocks of them, and C, exceed it.
+
+    Args:
+        p: the problem, whose types count.
+        rows: of C.
+        columns: of B.
+        target: the machine.
+    """
+    l2, (_, b, c) = target.level("L2"), p.elements
+    swept = columns * (2 * MODEL.apart_depth * b.bytes + rows * c.bytes)
+    return l2 is not None and swept > l2.bytes
