@@ -130,7 +130,7 @@ def test_sweeps_of_a_b_in_the_last_level(name, dtype, few, monkeypatch):
     target = replace(target, levels=tuple(levels))
     atom, size = target.isas[0].atom(dtype), BY_NAME[dtype].bytes
     monkeypatch.setattr(CPU, "near_bytes", 4 * atom.n * size)
-    m, n = (CPU.sums_in_c_wide + 3, 5 * atom.n + 3) if few else (CPU.near_rows - 1, 6 * atom.n)
+    m, n = CPU.sums_in_c_wide + 3 if few else CPU.near_rows - 1, 6 * atom.n + 3 * bool(few and atom.mask)
     p = Problem(m, n, levels[1].bytes // (n * size) + CPU.near_depth + 5, dtype=dtype)
     (s,) = [s for s in candidates(p, target) if s.c.packed and s.b.along * size == CPU.near_ahead]
     assert s.kc == near_depth(n * size, s.nr * size, target)
