@@ -43,7 +43,8 @@ def superoptimize(
         return
     if save is not None:
         if certificate is None:
-            raise PortmmError(f"nothing faster was found, so there is no certificate to write to {save}")
+            why = explained.finding or "the function is not searched"
+            raise PortmmError(f"there is no certificate to write to {save}: {why}")
         save.write_text(json.dumps(certificate), encoding="utf-8")
 
 

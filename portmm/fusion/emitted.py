@@ -43,12 +43,13 @@ def emitted(kernels: Iterable[Kernel], target: Target, threads: int) -> list[Emi
     return list(every.values())
 
 
-def unlisted(kernels: Iterable[Kernel], graph: MuGraph) -> list[tuple[str, str]]:
+def unlisted(kernels: Iterable[Kernel], graph: MuGraph | None) -> list[tuple[str, str]]:
     """Kernels that a program runs and neither `emitted` nor a step of its graph has, and the reason.
 
     A step of attention has the kernel of its record, as a call of `attention` does.
     """
-    calls = any(sum(isinstance(y, TileGemm) for one in x.program.passes for y in one) > 1 for x in graph.steps)
+    steps = () if graph is None else graph.steps
+    calls = any(sum(isinstance(y, TileGemm) for one in x.program.passes for y in one) > 1 for x in steps)
     reasons = {"product": "its weight is packed, or its rows are quantized", "rows": "it has no text of expressions"}
     every = [(i, x) for i, x in enumerate(kernels, 1) if not (x.kind == "block" or (x.kind == "attention" and calls))]
     listed = [(i, x) for i, x in every if not emitted_alone(x)]

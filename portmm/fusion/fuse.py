@@ -197,16 +197,16 @@ class FusedFunction:
         from contextlib import nullcontext
 
         from portmm.fusion import superoptimizer
+        from portmm.fusion.finding import Finding, Task
         from portmm.util.console import progress
 
         graph, result, _ = self.trace(args, options, by_value=by_value)
-        finding = superoptimizer.Finding(note="not searched: it reads other values than arrays and numbers")
+        finding = Finding(note="not searched: it reads other values than arrays and numbers")
         if all(type(x) in (np.ndarray, float) for x in graph.leaves):
             outputs: list[Node] = []
             rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
-            leaves = list(graph.leaves)
-            compiled = partial(_compiled, leaves, self.line())
-            task = superoptimizer.Task(graph, outputs, result, leaves, program.run, compiled, _described)
+            compiled, kernels = partial(_compiled, line=self.line()), program.explained.kernels
+            task = Task(graph, outputs, result, list(graph.leaves), program.run, compiled, _described, kernels)
             shows = self.search and sys.stderr.isatty()
             with progress("superoptimize", self.search) if shows else nullcontext() as shown:
                 finding = superoptimizer.optimize(task, self.search, shown)
@@ -261,7 +261,9 @@ def _described(kernels: tuple[Kernel, ...], source: str) -> Explained:
     return Explained("function", kernels, (), (), source)
 
 
-def _compiled(leaves: list[Any], line: tuple[str, int] | None, function: Callable[..., Any]) -> tuple[Any, Explained]:
+def _compiled(
+    leaves: list[Any], function: Callable[..., Any], line: tuple[str, int] | None = None
+) -> tuple[Any, Explained]:
     """The program of a function of portmm's on arrays and numbers, and its explanation, which names the line."""
     graph = WholeArrays(strict=False, line=line)
     captures = Captures(graph, by_value=False, fresh=False)

@@ -17,10 +17,26 @@ if TYPE_CHECKING:
 LINE, PAD, GAP, LETTER = 18, 10, 34, 7.3
 
 
-def svg(graph: MuGraph) -> str:
-    """The picture of a graph."""
+def svg(*graphs: MuGraph) -> str:
+    """The picture of a graph, or of several, one below the other."""
     parts: list[str] = []
-    y, boxes = PAD, [_lines(graph, step, i) for i, step in enumerate(graph.steps)]
+    y, width = PAD, 0
+    for graph in graphs:
+        y, own = _graph(graph, y, parts)
+        width = max(width, own)
+    style = (
+        ".k{fill:#eef4fb;stroke:#31688e}.t{font:bold 13px sans-serif}.o{font:12px monospace}"
+        ".i{font:12px monospace;fill:#31688e}.a{fill:none;stroke:#888;marker-end:url(#m)}"
+    )
+    marker = '<marker id="m" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" role="img">'
+    arrow = f'<defs>{marker}<path d="M0,0 L8,4 L0,8 z" fill="#888"/></marker></defs>'
+    return "\n".join([head, f"<style>{style}</style>", arrow, *parts, "</svg>\n"])
+
+
+def _graph(graph: MuGraph, y: int, parts: list[str]) -> tuple[int, int]:
+    """Add a graph from a height on; the height below it, and its width."""
+    boxes = [_lines(graph, step, i) for i, step in enumerate(graph.steps)]
     left = PAD if len(boxes) < 2 else 130
     width = int(max(len(line) for lines in boxes for line in lines) * LETTER) + 2 * PAD
     for i in graph.inputs:
@@ -44,14 +60,7 @@ def svg(graph: MuGraph) -> str:
         y += height + GAP
     for i in graph.results:
         y = _tensor(graph, i, (left, y - GAP // 2), parts) + GAP // 2
-    style = (
-        ".k{fill:#eef4fb;stroke:#31688e}.t{font:bold 13px sans-serif}.o{font:12px monospace}"
-        ".i{font:12px monospace;fill:#31688e}.a{fill:none;stroke:#888;marker-end:url(#m)}"
-    )
-    marker = '<marker id="m" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {left + width + PAD} {y}" role="img">'
-    arrow = f'<defs>{marker}<path d="M0,0 L8,4 L0,8 z" fill="#888"/></marker></defs>'
-    return "\n".join([head, f"<style>{style}</style>", arrow, *parts, "</svg>\n"])
+    return y, left + width + PAD
 
 
 def _tensor(graph: MuGraph, i: int, at: tuple[int, int], parts: list[str]) -> int:

@@ -94,10 +94,10 @@ class Explained:
         """
         from portmm.fusion.mugraph_svg import svg
 
-        if self.finding is None or self.finding.graph is None:
+        graphs = () if self.finding is None else self.finding.graphs
+        if not graphs:
             raise TraceError(f"{self.name} has no graph of labelled operations: fuse it with search=True")
-        one = self.finding.kernel
-        return svg(self.finding.graph if one is None or self.finding.run is not None else one.graph)
+        return svg(*graphs)
 
     def __str__(self) -> str:
         lines = [f"{self.name}: {len(self.kernels)} kernel{'s' * (len(self.kernels) != 1)}"]

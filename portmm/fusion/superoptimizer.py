@@ -1,6 +1,6 @@
 """Search of an equivalent program that is faster: by rewrites of terms, verified and measured.
 
-Owns `optimize` and its result, `Finding`. Terms are expanded best first, each form once, and none of which even the
+Owns `optimize`. Terms are expanded best first, each form once, and none of which even the
 optimistic prediction is above the best; the most promising forms are verified over finite fields and judged for
 stability, compiled and measured beside the program as it is. What is kept is faster and has a certificate.
 """
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import heapq
-import json
 import secrets
 import time
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -17,22 +16,23 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
 from portmm.fusion.emitted import emitted, unlisted
+from portmm.fusion.finding import Finding, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
+from portmm.fusion.split_search import Parts, parts_of
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted, predicted_kernel
 from portmm.fusion.term_kernels import Kernel, one_kernels
 from portmm.fusion.term_rewrites import alternatives
 from portmm.fusion.terms import Labelled, UnlabelledError, graph_of, term_of
-from portmm.ir.mugraph import to_json
 from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
-from portmm.verification.certificate import Emitted, certify
+from portmm.verification.certificate import Emitted, certify, together
 from portmm.verification.equivalence import check
 from portmm.verification.stability import judge
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.fusion.graph import Graph, Node
+    from portmm.fusion.finding import Run
     from portmm.fusion.terms import Term
     from portmm.ir.mugraph import MuGraph
     from portmm.schedule.schedule import Schedule
@@ -60,7 +60,6 @@ REJECT_RATIO = 1.5
 """Time of three runs of a form over that of the best one, from which it is not measured further."""
 LONGEST = 0.4
 """Seconds of all runs of one form."""
-Run = Any
 Path = tuple[tuple[str, int], ...]
 
 
@@ -95,88 +94,60 @@ class Placed(NamedTuple):
     schedule: Schedule | None = None
 
 
-class Finding(NamedTuple):
-    """A program that was found.
-
-    Attributes:
-        run: the program, of the arguments of a call, or None where the program as it is remains.
-        explained: what it explains, or None.
-        path: names of the rewrites that lead to it.
-        seconds, before: time of a call, and that of the program as it is.
-        forms, bounded, verified: numbers of forms that were seen, not expanded by the bound, and that passed.
-        elapsed: seconds of the search.
-        certificate: of its equivalence, or None.
-        note: a remark.
-        graph: its µGraph, or that of the function as it is.
-        kernel: the function as one kernel, verified, or None: a record with a meaning, which need not have loops.
-        stored: it was known from an earlier search.
-    """
-
-    run: Run = None
-    explained: Any = None
-    path: tuple[str, ...] = ()
-    seconds: float = 0.0
-    before: float = 0.0
-    forms: int = 0
-    bounded: int = 0
-    verified: int = 0
-    elapsed: float = 0.0
-    certificate: dict[str, Any] | None = None
-    note: str = ""
-    graph: MuGraph | None = None
-    kernel: Kernel | None = None
-    stored: bool = False
-
-    @property
-    def counted(self) -> str:
-        """Numbers of forms."""
-        return f"{self.forms} forms ({self.bounded} not expanded by the bound)"
-
-    def __str__(self) -> str:
-        one = ""
-        if self.kernel is not None:
-            one = f"; one kernel has a loop along {self.kernel.loop}, {self.kernel.passes} passes"
-        if self.run is None:
-            return self.note or f"no faster form among {self.counted}, in {self.elapsed:.1f} s{one}"
-        known = "known from an earlier search" if self.stored else f"found among {self.counted}"
-        gain = f", {self.before / self.seconds:.2f} times as fast" if self.seconds else ""
-        return f"{known} in {self.elapsed:.1f} s: {', '.join(self.path)}{gain}{one}"
-
-
-class Task(NamedTuple):
-    """A function to be searched.
-
-    Attributes:
-        graph, outputs: as traced.
-        result: nested placeholders of the outputs.
-        arrays: arrays and numbers that it reads, in the order of the graph's leaves.
-        before: the program as it is.
-        compiled: makes a program of a function of arrays, and what it explains.
-        described: what a program of some kernels, with its text, explains.
-    """
-
-    graph: Graph
-    outputs: list[Node]
-    result: Any
-    arrays: list[Any]
-    before: Run
-    compiled: Callable[[Any], tuple[Run, Any]]
-    described: Callable[[tuple[Any, ...], str], Any]
-
-
 def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], None] | None = None) -> Finding:
     """Search a faster program; an interrupt from the keyboard ends the search, and what it found is kept.
+
+    A function with operations that have no terms is split at them, and what is between is searched: see `split_search`.
 
     Args:
         task: the function.
         seconds: budget; 0: only what an earlier search has found for the same structure is taken.
         progress: takes numbers of forms measured and to measure, and the best so far.
     """
+    shown = progress or (lambda *_: None)
     try:
         labelled = term_of(task.graph, task.outputs)
     except (UnlabelledError, RecursionError) as error:
-        return Finding(note=f"not searched: {error}")
-    return _Search(task, labelled, seconds, progress or (lambda *_: None)).run()
+        try:
+            parts = parts_of(task)
+        except (PortmmError, ByValueError, RecursionError):
+            parts = None
+        return Finding(note=f"not searched: {error}") if parts is None else _split(parts, seconds, shown)
+    return _Search(task, labelled, seconds, shown).run()
+
+
+def _split(parts: Parts, seconds: float, progress: Callable[[int, int, str], None]) -> Finding:
+    """Search each part of a function, and keep the program of all where it is faster than the function as it is."""
+    start = time.monotonic()
+    key, target, threads = parts.key(), config.target().name, config.get_num_threads()
+    if seconds <= 0 and program_database.find(key, target, threads) is None:
+        return Finding()
+    findings: dict[int, Finding] = {}
+    parts.build()
+    for i in parts.searched:
+        left = (seconds - (time.monotonic() - start)) / (len(parts.searched) - len(findings)) if seconds > 0 else 0.0
+        if any(x.interrupted for x in findings.values()):
+            left = 0.0
+        findings[i] = optimize(parts.task(i), max(0.0, left), progress)
+    every = tuple(findings.values())
+    best = Finding(
+        certificate=together([x.certificate for x in every if x.certificate is not None]),
+        forms=sum(x.forms for x in every), bounded=sum(x.bounded for x in every),
+        verified=sum(x.verified for x in every), parts=every, interrupted=any(x.interrupted for x in every),
+        note=f"split at {', '.join(parts.splits)} into {len(every)} parts that are searched",
+    )  # fmt: skip
+    if all(x.run is None for x in every):
+        return best._replace(elapsed=time.monotonic() - start)
+    run, explained = parts.program(findings)
+    if seconds > 0:
+        before, after = timed(parts.whole.before, parts.whole.arrays), timed(run, parts.whole.arrays)
+        best = best._replace(before=before, seconds=after)
+        if after >= FASTER * before:
+            return best._replace(elapsed=time.monotonic() - start)
+        program_database.store(key, target, threads, program_database.Entry((), {}, before / after))
+    stored = all(x.stored or x.run is None for x in every)
+    path, elapsed = tuple(y for x in every for y in x.path), time.monotonic() - start
+    return best._replace(run=run, explained=explained, path=path, elapsed=elapsed, stored=stored)
 
 
 class _Search:
@@ -189,13 +160,12 @@ class _Search:
         self.start = time.monotonic()
         self.end = self.start + seconds
         self.rates = Rates.of(config.target())
-        self.inputs = _axes_of_inputs(labelled)
+        self.inputs = labelled.inputs
         self.reference = self.graph(labelled.results)
-        text = json.dumps(to_json(self.reference), sort_keys=True) + labelled.dtype.replace("float32", "")
-        self.key = hashlib.sha256(text.encode()).hexdigest()
+        self.key = hashlib.sha256(labelled.structure().encode()).hexdigest()
         self.seed = secrets.randbits(63)  # of the tests of all candidates; a certificate has tests of its own
         self.forms: list[Form] = []
-        self.bounded = self.verified = 0
+        self.bounded = self.verified = self.steps = 0
         self.best = Finding()
         self.selected: tuple[Placed, Path] | None = None
 
@@ -213,11 +183,19 @@ class _Search:
             self.measure()
             self.as_one()
         except KeyboardInterrupt:
-            self.best = self.best._replace(note="interrupted: the best so far is kept")
-        elapsed = time.monotonic() - self.start
+            self.best = self.best._replace(interrupted=True)
         forms, bounded, verified = len(self.forms), self.bounded, self.verified
-        best = self.best._replace(forms=forms, bounded=bounded, verified=verified, elapsed=elapsed)
-        return best._replace(graph=self.reference) if best.run is None else self.kept(best)
+        best = self.best._replace(forms=forms, bounded=bounded, verified=verified)
+        if best.run is not None or not best.interrupted:
+            self.show(self.steps, "its kernels are verified")
+        best = self.as_it_is(best) if best.run is None else self.kept(best)
+        return best._replace(elapsed=time.monotonic() - self.start)
+
+    def show(self, step: int, what: str) -> None:
+        """Show the best so far, and what is done."""
+        best = self.best
+        gain = "nothing is faster yet" if best.run is None else f"{best.before / best.seconds:.2f} times as fast"
+        self.progress(step, self.steps + 1, f"{gain}; {what}")
 
     def enumerate(self) -> None:
         """Expand forms, best first, until there are no more, or enough."""
@@ -249,10 +227,11 @@ class _Search:
         before = timed(self.task.before, self.task.arrays)
         self.best = Finding(before=before, seconds=before)
         ranked = sorted(self.forms, key=lambda x: x.seconds)[:MEASURED]
+        self.steps = len(ranked) + KERNELS_MEASURED
         for i, form in enumerate(ranked):
             if time.monotonic() > self.end:
                 break
-            self.progress(i, len(ranked), f"{before / self.best.seconds:.2f} times as fast")
+            self.show(i, f"a form of {len(self.forms)}")
             if not check(self.reference, self.graph(form.roots), seed=self.seed):
                 continue
             self.verified += 1
@@ -288,6 +267,7 @@ class _Search:
             known = self.best.kernel is not None
             if known and (ran >= KERNELS_MEASURED or time.monotonic() > self.end):
                 break
+            self.show(self.steps - KERNELS_MEASURED + ran, f"one kernel along {kernel.loop}")
             try:
                 placed = self.placed(kernel) if KERNELS_MEASURED else []
             except PortmmError:
@@ -321,7 +301,7 @@ class _Search:
 
     def compiled(self, roots: tuple[Term, ...]) -> tuple[Run, Any]:
         """The program of a form."""
-        labelled, result = self.labelled, self.task.result
+        labelled, result, arrays = self.labelled, self.task.result, self.task.arrays
 
         def function(*arrays: Any) -> Any:
             inputs = []
@@ -333,7 +313,7 @@ class _Search:
             ends = iter(compute(roots, labelled.axes, inputs, labelled.extents, labelled.dtype))
             return rebuilt(result, lambda x: next(ends) if isinstance(x, Placeholder) else x)
 
-        return self.task.compiled(function)
+        return self.task.compiled(arrays, function)
 
     def kept(self, best: Finding) -> Finding:
         """A finding with its certificate, stored for later searches; none if a check fails."""
@@ -346,10 +326,24 @@ class _Search:
             certificate = certify(self.reference, graph, target.name, kernels, unlisted(explained.kernels, graph))
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
-            return Finding(note=note, forms=best.forms, elapsed=best.elapsed, kernel=best.kernel)
+            return Finding(note=note, forms=best.forms, kernel=best.kernel, graph=self.reference)
         trust = max(LEAST_TRUST, best.before / best.seconds / self.promise(seconds))
         program_database.store(self.key, target.name, threads, program_database.Entry(path, certificate, trust))
         return best._replace(certificate=certificate, graph=graph)
+
+    def as_it_is(self, best: Finding) -> Finding:
+        """The finding that nothing is faster, with a certificate of the kernels that run; none after an interrupt."""
+        best = best._replace(graph=self.reference)
+        if best.interrupted:
+            return best
+        target, kernels = config.target(), self.task.kernels
+        try:
+            every = emitted(kernels, target, config.get_num_threads())
+            less = unlisted(kernels, None)
+            certificate = certify(self.reference, self.reference, target.name, every, less, steps=False)
+        except PortmmError as error:
+            return best._replace(note=f"the program as it is has no certificate: {error}")
+        return best._replace(certificate=certificate)
 
     def promise(self, seconds: float) -> float:
         """The predicted speed-up of a program that is predicted to take some seconds."""
@@ -395,18 +389,6 @@ class _Search:
             return None
         programs = self.placed(kernels[i])
         return programs[j] if j < len(programs) and trust * self.promise(programs[j].predicted) >= 1 else None
-
-
-def _axes_of_inputs(labelled: Labelled) -> tuple[str, ...]:
-    """Labels of the inputs' dimensions."""
-    axes: dict[int, str] = {}
-    stack = list(labelled.results)
-    while stack:
-        x = stack.pop()
-        if x.op == "input":
-            axes[x.data] = x.labels
-        stack += x.args
-    return tuple(axes.get(i, "") for i in range(len(labelled.leaves)))
 
 
 def timed(run: Run, arrays: Sequence[Any], longest: float = LONGEST) -> float:

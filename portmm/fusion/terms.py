@@ -6,6 +6,7 @@ Which dimensions are one follows from the graph: those of a broadcast, and of wh
 
 from __future__ import annotations
 
+import json
 from typing import TYPE_CHECKING, Any, NamedTuple
 from weakref import WeakValueDictionary
 
@@ -13,10 +14,10 @@ import numpy as np
 
 from portmm.errors import TraceError
 from portmm.ir.attention_program import Form, of_attention
-from portmm.ir.mugraph import Binding, Builder, Step
+from portmm.ir.mugraph import Binding, Builder, Step, to_json
 from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, acc, argument
-from portmm.spec.expr import Expr, apply, const
+from portmm.spec.expr import Expr, apply, const, ordered
 from portmm.verification.functions import NAMES, function_of
 
 if TYPE_CHECKING:
@@ -128,6 +129,23 @@ class Labelled(NamedTuple):
     extents: dict[str, int]
     dtype: str = "float32"
 
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """Labels of the dimensions of each input."""
+        axes: dict[int, str] = {}
+        stack = list(self.results)
+        while stack:
+            x = stack.pop()
+            if x.op == "input":
+                axes[x.data] = x.labels
+            stack += x.args
+        return tuple(axes.get(i, "") for i in range(len(self.leaves)))
+
+    def structure(self) -> str:
+        """The text of what is computed, without sizes; float32 is not named."""
+        graph = graph_of(self.results, self.axes, self.inputs)
+        return json.dumps(to_json(graph), sort_keys=True) + self.dtype.replace("float32", "")
+
 
 class _Labels:
     """Classes of dimensions that are one."""
@@ -221,7 +239,7 @@ class _Reader:
             self.labels.join(a[-1], b[-2])
             return [*self.broadcast([a[:-2], b[:-2]], len(x.shape) - 2), a[-2], b[-1]]
         if x.kind == "view":
-            return self.viewed(x, inner[0])
+            return viewed(x, inner[0])
         raise UnlabelledError(f"{x.name} ({x.where}) is no operation of terms")
 
     def alike(self, x: Node) -> bool:
@@ -238,17 +256,6 @@ class _Reader:
             for i in range(1, len(y) + 1):
                 dims[-i] = self.labels.join(dims[-i], y[-i])
         return dims
-
-    def viewed(self, x: Node, dims: list[int]) -> list[int]:
-        """The dimensions of a transposition, or of a reshape that adds or removes dimensions of extent 1."""
-        like = np.empty(x.inputs[0].shape, np.int8)
-        looked = x.plain(like)
-        steps = {s: d for s, d, n in zip(like.strides, dims, x.inputs[0].shape, strict=True) if n > 1}
-        got = [-1 if n == 1 else steps.get(s, -2) for s, n in zip(looked.strides, looked.shape, strict=True)]
-        sizes = [n for n in looked.shape if n > 1]
-        if -2 in got or sorted(sizes) != sorted(n for n in like.shape if n > 1):
-            raise UnlabelledError(f"{x.name} ({x.where}) changes dimensions inside of the function")
-        return got
 
     def term(self, x: Node) -> Term:
         """The term of a node."""
@@ -273,6 +280,22 @@ class _Reader:
         if last < 0:
             raise UnlabelledError(f"{x.name} ({x.where}) is a product along a dimension of extent 1")
         return dot(self.letter(last), *inner)
+
+
+def viewed(x: Node, dims: list[int]) -> list[int]:
+    """The dimensions of a transposition, or of a reshape that adds or removes dimensions of extent 1.
+
+    Raises:
+        UnlabelledError: it is something else.
+    """
+    like = np.empty(x.inputs[0].shape, np.int8)
+    looked = x.plain(like)
+    steps = {s: d for s, d, n in zip(like.strides, dims, x.inputs[0].shape, strict=True) if n > 1}
+    got = [-1 if n == 1 else steps.get(s, -2) for s, n in zip(looked.strides, looked.shape, strict=True)]
+    sizes = [n for n in looked.shape if n > 1]
+    if -2 in got or sorted(sizes) != sorted(n for n in like.shape if n > 1):
+        raise UnlabelledError(f"{x.name} ({x.where}) changes dimensions inside of the function")
+    return got
 
 
 def _kinds(x: Node) -> set[Any]:
@@ -301,6 +324,16 @@ def _needed(outputs: list[Node]) -> list[Node]:
     for x in outputs:
         visit(x)
     return list(seen)
+
+
+def spelled(x: Expr) -> None:
+    """Check that an expression is one of terms.
+
+    Raises:
+        UnlabelledError: it is not.
+    """
+    count = 1 + max((y.args[0] for y in ordered((x,)) if y.op == "given"), default=-1)
+    _spelled(x, [Term("input", (), "", i) for i in range(count)])
 
 
 def _spelled(x: Expr, args: Sequence[Term]) -> Term:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MAXIMA = ("max", "greater")
 _sets = Memory(1 << 16, "kernels")
+_levels = Memory(4, "kernels")
 _Key = tuple[int, str, str, tuple[Any, ...]]
 
 
@@ -30,24 +31,66 @@ def evaluate_all(roots: Sequence[Expr], leaves: Mapping[Expr, tuple[Value, int]]
 
     Args:
         roots: the expressions.
-        leaves: for each leaf that is no literal, a value with a row for each of several, and its row.
+        leaves: for each element of an operand, a value with a row for each of several, and its row.
         numbers: the arithmetic.
 
     Raises:
         UnsupportedError: an operation has no meaning in the arithmetic.
     """
-    known: dict[Expr, tuple[Any, int]] = dict(leaves)
-    for (_, op, dtype, _), group in levels(roots, known):
+    rows = _Rows(numbers.field.tests)
+    for x in leaves:
+        rows.place(x, *leaves[x])
+    for (_, op, dtype, _), group in levels(roots):
+        if op == "element":
+            continue
         if op == "const":
             for x in group:
-                known[x] = numbers.number(np.full(1, x.args[0]), dtype), 0
+                rows.keep([x], numbers.number(np.full(1, x.args[0]), dtype))
             continue
-        columns = list(zip(*[inner_of(x)[1] for x in group], strict=True))
-        values = [_gathered([known[y] for y in column]) for column in columns]
-        result = numbers.apply(op, dtype, values)
-        for i, x in enumerate(group):
-            known[x] = result, i
-    return _gathered([known[x] for x in roots])  # type: ignore[no-any-return]
+        columns = zip(*[inner_of(x)[1] for x in group], strict=True)
+        rows.keep(group, numbers.apply(op, dtype, [rows.gathered(column) for column in columns]))
+    return rows.gathered(roots)  # type: ignore[no-any-return]
+
+
+class _Rows:
+    """Values of expressions: floats in one table, a row for each, others by themselves.
+
+    Attributes:
+        at: row of a float, or a value without floats with its row there.
+        signs: whether a row is positive.
+    """
+
+    def __init__(self, tests: int) -> None:
+        self.count = 0
+        self.at: dict[Expr, Any] = {}
+        kinds = (np.uint64, np.int64, np.bool_, np.uint64)
+        self.parts: list[Any] = [np.empty((1 << 10, tests), x) for x in kinds]
+        self.signs: list[bool] = []
+
+    def place(self, x: Expr, value: Any, row: int) -> None:
+        """Keep one row of a value."""
+        self.keep([x], Value.of((y[row : row + 1] for y in value.parts()), positive=value.positive))
+
+    def keep(self, group: Sequence[Expr], value: Any) -> None:
+        """Keep a value with a row for each expression."""
+        if not isinstance(value, Value):
+            self.at |= {x: (value, i) for i, x in enumerate(group)}
+            return
+        first, self.count = self.count, self.count + len(group)
+        while self.count > len(self.parts[0]):
+            self.parts = [np.concatenate([x, np.empty_like(x)]) for x in self.parts]
+        for table, part in zip(self.parts, value.parts(), strict=True):
+            table[first : self.count] = part
+        self.at |= {x: first + i for i, x in enumerate(group)}
+        self.signs += [value.positive] * len(group)
+
+    def gathered(self, of: Sequence[Expr]) -> Any:
+        """A value with a row for each of some expressions."""
+        at = [self.at[x] for x in of]
+        if isinstance(at[0], int):
+            return Value.of((x[at] for x in self.parts), positive=all(self.signs[i] for i in at))
+        tests = max(x.shape[-1] for x, _ in at)
+        return np.stack([np.broadcast_to(x[i], (tests,)) for x, i in at])
 
 
 def inner_of(x: Expr) -> tuple[str, tuple[Expr, ...]]:
@@ -102,10 +145,15 @@ def _maximum_of(x: Expr) -> tuple[Expr, ...]:
     return _sets[x]  # type: ignore[no-any-return]
 
 
-def levels(roots: Sequence[Expr], leaves: Mapping[Expr, Any]) -> list[tuple[_Key, list[Expr]]]:
-    """Expressions by level and operation, and by which operands are positive, operands first."""
-    level: dict[Expr, int] = dict.fromkeys(leaves, 0)
-    positive: dict[Expr, bool] = dict.fromkeys(leaves, False)
+def levels(roots: Sequence[Expr]) -> list[tuple[_Key, list[Expr]]]:
+    """Expressions by level and operation, and by which operands are positive, operands first; remembered."""
+    key = tuple(roots)
+    return _levels[key] if key in _levels else _levels.keep(key, _leveled(roots))  # type: ignore[no-any-return]
+
+
+def _leveled(roots: Sequence[Expr]) -> list[tuple[_Key, list[Expr]]]:
+    level: dict[Expr, int] = {}
+    positive: dict[Expr, bool] = {}
     groups: dict[_Key, list[Expr]] = {}
     stack = list(roots)
     while stack:
@@ -128,12 +176,3 @@ def levels(roots: Sequence[Expr], leaves: Mapping[Expr, Any]) -> list[tuple[_Key
 
 def _all_positive(op: str, signs: tuple[tuple[bool, str], ...]) -> bool:
     return all(x for x, _ in (signs[1:] if op == "select" else signs))
-
-
-def _gathered(rows: Sequence[tuple[Any, int]]) -> Any:
-    """A value with a row for each of some rows of others."""
-    if isinstance(rows[0][0], Value):
-        parts = zip(*[[y[i] for y in x.parts()] for x, i in rows], strict=True)
-        return Value.of((np.stack(x) for x in parts), positive=all(x.positive for x, _ in rows))
-    tests = max(x.shape[-1] for x, _ in rows)
-    return np.stack([np.broadcast_to(x[i], (tests,)) for x, i in rows])

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.ir.block_program import TileGemm, TileReduce
 from portmm.spec.epilogue import summed, varies
 from portmm.spec.expr_ops import OPS
-from portmm.util.memo import Memory
+from portmm.util.memo import Memory, cached
 from portmm.verification.batches import levels
 from portmm.verification.field import LEAST, PRIMES, Q
 from portmm.verification.functions import function_of
@@ -57,6 +57,8 @@ class Factor(NamedTuple):
 
 
 Factors = tuple[tuple[Factor, int], ...]
+SIZES = 1 << 12
+"""Sums and products of sizes that are remembered: elements of one result have few different ones."""
 
 
 class Size(NamedTuple):
@@ -94,6 +96,7 @@ class Size(NamedTuple):
 _ZERO = Size(0, bits=0)
 
 
+@cached("kernels", SIZES)
 def _times(a: Size, b: Size) -> Size:
     if _ZERO in (a, b):
         return _ZERO
@@ -111,6 +114,7 @@ def _expanded(a: Size, factors: Mapping[Factor, int]) -> Size:
     return a._replace(factors=tuple(factors.items()))
 
 
+@cached("kernels", SIZES)
 def _plus(a: Size, b: Size) -> Size:
     if _ZERO in (a, b):
         return b if a == _ZERO else a
@@ -289,7 +293,7 @@ def element_sizes(results: Iterable[Sequence[Expr]]) -> list[Size]:
     """The size of the largest element of each of some results."""
     every, at = [], _Elements()
     for elements in results:
-        for _, group in levels(elements, {}):
+        for _, group in levels(elements):
             for x in group:
                 at.of(x)
         each = [at.of(x) for x in elements]

@@ -81,7 +81,7 @@ class Emitted(NamedTuple):
 
 def certify(
     reference: MuGraph, candidate: MuGraph, target: str = "", emitted: Sequence[Emitted] = (),
-    unchecked: Sequence[tuple[str, str]] = (),
+    unchecked: Sequence[tuple[str, str]] = (), *, steps: bool = True,
 ) -> dict[str, Any]:  # fmt: skip
     """The certificate of a candidate that computes what a reference does.
 
@@ -91,6 +91,7 @@ def certify(
         target: a chip whose kernels are checked too: those of steps that are products of matrices, rows or attention.
         emitted: further kernels, which the program runs in the place of steps.
         unchecked: names of kernels that it runs, too, and why they are not checked.
+        steps: whether steps of the candidate run as kernels of their own.
 
     Raises:
         ScheduleError: they differ, or a kernel does, or the candidate is less stable.
@@ -110,12 +111,17 @@ def certify(
     }  # fmt: skip
     if target in names_of("cpu"):
         named = [x.program for x in emitted]
-        steps = [Emitted(f"step {i}", x.program) for i, x in enumerate(candidate.steps) if x.program not in named]
-        for x in (*steps, *emitted):
+        own = [Emitted(f"step {i}", x.program) for i, x in enumerate(candidate.steps) if x.program not in named]
+        for x in (*own * steps, *emitted):
             kernel = _lowered(x, target)
             part = {"name": x.name, "reason": "labels or types"} if kernel is None else _kernel(x, kernel, target)
             data["unchecked" if "reason" in part else "kernels"].append(part)
     return data
+
+
+def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
+    """The certificate of a function of several parts, or None if there are none."""
+    return {"format": FORMAT, "parts": list(parts)} if parts else None
 
 
 def _lowered(x: Emitted, target: str) -> Lowered | None:
@@ -168,6 +174,8 @@ def repeat(data: Mapping[str, Any]) -> list[Outcome]:
     try:
         if data["format"] != FORMAT:
             raise CertificateError(f"a certificate of format {data['format']}; this portmm reads {FORMAT}")
+        if "parts" in data:
+            return [y._replace(what=f"part {i}: {y.what}") for i, x in enumerate(data["parts"], 1) for y in repeat(x)]
         reference, candidate = from_json(data["reference"]), from_json(data["candidate"])
         outcomes = [
             Outcome(f"text of the {x}", digest(_text(data[x])) == data["digests"][x], data["digests"][x][:16])
@@ -231,7 +239,8 @@ def on_device(data: Mapping[str, Any], name: str) -> list[Outcome]:
     if name not in names_of("device"):
         raise CertificateError(f"no device {name!r} is described; known are {', '.join(names_of('device'))}")
     try:
-        kernels = [(f"{x['name']}, {name}", program_from_json(x["record"])) for x in data["kernels"]]
+        every = [y for x in data.get("parts", [data]) for y in x["kernels"]]
+        kernels = [(f"{x['name']}, {name}", program_from_json(x["record"])) for x in every]
     except (KeyError, TypeError, ValueError, ScheduleError) as error:
         raise CertificateError(f"the certificate is damaged: {error!r}; search again") from error
     outcomes = []

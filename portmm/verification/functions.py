@@ -22,7 +22,7 @@ _ARGUMENT = argument(0, "f32")
 NAMES = ("exp", "log", "tanh", "erf", "sigmoid", "silu", "expm1", "softplus", "gelu_tanh", "gelu")
 _patterns: dict[tuple[str, str], list[tuple[str, Expr]]] = {}
 _decays: list[Expr] = []
-_matches = Memory(1 << 14, "kernels")
+_matches = Memory(1 << 16, "kernels")
 
 
 def add(name: str, function: Callable[[Expr], Expr], *, decays: bool = False) -> None:

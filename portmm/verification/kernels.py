@@ -38,6 +38,8 @@ if TYPE_CHECKING:
     from portmm.spec.expr import Expr
     from portmm.verification.bounds import Size
 
+ATTENTION = "portmm_attention_"
+"""Start of the names of kernels of attention on devices."""
 KEYS = 4
 """Keys of a block of attention."""
 
@@ -85,7 +87,8 @@ def _checked(
         raise UnsupportedError("scalar arguments are no symbols yet")
     call = call_of(program, extents, kernel.name)
     if isinstance(kernel, GridKernel):
-        call = call._replace(names=tuple(f"{x}_all" if x.startswith("x") else x for x in call.names))
+        on_device = _attention_on_device(program, extents) if kernel.name.startswith(ATTENTION) else call
+        call = on_device._replace(names=tuple(f"{x}_all" if x.startswith("x") else x for x in on_device.names))
     written = dict(program.fused.results)
     arrays = {call.names[i]: math.prod(x) for i, x in enumerate(shapes)}
     results = [call.names[i] for i in written]
@@ -233,6 +236,20 @@ def _attention(program: BlockProgram, extents: Mapping[str, int]) -> Call:
         ints |= {f"{name}_b": strides["b"], f"{name}_h": strides["h"], f"{name}_m": strides[row]}
         ints[f"{name}_n"] = strides.get(column, 1)
     return Call(tuple(names.values()), ints)
+
+
+def _attention_on_device(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+    at, queries = attention_of(program).at, "nm"["nm".index(program.loop) - 1]
+    heads, few, m, n = extents["h"], extents.get("H", extents["h"]), extents[queries], extents[program.loop]
+    ints = {"m": m, "n": n, "heads": heads, "group": heads // few, "few": few, "items": extents["b"]}
+    ints |= {"window": 0, "offset": n - m}
+    names = {at.q: "q", at.k: "k", at.v: "v", at.o: "o"} | ({} if at.lse is None else {at.lse: "lse"})
+    for i, name in names.items():
+        strides = _strides(program.operands[i].axes, extents)
+        row = "n" if name in ("k", "v") else "m"
+        ints |= {f"{name}_b": strides["b"], f"{name}_h": strides["h"]}
+        ints[f"{name}_{row}"] = strides[program.loop if row == "n" else queries]
+    return Call(tuple(names[i] for i in range(len(names))), ints)
 
 
 _added: list[bool] = []

@@ -12,11 +12,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.codegen.lower import atom_of, lower_program
 from portmm.errors import ScheduleError
+from portmm.ir.attention_program import attention_of
 from portmm.ir.block_program import TileGemm, TileReduce
 from portmm.ir.product_program import product_of
 from portmm.schedule.block_tiles import split_loop, tiled
 from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_attention import attention_schedule
+from portmm.schedule.gpu_attention import schedule_of
 from portmm.schedule.legality import inconsistent
 from portmm.schedule.parts import ALL
 from portmm.schedule.rows import candidates as candidates_of_rows
@@ -38,6 +40,8 @@ SHORT = 2
 """Block of k, and of the loop, where a kernel has several products."""
 THREADS = ("simt", "stream", "direct")
 """Programs of products on devices without matrix units; the first one has shared memory."""
+QUERIES_BY_KEYS, WARP, VECTOR = (8, 16), (4, 8), 4
+"""Of attention on a device: queries and keys of a block, threads along both, and elements that are moved at once."""
 MOST_RUNS = 3
 """Runs of a loop that is split; the last one has two blocks."""
 
@@ -71,15 +75,17 @@ class OnDevice(NamedTuple):
 
 
 def lowered_on_device(program: BlockProgram, target: Target) -> OnDevice:
-    """The kernel of a record over rows, or of a product, on a device: by threads, without matrix units.
+    """The kernel of a record over rows, of a product or of attention on a device: by threads, without matrix units.
 
     Raises:
         ScheduleError: there is no such kernel.
     """
     gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
     language = target.device.language if target.device is not None else "opencl"
-    if gemms > 1 or any(isinstance(x, TileReduce) and summed(x.value) != "n" for one in program.passes for x in one):
-        raise ScheduleError("texts of devices are checked of products, and of expressions over rows")
+    if gemms > 1:
+        return _attention_on_device(program, language)
+    if any(isinstance(x, TileReduce) and summed(x.value) != "n" for one in program.passes for x in one):
+        raise ScheduleError("texts of devices are checked of products, of attention, and of expressions over rows")
     if gemms:
         s = _of_threads(program, target)
         extents = {"m": s.block.m + 1, "n": s.block.n + 5, "k": max(1, s.block.k) * s.atom.kr * SHORT + 1, "b": 2}
@@ -92,6 +98,26 @@ def lowered_on_device(program: BlockProgram, target: Target) -> OnDevice:
     if s.program != "rows":
         s = replace(s, epilogue="", static=None)
     (kernel,) = lower_program(program, s, isa)
+    text = import_module(f"portmm.codegen.{language}").source(kernel)
+    return OnDevice(kernel, text, _labelled(program, extents))
+
+
+def _attention_on_device(program: BlockProgram, language: str) -> OnDevice:
+    """Attention by threads: two tiles of queries and two of keys, heads in groups, the last tiles and vectors ragged.
+
+    Raises:
+        ScheduleError: the record is none of attention, or it has operands besides queries, keys and values.
+    """
+    of = attention_of(program)
+    if not {*"bhde"} <= {x for y in program.operands for x in y.axes}:
+        raise ScheduleError("kernels of attention have items and heads")
+    if of.form.bounds or of.form.lengths or of.form.starts or of.form.score.operands:
+        raise ScheduleError("texts of devices are checked of attention without masks and further operands")
+    isa, queries = load_isa("simt"), "nm"["nm".index(program.loop) - 1]
+    (rows, columns), head = QUERIES_BY_KEYS, VECTOR + 1
+    s = schedule_of("f32", (head, head), QUERIES_BY_KEYS, WARP)
+    (kernel,) = lower_program(program, s, isa, atom_of(isa, "f32"))
+    extents = {queries: rows + 1, program.loop: columns + VECTOR - 1, "d": head, "e": head, "b": 2, "h": 2, "H": 1}
     text = import_module(f"portmm.codegen.{language}").source(kernel)
     return OnDevice(kernel, text, _labelled(program, extents))
 

@@ -101,7 +101,7 @@ def test_every_form_is_equivalent(name):
     function, shapes, wanted = CASES[name]
     arrays = arrays_of(shapes)
     labelled = labelled_of(function, arrays)
-    axes = superoptimizer._axes_of_inputs(labelled)
+    axes = labelled.inputs
     reference = graph_of(labelled.results, labelled.axes, axes)
     want = function(*[x.astype(np.float64) for x in arrays])
     want, forms, ops = want if isinstance(want, tuple) else (want,), reachable(labelled.results, 24), set()
@@ -144,7 +144,7 @@ def test_operations_without_terms_are_not_searched():
     for function in (lambda x: np.cumsum(x, -1), lambda x: (x + 1).reshape(4, 3)):
         with pytest.raises(UnlabelledError):
             labelled_of(function, arrays_of([(2, 6)]))
-    fused = pm.fuse(lambda x: (x + 1).reshape(4, 3), search=1)
+    fused = pm.fuse(lambda x: np.cumsum(x + 1, -1), search=1)
     x = arrays_of([(2, 6)])
     np.testing.assert_allclose(fused(*x), fused.__wrapped__(*x))
     assert "not searched" in fused.explain(*x).notes[-1]
@@ -214,6 +214,70 @@ def test_bfloat16_is_searched_and_stored_apart(database, monkeypatch):
     mixed = pm.fuse(lambda x, a: x @ a, search=1)
     mixed(wide[0], arrays[1])
     assert "others are of" in mixed.explain(wide[0], arrays[1]).finding.note
+
+
+def sorted_between(x, a, b):
+    """Chains before and after what NumPy computes, of two results."""
+    y = np.sort(x @ (a @ b), axis=-1)
+    return {"first": y, "last": (y @ b.T @ (a.T @ a)) * 2.0}
+
+
+def test_a_function_is_split_at_what_has_no_term(database, monkeypatch):
+    """Each part is searched; all parts together are measured, stored, and used by later calls of other sizes."""
+    del database
+    monkeypatch.setattr(superoptimizer, "timed", last)
+    monkeypatch.setattr(superoptimizer, "MEASURED", 1)
+    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+    fused, arrays = pm.fuse(sorted_between, search=20), arrays_of([(8, 512), (512, 4), (4, 512)])
+    want = sorted_between(*[x.astype(np.float64) for x in arrays])
+    for _ in range(2):
+        got = fused(*arrays)
+        assert got.keys() == want.keys()
+        for x in want:
+            np.testing.assert_allclose(got[x], want[x], rtol=1e-3, atol=1e-5 * np.abs(want[x]).max())
+    explained = fused.explain(*arrays)
+    assert len(explained.finding.parts) == 2
+    assert "association" in explained.finding.path
+    assert "np.sort" in str(explained.finding)
+    assert any(x.kind == "numpy" for x in explained.kernels)
+    assert ET.fromstring(explained.graph()).tag.endswith("svg")  # noqa: S314 - our own
+    outcomes = repeat(json.loads(json.dumps(explained.finding.certificate)))
+    assert all(x.holds for x in outcomes)
+    assert {x.what[:6] for x in outcomes} == {"part 1", "part 2"}
+    plain, other = pm.fuse(sorted_between), arrays_of([(6, 300), (300, 5), (5, 300)])
+    for x, y in zip(plain(*other).values(), sorted_between(*other).values(), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * np.abs(y).max())
+    assert plain.explain(*other).finding.stored
+
+
+def test_parts_are_of_one_type(database, monkeypatch):
+    """A norm of bfloat16, whose mean is of float32, and its product are searched apart."""
+    del database
+    monkeypatch.setattr(superoptimizer, "timed", last)
+    ml_dtypes = pytest.importorskip("ml_dtypes")
+    fused = pm.fuse(normed, search=20)
+    arrays = [(x * np.float32(0.25)).astype(ml_dtypes.bfloat16) for x in arrays_of([(3, 32), (32, 24)])]
+    want = normed(*[x.astype(np.float32) for x in arrays])
+    np.testing.assert_allclose(fused(*arrays).astype(np.float32), want, rtol=3e-2, atol=3e-2 * np.abs(want).max())
+    assert fused.explain(*arrays).finding.parts
+
+
+def test_what_no_form_is_faster_than_is_run_as_it_is(database, monkeypatch):
+    """The program of greedy fusion itself, with a certificate of the kernels that it runs."""
+    del database
+    monkeypatch.setattr(superoptimizer, "timed", lambda run, arrays, *_: run(arrays) is None or 1.0)
+    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+    tasks = []
+    optimize = superoptimizer.optimize
+    monkeypatch.setattr(superoptimizer, "optimize", lambda task, *of: tasks.append(task) or optimize(task, *of))
+    function, shapes, _ = CASES["gated"]
+    fused, arrays = pm.fuse(function, search=20), arrays_of(shapes)
+    np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-4)
+    (program,) = [x for y in fused.memo.values() for x in (y if isinstance(y, list) else [y]) if hasattr(x, "run")]
+    finding = fused.explain(*arrays).finding
+    assert finding.run is None
+    assert program.run is tasks[0].before
+    assert all(x.holds for x in repeat(json.loads(json.dumps(finding.certificate))))
 
 
 def test_captured_arrays_and_numbers_vary_from_call_to_call(database, monkeypatch):
@@ -350,7 +414,7 @@ def test_functions_are_one_kernel(name):
     case, passes = ONE[name]
     function, shapes, _ = CASES[case]
     labelled = labelled_of(function, arrays_of(shapes))
-    axes = superoptimizer._axes_of_inputs(labelled)
+    axes = labelled.inputs
     reference = graph_of(labelled.results, labelled.axes, axes)
     every = [
         k

@@ -14,8 +14,10 @@ from portmm.cli.main import app
 from portmm.codegen import cuda, opencl
 from portmm.codegen.lower import lower_program
 from portmm.errors import ScheduleError
+from portmm.ir.attention_program import Form, of_attention
 from portmm.schedule.candidates import candidates
 from portmm.schedule.rows import rows_schedule
+from portmm.spec.epilogue import C, Fused, acc
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
 from portmm.verification.certificate import certify
@@ -61,8 +63,46 @@ def test_kernels_of_devices(chip):
         x = lowered_on_device(program, load_target(chip))
         verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=x.text)
         assert verdict, verdict
-    with pytest.raises(ScheduleError, match="of products"):
+    with pytest.raises(ScheduleError, match="items and heads"):
         lowered_on_device(g.flash().steps[0].program, load_target(chip))
+
+
+SCALED = Form(Fused((), ((C, acc() * 0.5),)), "f32", "f32")
+ATTENTION = {
+    "": "",
+    "no barrier": (
+        "    __syncthreads();\n    #pragma unroll\n    for (int i = 0; i < 2; ++i) {\n      before",
+        "before",
+    ),
+    "sums that are not rescaled": ("x = x * t22;", ""),
+    "weights that are not rescaled": ("sum = sum * t22;", ""),
+    "a maximum of the last keys alone": ("largest = *(most + i);\n      #pragma", "largest = -3e+38f;\n      #pragma"),
+    "keys beyond the last": ("t4 = t3 < t2;", "t4 = t3 <= t2;"),
+    "a tail of keys that is dropped": ("key < end; key += 16", "key + 16 <= end; key += 16"),
+    "a tail of queries that is dropped": ("row < m)", "row < m - 1)"),
+    "the keys of another head": ("other = head / group", "other = head"),
+    "another scale": ("0.5f", "0.25f"),
+    "an exponential of another base": ("1.442695f", "1.442f"),
+}
+
+
+@pytest.mark.parametrize("what", ATTENTION)
+def test_texts_of_attention(what):
+    """Ragged tiles of queries and keys, items, and heads in groups: the text as it is, and wrong ones."""
+    program = of_attention(SCALED, "nm"[len(what) % 2])
+    x = lowered_on_device(program, load_target("h100"))
+    old, new = ATTENTION[what] or ("", "")
+    assert old in x.text
+    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=x.text.replace(old, new) if old else x.text)
+    assert bool(verdict) == (what == ""), verdict
+    assert verdict.bits >= 40 or what
+
+
+def test_texts_of_attention_in_opencl():
+    program = of_attention(SCALED)
+    x = lowered_on_device(program, load_target("opencl_gpu"))
+    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=x.text)
+    assert verdict, verdict
 
 
 WRONG = {

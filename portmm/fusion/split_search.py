@@ -1,0 +1,264 @@
+"""Parts of a function that has operations without terms: between these, each part is searched by itself.
+
+Owns `parts_of`, and `Parts`, which makes one program of the programs of all parts. Operations are in stages: a term
+follows, by a stage, what has no term and what it reads; a part is what is connected in a stage, of one type of floats.
+What has no term is fused as ever, stage by stage: calls of NumPy, conversions of types, integers, convolutions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+
+from portmm.fusion.compilation import compiled_program
+from portmm.fusion.finding import Task
+from portmm.fusion.program import ChangedError, Explained
+from portmm.fusion.recorder import WholeArrays
+from portmm.fusion.terms import TYPES, UnlabelledError, spelled, term_of, viewed
+from portmm.trace.placeholders import Array, Placeholder, rebuilt
+from portmm.util.records import replace
+
+if TYPE_CHECKING:
+    from collections.abc import Mapping, Sequence
+
+    from portmm.fusion.finding import Finding, Run
+    from portmm.fusion.graph import Node
+
+LEAVES = ("array", "number", "weight")
+
+
+class Part(NamedTuple):
+    """Some operations of a function.
+
+    Attributes:
+        nodes: in order.
+        reads, writes: what others compute and it reads, and what it computes and others read.
+        searched: it has terms, among them a product or a reduction.
+    """
+
+    nodes: tuple[Node, ...]
+    reads: tuple[Node, ...]
+    writes: tuple[Node, ...]
+    searched: bool
+
+
+class Copy(NamedTuple):
+    """A graph of a part's own, whose leaves are what the part reads.
+
+    Attributes:
+        graph, outputs, result: as of `Task`.
+    """
+
+    graph: WholeArrays
+    outputs: list[Node]
+    result: tuple[Array, ...]
+
+
+class Layout(NamedTuple):
+    """Layout of an array between parts."""
+
+    shape: tuple[int, ...]
+    dtype: Any
+    strides: tuple[int, ...]
+
+
+def parts_of(task: Task) -> Parts | None:
+    """The parts of a function, or None if none is to be searched.
+
+    Raises:
+        UnlabelledError: a convolution is among its operations, or a weight or a constant is.
+    """
+    every = _needed(task.outputs)
+    if any(x in task.graph.windows or (x.kind in LEAVES and (x.leaf < 0 or x.kind == "weight")) for x in every):
+        raise UnlabelledError("a function with convolutions or packed weights is not split")
+    terms = {x for x in every if _has_term(x)}
+    stages: dict[Node, int] = {}
+    for x in every:
+        if x.kind in LEAVES:
+            stages[x] = -1
+        elif x in terms:
+            stages[x] = max([0, *(stages[y] + (y not in terms and y.kind not in LEAVES) for y in x.inputs)])
+        else:
+            stages[x] = max([-1, *(stages[y] for y in x.inputs)])
+    parts: list[Part] = []
+    ends = {*task.outputs}
+    for stage in range(-1, max(stages.values()) + 1):
+        here = [x for x in every if stages[x] == stage and x.kind not in LEAVES]
+        groups = _connected([x for x in here if x in terms])
+        groups += [rest] if (rest := [x for x in here if x not in terms]) else []
+        parts += [_part(group, every, ends, terms) for group in groups]
+    splits = dict.fromkeys(f"{x.name} ({x.where})" for x in every if x not in terms and x.kind not in (*LEAVES, "view"))
+    return Parts(task, parts, tuple(splits)) if any(x.searched for x in parts) else None
+
+
+def _needed(outputs: Sequence[Node]) -> list[Node]:
+    """Nodes that outputs depend on, in the order of the graph."""
+    seen, stack = set(outputs), list(outputs)
+    while stack:
+        more = [y for y in stack.pop().inputs if y not in seen]
+        seen.update(more)
+        stack += more
+    return sorted(seen, key=lambda x: x.number)
+
+
+def _has_term(x: Node) -> bool:
+    """Whether a node is an operation of terms, of operands of its own type."""
+    if x.dtype is None or np.dtype(x.dtype).name not in TYPES or any(y.dtype not in (None, x.dtype) for y in x.inputs):
+        return False
+    try:
+        if x.kind == "map" and x.template is not None:
+            spelled(x.template)
+            return True
+        if x.kind == "view":
+            viewed(x, list(range(len(x.inputs[0].shape))))
+            return x.origin.kind in ("map", "reduce", "matmul")
+    except UnlabelledError:
+        return False
+    return x.kind == "reduce" or (x.kind == "matmul" and x.template is None and x.inputs[0].shape[-1] > 1)
+
+
+def _connected(nodes: Sequence[Node]) -> list[list[Node]]:
+    """Groups of nodes of one type that read one another, or the same array."""
+    parent: dict[Any, Any] = {}
+
+    def root(x: Any) -> Any:
+        while parent.setdefault(x, x) is not x:
+            x = parent[x]
+        return x
+
+    for x in nodes:
+        for y in x.inputs:
+            if y.kind != "number":
+                parent[root(y)] = root(x)
+    groups: dict[Any, list[Node]] = {}
+    for x in nodes:
+        groups.setdefault(root(x), []).append(x)
+    return list(groups.values())
+
+
+def _part(nodes: Sequence[Node], every: Sequence[Node], ends: set[Node], terms: set[Node]) -> Part:
+    own = set(nodes)
+    reads = dict.fromkeys(y for x in nodes for y in x.inputs if y not in own)
+    needed = {y for x in every if x not in own for y in x.inputs} | ends
+    writes = tuple(x for x in nodes if x in needed and x.kind != "several")
+    searched = nodes[0] in terms and any(x.kind in ("matmul", "reduce") for x in nodes)
+    return Part(tuple(nodes), tuple(reads), writes, searched)
+
+
+class Parts:
+    """The parts of a function, in the order in which they run, and their programs.
+
+    Attributes:
+        whole: the function.
+        parts: all of them.
+        splits: operations without terms.
+        searched: numbers of the parts that are searched.
+    """
+
+    def __init__(self, whole: Task, parts: Sequence[Part], splits: tuple[str, ...]) -> None:
+        self.whole, self.parts, self.splits = whole, parts, splits
+        self.searched = [i for i, x in enumerate(parts) if x.searched]
+        self.values: dict[Node, Any] = {}
+        self.compiled: list[tuple[Run, Explained]] = []
+
+    def key(self) -> str:
+        """A digest of the structure, without sizes."""
+        words: list[Any] = []
+        for x in self.parts:
+            if x.searched:
+                copy = _copy(x, {y: _like(y) for y in x.reads})
+                try:
+                    words.append(term_of(copy.graph, copy.outputs).structure())
+                except UnlabelledError as error:
+                    words.append(str(error))
+            else:
+                words.append([(y.kind, y.name, str(y.dtype), len(y.shape)) for y in x.nodes])
+        return hashlib.sha256(json.dumps(words, sort_keys=True).encode()).hexdigest()
+
+    def build(self) -> None:
+        """Compile all parts as they are, and run them: others need arrays to be measured with."""
+        for x in _needed(self.whole.outputs):
+            if x.kind in LEAVES:
+                self.values[x] = self.whole.arrays[x.leaf]
+        for part in self.parts:
+            arrays = [self.values[y] for y in part.reads]
+            copy = _copy(part, self.values)
+            built = compiled_program(copy.graph, copy.outputs, copy.result)
+            copy.graph.leaves, copy.graph.values = [], {}
+            self.compiled.append((built.run, Explained("part", tuple(built.kernels), (), (), built.source)))
+            self.values.update(zip(part.writes, built.run(arrays), strict=True))
+
+    def task(self, i: int) -> Task:
+        """The search of a part."""
+        part, (run, explained) = self.parts[i], self.compiled[i]
+        copy, whole = _copy(part, self.values), self.whole
+        arrays = [self.values[y] for y in part.reads]
+        return Task(
+            copy.graph, copy.outputs, copy.result, arrays, run, whole.compiled, whole.described, explained.kernels
+        )
+
+    def program(self, findings: Mapping[int, Finding]) -> tuple[Run, Explained]:
+        """One program of those that were found, and of the parts as they are."""
+        numbers = {x: i for i, x in enumerate(self.values)}
+        steps, every = [], []
+        for i, part in enumerate(self.parts):
+            run, explained = self.compiled[i]
+            if i in findings and findings[i].run is not None:
+                run, explained = findings[i].run, findings[i].explained or explained
+            every.append(explained)
+            layouts = [Layout(y.shape, y.dtype, y.strides) for y in (self.values[x] for x in part.writes)]
+            steps.append((run, [numbers[x] for x in part.reads], [numbers[x] for x in part.writes], layouts))
+        leaves = [(numbers[x], x.leaf) for x in self.values if x.kind in LEAVES]
+        result, count = rebuilt(self.whole.result, _numbered(numbers)), len(numbers)
+
+        def program(arrays: Sequence[Any]) -> Any:
+            values: list[Any] = [None] * count
+            for at, leaf in leaves:
+                values[at] = arrays[leaf]
+            for run, reads, writes, layouts in steps:
+                got = run([values[y] for y in reads])
+                if any((x.shape, x.dtype, x.strides) != y for x, y in zip(got, layouts, strict=True)):
+                    raise ChangedError
+                for at, x in zip(writes, got, strict=True):
+                    values[at] = x
+            return rebuilt(result, lambda x: values[x.index] if isinstance(x, Slot) else x)
+
+        kernels = tuple(k for x in every for k in x.kernels)
+        return program, Explained("function", kernels, (), (), "\n".join(x.source for x in every))
+
+
+class Slot:
+    """The number of a value, in the place of a placeholder."""
+
+    __slots__ = ("index",)
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+
+
+def _numbered(numbers: Mapping[Node, int]) -> Any:
+    return lambda x: Slot(numbers[x.node]) if isinstance(x, Placeholder) else x
+
+
+def _like(x: Node) -> Any:
+    """A value that stands for one while terms are read."""
+    return 1.0 if x.dtype is None else np.broadcast_to(np.zeros((), x.dtype), x.shape)
+
+
+def _copy(part: Part, values: Mapping[Node, Any]) -> Copy:
+    """The graph of a part, of its own: a compiler changes it."""
+    graph = WholeArrays(strict=False)
+    known: dict[Node, Node] = {}
+    for x in part.reads:
+        graph.line = x.line
+        known[x] = graph.leaf(values[x], x.name)
+    graph.line = None
+    for x in part.nodes:
+        inputs = tuple(known[y] for y in x.inputs)
+        known[x] = replace(x, inputs=inputs, number=len(graph.nodes))
+        graph.nodes.append(known[x])
+    outputs = [known[x] for x in part.writes]
+    return Copy(graph, outputs, tuple(Array(graph, x) for x in outputs))
