@@ -151,6 +151,24 @@ def addressable(array: Array, dtype: np.dtype[Any]) -> bool:
     return array.dtype == dtype and array.flags.aligned and not any(s % dtype.itemsize for s in array.strides)
 
 
+def rows_of(**operands: Any) -> list[tuple[Array, str]]:
+    """Operands by their names as native arrays with contiguous rows, copied only if they must be, and their types.
+
+    Raises:
+        TypeError: one is of a class that is refused.
+    """
+    arrays = []
+    for name, x in operands.items():
+        refuse_class(x, name, matrix=False)
+        array = np.asarray(x)
+        dtype = array.dtype.newbyteorder("=")
+        neighbours = array.ndim and (array.strides[-1] == dtype.itemsize or array.shape[-1] == 1)
+        if not neighbours or not addressable(array, dtype):
+            array = np.require(array, dtype, ("C", "A"))
+        arrays.append((array, name_of(dtype)))
+    return arrays
+
+
 def check_readable(name: str, x: Array) -> None:
     """Check that kernels read an array as it is.
 

@@ -87,6 +87,16 @@ class Snapshot:
     sve_bytes: int = 0
     tiles: bool = False
 
+    @property
+    def lasting(self) -> str:
+        """All facts as one string, without those that vary from one moment to the next."""
+        moving = "cpu MHz", "bogomips", "BogoMIPS"  # fields of /proc/cpuinfo that change with the clock
+        constant = (line for line in self.cpuinfo.splitlines() if not line.startswith(moving))
+        # EBX of leaf 1 has the number of the processor that executes CPUID.
+        cpuid = [(leaf, a, b if leaf != "1.0" else 0, c, d) for leaf, (a, b, c, d) in self.cpuid.items()]
+        rest = self.machine, sorted(self.files.items()), self.affinity, cpuid, self.xcr0, self.hwcap, self.hwcap2
+        return "\n".join((*constant, repr((*rest, self.sve_bytes, self.tiles))))
+
 
 def parse_list(text: str) -> set[int]:
     """Set of the numbers in a list as "0-3,8"."""

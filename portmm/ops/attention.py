@@ -87,10 +87,12 @@ def attention(
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
         return elsewhere(where, attention, _on_device, (q, k, v), more)
     options = Options(score, mask, scale, causal, window, lengths, offset, return_lse)
-    shape = shape_of(q, k, v)
+    rows = numpy_arrays.rows_of(q=q, k=k, v=v)
+    shape, direct = shape_of(*rows), False
     if out is not None:
         numpy_arrays.check_out(out, shape.result, shape.dtype)
-    result, lse, kernel = _computed(shape, options, out)
+        direct = numpy_arrays.dense_at(out, shape.dtype, *shape.operands)
+    result, lse, kernel = _computed(shape, options, out if direct else None)
     if plain and kernel is not None:
         numbers = [options.factor(shape.d)] * kernel.factors
         keep(plain, (q, k, v), kernel, shape, window, numbers, lse=return_lse, call=call)
@@ -108,48 +110,43 @@ def _on_device(q: Any, k: Any, v: Any, *, out: Any, return_lse: bool, **options:
 
 
 def _computed(shape: Shape, options: Options, out: Any) -> tuple[Array, Array | None, AttentionKernel | None]:
-    """The result, the logarithms if they are returned, and the kernel."""
-    causal, window = options.causal, options.window
+    """The result, the logarithms if they are returned, and the kernel; `out`, if there is one, takes the result."""
+    causal, window, operands = options.causal, options.window, shape.operands
     many = None if options.lengths is None else by_item(options.lengths, "lengths", shape, 0)
     starts = None if options.offset is None else by_item(options.offset, "offsets", shape, -shape.m)
-    operands, dtype, result_shape = shape.operands, shape.dtype, shape.result
-    result = out if numpy_arrays.dense_at(out, dtype, *operands) else np.empty(result_shape, dtype)
-    lse = np.empty(result_shape[:-1], np.float32) if options.lse else None
+    result = np.empty(shape.result, shape.dtype) if out is None else out
+    lse = np.empty(shape.result[:-1], np.float32) if options.lse else None
     if 0 in (shape.items, shape.heads, shape.m, shape.dv, shape.n):
         result[...] = 0
         if lse is not None:
             lse[...] = -np.inf
         return result, lse, None
-    flags = (causal, window is None, options.lse, many is None, starts is None)
-    results = [_four(result, shape)]
+    kernel, captured, results = None, {}, [_four(result, shape)]
     if options.plain:
         with suppress(BuildError):  # it is raised again below
-            basic = basic_kernel(shape, options.factor(shape.d), results[0], causal=causal)
-            if basic is not None:
-                basic.execute(shape, operands, {}, results, shape.far(window))
-                return result, lse, basic
-    from portmm.ops.attention_kernel import make_kernel
-    from portmm.trace.bind import UserFunction
+            kernel = basic_kernel(shape, options.factor(shape.d), results[0], causal=causal)
+    if kernel is None:
+        from portmm.ops.attention_kernel import make_kernel
+        from portmm.trace.bind import UserFunction
 
-    user_function = UserFunction(options.function(shape.d))
-    forms = tuple([(x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
-    key = ("attention", dtype, forms, flags, results[0].strides)
-    try:
-        kernel: AttentionKernel = user_function.ready(
-            key, lambda traced: make_kernel(traced, shape, flags, results[0]), values(), 4
-        )
-    except BuildError as error:
-        fall_back(error)
-        fallback = by_numpy(shape, user_function.function, causal, window, many, starts)
-        result[...] = fallback[0].reshape(result_shape)
-        return result, fallback[1].reshape(result_shape[:-1]) if options.lse else None, None
-    captured = [x for x in user_function.closure.values() if isinstance(x, np.ndarray)]
-    if result is out and any(np.may_share_memory(out, x) for x in captured):
-        result = np.empty(result_shape, dtype)  # scores would read what the kernel overwrites
-        results = [_four(result, shape)]
-    results += [_four(lse[..., None], shape)] if lse is not None else []
+        user_function = UserFunction(options.function(shape.d))
+        flags = (causal, window is None, options.lse, many is None, starts is None)
+        forms = tuple([(x.dtype, x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
+        key = ("attention", forms, flags, results[0].strides)
+        try:
+            kernel = user_function.ready(key, lambda traced: make_kernel(traced, shape, flags, results[0]), values(), 4)
+        except BuildError as error:
+            fall_back(error)
+            fallback = by_numpy(shape, user_function.function, causal, window, many, starts)
+            result[...] = fallback[0].reshape(shape.result)
+            return result, fallback[1].reshape(shape.result[:-1]) if options.lse else None, None
+        captured = user_function.closure
+        if result is out and any(np.may_share_memory(out, x) for x in captured.values() if isinstance(x, np.ndarray)):
+            result = np.empty(shape.result, shape.dtype)  # scores would read what the kernel overwrites
+            results = [_four(result, shape)]
+    results += [] if lse is None else [_four(lse[..., None], shape)]
     results += [x for x in (many, starts) if x is not None]
-    kernel.execute(shape, operands, user_function.closure, results, shape.far(window))
+    kernel.execute(shape, operands, captured, results, shape.far(window))
     return result, lse, kernel
 
 

@@ -10,16 +10,18 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays
 from portmm.build import kernel_store
 from portmm.dispatch import base_kernels, config, stored_kernels
 from portmm.ir.prefix import value
 from portmm.ops import host_matmul
+from portmm.ops.prepack import register_bf16
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.ops.attention_shapes import Shape
 
 Array = np.ndarray[Any, Any]
@@ -71,9 +73,7 @@ class AttentionKernel:
 
     def readable(self, q: Array, k: Array) -> tuple[Array, Array, int]:
         """Queries and keys as the kernel reads them, and the elements of a head."""
-        if self.run:
-            return np.ascontiguousarray(q), k, q.shape[-1]
-        return whole_steps(q, k, self.kr, self.k_step) if self.kr > 1 else (q, k, q.shape[-1])
+        return readable(q, k, self.run, self.kr, self.k_step)
 
     def launch(self, sizes: tuple[int, ...], far: int, *table: Array) -> None:
         """Run the kernel.
@@ -91,8 +91,15 @@ class AttentionKernel:
         )  # fmt: skip
 
 
-def whole_steps(q: Array, k: Array, kr: int, k_step: int) -> tuple[Array, Array, int]:
-    """Queries and keys padded with zeros to whole steps, and keys copied where they are misaligned."""
+def readable(q: Array, k: Array, run: int, kr: int, k_step: int) -> tuple[Array, Array, int]:
+    """Queries and keys as a kernel reads them, and the elements of a head: see `AttentionKernel`.
+
+    For units they are padded with zeros to whole steps, and keys are copied where they are misaligned.
+    """
+    if run:
+        return np.ascontiguousarray(q), k, q.shape[-1]
+    if kr == 1:
+        return q, k, q.shape[-1]
     size, remainder = k.itemsize, q.shape[-1] % k_step
     if remainder:
         padding = [(0, 0)] * (q.ndim - 1) + [(0, k_step - remainder)]
@@ -114,21 +121,51 @@ def run_of_few(shape: Shape) -> int:
     return max(SHORTEST, -(-last_of_class(shape.n) // max(1, TASKS // items)))
 
 
-def fields_of(shape: Shape, d: int, step: int, run: int, workers: int) -> dict[str, int]:
-    """Fields of the argument block that scratch depends on: the largest of the classes of both numbers of rows.
+def begin(shape: Shape) -> None:
+    """Load the run time, before a kernel is lowered in vain, and let it know the type of the operands.
+
+    Raises:
+        BuildError: the run time cannot be loaded.
+    """
+    host_matmul.begin()
+    runtime()
+    if shape.element == "bf16":
+        register_bf16()
+
+
+def prepared(
+    form: tuple[bool, int, int, int],
+    shape: Shape,
+    threads: Callable[[], int],
+    route_of: Callable[[dict[str, int]], Any],
+    bound_of: Callable[..., Any],
+    *,
+    factors: int = 1,
+) -> AttentionKernel:
+    """The kernel for calls of a kind.
 
     Args:
+        form: whether vectors are along keys; consecutive elements of a head in a unit of the atom, elements that one
+            step multiplies, and keys of a block.
         shape: of the operands.
-        d: elements of a head of Q, as the kernel reads it.
-        step: keys of a block.
-        run: keys of a KV split.
-        workers: number of threads.
+        threads: the number that calls may take.
+        route_of: the kernel, by the fields of the argument block that scratch depends on: the largest of the classes of
+            both numbers of rows.
+        bound_of: its operands, of Q and K as the kernel reads them, and V.
+        factors: see `AttentionKernel`.
     """
-    return {
+    few, kr, k_step, step = form
+    run = run_of_few(shape) if few else 0
+    q, k, v = shape.operands
+    q, k, d = readable(q, k, run, kr, k_step)
+    batch = shape.items * shape.heads
+    macs = batch * shape.m * shape.n * (shape.d + shape.dv)
+    fields = {
         "m": last_of_class(shape.m), "n": last_of_class(shape.n), "k": d,
-        "batch": shape.items * shape.heads, "workers": workers,
+        "batch": batch, "workers": threads() if macs > FORK else 1,
         "a_m": shape.heads, "a_k": shape.group, "b_n": step, "c_n": shape.dv, "c_batch": run,
     }  # fmt: skip
+    return AttentionKernel(route_of(fields), bound_of(q, k, v), step, run, kr, k_step, factors)
 
 
 class Plain:
@@ -217,22 +254,17 @@ def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: b
     """
     if factor is None or not base_kernels.active():
         return None
-    known = stored(numpy_arrays.name_of(shape.dtype), shape.m, shape.dv, causal=causal)
+    known = stored(shape.element, shape.m, shape.dv, causal=causal)
     if known is None:
         return None
-    host_matmul.begin()
-    runtime()
-    host_matmul.register_types((shape.dtype,) * 3)
+    begin(shape)
     form, code = known
-    q, k, v = shape.operands
-    step = value(form.step, {"d": max(shape.d, shape.dv)})
-    run = run_of_few(shape) if form.few else 0
-    if form.few:
-        q = np.ascontiguousarray(q)
-    elif form.kr > 1:
-        q, k, _ = whole_steps(q, k, form.kr, form.k_step)
-    macs = shape.items * shape.heads * shape.m * shape.n * (shape.d + shape.dv)
-    workers = (config.limit() or base_kernels.cores()) if macs > FORK else 1
-    scratch = code.workspace(fields_of(shape, q.shape[-1], step, run, workers)) * code.bytes
-    route = runtime().make_route(code.code, scratch, workers, "f32")
-    return AttentionKernel(route, Plain((q, k, v, result), factor), step, run, form.kr, form.k_step, 1)
+
+    def route_of(fields: dict[str, int]) -> Any:
+        return runtime().make_route(code.code, code.workspace(fields) * code.bytes, fields["workers"], "f32")
+
+    def threads() -> int:
+        return config.limit() or base_kernels.cores()
+
+    how = (bool(form.few), form.kr, form.k_step, value(form.step, {"d": max(shape.d, shape.dv)}))
+    return prepared(how, shape, threads, route_of, lambda *x: Plain((*x, result), factor))

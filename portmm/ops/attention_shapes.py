@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays
 from portmm.errors import TraceError
 from portmm.spec.dtype import BY_NAME
 from portmm.util.array_subclasses import refuse_class
@@ -43,7 +42,10 @@ def values() -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """Sizes of attention, the type, and the operands: as (items, heads, rows, columns), or on a device as they are."""
+    """Sizes of attention, the type, and the operands: as (items, heads, rows, columns), or on a device as they are.
+
+    `element` is portmm's name of the type, and `dtype` that, or on the host NumPy's type.
+    """
 
     lead: tuple[int, ...]
     items: int
@@ -54,6 +56,7 @@ class Shape:
     d: int
     dv: int
     dtype: Any
+    element: str
     operands: tuple[Any, ...]
 
     @property
@@ -104,21 +107,16 @@ class Options:
         return traced_through(function)
 
 
-def shape_of(*operands: Any) -> Shape:
-    """The shape of attention of q, k and v, checked.
+def shape_of(*operands: tuple[Array, str]) -> Shape:
+    """The shape of attention of q, k and v, as of `numpy_arrays.rows_of`, checked.
 
     Raises:
         TypeError: types differ, or are not supported.
         ValueError: shapes do not match.
     """
-    for name, x in zip("qkv", operands, strict=True):
-        refuse_class(x, name, matrix=False)
-    arrays = [np.asarray(x) for x in operands]
-    sizes = sizes_of(*[(_name_of(x.dtype), x.shape) for x in arrays])
-    lead, dtype = arrays[0].shape[:-3], arrays[0].dtype.newbyteorder("=")
-    if len(lead) != 1:
-        arrays = [x.reshape(sizes[0], *x.shape[-3:]) for x in arrays]
-    return Shape(lead, *sizes, dtype, tuple([_readable(x, dtype) for x in arrays]))
+    sizes, ((q, element), *_) = sizes_of(*[(_name_of(x.dtype), x.shape) for x, _ in operands]), operands
+    arrays = [x if x.ndim == 4 else x.reshape(sizes[0], *x.shape[-3:]) for x, _ in operands]
+    return Shape(q.shape[:-3], *sizes, q.dtype, element, tuple(arrays))
 
 
 @lru_cache(maxsize=64)
@@ -155,13 +153,6 @@ def sizes_of(*operands: tuple[str, Sizes]) -> tuple[int, int, int, int, int, int
     if not kv_heads or heads % kv_heads:
         raise ValueError(f"q has {heads} heads and k {kv_heads}; the first must be a multiple of the second")
     return math.prod(q[:-3]), heads, heads // kv_heads, q[-2], k[-2], q[-1], v[-1]
-
-
-def _readable(x: Array, dtype: np.dtype[Any]) -> Array:
-    """An operand with contiguous rows."""
-    if numpy_arrays.addressable(x, dtype) and (x.strides[-1] == dtype.itemsize or x.shape[-1] == 1):
-        return x
-    return np.require(x, dtype, ("C", "A"))
 
 
 def count(x: Any, name: str, least: int) -> int:
@@ -216,9 +207,7 @@ def by_numpy(  # noqa: PLR0917 - the options of attention
     with np.errstate(all="ignore"):
         s = function(q @ k.swapaxes(-1, -2), SimpleNamespace(b=item, h=head, q=row, kv=key))
         offset = shape.n - shape.m if starts is None else starts[:, None, None, None]
-        position, seen = row + offset, np.ones((shape.m, shape.n), bool)
-        if causal:
-            seen = seen & (key <= position)
+        position, seen = row + offset, not causal or key <= row + offset
         if window is not None:
             seen = seen & (key > position - window) & (causal | (key < position + window))
         if lengths is not None:

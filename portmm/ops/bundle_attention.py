@@ -12,9 +12,9 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.ops.attention import attention
-from portmm.ops.attention_kernel import packs_values
 from portmm.ops.bundle_build import AttentionCall
 from portmm.ops.recorded_kernels import launches_of
+from portmm.schedule.cpu_attention import packs_values
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:

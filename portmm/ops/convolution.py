@@ -113,7 +113,7 @@ def conv(
 
 def _there(*operands: Any, **options: Any) -> Any:
     """The convolution of arrays on a device."""
-    from portmm.ops.grid_convolution import convolved as on_device
+    from portmm.ops.grid_convolution import convolution as on_device
 
     return on_device(*operands, **options)
 

@@ -10,7 +10,7 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
-from portmm.errors import BuildError, ConvolutionError, ScheduleError
+from portmm.errors import BuildError, ScheduleError
 from portmm.ops import host_matmul
 from portmm.ops.convolution_kernel import HostConvolution
 from portmm.ops.convolution_weights import unpack_conv
@@ -320,15 +320,13 @@ def prologue(function: Callable[..., Any], x: Array, *, last: bool) -> Array:
     """The images after a prologue.
 
     Raises:
-        ConvolutionError: it returns a tuple.
+        TraceError: it returns a tuple.
     """
-    from portmm.ops.rowwise import over_rows
+    from portmm.ops.row_kernels import before
+    from portmm.ops.rowwise import over_rows, spread
 
     if not x.size:
         return x
     rows = x.reshape((len(x), -1, x.shape[-1]) if last else (len(x), x.shape[1], -1))
-    names = {"b": "b", "m": "m", "k": "n"} if last else {"b": "b", "m": "n", "k": "m"}
-    results, several = over_rows(function, (rows,), names)
-    if several:
-        raise ConvolutionError(f"a prologue returns one value, not a tuple of {len(results)}")
-    return np.ascontiguousarray(np.broadcast_to(results[0], rows.shape)).reshape(x.shape)
+    done: Array = before(over_rows, spread, function, rows, "a" if last else "planes")
+    return done.reshape(x.shape)

@@ -42,13 +42,13 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
     right = operand_b(b)
     if prologue_a is not None or prologue_b is not None:
         from portmm.ops.row_kernels import before
-        from portmm.ops.rowwise import over_rows
+        from portmm.ops.rowwise import over_rows, spread
     if prologue_a is not None:
-        left = before(over_rows, _spread, prologue_a, left, "a")
+        left = before(over_rows, spread, prologue_a, left, "a")
     if prologue_b is not None:
         if not isinstance(right, np.ndarray):
             raise TypeError("b is packed; apply prologue_b to the original weight, or pack its result")
-        right = before(over_rows, _spread, prologue_b, right, "b")
+        right = before(over_rows, spread, prologue_b, right, "b")
     if epilogue is None:
         result = host_matmul.product(left, right, out, dtype=dtype)
         return in_class_of(result, a, b) if out is None else result
@@ -57,11 +57,6 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
     if out is not None or type(a) is type(b) is np.ndarray:  # a call less for the usual ones
         return result
     return in_class_of(result, a, b)
-
-
-def _spread(x: Array, shape: tuple[int, ...]) -> Array:
-    """An array in C's order with these extents."""
-    return np.ascontiguousarray(np.broadcast_to(x, shape))
 
 
 def kernel_of(

@@ -72,7 +72,7 @@ def _adopted(
     there = adopt_all(dict(zip("qkv", operands, strict=False)), {"out": operands[3]})
     out, q = there.pop("out", None), there["q"]
     sizes, lead = sizes_of(*[(_long_type(x), x.shape) for x in there.values()]), q.shape[:-3]
-    shape = Shape(lead, *sizes, q.dtype, tuple(there.values()))
+    shape = Shape(lead, *sizes, q.dtype, q.dtype, tuple(there.values()))
     m, n = shape.m, shape.n
     seen, lengths = _by_item(options.lengths, "lengths", lead, (0, n), n)
     offset, starts = _by_item(options.offset, "offset", lead, (-m, n), n - m)

@@ -28,6 +28,7 @@ from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, VALUES, fused, step_of_p
 from portmm.ops.grid_product import GridProduct, spread
 from portmm.ops.kernel_call import KernelCall, contiguous, copy, over_rows
 from portmm.ops.product_kernel import merges
+from portmm.ops.row_kernels import before
 from portmm.spec.convolution import planes, windows
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import acc
@@ -49,7 +50,7 @@ MOST_OFFSET = (1 << 31) - 1
 """Offsets within a view have 32 bits."""
 
 
-def convolved(x: Any, w: Any, out: Any = None, **options: Any) -> Any:
+def convolution(x: Any, w: Any, out: Any = None, **options: Any) -> Any:
     """The convolution of arrays on a device: see `convolution.conv`, which has the options."""
     epilogue, prologue, dtype = (options.pop(name) for name in ("epilogue", "prologue_a", "dtype"))
     how = Options(**{name: hashable(y) for name, y in options.items()})
@@ -83,15 +84,11 @@ def _after_prologue(x: Operand, function: Callable[..., Any], *, last: bool) -> 
     """The images after a prologue.
 
     Raises:
-        ConvolutionError: it returns a tuple.
+        TraceError: it returns a tuple.
     """
     x = x if operand.is_dense(x) else contiguous(x)
     rows = _viewed(x, (x.shape[0], prod(x.shape[1:-1]), x.shape[-1]) if last else (*x.shape[:2], prod(x.shape[2:])))
-    names = {"b": "b", "m": "m", "k": "n"} if last else {"b": "b", "m": "n", "k": "m"}
-    results, several = over_rows(function, (rows,), names)
-    if several:
-        raise ConvolutionError(f"a prologue returns one value, not a tuple of {len(results)}")
-    whole = spread(results[0], rows.shape)
+    whole = before(over_rows, spread, function, rows, "a" if last else "planes")
     return _viewed(whole if operand.is_dense(whole) else contiguous(whole), x.shape)
 
 

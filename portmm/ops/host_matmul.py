@@ -23,7 +23,7 @@ from portmm.arrays.numpy_fallback import product as product_by_numpy
 from portmm.dispatch import config
 from portmm.errors import BuildError, PortmmError, ScheduleError
 from portmm.ops import routes
-from portmm.ops.prepack import current, fixed, is_packed, is_quantized, register_dtype, unpack
+from portmm.ops.prepack import current, fixed, is_packed, is_quantized, register_bf16, unpack
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import row_class, rows
@@ -45,10 +45,9 @@ def matrices(x: np.ndarray[Any, Any], *, vector_a: bool, vector_b: bool) -> np.n
 
 
 def register_types(types: numpy_arrays.DTypes) -> None:
-    """Register bfloat16 with the runtime when it first occurs, as it is not NumPy's."""
-    for x in types:
-        if numpy_arrays.name_of(x) == "bf16":
-            register_dtype(x)
+    """Register bfloat16 with the runtime when it first occurs."""
+    if any([numpy_arrays.name_of(x) == "bf16" for x in types]):  # noqa: C419 - faster
+        register_bf16()
 
 
 def reduced(a: np.ndarray[Any, Any], b: Any, out: Any, *, static: bool = False) -> tuple[Call | None, Any]:

@@ -252,7 +252,7 @@ def _attention(x: _Launch) -> None:
         options = Options(None, None, None, form.bounds.causal, parts.window, many, starts, form.lse)
         x.copied(grid_attention.launch((q, k, v, outs[0]), options, traced, closure), outs)
         return
-    shape = shape_of(q, k, v)
+    shape = shape_of(*numpy_arrays.rows_of(q=q, k=k, v=v))
     many = None if many is None else by_item(many, "lengths", shape, 0)
     starts = None if starts is None else by_item(starts, "offsets", shape, -shape.m)
     dense = [y if y.flags.c_contiguous else np.empty_like(y, order="C") for y in outs]

@@ -13,11 +13,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays, numpy_fallback
-from portmm.errors import BuildError
+from portmm.errors import BuildError, ScheduleError
 from portmm.ops import host_matmul
 from portmm.ops.linear_vectors import is_default, scaled_in_float64, vectors_of, zero_point
 from portmm.ops.prepack import current, is_packed, pack, unpack
-from portmm.ops.product_kernel import HostProduct, ProductKernel
 from portmm.ops.quantized_kernel import LinearOptions, kernel_of, layout_of, product_of, run
 from portmm.spec.row_classes import last_of_class
 from portmm.util.array_subclasses import refuse_class
@@ -26,7 +25,8 @@ from portmm.weights.kinds import WeightKind, weight_kind
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.errors import ScheduleError
+    from portmm.ops.product_kernel import HostProduct, ProductKernel
+    from portmm.trace.bind import UserFunction
 
 Array = np.ndarray[Any, Any]
 SCALED_TWICE = "out_scale is passed with an epilogue; let that scale and cast the result"
@@ -111,7 +111,7 @@ def linear(
     key = (last_of_class(m), *layout_of(left), left.dtype, left.flags.aligned, weight.family, weight.shape, options)
     scaling = (x_scale, x_zero, w_scale, w_zero, out_scale, out_zero)
     if epilogue is not None:
-        return _with_epilogue(key, left, weight, options, out, epilogue, bias, scaling)
+        return _fusing()[0](_Fused(key, (left, weight, options), out, bias, scaling), epilogue)
     kernel, shape = kernel_of(key, m, _begun, left, weight, options), (*left.shape[:-1], weight.shape[1])
     ((_, written),) = kernel.results
     vectors = vectors_of(left, (m, shape[-1]), bias, scaling, _unit(left, weight, options), dynamic=dynamic)
@@ -140,62 +140,65 @@ def _begun(*call: Any) -> HostProduct:
     return product_of(*call)
 
 
-def _with_epilogue(  # noqa: PLR0917 - one caller
-    key: tuple[Any, ...],
-    left: Array,
-    weight: Any,
-    options: LinearOptions,
-    out: Any,
-    epilogue: Callable[..., Any],
-    bias: Any,
-    scaling: tuple[Any, ...],
-) -> Any:
-    """The product with an epilogue: in one kernel, or with a second one over its rows."""
-    user_function_type, fused_kernel, fit, over_rows, names_of_axes = _fusing()
-    if left.ndim < 2:
-        raise ValueError(f"an epilogue takes matrices; got x of shape {left.shape}: add a dimension of 1")
-    if options.requantize:
-        raise ValueError(SCALED_TWICE)
-    user_function, m, vectors = user_function_type(epilogue), prod(left.shape[:-1]), None
+class _Fused:
+    """A call with an epilogue in the host's memory: see `epilogues.fused`."""
 
-    def make(traced: Any) -> ProductKernel | ScheduleError:
-        return _begun(left, weight, options).ready(traced)  # type: ignore[no-any-return]
+    def __init__(self, key: tuple[Any, ...], operands: tuple[Any, ...], out: Any, bias: Any, scaling: Any) -> None:
+        self.key, self.operands, self.out, self.bias, self.scaling = ("linear", key), operands, out, bias, scaling
+        left, _, options = operands
+        if left.ndim < 2:
+            raise ValueError(f"an epilogue takes matrices; got x of shape {left.shape}: add a dimension of 1")
+        if options.requantize:
+            raise ValueError(SCALED_TWICE)
 
-    try:
-        kernel = fused_kernel(user_function, left, weight, ("linear", key), make)
-    except BuildError as error:
-        numpy_fallback.fall_back(error)
-        kernel = None
-    if isinstance(kernel, ProductKernel):
-        unit = _unit(left, weight, options)
-        vectors = vectors_of(left, (m, weight.shape[1]), bias, scaling, unit, dynamic=options.dynamic)
-    if vectors is None:
-        f32 = np.dtype(np.float32)
-        usual = f32 if options.dtype is None else options.dtype
+    def sums(self) -> str:
+        """The type of the scaled sums."""
+        return "f32"
+
+    def kernel(self, function: UserFunction) -> tuple[ProductKernel, Any] | ScheduleError:
+        """The kernel and the vectors of its epilogue, or the reason why there is none."""
+        left, weight, options = self.operands
+        _, kernel_of, *_ = _fusing()
+        try:
+            kernel = kernel_of(function, left, weight, self.key, lambda traced: _begun(*self.operands).ready(traced))
+        except BuildError as error:
+            numpy_fallback.fall_back(error)
+            return ScheduleError(str(error))
+        if isinstance(kernel, ScheduleError):
+            return kernel
+        size, unit = (prod(left.shape[:-1]), weight.shape[1]), _unit(*self.operands)
+        vectors = vectors_of(left, size, self.bias, self.scaling, unit, dynamic=options.dynamic)
+        return ScheduleError("float32 may not hold scaled sums") if vectors is None else (kernel, vectors)
+
+    def run(self, ready: tuple[ProductKernel, Any], function: UserFunction) -> Any:
+        """The results of the kernel."""
+        (kernel, vectors), (left, weight, _), out = ready, self.operands, self.out
+        (shape, written), *more = kernel.results
+        # An array that the epilogue captures may be `out`, read elsewhere than where it is written.
+        apart = out is not None and not function.closure and out.shape == shape
+        direct = apart and numpy_arrays.dense_at(out, written, left, *vectors)
+        results = [out if direct else np.empty(shape, written), *(np.empty(s, t) for s, t in more)]
+        operands = kernel.bound.fill(function.closure, vectors, results[1:])
+        run(kernel, prod(left.shape[:-1]), left, weight, results[0], operands)
+        return _fusing()[2](results, out, several=kernel.several)
+
+    def split(self, epilogue: Callable[..., Any]) -> Any:
+        """The results of two kernels, the second one over rows."""
+        _, _, fit, over_rows, axes = _fusing()
+        left, weight, options = self.operands
         names = ("x_scale", "x_zero", "w_scale", "w_zero", "out_scale", "out_zero")
-        scaling_by_name = dict(zip(names, scaling, strict=True))
-        product = linear(left, weight, bias, **scaling_by_name, dynamic=options.dynamic, dtype=f32)
-        row_results, several = over_rows(epilogue, (product,), names_of_axes, dtype=usual)
-        return fit(list(row_results), out, several=several)
-    (shape, written), *more = kernel.results
-    # An array that the epilogue captures may be `out`, read elsewhere than where it is written.
-    apart = out is not None and not user_function.closure and out.shape == shape
-    direct = apart and numpy_arrays.dense_at(out, written, left, *vectors)
-    results = [out if direct else np.empty(shape, written), *(np.empty(s, t) for s, t in more)]
-    operands = kernel.bound.fill(user_function.closure, vectors, results[1:])
-    run(kernel, m, left, weight, results[0], operands)
-    return fit(results, out, several=kernel.several)
+        by_name, f32 = dict(zip(names, self.scaling, strict=True)), np.dtype(np.float32)
+        product = linear(left, weight, self.bias, **by_name, dynamic=options.dynamic, dtype=f32)
+        results, several = over_rows(epilogue, (product,), axes, dtype=options.dtype or f32)
+        return fit(list(results), self.out, several=several)
 
 
 @cache
 def _fusing() -> tuple[Any, ...]:
-    """Functions that only calls with an epilogue import, once: four imports in a function take two microseconds."""
-    from portmm.ops import fused_matmul
-    from portmm.ops.epilogues import NAMES
-    from portmm.ops.rowwise import over_rows
-    from portmm.trace.bind import UserFunction
+    """Functions that only calls with an epilogue import, once: three imports in a function take two microseconds."""
+    from portmm.ops import epilogues, fused_matmul, rowwise
 
-    return UserFunction, fused_matmul.kernel_of, fused_matmul.fit, over_rows, NAMES
+    return epilogues.fused, fused_matmul.kernel_of, fused_matmul.fit, rowwise.over_rows, epilogues.NAMES
 
 
 def _unit(left: Array, weight: Any, options: LinearOptions) -> float:

@@ -116,19 +116,19 @@ def restore(owner: np.ndarray[Any, Any], shape: tuple[int, ...], dtype: str, fam
 def _packed(owner: np.ndarray[Any, Any], shape: tuple[int, ...], layout: Family) -> Any:
     k, n = shape[-2:]
     if layout.dtype == "bf16":
-        register_dtype(owner.dtype)
+        register_bf16()
     strides = (layout.nr, layout.panel(k), layout.units(k, n))
     return packed_class()(owner, k, n, layout.dtype, str(layout), *strides, shape)
 
 
-def register_dtype(dtype: np.dtype[Any]) -> None:
+def register_bf16() -> None:
     """Register bfloat16 with the runtime, as it is not NumPy's."""
-    _register(types(), dtype)
+    _register(types())
 
 
 @cache
-def _register(runtime: Any, dtype: np.dtype[Any]) -> None:
-    runtime.register_dtype("bf16", dtype)
+def _register(runtime: Any) -> None:
+    runtime.register_dtype("bf16", numpy_arrays.numpy_of("bf16"))
 
 
 def _packed_int4(b: Any, like: Any) -> Any:

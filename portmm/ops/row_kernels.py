@@ -25,8 +25,12 @@ if TYPE_CHECKING:
     from portmm.trace.tracer import Traced
 
 
-_OF = {"a": {"m": "m", "k": "n", "b": "b"}, "b": {"k": "m", "n": "n", "b": "b"}}
-"""Operand -> axes of its prologue's indices -> axes of rows."""
+_OF = {
+    "a": {"m": "m", "k": "n", "b": "b"},
+    "b": {"k": "m", "n": "n", "b": "b"},
+    "planes": {"m": "n", "k": "m", "b": "b"},
+}
+"""Operand, or images with channels first -> axes of its prologue's indices -> axes of rows."""
 
 
 def before(

@@ -99,6 +99,11 @@ def over_rows(
     return by_numpy(function, arrays, names, there.usual(dtype))
 
 
+def spread(x: Array, shape: tuple[int, ...]) -> Array:
+    """An array in C's order with these extents."""
+    return np.ascontiguousarray(np.broadcast_to(x, shape))
+
+
 class _NoRowsError(Exception):
     """Raised where columns without rows are reduced: a kernel without rows writes nothing."""
 

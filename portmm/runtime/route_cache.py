@@ -52,10 +52,8 @@ ROUTES, HEADING, CODE = "book-", "book", "code "
 """The start of a note's name; kinds of lines: the heading, and the code of a schedule."""
 RACERS = " racers"
 """The end of the question of kernels that race."""
-
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `dispatch`."""
-
 FRESH = 0.02
 """Seconds between looks at the state of those files. Lines that follow a change unseen have the old state in their
 heading, and are ignored by all readers."""
@@ -64,8 +62,6 @@ NO_COMPILER = "no compiler"
 DEPENDS = 3
 """Number of files that a cache depends on: the compiler, the measured rates, the tuned schedules."""
 
-# Fields of /proc/cpuinfo that change with the clock.
-_MOVING = ("cpu MHz", "bogomips", "BogoMIPS")
 # In a checkout, kernels and targets are in other folders than the rest.
 _ROOTS = ("portmm", "portmm.kernels", "portmm.targets")
 
@@ -135,17 +131,6 @@ _lock = locks.lock()
 _closed = False
 _caches: dict[tuple[Path, str], RouteCache] = {}
 _kernels: dict[tuple[int, str], Any] = {}
-
-
-def _host() -> str:
-    """The facts of the host that detection reads, without those that vary."""
-    shot = snapshot()
-    constant = (line for line in shot.cpuinfo.splitlines() if not line.startswith(_MOVING))
-    # EBX of leaf 1 has the number of the processor that executes CPUID.
-    cpuid = [(leaf, a, b if leaf != "1.0" else 0, c, d) for leaf, (a, b, c, d) in shot.cpuid.items()]
-    files = sorted(shot.files.items())
-    rest = (shot.machine, files, shot.affinity, cpuid, shot.xcr0, shot.hwcap, shot.hwcap2, shot.sve_bytes, shot.tiles)
-    return "\n".join((*constant, repr(rest)))
 
 
 def generator() -> Iterator[str]:
@@ -232,13 +217,8 @@ def of_target(target: str) -> RouteCache | None:
     with _lock:
         kept = _caches.get(key)
         if kept is None:
-            tools = (
-                sys.version,
-                str(cpu_runtime.python_headers()),
-                os.environ.get("CC", ""),
-                os.environ.get("PATH", ""),
-            )
-            words = (VERSION, str(abi.VERSION), target, str(tuned_database()), *tools, *generator(), _host())
+            tools = sys.version, str(cpu_runtime.python_headers()), os.environ.get("CC", ""), os.environ.get("PATH", "")
+            words = (VERSION, str(abi.VERSION), target, str(tuned_database()), *tools, *generator(), snapshot().lasting)
             kept = _caches[key] = _read(ROUTES + digest("\0".join(words).encode("utf-8", "surrogateescape")))
         return kept
 

@@ -54,6 +54,12 @@ def _schedule(isa: Isa, scores: tuple[int, int], values: tuple[int, int], querie
     )
 
 
+def packs_values(isa: Isa, atom: Atom, dtype: str, dv: int, columns: int) -> bool:
+    """Whether V is packed: `columns` of a register tile cannot be read where they are in rows of `dv` elements."""
+    masks = bool(isa.spelling(atom, "load_mask", dtype))
+    return atom.k_pack > 1 or atom.tiled or not (masks or not dv % columns)
+
+
 class Geometry:
     """The sizes of tiles of a schedule, by their names in kernels.
 

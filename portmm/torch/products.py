@@ -155,34 +155,43 @@ _ACTIVATIONS = {
 
 
 def _quantized(t: Any, x: Any, codes: Any, scales: Any, offsets: Any, bias: Any, kind: str, group: int) -> Any:
-    a = t.operand(x)
-    siblings = _siblings(t, t.now)
-    layers = [tuple(t.values.get(y) for y in t.now.args[1:5]), *(own for _, own in siblings)]
     if any(isinstance(y, Array) for y in (codes, scales, offsets)):
         raise Unsupported("a weight that is no parameter")
-    widths = [y[0].shape[0] for y in layers]
-    codes, scales, offsets, bias = (_joined(t, parts) for parts in zip(*layers, strict=True))
-    tensors = [y for y in (codes, scales, offsets) if y is not None]
-    weight = t.constants.panels(tensors, lambda: packed(codes, scales, offsets, kind, group, t.now.meta["val"].dtype))
+    siblings = _siblings(t, t.now)
+    layers = [(codes, scales, offsets, bias), *(own for _, own in siblings)]
+    weight, scales, bias = _packed(t, layers, kind, group)
+    a, alone = t.operand(x), len(layers) == 1
     base = _flattened(a)
     rows = a if base is None else base
-    if kind.endswith("dynamic"):
-        user = _activation(t.now) if len(layers) == 1 and rows.ndim > 1 else None
-        epilogue = None if user is None else _ACTIVATIONS[_named(user)]
-        value = _dynamic(t, rows, weight, scales if kind == "int8-dynamic" else None, bias, epilogue)
-    else:
-        user = None
-        value = rows @ Array(t.recorder, t.recorder.fixed_leaf(weight, "a weight"))
-        value = value if bias is None else value + t.operand(bias)
+    user = _activation(t.now) if alone and rows.ndim > 1 and kind.endswith("dynamic") else None
+    value = _multiplied(t, rows, weight, scales, bias, kind, user)
     value = value if base is None else reshape(t, value, (*a.shape[:-1], value.shape[-1]))
     if user is not None:
         t.ready[user] = value
-    if len(layers) == 1:
+    if alone:
         return value
+    widths = [y[0].shape[0] for y in layers]
     ends = np.cumsum(widths).tolist()
     views = [columns(value, end - n, end) for n, end in zip(widths, ends, strict=True)]
     t.ready.update(zip([node for node, _ in siblings], views[1:], strict=True))
     return views[0]
+
+
+def _packed(t: Any, layers: list[tuple[Any, ...]], kind: str, group: int) -> tuple[Any, Any, Any]:
+    """The weight of some layers side by side, packed, and their scales and bias."""
+    codes, scales, offsets, bias = (_joined(t, parts) for parts in zip(*layers, strict=True))
+    tensors = [y for y in (codes, scales, offsets) if y is not None]
+    weight = t.constants.panels(tensors, lambda: packed(codes, scales, offsets, kind, group, t.now.meta["val"].dtype))
+    return weight, scales, bias
+
+
+def _multiplied(t: Any, rows: Any, weight: Any, scales: Any, bias: Any, kind: str, user: Any) -> Any:
+    """The rows times a packed weight, with the activation of the operator `user`, if there is one."""
+    if kind.endswith("dynamic"):
+        epilogue = None if user is None else _ACTIVATIONS[_named(user)]
+        return _dynamic(t, rows, weight, scales if kind == "int8-dynamic" else None, bias, epilogue)
+    value = rows @ Array(t.recorder, t.recorder.fixed_leaf(weight, "a weight"))
+    return value if bias is None else value + t.operand(bias)
 
 
 def columns(x: Array, first: int, last: int) -> Any:
