@@ -19,6 +19,8 @@ from portmm.torch.weights import packed
 from portmm.trace.closures import traced_through
 from portmm.trace.placeholders import Array
 
+QUANTIZED = "portmm.quantized_linear.default"
+"""The name of the operator of quantized layers."""
 LEAST_SCORES = 1 << 18
 """Scores from which attention is one kernel; fewer take less time in three kernels of one call."""
 
@@ -247,5 +249,5 @@ def _dynamic(t: Any, x: Array, weight: Any, scales: Any, bias: Any, epilogue: An
     return Array(t.recorder, node)
 
 
-HANDLERS["portmm.quantized_linear.default"] = _quantized
+HANDLERS[QUANTIZED] = _quantized
 HANDLERS["portmm.matmul.default"] = product

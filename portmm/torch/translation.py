@@ -165,8 +165,7 @@ class Translator:
     def layouts(self) -> list[tuple[tuple[int, ...], int] | None]:
         """Strides and the offset of each output that is a view, or may be columns of a joined product; else None."""
         outputs = next(iter(self.module.graph.find_nodes(op="output"))).args[0]
-        joined = torch.ops.portmm.quantized_linear.default
-        return [self.layout(x) if _is_view(x) or getattr(x, "target", None) is joined else None for x in outputs]
+        return [self.layout(x) if _is_view(x) or _is_quantized(x) else None for x in outputs]
 
     def layout(self, node: Any) -> tuple[tuple[int, ...], int]:
         """Strides and the offset of a tensor, in elements."""
@@ -362,6 +361,11 @@ def _nested(x: Any, function: Callable[[Any], Any]) -> Any:
         items = [_nested(y, function) for y in x]
         return tuple(items) if issubclass(kind, tuple) else items
     return function(x)
+
+
+def _is_quantized(node: Any) -> bool:
+    """Whether a node is a quantized layer: by name, since the operator is there only where such layers are."""
+    return str(getattr(node, "target", "")) == products.QUANTIZED
 
 
 def _is_view(node: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 import tomllib
 
 import numpy as np
@@ -264,6 +266,18 @@ def test_constants_are_folded():
 def test_the_entry_point_is_the_backend():
     points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
     assert points["torch_dynamo_backends"] == {"portmm": f"{backend.__name__}:{backend.compile_graph.__name__}"}
+
+
+def test_a_process_that_has_no_quantized_layers():
+    script = """
+import torch
+from portmm.torch import backend
+model, x = torch.nn.Linear(8, 4), torch.ones(3, 8)
+with torch.no_grad():
+    torch.testing.assert_close(torch.compile(model, backend=backend.compile_graph)(x), model(x))
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("kind", ["int8-dynamic", "int4"])
