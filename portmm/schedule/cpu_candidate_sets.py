@@ -18,7 +18,7 @@ import numpy as np
 from portmm.schedule.candidates import legal_of, proposals, units
 from portmm.schedule.cost_tape import Tape
 from portmm.schedule.cpu_gemm import DOT_TILES
-from portmm.schedule.cpu_streams import crowds_l2, far, near_depth, streams_near
+from portmm.schedule.cpu_streams import crowds_l2, far, near_depth, shallow_depth, streams_near
 from portmm.schedule.cpu_table import Table
 from portmm.schedule.cpu_textbook import follows
 from portmm.schedule.legality import illegal
@@ -127,6 +127,7 @@ class _Kind:
             batched = (size // p.batch <= self.private, size > self.l2, size > MODEL.few_bytes * p.batch)
         return (
             k * n * p.elements[1].bytes > self.far,
+            shallow_depth(p, m, n, k, self.target),
             streams_near(p, m, n, k, self.target),
             (least := near_depth(n * p.elements[1].bytes, 0, self.target)),
             k > least,

@@ -6,7 +6,6 @@ Block sizes are those of `cpu_blocking`. Schedules have C by rows, and the wides
 from __future__ import annotations
 
 from dataclasses import replace
-from math import gcd
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import (
@@ -24,7 +23,7 @@ from portmm.schedule.cpu_blocking import (
     whole_depth,
     widths,
 )
-from portmm.schedule.cpu_streams import far, sums_apart
+from portmm.schedule.cpu_streams import far, in_pairs, shallow, sums_apart
 from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
@@ -101,7 +100,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
     split = not p.deterministic and p.k > MODEL.split_depth * max(p.m, p.n)
     for nr in widths(isa, atom, p):
         top = tallest(isa, atom, nr)
-        yield from _shallow(p, isa, atom, target, nr)
+        yield from shallow(p, isa, atom, target, nr)
         yield from sums_apart(p, isa, atom, target, nr)
         for mr in dict.fromkeys((top, top - 2, min(top, MODEL.in_place_rows))):
             if mr < 1 or p.m <= mr:
@@ -124,27 +123,6 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             if both_in_place(p, isa, atom, nr) and p.m <= MODEL.few_rows:
                 stream = tuple([t._replace(k=min(t.k, 2 * MODEL.stream_depths[-1])) for t in base.tiles[1:]])
                 yield replace(base, tiles=(base.tiles[0], *stream))
-
-
-def _in_pairs(nr: int, isa: Isa, atom: Atom) -> bool:
-    """Whether a register tile has pairs of vectors: lines of 64 bytes are prefetched by the hardware in pairs."""
-    return nr % (2 * isa.columns(atom)) == 0
-
-
-def _shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
-    """Schedules for a K of one block and items of C beyond L2: slices of rows sweep all columns, and C has long runs.
-
-    A row of B that is read in part waits in L1 for the next register tile: rows need ways of the sets they start in.
-    """
-    depths = [x for x in MODEL.stream_depths if x >= p.k]
-    l1, l2 = target.level("L1"), target.level("L2")
-    mr = min(tallest(isa, atom, nr), MODEL.in_place_rows)
-    if not (depths and l1 and l2 and p.m > mr and both_in_place(p, isa, atom, nr)):
-        return
-    row, sets = p.n * p.elements[1].bytes // l1.line, l1.bytes // (l1.line * l1.ways)
-    stays = p.k <= l1.ways * (sets // gcd(max(1, row), sets))
-    if stays and _in_pairs(nr, isa, atom) and p.m * p.n * p.elements[2].bytes > l2.bytes:
-        yield base_schedule("gemm", p, isa, cache_tiles(mr, nr, depths[0], ALL, ALL, least_of(mr)), False, False)
 
 
 def _shared(s: Schedule, split: bool) -> Iterator[Schedule]:
@@ -201,7 +179,7 @@ def _thin(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule
     for nr in every:
         if p.m > tallest(isa, atom, nr):
             # The rows of B are still in L2 when the second slice reads them; prefetches would ask for them twice.
-            if p.m <= 2 * tallest(isa, atom, nr) and not whole and _in_pairs(nr, isa, atom):
+            if p.m <= 2 * tallest(isa, atom, nr) and not whole and in_pairs(nr, isa, atom):
                 tiles = cache_tiles(-(-p.m // 2), nr, ALL, ALL, ALL, p.m // 2)
                 yield from _swept(base_schedule("gemm", p, isa, tiles, True, False), p, isa, atom, 0)
             continue

@@ -1,6 +1,6 @@
-"""Candidates that stream a B in place, a few rows at a time, with sums in tiles of their own.
+"""Candidates that sweep the rows of a B in place, with all of K in a block or with sums in tiles of their own.
 
-Owns when a B is far enough, and short enough of rows of C, that this pays, and the KC of such sweeps.
+Owns when products are of such a shape, and such matrices so far, that this pays, and the KC of such sweeps.
 """
 
 from __future__ import annotations
@@ -21,6 +21,37 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target
+
+
+def in_pairs(nr: int, isa: Isa, atom: Atom) -> bool:
+    """Whether a register tile has pairs of vectors: lines of 64 bytes are prefetched by the hardware in pairs."""
+    return nr % (2 * isa.columns(atom)) == 0
+
+
+def shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
+    """Schedules for a K of one block and a large C: slices of rows sweep all columns, and C is stored in long runs."""
+    mr = min(tallest(isa, atom, nr), MODEL.in_place_rows)
+    kc = shallow_depth(p, p.m, p.n, p.k, target)
+    if kc and p.m > mr and in_pairs(nr, isa, atom) and both_in_place(p, isa, atom, nr):
+        yield base_schedule("gemm", p, isa, cache_tiles(mr, nr, kc, ALL, ALL, least_of(mr)), False, False)
+
+
+def shallow_depth(p: Problem, m: int, n: int, k: int, target: Target) -> int:
+    """KC of a sweep that has all of K in a block, for an item of C that takes much of L2; 0 where there is none.
+
+    With very few steps of k, calls of a micro-kernel for each register tile take longer than its multiply-adds, so that
+    sweeps pay for a C beyond L1. A row of B that is read in part waits in L1 for the next register tile: rows need ways
+    of the sets they start in.
+    """
+    l1, l2, (_, b, c) = target.level("L1"), target.level("L2"), p.elements
+    depths = [x for x in MODEL.stream_depths if x >= k]
+    if not (l1 and l2 and depths):
+        return 0
+    few = k <= MODEL.few_steps and n * c.bytes >= MODEL.long_rows
+    if m * n * c.bytes <= (l1.bytes if few else MODEL.shallow_share * l2.bytes):
+        return 0
+    row, sets = n * b.bytes // l1.line, l1.bytes // (l1.line * l1.ways)
+    return int(depths[0]) if k <= l1.ways * (sets // gcd(max(1, row), sets)) else 0
 
 
 def sums_apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
