@@ -1,21 +1,24 @@
 """Kernels that a fused program runs, with their records, for its certificate.
 
-Owns `emitted`, and `unlisted`, those whose records it does not know.
+Owns `emitted`, `unlisted`, those whose records it does not know, and `with_threads`, a graph down to its threads.
 """
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch.schedule_choice import select_for_class
 from portmm.ir.block_program import TileGemm, program_of
+from portmm.ir.mugraph import Threads, program_to_json
 from portmm.ir.product_program import RESULT, A, B, of_product
+from portmm.schedule.text import parse as spelled
 from portmm.spec.epilogue import parse
 from portmm.verification.certificate import Emitted
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
+    from collections.abc import Iterable, Mapping
 
     from portmm.fusion.program import Kernel
     from portmm.ir.block_program import BlockProgram
@@ -54,6 +57,20 @@ def unlisted(kernels: Iterable[Kernel], graph: MuGraph | None) -> list[tuple[str
     every = [(i, x) for i, x in enumerate(kernels, 1) if not (x.kind == "block" or (x.kind == "attention" and calls))]
     listed = [(i, x) for i, x in every if not emitted_alone(x)]
     return [(f"kernel {i}, {x.what}", reasons.get(x.kind, "greedy fusion made it of several steps")) for i, x in listed]
+
+
+def with_threads(graph: MuGraph, certificate: Mapping[str, Any], target: Target) -> MuGraph:
+    """A graph whose kernels have their thread level: by the schedules that a certificate names for their records."""
+    known = {json.dumps(x["record"]): spelled(x["schedule"]) for x in certificate["kernels"]}
+    steps = []
+    for x in graph.steps:
+        s = known.get(json.dumps(program_to_json(x.program)))
+        atom = None if s is None else next((y.atom("f32") for y in target.isas if y.name == s.isa), None)
+        threads = None
+        if s is not None and atom is not None:
+            threads = Threads(s.isa, s.mr, s.nr, atom.n, s.parallel.over, s.parallel.split)
+        steps.append(x._replace(threads=threads))
+    return replace(graph, steps=tuple(steps))
 
 
 def emitted_alone(x: Kernel) -> bool:

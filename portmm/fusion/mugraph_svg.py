@@ -85,4 +85,4 @@ def _lines(graph: MuGraph, step: Step, number: int) -> list[str]:
             for x in one
         ]
         lines.append(f"pass {i}: {'; '.join(words)}")
-    return lines
+    return lines + ([f"thread: {step.threads}"] if step.threads is not None else [])

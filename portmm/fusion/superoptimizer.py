@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
-from portmm.fusion.emitted import emitted, unlisted
+from portmm.fusion.emitted import emitted, unlisted, with_threads
 from portmm.fusion.finding import Finding, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
 from portmm.fusion.split_search import Parts, parts_of
@@ -329,7 +329,7 @@ class _Search:
             return Finding(note=note, forms=best.forms, kernel=best.kernel, graph=self.reference)
         trust = max(LEAST_TRUST, best.before / best.seconds / self.promise(seconds))
         program_database.store(self.key, target.name, threads, program_database.Entry(path, certificate, trust))
-        return best._replace(certificate=certificate, graph=graph)
+        return best._replace(certificate=certificate, graph=with_threads(graph, certificate, target))
 
     def as_it_is(self, best: Finding) -> Finding:
         """The finding that nothing is faster, with a certificate of the kernels that run; none after an interrupt."""
@@ -362,6 +362,7 @@ class _Search:
             return None
         path, elapsed = tuple(name for name, _ in entry.path), time.monotonic() - self.start
         graph, run, explained, *_ = candidate
+        graph = with_threads(graph, entry.certificate, config.target())
         return Finding(run, explained, path, elapsed=elapsed, certificate=entry.certificate, graph=graph, stored=True)
 
     def replayed(self, path: Path, trust: float) -> Placed | None:

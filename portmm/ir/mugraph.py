@@ -61,16 +61,41 @@ class Binding(NamedTuple):
     part: tuple[int, str, str] | None = None
 
 
+class Threads(NamedTuple):
+    """The thread level of a kernel: a fragment of accumulators in registers, and the lanes of these.
+
+    Attributes:
+        unit: the instruction set.
+        rows, columns: of the fragment.
+        lanes: elements of a register.
+        over: what threads share.
+        runs: of the loop, that threads share; 1 where it is not split.
+    """
+
+    unit: str
+    rows: int
+    columns: int
+    lanes: int
+    over: str
+    runs: int = 1
+
+    def __str__(self) -> str:
+        split = f", the loop in {self.runs} runs" if self.runs > 1 else ""
+        return f"fragment {self.rows} x {self.columns}, {self.lanes} lanes of {self.unit}, over {self.over}{split}"
+
+
 class Step(NamedTuple):
     """A kernel.
 
     Attributes:
         program: its block program.
         operands: the tensor of each of its operands.
+        threads: its thread level, where a schedule was selected.
     """
 
     program: BlockProgram
     operands: tuple[Binding, ...]
+    threads: Threads | None = None
 
 
 @dataclass(frozen=True)
@@ -125,6 +150,7 @@ class MuGraph:
             kinds = [[described(y) for y in one] for one in x.program.passes]
             lines.append(f"kernel({reads}) grid {x.program.grid}, loop {x.program.loop}")
             lines += [f"    pass {i}: {', '.join(one)}" for i, one in enumerate(kinds)]
+            lines += [f"    thread: {x.threads}"] if x.threads is not None else []
         return "\n".join([*lines, *(f"out {_tensor(self, i)}" for i in self.results)])
 
 
@@ -152,11 +178,16 @@ def to_json(graph: MuGraph) -> dict[str, Any]:
     """A graph as lists and strings, which `from_json` reads."""
     return {
         "tensors": [list(x) for x in graph.tensors],
-        "steps": [{"operands": [list(y) for y in x.operands], **program_to_json(x.program)} for x in graph.steps],
+        "steps": [_step_to_json(x) for x in graph.steps],
         "inputs": list(graph.inputs),
         "results": list(graph.results),
         "joined": [list(x) for x in graph.joined],
     }
+
+
+def _step_to_json(x: Step) -> dict[str, Any]:
+    threads = {} if x.threads is None else {"threads": list(x.threads)}
+    return {"operands": [list(y) for y in x.operands], **program_to_json(x.program), **threads}
 
 
 def program_to_json(x: BlockProgram) -> dict[str, Any]:
@@ -189,7 +220,8 @@ def from_json(data: Mapping[str, Any]) -> MuGraph:
     try:
         steps = tuple(
             Step(program_from_json(x), tuple(Binding(i, y and tuple(map(tuple, y)), z and tuple(z))
-                                         for i, y, z in x["operands"])) for x in data["steps"]
+                                         for i, y, z in x["operands"]),
+                 Threads(*x["threads"]) if "threads" in x else None) for x in data["steps"]
         )  # fmt: skip
         tensors, joined = tuple(Tensor(*x) for x in data["tensors"]), tuple(tuple(x) for x in data["joined"])
         return MuGraph(tensors, steps, tuple(data["inputs"]), tuple(data["results"]), joined)

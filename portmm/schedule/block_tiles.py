@@ -49,13 +49,15 @@ def candidates(
     Where the tiles of the grid are too few for threads, first one whose loop is split.
 
     Raises:
-        ScheduleError: no unit of the target has masked vectors of f32.
+        ScheduleError: no unit of the target has masked vectors of f32, or the result is one element.
     """
     isa = unit_of(target)
     atom = isa.atom("f32")
     assert atom is not None  # noqa: S101 - `unit_of` finds it
     tall, nr = (isa.registers - VECTORS - 1) // VECTORS, VECTORS * atom.n
     result = program.operands[program.fused.results[0][0]].axes
+    if not result:
+        raise ScheduleError("a result of one element has no tiles")
     columns = extents[result[-1]]
     near = any(isinstance(x, TileGemm) and summed(x.value) != program.loop for x in program.passes[0])
     share = max(LEAST, -(-columns // threads // atom.n) * atom.n)

@@ -19,6 +19,7 @@ from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_kernels import one_kernels
 from portmm.fusion.term_rewrites import RULES, alternatives, rebuilt, subterms
 from portmm.fusion.terms import UnlabelledError, dot, graph_of, term_of
+from portmm.ir.mugraph import from_json, to_json
 from portmm.target.target import names_of
 from portmm.trace.placeholders import Placeholder
 from portmm.trace.placeholders import rebuilt as nested
@@ -339,6 +340,10 @@ def test_one_kernel_is_run_kept_and_used_for_other_sizes(database, monkeypatch, 
     assert [x.kind for x in fused.explain(*arrays).kernels] == ["block"]
     if config.target().name in names_of("cpu"):
         assert [x["name"] for x in finding.certificate["kernels"]] == ["one kernel"]
+        assert finding.graph.steps[0].threads.lanes > 1
+        assert "thread: fragment" in str(finding.graph)
+        assert "thread: fragment" in fused.explain(*arrays).graph()
+        assert from_json(json.loads(json.dumps(to_json(finding.graph)))) == finding.graph
     if name == "lora":
         assert all(x.holds for x in repeat(json.loads(json.dumps(finding.certificate))))
         other = arrays_of([(19, 40), (40, 530), (40, 9), (9, 530)])
