@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from math import gcd
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Index, Ptr, const, var
@@ -81,7 +82,7 @@ def _written(s: Shape, kc: int) -> int:
     deep, few = kc > FEW_STEPS, s.rows <= FEW_ROWS
     if s.prefetch or (deep and few and s.rows > 1):
         return 1
-    return min(kc, FEW_STEPS if deep and few else MOST_STEPS if few else LEAST_STEPS)
+    return gcd(kc, FEW_STEPS if deep and few else MOST_STEPS if few else LEAST_STEPS)
 
 
 def _peels(atom: Atom, s: Shape) -> bool:

@@ -120,6 +120,22 @@ def test_rows_of_b_may_start_anywhere(name, dtype):
             check_built(kernel, moved, 1 + (i + j) % 2, s, end=True)
 
 
+@pytest.mark.parametrize("apart", [False, True])
+@pytest.mark.parametrize("kc", [7, 12, 24])
+def test_sweeps_of_any_depth(kc, apart):
+    """KC need not be a multiple of the steps of k that are written out."""
+    target = support.small("avx2")
+    p = Problem(CPU.sums_in_c + 2 if apart else 1, 37, 700)
+    found = [s for s in candidates(p, target) if sweeps(s, target.isas[0].atom("f32")) and s.parallel.over != "k"]
+    s = next(s for s in found if s.c.packed == apart)
+    for mr in (1, 4, 6) if apart else (1,):
+        tiles = (s.tiles[0]._replace(m=mr, least=(mr + 1) // 2), *[t._replace(k=kc) for t in s.tiles[1:]])
+        kernel, k = lower(replace(s, tiles=tiles), target.isas[0]), case(replace(p, k=2 * kc + 5), seed=mr)
+        k.check(interpret(kernel, k, 2), s)
+        if "avx2" in HERE:
+            check_built(kernel, k, 1, s, end=True)
+
+
 @pytest.mark.parametrize(("name", "dtype"), [("avx2", "f32"), ("avx512", "f32"), ("neon", "f32")])
 @pytest.mark.parametrize("few", [False, True])
 def test_sweeps_of_a_b_in_the_last_level(name, dtype, few, monkeypatch):
