@@ -55,6 +55,25 @@ LEVELS = {
 """By architecture, the best first: the chip whose description selects, and the features that a processor must have."""
 
 
+def level_of(target):
+    """The level that a described chip selects, by the features of its instruction sets; empty if there is none."""
+    has = {x for isa in target.isas for x in isa.features}
+    has |= {x for match in target.match for x in (f"vendor={match.vendor}", f"family={match.family}")}
+    return next((x for x, (_, words) in LEVELS.get(target.arch, {}).items() if has.issuperset(words.split())), "")
+
+
+def families():
+    """Levels with the families of cloud instances that may run on a chip of each, by their clouds."""
+    from portmm.target.target import clouds, load_target
+
+    table = {level: {"AWS": [], "Google": [], "Azure": []} for levels in LEVELS.values() for level in levels}
+    for family in clouds():
+        for level in dict.fromkeys(level_of(load_target(x)) for x in family.chips):
+            if level:
+                table[level][family.cloud].append(family.name)
+    return table
+
+
 class Kind(NamedTuple):
     """Products with tables of their own: types, the layouts of A and B, and what is fused with them.
 
@@ -110,6 +129,10 @@ MS = (*FEW, 12, 16, 32, 64, 128, 512, 2048)
 NS = (63, 255, 1023, 4095)
 KS = (63, 255, 1023, 4095)
 """The grid. Odd numbers of columns ask for kernels that serve any."""
+WIDE = tuple(Kind(x) for x in FLOATS)
+"""Kinds whose B is read as it lies, by rows: how, depends on their length."""
+NS_OF_WIDE = (31, 63, 127, 255, 1023, 4095, 16383)
+"""The columns of their grid."""
 MS_OF_FUSED = (1, 4, 12, 32, 128, 512)
 AXES_OF_FUSED = (255, 1023, 4095)
 """The grid of products with fused operations."""
@@ -118,15 +141,19 @@ LIBRARIES = {"gnu": "gnu.2.17", "musl": "musl"}
 PROCESSES = 3
 MOST_QUERIES, ALL_WIDTHS = 600, 1 << 30
 """Numbers of queries that are looked at for forms of attention; no width of a head is a multiple of the second."""
-MOST, MOST_FUSED, WORTH = 4, 2, 0.01
-"""Kernels of a kind for more rows; the least gain, relative and on average, for which another is added."""
+MOST, MOST_WIDE, MOST_FUSED = (1, 4), (2, 5), (1, 2)
+"""Kernels of a kind for each number of few rows, and for more."""
+WORTH = 0.01
+"""The least gain, relative and on average, for which another is added."""
 
 
 def grid(target, kind):
     """The schedules of a kind, the number of one for each point of the grid, or -1, a problem, and the grid."""
     from portmm.errors import ScheduleError
 
-    ms, ns, ks = (MS_OF_FUSED, AXES_OF_FUSED, AXES_OF_FUSED) if kind in FUSED else (MS, NS, KS)
+    (ms, ns, ks), (most_few, most) = (MS, NS_OF_WIDE if kind in WIDE else NS, KS), MOST_WIDE if kind in WIDE else MOST
+    if kind in FUSED:
+        (ms, ns, ks), (most_few, most) = (MS_OF_FUSED, AXES_OF_FUSED, AXES_OF_FUSED), MOST_FUSED
     few = [x for x in ms if x in FEW] if kind not in FUSED else [1]
     try:
         p = problem(kind, target)
@@ -136,8 +163,8 @@ def grid(target, kind):
         return [], [], None, ()
     parts = [rows[i] for i in range(len(few))], [x for row in rows[len(few) :] for x in row]
     schedules, table = [], []
-    for points, most in (*((x, 1) for x in parts[0]), (parts[1], MOST_FUSED if kind in FUSED else MOST)):
-        own, best = portfolio(points, most)
+    for points, number in (*((x, most_few) for x in parts[0]), (parts[1], most)):
+        own, best = portfolio(points, number)
         schedules += [s for s in own if s not in schedules]
         table += [schedules.index(own[i]) if i >= 0 else -1 for i in best]
     return schedules, table, p, (ms, ns, ks)

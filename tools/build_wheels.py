@@ -6,7 +6,8 @@ One wheel of an architecture serves all versions of Python whose headers are nam
 the kernels in `portmm/base`. Headers of a free-threaded build that are not there, as `.../python3.14t`, are those of
 `.../python3.14` with `Py_GIL_DISABLED`, in which the two differ. Kernels are compiled by gcc where there is one for the
 architecture, and else by zig; the run time by zig against the oldest C library. `--base` takes kernels that were made
-before, and makes the run time. `--audit` has auditwheel look at all shared objects of a wheel.
+before, and makes the run time. `--audit` has auditwheel look at all shared objects of a wheel, and `--repair` has it
+write the wheel again (it needs patchelf), under the platforms that it finds.
 """
 
 from __future__ import annotations
@@ -93,6 +94,21 @@ def audit(wheel: Path) -> None:
         subprocess.run([sys.executable, "-m", "auditwheel", "show", str(shown)], check=True)
 
 
+def repaired(wheel: Path) -> Path:
+    """The wheel that `auditwheel repair` makes, in its place.
+
+    Raises:
+        subprocess.CalledProcessError: it refers to libraries that its platforms do not have.
+    """
+    with tempfile.TemporaryDirectory(prefix="portmm-repair-") as folder:
+        words = [sys.executable, "-m", "auditwheel", "repair", "--wheel-dir", folder, str(wheel)]
+        path = os.pathsep.join((str(Path(sys.executable).parent), os.environ.get("PATH", "")))  # patchelf of a package
+        subprocess.run(words, env=os.environ | {"PATH": path}, check=True)
+        (made,) = Path(folder).glob("*.whl")
+        wheel.unlink()
+        return Path(shutil.copy(made, wheel.parent))
+
+
 def main() -> None:
     """Build wheels, and show what is in them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
@@ -102,7 +118,10 @@ def main() -> None:
     parser.add_argument("--pythons", default="", help="directories of headers, with colons between; this Python's")
     parser.add_argument("--base", type=Path, help="directory of base sets, as ARCH.bundle, that were made before")
     parser.add_argument("--audit", action="store_true")
+    parser.add_argument("--repair", action="store_true")
     options = parser.parse_args()
+    if options.repair and options.libc == "musl":
+        parser.error("--repair is for gnu: zig links libc.so, which musl takes for its own, and auditwheel does not")
     for arch in options.arch or ("x86_64", "aarch64"):
         wheel = build(arch, options.libc, options.output, options.pythons, options.base)
         with zipfile.ZipFile(wheel) as packed:
@@ -110,6 +129,8 @@ def main() -> None:
         print(f"{wheel}: {wheel.stat().st_size} bytes, installed {installed}")
         if options.audit:
             audit(wheel)
+        if options.repair:
+            print(repaired(wheel))
 
 
 if __name__ == "__main__":

@@ -69,7 +69,7 @@ def made(tmp_path_factory):
         patch.setattr(base_set, "ProcessPoolExecutor", ThreadPoolExecutor)
         patch.setattr(base_set, "OVER_ROWS", ("softmax",))
         patch.setattr(base_set, "run_time", run_time)
-        for axis, values in (("MS", (*range(1, 9), 12, 64)), ("NS", (63,)), ("KS", (63,))):
+        for axis, values in (("MS", (*range(1, 9), 12, 64)), ("NS", (63,)), ("NS_OF_WIDE", (63,)), ("KS", (63,))):
             patch.setattr(base_set, axis, values)
         levels = {"none": (here.name, "no_such_feature"), "here": (here.name, "sse2" if ARCH == "x86_64" else "asimd")}
         fused = [x for x in base_set.FUSED if x.steps == ("relu",) and x.b == "packed"]

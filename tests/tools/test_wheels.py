@@ -4,10 +4,20 @@ import importlib.util
 import tomllib
 from pathlib import Path
 
+from portmm.target.target import load_target
+
 ROOT = Path(__file__).parents[2]
-spec = importlib.util.spec_from_file_location("build_wheels", ROOT / "tools" / "build_wheels.py")
-build_wheels = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(build_wheels)
+
+
+def tool(name):
+    """A module of tools/."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+base_set, build_wheels = tool("base_set"), tool("build_wheels")
 
 
 def test_headers_of_a_build_without_the_lock_are_those_of_the_other_with_its_definition(tmp_path):
@@ -31,3 +41,16 @@ def test_the_configuration_of_cibuildwheel_runs_the_script_of_the_base_set():
     assert (ROOT / script).is_file()
     options = {table["environment"]["PORTMM_LIBC"], *(x["environment"]["PORTMM_LIBC"] for x in table["overrides"])}
     assert options == set(build_wheels.PLATFORMS)
+
+
+def test_a_chip_selects_the_level_that_was_made_for_it():
+    chips = {level: chip for levels in base_set.LEVELS.values() for level, (chip, _) in levels.items()}
+    assert {level: base_set.level_of(load_target(chip)) for level, chip in chips.items()} == {x: x for x in chips}
+
+
+def test_the_levels_of_instances_are_those_of_the_docs():
+    rows = [
+        f"| `{level}` | {' | '.join(', '.join(x) for x in of.values())} |" for level, of in base_set.families().items()
+    ]
+    text = (ROOT / "docs" / "deployment.md").read_text()
+    assert [x for x in rows if x not in text] == []
