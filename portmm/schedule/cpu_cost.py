@@ -223,8 +223,9 @@ def packing_b(v: Extents) -> Any:
             else np.ceil(v.n * t.panels / t.visit_n) * t.visit_n / t.panels
         )
         cycles = cycles + v.k * columns * np.where(t.once, 1.0, v.blocks) * t.copy_b
-    if "unhidden" in t.some:
-        cycles = cycles + t.unhidden * (np.where(t.once, 1.0, v.blocks) * v.outward(v.k * v.n * t.b_far))
+    if "unhidden" in t.some:  # rows that lie in one tile are a stream, which hardware follows
+        streamed = t.strided & (v.n <= t.visit_n)
+        cycles = cycles + ~streamed * t.unhidden * (np.where(t.once, 1.0, v.blocks) * v.outward(v.k * v.n * t.b_far))
     if "once" in t.some:
         # The copy is written to, and read from, the level that it fits; half of that overlaps.
         cycles = cycles + t.once * v.outward(v.k * v.n * t.b)
