@@ -393,21 +393,3 @@ def aligned_empty(elements: int, dtype: Any) -> Array:
     raw = np.empty(elements * size + LINE, np.uint8)
     start = -raw.ctypes.data % LINE
     return raw[start : start + elements * size].view(dtype)
-
-
-_ones = np.ones(0, np.float32)
-
-
-def ones(count: int) -> Array:
-    """A read-only vector of ones in float32, which shares its memory with all others.
-
-    Calls of thousands of shapes keep such vectors: each is no longer than the rows of its call.
-    """
-    global _ones  # noqa: PLW0603 - replaced by a longer one
-    vector = _ones
-    if vector.size < count:
-        vector = aligned_empty(max(1024, 1 << (count - 1).bit_length()), np.float32)
-        vector[:] = 1
-        vector.flags.writeable = False
-        _ones = vector
-    return vector[:count]

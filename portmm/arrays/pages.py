@@ -1,6 +1,6 @@
 """Memory in pages of its own, huge ones where the system gives them.
 
-Owns anonymous maps, and the memory of packed weights: its size, its alignment, and its huge pages.
+Owns anonymous maps, the memory of packed weights: its size, its alignment, and its huge pages; and vectors of ones.
 """
 
 from __future__ import annotations
@@ -78,3 +78,21 @@ def aligned_readonly(x: numpy_arrays.Array, count: int) -> numpy_arrays.Array:
         target[...] = x.reshape(-1)[:count]
     target.flags.writeable = False
     return target
+
+
+_ones = np.ones(0, np.float32)
+
+
+def ones(count: int) -> numpy_arrays.Array:
+    """A read-only vector of ones in float32, which shares its memory with all others.
+
+    Calls of thousands of shapes keep such vectors: each is no longer than the rows of its call.
+    """
+    global _ones  # noqa: PLW0603 - replaced by a longer one
+    vector = _ones
+    if vector.size < count:
+        vector = numpy_arrays.aligned_empty(max(1024, 1 << (count - 1).bit_length()), np.float32)
+        vector[:] = 1
+        vector.flags.writeable = False
+        _ones = vector
+    return vector[:count]

@@ -14,8 +14,9 @@ from portmm.errors import BuildError, ScheduleError
 from portmm.ops import host_matmul
 from portmm.ops.convolution_kernel import HostConvolution
 from portmm.ops.convolution_weights import unpack_conv
-from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, NOT_F64
+from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, NOT_F64, VALUES, VALUES_FIRST
 from portmm.ops.product_kernel import first_type
+from portmm.trace.bind import UserFunction
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -125,12 +126,7 @@ def _plain(call: HostConvolution, place: _Place) -> ConvolutionKernel | Depthwis
 
 def _fused(call: HostConvolution, place: _Place, epilogue: Any) -> tuple[Any, Any]:
     """The kernel with an epilogue, and the arrays and numbers that this captures."""
-    from portmm.spec.epilogue import acc
-    from portmm.trace.bind import UserFunction
-    from portmm.trace.tracer import indices
-
-    function = UserFunction(epilogue)
-    values = (acc(), indices(NAMES if call.last else CHANNELS_FIRST))
+    function, values = UserFunction(epilogue), VALUES if call.last else VALUES_FIRST
     key = ("conv", *call.kind, place.strides)
     return function.ready(key, lambda traced: call.ready(traced, place.strides), values, 3), function.closure
 

@@ -32,6 +32,8 @@ VALUES = (acc(), indices(NAMES))
 """The placeholder arguments of an epilogue."""
 CHANNELS_FIRST = {"m": "n", "n": "m", "b": "b"}
 """Names of indices -> axes of a product whose rows are channels."""
+VALUES_FIRST = (acc(), indices(CHANNELS_FIRST))
+"""The placeholder arguments of its epilogue."""
 NOT_F64 = "expressions are in float32; convert float64 operands, or multiply without an epilogue"
 
 

@@ -24,17 +24,15 @@ from portmm.errors import ConvolutionError, ScheduleError
 from portmm.ops.convolution_kernel import collapsed
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
 from portmm.ops.convolution_weights import DeviceFilters, filter_rows
-from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, VALUES, fused, step_of_part
+from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, VALUES, VALUES_FIRST, fused, step_of_part
 from portmm.ops.grid_product import GridProduct, spread
 from portmm.ops.kernel_call import KernelCall, contiguous, copy, over_rows
 from portmm.ops.product_kernel import merges
 from portmm.ops.row_kernels import before
 from portmm.spec.convolution import planes, windows
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.epilogue import acc
 from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
-from portmm.trace.tracer import indices
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -44,8 +42,6 @@ if TYPE_CHECKING:
     from portmm.spec.convolution import Convolution
     from portmm.trace.bind import Step
 
-FIRST = (acc(), indices(CHANNELS_FIRST))
-"""The placeholder arguments of an epilogue with channels first."""
 MOST_OFFSET = (1 << 31) - 1
 """Offsets within a view have 32 bits."""
 
@@ -141,7 +137,7 @@ class GridConvolution(GridProduct):
     @property
     def values(self) -> tuple[Any, ...]:
         """The placeholder arguments of an epilogue."""
-        return VALUES if self.last else FIRST
+        return VALUES if self.last else VALUES_FIRST
 
     def shaped(self, shape: Shape) -> Shape:
         """A result (image, row, column) in the layout of the images; one that does not vary has extents of 1."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays
+from portmm.arrays import pages
 from portmm.runtime.cpu import types as runtime_types
 from portmm.util.array_subclasses import refuse_class
 
@@ -50,7 +50,7 @@ def _spread(name: str, value: Any, count: int, dtype: Any) -> Array:
 def _scales(name: str, value: Any, count: int) -> tuple[Array, float]:
     """A vector of scales, and the largest."""
     if is_default(value, 1):
-        return numpy_arrays.ones(count), 1.0
+        return pages.ones(count), 1.0
     if type(value) is float and 0 <= value <= LARGEST:
         equal = np.empty(count, np.float32)
         equal.fill(value)

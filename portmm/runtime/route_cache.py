@@ -1,15 +1,12 @@
 """Route cache: routes selected by earlier processes on this machine, on disk.
 
-Owns `RouteCache`, a note in the build cache with the routes of `dispatch` and the key of
-the run time, so that a new process with a warm cache needs no
-detection, no selection and no source before its first product.
+Owns `RouteCache`, a note in the build cache with the routes of `dispatch` and the key of the run time, so that a new
+process with a warm cache needs no detection, no selection and no source before its first product.
 
-A route cache is valid only for the state that its routes were derived from:
-the host's facts, the target's name, the
-interpreter, the compiler, the measured rates, the tuned schedules, and the files
-of the generator. Any other state has a cache of its own, so that a cache directory may move to, or
-be shared with, another machine. A line that is damaged, or whose kernel is missing
-or damaged, is ignored.
+A route cache is valid only for the state that its routes were derived from: the host's facts, the target's name, the
+interpreter, the compiler, the measured rates, the tuned schedules, and the files of the generator. Any other state has
+a cache of its own, so that a cache directory may move to, or be shared with, another machine. A line that is damaged,
+or whose kernel is missing or damaged, is ignored.
 
 Routes are appended, a line each, in one write: processes that share a cache neither
 read it again nor lose each other's lines. A line has a checksum and the digest of its

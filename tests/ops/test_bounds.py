@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm.arrays import numpy_arrays
+from portmm.arrays import pages
 from portmm.dispatch import config, cpu_kernels, schedule_choice
 from portmm.fusion import fuse
 from portmm.fusion import joins as joined_products
@@ -37,15 +37,15 @@ def test_a_program_keeps_no_operands(rows):
 
 
 def test_vectors_of_ones_share_memory():
-    first, second = numpy_arrays.ones(100), numpy_arrays.ones(700)
-    assert np.shares_memory(second, numpy_arrays.ones(1024))
+    first, second = pages.ones(100), pages.ones(700)
+    assert np.shares_memory(second, pages.ones(1024))
     assert (first == 1).all()
-    assert (numpy_arrays.ones(5000) == 1).all()
+    assert (pages.ones(5000) == 1).all()
     assert not second.flags.writeable
-    assert numpy_arrays.ones(0).size == 0
+    assert pages.ones(0).size == 0
     a, b = ones(50, 32, dtype=np.int8), ones(32, 40, dtype=np.int8)
     np.testing.assert_array_equal(pm.matmul(a, b, epilogue=lambda x, _: x * 2.0), np.full((50, 40), 64))
-    assert linear_vectors._scales("x_scale", 1.0, 70)[0].base is numpy_arrays.ones(7).base
+    assert linear_vectors._scales("x_scale", 1.0, 70)[0].base is pages.ones(7).base
 
 
 def test_joined_weights_are_one_copy_for_all_shapes(monkeypatch):
