@@ -259,6 +259,10 @@ def remember(ways: Memory, key: Any, way: Any, function: Any, numbers: Iterable[
             captured = of_kind.guards.values(function)
             if captured is None:  # it has changed meanwhile
                 return
-            ways.keep(key, [of_kind, *ways.get(key, ())[: MOST_WAYS - 1]])
+            _keep(ways, key, of_kind)
         key = by_value_key(key, numbers, captured)
+    _keep(ways, key, way)
+
+
+def _keep(ways: Memory, key: Any, way: Any) -> None:
     ways.keep(key, [way, *ways.get(key, ())[: MOST_WAYS - 1]])
