@@ -112,11 +112,13 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             if may_pack_once(p, atom):
                 deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, MODEL.deep)))
                 yield from (s for s in _packings(deep, p, isa, atom, PACKED_ONCE) if s.b.once)
-            followed = not target.tile_prefetch and p.dtype in UNCONVERTED
-            if followed and p.b != "packed":
+            ready = p.b == "packed"
+            far_off = ready and p.k * p.n * p.elements[1].bytes > MODEL.panels_near * far(target)
+            followed = not target.tile_prefetch and (p.dtype in UNCONVERTED or (ready and not far_off))
+            if followed and not far_off:
                 base = replace(base, c=OperandPlan())
             for s in _packings(base, p, isa, atom):
-                if followed and p.b == "packed" and not s.a.packed:
+                if followed and far_off and not s.a.packed:
                     continue  # panels from memory are prefetched, and A in place would be with them
                 yield from _shared(s, split and depth > 2 * s.kc and _adds_up(s, p, atom))
             yield from _textbook(base, p, isa, atom, target)
