@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.blocks.statements import Step
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.epilogue import Fused
     from portmm.spec.expr import Expr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -45,27 +46,28 @@ def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> Kernel:
             Call(_columns(isa, real, program), (m, n, minimum(n - start, group), item, start, *here)),
         )
         share = Function("some_columns", "task", (), body, "A group of columns")
-        return _kernel("columns", isa, real, program, share, groups * var("batch"), const(0))
+        return kernel_of("columns", isa, real, fused, share, (groups * var("batch"), const(0)))
     total = m * var("batch")
     tasks, width, kept = minimum(total, var("workers") * TASKS_PER_WORKER), round_up(n, 64), len(program.tiles)
     own = [LetPtr(f"kept{i}", Ptr("work", (var("worker") * kept + i) * width), "f32") for i in range(kept)]
     here = [*arguments(fused, item, var("row"), const(0)), *(Ptr(x.name) for x in own)]
-    line = Call(_row(s, isa, real, program), (m, n, item, var("row"), *here))
+    line = Call(row_function(s, isa, real, program), (m, n, item, var("row"), *here))
     one = (Let("item", var("r") // m), Let("row", var("r") % m), line)
     rows = For("r", total * task // tasks, total * (task + 1) // tasks, const(1), one)
     share = Function("some_rows", "task", (), (*own, rows), "A share of the rows")
-    return _kernel("rows", isa, real, program, share, tasks, width * (var("workers") * kept))
+    return kernel_of("rows", isa, real, fused, share, (tasks, width * (var("workers") * kept)))
 
 
-def _kernel(  # noqa: PLR0917 - two callers
-    name: str, isa: Isa, real: Atom, program: BlockProgram, share: Function, tasks: Index, work: Index
+def kernel_of(  # noqa: PLR0917 - three callers
+    name: str, isa: Isa, real: Atom, fused: Fused, share: Function, sizes: tuple[Index, Index]
 ) -> Kernel:
+    """The kernel of tasks of a function, of expressions: their number, and elements of scratch of all workers."""
+    tasks, work = sizes
     entry = Function("entry", "entry", (), (Parallel(share, tasks),), f"All {name}")
-    operands = operand_types(program.fused)
-    return Kernel(f"portmm_{name}_{real.name}", isa, real, entry, work + 64, operands=operands)
+    return Kernel(f"portmm_{name}_{real.name}", isa, real, entry, work + 64, operands=operand_types(fused))
 
 
-def _row(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> Function:
+def row_function(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> Function:
     """Function for all passes over one row."""
     each = _Core(program, Elements(isa, real, program.fused, row=var("row")), chains=s.nr // real.n, run=s.tile("L1").n)
     lane = [Scratch("lane", real.n, "f32")] if each.totals else []

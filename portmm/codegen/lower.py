@@ -20,6 +20,7 @@ from portmm.schedule.legality import inconsistent
 from portmm.schedule.programs import PROGRAMS
 from portmm.schedule.text import spell
 from portmm.spec.dtype import dequantized_types, types
+from portmm.spec.epilogue import parse
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
@@ -111,6 +112,15 @@ def lower_direct(s: Schedule, isa: Isa, sizes: Direct) -> Kernel:
     kernel: Kernel = _builder("cpu.convolution").build(s, isa, atom_of(isa, s.dtype, s.atom.lanes), sizes)
     text = f"direct convolution, {sizes.rows} rows by {s.nr} columns, register tiles of {s.mr} by {s.nr}"
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.conv on {isa.title}"))
+
+
+def lower_group_norm(  # noqa: PLR0917 - what a kernel is made for
+    isa: Isa, lanes: Atom, text: str, group: int, eps: str, width: int
+) -> Kernel:
+    """The kernel of a group norm of images with channels last, and of expressions: see `kernels.blocks.group_norm`."""
+    kernel: Kernel = _builder("blocks.group_norm").build(isa, lanes, parse(text), group, float(eps), width)
+    description = f"group norm, {group} channels a group, {width} a task; {text}"
+    return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.fuse on {isa.title}"))
 
 
 def lower_grid(s: Schedule, isa: Isa, views: Views | None = None) -> tuple[GridKernel, ...]:

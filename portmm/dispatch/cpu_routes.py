@@ -11,7 +11,7 @@ import time
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portmm.codegen.lower import lower_int4_repack, lower_pack, lower_program
+from portmm.codegen.lower import lower_group_norm, lower_int4_repack, lower_pack, lower_program
 from portmm.dispatch import config, cpu_background, missing
 from portmm.dispatch.cpu_background import StandIn, stand_in
 from portmm.dispatch.cpu_kernels import (
@@ -275,6 +275,32 @@ def expressions_route(fused: Fused, size: tuple[int, int, int]) -> Any:
 
     program = program_of(fused, "L1")
     return rows_route(program, size, config.target(), workers(program, size, config.get_num_threads()))
+
+
+def group_norm_route(fused: Fused, group: int, eps: float, size: tuple[int, int, int]) -> Any:
+    """A route for a group norm of images with channels last, and expressions of it, under the current settings.
+
+    Args:
+        fused: expressions: see `kernels.blocks.group_norm`.
+        group: channels of a group.
+        eps: added to variances.
+        size: pixels, channels, images.
+
+    Raises:
+        ScheduleError: no unit of the target computes them.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm.ir.block_program import of_rows
+    from portmm.schedule.rows import task_channels, workers
+
+    target, (m, n, batch) = config.target(), size
+    isa, real = unit_for(fused, target)
+    threads = workers(of_rows(fused), size, config.get_num_threads())
+    width = task_channels(size, group, threads)
+    code = loaded_program(lower_group_norm, isa, real, str(fused), group, repr(eps), width)
+    fields = {"m": m, "n": n, "batch": batch, "workers": threads}
+    return runtime().make_route(code.code, code.workspace(fields) * code.bytes, threads, "f32")
 
 
 def program_route(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom, fields: dict[str, int]) -> Any:

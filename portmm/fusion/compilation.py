@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.errors import BuildError, ScheduleError
 from portmm.fusion.depth_to_space import match_depth_to_space
+from portmm.fusion.group_norm import match_group_norm
 from portmm.fusion.joins import join_products
 from portmm.fusion.partition import Splitter
 from portmm.fusion.plan_cpu import HostBuilder
@@ -87,9 +88,7 @@ def compiled_program(
     plain: dict[Node, str] = {}
     numpy: dict[Node, str] = {}
     unjoined: list[tuple[str, str]] = []
-    stored = [] if there else match_attention(graph, outputs)
-    if graph.windows:
-        match_depth_to_space(graph, outputs)
+    stored = [] if there else _rewritten(graph, outputs)
     for _ in range(MOST_TRIES):
         split = Splitter(graph, outputs, plain, numpy).split()
         if not (there or plain or numpy) and (reasons := join_products(graph, split)) is not None:
@@ -113,6 +112,16 @@ def compiled_program(
     if strict:
         raise ScheduleError("no way to split the function into kernels was found")
     return _evaluated(graph, result, "no way to split it was found")
+
+
+def _rewritten(graph: Graph, outputs: list[Node]) -> list[tuple[str, str]]:
+    """Rewrite a graph for kernels of the host; lines, and reasons why near matches are kept."""
+    apart = match_attention(graph, outputs)
+    if graph.along:
+        match_group_norm(graph, outputs)
+    if graph.windows:
+        match_depth_to_space(graph, outputs)
+    return apart
 
 
 def _builder_of(graph: Graph, clock: Callable[[int], None] | None) -> Callable[..., Builder]:

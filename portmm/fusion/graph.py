@@ -38,6 +38,8 @@ _READS = dict.fromkeys(("float32", "float16", "bfloat16", "int8", "uint8"), "f32
 _WRITES = {"float32": "f32", "float16": "f32", "bfloat16": "f32", "int32": "s32", "bool": "mask"}
 """Types of results that kernels compute -> the type of the expression."""
 FLOATS = ("float32", "float16", "bfloat16")
+CALLED = "NumPy computes it"
+"""The reason why a call between kernels is one."""
 _NARROW = frozenset(("float16", "bfloat16", "int8", "uint8"))
 
 
@@ -47,8 +49,8 @@ class Node:
 
     Attributes:
         kind: "array", "weight" (packed), "number", "view", "map" (element by element), "reduce"
-            (along the last axis, which stays), "matmul", "conv", "pool", "join" (vectors, one after the other), "call"
-            (NumPy, between kernels) or "item" (one of the results of a call).
+            (along the last axis, which stays), "matmul", "conv", "pool", "norm" (of groups of channels), "join"
+            (vectors, one after the other), "call" (NumPy, between kernels) or "item" (one of the results of a call).
         shape: of the result.
         dtype: of the result; None for a number, which takes the type of the other operand.
         inputs: its operands.
@@ -157,7 +159,8 @@ class Graph:
         fixed: arrays and weights that are not arguments, but the same in all calls.
         device_arrays: leaves on a device, with their layouts.
         line: that messages name for all operations; None: the line of each, in the user's function.
-        windows: what convolutions and pooling are of.
+        along: calls of NumPy's reductions -> "mean" or "var", the axes, and whether these stay.
+        windows: what convolutions, pooling and group norms are of.
     """
 
     strict: bool = False
@@ -169,6 +172,7 @@ class Graph:
     fixed: dict[Node, Any] = field(default_factory=dict)
     device_arrays: dict[int, operand.Operand] = field(default_factory=dict)
     line: tuple[str, int] | None = None
+    along: dict[Node, tuple[str, Any, bool]] = field(default_factory=dict)
     windows: dict[Node, Any] = field(default_factory=dict)
 
     def add(  # noqa: PLR0917 - the fields of a node

@@ -122,7 +122,7 @@ class Splitter:
 
     def assign(self, x: Node) -> None:
         """Assign a node to a unit."""
-        if x.kind in ("matmul", "conv") and x not in self.numpy:
+        if x.kind in ("matmul", "conv", "norm") and x not in self.numpy:
             self.start("product", x)
         elif x.kind in ("join", "pool") and x not in self.numpy:
             self.start(x.kind, x)

@@ -162,6 +162,8 @@ class HostBuilder(Builder):
         x = unit.members[0]
         if x.kind == "conv":
             return plan_windows.add_convolution(self, unit)
+        if x.kind == "norm":
+            return plan_windows.add_norm(self, unit)
         weight, alone = self.weight(x.inputs[1]), len(unit.members) == 1
         if alone and x.inputs[1].dtype is not None and x.template is None:
             return self.plain_product(x)

@@ -1,7 +1,7 @@
-"""Steps over windows of images in a program on the CPU: convolutions with what follows them, and pooling.
+"""Steps over images in a program on the CPU: convolutions and group norms with what follows them, and pooling.
 
-Owns `Filter` and `Pool`, what the kernels of such a node are made for, and the functions that add its steps. Images
-have their channels last. A convolution is a product whose A is a view of windows (`ops.convolution_kernel`); the
+Owns `Filter`, `Pool` and `Norm`, what the kernels of such a node are made for, and the functions that add its steps.
+Images have their channels last. A convolution is a product whose A is a view of windows (`ops.convolution_kernel`); the
 element-wise operations that follow it are its epilogue. Pooling is a kernel over rows of channels for each region of
 the result whose windows have the same taps inside the image: one for the interior, and one for each border and corner.
 """
@@ -12,6 +12,8 @@ import functools
 import math
 from itertools import groupby, product
 from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
 
 from portmm.errors import ScheduleError
 from portmm.fusion.plan import Expressions, counts
@@ -83,6 +85,18 @@ class Pool(NamedTuple):
     bias: bool = False
     residual: bool = False
     relu: bool = False
+
+
+class Norm(NamedTuple):
+    """A group norm of images, scaled and shifted by channels if there is a second and a third operand.
+
+    Attributes:
+        groups: of channels.
+        eps: added to variances.
+    """
+
+    groups: int
+    eps: float
 
 
 class _Ending(NamedTuple):
@@ -236,3 +250,43 @@ def _of_blocks(shape: Ints, steps: list[Ints]) -> tuple[Walk, tuple[int, int]]:
     none = (0,) * len(others)
     w = Walk((shape[1] * shape[3], (pixel, *none)), (shape[0], (image, *none)), [(0,) * len(steps)])
     return w, (row, pixel)
+
+
+def add_norm(builder: Any, unit: Unit) -> None:
+    """Add a group norm with what follows it to a builder of a program on the CPU (`plan_cpu.HostBuilder`).
+
+    Raises:
+        ScheduleError: no kernel computes it.
+    """
+    from portmm.dispatch.cpu_routes import group_norm_route
+    from portmm.spec.epilogue import parse
+
+    x = unit.members[0]
+    form: Norm = builder.graph.windows[x]
+    if counts(unit):
+        raise ScheduleError("what follows a group norm counts rows or columns")
+    image, *vectors = (builder.buffer_of(y) for y in x.inputs)
+    channels, owner = x.shape[-1], np.empty(x.shape[-1], np.float32)
+    own = [Place(image.root, image.offset, owner, image.text)] * 2  # the kernel has them in its scratch
+    fusing = builder.expressions(unit)
+    element, mean, deviation = (fusing.load(y) for y in (image, *own))
+    value = apply("mul", apply("sub", element, mean), deviation)
+    for operation, y in zip(("mul", "add"), vectors, strict=False):
+        value = apply(operation, value, fusing.load(y))
+    fusing.known[x] = value
+    builder.store(unit.stored, fusing)
+    steps = [p.strides(x.shape) for p in fusing.buffers]
+    pixels = walk(x.shape[1:-1], [s[1:-1] for s in steps])
+    if pixels.batch[0] > 1 or len(pixels.repeats) > 1:
+        raise ScheduleError("pixels of an operand of a group norm are at no equal distances")
+    w = Walk(pixels.rows, (x.shape[0], tuple(s[0] for s in steps)), pixels.repeats)
+    fusing.bind(w, [s[-1] for s in steps])
+    if not {"m", "n"} <= {*fusing.operands[0].axes, *"n"[: channels == 1]}:
+        raise ScheduleError("images of a group norm are broadcast along pixels or channels")
+    text = fusing.text()
+    size = (w.rows[0], channels, w.batch[0])
+    route = group_norm_route(parse(text), channels // form.groups, form.eps, size)
+    builder.launch((route, [size[0], channels, 1, size[2], *(0,) * 9]), (), fusing, (0,) * len(fusing.buffers))
+    lines, names = tuple(dict.fromkeys(y.where for y in unit.members)), tuple(y.name for y in unit.members[1:])
+    detail = f"{form.groups} groups, {' x '.join(map(str, x.shape))}"
+    builder.kernels.append(Kernel("norm", x.name, lines, names, text, detail))

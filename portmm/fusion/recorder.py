@@ -16,7 +16,7 @@ import numpy as np
 from portmm.arrays.libraries import on_device
 from portmm.errors import TraceError
 from portmm.fusion.array_methods import COPIES, LOOKS, METHODS, OF_FUNCTIONS, STATIC, VIEWS, is_last, squeezed
-from portmm.fusion.graph import Graph, Node, refuse
+from portmm.fusion.graph import CALLED, Graph, Node, refuse
 from portmm.spec import elementwise
 from portmm.spec.epilogue import index
 from portmm.spec.expr import FUNCTIONS, UFUNCS
@@ -322,11 +322,15 @@ class WholeArrays(Graph):
             return function(*positional, **keywords)
 
         try:
-            return self.wrap(self.call(name, plain, tuple(inputs), "NumPy computes it", own=own))
+            node = self.call(name, plain, tuple(inputs), CALLED, own=own)
         except TraceError:
             raise
         except TypeError as error:
             raise refuse(f"{name}: {error}") from error
+        kind = name.removeprefix("np.")
+        if kind in ("mean", "var") and not options.keys() - {"axis", "keepdims"}:
+            self.along[node] = kind, options.get("axis"), bool(options.get("keepdims"))
+        return self.wrap(node)
 
     # Epilogues and prologues of products inside a fused function.
 

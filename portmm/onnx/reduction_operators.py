@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.fusion.plan_windows import Norm
 from portmm.onnx.arrays import CHANNELS_FIRST, channels_first, channels_last, grouped_channels
 from portmm.onnx.elementwise_operators import FLOATS, same_type
 from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
@@ -215,17 +216,17 @@ def _is_last(x: Any) -> bool:
 
 
 def _grouped_last(x: Any, weight: Any, shift: Any, eps: float) -> Any:
-    """Groups of channels of images with channels last less their means, over their deviations, with a scale and a bias.
+    """Groups of channels of images with channels last, normalized, with a scale and a bias."""
+    (n, *size, c), groups = x.shape, weight.shape[0]
+    form, vectors = Norm(groups, eps), [np.ascontiguousarray(y, np.float32).reshape(c) for y in (weight, shift)]
 
-    Means over pixels are products by a row of equal numbers, which read images as they lie.
-    """
-    (n, *size, c), groups, pixels = x.shape, weight.shape[0], math.prod(x.shape[1:-1])
-    rows, every = x.reshape((n, pixels, c)), np.full((1, pixels), 1 / pixels, np.float32)
-    split, one = (n, groups, c // groups), (n, *(1,) * len(size), c)
-    mean = np.broadcast_to((every @ rows).reshape(split).mean(-1, keepdims=True), split).reshape((n, 1, c))
-    variance = (every @ e.square(rows - mean)).reshape(split).mean(-1, keepdims=True)
-    factor = (e.rsqrt(variance + eps) * weight).reshape(one)
-    return (x - mean.reshape(one)) * factor + shift.reshape((c,))
+    def alone(images: Any, scale: Any, bias: Any) -> Any:
+        each = images.reshape((n, math.prod(size), groups, c // groups)).astype(np.float32, copy=False)
+        centred = each - each.mean((1, 3), keepdims=True)
+        normal = centred / np.sqrt(np.square(centred).mean((1, 3), keepdims=True) + np.float32(eps))
+        return normal.reshape(images.shape) * scale + bias
+
+    return x.recorder.over_windows("norm", (x, *vectors), form, x.shape, alone)
 
 
 @operator("BatchNormalization")

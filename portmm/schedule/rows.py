@@ -174,4 +174,12 @@ def workers(program: BlockProgram, size: Size, threads: int) -> int:
     return threads if work(program, size).counts["memory"] > CPU.fork_rows * CPU.least_bandwidth else 1
 
 
+def task_channels(size: Size, group: int, threads: int) -> int:
+    """Channels of a task of a group norm: whole groups, as many as leave a task for each thread, or a few lines."""
+    _, n, batch = size
+    parts = -(-threads // max(batch, 1))
+    wanted = max(int(CPU.column_group), -(-n // parts))
+    return min(n, -(-wanted // group) * group)
+
+
 PROGRAM = Program("blocks", candidates, footprint, work)

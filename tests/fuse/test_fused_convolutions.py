@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import numpy as np
 import pytest
 from convolved import convolved
@@ -95,3 +97,46 @@ def test_blocks_are_kept_apart_where_something_else_reads_the_convolution():
     np.testing.assert_array_equal(pm.fuse(twice)(X), want * want + want[:, :1])
     other = pm.fuse(lambda x: to_space(pm.conv(x, packed, padding=1), "DCR").transpose(0, 2, 1, 3).reshape(-1, 4) + 1)
     np.testing.assert_array_equal(other(X), to_space(WANT, "DCR").transpose(0, 2, 1, 3).reshape(-1, 4) + 1)
+
+
+def normalized(y, groups, form):
+    """Groups of channels less their means, over their deviations, in one of the usual forms."""
+    g = y.reshape(y.shape[0], -1, groups, y.shape[-1] // groups) if form else y.reshape(*y.shape[:3], groups, -1)
+    axes = (*range(1, g.ndim - 2), -1)
+    mean = g.mean(axes, keepdims=True)
+    variance = g.var(axes, keepdims=True) if form == 1 else ((g - mean) ** 2).mean(axes, keepdims=True)
+    g = (g - mean) * (1 / np.sqrt(variance + 1e-5)) if form == 2 else (g - mean) / np.sqrt(variance + 1e-5)
+    return g.reshape(y.shape)
+
+
+@pytest.mark.parametrize("form", [0, 1, 2])
+@pytest.mark.parametrize("isa", ["", "avx2", "sse2"])
+def test_a_group_norm_is_one_kernel_with_what_follows(form, isa):
+    w, scale, shift = values((24, 16, 3, 3), 4), values(24, 5), values(24, 6)
+    with pm.config(target=isa) if isa else nullcontext():
+        packed = pm.pack_conv(w)
+
+    def function(x, scale, rest):
+        y = normalized(pm.conv(x, packed, padding=1), 4, form) * scale + shift
+        return y * pm.sigmoid(y) + rest
+
+    rest = values((2, 5, 6, 24), 7)
+    y = normalized(convolved(X, w, padding=1).astype(np.float64), 4, form) * scale + shift
+    want = y / (1 + np.exp(-y)) + rest
+    with pm.config(target=isa) if isa else nullcontext():
+        fused = pm.fuse(function)
+        np.testing.assert_allclose(fused(X, scale, rest), want, rtol=2e-5, atol=2e-5)
+        explained = fused.explain(X, scale, rest)
+    assert [k.kind for k in explained.kernels] == ["conv", "norm"]
+    assert not explained.blocked
+
+
+def test_a_norm_of_many_channels_keeps_tasks_apart():
+    x = values((3, 7, 9, 330), 8)
+    fused = pm.fuse(lambda x: normalized(x, 33, 1))
+    with pm.config(threads=2):
+        np.testing.assert_allclose(fused(x), normalized(x.astype(np.float64), 33, 1), rtol=2e-5, atol=2e-5)
+    assert [k.kind for k in fused.explain(x).kernels] == ["norm"]
+    other = pm.fuse(lambda x: x - x.mean((1, 2), keepdims=True))
+    np.testing.assert_allclose(other(x), x - x.mean((1, 2), keepdims=True), rtol=1e-5, atol=1e-5)
+    assert "mean: NumPy computes it" in str(other.explain(x))

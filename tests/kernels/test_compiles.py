@@ -19,12 +19,12 @@ import pytest
 import support
 from fused_cases import by_rows, epilogues, every_operation, every_type
 from kernels_of import folding
-from rows_lowered import lower_rows
+from rows_lowered import NORMAL, lower_rows
 from support import pose, require, selection, small
 
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
-from portmm.codegen.lower import lower, lower_pack
+from portmm.codegen.lower import lower, lower_group_norm, lower_pack
 from portmm.schedule.candidates import candidates
 from portmm.spec.problem import Problem
 from portmm.target.target import described, load_isa
@@ -51,6 +51,7 @@ def test_compilers_have_no_complaint(name, family, tmp_path):
     kernels += [lower_pack(isa, "f32", 2 * isa.atom("f32").n, layout) for layout in ("row", "col", "any")]
     kernels += [folding(name, 8, 8, group)[0] for group in (0, 32)]
     kernels += [lower_rows(isa, isa.atom("f32"), str(make())) for make in (every_operation, every_type, by_rows)]
+    kernels += [lower_group_norm(isa, isa.atom("f32"), NORMAL, 10, "1e-05", 160)]
     for fused in epilogues().values():
         posed = pose((9, 2 * isa.atom("f32").n + 3, 40), ("row", "packed", "row"), target, fused=str(fused))
         kernels += [lower(s, isa) for p in posed[-1:] for s in candidates(p, target)[::5]]

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from fused_cases import by_rows, columns, epilogues, every_operation, every_type
 from manifest_case import Case, all_words, covering, few, on_host, smallest
-from rows_lowered import lower_rows
+from rows_lowered import NORMAL, lower_rows
 from support import LAYOUTS, coded, pose, small
 
-from portmm.codegen.lower import lower, lower_int4_repack, lower_pack, lower_program
+from portmm.codegen.lower import lower, lower_group_norm, lower_int4_repack, lower_pack, lower_program
 from portmm.dispatch.cpu_kernels import attention_unit
 from portmm.errors import ScheduleError
 from portmm.host import microbenchmarks
@@ -248,6 +248,8 @@ def _rows(isa: Isa) -> Iterator[Case]:
         fused = make()
         if real is not None and not lacks(isa, real, fused):
             yield from on_host(f"rows {make.__name__}", lower_rows, isa, real, str(fused))
+    if real is not None:
+        yield from on_host("group norm", lower_group_norm, isa, real, NORMAL, 10, "1e-05", 160)
 
 
 SCORES = {

@@ -16,6 +16,9 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
+NORMAL = "f32.bmn f32.n f32.n bf16.bmn | load 0; load 1; sub 0 1; load 2; mul 2 3 | 3 4"
+"""Expressions of a group norm: its elements, in a narrow type."""
+
 
 def lower_rows(isa: Isa, real: Atom, text: str) -> Kernel:
     """The kernel of a host, in lanes of `real`."""

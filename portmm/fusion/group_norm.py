@@ -1,0 +1,120 @@
+"""Rewrite of a graph before it is split into kernels: group norm of images with channels last.
+
+Owns `match_group_norm`, a rule over means and variances along pixels and the channels of a group: elements less their
+mean, over the root of their variance and a constant, are one kernel, with what follows. The rule compares expressions,
+axes and shapes of nodes, not their names.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from portmm.fusion.graph import CALLED
+from portmm.fusion.partition import live_nodes
+from portmm.fusion.plan_windows import Norm
+from portmm.spec.epilogue import argument
+from portmm.spec.expr import apply
+
+if TYPE_CHECKING:
+    from portmm.fusion.graph import Graph, Node
+
+FIRST, SECOND = argument(0, "f32"), argument(1, "f32")
+LESS, OVER, TIMES = (apply(x, FIRST, SECOND) for x in ("sub", "div", "mul"))
+ROOT, SQUARE = apply("sqrt", FIRST), apply("mul", FIRST, FIRST)
+INVERSE, OVER_ROOT = apply("div", 1.0, FIRST), apply("div", 1.0, ROOT)
+PAIR, LEAST = 2, 3
+"""Operands of a quotient or product, and dimensions of images with pixels."""
+
+
+def match_group_norm(graph: Graph, outputs: list[Node]) -> None:
+    """Replace normalizations of groups of channels, which are then reshaped as the images are, by one node each."""
+    users: dict[Node, list[Node]] = {x: [] for x in live_nodes(graph, outputs)}
+    for x in users:
+        for y in x.inputs:
+            users[y].append(x)
+    for x, after in users.items():
+        match = _normalized(x, graph) if x.kind == "map" and len(x.inputs) == PAIR and x not in outputs else None
+        if match is not None and len(after) == 1:
+            _replace(after[0], match, graph)
+    live = frozenset(live_nodes(graph, outputs))
+    gone = {(x.where, f"{x.name}: {CALLED}") for x in graph.along if x not in live}
+    graph.blocked[:] = [x for x in graph.blocked if x not in gone]
+
+
+def _normalized(x: Node, graph: Graph) -> tuple[Node, int, float] | None:
+    """The images, the number of groups and the constant of a group norm; None if a node is none."""
+    centred, scale = x.inputs
+    if x.template is TIMES and centred.template is not LESS:
+        centred, scale = scale, centred
+    root = _variance_of(scale, inverse=x.template is TIMES) if _is(x, TIMES, OVER) else None
+    if root is None or centred.template is not LESS:
+        return None
+    (grouped, mean), (variance, eps) = centred.inputs, root
+    if _reduced(mean, "mean", graph) is not grouped or not _is_variance(variance, grouped, centred, graph):
+        return None
+    if grouped.kind != "view" or grouped.name != "reshape" or len(grouped.inputs[0].shape) < LEAST:
+        return None
+    images = grouped.inputs[0]
+    fits = (images.shape[0], math.prod(images.shape[1:-1]), images.shape[-1]) == (
+        grouped.shape[0], math.prod(grouped.shape[1:-2]), math.prod(grouped.shape[-2:]),
+    )  # fmt: skip
+    return (images, grouped.shape[-2], eps) if fits and images.dtype == x.dtype == np.float32 else None
+
+
+def _variance_of(x: Node, *, inverse: bool) -> tuple[Node, float] | None:
+    """The variance and the constant whose root, or its inverse, a node is."""
+    if inverse and x.template is INVERSE:
+        x, inverse = x.inputs[0], False
+    if x.template is not (OVER_ROOT if inverse else ROOT) or x.inputs[0].template is None:
+        return None
+    added = x.inputs[0].template
+    constants = [y.args[0] for y in added.args if getattr(y, "op", "") == "const"] if added.op == "add" else []
+    return (x.inputs[0].inputs[0], float(constants[0])) if constants and any(y is FIRST for y in added.args) else None
+
+
+def _reduced(x: Node, name: str, graph: Graph) -> Node | None:
+    """What a node is the mean or variance of, along pixels and the last of two axes of channels; or None."""
+    known, axes, keeps = graph.along.get(x, ("", None, False))
+    if known != name or not keeps or not isinstance(axes, tuple):
+        return None
+    of, rank = x.inputs[0], len(x.inputs[0].shape)
+    wanted = [*range(1, rank - 2), rank - 1]
+    return of if rank > LEAST and sorted(i % rank for i in axes) == wanted else None
+
+
+def _is_variance(x: Node, grouped: Node, centred: Node, graph: Graph) -> bool:
+    """Whether a node is the variance of elements, or the mean of squares of what is left of them."""
+    if _reduced(x, "var", graph) is grouped:
+        return True
+    squares = _reduced(x, "mean", graph)
+    if squares is None or not _is(squares, SQUARE, TIMES):
+        return False
+    return all(_same(y, centred) for y in squares.inputs)
+
+
+def _is(x: Node, *templates: Any) -> bool:
+    """Whether a node computes one of some expressions of its operands."""
+    return any(x.template is y for y in templates)
+
+
+def _same(x: Node, y: Node) -> bool:
+    """Whether two nodes compute the same of the same operands."""
+    return x is y or (x.template is y.template is LESS and x.inputs == y.inputs)
+
+
+def _replace(x: Node, match: tuple[Node, int, float], graph: Graph) -> None:
+    """Turn the view of a group norm in the shape of the images into its node."""
+    (images, groups, eps), shape = match, match[0].shape
+    if x.kind != "view" or x.name != "reshape" or x.shape != shape:
+        return
+
+    def plain(y: Any) -> Any:
+        each = y.reshape((shape[0], -1, groups, shape[-1] // groups))
+        centred = each - each.mean((1, 3), keepdims=True)
+        return (centred / np.sqrt((centred * centred).mean((1, 3), keepdims=True) + np.float32(eps))).reshape(shape)
+
+    x.kind, x.inputs, x.plain, x.name = "norm", (images,), plain, "group norm"
+    graph.windows[x] = Norm(groups, eps)
