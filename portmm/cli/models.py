@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 MOST_ROWS = 40
 """Steps that the report shows by default: those that take longest."""
+PEAK_SECONDS = 0.1
 FEW = 2
 """Values of random integers: indices of any table, and masks."""
 
@@ -37,6 +38,9 @@ def run(
     save: Annotated[Path | None, typer.Option(help="Write the results to this .npz file.", show_default=False)] = None,
     threads: Annotated[int, typer.Option(min=0, help="Threads; 0 for every core.")] = 1,
     seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of repeated runs for the times.")] = 1.0,
+    picture: Annotated[
+        Path | None, typer.Option(help="Write a picture of where the time goes to this .svg file.", show_default=False)
+    ] = None,
     all_steps: Annotated[bool, typer.Option("--all", help="Show every step, in order.")] = False,
     as_json: Json = False,
 ) -> None:
@@ -59,11 +63,32 @@ def run(
     report = session.profile(feeds, seconds=seconds)
     if save is not None:
         np.savez(save, **{x.name: y for x, y in zip(session.get_outputs(), results, strict=True)})
+    if picture is not None:
+        from portmm.onnx.picture import drawn
+
+        picture.write_text(drawn(report, model.stem, _peak()), encoding="utf-8")
     times = {"load": loaded - begin, "first_run": first - loaded, "run": report.seconds}
     if as_json:
         print_json({"model": str(model), "seconds": times, "threads": config.get_num_threads(), **asdict(report)})
         return
     _print(session, report, times, all_steps=all_steps)
+
+
+def _peak() -> float:
+    """Floating-point operations of a second of this machine's threads, measured; 0 where there is no compiler."""
+    from portmm.dispatch import config
+    from portmm.errors import BuildError
+    from portmm.host import gauge
+
+    isa = next(x for x in config.target().isas if x.atom("f32") is not None)
+    atom = isa.atom("f32")
+    assert atom is not None  # noqa: S101 - the line before
+    try:
+        loop = gauge.peak(isa, atom)
+    except BuildError:
+        return 0.0
+    repeats = gauge.repetitions(loop.run)
+    return 1e9 * loop.work / gauge.least(loop.run, repeats, PEAK_SECONDS) * config.get_num_threads()
 
 
 def _sizes(texts: Any, session: Session) -> dict[str, int]:

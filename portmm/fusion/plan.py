@@ -339,7 +339,7 @@ class Builder:
         for moved in w.repeats:
             self.launch(kernel, (a, b, c), fusing, moved)
         notes = (x.note,) if x.note else ()
-        self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p), notes, p))
+        self.kernels.append(Kernel("product", x.name, _lines(unit), _names(unit), text, str(p), notes, p, p.flops))
 
 
 def counts(unit: Unit) -> bool:

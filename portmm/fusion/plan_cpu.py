@@ -239,7 +239,7 @@ class HostBuilder(Builder):
         self.buffers[x] = to
         notes = (x.note,) if x.note else ()
         p = call.problem
-        self.kernels.append(Kernel("product", x.name, (x.where,), detail=str(p), notes=notes, problem=p))
+        self.kernels.append(Kernel("product", x.name, (x.where,), detail=str(p), notes=notes, problem=p, flop=p.flops))
 
     def over_rows(self, fusing: Expressions, text: str, size: tuple[int, int, int]) -> Any:
         """A kernel over rows for expressions, spelled `text`, of `size` rows, columns and items."""

@@ -221,7 +221,8 @@ def add_convolution(builder: Any, unit: Unit) -> None:
         builder.launch((route, numbers), (image, filters, fusing.written[0]), fusing, (0, 0, *moved))
     lines = tuple(dict.fromkeys(y.where for y in unit.members))
     fused = (*(y.name for y in unit.members[1:]), *("depth to space" for _ in blocks[:1]))
-    builder.kernels.append(Kernel("conv", x.name, lines, fused, fusing.text() if ending else "", str(p)))
+    text, flop = fusing.text() if ending else "", p.flops * len(blocks or (weight,))
+    builder.kernels.append(Kernel("conv", x.name, lines, fused, text, str(p), flop=flop))
 
 
 def _of_pixels(unit: Unit, steps: list[Ints], size: Convolution) -> tuple[Walk, None]:

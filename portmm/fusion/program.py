@@ -54,6 +54,7 @@ class Kernel:
         detail: the problem, or the iteration shape.
         notes: further remarks.
         problem: of a product.
+        flop: multiplications and additions of a product or convolution.
     """
 
     kind: str
@@ -64,6 +65,7 @@ class Kernel:
     detail: str = ""
     notes: tuple[str, ...] = ()
     problem: Problem | None = None
+    flop: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,12 +23,14 @@ class Row:
         what: its operators, as the model names them.
         detail: its problem or shape.
         seconds: of its fastest run; 0 if it was not timed.
+        flop: multiplications and additions of a product or convolution.
     """
 
     kind: str
     what: str
     detail: str
     seconds: float = 0.0
+    flop: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +123,8 @@ def _rows(executor: Any, part: Any, values: dict[str, Any], seconds: float) -> t
                 now[0] = time.perf_counter()
                 program.run(arrays)
     rows = [
-        Row(k.kind, ", ".join(k.lines), k.detail or k.what, best.get(i, 0.0)) for i, k in enumerate(program.kernels)
+        Row(k.kind, ", ".join(k.lines), k.detail or k.what, best.get(i, 0.0), k.flop)
+        for i, k in enumerate(program.kernels)
     ]
     return rows, program
 

@@ -1,7 +1,9 @@
 """Sessions: the interface, graphs that are fused, shapes that depend on data, and refusals."""
 
 import json
+import re
 from collections import Counter
+from xml.etree import ElementTree as ET
 
 import numpy as np
 import onnx
@@ -217,7 +219,12 @@ def test_the_command_reports_steps_and_keeps_results(tmp_path):
     assert [row["kind"] for row in data["rows"]] == ["product"]
     assert data["rows"][0]["seconds"] > 0
     np.testing.assert_array_equal(np.load(kept)["z"], portmm.onnx.load(DENSE).run(x)[0])
-    shown = CliRunner().invoke(app, ["run", str(path), "--dim", "rows=3", "--seconds", "0.01"])
+    picture = tmp_path / "time.svg"
+    options = ["--dim", "rows=3", "--seconds", "0.01", "--picture", str(picture)]
+    shown = CliRunner().invoke(app, ["run", str(path), *options])
+    drawn = [x.text for x in ET.fromstring(picture.read_text()).iter() if x.tag.endswith("text")]  # noqa: S314 - our own
+    assert re.match(r"dense: .* in 1 step, \d+% of the rate of multiply-adds", drawn[0])
+    assert re.match(r"product \d+%: ", drawn[-1])
     assert "3 x 48 x 24 f32" in shown.stdout
 
 

@@ -1,0 +1,79 @@
+"""Picture of where the time of a model goes, as SVG.
+
+Owns `drawn`: a bar for each step of a report that was timed, as long as its time, with its operators; the dark part of
+the bar of a product or convolution is what its multiply-adds would take at the machine's best rate.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+from xml.sax.saxutils import escape
+
+from portmm.util import text
+
+if TYPE_CHECKING:
+    from portmm.onnx.report import Report, Row
+
+LINE, LEFT, WIDE, TOP, WORDS = 17, 96, 420, 58, 78
+LEAST = 0.002
+"""Share of the time from which a step has a bar of its own."""
+COLORS = {"product": "#7aa6cf", "conv": "#7fbf8e", "attention": "#b79bd1", "numpy": "#d98a7b"}
+OTHER, DARK = "#c9b98a", "#24476b"
+STYLE = ".l{font:11px sans-serif}.t{font:bold 13px sans-serif}.n{font:11px sans-serif;text-anchor:end}"
+
+
+def drawn(report: Report, title: str, peak: float = 0.0) -> str:
+    """The picture of a report.
+
+    Args:
+        report: one with times.
+        title: above it, as the name of the model.
+        peak: floating-point operations of a second, the best of the machine; 0 if it is unknown.
+    """
+    total = sum(x.seconds for x in report.rows) or 1.0
+    shown = [x for x in report.rows if x.seconds >= LEAST * total]
+    rest, most = total - sum(x.seconds for x in shown), max((x.seconds for x in shown), default=1.0) or 1.0
+    parts = [f'<text x="8" y="20" class="t">{escape(f"{title}: {_summary(report, total, peak)}")}</text>']
+    parts.append(f'<text x="8" y="40" class="l">{escape(_kinds(report, total))}</text>')
+    for i, x in enumerate(shown):
+        parts += _bar(x, TOP + i * LINE, most, peak)
+    y = TOP + len(shown) * LINE
+    if len(shown) < len(report.rows):
+        others = f"{text.number(len(report.rows) - len(shown), 'shorter step')}, {text.time(rest)}"
+        parts.append(f'<text x="{LEFT}" y="{y + 12}" class="l">{escape(others)}</text>')
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDE + 470} {y + 26}" role="img">'
+    return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>\n"])
+
+
+def _bar(x: Row, y: int, most: float, peak: float) -> list[str]:
+    """A step: its time, its bar, and its operators."""
+    width = WIDE * x.seconds / most
+    parts = [
+        f'<text x="{LEFT - 6}" y="{y + 12}" class="n">{text.time(x.seconds)}</text>',
+        f'<rect x="{LEFT}" y="{y + 2}" width="{width:.1f}" height="{LINE - 4}" fill="{COLORS.get(x.kind, OTHER)}"/>',
+    ]
+    share = x.flop / (peak * x.seconds) if peak and x.flop and x.seconds else 0.0
+    if share:
+        inner = width * min(share, 1.0)
+        parts.append(f'<rect x="{LEFT}" y="{y + 7}" width="{inner:.1f}" height="{LINE - 14}" fill="{DARK}"/>')
+    of = f" {100 * share:.0f}%" if share else ""
+    label = f"{x.kind}{of}: {x.what or x.detail}"
+    label = label if len(label) <= WORDS else f"{label[: WORDS - 1]}…"
+    parts.append(f'<text x="{LEFT + WIDE + 8}" y="{y + 12}" class="l">{escape(label)}</text>')
+    return parts
+
+
+def _summary(report: Report, total: float, peak: float) -> str:
+    """The time of a run, and the share of the best rate."""
+    seconds = report.seconds or total
+    flop = sum(x.flop for x in report.rows)
+    share = f", {100 * flop / (peak * seconds):.0f}% of the rate of multiply-adds" if peak and flop else ""
+    return f"{text.time(seconds)} in {text.number(len(report.rows), 'step')}{share}"
+
+
+def _kinds(report: Report, total: float) -> str:
+    """Shares of the time by kinds of steps."""
+    kinds: dict[str, float] = {}
+    for x in report.rows:
+        kinds[x.kind] = kinds.get(x.kind, 0.0) + x.seconds
+    return ", ".join(f"{x} {100 * y / total:.1f}%" for x, y in sorted(kinds.items(), key=lambda item: -item[1]))
