@@ -76,7 +76,7 @@ def _variance_of(x: Node, *, inverse: bool) -> tuple[Node, float] | None:
 
 
 def _reduced(x: Node, name: str, graph: Graph) -> Node | None:
-    """What a node is the mean or variance of, along pixels and the last of two axes of channels; or None."""
+    """The operand of a mean or variance along pixels and the last of two axes of channels; None of another node."""
     known, axes, keeps = graph.along.get(x, ("", None, False))
     if known != name or not keeps or not isinstance(axes, tuple):
         return None
