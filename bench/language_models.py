@@ -93,7 +93,7 @@ def others(model, ids, mask, threads):
         model.save_pretrained(folder / "hf")
         words = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]", *(f"w{i}" for i in range(model.config.vocab_size - 5))]
         (folder / "hf/vocab.txt").write_text("\n".join(words))
-        BertTokenizer(folder / "hf/vocab.txt").save_pretrained(folder / "hf")
+        BertTokenizer(str(folder / "hf/vocab.txt")).save_pretrained(folder / "hf")
         converter = ctranslate2.converters.TransformersConverter(str(folder / "hf"))
         converter.convert(str(folder / "ct"), quantization="int8")
         own = {"compute_type": "int8", "intra_threads": threads, "inter_threads": 1}

@@ -132,8 +132,20 @@ class Splitter:
             self.of[x] = unit
         elif x.kind not in _EACH or x in self.numpy or not x.shape:
             self.start("call", x)
+        elif self.only_reduced(x):
+            self.inline.add(x)
         else:
             self.join(x)
+
+    def only_reduced(self, x: Node) -> bool:
+        """Test whether a value is reduced, and else unused, and computed of what a product stores: an array less."""
+        users, inputs = self.users[x], [y for y in x.inputs if y.shape]
+        reduced = len(users) == 1 and users[0].kind == "reduce" and users[0] not in self.numpy and x not in self.outputs
+        if not reduced or x.kind != "map" or x.rounds or x.of("index") or len(inputs) != 1:
+            return False
+        unit, self.effort[x] = self.of.get(inputs[0]), x.operations()
+        follows = unit is not None and unit.kind == "product" and len(self.users[inputs[0]]) > 1
+        return follows and not inputs[0].rounds and self.effort[x] <= MOST_ONCE
 
     def start(self, kind: str, x: Node) -> Unit:
         """A new unit that begins with a node."""

@@ -14,6 +14,9 @@ import torch
 from portmm.ops.attention import attention
 from portmm.ops.linear import linear
 from portmm.spec import elementwise as ew
+from portmm.spec.epilogue import acc, argument
+from portmm.spec.expr import real
+from portmm.spec.expr_functions import fma
 from portmm.torch.aten import HANDLERS, Unsupported, reshape, row, row_weights
 from portmm.torch.weights import packed
 from portmm.trace.closures import traced_through
@@ -165,8 +168,14 @@ def _quantized(t: Any, x: Any, codes: Any, scales: Any, offsets: Any, bias: Any,
     a, alone = t.operand(x), len(layers) == 1
     base = _flattened(a)
     rows = a if base is None else base
-    user = _activation(t.now) if alone and rows.ndim > 1 and kind.endswith("dynamic") else None
-    value = _multiplied(t, rows, weight, scales, bias, kind, user)
+    plain = rows.dtype == np.float32 and (bias is None or bias.dtype is torch.float32)
+    in_steps = kind == "int8-dynamic" and rows.ndim > 1 and plain
+    whole = kind.endswith("dynamic") and rows.ndim > 1 and not in_steps
+    user = _activation(t.now) if alone and whole else None
+    if in_steps:
+        value: Any = _by_codes(t, rows, weight, scales, bias)
+    else:
+        value = _multiplied(t, rows, weight, scales, bias, kind, user)
     value = value if base is None else reshape(t, value, (*a.shape[:-1], value.shape[-1]))
     if user is not None:
         t.ready[user] = value
@@ -234,6 +243,23 @@ def _activation(node: Any) -> Any:
     user = next(iter(node.users)) if len(node.users) == 1 else None
     known = user is not None and user.op == "call_function" and len(user.args) == 1 and _named(user) in _ACTIVATIONS
     return user if known else None
+
+
+def _by_codes(t: Any, x: Array, weight: Any, scales: Any, bias: Any) -> Array:
+    """A linear layer whose rows of activations are rounded to int8, in steps that are fused with those around them."""
+    codes, steps = ew.quantize_rows(x)
+    by_column = scales.detach().numpy()
+    added = None if bias is None else t.constants.array(bias)
+    fixed = (scales,) if bias is None else (scales, bias)
+    operands = tuple([t.recorder.node_of(y) for y in (steps, *map(t.array, fixed))])
+    value = real(acc("s32")) * argument(1, "f32")
+    template = fma(argument(0, "f32"), value, 0.0 if bias is None else argument(2, "f32"))
+
+    def plain(rows: Any, _: Any, step: Any, *__: Any) -> Any:
+        return linear(rows, weight, added, x_scale=step[..., 0], w_scale=by_column)
+
+    panels = t.recorder.fixed_leaf(weight, "a weight")
+    return Array(t.recorder, t.recorder.scaled(codes.node, panels, operands, template, plain))
 
 
 def _dynamic(t: Any, x: Array, weight: Any, scales: Any, bias: Any, epilogue: Any) -> Array:

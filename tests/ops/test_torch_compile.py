@@ -300,3 +300,15 @@ def test_layers_of_the_same_rows_have_outputs_and_biases_of_their_own(kind):
         got, want = compiled(model)(x), model(x)
     close(got, want)
     assert [y.stride() for y in got] == [y.stride() for y in want]
+
+
+def test_quantization_is_a_part_of_norms_and_of_what_follows_layers():
+    model = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, 96), nn.GELU(), nn.Linear(96, 64))
+    model, x = quantize_(model, "int8-dynamic").eval(), torch.randn(2, 7, 64)
+    x[0, 3] = torch.nan
+    with torch.no_grad():
+        got, want = compiled(model)(x), model(x)
+    torch.testing.assert_close(got, want, rtol=0.02, atol=0.02, equal_nan=True)
+    found = [(k.kind, k.fused) for k in kernels()]
+    assert [kind for kind, _ in found] == ["rows", "product", "rows", "product"]
+    assert found[1][1] == ("gelu",), "magnitudes are reduced where they are read again, not stored"
