@@ -69,7 +69,11 @@ def timed(v: Extents, workers: int, among: Partition) -> Cost:
     if "once" in t.some:
         most = np.ceil(v.n * t.b / t.model.run_bytes) * np.ceil(v.k / t.model.pack_rows)
         packers = np.where(t.once, np.minimum(threads, most), threads)
-    added = {"tiles": own.waiting * (share * scale), "packing": packing * scale / packers}
+    waiting = own.waiting
+    if workers > 1 and "sweeps" in t.some:  # each task starts in all rows of C again
+        calls = t.model.cut_cycles * v.m * v.passes
+        waiting = waiting + t.sweeps * (calls * (column_blocks - 1.0))
+    added = {"tiles": waiting * (share * scale), "packing": packing * scale / packers}
     if "over_k" in t.some:
         sums = 2 * v.outward(v.m * v.n * tasks * t.c)
         added["sums"] = t.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(v.n / t.model.sum_columns)))
