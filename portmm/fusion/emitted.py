@@ -1,15 +1,19 @@
 """Kernels that a fused program runs, with their records, for its certificate.
 
-Owns `emitted`, `unlisted`, those whose records it does not know, and `with_threads`, a graph down to its threads.
+Owns `emitted`, `attentions`, `unlisted`, those whose records it does not know, and `with_threads`, a graph down to its
+threads.
 """
 
 from __future__ import annotations
 
 import json
+from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch.schedule_choice import select_for_class
+from portmm.errors import ScheduleError
+from portmm.ir.attention_program import attention_of, of_attention
 from portmm.ir.block_program import TileGemm, program_of
 from portmm.ir.mugraph import Threads, program_to_json
 from portmm.ir.product_program import RESULT, A, B, of_product
@@ -44,6 +48,18 @@ def emitted(kernels: Iterable[Kernel], target: Target, threads: int) -> list[Emi
         else:
             every[x.text] = Emitted(name, program_of(parse(x.text), "L1"))
     return list(every.values())
+
+
+def attentions(graph: MuGraph) -> list[Emitted]:
+    """Attention in a graph: both kernels that its calls have, of few queries and of many."""
+    every = []
+    for x in graph.steps:
+        if sum(isinstance(y, TileGemm) for one in x.program.passes for y in one) > 1:
+            with suppress(ScheduleError):
+                form = attention_of(x.program).form
+                every.append(Emitted("attention, few queries", x.program))
+                every.append(Emitted("attention, many queries", of_attention(form, "m")))
+    return every
 
 
 def unlisted(kernels: Iterable[Kernel], graph: MuGraph | None) -> list[tuple[str, str]]:

@@ -15,14 +15,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
-from portmm.fusion.emitted import emitted, unlisted, with_threads
+from portmm.fusion.emitted import attentions, emitted, unlisted, with_threads
 from portmm.fusion.finding import Finding, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
 from portmm.fusion.split_search import Parts, parts_of
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted, predicted_kernel
 from portmm.fusion.term_kernels import Kernel, one_kernels
-from portmm.fusion.term_rewrites import alternatives
+from portmm.fusion.term_rewrites import alternatives, subterms
 from portmm.fusion.terms import Labelled, UnlabelledError, graph_of, term_of
 from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
 from portmm.verification.certificate import Emitted, certify, together
@@ -301,7 +301,7 @@ class _Search:
 
     def compiled(self, roots: tuple[Term, ...]) -> tuple[Run, Any]:
         """The program of a form."""
-        labelled, result, arrays = self.labelled, self.task.result, self.task.arrays
+        labelled, result = self.labelled, self.task.result
 
         def function(*arrays: Any) -> Any:
             inputs = []
@@ -313,7 +313,7 @@ class _Search:
             ends = iter(compute(roots, labelled.axes, inputs, labelled.extents, labelled.dtype))
             return rebuilt(result, lambda x: next(ends) if isinstance(x, Placeholder) else x)
 
-        return self.task.compiled(arrays, function)
+        return self.task.compiled(self.task.arrays, function)
 
     def kept(self, best: Finding) -> Finding:
         """A finding with its certificate, stored for later searches; none if a check fails."""
@@ -322,7 +322,7 @@ class _Search:
         try:
             target, threads = config.target(), config.get_num_threads()
             one = [] if schedule is None else [Emitted("one kernel", graph.steps[0].program, schedule)]
-            kernels = [*one, *emitted(explained.kernels, target, threads)]
+            kernels = [*one, *attentions(graph), *emitted(explained.kernels, target, threads)]
             certificate = certify(self.reference, graph, target.name, kernels, unlisted(explained.kernels, graph))
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
@@ -338,12 +338,19 @@ class _Search:
             return best
         target, kernels = config.target(), self.task.kernels
         try:
-            every = emitted(kernels, target, config.get_num_threads())
-            less = unlisted(kernels, None)
-            certificate = certify(self.reference, self.reference, target.name, every, less, steps=False)
+            graph = self.attended() if any(x.kind == "attention" for x in kernels) else self.reference
+            every = [*attentions(graph), *emitted(kernels, target, config.get_num_threads())]
+            less = unlisted(kernels, graph)
+            certificate = certify(self.reference, graph, target.name, every, less, steps=False)
         except PortmmError as error:
             return best._replace(note=f"the program as it is has no certificate: {error}")
         return best._replace(certificate=certificate)
+
+    def attended(self) -> MuGraph:
+        """The form that greedy fusion makes of a softmax between products: attention, by the fewest rewrites."""
+        every = sorted(self.forms, key=lambda x: len(x.path))
+        form = next((x for x in every if any(y.op == "attention" for y in subterms(x.roots))), None)
+        return self.reference if form is None else self.graph(form.roots)
 
     def promise(self, seconds: float) -> float:
         """The predicted speed-up of a program that is predicted to take some seconds."""

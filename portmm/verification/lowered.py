@@ -17,7 +17,7 @@ from portmm.ir.block_program import TileGemm, TileReduce
 from portmm.ir.product_program import product_of
 from portmm.schedule.block_tiles import split_loop, tiled
 from portmm.schedule.candidates import candidates
-from portmm.schedule.cpu_attention import attention_schedule
+from portmm.schedule.cpu_attention import attention_schedule, packs_values
 from portmm.schedule.gpu_attention import schedule_of
 from portmm.schedule.legality import inconsistent
 from portmm.schedule.parts import ALL
@@ -38,6 +38,8 @@ DEPTH = 4
 """Block of k."""
 SHORT = 2
 """Block of k, and of the loop, where a kernel has several products."""
+COLUMNS = 2
+"""Elements of a head of V."""
 THREADS = ("simt", "stream", "direct")
 """Programs of products on devices without matrix units; the first one has shared memory."""
 QUERIES_BY_KEYS, WARP, VECTOR = (8, 16), (4, 8), 4
@@ -180,10 +182,12 @@ def _product(program: BlockProgram, target: Target, schedule: Schedule | None, r
 def _other(program: BlockProgram, target: Target, gemms: int) -> Lowered:
     isa, atom = next((x, y) for x in target.isas if (y := x.atom("f32")) is not None)
     if gemms > 1:
-        s = attention_schedule(isa, atom, packs=program.loop == "m")
+        s = attention_schedule(isa, atom)
+        if program.loop == "m" and packs_values(isa, atom, "f32", COLUMNS, s.parallel.cell[1]):
+            s = attention_schedule(isa, atom, packs=True)
         queries = "nm"["nm".index(program.loop) - 1]
         many = 5 if program.loop == "n" else s.tile("L2").n + 5
-        extents = {queries: many, program.loop: 2 * atom.n + 3 if program.loop == "n" else 9, "d": 3, "e": 2}
+        extents = {queries: many, program.loop: 2 * atom.n + 3 if program.loop == "n" else 9, "d": 3, "e": COLUMNS}
         extents |= {"b": 1, "h": 2, "H": 1}
     else:
         s = core_schedule(program, isa, atom)

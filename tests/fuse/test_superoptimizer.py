@@ -263,7 +263,8 @@ def test_parts_are_of_one_type(database, monkeypatch):
     assert fused.explain(*arrays).finding.parts
 
 
-def test_what_no_form_is_faster_than_is_run_as_it_is(database, monkeypatch):
+@pytest.mark.parametrize("name", ["gated", "attention"])
+def test_what_no_form_is_faster_than_is_run_as_it_is(database, monkeypatch, name):
     """The program of greedy fusion itself, with a certificate of the kernels that it runs."""
     del database
     monkeypatch.setattr(superoptimizer, "timed", lambda run, arrays, *_: run(arrays) is None or 1.0)
@@ -271,13 +272,20 @@ def test_what_no_form_is_faster_than_is_run_as_it_is(database, monkeypatch):
     tasks = []
     optimize = superoptimizer.optimize
     monkeypatch.setattr(superoptimizer, "optimize", lambda task, *of: tasks.append(task) or optimize(task, *of))
-    function, shapes, _ = CASES["gated"]
+    function, shapes, _ = CASES[name]
+    if name == "attention":
+        shapes = [(4, 64, 16), (4, 1024, 16), (4, 1024, 8)]  # as many scores as greedy fusion makes attention of
     fused, arrays = pm.fuse(function, search=20), arrays_of(shapes)
     np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-4)
     (program,) = [x for y in fused.memo.values() for x in (y if isinstance(y, list) else [y]) if hasattr(x, "run")]
     finding = fused.explain(*arrays).finding
     assert finding.run is None
     assert program.run is tasks[0].before
+    known = config.target().name in names_of("cpu")
+    if name == "attention":
+        kernels = [x["name"] for x in finding.certificate["kernels"]]
+        assert kernels == ["attention, few queries", "attention, many queries"] * known
+        assert not finding.certificate["unchecked"]
     assert all(x.holds for x in repeat(json.loads(json.dumps(finding.certificate))))
 
 
