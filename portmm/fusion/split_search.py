@@ -220,14 +220,33 @@ class Parts:
                 values[at] = arrays[leaf]
             for run, reads, writes, layouts in steps:
                 got = run([values[y] for y in reads])
-                if any((x.shape, x.dtype, x.strides) != y for x, y in zip(got, layouts, strict=True)):
-                    raise ChangedError
-                for at, x in zip(writes, got, strict=True):
-                    values[at] = x
+                for at, x, layout in zip(writes, got, layouts, strict=True):
+                    values[at] = _laid_out(x, layout)
             return rebuilt(result, lambda x: values[x.index] if isinstance(x, Slot) else x)
 
         kernels = tuple(k for x in every for k in x.kernels)
         return program, Explained("function", kernels, (), (), "\n".join(x.source for x in every))
+
+
+def _laid_out(x: Any, layout: Layout) -> Any:
+    """An array in the layout that others were compiled for: a found program may return another one than greedy fusion.
+
+    Raises:
+        ChangedError: it has another shape or type, or the layout is none of an array that is dense.
+    """
+    shape, dtype, strides = layout
+    if x.shape != shape or x.dtype != dtype:
+        raise ChangedError
+    if x.strides == strides:
+        return x
+    size = dtype.itemsize
+    for step, n in sorted((s, n) for s, n in zip(strides, shape, strict=True) if n > 1):
+        if step != size:
+            raise ChangedError
+        size *= n
+    y = np.lib.stride_tricks.as_strided(np.empty(x.size, dtype), shape, strides)
+    y[...] = x
+    return y
 
 
 class Slot:

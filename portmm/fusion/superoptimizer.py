@@ -18,6 +18,7 @@ from portmm.errors import PortmmError
 from portmm.fusion.emitted import attentions, emitted, unlisted, with_threads
 from portmm.fusion.finding import Finding, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
+from portmm.fusion.program import ChangedError
 from portmm.fusion.split_search import Parts, parts_of
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted, predicted_kernel
@@ -108,11 +109,12 @@ def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], Non
     try:
         labelled = term_of(task.graph, task.outputs)
     except (UnlabelledError, RecursionError) as error:
+        unsearched = Finding(note=f"not searched: {error}")
         try:
             parts = parts_of(task)
-        except (PortmmError, ByValueError, RecursionError):
-            parts = None
-        return Finding(note=f"not searched: {error}") if parts is None else _split(parts, seconds, shown)
+            return unsearched if parts is None else _split(parts, seconds, shown)
+        except (PortmmError, ByValueError, ChangedError, RecursionError):
+            return unsearched
     return _Search(task, labelled, seconds, shown).run()
 
 

@@ -15,6 +15,8 @@ from portmm.cli.main import app
 from portmm.dispatch import config
 from portmm.fusion import superoptimizer
 from portmm.fusion.fuse import FusedFunction
+from portmm.fusion.program import ChangedError
+from portmm.fusion.split_search import Layout, _laid_out
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_kernels import one_kernels
 from portmm.fusion.term_rewrites import RULES, alternatives, rebuilt, subterms
@@ -249,6 +251,21 @@ def test_a_function_is_split_at_what_has_no_term(database, monkeypatch):
     for x, y in zip(plain(*other).values(), sorted_between(*other).values(), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-3, atol=1e-4 * np.abs(y).max())
     assert plain.explain(*other).finding.stored
+
+
+def test_parts_have_the_layout_that_others_were_compiled_for():
+    sample = np.zeros((2, 3, 4), np.float32).transpose(2, 0, 1)
+    layout = Layout(sample.shape, sample.dtype, sample.strides)
+    x = np.arange(24, dtype=np.float32).reshape(4, 2, 3)
+    y = _laid_out(x, layout)
+    assert y.strides == sample.strides
+    np.testing.assert_array_equal(y, x)
+    assert _laid_out(y, layout) is y
+    for bad in (x[:2], x.astype(np.float64)):
+        with pytest.raises(ChangedError):
+            _laid_out(bad, layout)
+    with pytest.raises(ChangedError):
+        _laid_out(x, layout._replace(strides=(0, 12, 4)))
 
 
 def test_parts_are_of_one_type(database, monkeypatch):
