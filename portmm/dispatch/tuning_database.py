@@ -48,8 +48,12 @@ def opened(path: Path, *, write: bool = False) -> Iterator[Connection]:
     Raises:
         DatabaseError: the file is no such database, is of another version, or cannot be used.
     """
-    import sqlite3
-
+    try:
+        import sqlite3
+    except ImportError as error:
+        raise DatabaseError(
+            f"{path} cannot be used: this Python has no SQLite ({error}); use no database with PORTMM_TUNED=off"
+        ) from error
     try:
         if write:
             path.parent.mkdir(parents=True, exist_ok=True)

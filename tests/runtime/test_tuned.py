@@ -413,3 +413,9 @@ def test_other_toml(tmp_path, text):
 def test_what_loses_is_not_used(base):
     tuning_database.record(base, [finding(seconds=2.0)])
     assert schedule_choice.choose(LARGE, HERE, 1).origin == "analytical"
+
+
+def test_a_python_without_sqlite_says_so(base, monkeypatch):
+    monkeypatch.setitem(sys.modules, "sqlite3", None)
+    with pytest.raises(DatabaseError, match=r"no SQLite.*PORTMM_TUNED=off"):
+        tuning_database.record(base, [finding()])
