@@ -141,7 +141,7 @@ LIBRARIES = {"gnu": "gnu.2.17", "musl": "musl"}
 PROCESSES = 3
 MOST_QUERIES, ALL_WIDTHS = 600, 1 << 30
 """Numbers of queries that are looked at for forms of attention; no width of a head is a multiple of the second."""
-MOST, MOST_WIDE, MOST_FUSED = (1, 4), (3, 6), (1, 2)
+MOST, MOST_WIDE, MOST_FUSED = (1, 4), (4, 6), (1, 2)
 """Kernels of a kind for each number of few rows, and for more."""
 WORTH = 0.01
 """The least gain, relative and on average, for which another is added."""
