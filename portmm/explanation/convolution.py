@@ -68,15 +68,20 @@ class ConvolutionExplanation:
         return drawn(self.title, self.matrix, self.transforms, [self.simplified, self.program])
 
 
+def _shape(x: Any) -> tuple[int, ...]:
+    """A shape, that of an array or a sequence of extents."""
+    return tuple(int(n) for n in getattr(x, "shape", x))
+
+
 def explain_conv(
-    x: Sequence[int], w: Sequence[int], *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
+    x: Any, w: Any, *, stride: Any = 1, padding: Any = 0, dilation: Any = 1, groups: int = 1,
     layout: str = "NHWC", dtype: str = "f32", target: str | Target | None = None,
 ) -> ConvolutionExplanation:  # fmt: skip
     """The transforms of a convolution's windows before and after simplification, and the program that reads them.
 
     Args:
-        x: shape of dense images.
-        w: shape of filters, (outputs, channels of a group, *kernel).
+        x: shape of dense images, or an array of that shape.
+        w: shape of filters, (outputs, channels of a group, *kernel), or an array.
         stride: as in `conv`, like the options that follow.
         padding: zeros around the images.
         dilation: distance of taps.
@@ -92,10 +97,11 @@ def explain_conv(
     """
     if dtype not in BY_NAME:
         raise ConvolutionError(f"dtype is {dtype!r}; pass one of {', '.join(BY_NAME)}")
+    x, w = _shape(x), _shape(w)
     options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout)
-    size, machine = sizes(tuple(x), tuple(w), options), target_called(target)
+    size, machine = sizes(x, w, options), target_called(target)
     last = layout_of(layout)[1]
-    strides = [int(s) for s in Layout(tuple(x)).stride]
+    strides = [int(s) for s in Layout(x).stride]
     strides = strides if last else [strides[0], *strides[2:], strides[1]]
     view = windows(size, strides) if last else planes(size, strides[1:])
     extents = view.shape

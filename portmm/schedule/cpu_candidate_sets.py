@@ -126,7 +126,8 @@ class _Kind:
             size = replace(p, m=rows).bytes
             batched = (size // p.batch <= self.private, size > self.l2, size > MODEL.few_bytes * p.batch)
         return (
-            *(k * n * p.elements[1].bytes > share * self.far for share in (1, MODEL.panels_near)),
+            k * n * p.elements[1].bytes > self.far,
+            k * n * p.elements[1].bytes > MODEL.panels_near * self.l2,
             shallow_depth(p, m, n, k, self.target),
             streams_near(p, m, n, k, self.target),
             (least := near_depth(n * p.elements[1].bytes, 0, self.target)),

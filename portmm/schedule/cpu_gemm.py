@@ -113,7 +113,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
                 deep = replace(base, tiles=whole_depth(p, depth, blocking(p, target, atom, mr, nr, MODEL.deep)))
                 yield from (s for s in _packings(deep, p, isa, atom, PACKED_ONCE) if s.b.once)
             ready = p.b == "packed"
-            far_off = ready and p.k * p.n * p.elements[1].bytes > MODEL.panels_near * far(target)
+            far_off = ready and p.k * p.n * p.elements[1].bytes > MODEL.panels_near * capacity(target, "L2")
             followed = not target.tile_prefetch and (p.dtype in UNCONVERTED or (ready and not far_off))
             if followed and not far_off:
                 base = replace(base, c=OperandPlan())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from xml.etree import ElementTree as ET
 
+import numpy as np
 import pytest
 
 import portmm as pm
@@ -22,6 +23,11 @@ def test_transforms_are_shown_before_and_after_simplification():
     ):
         assert line in text.splitlines()
     assert "direct: register tiles of 14 pixels of a row by 32" in text
+
+
+def test_arrays_stand_for_their_shapes():
+    x, w = np.zeros((1, 8, 8, 4), np.float32), np.zeros((6, 4, 3, 3), np.float32)
+    assert str(pm.explain_conv(x, w)) == str(pm.explain_conv(x.shape, w.shape))
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [("NCHW", "f32"), ("NHWC", "bf16"), ("NHWC", "f64")])
