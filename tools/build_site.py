@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 CONFIGURATION = Path(__file__).with_name("site_config")
 LINK = re.compile(r"\]\(([^)#]+)[^)]*\)")
 SECTIONS = {
-    "Use": "guide coming-from fuse convolution superoptimiser onnx onnx-operators pytorch jax clusters",
+    "Use": "guide gallery coming-from fuse convolution superoptimiser onnx onnx-operators pytorch jax clusters",
     "Machines": "devices deployment tuning performance measuring",
     "Extend": "add-a-chip add-an-isa add-a-program hand-tune-a-kernel architecture",
 }
