@@ -75,16 +75,17 @@ def run(
 
 
 def _peak() -> float:
-    """Floating-point operations of a second of this machine's threads, measured; 0 where there is no compiler."""
+    """Float32 operations of a second of this machine's threads, measured; 0 where there is no compiler."""
     from portmm.dispatch import config
     from portmm.errors import BuildError
     from portmm.host import gauge
 
-    isa = next(x for x in config.target().isas if x.atom("f32") is not None)
-    atom = isa.atom("f32")
-    assert atom is not None  # noqa: S101 - the line before
+    units = ((isa, atom) for isa in config.target().isas if (atom := isa.atom("f32")) is not None)
+    found = next(units, None)
+    if found is None:
+        return 0.0
     try:
-        loop = gauge.peak(isa, atom)
+        loop = gauge.peak(*found)
     except BuildError:
         return 0.0
     repeats = gauge.repetitions(loop.run)

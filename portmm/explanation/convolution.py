@@ -24,7 +24,7 @@ from portmm.ops.depthwise import parts
 from portmm.schedule.direct_convolution import direct
 from portmm.schedule.program import device_of
 from portmm.spec.convolution import planes, windows
-from portmm.spec.dtype import BY_NAME, UNCONVERTED
+from portmm.spec.dtype import BY_NAME, UNCONVERTED, accumulator
 from portmm.spec.layout import Layout
 from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
@@ -68,6 +68,14 @@ class ConvolutionExplanation:
         return drawn(self.title, self.matrix, self.transforms, [self.simplified, self.program])
 
 
+def _multiplies(dtype: str) -> bool:
+    """Whether images and filters may both be of a type."""
+    try:
+        return bool(accumulator(dtype, dtype))
+    except ValueError:
+        return False
+
+
 def _shape(x: Any) -> tuple[int, ...]:
     """A shape, that of an array or a sequence of extents."""
     return tuple(int(n) for n in getattr(x, "shape", x))
@@ -95,8 +103,8 @@ def explain_conv(
         TargetError: there is no target of that name.
         ScheduleError: the target has no schedule for it.
     """
-    if dtype not in BY_NAME:
-        raise ConvolutionError(f"dtype is {dtype!r}; pass one of {', '.join(BY_NAME)}")
+    if dtype not in BY_NAME or not _multiplies(dtype):
+        raise ConvolutionError(f"dtype is {dtype!r}; pass one of {', '.join(filter(_multiplies, BY_NAME))}")
     x, w = _shape(x), _shape(w)
     options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout)
     size, machine = sizes(x, w, options), target_called(target)

@@ -1,7 +1,7 @@
 """Picture of where the time of a model goes, as SVG.
 
 Owns `drawn`: a bar for each step of a report that was timed, as long as its time, with its operators; the dark part of
-the bar of a product or convolution is what its multiply-adds would take at the machine's best rate.
+the bar of a product or convolution is what its multiply-adds would take at the machine's best rate in float32.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 LINE, LEFT, WIDE, TOP, WORDS = 17, 96, 420, 58, 78
 LEAST = 0.002
 """Share of the time from which a step has a bar of its own."""
+HIGHEST = 1.1
+"""Share of the float32 rate above which a step's types must be others: clocks change between two measurements."""
 COLORS = {"product": "#7aa6cf", "conv": "#7fbf8e", "attention": "#b79bd1", "numpy": "#d98a7b"}
 OTHER, DARK = "#c9b98a", "#24476b"
 STYLE = ".l{font:11px sans-serif}.t{font:bold 13px sans-serif}.n{font:11px sans-serif;text-anchor:end}"
@@ -28,7 +30,7 @@ def drawn(report: Report, title: str, peak: float = 0.0) -> str:
     Args:
         report: one with times.
         title: above it, as the name of the model.
-        peak: floating-point operations of a second, the best of the machine; 0 if it is unknown.
+        peak: float32 operations of a second, the best of the machine; 0 if it is unknown.
     """
     total = sum(x.seconds for x in report.rows) or 1.0
     shown = [x for x in report.rows if x.seconds >= LEAST * total]
@@ -52,10 +54,11 @@ def _bar(x: Row, y: int, most: float, peak: float) -> list[str]:
         f'<text x="{LEFT - 6}" y="{y + 12}" class="n">{text.time(x.seconds)}</text>',
         f'<rect x="{LEFT}" y="{y + 2}" width="{width:.1f}" height="{LINE - 4}" fill="{COLORS.get(x.kind, OTHER)}"/>',
     ]
-    share = x.flop / (peak * x.seconds) if peak and x.flop and x.seconds else 0.0
+    share = _share([x], peak)
     if share:
-        inner = width * min(share, 1.0)
-        parts.append(f'<rect x="{LEFT}" y="{y + 7}" width="{inner:.1f}" height="{LINE - 14}" fill="{DARK}"/>')
+        parts.append(
+            f'<rect x="{LEFT}" y="{y + 7}" width="{width * min(share, 1.0):.1f}" height="{LINE - 14}" fill="{DARK}"/>'
+        )
     of = f" {100 * share:.0f}%" if share else ""
     label = f"{x.kind}{of}: {x.what or x.detail}"
     label = label if len(label) <= WORDS else f"{label[: WORDS - 1]}…"
@@ -63,12 +66,19 @@ def _bar(x: Row, y: int, most: float, peak: float) -> list[str]:
     return parts
 
 
+def _share(rows: list[Row], peak: float) -> float:
+    """The share of the float32 rate that steps with multiply-adds reach; 0 for none, and for types of a higher rate."""
+    of = [x for x in rows if x.flop]
+    seconds = sum(x.seconds for x in of)
+    share = sum(x.flop for x in of) / (peak * seconds) if peak and seconds else 0.0
+    return share if share <= HIGHEST else 0.0
+
+
 def _summary(report: Report, total: float, peak: float) -> str:
-    """The time of a run, and the share of the best rate."""
-    seconds = report.seconds or total
-    flop = sum(x.flop for x in report.rows)
-    share = f", {100 * flop / (peak * seconds):.0f}% of the rate of multiply-adds" if peak and flop else ""
-    return f"{text.time(seconds)} in {text.number(len(report.rows), 'step')}{share}"
+    """The time of a run, and the share of the float32 rate that its products and convolutions reach."""
+    share = _share(list(report.rows), peak)
+    of = f", products and convolutions at {100 * share:.0f}% of the float32 rate" if share else ""
+    return f"{text.time(report.seconds or total)} in {text.number(len(report.rows), 'step')}{of}"
 
 
 def _kinds(report: Report, total: float) -> str:

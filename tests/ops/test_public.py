@@ -69,6 +69,7 @@ def test_everything_public_is_documented():
         (lambda: pm.warmup((8, 8, 8), "f99"), "dtype 'f99' is unknown"),
         (lambda: pm.explain((4, 4), (4, 4), threads=-3), "threads is -3"),
         (lambda: pm.explain_conv((1, 8, 8, 4), (6, 4, 3, 3), dtype=np.float32), "dtype is .*; pass one of f32"),
+        (lambda: pm.explain_conv((1, 8, 8, 4), (6, 4, 3, 3), dtype="u4"), "dtype is 'u4'; pass one of f32"),
         (lambda: pm.pack_conv(ones(3, 3, 3)), r"4 dimensions: \(outputs, channels"),
     ],
 )
