@@ -81,11 +81,11 @@ def _peak() -> float:
     from portmm.host import gauge
 
     units = ((isa, atom) for isa in config.target().isas if (atom := isa.atom("f32")) is not None)
-    found = next(units, None)
-    if found is None:
+    unit = next(units, None)
+    if unit is None:
         return 0.0
     try:
-        loop = gauge.peak(*found)
+        loop = gauge.peak(*unit)
     except BuildError:
         return 0.0
     repeats = gauge.repetitions(loop.run)
