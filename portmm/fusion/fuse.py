@@ -22,6 +22,7 @@ from portmm.dispatch import cpu_race, program_database
 from portmm.errors import TraceError
 from portmm.fusion.captures import arguments, placeholder
 from portmm.fusion.compilation import compiled_program
+from portmm.fusion.group_norm import needs_constants
 from portmm.fusion.program import ChangedError, Explained, Kernel
 from portmm.fusion.recorder import WholeArrays
 from portmm.ops import host_matmul
@@ -245,6 +246,8 @@ class FusedFunction:
         rebuilt(result, seen)
         if any(x.kind == "number" for x in outputs):
             raise ByValueError("a number is returned")
+        if not by_value and needs_constants(graph, outputs, len(self.kind(args, options)[1])):
+            raise ByValueError("kernels of group norms are made for what is added to variances")
         run, kernels, _, apart, source, notes = compiled_program(graph, outputs, result)
         if not graph.lasting and not notes:
             notes.append(

@@ -2,7 +2,8 @@
 
 Owns `match_group_norm`, a rule over means and variances along pixels and the channels of a group: elements less their
 mean, over the root of their variance and a constant, are one kernel, with what follows. The rule compares expressions,
-axes and shapes of nodes, not their names.
+axes and shapes of nodes, not their names. Kernels are made for the constant: `needs_constants` tells that captured
+numbers should be traced again as constants, which guards compare.
 """
 
 from __future__ import annotations
@@ -12,17 +13,21 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.arrays.numpy_arrays import merged
 from portmm.fusion.graph import CALLED
 from portmm.fusion.partition import live_nodes
 from portmm.fusion.plan_windows import Norm
 from portmm.spec.epilogue import argument
 from portmm.spec.expr import apply
+from portmm.trace.buffers import Place, looked
 
 if TYPE_CHECKING:
-    from portmm.fusion.graph import Graph, Node
+    from collections.abc import Iterator
+
+    from portmm.fusion.graph import Array, Graph, Node
 
 FIRST, SECOND = argument(0, "f32"), argument(1, "f32")
-LESS, OVER, TIMES = (apply(x, FIRST, SECOND) for x in ("sub", "div", "mul"))
+SUM, LESS, OVER, TIMES = (apply(x, FIRST, SECOND) for x in ("add", "sub", "div", "mul"))
 ROOT, SQUARE = apply("sqrt", FIRST), apply("mul", FIRST, FIRST)
 INVERSE, OVER_ROOT = apply("div", 1.0, FIRST), apply("div", 1.0, ROOT)
 PAIR, LEAST = 2, 3
@@ -31,6 +36,28 @@ PAIR, LEAST = 2, 3
 
 def match_group_norm(graph: Graph, outputs: list[Node]) -> None:
     """Replace normalizations of groups of channels, which are then reshaped as the images are, by one node each."""
+    for x, images, form in [*_matches(graph, outputs)]:
+        if isinstance(form.eps, float):
+            x.kind, x.inputs, x.plain, x.name = "norm", (images,), form.plain, "group norm"
+            graph.windows[x] = form
+    live = frozenset(live_nodes(graph, outputs))
+    gone = {(x.where, f"{x.name}: {CALLED}") for x in graph.along if x not in live}
+    graph.blocked[:] = [x for x in graph.blocked if x not in gone]
+
+
+def needs_constants(graph: Graph, outputs: list[Node], arguments: int) -> bool:
+    """Whether group norms are matched if all numbers, none of which the first leaves (arguments) are, are constants.
+
+    No other number may be among them: a program for each value of a number that varies takes longer than steps saved.
+    """
+    numbers = {x for x in graph.nodes if x.kind == "number"}
+    if not graph.along or not numbers or graph.device_arrays or any(x.leaf < arguments for x in numbers):
+        return False
+    return numbers <= {form.eps for _, _, form in _matches(graph, outputs)}
+
+
+def _matches(graph: Graph, outputs: list[Node]) -> Iterator[tuple[Node, Node, Norm]]:
+    """Views of group norms in the shape of their images, with these, and groups and constants (which may be nodes)."""
     users: dict[Node, list[Node]] = {x: [] for x in live_nodes(graph, outputs)}
     for x in users:
         for y in x.inputs:
@@ -38,13 +65,12 @@ def match_group_norm(graph: Graph, outputs: list[Node]) -> None:
     for x, after in users.items():
         match = _normalized(x, graph) if x.kind == "map" and len(x.inputs) == PAIR and x not in outputs else None
         if match is not None and len(after) == 1:
-            _replace(after[0], match, graph)
-    live = frozenset(live_nodes(graph, outputs))
-    gone = {(x.where, f"{x.name}: {CALLED}") for x in graph.along if x not in live}
-    graph.blocked[:] = [x for x in graph.blocked if x not in gone]
+            view, (images, form) = after[0], match
+            if view.kind == "view" and view.name == "reshape" and view.shape == images.shape:
+                yield view, images, form
 
 
-def _normalized(x: Node, graph: Graph) -> tuple[Node, int, float] | None:
+def _normalized(x: Node, graph: Graph) -> tuple[Node, Norm] | None:
     """The images, the number of groups and the constant of a group norm; None if a node is none."""
     centred, scale = x.inputs
     if x.template is TIMES and centred.template is not LESS:
@@ -61,18 +87,36 @@ def _normalized(x: Node, graph: Graph) -> tuple[Node, int, float] | None:
     fits = (images.shape[0], math.prod(images.shape[1:-1]), images.shape[-1]) == (
         grouped.shape[0], math.prod(grouped.shape[1:-2]), math.prod(grouped.shape[-2:]),
     )  # fmt: skip
-    return (images, grouped.shape[-2], eps) if fits and images.dtype == x.dtype == np.float32 else None
+    fits = fits and images.dtype == x.dtype == np.float32 and _are_even(images, graph)
+    return (images, Norm(grouped.shape[-2], eps)) if fits else None
 
 
-def _variance_of(x: Node, *, inverse: bool) -> tuple[Node, float] | None:
-    """The variance and the constant whose root, or its inverse, a node is."""
+def _are_even(images: Node, graph: Graph) -> bool:
+    """Whether pixels are at equal distances in memory; other images have no kernel."""
+    return len(merged(images.shape[1:-1], [_laid(images, graph).strides[1:-1]])) <= 1
+
+
+def _laid(x: Node, graph: Graph) -> Array:
+    """An array of the shape and strides that a node has in a program."""
+    if x.kind == "view":
+        viewed = looked(Place("", 0, _laid(x.inputs[0], graph), ""), x.plain)
+        return np.empty(x.shape, x.dtype) if viewed is None else viewed.like
+    value = graph.fixed.get(x, graph.leaves[x.leaf] if x.leaf >= 0 else None)
+    return value if isinstance(value, np.ndarray) else np.empty(x.shape, x.dtype)
+
+
+def _variance_of(x: Node, *, inverse: bool) -> tuple[Node, Any] | None:
+    """The variance and the constant, or the node of a captured number, whose root, or its inverse, a node is."""
     if inverse and x.template is INVERSE:
         x, inverse = x.inputs[0], False
     if x.template is not (OVER_ROOT if inverse else ROOT) or x.inputs[0].template is None:
         return None
-    added = x.inputs[0].template
+    total, added = x.inputs[0], x.inputs[0].template
+    if added is SUM:
+        numbers, others = ([y for y in total.inputs if (y.kind == "number") is z] for z in (True, False))
+        return (others[0], numbers[0]) if len(numbers) == len(others) == 1 else None
     constants = [y.args[0] for y in added.args if getattr(y, "op", "") == "const"] if added.op == "add" else []
-    return (x.inputs[0].inputs[0], float(constants[0])) if constants and any(y is FIRST for y in added.args) else None
+    return (total.inputs[0], float(constants[0])) if constants and any(y is FIRST for y in added.args) else None
 
 
 def _reduced(x: Node, name: str, graph: Graph) -> Node | None:
@@ -103,18 +147,3 @@ def _is(x: Node, *templates: Any) -> bool:
 def _same(x: Node, y: Node) -> bool:
     """Whether two nodes compute the same of the same operands."""
     return x is y or (x.template is y.template is LESS and x.inputs == y.inputs)
-
-
-def _replace(x: Node, match: tuple[Node, int, float], graph: Graph) -> None:
-    """Turn the view of a group norm in the shape of the images into its node."""
-    (images, groups, eps), shape = match, match[0].shape
-    if x.kind != "view" or x.name != "reshape" or x.shape != shape:
-        return
-
-    def plain(y: Any) -> Any:
-        each = y.reshape((shape[0], -1, groups, shape[-1] // groups))
-        centred = each - each.mean((1, 3), keepdims=True)
-        return (centred / np.sqrt((centred * centred).mean((1, 3), keepdims=True) + np.float32(eps))).reshape(shape)
-
-    x.kind, x.inputs, x.plain, x.name = "norm", (images,), plain, "group norm"
-    graph.windows[x] = Norm(groups, eps)

@@ -98,6 +98,14 @@ class Norm(NamedTuple):
     groups: int
     eps: float
 
+    def plain(self, images: Any) -> Any:
+        """The groups of images, normalized in NumPy."""
+        shape = images.shape
+        each = images.reshape((shape[0], -1, self.groups, shape[-1] // self.groups)).astype(np.float32, copy=False)
+        centred = each - each.mean((1, 3), keepdims=True)
+        deviation = np.sqrt(np.square(centred).mean((1, 3), keepdims=True) + np.float32(self.eps))
+        return (centred / deviation).reshape(shape)
+
 
 class _Ending(NamedTuple):
     """An epilogue as a convolution's problem has it.

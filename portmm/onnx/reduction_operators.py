@@ -217,14 +217,11 @@ def _is_last(x: Any) -> bool:
 
 def _grouped_last(x: Any, weight: Any, shift: Any, eps: float) -> Any:
     """Groups of channels of images with channels last, normalized, with a scale and a bias."""
-    (n, *size, c), groups = x.shape, weight.shape[0]
-    form, vectors = Norm(groups, eps), [np.ascontiguousarray(y, np.float32).reshape(c) for y in (weight, shift)]
+    form = Norm(weight.shape[0], eps)
+    vectors = [np.ascontiguousarray(y, np.float32).reshape(x.shape[-1]) for y in (weight, shift)]
 
     def alone(images: Any, scale: Any, bias: Any) -> Any:
-        each = images.reshape((n, math.prod(size), groups, c // groups)).astype(np.float32, copy=False)
-        centred = each - each.mean((1, 3), keepdims=True)
-        normal = centred / np.sqrt(np.square(centred).mean((1, 3), keepdims=True) + np.float32(eps))
-        return normal.reshape(images.shape) * scale + bias
+        return form.plain(images) * scale + bias
 
     return x.recorder.over_windows("norm", (x, *vectors), form, x.shape, alone)
 

@@ -140,3 +140,55 @@ def test_a_norm_of_many_channels_keeps_tasks_apart():
     other = pm.fuse(lambda x: x - x.mean((1, 2), keepdims=True))
     np.testing.assert_allclose(other(x), x - x.mean((1, 2), keepdims=True), rtol=1e-5, atol=1e-5)
     assert "mean: NumPy computes it" in str(other.explain(x))
+
+
+EPS = 1e-5
+
+
+def scaled_back(x, eps):
+    """A group norm with a number that is added to variances."""
+    g = x.reshape(x.shape[0], -1, 4, 4)
+    g = (g - g.mean((1, 3), keepdims=True)) / np.sqrt(g.var((1, 3), keepdims=True) + eps)
+    return pm.relu(g.reshape(x.shape))
+
+
+def test_a_captured_constant_of_a_group_norm_is_seen_when_it_changes(monkeypatch):
+    constant = 1e-5
+
+    def by_default(x, eps=1e-5):
+        return scaled_back(x, eps)
+
+    of_global, of_cell = pm.fuse(lambda x: scaled_back(x, EPS)), pm.fuse(lambda x: scaled_back(x, constant))
+    of_default = pm.fuse(by_default)
+    for value in (1e-5, 0.5, 64.0, 0.5):
+        monkeypatch.setitem(globals(), "EPS", value)
+        constant, by_default.__defaults__ = value, (value,)
+        for fused in (of_global, of_cell, of_default):
+            for _ in range(2):
+                np.testing.assert_allclose(fused(X), scaled_back(X.astype(np.float64), value), rtol=2e-5, atol=2e-5)
+            assert [k.kind for k in fused.explain(X).kernels] == ["norm"]
+    both = pm.fuse(lambda x: scaled_back(scaled_back(x, 0.25), EPS))
+    assert [k.kind for k in both.explain(X).kernels] == ["norm", "norm"]
+
+
+def test_numbers_that_vary_keep_a_group_norm_in_steps():
+    eps = 0.5
+    fused = pm.fuse(lambda x, scale: scaled_back(x, eps) * scale)
+    passed = pm.fuse(scaled_back)
+    for value in (1.5, 2.5):
+        want = scaled_back(X.astype(np.float64), eps) * value
+        np.testing.assert_allclose(fused(X, value), want, rtol=2e-5, atol=2e-5)
+        np.testing.assert_allclose(passed(X, value), scaled_back(X.astype(np.float64), value), rtol=2e-5, atol=2e-5)
+    assert sum(map(len, fused.memo.values())) == sum(map(len, passed.memo.values())) == 1
+
+
+def test_images_whose_pixels_are_at_no_equal_distances_keep_parallel_steps():
+    fused = pm.fuse(lambda x: scaled_back(x, 0.5))
+    inside = pm.fuse(lambda x: scaled_back(x[:, :, 1:], 0.5))
+    for x in (X[:, :, 1:], np.asfortranarray(X), X[:, ::2, ::2]):
+        np.testing.assert_allclose(fused(x), scaled_back(x.astype(np.float64), 0.5), rtol=2e-5, atol=2e-5)
+        assert "norm" not in [k.kind for k in fused.explain(x).kernels]
+        assert "rows" in [k.kind for k in fused.explain(x).kernels]
+    np.testing.assert_allclose(inside(X), fused(X[:, :, 1:]), rtol=2e-5, atol=2e-5)
+    assert "norm" not in [k.kind for k in inside.explain(X).kernels]
+    assert [k.kind for k in fused.explain(X[:, 1:]).kernels] == ["norm"]
