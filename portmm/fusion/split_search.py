@@ -15,6 +15,7 @@ import numpy as np
 
 from portmm.fusion.compilation import compiled_program
 from portmm.fusion.finding import Task
+from portmm.fusion.partition import live_nodes
 from portmm.fusion.program import ChangedError, Explained
 from portmm.fusion.recorder import WholeArrays
 from portmm.fusion.terms import TYPES, UnlabelledError, spelled, term_of, viewed
@@ -71,7 +72,7 @@ def parts_of(task: Task) -> Parts | None:
     Raises:
         UnlabelledError: a convolution is among its operations, or a weight or a constant is.
     """
-    every = _needed(task.outputs)
+    every = live_nodes(task.graph, task.outputs)
     if any(x in task.graph.windows or (x.kind in LEAVES and (x.leaf < 0 or x.kind == "weight")) for x in every):
         raise UnlabelledError("a function with convolutions or packed weights is not split")
     terms = {x for x in every if _has_term(x)}
@@ -92,16 +93,6 @@ def parts_of(task: Task) -> Parts | None:
         parts += [_part(group, every, ends, terms) for group in groups]
     splits = dict.fromkeys(f"{x.name} ({x.where})" for x in every if x not in terms and x.kind not in (*LEAVES, "view"))
     return Parts(task, parts, tuple(splits)) if any(x.searched for x in parts) else None
-
-
-def _needed(outputs: Sequence[Node]) -> list[Node]:
-    """Nodes that outputs depend on, in the order of the graph."""
-    seen, stack = set(outputs), list(outputs)
-    while stack:
-        more = [y for y in stack.pop().inputs if y not in seen]
-        seen.update(more)
-        stack += more
-    return sorted(seen, key=lambda x: x.number)
 
 
 def _has_term(x: Node) -> bool:
@@ -180,7 +171,7 @@ class Parts:
 
     def build(self) -> None:
         """Compile all parts as they are, and run them: others need arrays to be measured with."""
-        for x in _needed(self.whole.outputs):
+        for x in live_nodes(self.whole.graph, self.whole.outputs):
             if x.kind in LEAVES:
                 self.values[x] = self.whole.arrays[x.leaf]
         for part in self.parts:

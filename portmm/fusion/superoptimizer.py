@@ -119,37 +119,60 @@ def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], Non
 
 
 def _split(parts: Parts, seconds: float, progress: Callable[[int, int, str], None]) -> Finding:
-    """Search each part of a function, and keep the program of all where it is faster than the function as it is."""
+    """Search each part of a function, and keep the program of all where it is faster than the function as it is.
+
+    An interrupt outside the search of a part leaves the function as it is; what is found for parts is stored.
+    """
     start = time.monotonic()
+    findings: dict[int, Finding] = {}
+    try:
+        best = _in_parts(parts, findings, seconds, progress)
+    except KeyboardInterrupt:
+        if seconds <= 0:  # there is no search that it could end
+            raise
+        best = _counted(parts, findings)._replace(interrupted=True)
+        best = best if best.forms else best._replace(note="")
+    return best._replace(elapsed=time.monotonic() - start)
+
+
+def _in_parts(
+    parts: Parts, findings: dict[int, Finding], seconds: float, progress: Callable[[int, int, str], None]
+) -> Finding:
+    """Search each part, whose findings it adds, and the program of all."""
+    end = time.monotonic() + seconds
     key, target, threads = parts.key(), config.target().name, config.get_num_threads()
     if seconds <= 0 and program_database.find(key, target, threads) is None:
         return Finding()
-    findings: dict[int, Finding] = {}
     parts.build()
     for i in parts.searched:
-        left = (seconds - (time.monotonic() - start)) / (len(parts.searched) - len(findings)) if seconds > 0 else 0.0
+        left = (end - time.monotonic()) / (len(parts.searched) - len(findings)) if seconds > 0 else 0.0
         if any(x.interrupted for x in findings.values()):
             left = 0.0
         findings[i] = optimize(parts.task(i), max(0.0, left), progress)
     every = tuple(findings.values())
-    best = Finding(
-        certificate=together([x.certificate for x in every if x.certificate is not None]),
-        forms=sum(x.forms for x in every), bounded=sum(x.bounded for x in every),
-        verified=sum(x.verified for x in every), parts=every, interrupted=any(x.interrupted for x in every),
-        note=f"split at {', '.join(parts.splits)} into {len(every)} parts that are searched",
-    )  # fmt: skip
+    certificates = [x.certificate for x in every if x.certificate is not None]
+    best = _counted(parts, findings)._replace(certificate=together(certificates))
     if all(x.run is None for x in every):
-        return best._replace(elapsed=time.monotonic() - start)
+        return best
     run, explained = parts.program(findings)
     if seconds > 0:
         before, after = timed(parts.whole.before, parts.whole.arrays), timed(run, parts.whole.arrays)
         best = best._replace(before=before, seconds=after)
         if after >= FASTER * before:
-            return best._replace(elapsed=time.monotonic() - start)
+            return best
         program_database.store(key, target, threads, program_database.Entry((), {}, before / after))
-    stored = all(x.stored or x.run is None for x in every)
-    path, elapsed = tuple(y for x in every for y in x.path), time.monotonic() - start
-    return best._replace(run=run, explained=explained, path=path, elapsed=elapsed, stored=stored)
+    path, stored = tuple(y for x in every for y in x.path), all(x.stored or x.run is None for x in every)
+    return best._replace(run=run, explained=explained, path=path, stored=stored)
+
+
+def _counted(parts: Parts, findings: dict[int, Finding]) -> Finding:
+    """The numbers of what the searches of parts have seen."""
+    every = tuple(findings.values())
+    return Finding(
+        forms=sum(x.forms for x in every), bounded=sum(x.bounded for x in every),
+        verified=sum(x.verified for x in every), parts=every, interrupted=any(x.interrupted for x in every),
+        note=f"split at {', '.join(parts.splits)} into {len(parts.searched)} parts that are searched",
+    )  # fmt: skip
 
 
 class _Search:

@@ -139,16 +139,18 @@ def _rounded(x: Expr) -> Expr:
 
 def _maximum_of(x: Expr) -> tuple[Expr, ...]:
     """The values that an expression is the maximum of, each of them once."""
-    if x not in _sets:
+    known = _sets.get(x)
+    if known is None:
         every = dict.fromkeys(z for y in x.inner for z in (_maximum_of(y) if y.op in MAXIMA else (y,)))
-        _sets.keep(x, tuple(every))
-    return _sets[x]  # type: ignore[no-any-return]
+        known = _sets.keep(x, tuple(every))
+    return known  # type: ignore[no-any-return]
 
 
 def levels(roots: Sequence[Expr]) -> list[tuple[_Key, list[Expr]]]:
     """Expressions by level and operation, and by which operands are positive, operands first; remembered."""
     key = tuple(roots)
-    return _levels[key] if key in _levels else _levels.keep(key, _leveled(roots))  # type: ignore[no-any-return]
+    known = _levels.get(key)
+    return _levels.keep(key, _leveled(roots)) if known is None else known  # type: ignore[no-any-return]
 
 
 def _leveled(roots: Sequence[Expr]) -> list[tuple[_Key, list[Expr]]]:

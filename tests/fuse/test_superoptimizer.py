@@ -16,7 +16,7 @@ from portmm.dispatch import config
 from portmm.fusion import superoptimizer
 from portmm.fusion.fuse import FusedFunction
 from portmm.fusion.program import ChangedError
-from portmm.fusion.split_search import Layout, _laid_out
+from portmm.fusion.split_search import Layout, Parts, _laid_out
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_kernels import one_kernels
 from portmm.fusion.term_rewrites import RULES, alternatives, rebuilt, subterms
@@ -31,6 +31,8 @@ from portmm.verification.equivalence import check
 QUICKLY = True
 SCALE = np.float32(0.125)
 SEED = 7
+ENOUGH = 600
+"""Budget of a search, in seconds: numbers of forms and kernels bound it, on a busy machine too."""
 
 
 def attend(q, k, v):
@@ -171,7 +173,7 @@ def database(tmp_path, monkeypatch):
 def test_a_chain_is_found_kept_and_used_for_other_sizes(database, monkeypatch):
     monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
     function = CASES["chain"][0]
-    fused, arrays = pm.fuse(function, search=20), arrays_of([(8, 512), (512, 4), (4, 512)])
+    fused, arrays = pm.fuse(function, search=ENOUGH), arrays_of([(8, 512), (512, 4), (4, 512)])
     np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-3)
     finding = fused.explain(*arrays).finding
     assert finding.path == ("association",)
@@ -205,7 +207,7 @@ def test_bfloat16_is_searched_and_stored_apart(database, monkeypatch):
     function = CASES["chain"][0]
     wide = arrays_of([(8, 512), (512, 4), (4, 512)])
     arrays = [(x * np.float32(0.125)).astype(ml_dtypes.bfloat16) for x in wide]
-    fused = pm.fuse(function, search=20)
+    fused = pm.fuse(function, search=ENOUGH)
     result = fused(*arrays)
     assert result.dtype == arrays[0].dtype
     want = function(*[x.astype(np.float32) for x in arrays])
@@ -231,7 +233,7 @@ def test_a_function_is_split_at_what_has_no_term(database, monkeypatch):
     monkeypatch.setattr(superoptimizer, "timed", last)
     monkeypatch.setattr(superoptimizer, "MEASURED", 1)
     monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
-    fused, arrays = pm.fuse(sorted_between, search=20), arrays_of([(8, 512), (512, 4), (4, 512)])
+    fused, arrays = pm.fuse(sorted_between, search=ENOUGH), arrays_of([(8, 512), (512, 4), (4, 512)])
     want = sorted_between(*[x.astype(np.float64) for x in arrays])
     for _ in range(2):
         got = fused(*arrays)
@@ -253,6 +255,26 @@ def test_a_function_is_split_at_what_has_no_term(database, monkeypatch):
     assert plain.explain(*other).finding.stored
 
 
+@pytest.mark.parametrize("step", ["build", "program"])
+def test_an_interrupt_between_parts_leaves_the_function_as_it_is(database, monkeypatch, step):
+    del database
+
+    def interrupted(*_):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(superoptimizer, "timed", last)
+    monkeypatch.setattr(superoptimizer, "MEASURED", 1)
+    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+    monkeypatch.setattr(Parts, step, interrupted)
+    fused, arrays = pm.fuse(lambda x, a, b: np.sort(x @ (a @ b), -1), search=ENOUGH), arrays_of(CASES["chain"][1])
+    np.testing.assert_allclose(fused(*arrays), fused.__wrapped__(*arrays), rtol=1e-3, atol=1e-3)
+    finding = fused.explain(*arrays).finding
+    assert finding.run is None
+    assert finding.interrupted
+    assert "interrupted" in str(finding)
+    assert [bool(x.run) for x in finding.parts] == [True] * (step == "program")
+
+
 def test_parts_have_the_layout_that_others_were_compiled_for():
     sample = np.zeros((2, 3, 4), np.float32).transpose(2, 0, 1)
     layout = Layout(sample.shape, sample.dtype, sample.strides)
@@ -272,8 +294,10 @@ def test_parts_are_of_one_type(database, monkeypatch):
     """A norm of bfloat16, whose mean is of float32, and its product are searched apart."""
     del database
     monkeypatch.setattr(superoptimizer, "timed", last)
+    monkeypatch.setattr(superoptimizer, "MEASURED", 1)
+    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
     ml_dtypes = pytest.importorskip("ml_dtypes")
-    fused = pm.fuse(normed, search=20)
+    fused = pm.fuse(normed, search=ENOUGH)
     arrays = [(x * np.float32(0.25)).astype(ml_dtypes.bfloat16) for x in arrays_of([(3, 32), (32, 24)])]
     want = normed(*[x.astype(np.float32) for x in arrays])
     np.testing.assert_allclose(fused(*arrays).astype(np.float32), want, rtol=3e-2, atol=3e-2 * np.abs(want).max())
@@ -292,7 +316,7 @@ def test_what_no_form_is_faster_than_is_run_as_it_is(database, monkeypatch, name
     function, shapes, _ = CASES[name]
     if name == "attention":
         shapes = [(4, 64, 16), (4, 1024, 16), (4, 1024, 8)]  # as many scores as greedy fusion makes attention of
-    fused, arrays = pm.fuse(function, search=20), arrays_of(shapes)
+    fused, arrays = pm.fuse(function, search=ENOUGH), arrays_of(shapes)
     np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-4)
     (program,) = [x for y in fused.memo.values() for x in (y if isinstance(y, list) else [y]) if hasattr(x, "run")]
     finding = fused.explain(*arrays).finding
@@ -317,7 +341,7 @@ def test_captured_arrays_and_numbers_vary_from_call_to_call(database, monkeypatc
     def function(x, b):
         return x @ (weights["a"] @ b) * weights["scale"]
 
-    fused, (x, b) = pm.fuse(function, search=20), arrays_of([(8, 512), (4, 512)])
+    fused, (x, b) = pm.fuse(function, search=ENOUGH), arrays_of([(8, 512), (4, 512)])
     for scale in (0.5, 2.0):
         weights["scale"] = scale
         weights["a"] = weights["a"] * np.float32(1.5)
@@ -339,7 +363,7 @@ def test_an_interrupt_keeps_the_best(database, monkeypatch):
     monkeypatch.setattr(superoptimizer, "timed", timed)
     function, shapes, _ = CASES["grouped"]
     arrays = arrays_of(shapes)
-    fused = pm.fuse(function, search=20)
+    fused = pm.fuse(function, search=ENOUGH)
     np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-4, atol=1e-5)
     finding = fused.explain(*arrays).finding
     assert finding.path
@@ -355,7 +379,7 @@ def test_one_kernel_is_run_kept_and_used_for_other_sizes(database, monkeypatch, 
     del database
     monkeypatch.setattr(superoptimizer, "timed", last)
     function, shapes, _ = CASES[name]
-    fused, arrays = pm.fuse(function, search=40), arrays_of(shapes)
+    fused, arrays = pm.fuse(function, search=ENOUGH), arrays_of(shapes)
     np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-3)
     finding = fused.explain(*arrays).finding
     if not any(x.mask for isa in config.target().isas if (x := isa.atom("f32"))):
@@ -402,7 +426,7 @@ def test_keys_are_split_among_threads(database, monkeypatch):
     before = config.get_num_threads()
     pm.set_num_threads(2)
     try:
-        fused = pm.fuse(masked, search=40)
+        fused = pm.fuse(masked, search=ENOUGH)
         np.testing.assert_allclose(fused(*arrays), masked(*arrays), rtol=1e-3, atol=1e-3)
         finding = fused.explain(*arrays).finding
     finally:
@@ -418,7 +442,8 @@ def test_keys_are_split_among_threads(database, monkeypatch):
 def test_the_command(database, tmp_path):
     path, certificate = tmp_path / "functions.py", tmp_path / "found.json"
     path.write_text("def chain(x, a, b):\n    return x @ (a @ b)\n")
-    words = ["superoptimize", f"{path}:chain", "8x512", "512x4", "4x512", "--save", str(certificate), "--budget", "20"]
+    words = ["superoptimize", f"{path}:chain", "8x512", "512x4", "4x512"]
+    words += ["--save", str(certificate), "--budget", str(ENOUGH)]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
     assert "association" in done.output
