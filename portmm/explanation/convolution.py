@@ -61,6 +61,9 @@ class ConvolutionExplanation:
         transforms = (f"  {line}" for line in self.transforms)
         return "\n".join((self.title, f"{self.matrix}, is a view:", *transforms, *self.simplified, *self.program))
 
+    def __contains__(self, words: str) -> bool:
+        return words in str(self)
+
     def svg(self) -> str:
         """The picture of the transforms before and after simplification, and of the program, as SVG."""
         from portmm.explanation.convolution_svg import drawn

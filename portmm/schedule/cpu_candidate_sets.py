@@ -18,7 +18,7 @@ import numpy as np
 from portmm.schedule.candidates import legal_of, proposals, units
 from portmm.schedule.cost_tape import Tape
 from portmm.schedule.cpu_gemm import DOT_TILES
-from portmm.schedule.cpu_streams import crowds_l2, far, near_depth, shallow_depth, streams_near
+from portmm.schedule.cpu_streams import caches, crowds_l2, near_depth, shallow_depth, streams_near
 from portmm.schedule.cpu_table import Table
 from portmm.schedule.cpu_textbook import follows
 from portmm.schedule.legality import illegal
@@ -89,7 +89,8 @@ class _Kind:
         n_divisor: larger N differ by their greatest common divisor with this.
         strips: rows of the atoms that multiply tiles.
         packs: k per unit and bytes of a right fragment, of each instruction set.
-        l2: bytes of L2; `far`, of a B from afar.
+        caches: what sweeps depend on.
+        l2: bytes of L2.
         private: bytes of a thread's private cache.
         few: N up to which textbook blockings read A in place.
         exact_k: every K differs.
@@ -104,7 +105,7 @@ class _Kind:
         atoms = [t for isa, _ in pairs for x in isa.atoms if (t := isa.atom(q.dtype, x.n)) is not None]
         vectors = {isa.columns(atom) for isa, atom in pairs} | {atom.n for atom in atoms}
         l1, l2 = target.level("L1"), target.level("L2")
-        self.far = far(target)
+        self.caches = caches(target)
         self.l2, self.private = l2.bytes if l2 else 0, x.bytes if (x := l2 or l1) else UNLIMITED
         self.max_m = max(MODEL.thin_rows, *(MODEL.tallest * atom.m for _, atom in pairs if not atom.tiled), 0)
         self.max_n = max(WIDEST * max(vectors), *(nr for _, nr in DOT_TILES))
@@ -126,14 +127,14 @@ class _Kind:
             size = replace(p, m=rows).bytes
             batched = (size // p.batch <= self.private, size > self.l2, size > MODEL.few_bytes * p.batch)
         return (
-            k * n * p.elements[1].bytes > self.far,
+            k * n * p.elements[1].bytes > self.caches.far,
             k * n * p.elements[1].bytes > MODEL.panels_near * self.l2,
-            shallow_depth(p, m, n, k, self.target),
-            streams_near(p, m, n, k, self.target),
-            (least := near_depth(n * p.elements[1].bytes, 0, self.target)),
+            shallow_depth(p, m, n, k, self.caches),
+            streams_near(p, m, n, k, self.caches),
+            (least := near_depth(n * p.elements[1].bytes, 0, self.caches)),
             k > least,
             k > MODEL.near_depth,
-            crowds_l2(p, m, n, self.target),
+            crowds_l2(p, m, n, self.caches),
             m if m <= self.max_m else (m <= MODEL.few_rows, m <= MODEL.apart_rows, m <= MODEL.int4_block),
             n if n <= self.max_n else -gcd(n, self.n_divisor),
             *(min(-(-m // strip), 3) for strip in self.strips),

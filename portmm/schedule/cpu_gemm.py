@@ -23,7 +23,7 @@ from portmm.schedule.cpu_blocking import (
     whole_depth,
     widths,
 )
-from portmm.schedule.cpu_streams import far, in_pairs, shallow, sums_apart
+from portmm.schedule.cpu_streams import caches, in_pairs, shallow, sums_apart
 from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
@@ -211,7 +211,7 @@ def _of_panels(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target)
     size, few = p.elements[1].bytes, p.m <= MODEL.panel_rows
     if few and size >= BY_NAME[atom.right].bytes:
         return
-    if p.b == "packed" and base.b.panels == 1 and p.k * p.n * size > far(target):
+    if p.b == "packed" and base.b.panels == 1 and p.k * p.n * size > caches(target).far:
         ahead = base.b.prefetched(0, (MODEL.widened_ahead if few else MODEL.panel_ahead) // (size * atom.k_pack))
         yield from _packings(replace(base, b=ahead), p, isa, atom)
 

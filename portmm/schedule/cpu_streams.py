@@ -5,9 +5,10 @@ Owns when products are of such a shape, and such matrices so far, that this pays
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from dataclasses import replace
 from math import gcd
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.schedule.cpu_blocking import base_schedule, both_in_place, cache_tiles, least_of, tallest
 from portmm.schedule.parts import ALL, PACKED
@@ -23,6 +24,39 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 
+class Caches(NamedTuple):
+    """What sweeps depend on of a machine; extents of levels that it lacks are 0.
+
+    Attributes:
+        l1: bytes of L1; `line`, of its lines; `ways` and `sets` of it.
+        l2: bytes of L2.
+        last: bytes of the last level that a B may take if nobody else uses it.
+        far: bytes of a B from which it comes from afar: of the most that stays in the last level, a share.
+    """
+
+    l1: int
+    line: int
+    ways: int
+    sets: int
+    l2: int
+    last: float
+    far: float
+
+    def stay(self, row: int) -> int:
+        """Number of rows of `row` bytes that stay in L1 if a line of each is read: those of one set share its ways."""
+        return self.ways * (self.sets // gcd(max(1, row // self.line), self.sets))
+
+
+def caches(target: Target) -> Caches:
+    """The caches of a machine."""
+    l1, l2 = target.level("L1"), target.level("L2")
+    last = MODEL.home * max([x.bytes for x in target.levels], default=0)
+    far = float(MODEL.apart_share) * max([target.counted(x.name) for x in target.levels], default=0)
+    if l1 is None:
+        return Caches(0, 1, 1, 1, l2.bytes if l2 else 0, last, far)
+    return Caches(l1.bytes, l1.line, l1.ways, l1.bytes // (l1.line * l1.ways), l2.bytes if l2 else 0, last, far)
+
+
 def in_pairs(nr: int, isa: Isa, atom: Atom) -> bool:
     """Whether a register tile has pairs of vectors: lines of 64 bytes are prefetched by the hardware in pairs."""
     return nr % (2 * isa.columns(atom)) == 0
@@ -31,27 +65,24 @@ def in_pairs(nr: int, isa: Isa, atom: Atom) -> bool:
 def shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
     """Schedules for a K of one block and a large C: slices of rows sweep all columns, and C is stored in long runs."""
     mr = min(tallest(isa, atom, nr), MODEL.in_place_rows)
-    kc = shallow_depth(p, p.m, p.n, p.k, target)
+    kc = shallow_depth(p, p.m, p.n, p.k, caches(target))
     if kc and p.m > mr and in_pairs(nr, isa, atom) and both_in_place(p, isa, atom, nr):
         yield base_schedule("gemm", p, isa, cache_tiles(mr, nr, kc, ALL, ALL, least_of(mr)), False, False)
 
 
-def shallow_depth(p: Problem, m: int, n: int, k: int, target: Target) -> int:
+def shallow_depth(p: Problem, m: int, n: int, k: int, has: Caches) -> int:
     """KC of a sweep that has all of K in a block, for an item of C that takes much of L2; 0 where there is none.
 
     With very few steps of k, calls of a micro-kernel for each register tile take longer than its multiply-adds, so that
-    sweeps pay for a C beyond L1. A row of B that is read in part waits in L1 for the next register tile: rows need ways
-    of the sets they start in.
+    sweeps pay for a C beyond L1. A row of B that is read in part waits in L1 for the next register tile.
     """
-    l1, l2, (_, b, c) = target.level("L1"), target.level("L2"), p.elements
-    depths = [x for x in MODEL.stream_depths if x >= k]
-    if not (l1 and l2 and depths):
+    (_, b, c), depths = p.elements, MODEL.stream_depths
+    if not (has.l1 and has.l2) or k > depths[-1]:
         return 0
     few = k <= MODEL.few_steps and n * c.bytes >= MODEL.long_rows
-    if m * n * c.bytes <= (l1.bytes if few else MODEL.shallow_share * l2.bytes):
+    if m * n * c.bytes <= (has.l1 if few else MODEL.shallow_share * has.l2) or k > has.stay(n * b.bytes):
         return 0
-    row, sets = n * b.bytes // l1.line, l1.bytes // (l1.line * l1.ways)
-    return int(depths[0]) if k <= l1.ways * (sets // gcd(max(1, row), sets)) else 0
+    return int(depths[bisect_left(depths, k)])
 
 
 def sums_apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
@@ -61,7 +92,8 @@ def sums_apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Ite
     A few rows of a B from memory are swept at a time; of one that may be in the last level, as many as stay in L2.
     """
     size, pair = p.elements[1].bytes, 2 * isa.columns(atom)
-    least = MODEL.sums_in_c_wide if crowds_l2(p, p.m, p.n, target) else MODEL.sums_in_c
+    has = caches(target)
+    least = MODEL.sums_in_c_wide if crowds_l2(p, p.m, p.n, has) else MODEL.sums_in_c
     if not (least < p.m <= MODEL.apart_rows and nr == pair and both_in_place(p, isa, atom, nr)):
         return
     top = tallest(isa, atom, nr)
@@ -71,56 +103,44 @@ def sums_apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Ite
         base = base_schedule("gemm", p, isa, tiles, False, False)
         return replace(base, b=base.b.prefetched(0, ahead // size), c=base.c.with_pack(PACKED))
 
-    if p.k * p.n * size > far(target) and p.m <= MODEL.few_rows:
+    if p.k * p.n * size > has.far and p.m <= MODEL.few_rows:
         mr = p.m if p.m <= top else min(top, MODEL.in_place_rows)
         for width in MODEL.apart_bytes:
             yield swept(mr, MODEL.apart_depth, width, MODEL.ahead_bytes)
-    kc = near_depth(p.n * size, nr * size, target)
-    if p.k > kc and streams_near(p, p.m, p.n, p.k, target):
+    kc = near_depth(p.n * size, nr * size, has)
+    if p.k > kc and streams_near(p, p.m, p.n, p.k, has):
         yield swept(min(p.m, top), kc, MODEL.near_bytes, MODEL.near_ahead)
 
 
-def far(target: Target) -> float:
-    """Bytes of a B from which it comes from afar: of the most that stays in the last level, a share."""
-    return float(MODEL.apart_share) * max([target.counted(x.name) for x in target.levels], default=0)
-
-
-def near_depth(row: int, run: int, target: Target) -> int:
+def near_depth(row: int, run: int, has: Caches) -> int:
     """KC of such sweeps for rows of `row` bytes that are read `run` bytes at a time.
 
-    Lines are fetched in pairs. Of a shorter run, the other line waits in L1, which has ways for some rows that start in
-    one set.
+    Lines are fetched in pairs. Of a shorter run, the other line waits in L1.
     """
-    l1 = target.level("L1")
-    if l1 is None or run >= 2 * l1.line:
-        return int(MODEL.near_depth)
-    sets = l1.bytes // (l1.line * l1.ways)
-    return min(int(MODEL.near_depth), l1.ways * (sets // gcd(max(1, row // l1.line), sets)))
+    return int(MODEL.near_depth) if not has.l1 or run >= 2 * has.line else min(int(MODEL.near_depth), has.stay(row))
 
 
-def streams_near(p: Problem, m: int, n: int, k: int, target: Target) -> bool:
+def streams_near(p: Problem, m: int, n: int, k: int, has: Caches) -> bool:
     """Whether a B in the last level, of long rows, may be better streamed than read or packed by panels.
 
     This holds for few slices of rows of C, more of them if rows of B start in one set of L1, and for a B that takes
     much of the level. A larger B certainly comes from memory, and a smaller one stays in L2.
     """
-    l1, l2, row = target.level("L1"), target.level("L2"), n * p.elements[1].bytes
-    if not (l1 and l2 and 2 * row >= MODEL.near_bytes):
+    row = n * p.elements[1].bytes
+    if not (has.l1 and has.l2 and 2 * row >= MODEL.near_bytes and has.l2 < k * row <= has.last):
         return False
-    aligned = row % (l1.bytes // l1.ways) == 0
-    stays = l2.bytes < k * row <= MODEL.home * max(x.bytes for x in target.levels)
-    return stays and (m <= MODEL.near_rows * (1 + aligned) or k * row > far(target))
+    aligned = row % (has.line * has.sets) == 0
+    return bool(m <= MODEL.near_rows * (1 + aligned) or k * row > has.far)
 
 
-def crowds_l2(p: Problem, rows: int, columns: int, target: Target) -> bool:
+def crowds_l2(p: Problem, rows: int, columns: int, has: Caches) -> bool:
     """Whether rows of B that are asked for ahead leave L2 before they are read: two blocks of them, and C, exceed it.
 
     Args:
         p: the problem, whose types count.
         rows: of C.
         columns: of B.
-        target: the machine.
+        has: the caches of the machine.
     """
-    l2, (_, b, c) = target.level("L2"), p.elements
-    swept = columns * (2 * MODEL.apart_depth * b.bytes + rows * c.bytes)
-    return l2 is not None and swept > l2.bytes
+    _, b, c = p.elements
+    return bool(0 < has.l2 < columns * (2 * MODEL.apart_depth * b.bytes + rows * c.bytes))

@@ -14,7 +14,7 @@ from portmm.codegen.lower import lower
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
 from portmm.schedule.candidates import candidates
-from portmm.schedule.cpu_streams import near_depth
+from portmm.schedule.cpu_streams import caches, near_depth
 from portmm.schedule.schedule import sweeps
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Problem
@@ -149,7 +149,7 @@ def test_sweeps_of_a_b_in_the_last_level(name, dtype, few, monkeypatch):
     m, n = CPU.sums_in_c_wide + 3 if few else CPU.near_rows - 1, 6 * atom.n + 3 * bool(few and atom.mask)
     p = Problem(m, n, levels[1].bytes // (n * size) + CPU.near_depth + 5, dtype=dtype)
     (s,) = [s for s in candidates(p, target) if s.c.packed and s.b.along * size == CPU.near_ahead]
-    assert s.kc == near_depth(n * size, s.nr * size, target)
+    assert s.kc == near_depth(n * size, s.nr * size, caches(target))
     kernel, k = lower(s, target.isas[0]), case(p, seed=few)
     k.check(interpret(kernel, k, 2), s)
     if name in HERE:
