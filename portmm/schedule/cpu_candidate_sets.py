@@ -126,15 +126,16 @@ class _Kind:
         if p.batch > 1:
             size = replace(p, m=rows).bytes
             batched = (size // p.batch <= self.private, size > self.l2, size > MODEL.few_bytes * p.batch)
+        elements, has = p.elements, self.caches
+        row = n * elements[1].bytes
+        least = near_depth(row, 0, has)
         return (
-            k * n * p.elements[1].bytes > self.caches.far,
-            k * n * p.elements[1].bytes > MODEL.panels_near * self.l2,
-            shallow_depth(p, m, n, k, self.caches),
-            streams_near(p, m, n, k, self.caches),
-            (least := near_depth(n * p.elements[1].bytes, 0, self.caches)),
-            k > least,
-            k > MODEL.near_depth,
-            crowds_l2(p, m, n, self.caches),
+            k * row > has.far,
+            k * row > MODEL.panels_near * self.l2,
+            shallow_depth(elements, m, n, k, has),
+            streams_near(elements, m, n, k, has),
+            (least, k > least, k > MODEL.near_depth),
+            crowds_l2(elements, m, n, has),
             m if m <= self.max_m else (m <= MODEL.few_rows, m <= MODEL.apart_rows, m <= MODEL.int4_block),
             n if n <= self.max_n else -gcd(n, self.n_divisor),
             *(min(-(-m // strip), 3) for strip in self.strips),

@@ -18,14 +18,17 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.dtype import DType
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
+    Elements = tuple[DType, DType, DType]
+
 
 class Caches(NamedTuple):
-    """What sweeps depend on of a machine; extents of levels that it lacks are 0.
+    """Caches of a machine, which sweeps depend on; extents of levels that it lacks are 0.
 
     Attributes:
         l1: bytes of L1; `line`, of its lines; `ways` and `sets` of it.
@@ -43,7 +46,7 @@ class Caches(NamedTuple):
     far: float
 
     def stay(self, row: int) -> int:
-        """Number of rows of `row` bytes that stay in L1 if a line of each is read: those of one set share its ways."""
+        """Number of rows of `row` bytes that stay in L1 if a line of each is read: rows of one set share its ways."""
         return self.ways * (self.sets // gcd(max(1, row // self.line), self.sets))
 
 
@@ -65,18 +68,18 @@ def in_pairs(nr: int, isa: Isa, atom: Atom) -> bool:
 def shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
     """Schedules for a K of one block and a large C: slices of rows sweep all columns, and C is stored in long runs."""
     mr = min(tallest(isa, atom, nr), MODEL.in_place_rows)
-    kc = shallow_depth(p, p.m, p.n, p.k, caches(target))
+    kc = shallow_depth(p.elements, p.m, p.n, p.k, caches(target))
     if kc and p.m > mr and in_pairs(nr, isa, atom) and both_in_place(p, isa, atom, nr):
         yield base_schedule("gemm", p, isa, cache_tiles(mr, nr, kc, ALL, ALL, least_of(mr)), False, False)
 
 
-def shallow_depth(p: Problem, m: int, n: int, k: int, has: Caches) -> int:
+def shallow_depth(elements: Elements, m: int, n: int, k: int, has: Caches) -> int:
     """KC of a sweep that has all of K in a block, for an item of C that takes much of L2; 0 where there is none.
 
     With very few steps of k, calls of a micro-kernel for each register tile take longer than its multiply-adds, so that
     sweeps pay for a C beyond L1. A row of B that is read in part waits in L1 for the next register tile.
     """
-    (_, b, c), depths = p.elements, MODEL.stream_depths
+    (_, b, c), depths = elements, MODEL.stream_depths
     if not (has.l1 and has.l2) or k > depths[-1]:
         return 0
     few = k <= MODEL.few_steps and n * c.bytes >= MODEL.long_rows
@@ -93,7 +96,7 @@ def sums_apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Ite
     """
     size, pair = p.elements[1].bytes, 2 * isa.columns(atom)
     has = caches(target)
-    least = MODEL.sums_in_c_wide if crowds_l2(p, p.m, p.n, has) else MODEL.sums_in_c
+    least = MODEL.sums_in_c_wide if crowds_l2(p.elements, p.m, p.n, has) else MODEL.sums_in_c
     if not (least < p.m <= MODEL.apart_rows and nr == pair and both_in_place(p, isa, atom, nr)):
         return
     top = tallest(isa, atom, nr)
@@ -108,7 +111,7 @@ def sums_apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Ite
         for width in MODEL.apart_bytes:
             yield swept(mr, MODEL.apart_depth, width, MODEL.ahead_bytes)
     kc = near_depth(p.n * size, nr * size, has)
-    if p.k > kc and streams_near(p, p.m, p.n, p.k, has):
+    if p.k > kc and streams_near(p.elements, p.m, p.n, p.k, has):
         yield swept(min(p.m, top), kc, MODEL.near_bytes, MODEL.near_ahead)
 
 
@@ -120,27 +123,27 @@ def near_depth(row: int, run: int, has: Caches) -> int:
     return int(MODEL.near_depth) if not has.l1 or run >= 2 * has.line else min(int(MODEL.near_depth), has.stay(row))
 
 
-def streams_near(p: Problem, m: int, n: int, k: int, has: Caches) -> bool:
+def streams_near(elements: Elements, m: int, n: int, k: int, has: Caches) -> bool:
     """Whether a B in the last level, of long rows, may be better streamed than read or packed by panels.
 
     This holds for few slices of rows of C, more of them if rows of B start in one set of L1, and for a B that takes
     much of the level. A larger B certainly comes from memory, and a smaller one stays in L2.
     """
-    row = n * p.elements[1].bytes
+    row = n * elements[1].bytes
     if not (has.l1 and has.l2 and 2 * row >= MODEL.near_bytes and has.l2 < k * row <= has.last):
         return False
     aligned = row % (has.line * has.sets) == 0
     return bool(m <= MODEL.near_rows * (1 + aligned) or k * row > has.far)
 
 
-def crowds_l2(p: Problem, rows: int, columns: int, has: Caches) -> bool:
+def crowds_l2(elements: Elements, rows: int, columns: int, has: Caches) -> bool:
     """Whether rows of B that are asked for ahead leave L2 before they are read: two blocks of them, and C, exceed it.
 
     Args:
-        p: the problem, whose types count.
+        elements: types of A, B and C.
         rows: of C.
         columns: of B.
         has: the caches of the machine.
     """
-    _, b, c = p.elements
+    _, b, c = elements
     return bool(0 < has.l2 < columns * (2 * MODEL.apart_depth * b.bytes + rows * c.bytes))
