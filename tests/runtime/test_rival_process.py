@@ -208,6 +208,7 @@ def test_signals_of_broken_pipes_kill_nothing():
 
 
 def test_programs_that_embed_python_start_none(monkeypatch):
+    monkeypatch.setattr(rival_process, "_helpers", [])  # another test's may still wait for work
     monkeypatch.setattr(sys, "executable", "/usr/bin/blender")
     assert not rival_process.possible()
     monkeypatch.setattr(sys, "executable", None)
