@@ -8,14 +8,11 @@ from __future__ import annotations
 
 from xml.sax.saxutils import escape
 
+from portmm.util.svg import document
+
 LINE, PAD, GAP, LETTER, TOP = 18, 10, 22, 7.3, 66
 STYLE = (
-    ".k{fill:#eef4fb;stroke:#31688e}.r{fill:#f1f8ec;stroke:#35794a}.t{font:bold 13px sans-serif}"
-    ".o{font:12px monospace}.a{fill:none;stroke:#888;marker-end:url(#m)}"
-)
-MARKER = (
-    '<defs><marker id="m" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    '<path d="M0,0 L8,4 L0,8 z" fill="#888"/></marker></defs>'
+    ".k{fill:#eef4fb;stroke:#31688e}.r{fill:#f1f8ec;stroke:#35794a}.t{font:bold 13px sans-serif}.o{font:12px monospace}"
 )
 
 
@@ -33,9 +30,7 @@ def drawn(title: str, matrix: str, transforms: tuple[str, ...], others: list[tup
     right = _column("simplified", "", others, (left[0] + 3 * GAP, "r"), parts)
     y = TOP + PAD + LINE // 2
     parts.append(f'<path d="M{left[0]},{y} H{left[0] + 3 * GAP - 4}" class="a"/>')
-    width, height = right[0] + PAD, max(left[1], right[1]) + PAD
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">'
-    return "\n".join([head, f"<style>{STYLE}</style>", MARKER, *parts, "</svg>\n"])
+    return document(right[0] + PAD, max(left[1], right[1]) + PAD, STYLE, parts, arrows=True)
 
 
 def _column(

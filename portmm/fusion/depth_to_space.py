@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portmm.fusion.graph import Node
-from portmm.fusion.partition import live_nodes
+from portmm.fusion.partition import live_nodes, users_of
 from portmm.fusion.plan_windows import Filter
 from portmm.ops.convolution_weights import pack_conv, unpack_conv
 
@@ -48,10 +48,7 @@ def by_rows(x: Array, b: int, order: str) -> Array:
 def match_depth_to_space(graph: Graph, outputs: list[Node]) -> None:
     """Give convolutions whose channels become blocks of pixels, and nothing else, filters for each row of a block."""
     for x in [x for x in graph.nodes if x.kind == "conv"]:
-        users: dict[Node, list[Node]] = {y: [] for y in live_nodes(graph, outputs)}
-        for y in users:
-            for z in y.inputs:
-                users[z].append(y)
+        users = users_of(live_nodes(graph, outputs))
         match = _Blocks.of(x, graph, users, outputs) if x in users else None
         if match is not None:
             match.replace(graph)

@@ -54,12 +54,17 @@ def attentions(graph: MuGraph) -> list[Emitted]:
     """Attention in a graph: both kernels that its calls have, of few queries and of many."""
     every = []
     for x in graph.steps:
-        if sum(isinstance(y, TileGemm) for one in x.program.passes for y in one) > 1:
+        if _is_attention(x.program):
             with suppress(ScheduleError):
                 form = attention_of(x.program).form
                 every.append(Emitted("attention, few queries", x.program))
                 every.append(Emitted("attention, many queries", of_attention(form, "m")))
     return every
+
+
+def _is_attention(program: BlockProgram) -> bool:
+    """Whether a record has the products of attention: more than one."""
+    return sum(isinstance(y, TileGemm) for one in program.passes for y in one) > 1
 
 
 def unlisted(kernels: Iterable[Kernel], graph: MuGraph | None) -> list[tuple[str, str]]:
@@ -68,7 +73,7 @@ def unlisted(kernels: Iterable[Kernel], graph: MuGraph | None) -> list[tuple[str
     A step of attention has the kernel of its record, as a call of `attention` does.
     """
     steps = () if graph is None else graph.steps
-    calls = any(sum(isinstance(y, TileGemm) for one in x.program.passes for y in one) > 1 for x in steps)
+    calls = any(_is_attention(x.program) for x in steps)
     reasons = {"product": "its weight is packed, or its rows are quantized", "rows": "it has no text of expressions"}
     every = [(i, x) for i, x in enumerate(kernels, 1) if not (x.kind == "block" or (x.kind == "attention" and calls))]
     listed = [(i, x) for i, x in every if not emitted_alone(x)]

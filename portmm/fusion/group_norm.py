@@ -15,7 +15,7 @@ import numpy as np
 
 from portmm.arrays.numpy_arrays import merged
 from portmm.fusion.graph import CALLED
-from portmm.fusion.partition import live_nodes
+from portmm.fusion.partition import live_nodes, users_of
 from portmm.fusion.plan_windows import Norm
 from portmm.spec.epilogue import argument
 from portmm.spec.expr import apply
@@ -58,11 +58,7 @@ def needs_constants(graph: Graph, outputs: list[Node], arguments: int) -> bool:
 
 def _matches(graph: Graph, outputs: list[Node]) -> Iterator[tuple[Node, Node, Norm]]:
     """Views of group norms in the shape of their images, with these, and groups and constants (which may be nodes)."""
-    users: dict[Node, list[Node]] = {x: [] for x in live_nodes(graph, outputs)}
-    for x in users:
-        for y in x.inputs:
-            users[y].append(x)
-    for x, after in users.items():
+    for x, after in users_of(live_nodes(graph, outputs)).items():
         match = _normalized(x, graph) if x.kind == "map" and len(x.inputs) == PAIR and x not in outputs else None
         if match is not None and len(after) == 1:
             view, (images, form) = after[0], match

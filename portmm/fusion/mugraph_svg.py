@@ -10,6 +10,7 @@ from xml.sax.saxutils import escape
 
 from portmm.ir.block_program import TileTransfer
 from portmm.ir.mugraph import described
+from portmm.util.svg import document
 
 if TYPE_CHECKING:
     from portmm.ir.mugraph import MuGraph, Step
@@ -26,12 +27,9 @@ def svg(*graphs: MuGraph) -> str:
         width = max(width, own)
     style = (
         ".k{fill:#eef4fb;stroke:#31688e}.t{font:bold 13px sans-serif}.o{font:12px monospace}"
-        ".i{font:12px monospace;fill:#31688e}.a{fill:none;stroke:#888;marker-end:url(#m)}"
+        ".i{font:12px monospace;fill:#31688e}"
     )
-    marker = '<marker id="m" viewBox="0 0 8 8" refX="8" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {y}" role="img">'
-    arrow = f'<defs>{marker}<path d="M0,0 L8,4 L0,8 z" fill="#888"/></marker></defs>'
-    return "\n".join([head, f"<style>{style}</style>", arrow, *parts, "</svg>\n"])
+    return document(width, y, style, parts, arrows=True)
 
 
 def _graph(graph: MuGraph, y: int, parts: list[str]) -> tuple[int, int]:

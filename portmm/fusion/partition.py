@@ -74,10 +74,7 @@ class Splitter:
     def __init__(self, graph: Graph, outputs: list[Node], plain: dict[Node, str], numpy: dict[Node, str]) -> None:
         self.outputs, self.plain, self.numpy = outputs, plain, numpy
         self.live = live_nodes(graph, outputs)
-        self.users: dict[Node, list[Node]] = {x: [] for x in self.live}
-        for x in self.live:
-            for y in x.inputs:
-                self.users[y].append(x)
+        self.users = users_of(self.live)
         self.of: dict[Node, Unit] = {}
         self.units: list[Unit] = []
         self.apart: list[tuple[str, str]] = []
@@ -264,6 +261,15 @@ class Splitter:
             elif other is not unit:
                 units.add(other)
         return units
+
+
+def users_of(live: list[Node]) -> dict[Node, list[Node]]:
+    """The nodes that read each node, once for each operand, in order."""
+    users: dict[Node, list[Node]] = {x: [] for x in live}
+    for x in live:
+        for y in x.inputs:
+            users[y].append(x)
+    return users
 
 
 def live_nodes(graph: Graph, outputs: list[Node]) -> list[Node]:

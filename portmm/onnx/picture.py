@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from portmm.util import text
+from portmm.util.svg import document
 
 if TYPE_CHECKING:
     from portmm.onnx.report import Report, Row
@@ -43,8 +44,7 @@ def drawn(report: Report, title: str, peak: float = 0.0) -> str:
     if len(shown) < len(report.rows):
         others = f"{text.number(len(report.rows) - len(shown), 'shorter step')}, {text.time(rest)}"
         parts.append(f'<text x="{LEFT}" y="{y + 12}" class="l">{escape(others)}</text>')
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {LEFT + WIDE + 470} {y + 26}" role="img">'
-    return "\n".join([head, f"<style>{STYLE}</style>", *parts, "</svg>\n"])
+    return document(LEFT + WIDE + 470, y + 26, STYLE, parts)
 
 
 def _bar(x: Row, y: int, most: float, peak: float) -> list[str]:

@@ -90,7 +90,6 @@ class _Kind:
         strips: rows of the atoms that multiply tiles.
         packs: k per unit and bytes of a right fragment, of each instruction set.
         caches: what sweeps depend on.
-        l2: bytes of L2.
         private: bytes of a thread's private cache.
         few: N up to which textbook blockings read A in place.
         exact_k: every K differs.
@@ -106,7 +105,7 @@ class _Kind:
         vectors = {isa.columns(atom) for isa, atom in pairs} | {atom.n for atom in atoms}
         l1, l2 = target.level("L1"), target.level("L2")
         self.caches = caches(target)
-        self.l2, self.private = l2.bytes if l2 else 0, x.bytes if (x := l2 or l1) else UNLIMITED
+        self.private = x.bytes if (x := l2 or l1) else UNLIMITED
         self.max_m = max(MODEL.thin_rows, *(MODEL.tallest * atom.m for _, atom in pairs if not atom.tiled), 0)
         self.max_n = max(WIDEST * max(vectors), *(nr for _, nr in DOT_TILES))
         # Without masks, B is read in place only if panels cover all of its columns.
@@ -125,13 +124,13 @@ class _Kind:
         batched: tuple[Any, ...] = ()
         if p.batch > 1:
             size = replace(p, m=rows).bytes
-            batched = (size // p.batch <= self.private, size > self.l2, size > MODEL.few_bytes * p.batch)
+            batched = (size // p.batch <= self.private, size > self.caches.l2, size > MODEL.few_bytes * p.batch)
         elements, has = p.elements, self.caches
         row = n * elements[1].bytes
         least = near_depth(row, 0, has)
         return (
             k * row > has.far,
-            k * row > MODEL.panels_near * self.l2,
+            k * row > MODEL.panels_near * has.l2,
             shallow_depth(elements, m, n, k, has),
             streams_near(elements, m, n, k, has),
             (least, k > least, k > MODEL.near_depth),
@@ -140,7 +139,7 @@ class _Kind:
             n if n <= self.max_n else -gcd(n, self.n_divisor),
             *(min(-(-m // strip), 3) for strip in self.strips),
             *(-(-k // pack) * n * each <= MODEL.most_packed for pack, each in self.packs),
-            k * n * BY_NAME[p.types[1]].bytes > self.l2,
+            k * n * BY_NAME[p.types[1]].bytes > has.l2,
             *(k > MODEL.split_steps * depth for depth in MODEL.stream_depths),
             *(n <= most for most in self.few),
             (bisect_left(REACHES, m), bisect_left(REACHES, n), bisect_left(REACHES, k)),

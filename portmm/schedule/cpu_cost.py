@@ -323,9 +323,8 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     # A core's window of instructions holds fewer lines of B the more rows multiply each. Hardware follows the rows of a
     # B that is in the last level, if nobody else fills it: prefetches only cost there (Zen 5, 4x1024x4096: 371 us, 267
     # without them).
-    whole = t.model.home * max([x.bytes for x in levels.levels], default=0)
     kept = 2 * v.depth * v.n * t.b + v.m * v.n * t.c <= t.model.home * capacity.get("L2", 0)
-    kept = kept & (b_bytes > whole)
+    kept = kept & (b_bytes > t.model.home * levels.largest)
     seen = np.where(t.sweeps & t.prefetches & kept, 1.0 / (1.0 + t.model.unseen * (v.m - 1.0)), 1.0)
     hidden: Any = 1.0
     if "along" in t.some:

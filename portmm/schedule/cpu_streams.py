@@ -53,7 +53,7 @@ class Caches(NamedTuple):
 def caches(target: Target) -> Caches:
     """The caches of a machine."""
     l1, l2 = target.level("L1"), target.level("L2")
-    last = MODEL.home * max([x.bytes for x in target.levels], default=0)
+    last = MODEL.home * target.largest
     far = float(MODEL.apart_share) * max([target.counted(x.name) for x in target.levels], default=0)
     if l1 is None:
         return Caches(0, 1, 1, 1, l2.bytes if l2 else 0, last, far)

@@ -117,6 +117,11 @@ class Target:
         level = self.level(name)
         return 0 if level is None else level.bytes if self.searches else level.share
 
+    @property
+    def largest(self) -> int:
+        """Bytes of the largest memory level, also where cores share it; 0 without levels."""
+        return max((x.bytes for x in self.levels), default=0)
+
     def isa(self, name: str) -> Isa | None:
         """The ISA called `name` if this machine has it."""
         return next((x for x in self.isas if x.name == name), None)

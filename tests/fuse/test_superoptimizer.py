@@ -170,6 +170,13 @@ def database(tmp_path, monkeypatch):
     return tmp_path / "tuned.sqlite"
 
 
+def measure_one_form(monkeypatch):
+    """One form is measured, and taken to be faster; no kernel is."""
+    monkeypatch.setattr(superoptimizer, "timed", last)
+    monkeypatch.setattr(superoptimizer, "MEASURED", 1)
+    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+
+
 def test_a_chain_is_found_kept_and_used_for_other_sizes(database, monkeypatch):
     monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
     function = CASES["chain"][0]
@@ -200,9 +207,7 @@ def test_a_chain_is_found_kept_and_used_for_other_sizes(database, monkeypatch):
 def test_bfloat16_is_searched_and_stored_apart(database, monkeypatch):
     """Literals do not widen it, and what is found for it is not what is found for float32."""
     del database
-    monkeypatch.setattr(superoptimizer, "timed", last)
-    monkeypatch.setattr(superoptimizer, "MEASURED", 1)
-    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+    measure_one_form(monkeypatch)
     ml_dtypes = pytest.importorskip("ml_dtypes")
     function = CASES["chain"][0]
     wide = arrays_of([(8, 512), (512, 4), (4, 512)])
@@ -230,9 +235,7 @@ def sorted_between(x, a, b):
 def test_a_function_is_split_at_what_has_no_term(database, monkeypatch):
     """Each part is searched; all parts together are measured, stored, and used by later calls of other sizes."""
     del database
-    monkeypatch.setattr(superoptimizer, "timed", last)
-    monkeypatch.setattr(superoptimizer, "MEASURED", 1)
-    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+    measure_one_form(monkeypatch)
     fused, arrays = pm.fuse(sorted_between, search=ENOUGH), arrays_of([(8, 512), (512, 4), (4, 512)])
     want = sorted_between(*[x.astype(np.float64) for x in arrays])
     for _ in range(2):
@@ -262,9 +265,7 @@ def test_an_interrupt_between_parts_leaves_the_function_as_it_is(database, monke
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(superoptimizer, "timed", last)
-    monkeypatch.setattr(superoptimizer, "MEASURED", 1)
-    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+    measure_one_form(monkeypatch)
     monkeypatch.setattr(Parts, step, interrupted)
     fused, arrays = pm.fuse(lambda x, a, b: np.sort(x @ (a @ b), -1), search=ENOUGH), arrays_of(CASES["chain"][1])
     np.testing.assert_allclose(fused(*arrays), fused.__wrapped__(*arrays), rtol=1e-3, atol=1e-3)
@@ -293,9 +294,7 @@ def test_parts_have_the_layout_that_others_were_compiled_for():
 def test_parts_are_of_one_type(database, monkeypatch):
     """A norm of bfloat16, whose mean is of float32, and its product are searched apart."""
     del database
-    monkeypatch.setattr(superoptimizer, "timed", last)
-    monkeypatch.setattr(superoptimizer, "MEASURED", 1)
-    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+    measure_one_form(monkeypatch)
     ml_dtypes = pytest.importorskip("ml_dtypes")
     fused = pm.fuse(normed, search=ENOUGH)
     arrays = [(x * np.float32(0.25)).astype(ml_dtypes.bfloat16) for x in arrays_of([(3, 32), (32, 24)])]
@@ -333,9 +332,7 @@ def test_what_no_form_is_faster_than_is_run_as_it_is(database, monkeypatch, name
 def test_captured_arrays_and_numbers_vary_from_call_to_call(database, monkeypatch):
     """Of the form that is predicted to be the fastest, whatever it takes on a busy machine."""
     del database
-    monkeypatch.setattr(superoptimizer, "timed", last)
-    monkeypatch.setattr(superoptimizer, "MEASURED", 1)
-    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+    measure_one_form(monkeypatch)
     weights = {"a": arrays_of([(512, 4)])[0], "scale": 0.5}
 
     def function(x, b):
