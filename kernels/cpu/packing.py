@@ -198,15 +198,7 @@ def _packed(isa: Isa, atom: Atom, lines: _Lines, contiguous: str, most: int) -> 
     """Statements that pack up to `most` lines that are contiguous along "k", or across them, or neither."""
     groups = range(0, most, atom.n)
     if contiguous == "k" and isa.shuffles and atom.n > 1:
-        blocks = tuple((g, _transpose_blocks(atom, lines, g)) for g in groups)
-        begin, whole = lines.begin, lines.whole
-        rest = whole - whole % atom.n
-        if lines.panel:
-            rest = maximum(begin, begin + (whole - begin) // atom.n * atom.n) if lines.kr > 1 else rest
-            return (*(x for _, block in blocks for x in block), *_gather(lines, rest))
-        # Stores are whole vectors, so each overwrites elements that follow: later
-        # groups of rows go first, and a smaller k goes before a larger one.
-        return (*(If(const(g).lt(lines.width), block) for g, block in reversed(blocks)), *_gather(lines, rest))
+        return _transposed(atom, lines, groups)
     if contiguous == "lines" and lines.kr > 1:
         return _interleave(atom, lines, groups)
     if contiguous == "lines" and lines.panel:
@@ -314,18 +306,45 @@ def _columns(atom: Atom, mr: int) -> tuple[Stmt, ...]:
     return (*masks, For("p", const(0), var("k"), const(1), copy, 2))
 
 
-def _transpose_blocks(atom: Atom, lines: _Lines, group: int) -> tuple[Stmt, ...]:
-    """Loop that transposes whole L x L blocks of the L lines from `group` on, which are contiguous along k."""
-    lanes, p = atom.n, var("p")
-    names = [f"{lines.name}{group + j}" for j in range(lanes)]
+def _transposed(atom: Atom, lines: _Lines, groups: range) -> tuple[Stmt, ...]:
+    """Statements that transpose lines that are contiguous along k, L lines by L units at a time.
+
+    The last block ends with the last whole unit, and repeats some of the block before it. Of less than one block,
+    vectors are loaded under a mask.
+    """
+    lanes, begin, k = atom.n, lines.begin, var("k")
+    masked = atom.mask and lines.kr == 1
+    p = minimum(var("q"), lines.whole - lanes)
+    many: list[Stmt] = []
+    few: list[Stmt] = [keep(atom, "few", k - begin)] if masked else list(_gather(lines, begin))
+    # Stores are whole vectors, so each overwrites elements that follow, unless panels are as wide: later
+    # groups of lines go first, and a smaller k goes before a larger one.
+    for g in groups if lines.panel else reversed(groups):
+        starts, load, move, stores = _transpose_block(atom, lines, g, p)
+        block: tuple[Stmt, ...] = (*starts, For("q", begin, lines.whole, const(lanes), (*load, *move, *stores)))
+        many += block if lines.panel else (If(const(g).lt(lines.width), block),)
+        if masked:
+            starts, load, move, stores = _transpose_block(atom, lines, g, begin, "few")
+            some = (If((begin + i).lt(k), (store,)) for i, store in enumerate(stores[:-1]))
+            block = (*starts, *load, *move, *some)
+            few += block if lines.panel else (If(const(g).lt(lines.width), block),)
+    if lines.kr > 1:
+        many += _gather(lines, lines.whole)
+    return (If((begin + (lanes - 1)).lt(lines.whole), tuple(many), tuple(few)),)
+
+
+def _transpose_block(
+    atom: Atom, lines: _Lines, group: int, p: Index, mask: str = ""
+) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...], tuple[Stmt, ...], list[Stmt]]:
+    """Pointers, loads, shuffles and stores of an L x L block: units from p on of the L lines from `group` on."""
+    names = [f"{lines.name}{group + j}" for j in range(atom.n)]
     storage = unit(lines.storage, lines.kr)
     starts = tuple(LetPtr(x, lines.at(group + j, 0), storage, readonly=True) for j, x in enumerate(names))
-    load = tuple(Verb("load_b", f"t0_{j}", p=Ptr(x, p), to=lines.register) for j, x in enumerate(names))
-    shuffles, last = transpose(lanes)
-    place = [Ptr("to", (p + i) * lines.width + group) for i in range(lanes)]
-    store = tuple(Verb("store", r, p=to, to=lines.register) for r, to in zip(last, place, strict=True))
-    end = lines.whole - (lanes - 1)
-    return (*starts, For("p", lines.begin, end, const(lanes), (*load, *shuffles, *store)))
+    verb = "load_mask" if mask else "load_b"
+    load = tuple(Verb(verb, f"t0_{j}", p=Ptr(x, p), mask=mask, to=lines.register) for j, x in enumerate(names))
+    shuffles, last = transpose(atom.n)
+    place = [Ptr("to", (p + i) * lines.width + group) for i in range(atom.n)]
+    return starts, load, shuffles, [Verb("store", r, p=to, to=lines.register) for r, to in zip(last, place, strict=True)]
 
 
 def transpose(lanes: int, rows: int = 0) -> tuple[tuple[Stmt, ...], list[str]]:

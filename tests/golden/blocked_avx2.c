@@ -55,24 +55,79 @@ typedef int lanes_t __attribute__((vector_size(32)));
 /* to[k][rows] = A[rows][k], row layout */
 static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, long a_m, long a_k, float *to) {
   v8f t0_0, t0_1, t0_2, t0_3, t0_4, t0_5, t0_6, t0_7, t1_0, t1_1, t1_2, t1_3, t1_4, t1_5, t1_6, t1_7, t2_0, t2_1, t2_2, t2_3, t2_4, t2_5, t2_6, t2_7, t3_0, t3_1, t3_2, t3_3, t3_4, t3_5, t3_6, t3_7;
-  if (0 < rows) {
-    const float *a0 = a + min_(0, rows - 1) * a_m;
-    const float *a1 = a + min_(1, rows - 1) * a_m;
-    const float *a2 = a + min_(2, rows - 1) * a_m;
-    const float *a3 = a + min_(3, rows - 1) * a_m;
-    const float *a4 = a + min_(4, rows - 1) * a_m;
-    const float *a5 = a + min_(5, rows - 1) * a_m;
-    const float *a6 = a + min_(6, rows - 1) * a_m;
-    const float *a7 = a + min_(7, rows - 1) * a_m;
-    for (long p = 0; p < k - 7; p += 8) {
-      t0_0 = *(const v8f_u *)(a0 + p);
-      t0_1 = *(const v8f_u *)(a1 + p);
-      t0_2 = *(const v8f_u *)(a2 + p);
-      t0_3 = *(const v8f_u *)(a3 + p);
-      t0_4 = *(const v8f_u *)(a4 + p);
-      t0_5 = *(const v8f_u *)(a5 + p);
-      t0_6 = *(const v8f_u *)(a6 + p);
-      t0_7 = *(const v8f_u *)(a7 + p);
+  v8i few;
+  if (7 < k) {
+    if (0 < rows) {
+      const float *a0 = a + min_(0, rows - 1) * a_m;
+      const float *a1 = a + min_(1, rows - 1) * a_m;
+      const float *a2 = a + min_(2, rows - 1) * a_m;
+      const float *a3 = a + min_(3, rows - 1) * a_m;
+      const float *a4 = a + min_(4, rows - 1) * a_m;
+      const float *a5 = a + min_(5, rows - 1) * a_m;
+      const float *a6 = a + min_(6, rows - 1) * a_m;
+      const float *a7 = a + min_(7, rows - 1) * a_m;
+      for (long q = 0; q < k; q += 8) {
+        t0_0 = *(const v8f_u *)(a0 + min_(q, k - 8));
+        t0_1 = *(const v8f_u *)(a1 + min_(q, k - 8));
+        t0_2 = *(const v8f_u *)(a2 + min_(q, k - 8));
+        t0_3 = *(const v8f_u *)(a3 + min_(q, k - 8));
+        t0_4 = *(const v8f_u *)(a4 + min_(q, k - 8));
+        t0_5 = *(const v8f_u *)(a5 + min_(q, k - 8));
+        t0_6 = *(const v8f_u *)(a6 + min_(q, k - 8));
+        t0_7 = *(const v8f_u *)(a7 + min_(q, k - 8));
+        t1_0 = SHUFFLE(t0_0, t0_4, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t1_1 = SHUFFLE(t0_0, t0_4, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t1_2 = SHUFFLE(t0_1, t0_5, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t1_3 = SHUFFLE(t0_1, t0_5, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t1_4 = SHUFFLE(t0_2, t0_6, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t1_5 = SHUFFLE(t0_2, t0_6, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t1_6 = SHUFFLE(t0_3, t0_7, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t1_7 = SHUFFLE(t0_3, t0_7, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t2_0 = SHUFFLE(t1_0, t1_4, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t2_1 = SHUFFLE(t1_0, t1_4, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t2_2 = SHUFFLE(t1_1, t1_5, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t2_3 = SHUFFLE(t1_1, t1_5, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t2_4 = SHUFFLE(t1_2, t1_6, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t2_5 = SHUFFLE(t1_2, t1_6, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t2_6 = SHUFFLE(t1_3, t1_7, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t2_7 = SHUFFLE(t1_3, t1_7, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t3_0 = SHUFFLE(t2_0, t2_4, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t3_1 = SHUFFLE(t2_0, t2_4, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t3_2 = SHUFFLE(t2_1, t2_5, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t3_3 = SHUFFLE(t2_1, t2_5, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t3_4 = SHUFFLE(t2_2, t2_6, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t3_5 = SHUFFLE(t2_2, t2_6, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        t3_6 = SHUFFLE(t2_3, t2_7, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
+        t3_7 = SHUFFLE(t2_3, t2_7, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
+        *(v8f_u *)(to + min_(q, k - 8) * rows) = t3_0;
+        *(v8f_u *)(to + (min_(q, k - 8) + 1) * rows) = t3_1;
+        *(v8f_u *)(to + (min_(q, k - 8) + 2) * rows) = t3_2;
+        *(v8f_u *)(to + (min_(q, k - 8) + 3) * rows) = t3_3;
+        *(v8f_u *)(to + (min_(q, k - 8) + 4) * rows) = t3_4;
+        *(v8f_u *)(to + (min_(q, k - 8) + 5) * rows) = t3_5;
+        *(v8f_u *)(to + (min_(q, k - 8) + 6) * rows) = t3_6;
+        *(v8f_u *)(to + (min_(q, k - 8) + 7) * rows) = t3_7;
+      }
+    }
+  } else {
+    few = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(k, 8)));
+    if (0 < rows) {
+      const float *a0 = a + min_(0, rows - 1) * a_m;
+      const float *a1 = a + min_(1, rows - 1) * a_m;
+      const float *a2 = a + min_(2, rows - 1) * a_m;
+      const float *a3 = a + min_(3, rows - 1) * a_m;
+      const float *a4 = a + min_(4, rows - 1) * a_m;
+      const float *a5 = a + min_(5, rows - 1) * a_m;
+      const float *a6 = a + min_(6, rows - 1) * a_m;
+      const float *a7 = a + min_(7, rows - 1) * a_m;
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(t0_0) : "m"(*(const v8f_u *)(a0)), "x"(few));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(t0_1) : "m"(*(const v8f_u *)(a1)), "x"(few));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(t0_2) : "m"(*(const v8f_u *)(a2)), "x"(few));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(t0_3) : "m"(*(const v8f_u *)(a3)), "x"(few));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(t0_4) : "m"(*(const v8f_u *)(a4)), "x"(few));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(t0_5) : "m"(*(const v8f_u *)(a5)), "x"(few));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(t0_6) : "m"(*(const v8f_u *)(a6)), "x"(few));
+      __asm__("vmaskmovps %1, %2, %0" : "=x"(t0_7) : "m"(*(const v8f_u *)(a7)), "x"(few));
       t1_0 = SHUFFLE(t0_0, t0_4, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
       t1_1 = SHUFFLE(t0_0, t0_4, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
       t1_2 = SHUFFLE(t0_1, t0_5, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
@@ -97,19 +152,27 @@ static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, 
       t3_5 = SHUFFLE(t2_2, t2_6, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
       t3_6 = SHUFFLE(t2_3, t2_7, lanes_t, 0, 8, 1, 9, 2, 10, 3, 11);
       t3_7 = SHUFFLE(t2_3, t2_7, lanes_t, 4, 12, 5, 13, 6, 14, 7, 15);
-      *(v8f_u *)(to + p * rows) = t3_0;
-      *(v8f_u *)(to + (p + 1) * rows) = t3_1;
-      *(v8f_u *)(to + (p + 2) * rows) = t3_2;
-      *(v8f_u *)(to + (p + 3) * rows) = t3_3;
-      *(v8f_u *)(to + (p + 4) * rows) = t3_4;
-      *(v8f_u *)(to + (p + 5) * rows) = t3_5;
-      *(v8f_u *)(to + (p + 6) * rows) = t3_6;
-      *(v8f_u *)(to + (p + 7) * rows) = t3_7;
-    }
-  }
-  for (long p = k - k % 8; p < k; ++p) {
-    for (long j = 0; j < rows; ++j) {
-      *(to + p * rows + j) = *(a + min_(j, rows - 1) * a_m + p * a_k);
+      if (0 < k) {
+        *(v8f_u *)(to) = t3_0;
+      }
+      if (1 < k) {
+        *(v8f_u *)(to + rows) = t3_1;
+      }
+      if (2 < k) {
+        *(v8f_u *)(to + 2 * rows) = t3_2;
+      }
+      if (3 < k) {
+        *(v8f_u *)(to + 3 * rows) = t3_3;
+      }
+      if (4 < k) {
+        *(v8f_u *)(to + 4 * rows) = t3_4;
+      }
+      if (5 < k) {
+        *(v8f_u *)(to + 5 * rows) = t3_5;
+      }
+      if (6 < k) {
+        *(v8f_u *)(to + 6 * rows) = t3_6;
+      }
     }
   }
 }

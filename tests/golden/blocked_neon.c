@@ -48,33 +48,36 @@ typedef int lanes_t __attribute__((vector_size(16)));
 /* to[k][rows] = A[rows][k], row layout */
 static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, long a_m, long a_k, float *to) {
   v4f t0_0, t0_1, t0_2, t0_3, t1_0, t1_1, t1_2, t1_3, t2_0, t2_1, t2_2, t2_3;
-  if (0 < rows) {
-    const float *a0 = a + min_(0, rows - 1) * a_m;
-    const float *a1 = a + min_(1, rows - 1) * a_m;
-    const float *a2 = a + min_(2, rows - 1) * a_m;
-    const float *a3 = a + min_(3, rows - 1) * a_m;
-    for (long p = 0; p < k - 3; p += 4) {
-      t0_0 = *(const v4f_u *)(a0 + p);
-      t0_1 = *(const v4f_u *)(a1 + p);
-      t0_2 = *(const v4f_u *)(a2 + p);
-      t0_3 = *(const v4f_u *)(a3 + p);
-      t1_0 = SHUFFLE(t0_0, t0_2, lanes_t, 0, 4, 1, 5);
-      t1_1 = SHUFFLE(t0_0, t0_2, lanes_t, 2, 6, 3, 7);
-      t1_2 = SHUFFLE(t0_1, t0_3, lanes_t, 0, 4, 1, 5);
-      t1_3 = SHUFFLE(t0_1, t0_3, lanes_t, 2, 6, 3, 7);
-      t2_0 = SHUFFLE(t1_0, t1_2, lanes_t, 0, 4, 1, 5);
-      t2_1 = SHUFFLE(t1_0, t1_2, lanes_t, 2, 6, 3, 7);
-      t2_2 = SHUFFLE(t1_1, t1_3, lanes_t, 0, 4, 1, 5);
-      t2_3 = SHUFFLE(t1_1, t1_3, lanes_t, 2, 6, 3, 7);
-      *(v4f_u *)(to + p * rows) = t2_0;
-      *(v4f_u *)(to + (p + 1) * rows) = t2_1;
-      *(v4f_u *)(to + (p + 2) * rows) = t2_2;
-      *(v4f_u *)(to + (p + 3) * rows) = t2_3;
+  if (3 < k) {
+    if (0 < rows) {
+      const float *a0 = a + min_(0, rows - 1) * a_m;
+      const float *a1 = a + min_(1, rows - 1) * a_m;
+      const float *a2 = a + min_(2, rows - 1) * a_m;
+      const float *a3 = a + min_(3, rows - 1) * a_m;
+      for (long q = 0; q < k; q += 4) {
+        t0_0 = *(const v4f_u *)(a0 + min_(q, k - 4));
+        t0_1 = *(const v4f_u *)(a1 + min_(q, k - 4));
+        t0_2 = *(const v4f_u *)(a2 + min_(q, k - 4));
+        t0_3 = *(const v4f_u *)(a3 + min_(q, k - 4));
+        t1_0 = SHUFFLE(t0_0, t0_2, lanes_t, 0, 4, 1, 5);
+        t1_1 = SHUFFLE(t0_0, t0_2, lanes_t, 2, 6, 3, 7);
+        t1_2 = SHUFFLE(t0_1, t0_3, lanes_t, 0, 4, 1, 5);
+        t1_3 = SHUFFLE(t0_1, t0_3, lanes_t, 2, 6, 3, 7);
+        t2_0 = SHUFFLE(t1_0, t1_2, lanes_t, 0, 4, 1, 5);
+        t2_1 = SHUFFLE(t1_0, t1_2, lanes_t, 2, 6, 3, 7);
+        t2_2 = SHUFFLE(t1_1, t1_3, lanes_t, 0, 4, 1, 5);
+        t2_3 = SHUFFLE(t1_1, t1_3, lanes_t, 2, 6, 3, 7);
+        *(v4f_u *)(to + min_(q, k - 4) * rows) = t2_0;
+        *(v4f_u *)(to + (min_(q, k - 4) + 1) * rows) = t2_1;
+        *(v4f_u *)(to + (min_(q, k - 4) + 2) * rows) = t2_2;
+        *(v4f_u *)(to + (min_(q, k - 4) + 3) * rows) = t2_3;
+      }
     }
-  }
-  for (long p = k - k % 4; p < k; ++p) {
-    for (long j = 0; j < rows; ++j) {
-      *(to + p * rows + j) = *(a + min_(j, rows - 1) * a_m + p * a_k);
+  } else {
+    for (long p = 0; p < k; ++p) {
+      for (long j = 0; j < rows; ++j) {
+        *(to + p * rows + j) = *(a + min_(j, rows - 1) * a_m + p * a_k);
+      }
     }
   }
 }

@@ -64,40 +64,159 @@ typedef unsigned v16f_n __attribute__((vector_size(sizeof(v16f))));
 /* to[k][rows] = A[rows][k], row layout */
 static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, long a_m, long a_k, float *to) {
   v16f t0_0, t0_1, t0_2, t0_3, t0_4, t0_5, t0_6, t0_7, t0_8, t0_9, t0_10, t0_11, t0_12, t0_13, t0_14, t0_15, t1_0, t1_1, t1_2, t1_3, t1_4, t1_5, t1_6, t1_7, t1_8, t1_9, t1_10, t1_11, t1_12, t1_13, t1_14, t1_15, t2_0, t2_1, t2_2, t2_3, t2_4, t2_5, t2_6, t2_7, t2_8, t2_9, t2_10, t2_11, t2_12, t2_13, t2_14, t2_15, t3_0, t3_1, t3_2, t3_3, t3_4, t3_5, t3_6, t3_7, t3_8, t3_9, t3_10, t3_11, t3_12, t3_13, t3_14, t3_15, t4_0, t4_1, t4_2, t4_3, t4_4, t4_5, t4_6, t4_7, t4_8, t4_9, t4_10, t4_11, t4_12, t4_13, t4_14, t4_15;
-  if (0 < rows) {
-    const float *a0 = a + min_(0, rows - 1) * a_m;
-    const float *a1 = a + min_(1, rows - 1) * a_m;
-    const float *a2 = a + min_(2, rows - 1) * a_m;
-    const float *a3 = a + min_(3, rows - 1) * a_m;
-    const float *a4 = a + min_(4, rows - 1) * a_m;
-    const float *a5 = a + min_(5, rows - 1) * a_m;
-    const float *a6 = a + min_(6, rows - 1) * a_m;
-    const float *a7 = a + min_(7, rows - 1) * a_m;
-    const float *a8 = a + min_(8, rows - 1) * a_m;
-    const float *a9 = a + min_(9, rows - 1) * a_m;
-    const float *a10 = a + min_(10, rows - 1) * a_m;
-    const float *a11 = a + min_(11, rows - 1) * a_m;
-    const float *a12 = a + min_(12, rows - 1) * a_m;
-    const float *a13 = a + min_(13, rows - 1) * a_m;
-    const float *a14 = a + min_(14, rows - 1) * a_m;
-    const float *a15 = a + min_(15, rows - 1) * a_m;
-    for (long p = 0; p < k - 15; p += 16) {
-      t0_0 = *(const v16f_u *)(a0 + p);
-      t0_1 = *(const v16f_u *)(a1 + p);
-      t0_2 = *(const v16f_u *)(a2 + p);
-      t0_3 = *(const v16f_u *)(a3 + p);
-      t0_4 = *(const v16f_u *)(a4 + p);
-      t0_5 = *(const v16f_u *)(a5 + p);
-      t0_6 = *(const v16f_u *)(a6 + p);
-      t0_7 = *(const v16f_u *)(a7 + p);
-      t0_8 = *(const v16f_u *)(a8 + p);
-      t0_9 = *(const v16f_u *)(a9 + p);
-      t0_10 = *(const v16f_u *)(a10 + p);
-      t0_11 = *(const v16f_u *)(a11 + p);
-      t0_12 = *(const v16f_u *)(a12 + p);
-      t0_13 = *(const v16f_u *)(a13 + p);
-      t0_14 = *(const v16f_u *)(a14 + p);
-      t0_15 = *(const v16f_u *)(a15 + p);
+  unsigned short few;
+  if (15 < k) {
+    if (0 < rows) {
+      const float *a0 = a + min_(0, rows - 1) * a_m;
+      const float *a1 = a + min_(1, rows - 1) * a_m;
+      const float *a2 = a + min_(2, rows - 1) * a_m;
+      const float *a3 = a + min_(3, rows - 1) * a_m;
+      const float *a4 = a + min_(4, rows - 1) * a_m;
+      const float *a5 = a + min_(5, rows - 1) * a_m;
+      const float *a6 = a + min_(6, rows - 1) * a_m;
+      const float *a7 = a + min_(7, rows - 1) * a_m;
+      const float *a8 = a + min_(8, rows - 1) * a_m;
+      const float *a9 = a + min_(9, rows - 1) * a_m;
+      const float *a10 = a + min_(10, rows - 1) * a_m;
+      const float *a11 = a + min_(11, rows - 1) * a_m;
+      const float *a12 = a + min_(12, rows - 1) * a_m;
+      const float *a13 = a + min_(13, rows - 1) * a_m;
+      const float *a14 = a + min_(14, rows - 1) * a_m;
+      const float *a15 = a + min_(15, rows - 1) * a_m;
+      for (long q = 0; q < k; q += 16) {
+        t0_0 = *(const v16f_u *)(a0 + min_(q, k - 16));
+        t0_1 = *(const v16f_u *)(a1 + min_(q, k - 16));
+        t0_2 = *(const v16f_u *)(a2 + min_(q, k - 16));
+        t0_3 = *(const v16f_u *)(a3 + min_(q, k - 16));
+        t0_4 = *(const v16f_u *)(a4 + min_(q, k - 16));
+        t0_5 = *(const v16f_u *)(a5 + min_(q, k - 16));
+        t0_6 = *(const v16f_u *)(a6 + min_(q, k - 16));
+        t0_7 = *(const v16f_u *)(a7 + min_(q, k - 16));
+        t0_8 = *(const v16f_u *)(a8 + min_(q, k - 16));
+        t0_9 = *(const v16f_u *)(a9 + min_(q, k - 16));
+        t0_10 = *(const v16f_u *)(a10 + min_(q, k - 16));
+        t0_11 = *(const v16f_u *)(a11 + min_(q, k - 16));
+        t0_12 = *(const v16f_u *)(a12 + min_(q, k - 16));
+        t0_13 = *(const v16f_u *)(a13 + min_(q, k - 16));
+        t0_14 = *(const v16f_u *)(a14 + min_(q, k - 16));
+        t0_15 = *(const v16f_u *)(a15 + min_(q, k - 16));
+        t1_0 = SHUFFLE(t0_0, t0_8, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t1_1 = SHUFFLE(t0_0, t0_8, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t1_2 = SHUFFLE(t0_1, t0_9, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t1_3 = SHUFFLE(t0_1, t0_9, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t1_4 = SHUFFLE(t0_2, t0_10, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t1_5 = SHUFFLE(t0_2, t0_10, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t1_6 = SHUFFLE(t0_3, t0_11, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t1_7 = SHUFFLE(t0_3, t0_11, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t1_8 = SHUFFLE(t0_4, t0_12, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t1_9 = SHUFFLE(t0_4, t0_12, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t1_10 = SHUFFLE(t0_5, t0_13, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t1_11 = SHUFFLE(t0_5, t0_13, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t1_12 = SHUFFLE(t0_6, t0_14, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t1_13 = SHUFFLE(t0_6, t0_14, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t1_14 = SHUFFLE(t0_7, t0_15, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t1_15 = SHUFFLE(t0_7, t0_15, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t2_0 = SHUFFLE(t1_0, t1_8, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t2_1 = SHUFFLE(t1_0, t1_8, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t2_2 = SHUFFLE(t1_1, t1_9, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t2_3 = SHUFFLE(t1_1, t1_9, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t2_4 = SHUFFLE(t1_2, t1_10, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t2_5 = SHUFFLE(t1_2, t1_10, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t2_6 = SHUFFLE(t1_3, t1_11, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t2_7 = SHUFFLE(t1_3, t1_11, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t2_8 = SHUFFLE(t1_4, t1_12, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t2_9 = SHUFFLE(t1_4, t1_12, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t2_10 = SHUFFLE(t1_5, t1_13, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t2_11 = SHUFFLE(t1_5, t1_13, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t2_12 = SHUFFLE(t1_6, t1_14, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t2_13 = SHUFFLE(t1_6, t1_14, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t2_14 = SHUFFLE(t1_7, t1_15, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t2_15 = SHUFFLE(t1_7, t1_15, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t3_0 = SHUFFLE(t2_0, t2_8, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t3_1 = SHUFFLE(t2_0, t2_8, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t3_2 = SHUFFLE(t2_1, t2_9, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t3_3 = SHUFFLE(t2_1, t2_9, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t3_4 = SHUFFLE(t2_2, t2_10, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t3_5 = SHUFFLE(t2_2, t2_10, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t3_6 = SHUFFLE(t2_3, t2_11, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t3_7 = SHUFFLE(t2_3, t2_11, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t3_8 = SHUFFLE(t2_4, t2_12, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t3_9 = SHUFFLE(t2_4, t2_12, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t3_10 = SHUFFLE(t2_5, t2_13, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t3_11 = SHUFFLE(t2_5, t2_13, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t3_12 = SHUFFLE(t2_6, t2_14, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t3_13 = SHUFFLE(t2_6, t2_14, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t3_14 = SHUFFLE(t2_7, t2_15, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t3_15 = SHUFFLE(t2_7, t2_15, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t4_0 = SHUFFLE(t3_0, t3_8, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t4_1 = SHUFFLE(t3_0, t3_8, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t4_2 = SHUFFLE(t3_1, t3_9, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t4_3 = SHUFFLE(t3_1, t3_9, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t4_4 = SHUFFLE(t3_2, t3_10, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t4_5 = SHUFFLE(t3_2, t3_10, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t4_6 = SHUFFLE(t3_3, t3_11, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t4_7 = SHUFFLE(t3_3, t3_11, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t4_8 = SHUFFLE(t3_4, t3_12, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t4_9 = SHUFFLE(t3_4, t3_12, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t4_10 = SHUFFLE(t3_5, t3_13, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t4_11 = SHUFFLE(t3_5, t3_13, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t4_12 = SHUFFLE(t3_6, t3_14, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t4_13 = SHUFFLE(t3_6, t3_14, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        t4_14 = SHUFFLE(t3_7, t3_15, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+        t4_15 = SHUFFLE(t3_7, t3_15, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+        *(v16f_u *)(to + min_(q, k - 16) * rows) = t4_0;
+        *(v16f_u *)(to + (min_(q, k - 16) + 1) * rows) = t4_1;
+        *(v16f_u *)(to + (min_(q, k - 16) + 2) * rows) = t4_2;
+        *(v16f_u *)(to + (min_(q, k - 16) + 3) * rows) = t4_3;
+        *(v16f_u *)(to + (min_(q, k - 16) + 4) * rows) = t4_4;
+        *(v16f_u *)(to + (min_(q, k - 16) + 5) * rows) = t4_5;
+        *(v16f_u *)(to + (min_(q, k - 16) + 6) * rows) = t4_6;
+        *(v16f_u *)(to + (min_(q, k - 16) + 7) * rows) = t4_7;
+        *(v16f_u *)(to + (min_(q, k - 16) + 8) * rows) = t4_8;
+        *(v16f_u *)(to + (min_(q, k - 16) + 9) * rows) = t4_9;
+        *(v16f_u *)(to + (min_(q, k - 16) + 10) * rows) = t4_10;
+        *(v16f_u *)(to + (min_(q, k - 16) + 11) * rows) = t4_11;
+        *(v16f_u *)(to + (min_(q, k - 16) + 12) * rows) = t4_12;
+        *(v16f_u *)(to + (min_(q, k - 16) + 13) * rows) = t4_13;
+        *(v16f_u *)(to + (min_(q, k - 16) + 14) * rows) = t4_14;
+        *(v16f_u *)(to + (min_(q, k - 16) + 15) * rows) = t4_15;
+      }
+    }
+  } else {
+    few = (unsigned short)((1u << (max_(0, min_(k, 16)))) - 1);
+    if (0 < rows) {
+      const float *a0 = a + min_(0, rows - 1) * a_m;
+      const float *a1 = a + min_(1, rows - 1) * a_m;
+      const float *a2 = a + min_(2, rows - 1) * a_m;
+      const float *a3 = a + min_(3, rows - 1) * a_m;
+      const float *a4 = a + min_(4, rows - 1) * a_m;
+      const float *a5 = a + min_(5, rows - 1) * a_m;
+      const float *a6 = a + min_(6, rows - 1) * a_m;
+      const float *a7 = a + min_(7, rows - 1) * a_m;
+      const float *a8 = a + min_(8, rows - 1) * a_m;
+      const float *a9 = a + min_(9, rows - 1) * a_m;
+      const float *a10 = a + min_(10, rows - 1) * a_m;
+      const float *a11 = a + min_(11, rows - 1) * a_m;
+      const float *a12 = a + min_(12, rows - 1) * a_m;
+      const float *a13 = a + min_(13, rows - 1) * a_m;
+      const float *a14 = a + min_(14, rows - 1) * a_m;
+      const float *a15 = a + min_(15, rows - 1) * a_m;
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_0) : "m"(*(const v16f_u *)(a0)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_1) : "m"(*(const v16f_u *)(a1)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_2) : "m"(*(const v16f_u *)(a2)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_3) : "m"(*(const v16f_u *)(a3)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_4) : "m"(*(const v16f_u *)(a4)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_5) : "m"(*(const v16f_u *)(a5)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_6) : "m"(*(const v16f_u *)(a6)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_7) : "m"(*(const v16f_u *)(a7)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_8) : "m"(*(const v16f_u *)(a8)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_9) : "m"(*(const v16f_u *)(a9)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_10) : "m"(*(const v16f_u *)(a10)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_11) : "m"(*(const v16f_u *)(a11)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_12) : "m"(*(const v16f_u *)(a12)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_13) : "m"(*(const v16f_u *)(a13)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_14) : "m"(*(const v16f_u *)(a14)), "Yk"(few));
+      __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(t0_15) : "m"(*(const v16f_u *)(a15)), "Yk"(few));
       t1_0 = SHUFFLE(t0_0, t0_8, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
       t1_1 = SHUFFLE(t0_0, t0_8, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
       t1_2 = SHUFFLE(t0_1, t0_9, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
@@ -162,27 +281,51 @@ static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, 
       t4_13 = SHUFFLE(t3_6, t3_14, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
       t4_14 = SHUFFLE(t3_7, t3_15, lanes_t, 0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
       t4_15 = SHUFFLE(t3_7, t3_15, lanes_t, 8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
-      *(v16f_u *)(to + p * rows) = t4_0;
-      *(v16f_u *)(to + (p + 1) * rows) = t4_1;
-      *(v16f_u *)(to + (p + 2) * rows) = t4_2;
-      *(v16f_u *)(to + (p + 3) * rows) = t4_3;
-      *(v16f_u *)(to + (p + 4) * rows) = t4_4;
-      *(v16f_u *)(to + (p + 5) * rows) = t4_5;
-      *(v16f_u *)(to + (p + 6) * rows) = t4_6;
-      *(v16f_u *)(to + (p + 7) * rows) = t4_7;
-      *(v16f_u *)(to + (p + 8) * rows) = t4_8;
-      *(v16f_u *)(to + (p + 9) * rows) = t4_9;
-      *(v16f_u *)(to + (p + 10) * rows) = t4_10;
-      *(v16f_u *)(to + (p + 11) * rows) = t4_11;
-      *(v16f_u *)(to + (p + 12) * rows) = t4_12;
-      *(v16f_u *)(to + (p + 13) * rows) = t4_13;
-      *(v16f_u *)(to + (p + 14) * rows) = t4_14;
-      *(v16f_u *)(to + (p + 15) * rows) = t4_15;
-    }
-  }
-  for (long p = k - k % 16; p < k; ++p) {
-    for (long j = 0; j < rows; ++j) {
-      *(to + p * rows + j) = *(a + min_(j, rows - 1) * a_m + p * a_k);
+      if (0 < k) {
+        *(v16f_u *)(to) = t4_0;
+      }
+      if (1 < k) {
+        *(v16f_u *)(to + rows) = t4_1;
+      }
+      if (2 < k) {
+        *(v16f_u *)(to + 2 * rows) = t4_2;
+      }
+      if (3 < k) {
+        *(v16f_u *)(to + 3 * rows) = t4_3;
+      }
+      if (4 < k) {
+        *(v16f_u *)(to + 4 * rows) = t4_4;
+      }
+      if (5 < k) {
+        *(v16f_u *)(to + 5 * rows) = t4_5;
+      }
+      if (6 < k) {
+        *(v16f_u *)(to + 6 * rows) = t4_6;
+      }
+      if (7 < k) {
+        *(v16f_u *)(to + 7 * rows) = t4_7;
+      }
+      if (8 < k) {
+        *(v16f_u *)(to + 8 * rows) = t4_8;
+      }
+      if (9 < k) {
+        *(v16f_u *)(to + 9 * rows) = t4_9;
+      }
+      if (10 < k) {
+        *(v16f_u *)(to + 10 * rows) = t4_10;
+      }
+      if (11 < k) {
+        *(v16f_u *)(to + 11 * rows) = t4_11;
+      }
+      if (12 < k) {
+        *(v16f_u *)(to + 12 * rows) = t4_12;
+      }
+      if (13 < k) {
+        *(v16f_u *)(to + 13 * rows) = t4_13;
+      }
+      if (14 < k) {
+        *(v16f_u *)(to + 14 * rows) = t4_14;
+      }
     }
   }
 }

@@ -55,53 +55,56 @@ static void touch_page(const long *ctx, long task, long worker) {
 /* to[k][8] = B[k][columns], col layout, padded */
 static __attribute__((noinline)) void pack_b(long k, long columns, const float *b, long b_k, long b_n, float *to) {
   v4f t0_0, t0_1, t0_2, t0_3, t1_0, t1_1, t1_2, t1_3, t2_0, t2_1, t2_2, t2_3;
-  const float *b0 = b + min_(0, columns - 1) * b_n;
-  const float *b1 = b + min_(1, columns - 1) * b_n;
-  const float *b2 = b + min_(2, columns - 1) * b_n;
-  const float *b3 = b + min_(3, columns - 1) * b_n;
-  for (long p = 0; p < k - 3; p += 4) {
-    t0_0 = *(const v4f_u *)(b0 + p);
-    t0_1 = *(const v4f_u *)(b1 + p);
-    t0_2 = *(const v4f_u *)(b2 + p);
-    t0_3 = *(const v4f_u *)(b3 + p);
-    t1_0 = SHUFFLE(t0_0, t0_2, lanes_t, 0, 4, 1, 5);
-    t1_1 = SHUFFLE(t0_0, t0_2, lanes_t, 2, 6, 3, 7);
-    t1_2 = SHUFFLE(t0_1, t0_3, lanes_t, 0, 4, 1, 5);
-    t1_3 = SHUFFLE(t0_1, t0_3, lanes_t, 2, 6, 3, 7);
-    t2_0 = SHUFFLE(t1_0, t1_2, lanes_t, 0, 4, 1, 5);
-    t2_1 = SHUFFLE(t1_0, t1_2, lanes_t, 2, 6, 3, 7);
-    t2_2 = SHUFFLE(t1_1, t1_3, lanes_t, 0, 4, 1, 5);
-    t2_3 = SHUFFLE(t1_1, t1_3, lanes_t, 2, 6, 3, 7);
-    *(v4f_u *)(to + p * 8) = t2_0;
-    *(v4f_u *)(to + (p + 1) * 8) = t2_1;
-    *(v4f_u *)(to + (p + 2) * 8) = t2_2;
-    *(v4f_u *)(to + (p + 3) * 8) = t2_3;
-  }
-  const float *b4 = b + min_(4, columns - 1) * b_n;
-  const float *b5 = b + min_(5, columns - 1) * b_n;
-  const float *b6 = b + min_(6, columns - 1) * b_n;
-  const float *b7 = b + min_(7, columns - 1) * b_n;
-  for (long p = 0; p < k - 3; p += 4) {
-    t0_0 = *(const v4f_u *)(b4 + p);
-    t0_1 = *(const v4f_u *)(b5 + p);
-    t0_2 = *(const v4f_u *)(b6 + p);
-    t0_3 = *(const v4f_u *)(b7 + p);
-    t1_0 = SHUFFLE(t0_0, t0_2, lanes_t, 0, 4, 1, 5);
-    t1_1 = SHUFFLE(t0_0, t0_2, lanes_t, 2, 6, 3, 7);
-    t1_2 = SHUFFLE(t0_1, t0_3, lanes_t, 0, 4, 1, 5);
-    t1_3 = SHUFFLE(t0_1, t0_3, lanes_t, 2, 6, 3, 7);
-    t2_0 = SHUFFLE(t1_0, t1_2, lanes_t, 0, 4, 1, 5);
-    t2_1 = SHUFFLE(t1_0, t1_2, lanes_t, 2, 6, 3, 7);
-    t2_2 = SHUFFLE(t1_1, t1_3, lanes_t, 0, 4, 1, 5);
-    t2_3 = SHUFFLE(t1_1, t1_3, lanes_t, 2, 6, 3, 7);
-    *(v4f_u *)(to + p * 8 + 4) = t2_0;
-    *(v4f_u *)(to + (p + 1) * 8 + 4) = t2_1;
-    *(v4f_u *)(to + (p + 2) * 8 + 4) = t2_2;
-    *(v4f_u *)(to + (p + 3) * 8 + 4) = t2_3;
-  }
-  for (long p = k - k % 4; p < k; ++p) {
-    for (long j = 0; j < 8; ++j) {
-      *(to + p * 8 + j) = *(b + min_(j, columns - 1) * b_n + p * b_k);
+  if (3 < k) {
+    const float *b0 = b + min_(0, columns - 1) * b_n;
+    const float *b1 = b + min_(1, columns - 1) * b_n;
+    const float *b2 = b + min_(2, columns - 1) * b_n;
+    const float *b3 = b + min_(3, columns - 1) * b_n;
+    for (long q = 0; q < k; q += 4) {
+      t0_0 = *(const v4f_u *)(b0 + min_(q, k - 4));
+      t0_1 = *(const v4f_u *)(b1 + min_(q, k - 4));
+      t0_2 = *(const v4f_u *)(b2 + min_(q, k - 4));
+      t0_3 = *(const v4f_u *)(b3 + min_(q, k - 4));
+      t1_0 = SHUFFLE(t0_0, t0_2, lanes_t, 0, 4, 1, 5);
+      t1_1 = SHUFFLE(t0_0, t0_2, lanes_t, 2, 6, 3, 7);
+      t1_2 = SHUFFLE(t0_1, t0_3, lanes_t, 0, 4, 1, 5);
+      t1_3 = SHUFFLE(t0_1, t0_3, lanes_t, 2, 6, 3, 7);
+      t2_0 = SHUFFLE(t1_0, t1_2, lanes_t, 0, 4, 1, 5);
+      t2_1 = SHUFFLE(t1_0, t1_2, lanes_t, 2, 6, 3, 7);
+      t2_2 = SHUFFLE(t1_1, t1_3, lanes_t, 0, 4, 1, 5);
+      t2_3 = SHUFFLE(t1_1, t1_3, lanes_t, 2, 6, 3, 7);
+      *(v4f_u *)(to + min_(q, k - 4) * 8) = t2_0;
+      *(v4f_u *)(to + (min_(q, k - 4) + 1) * 8) = t2_1;
+      *(v4f_u *)(to + (min_(q, k - 4) + 2) * 8) = t2_2;
+      *(v4f_u *)(to + (min_(q, k - 4) + 3) * 8) = t2_3;
+    }
+    const float *b4 = b + min_(4, columns - 1) * b_n;
+    const float *b5 = b + min_(5, columns - 1) * b_n;
+    const float *b6 = b + min_(6, columns - 1) * b_n;
+    const float *b7 = b + min_(7, columns - 1) * b_n;
+    for (long q = 0; q < k; q += 4) {
+      t0_0 = *(const v4f_u *)(b4 + min_(q, k - 4));
+      t0_1 = *(const v4f_u *)(b5 + min_(q, k - 4));
+      t0_2 = *(const v4f_u *)(b6 + min_(q, k - 4));
+      t0_3 = *(const v4f_u *)(b7 + min_(q, k - 4));
+      t1_0 = SHUFFLE(t0_0, t0_2, lanes_t, 0, 4, 1, 5);
+      t1_1 = SHUFFLE(t0_0, t0_2, lanes_t, 2, 6, 3, 7);
+      t1_2 = SHUFFLE(t0_1, t0_3, lanes_t, 0, 4, 1, 5);
+      t1_3 = SHUFFLE(t0_1, t0_3, lanes_t, 2, 6, 3, 7);
+      t2_0 = SHUFFLE(t1_0, t1_2, lanes_t, 0, 4, 1, 5);
+      t2_1 = SHUFFLE(t1_0, t1_2, lanes_t, 2, 6, 3, 7);
+      t2_2 = SHUFFLE(t1_1, t1_3, lanes_t, 0, 4, 1, 5);
+      t2_3 = SHUFFLE(t1_1, t1_3, lanes_t, 2, 6, 3, 7);
+      *(v4f_u *)(to + min_(q, k - 4) * 8 + 4) = t2_0;
+      *(v4f_u *)(to + (min_(q, k - 4) + 1) * 8 + 4) = t2_1;
+      *(v4f_u *)(to + (min_(q, k - 4) + 2) * 8 + 4) = t2_2;
+      *(v4f_u *)(to + (min_(q, k - 4) + 3) * 8 + 4) = t2_3;
+    }
+  } else {
+    for (long p = 0; p < k; ++p) {
+      for (long j = 0; j < 8; ++j) {
+        *(to + p * 8 + j) = *(b + min_(j, columns - 1) * b_n + p * b_k);
+      }
     }
   }
 }

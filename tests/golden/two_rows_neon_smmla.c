@@ -56,38 +56,53 @@ typedef unsigned v4f_n __attribute__((vector_size(sizeof(v4f))));
 /* to[k][rows] = A[rows][k], row layout */
 static __attribute__((noinline)) void pack_a(long k, long elements, long rows, const unsigned char *a, long a_m, long a_k, long *to) {
   v2l t0_0, t0_1, t1_0, t1_1;
-  if (2 < rows) {
-    const long *a2 = (const long *)(a + min_(2, rows - 1) * a_m);
-    const long *a3 = (const long *)(a + min_(3, rows - 1) * a_m);
-    for (long p = 0; p < elements / 8 - 1; p += 2) {
-      t0_0 = *(const v2l_u *)(a2 + p);
-      t0_1 = *(const v2l_u *)(a3 + p);
-      t1_0 = SHUFFLE(t0_0, t0_1, lanes_t, 0, 2);
-      t1_1 = SHUFFLE(t0_0, t0_1, lanes_t, 1, 3);
-      *(v2l_u *)(to + p * rows + 2) = t1_0;
-      *(v2l_u *)(to + (p + 1) * rows + 2) = t1_1;
+  if (1 < elements / 8) {
+    if (2 < rows) {
+      const long *a2 = (const long *)(a + min_(2, rows - 1) * a_m);
+      const long *a3 = (const long *)(a + min_(3, rows - 1) * a_m);
+      for (long q = 0; q < elements / 8; q += 2) {
+        t0_0 = *(const v2l_u *)(a2 + min_(q, elements / 8 - 2));
+        t0_1 = *(const v2l_u *)(a3 + min_(q, elements / 8 - 2));
+        t1_0 = SHUFFLE(t0_0, t0_1, lanes_t, 0, 2);
+        t1_1 = SHUFFLE(t0_0, t0_1, lanes_t, 1, 3);
+        *(v2l_u *)(to + min_(q, elements / 8 - 2) * rows + 2) = t1_0;
+        *(v2l_u *)(to + (min_(q, elements / 8 - 2) + 1) * rows + 2) = t1_1;
+      }
     }
-  }
-  if (0 < rows) {
-    const long *a0 = (const long *)(a + min_(0, rows - 1) * a_m);
-    const long *a1 = (const long *)(a + min_(1, rows - 1) * a_m);
-    for (long p = 0; p < elements / 8 - 1; p += 2) {
-      t0_0 = *(const v2l_u *)(a0 + p);
-      t0_1 = *(const v2l_u *)(a1 + p);
-      t1_0 = SHUFFLE(t0_0, t0_1, lanes_t, 0, 2);
-      t1_1 = SHUFFLE(t0_0, t0_1, lanes_t, 1, 3);
-      *(v2l_u *)(to + p * rows) = t1_0;
-      *(v2l_u *)(to + (p + 1) * rows) = t1_1;
+    if (0 < rows) {
+      const long *a0 = (const long *)(a + min_(0, rows - 1) * a_m);
+      const long *a1 = (const long *)(a + min_(1, rows - 1) * a_m);
+      for (long q = 0; q < elements / 8; q += 2) {
+        t0_0 = *(const v2l_u *)(a0 + min_(q, elements / 8 - 2));
+        t0_1 = *(const v2l_u *)(a1 + min_(q, elements / 8 - 2));
+        t1_0 = SHUFFLE(t0_0, t0_1, lanes_t, 0, 2);
+        t1_1 = SHUFFLE(t0_0, t0_1, lanes_t, 1, 3);
+        *(v2l_u *)(to + min_(q, elements / 8 - 2) * rows) = t1_0;
+        *(v2l_u *)(to + (min_(q, elements / 8 - 2) + 1) * rows) = t1_1;
+      }
     }
-  }
-  unsigned char *parts = (unsigned char *)(to);
-  for (long p = elements / 8 - elements / 8 % 2; p < k; ++p) {
-    for (long j = 0; j < rows; ++j) {
-      for (long e = 0; e < 8; ++e) {
-        if (p * 8 + e < elements) {
-          *(parts + (p * rows + j) * 8 + e) = *(a + min_(j, rows - 1) * a_m + (p * 8 + e) * a_k);
-        } else {
-          *(parts + (p * rows + j) * 8 + e) = 0;
+    unsigned char *parts = (unsigned char *)(to);
+    for (long p = elements / 8; p < k; ++p) {
+      for (long j = 0; j < rows; ++j) {
+        for (long e = 0; e < 8; ++e) {
+          if (p * 8 + e < elements) {
+            *(parts + (p * rows + j) * 8 + e) = *(a + min_(j, rows - 1) * a_m + (p * 8 + e) * a_k);
+          } else {
+            *(parts + (p * rows + j) * 8 + e) = 0;
+          }
+        }
+      }
+    }
+  } else {
+    unsigned char *parts = (unsigned char *)(to);
+    for (long p = 0; p < k; ++p) {
+      for (long j = 0; j < rows; ++j) {
+        for (long e = 0; e < 8; ++e) {
+          if (p * 8 + e < elements) {
+            *(parts + (p * rows + j) * 8 + e) = *(a + min_(j, rows - 1) * a_m + (p * 8 + e) * a_k);
+          } else {
+            *(parts + (p * rows + j) * 8 + e) = 0;
+          }
         }
       }
     }
