@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.arrays.pages import Chunk, adjoining
 from portmm.fusion.compilation import compiled_program
 from portmm.fusion.program import ChangedError
 from portmm.onnx import operators
@@ -88,10 +89,12 @@ class Executor:
 
     Args:
         graph: its record.
+        memory: of packed constants.
     """
 
-    def __init__(self, graph: Graph) -> None:
+    def __init__(self, graph: Graph, memory: Chunk | None = None) -> None:
         self.graph = graph
+        self.memory = memory or Chunk()
         self.inputs = [x.name for x in graph.inputs] + free_names(graph)
         self.outputs = [x.name for x in graph.outputs]
         self.constants = dict(graph.constants)
@@ -134,7 +137,7 @@ class Executor:
     def inner(self, graph: Graph) -> Executor:
         """The executor of a graph of one of its operators."""
         if id(graph) not in self.executors:
-            self.executors[id(graph)] = Executor(graph)
+            self.executors[id(graph)] = Executor(graph, self.memory)
         return self.executors[id(graph)]
 
     def connect(self, parts: list[Part], known: set[str]) -> None:
@@ -216,7 +219,7 @@ class Executor:
         """The program of a part for inputs of this kind."""
         if any(values[x].dtype.name not in TYPES for x in part.arrays):
             return Program(None, [], (), [("", "its types are NumPy's alone")])
-        with np.errstate(all="ignore"):
+        with np.errstate(all="ignore"), adjoining(self.memory):
             recorder, known = self.recorded(part, values)
         results = [known[x] for x in part.outputs]
         outputs = [x.node for x in results if isinstance(x, Placeholder)]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
+from portmm.arrays.pages import adjoining
 from portmm.onnx.product_operators import FLOATS, packed
 
 if TYPE_CHECKING:
@@ -21,7 +22,7 @@ def pack_constants(executor: Executor, *, progress: bool | None = None) -> None:
         from portmm.util.console import progress as shown
 
         bar = shown("packing")
-    with bar as step:
+    with bar as step, adjoining(executor.memory):
         for i, (node, weight) in enumerate(work):
             step(i, len(work), node.name)
             packed(weight, transposed=bool(node.op == "Gemm" and node.attribute("transB", 0)))

@@ -257,9 +257,11 @@ def join(weights: tuple[Any, ...]) -> Any:
     if any(w.shape[1] % layout.nr for w in weights[:-1]):
         return None
     parts = [w.owner[: layout.units(*w.shape) * layout.kr] for w in weights]
-    owner = pages.lasting_empty(sum(x.size for x in parts), first.owner.dtype)
-    np.concatenate(parts, out=owner)
-    owner.flags.writeable = False
+    owner = pages.adjoined(parts)
+    if owner is None:
+        owner = pages.lasting_empty(sum(x.size for x in parts), first.owner.dtype)
+        np.concatenate(parts, out=owner)
+        owner.flags.writeable = False
     return _packed(owner, (k, sum(w.shape[1] for w in weights)), layout)
 
 

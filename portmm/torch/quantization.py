@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import nn
 
+from portmm.arrays.pages import adjoining
 from portmm.errors import PortmmError
 from portmm.torch import operators  # noqa: F401 - registers portmm::quantized_linear
-from portmm.torch.weights import KINDS, adjoining, bf16_values, int4_values, int8_values
+from portmm.torch.weights import KINDS, bf16_values, int4_values, int8_values
 
 if TYPE_CHECKING:
     from collections.abc import Callable

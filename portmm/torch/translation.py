@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from portmm.arrays.interop import as_numpy, as_tensor
+from portmm.arrays.pages import Chunk, adjoining
 from portmm.errors import TraceError
 from portmm.fusion.recorder import WholeArrays
 from portmm.ops.prepack import pack
@@ -35,6 +36,7 @@ class Constants:
     Attributes:
         sources: the tensors of the graph's inputs.
         read: inputs whose values are part of programs, as they were packed or computed with; others are read in place.
+        memory: of what is packed.
     """
 
     def __init__(self, sources: dict[int, torch.Tensor]) -> None:
@@ -42,6 +44,7 @@ class Constants:
         self.read: set[int] = set()
         self.views: dict[int, np.ndarray[Any, Any]] = {}
         self.packed: dict[tuple[Any, ...], Any] = {}
+        self.memory = Chunk()
         self.origins: dict[int, frozenset[int]] = {}
         self.kept: list[Any] = []
         for i, x in sources.items():
@@ -81,7 +84,8 @@ class Constants:
         key = (x.data_ptr(), tuple(x.shape), x.stride(), x.dtype, activations)
         self.read |= self.origins.get(id(x), frozenset())
         if key not in self.packed:
-            self.packed[key] = pack(self.array(x), activations=activations)
+            with adjoining(self.memory):
+                self.packed[key] = pack(self.array(x), activations=activations)
         return self.packed[key]
 
     def panels(self, tensors: list[torch.Tensor], make: Callable[[], Any], *more: Any) -> Any:
@@ -89,7 +93,8 @@ class Constants:
         self.read |= frozenset().union(*(self.origins.get(id(x), ()) for x in tensors))
         key = (*map(id, tensors), *more)
         if key not in self.packed:
-            self.packed[key] = make()
+            with adjoining(self.memory):
+                self.packed[key] = make()
         return self.packed[key]
 
 

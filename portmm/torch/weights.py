@@ -11,8 +11,6 @@ inputs 2 i and 2 i + 1 in the low and the high half, (outputs, inputs / 2), and 
 from __future__ import annotations
 
 import math
-from contextlib import contextmanager
-from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
@@ -20,7 +18,7 @@ import numpy as np
 import torch
 
 from portmm.arrays.interop import as_numpy
-from portmm.arrays.pages import lasting_empty
+from portmm.arrays.pages import adjoining_empty
 from portmm.ops.epilogues import NAMES
 from portmm.ops.prepack import pack
 from portmm.ops.rowwise import over_rows
@@ -34,38 +32,6 @@ if TYPE_CHECKING:
 KINDS = ("int8-dynamic", "int4", "int4-dynamic", "bf16")
 BLOCK = 1 << 20
 """Values that are quantized at a time: those of a block stay in a cache between the steps."""
-CHUNK = 64 << 20
-"""Bytes of memory that is asked for at a time, for the weights of several layers."""
-
-
-class _Chunk:
-    """Memory in huge pages, for the values of one layer after the other."""
-
-    def __init__(self) -> None:
-        self.free = np.empty(0, np.uint8)
-
-    def take(self, size: int) -> np.ndarray[Any, Any]:
-        """Some bytes that begin a cache line."""
-        if len(self.free) < size:
-            self.free = lasting_empty(max(CHUNK, size), np.uint8)
-        taken, self.free = self.free[:size], self.free[-(-size // 64) * 64 :]
-        return taken
-
-
-_chunk: ContextVar[_Chunk | None] = ContextVar("chunk", default=None)
-
-
-@contextmanager
-def adjoining() -> Iterator[None]:
-    """Let results of a block of code adjoin each other: what ends in the middle of a huge page has small ones there.
-
-    A small page takes ten times as long, for its bytes, as a huge one.
-    """
-    token = _chunk.set(_Chunk())
-    try:
-        yield
-    finally:
-        _chunk.reset(token)
 
 
 _packed: dict[int, tuple[Any, tuple[Any, ...], dict[Any, Any]]] = {}
@@ -158,10 +124,8 @@ def _empty(weight: torch.Tensor, shape: Any, dtype: Any) -> torch.Tensor:
     """A new tensor in memory of NumPy, which asks for huge pages: a page takes longer than to fill it."""
     if weight.is_meta:
         return torch.from_numpy(np.empty(0, dtype)).new_empty(tuple(shape), device="meta")
-    chunk, size = _chunk.get(), math.prod(shape) * np.dtype(dtype).itemsize
-    if chunk is None or not size:
-        return torch.from_numpy(np.empty(tuple(shape), dtype))
-    return torch.from_numpy(chunk.take(size).view(dtype).reshape(tuple(shape)))
+    values = adjoining_empty(math.prod(shape), dtype)
+    return torch.from_numpy(np.empty(tuple(shape), dtype) if values is None else values.reshape(tuple(shape)))
 
 
 def _step(weight: torch.Tensor) -> int:

@@ -4,6 +4,8 @@ import numpy as np
 import pytest
 
 import portmm as pm
+from portmm.arrays.pages import adjoining
+from portmm.ops.prepack import join, unpack
 from portmm.spec import elementwise as v
 
 pytestmark = pytest.mark.calls
@@ -50,6 +52,20 @@ def test_queries_keys_and_values_with_biases_are_one_product(shape):
     assert one.fused == ("add",)
     assert one.problem.n == 3 * WIDTH
     assert "3 products of the same rows" in str(told)
+
+
+def test_weights_that_adjoin_are_joined_in_place():
+    plain = [some(24, WIDTH) for _ in range(3)]
+    with adjoining():
+        packed = [pm.pack(w) for w in plain]
+    apart = pm.pack(plain[0])
+    for chosen, shared in (((0, 1, 2), True), ((1, 0), False), ((0, 2), False)):
+        weights = tuple(packed[i] for i in chosen)
+        one = join(weights)
+        assert np.shares_memory(one.owner, weights[0].owner) == shared
+        assert not one.owner.flags.writeable
+        close(unpack(one), np.concatenate([plain[i] for i in chosen], 1))
+    assert not np.shares_memory(join((apart, packed[1])).owner, packed[1].owner)
 
 
 def test_functions_of_biases_and_numbers_follow_the_joined_product():
