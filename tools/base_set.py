@@ -27,6 +27,7 @@ import numpy as np
 from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.dispatch.base_kernels import FIRST, ROWS, grid_question
 from portmm.ir.prefix import value
+from portmm.ops.outlined_matmul import question as question_of_outline
 from portmm.ops.recorded_kernels import recorded
 
 LEVELS = {
@@ -181,7 +182,7 @@ def problem(kind, target):
     else:
         family = cpu_kernels.family(summed(kind), target) if kind.b == "packed" else ""
     if kind.steps and kind.steps[0] in EPILOGUES:
-        fused = epilogue(kind.steps[0], kind.dtype)
+        fused, _ = epilogue(kind.steps[0], kind.dtype)
     else:
         fused = Dequantization(**{x: True for x in kind.steps if x}).text if kind.steps else ""
     about = {"dtype": kind.dtype, "a": kind.a, "b": kind.b, "family": family}
@@ -242,15 +243,25 @@ def grids(chip, kinds):
 
 
 def epilogue(name, dtype):
-    """The text of an epilogue of products of floats, as of a problem."""
+    """The text of an epilogue of products of floats, as of a problem, and its outline."""
     import portmm as pm
     from portmm.arrays.numpy_arrays import numpy_of
     from portmm.ops.epilogues import VALUES, fusible
+    from portmm.ops.outlined_matmul import outline
     from portmm.trace.tracer import trace
 
     bias, of = np.ones(64, numpy_of(dtype)), {"relu": pm.relu, "gelu": pm.gelu, "silu": pm.silu}.get(name)
-    traced, *_ = trace(lambda acc, i: of(acc + bias[i.n]) if of else acc + bias[i.n], VALUES, by_value=False, rank=2)
-    return fusible(traced, "f32", lambda: bias.dtype).text
+
+    def biased(acc, i):
+        return acc + bias[i.n]
+
+    def function(acc, i):
+        return of(acc + bias[i.n])
+
+    function = function if of else biased
+    traced, *_ = trace(function, VALUES, by_value=False, rank=2)
+    (outlined, _) = outline(function, 64)
+    return fusible(traced, "f32", lambda: bias.dtype).text, outlined
 
 
 def fused_rows(target):
@@ -295,6 +306,9 @@ def make(folder, arch, libc, levels, kinds, *, report=lambda *_: None):
         for kernel, question, text in fused_rows(target):
             maker.add_kernel(kernel, arch, question)
             maker.add_kernel(kernel, arch, f"{ROWS}{level} {text}")
+    for dtype, name in dict.fromkeys((x.dtype, *x.steps) for x in kinds if x.steps and x.steps[0] in EPILOGUES):
+        text, outlined = epilogue(name, dtype)
+        maker.facts[question_of_outline(dtype, outlined)] = (text,)
     maker.facts["levels"] = tuple(f"{name}={','.join(words.split())}" for name, (_, words) in levels.items())
     link(maker, folder / f"{arch}.so", arch, report)
     (folder / f"{arch}.bundle").write_bytes(maker.pack((1,), report))
@@ -352,13 +366,14 @@ def attention_forms(target, dtype):
     """The forms of attention kernels by the least number of queries: see `ops.attention_kernel.make_kernel`."""
     from portmm.dispatch import cpu_kernels
     from portmm.ops.attention_launch import FEW, KEYS_OF_FEW, AttentionForm
-    from portmm.ops.attention_shapes import Options, score_expression, values
+    from portmm.ops.attention_scores import function_of, score_expression, values
+    from portmm.ops.attention_shapes import Options
     from portmm.schedule.cpu_attention import attention_schedule, keys_of
     from portmm.spec.row_classes import last_of_class
     from portmm.trace.tracer import trace
 
     options = Options(None, None, None, False, None, None, None, False)
-    score = score_expression(trace(options.function(64), values(), by_value=False, rank=4)[0])
+    score = score_expression(trace(function_of(options, 64), values(), by_value=False, rank=4)[0])
     forms = []
     for m in range(1, MOST_QUERIES):
         isa, atom, _ = cpu_kernels.attention_unit(dtype, score, target, last_of_class(m))

@@ -122,7 +122,8 @@ def library(path: Path) -> str:
         BundleError: one can, or it is not there.
     """
     try:
-        reason = file_fault(path, path.stat())
+        checked = bool(_base) and _base[0].path.parent == path.parent  # in a directory that was checked
+        reason = file_fault(path, path.stat(), directory=not checked)
     except OSError as error:
         reason = str(error)
     if reason:

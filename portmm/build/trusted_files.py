@@ -99,12 +99,13 @@ def chain_fault(path: str | os.PathLike[str]) -> str:
     return reason
 
 
-def file_fault(path: Path, info: os.stat_result) -> str:
+def file_fault(path: Path, info: os.stat_result, *, directory: bool = True) -> str:
     """The reason why another user may have written a file, or "": it may be root's, in a directory to trust.
 
     Args:
         path: the file.
         info: its status.
+        directory: whether its directory is to be checked, too.
 
     Raises:
         OSError: a directory cannot be examined.
@@ -114,7 +115,7 @@ def file_fault(path: Path, info: os.stat_result) -> str:
     reason = _owner_fault(info, str(path))
     if not reason and info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         reason = "other users may write to it"
-    return reason or chain_fault(path.parent)
+    return reason or (chain_fault(path.parent) if directory else "")
 
 
 def _make(path: Path) -> None:

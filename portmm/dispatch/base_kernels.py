@@ -100,6 +100,8 @@ def _features() -> set[str]:
 def cores() -> int:
     """The number of cores that this process may use."""
     affinity = tuple(sorted(os.sched_getaffinity(0)))
+    if len(affinity) == 1:
+        return 1  # whatever shares it: no file needs to be read
     return host_probe.cores(Snapshot(os.uname().machine, "", host_probe.sharing(affinity), affinity), affinity)
 
 

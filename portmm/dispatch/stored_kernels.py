@@ -7,7 +7,6 @@ kernels serve this one. Nothing that is imported here is slow to import.
 from __future__ import annotations
 
 from contextlib import contextmanager
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from portmm.build import kernel_store
@@ -32,8 +31,6 @@ Answers: object, empty for one of the bundle's library, symbol, 1 if it computes
 scratch, its elements; of a route also 1 if one thread does the work. Machines are as "zen4=avx512,avx2,...", with
 their instruction sets.
 """
-SIZES = ("m", "n", "k", "batch", "workers", "a_m", "a_k", "b_n", "c_n", "c_batch")
-"""Fields of the argument block that scratch depends on, the last five that of attention."""
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `cpu_kernels`."""
 
@@ -117,9 +114,13 @@ def answered(question: str, *, last: bool = False) -> Code | None:
 
 def _code(bundle: Bundle, fields: list[str]) -> Code:
     with read(bundle):
-        number, symbol, swap, size, workspace, *_ = fields
-        value(workspace, dict.fromkeys(SIZES, 1))
-        return Code(_loaded(bundle, number, symbol), swap == "1", partial(value, workspace), int(size))
+        number, symbol, swap, size, text, *_ = fields
+
+        def workspace(sizes: Mapping[str, int]) -> int:
+            with read(bundle):
+                return value(text, sizes)
+
+        return Code(_loaded(bundle, number, symbol), swap == "1", workspace, int(size))
 
 
 @contextmanager

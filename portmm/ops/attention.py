@@ -14,14 +14,18 @@ from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError
-from portmm.ops.attention_fastpath import again, keep
+from portmm.ops import host_matmul
 from portmm.ops.attention_launch import AttentionKernel, basic_kernel
-from portmm.ops.attention_shapes import Options, Shape, by_item, by_numpy, count, refuse_others, shape_of, values
+from portmm.ops.attention_shapes import Options, Shape, by_item, count, refuse_others, shape_of
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
+
+_met: list[bool] = []
+"""Whether a call without functions was met: kinds of calls are remembered from the second on, as that is a module to
+load."""
 
 
 def attention(
@@ -73,12 +77,17 @@ def attention(
     """
     scale = None if scale is None else float(scale)
     window = None if window is None else count(window, "window", 1)
-    plain = None
+    kind = None
     if score is None and mask is None and lengths is None and out is None and offset is None:
         call = (q, k, v, scale, causal, window, return_lse, config.current(), config.limit())
-        result, plain = again(call)
+        result = host_matmul.attend(*call)
+        if result is NotImplemented and _met:
+            from portmm.ops import attention_fastpath
+
+            result, kind = attention_fastpath.again(call)
         if result is not NotImplemented:
             return result
+        _met[:] = [True]
     refuse_others(score=score, mask=mask)
     if where := libraries.place_of(q, k, v, lengths, offset, out):
         from portmm.arrays.interop import elsewhere
@@ -93,9 +102,9 @@ def attention(
         numpy_arrays.check_out(out, shape.result, shape.dtype)
         direct = numpy_arrays.dense_at(out, shape.dtype, *shape.operands)
     result, lse, kernel = _computed(shape, options, out if direct else None)
-    if plain and kernel is not None:
+    if kind and kernel is not None:
         numbers = [options.factor(shape.d)] * kernel.factors
-        keep(plain, (q, k, v), kernel, shape, window, numbers, lse=return_lse, call=call)
+        attention_fastpath.keep(kind, (q, k, v), kernel, shape, window, numbers, lse=return_lse, call=call)
     if out is not None and result is not out:
         out[...] = result
         result = out
@@ -127,9 +136,10 @@ def _computed(shape: Shape, options: Options, out: Any) -> tuple[Array, Array | 
             kernel = basic_kernel(shape, options.factor(shape.d), results[0], causal=causal)
     if kernel is None:
         from portmm.ops.attention_kernel import make_kernel
+        from portmm.ops.attention_scores import by_numpy, function_of, values
         from portmm.trace.bind import UserFunction
 
-        user_function = UserFunction(options.function(shape.d))
+        user_function = UserFunction(function_of(options, shape.d))
         flags = (causal, window is None, options.lse, many is None, starts is None)
         forms = tuple([(x.dtype, x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
         key = ("attention", forms, flags, results[0].strides)

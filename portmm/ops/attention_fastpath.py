@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.dispatch import config
-from portmm.ops import host_matmul
 from portmm.ops.attention_launch import FORK, AttentionKernel
 from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import last_of_class
@@ -54,11 +53,8 @@ def again(call: tuple[Any, ...]) -> tuple[Any, Any]:
     """The results of a call of a known kind, else NotImplemented, and the key of its kind, if there may be others.
 
     Args:
-        call: the arguments of `CffiRuntime.attend`.
+        call: the arguments of `CffiRuntime.attend`, which does not know it.
     """
-    result = host_matmul.attend(*call)
-    if result is not NotImplemented:
-        return result, None
     key = kind_of(*call[:-2])
     known = kinds.get(key) if key else None
     return (NotImplemented if known is None else known.again(call)), key

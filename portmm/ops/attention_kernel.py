@@ -14,7 +14,7 @@ import numpy as np
 from portmm.dispatch import config
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ops.attention_launch import FEW, KEYS_OF_FEW, AttentionKernel, begin, prepared, strides
-from portmm.ops.attention_shapes import score_expression
+from portmm.ops.attention_scores import score_expression
 from portmm.spec.epilogue import index
 from portmm.spec.expr import Expr
 from portmm.spec.expr_functions import substituted

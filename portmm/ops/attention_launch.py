@@ -231,12 +231,13 @@ def stored(dtype: str, queries: int, dv: int, *, causal: bool) -> tuple[Attentio
         BundleError: the base set is damaged.
     """
     base, question = kernel_store.base(), f"{ATTENTION}{base_kernels.level()} {dtype}"
-    forms = [AttentionForm.parsed(x) for x in (base.answer(question) if base else None) or ()]
-    i = max((i for i, x in enumerate(forms) if x.queries <= queries), default=-1)
+    forms = (base.answer(question) if base else None) or []
+    i = sum([int(x.partition(":")[0]) <= queries for x in forms]) - 1  # their least numbers ascend
     if i < 0:
         return None
-    code = stored_kernels.answered(f"{question} {i} {int(forms[i].packs(dv))} {int(causal)}", last=True)
-    return None if code is None else (forms[i], code)
+    form = AttentionForm.parsed(forms[i])
+    code = stored_kernels.answered(f"{question} {i} {int(form.packs(dv))} {int(causal)}", last=True)
+    return None if code is None else (form, code)
 
 
 def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: bool) -> AttentionKernel | None:

@@ -1,18 +1,16 @@
-"""Shapes and types of attention, and its reference in NumPy.
+"""Shapes, types and options of attention.
 
-Owns the checks of `attention`'s operands, and the computation where there is no compiler.
+Owns the checks of `attention`'s operands.
 """
 
 from __future__ import annotations
 
 import math
-from functools import cache, lru_cache
-from types import SimpleNamespace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.errors import TraceError
 from portmm.spec.dtype import BY_NAME
 from portmm.util.array_subclasses import refuse_class
 from portmm.util.records import dataclass
@@ -20,24 +18,10 @@ from portmm.util.records import dataclass
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.spec.epilogue import Fused
-    from portmm.trace.tracer import Traced
-
 Array = np.ndarray[Any, Any]
 Sizes = tuple[int, ...]
 SUPPORTED = tuple(BY_NAME[x].numpy for x in ("f32", "bf16", "f16"))
 """Types of operands, by NumPy's names."""
-NAMES = {"b": "b", "h": "h", "q": "m", "kv": "n"}
-"""Names of the axes in score and mask: kernels have queries along rows and keys along columns, or transposed."""
-
-
-@cache
-def values() -> tuple[Any, ...]:
-    """The placeholder arguments of both."""
-    from portmm.spec.epilogue import acc
-    from portmm.trace.tracer import indices
-
-    return acc(), indices(NAMES)
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,20 +75,6 @@ class Options:
     def factor(self, d: int) -> float | None:
         """The factor of products of heads of `d` elements, before the score."""
         return 1 / math.sqrt(d) if self.scale is None and self.score is None else self.scale
-
-    def function(self, d: int) -> Callable[..., Any]:
-        """The function of a product before the softmax: factor, score and mask."""
-        from portmm.spec.elementwise import where
-        from portmm.trace.closures import traced_through
-
-        scored, mask = _scored(self.score, self.factor(d)), self.mask
-        if mask is None:
-            return scored
-
-        def function(s: Any, i: Any) -> Any:
-            return where(mask(i), scored(s, i), -math.inf)
-
-        return traced_through(function)
 
 
 def shape_of(*operands: tuple[Array, str]) -> Shape:
@@ -191,34 +161,6 @@ def by_item(x: Any, name: str, shape: Shape, least: int) -> Array:
     return np.broadcast_to(values, shape.lead).astype(np.int32).reshape(shape.items)
 
 
-def by_numpy(  # noqa: PLR0917 - the options of attention
-    shape: Shape,
-    function: Callable[[Any, Any], Any],
-    causal: bool,
-    window: int | None,
-    lengths: Array | None,
-    starts: Array | None,
-) -> tuple[Array, Array]:
-    """The result in float32 and the logarithms, (items, heads, queries, columns); it stores all scores."""
-    q, k, v = (x.astype(np.float32) for x in shape.operands)
-    k, v = np.repeat(k, shape.group, 1), np.repeat(v, shape.group, 1)
-    item, head = np.arange(shape.items)[:, None, None, None], np.arange(shape.heads)[:, None, None]
-    row, key = np.arange(shape.m)[:, None], np.arange(shape.n)
-    with np.errstate(all="ignore"):
-        s = function(q @ k.swapaxes(-1, -2), SimpleNamespace(b=item, h=head, q=row, kv=key))
-        offset = shape.n - shape.m if starts is None else starts[:, None, None, None]
-        position, seen = row + offset, not causal or key <= row + offset
-        if window is not None:
-            seen = seen & (key > position - window) & (causal | (key < position + window))
-        if lengths is not None:
-            seen = seen & (key < lengths[:, None, None, None])
-        s = np.where(seen, s, np.float32(-np.inf)).astype(np.float32)
-        maximum = np.maximum(s.max(-1, keepdims=True), np.float32(-3e38))
-        w = np.exp(s - maximum)
-        total = w.sum(-1, keepdims=True)
-        return np.where(total == 0, np.float32(0), w @ v / total), (maximum + np.log(total))[..., 0]
-
-
 def refuse_others(**functions: Any) -> None:
     """Refuse a score or mask that is not callable.
 
@@ -230,36 +172,3 @@ def refuse_others(**functions: Any) -> None:
             raise TypeError(
                 f"{name} is no function: pass one that reads the array, as in {name}=lambda i: seen[i.q, i.kv]"
             )
-
-
-def score_expression(traced: Traced) -> Fused:
-    """The traced score as an epilogue expression, of f32.
-
-    Raises:
-        TraceError: it is several values.
-    """
-    from portmm.spec.epilogue import C, Fused
-    from portmm.spec.expr import real
-
-    if len(traced.results) > 1:
-        raise TraceError("a score is one value, not a tuple")
-    return Fused(traced.operands, ((C, real(traced.results[0][0])),))
-
-
-def _scored(score: Any, factor: float | None) -> Callable[..., Any]:
-    from portmm.trace.closures import traced_through
-
-    if score is None:
-
-        def function(s: Any, i: Any) -> Any:  # noqa: ARG001 - the signature of all
-            return s * factor
-    elif factor is None:
-
-        def function(s: Any, i: Any) -> Any:
-            return score(s, i)
-    else:
-
-        def function(s: Any, i: Any) -> Any:
-            return score(s * factor, i)
-
-    return traced_through(function)

@@ -17,7 +17,8 @@ from portmm.arrays.numpy_arrays import contiguous
 from portmm.codegen.lower import lower_program
 from portmm.dispatch.machine import bind, machine_of
 from portmm.ir.attention_program import Bounds, Form, of_attention
-from portmm.ops.attention_shapes import SUPPORTED, Options, Shape, score_expression, sizes_of, values
+from portmm.ops.attention_scores import function_of, score_expression, values
+from portmm.ops.attention_shapes import SUPPORTED, Options, Shape, sizes_of
 from portmm.ops.kernel_call import Captures, Closure, KernelCall, via_temporary
 from portmm.schedule import gpu_mma_attention
 from portmm.schedule.gpu_attention import AttentionSizes
@@ -43,7 +44,7 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
         ScheduleError: the device has too little shared memory.
     """
     shape, parts, out, numbers = _adopted(operands, options)
-    q, user_function = parts["q"], UserFunction(options.function(shape.d))
+    q, user_function = parts["q"], UserFunction(function_of(options, shape.d))
     kinds = tuple((name, x.kind) for name, x in parts.items())
     key = ("attention on device", kinds, out and out.kind, options.causal, options.window is None, options.lse)
     ready: KernelCall = user_function.ready(

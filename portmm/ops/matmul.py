@@ -6,6 +6,7 @@ an epilogue or a prologue.
 
 from __future__ import annotations
 
+import sys
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,10 @@ from portmm.ops.prepack import current, is_packed, is_quantized
 
 if TYPE_CHECKING:
     from collections.abc import Callable
+
+
+TRACER = "portmm.trace.bind"
+"""A module that is loaded once a function was traced: the next takes less time than its outline."""
 
 
 def matmul(
@@ -88,6 +93,12 @@ def matmul(
         return elsewhere(where, matmul, _on_device, (a, b), options, "matmul_")
     if epilogue is None and prologue_a is None and prologue_b is None:
         return host_matmul.product(a, b, out, dtype=dtype)
+    if epilogue is not None and prologue_a is prologue_b is out is dtype is None and TRACER not in sys.modules:
+        from portmm.ops import outlined_matmul
+
+        result = outlined_matmul.product(a, b, epilogue)
+        if result is not None:
+            return result
     from portmm.ops import fused_matmul
 
     return fused_matmul.matmul(a, b, out, dtype, epilogue, prologue_a, prologue_b)

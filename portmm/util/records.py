@@ -23,12 +23,13 @@ else:
         """As `dataclasses.dataclass`, for the options that records have."""
         if cls is None:
             return lambda x: dataclass(x, frozen=frozen, slots=slots, eq=eq)
-        own = {name for name, value in vars(cls).items() if name != "__hash__" or value is not None}
         here = _annotated(cls)
         inherited = {x.name: x for base in cls.__mro__[:0:-1] for x in vars(base).get(FIELDS, ())}
         fields = tuple((inherited | here).values())
-        record = _class(cls, here, slots=slots)
-        methods = {"__init__": _first_init(record, fields, frozen=frozen), "__repr__": _repr(fields)}
+        defined: list[Any] = []
+        methods = {name: _Description(name) for name in DESCRIPTION}
+        methods |= {FIELDS: fields, "__match_args__": tuple([x.name for x in fields if x.init and not x.kw_only])}
+        methods |= {"__init__": _first_init(defined, fields, frozen=frozen), "__repr__": _repr(fields)}
         if eq:
             methods["__eq__"], digest = _comparison(fields)
             methods["__hash__"] = digest if frozen else None
@@ -36,13 +37,10 @@ else:
             methods |= {"__setattr__": _refuse_to_set, "__delattr__": _refuse_to_delete}
         if frozen and slots:
             methods["__getstate__"], methods["__setstate__"] = _state(fields)
-        methods |= {FIELDS: fields, "__match_args__": tuple([x.name for x in fields if x.init and not x.kw_only])}
-        for name, method in methods.items():
-            if name not in own:
-                setattr(record, name, method)
-        for name in DESCRIPTION:
-            setattr(record, name, _Description(record, name))
-        record.__signature__ = _Signature(record)
+        methods["__signature__"] = _SIGNATURE
+        own = {name: value for name, value in vars(cls).items() if name != "__hash__" or value is not None}
+        record = _class(cls, here, methods | own, slots=slots)
+        defined.append(record)
         return record
 
     def replace(record: Any, /, **changes: Any) -> Any:
@@ -64,30 +62,38 @@ FIRST = 12
 """Records of a class that are made without a compiled `__init__`: compiling it takes as long."""
 
 
+class _Field:
+    """A field that has nothing but a default: as `dataclasses.Field`, which takes five times as long to make."""
+
+    __slots__ = ("default", "name", "type")
+    init, repr, compare, hash, kw_only, default_factory = True, True, True, None, False, dataclasses.MISSING
+
+    def __init__(self, name: str, kind: Any, default: Any) -> None:
+        self.name, self.type, self.default = name, kind, default
+
+
 class _Description:
     """An attribute of a record that is made when it is read, as it takes longer than all the rest."""
 
-    def __init__(self, cls: Any, name: str) -> None:
-        self.cls, self.name = cls, name
+    def __init__(self, name: str) -> None:
+        self.name = name
 
-    def __get__(self, _: Any, __: Any = None) -> Any:
-        every = [(x.name, x.type, x) for x in getattr(self.cls, FIELDS)]
+    def __get__(self, _: Any, cls: Any) -> Any:
+        fields = [(x, dataclasses.field(default=x.default) if type(x) is _Field else x) for x in getattr(cls, FIELDS)]
+        every = [(x.name, x.type, field) for x, field in fields]
         like = dataclasses.make_dataclass("Like", every, init=False, repr=False, eq=False)
         for name in DESCRIPTION:
-            setattr(self.cls, name, getattr(like, name))
-        return getattr(self.cls, self.name)
+            setattr(cls, name, getattr(like, name))
+        return getattr(cls, self.name)
 
 
 class _Signature:
     """The signature of a record, which `inspect`, `help` and editors read: `__init__` has none until it is compiled."""
 
-    def __init__(self, cls: Any) -> None:
-        self.cls = cls
-
-    def __get__(self, _: Any, cls: Any = None) -> Any:
+    def __get__(self, _: Any, cls: Any) -> Any:
         from inspect import Parameter, Signature
 
-        if cls is not self.cls:  # a subclass may have an `__init__` of its own
+        if "__signature__" not in vars(cls):  # a subclass may have an `__init__` of its own
             raise AttributeError("__signature__")
         unset, parameters = dataclasses.MISSING, []
         for x in getattr(cls, FIELDS):
@@ -98,35 +104,45 @@ class _Signature:
         return Signature(sorted(parameters, key=lambda x: x.kind), return_annotation=None)
 
 
-def _annotated(cls: Any) -> dict[str, dataclasses.Field[Any]]:
+_SIGNATURE = _Signature()
+
+
+def _annotated(cls: Any) -> dict[str, Any]:
     """The fields that a class adds, by their names."""
     fields: dict[str, Any] = {}
+    own, unset = vars(cls), dataclasses.MISSING
     for name, text in cls.__annotations__.items():
         if not str(text).startswith("ClassVar"):
-            usual = vars(cls).get(name, dataclasses.MISSING)
-            fields[name] = x = usual if isinstance(usual, dataclasses.Field) else dataclasses.field(default=usual)
-            x.name, x.type, x.kw_only = name, text, x.kw_only is True
+            fields[name] = x = own.get(name, unset)
+            if isinstance(x, dataclasses.Field):
+                x.name, x.type, x.kw_only = name, text, x.kw_only is True
+            else:
+                fields[name] = _Field(name, text, x)
     return fields
 
 
-def _class(cls: Any, fields: dict[str, dataclasses.Field[Any]], *, slots: bool) -> Any:
-    """The class with defaults as attributes, or another one with slots in their place."""
+def _class(cls: Any, fields: dict[str, Any], members: dict[str, Any], *, slots: bool) -> Any:
+    """The class with members, and with defaults as attributes, or another one with slots in their place."""
     if not slots:
         for name, x in fields.items():
             if x.default is not dataclasses.MISSING:
                 setattr(cls, name, x.default)
             elif name in vars(cls):
                 delattr(cls, name)
+        for name, value in members.items():
+            if name not in fields and vars(cls).get(name, fields) is not value:
+                setattr(cls, name, value)
         return cls
     inherited = {x for base in cls.__mro__[1:] for x in vars(base).get("__slots__", ())}
-    without = {*fields, "__dict__", "__weakref__"}
-    names = {name: value for name, value in vars(cls).items() if name not in without}
-    names |= {"__slots__": tuple([x for x in fields if x not in inherited]), "__qualname__": cls.__qualname__}
-    return type(cls)(cls.__name__, cls.__bases__, names)
+    for name in (*fields, "__dict__", "__weakref__"):
+        members.pop(name, None)
+    members["__slots__"] = tuple([x for x in fields if x not in inherited])
+    members["__qualname__"] = cls.__qualname__
+    return type(cls)(cls.__name__, cls.__bases__, members)
 
 
-def _first_init(cls: Any, fields: Fields, *, frozen: bool) -> Callable[..., None]:
-    """An `__init__` for the first records, which puts a compiled one in its place."""
+def _first_init(defined: list[Any], fields: Fields, *, frozen: bool) -> Callable[..., None]:
+    """An `__init__` for the first records, which puts a compiled one in its place, in the class that is in a list."""
     by_place = [x.name for x in fields if x.init and not x.kw_only]
     left = FIRST
 
@@ -134,6 +150,7 @@ def _first_init(cls: Any, fields: Fields, *, frozen: bool) -> Callable[..., None
         nonlocal left
         left -= 1
         values = dict(zip(by_place, args, strict=False)) | options
+        (cls,) = defined
         if left < 0 or len(values) < len(args) + len(options) or not _assigned(self, fields, values):
             cls.__init__ = compiled = _init(cls, fields, frozen=frozen)
             compiled(self, *args, **options)  # which raises where arguments are wrong

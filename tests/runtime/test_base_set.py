@@ -121,6 +121,40 @@ print(json.dumps([any(wrong), [str(x.message) for x in heard], any(x in sys.modu
 """
 
 
+FIRST = """
+import json, sys
+import numpy as np
+sys.modules["ziglang"] = None
+import portmm as pm
+r = np.random.default_rng(0)
+x, w, bias = r.random((40, 96), np.float32), r.random((96, 80), np.float32), r.random(80, np.float32)
+q, packed, count = r.random((1, 2, 33, 24), np.float32), pm.pack(w), 0
+def look(frame, event, _):
+    global count
+    count += event == "call" and "portmm" in frame.f_code.co_filename
+def first(function):
+    global count
+    count = 0
+    sys.setprofile(look)
+    function()
+    sys.setprofile(None)
+    return count
+def rectified(acc, i):
+    return pm.relu(acc + bias[i.n])
+made = []
+def multiplied():
+    made.append(pm.matmul(x, packed, epilogue=rectified))
+counts = [first(multiplied), "portmm.trace.tracer" in sys.modules, first(lambda: pm.attention(q, q, q))]
+multiplied()
+counts += ["portmm.ops.attention_scores" in sys.modules, "portmm.trace.tracer" in sys.modules, np.array_equal(*made)]
+fused = pm.fuse(pm.softmax)
+print(json.dumps([*counts, first(lambda: fused(x))]))
+"""
+MOST = (200, 320, 2200)
+"""Calls of Python, of modules as they are defined as well, in first calls with an epilogue, of attention and of a fused
+softmax, beside what the first call of all loads."""
+
+
 def run(folder, tmp_path, *, bare, calls=CALLS):
     (tmp_path / "empty").mkdir(exist_ok=True)
     changed = {"PORTMM_BASE": str(folder), "PORTMM_CACHE": str(tmp_path / "cache")}
@@ -145,6 +179,17 @@ def test_packed_weights_epilogues_and_attention_need_no_source(made, tmp_path):
     assert not wrong
     assert heard == []
     assert not emitted
+
+
+def test_first_calls_of_other_operations_take_few_calls(made, tmp_path):
+    epilogue, traced, attention, scored, traced_again, same, rows = run(made, tmp_path, bare=True, calls=FIRST)
+    assert not traced
+    assert not scored
+    assert traced_again
+    assert same
+    assert epilogue <= MOST[0]
+    assert attention <= MOST[1]
+    assert rows <= MOST[2]
 
 
 def test_a_better_kernel_with_the_same_bits_follows(made, tmp_path):
