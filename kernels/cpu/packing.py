@@ -344,7 +344,8 @@ def _transpose_block(
     load = tuple(Verb(verb, f"t0_{j}", p=Ptr(x, p), mask=mask, to=lines.register) for j, x in enumerate(names))
     shuffles, last = transpose(atom.n)
     place = [Ptr("to", (p + i) * lines.width + group) for i in range(atom.n)]
-    return starts, load, shuffles, [Verb("store", r, p=to, to=lines.register) for r, to in zip(last, place, strict=True)]
+    stores: list[Stmt] = [Verb("store", r, p=to, to=lines.register) for r, to in zip(last, place, strict=True)]
+    return starts, load, shuffles, stores
 
 
 def transpose(lanes: int, rows: int = 0) -> tuple[tuple[Stmt, ...], list[str]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 PREFETCH = 8
 """Prefetch distance in rows of B: a miss takes as long as copying some rows."""
+TOGETHER = 8
+"""Panels that are packed together, at most: a power of two apart, their lines are in one set of L1."""
 Q, FIRST = var("q"), var("jg")
 """Panel, and first of the panels that are packed together."""
 
@@ -75,7 +77,12 @@ class Panels:
     sums: bool
 
     def packed(self) -> Stmt:
-        """Packing of the panels: all together, or one by one where the last is partial."""
+        """Packing of the panels: all together, or one by one where the last is partial; of many, some at a time."""
+        if self.layout == "row" and self.near > TOGETHER:
+            some = var("jp")
+            last = minimum(self.last, some + TOGETHER)
+            part = replace(self, near=TOGETHER, first=some, last=last, columns=minimum(self.columns, last * self.nr))
+            return For("jp", self.first, self.last, const(TOGETHER), (part.packed(),))
         singly = For("q", self.first, self.last, const(1), (*self._one(const(0)), *self._summed()))
         if self.layout != "row" or self.near == 1:
             return singly

@@ -49,6 +49,8 @@ def multiply(g: Operands, height: int, panels: int) -> Stmt:
     args += [g.result(ROW, COLUMN), g.c_step, var("columns"), before]
     args += kept(g, ROW, COLUMN) if part else ()
     args += apart(g, ROW) if shape.apart else ()
+    if g.sweeps and shape.b_packed:
+        args.append((g.panel_step or g.of_panels(g.b_near)) // s.nr)
     if shape.ahead is not None:
         args += next_item(g, ROW) if s.parallel.over == "batch" else next_panel(g, height)
     function = sweep(g.atom, shape, s.kc) if g.sweeps else micro_kernel(g.atom, shape)

@@ -1,4 +1,4 @@
-"""Sweep of a B in place: one call of a micro-kernel for all columns of a slice of rows, a few rows of B at a time."""
+"""Sweep of B: one call of a micro-kernel for all columns of a slice of rows, a few rows of B at a time, or panels."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ for the latency of each step."""
 def sweep(atom: Atom, s: Shape, kc: int) -> Function:
     """Function C[rows][columns] (+)= A . B[k][columns] over any number of tiles of NR columns, along the rows of B.
 
-    B is read in place, in a few long streams. Full tiles have no masks, and some steps of theirs are written out.
+    B is read in place, in a few long streams, or in panels `b_n` times NR elements apart. Full tiles have no masks, and
+    some steps of theirs are written out.
     Where rows of B start in the middle of a vector, all alike, columns up to the next are a narrow tile of their own:
     no vector of the others is in two cache lines. Where sums are in tiles of their own, full tiles inside a run only
     load and store those, and the first slice of rows alone prefetches B, whose lines it leaves in L2 for the others.
@@ -50,7 +51,8 @@ def sweep(atom: Atom, s: Shape, kc: int) -> Function:
     aligned = j - begin + (atom.n if _peels(atom, s) else 0)
 
     def tile(f: Function, k: Index, columns: Index, before: Index = aligned) -> Call:
-        own: dict[str, Index | Ptr] = {"k": k, "columns": columns} | {x: Ptr(x, j) for x in ("b", "c", "kept")}
+        own: dict[str, Index | Ptr] = {"k": k, "columns": columns} | {x: Ptr(x, j) for x in ("c", "kept")}
+        own["b"] = Ptr("b", j * var("b_n") if s.b_packed else j)
         own |= {x: Ptr(x, before * s.rows) for x in ("part", "kept")} if s.apart else {}
         return Call(f, tuple(own.get(x.name, Ptr(x.name) if x.dtype else var(x.name)) for x in f.params))
 
@@ -72,7 +74,7 @@ def sweep(atom: Atom, s: Shape, kc: int) -> Function:
         If(most, (full,), (whole(short, var("k")),)),
         If(width.lt(var("columns")), rest),
     )
-    params = (*edge.params, *((Param("far"),) if s.apart else ()))
+    params = (*edge.params, *((Param("far"),) if s.apart else ()), *((Param("b_n"),) if s.b_packed else ()))
     name, comment = f"sweep_{s.rows}x{kc}", f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][columns]"
     return Function(name, "inner", params, body, comment)
 
@@ -87,7 +89,7 @@ def _written(s: Shape, kc: int) -> int:
 
 def _peels(atom: Atom, s: Shape) -> bool:
     """Whether a sweep may have a narrow first tile; lines of a B in memory, which is prefetched, are late anyway."""
-    return bool(atom.mask) and not s.prefetch
+    return bool(atom.mask) and not (s.prefetch or s.b_packed)
 
 
 def _until_aligned(atom: Atom, s: Shape, tile: Callable[[Function, Index, Index, Index], Call]) -> tuple[Stmt, ...]:

@@ -18,7 +18,7 @@ import numpy as np
 from portmm.schedule.candidates import legal_of, proposals, units
 from portmm.schedule.cost_tape import Tape
 from portmm.schedule.cpu_gemm import DOT_TILES
-from portmm.schedule.cpu_streams import caches, crowds_l2, near_depth, shallow_depth, streams_near
+from portmm.schedule.cpu_streams import caches, crowds_l2, near_depth, panel_depth, shallow_depth, streams_near
 from portmm.schedule.cpu_table import Table
 from portmm.schedule.cpu_textbook import follows
 from portmm.schedule.legality import illegal
@@ -132,6 +132,7 @@ class _Kind:
             k * row > has.far,
             k * row > MODEL.panels_near * has.l2,
             shallow_depth(elements, m, n, k, has),
+            panel_depth(k),
             streams_near(elements, m, n, k, has),
             (least, k > least, k > MODEL.near_depth),
             crowds_l2(elements, m, n, has),

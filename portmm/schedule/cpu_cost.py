@@ -71,8 +71,8 @@ def timed(v: Extents, workers: int, among: Partition) -> Cost:
         packers = np.where(t.once, np.minimum(threads, most), threads)
     waiting = own.waiting
     if workers > 1 and "sweeps" in t.some:  # each task starts in all rows of C again
-        calls = t.model.cut_cycles * v.m * v.passes
-        waiting = waiting + t.sweeps * (calls * (column_blocks - 1.0))
+        rows = np.where(t.strided, t.model.cut_cycles * v.m, t.model.tile_cycles * v.slices)
+        waiting = waiting + t.sweeps * (rows * v.passes * (column_blocks - 1.0))
     added = {"tiles": waiting * (share * scale), "packing": packing * scale / packers}
     if "over_k" in t.some:
         sums = 2 * v.outward(v.m * v.n * tasks * t.c)
@@ -197,7 +197,11 @@ def tile_setup(v: Extents) -> Array:
     if "strided" in t.some:
         cycles = cycles + t.model.walk * _page_walks(v)
     if "sweeps" in t.some:  # a call for all columns of a slice
-        cycles = cycles + t.sweeps * (t.model.tile_cycles * v.slices * v.passes)
+        cycles = cycles + t.sweeps * (t.model.tile_cycles * v.slices * v.passes * np.ceil(v.n / t.swept))
+    if "dots" in t.some:
+        block = v.rows * v.depth * t.a
+        far = t.dots & (block > t.target.counted("L1") // 2)
+        cycles = cycles + far * (t.model.dot_exposed * v.visits * v.outward(block))
     if "finishes" in t.some:
         cycles = cycles + t.finishes * (t.model.finish * v.m * np.ceil(v.n / t.vector))
     if "tiled" in t.some:
@@ -239,7 +243,7 @@ def packing_b(v: Extents) -> Any:
 def _b_fits(v: Extents, name: str) -> Flags:
     """Whether a panel of B and a slice of A fit a level."""
     t, level = v.t, v.t.target.level(name)
-    width = np.where(t.sweeps, v.n, t.visit_n) if "sweeps" in t.some else t.visit_n
+    width = np.where(t.sweeps, np.minimum(v.n, t.swept), t.visit_n) if "sweeps" in t.some else t.visit_n
     fits: Flags = (width * t.b + t.mr * t.a) * v.depth <= (level.bytes if level else WHOLE)
     return fits
 
@@ -286,7 +290,9 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     # L1 <- L2: a block of A passes once per visit, B once if it stays.
     block = v.rows * v.depth * t.a
     a_once = v.m * v.k
-    a_l2 = a_once * np.where(block <= capacity.get("L1", 0) // 2, 1.0, v.visits)
+    over_panels = t.sweeps & ~t.strided
+    again = np.where(over_panels, np.ceil(v.n / t.swept), v.visits)
+    a_l2 = a_once * np.where(block <= capacity.get("L1", 0) // 2, 1.0, again)
     b_l2 = across * np.where(stays, v.blocks, v.slices * np.where(short, t.runs, 1.0))
     c_once = v.m * v.n
     c_again = c_once * (2 * v.passes - 2)
@@ -299,17 +305,17 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     beyond = home >= nearest
     # L2 <- further out: B once per block of rows, C once per pass, A again if its block does not fit.
     a_fits = block <= capacity.get("L2", 0)
-    b_again = np.where(a_fits & _b_stays(v, "L2"), v.blocks, v.slices)
+    b_again = np.where((a_fits | over_panels) & _b_stays(v, "L2"), v.blocks, v.slices)
     b_bytes, a_bytes = v.k * v.n * t.b_far, a_once * t.a_far
     c_far = c_once * t.elements[2] + c_again * t.c * (c_home >= nearest)
-    outer = b_bytes * b_again + c_far + a_bytes * np.where(a_fits & _a_stays(v, "L2"), 1.0, v.visits)
+    outer = b_bytes * b_again + c_far + a_bytes * np.where(a_fits & _a_stays(v, "L2"), 1.0, again)
     # Rows of B are read a run at a time, by micro-kernels or to pack them.
     apart = short | (t.gathers & (v.n > t.near)) if "gathers" in t.some else short
     slow = np.where(apart & (v.depth > t.model.streams), t.runs, 1.0)
     slow = slow * np.where(
         short & ~t.prefetches & ~t.sweeps & (v.depth * t.visit_n * t.b > t.model.fills * LINE), t.model.overfull, 1.0
     )
-    wide = t.sweeps & (v.m != 1) & (v.depth * t.visit_n * t.b > t.model.fills * LINE)
+    wide = t.sweeps & short & (v.m != 1) & (v.depth * t.visit_n * t.b > t.model.fills * LINE)
     slow = slow * np.where(wide, t.model.overfull_sweep, 1.0)
     # Prefetchers fetch lines in pairs: of a shorter run, neighbours are gone when the next panel reads them.
     scattered = short & (t.visit_n * t.b < t.model.long_run) & ~_b_stays(v, "L2")
@@ -330,7 +336,7 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     if "along" in t.some:
         seen, hidden = np.where(t.along, t.model.along, seen), np.where(t.along, t.model.along, 1.0)
     # Lines of memory come later than those of L3: prefetchers follow fewer rows there.
-    late = np.where(t.sweeps & (v.depth > t.model.far_streams), np.maximum(slow, t.runs), slow)
+    late = np.where(t.sweeps & short & (v.depth > t.model.far_streams), np.maximum(slow, t.runs), slow)
     from_memory, from_beyond = far * (late * seen) + c_last + a_bytes, beyond * (outer * slow * hidden)
     if "L3" in names:
         return {"L1": reads, "L2": l2, "L3": from_beyond, "memory": in_memory * from_memory}

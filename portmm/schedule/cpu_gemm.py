@@ -23,7 +23,7 @@ from portmm.schedule.cpu_blocking import (
     whole_depth,
     widths,
 )
-from portmm.schedule.cpu_streams import caches, in_pairs, shallow, sums_apart
+from portmm.schedule.cpu_streams import caches, in_pairs, over_panels, shallow, sums_apart
 from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
@@ -102,6 +102,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
         top = tallest(isa, atom, nr)
         yield from shallow(p, isa, atom, target, nr)
         yield from sums_apart(p, isa, atom, target, nr)
+        yield from over_panels(p, isa, atom, nr, caches(target))
         for mr in dict.fromkeys((top, top - 2, min(top, MODEL.in_place_rows))):
             if mr < 1 or p.m <= mr:
                 continue

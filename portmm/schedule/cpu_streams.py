@@ -10,9 +10,11 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from portmm.schedule.cpu_blocking import base_schedule, both_in_place, cache_tiles, least_of, tallest
+from portmm.schedule.cpu_blocking import a_in_place, base_schedule, both_in_place, cache_tiles, least_of, tallest
 from portmm.schedule.parts import ALL, PACKED
+from portmm.spec.dtype import UNCONVERTED
 from portmm.target.model import CPU as MODEL
+from portmm.target.summation import RUN
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -71,6 +73,36 @@ def shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterat
     kc = shallow_depth(p.elements, p.m, p.n, p.k, caches(target))
     if kc and p.m > mr and in_pairs(nr, isa, atom) and both_in_place(p, isa, atom, nr):
         yield base_schedule("gemm", p, isa, cache_tiles(mr, nr, kc, ALL, ALL, least_of(mr)), False, False)
+
+
+def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Iterator[Schedule]:
+    """Schedules whose slices of rows of A, in place, sweep panels of B that stay in L2, a run of k deep.
+
+    Rows of C are stored in long runs, and B is packed once. Shallow rows of a B are better left in place.
+    """
+    depth = panel_depth(p.k)
+    # Rows of A that start in one set of L1 leave two ways to panels.
+    mr = min(tallest(isa, atom, nr), MODEL.in_place_rows, max(1, has.ways - 2))
+    near = panel_columns(depth, nr, p.elements[1].bytes, has)
+    if p.m <= mr or not near or p.fused or p.dtype not in UNCONVERTED or (p.b == "row" and depth < RUN):
+        return
+    if nr == 2 * isa.columns(atom) and a_in_place(p, isa, atom):
+        ready = p.b == "packed"
+        nc, packed = (near, 0) if ready else (ALL, near)
+        registers, l1, *outer = cache_tiles(mr, nr, depth, ALL, nc, least_of(mr), near=packed)
+        yield base_schedule("gemm", p, isa, (registers, l1._replace(n=ALL), *outer), False, not ready)
+
+
+def panel_depth(k: int) -> int:
+    """KC of such sweeps: a run, or little more than K if that is much less."""
+    depths = MODEL.panel_depths
+    return int(depths[bisect_left(depths, k)]) if k <= depths[-1] else RUN
+
+
+def panel_columns(depth: int, nr: int, size: int, has: Caches) -> int:
+    """Number of columns of the panels that stay in L2 while slices of rows pass, in elements of `size` bytes."""
+    columns = min(MODEL.panel_share * has.l2 / depth, MODEL.panel_bytes) // size
+    return int(columns // nr * nr)
 
 
 def shallow_depth(elements: Elements, m: int, n: int, k: int, has: Caches) -> int:

@@ -80,6 +80,7 @@ class Table:
         begins: cycles to start and leave a register tile.
         unhidden: see `_unhidden`.
         sweeps: a micro-kernel call covers all columns, in long streams of B.
+        swept: columns of one call of the micro-kernel, or of all of those in a sweep.
         crowded: slowdown where rows of A in place start in one set of L1.
         apart: slowdown of multiply-adds by short runs of a strided B.
         runs: slowdown of reading a strided B, likewise; of a B that is packed in passing, of reading its rows.
@@ -94,6 +95,7 @@ class Table:
         prefetches: the next rows of a B in place are prefetched; `along`, what comes next in the same rows.
         strided: B is read in place, by rows.
         gathers: B is packed in passing, from rows.
+        dots: dot products of rows of A and columns of B in place.
         rows_in_place: A is read in place, by rows.
         finishes: sums are converted before they are stored in C.
         static: sizes are compiled in.
@@ -166,8 +168,8 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
     gathers, near = pack_b and not once and s.b.layout == "row", max(s.tiles[2].n, visit_n)
     lines, ways = max(1.0, visit_n * b / LINE), level.ways if level else WHOLE
     run = max(1.0, near * sizes[1] / LINE) if gathers else lines
-    # Rows of C do not meet those of A where sums are in tiles of their own.
-    crowded = model.crowded if s.mr + model.passing >= ways else 1.0
+    # Rows of C do not meet those of A where sums are in tiles of their own, and sweeps of panels leave some ways.
+    crowded = model.crowded if s.mr + model.passing >= ways and (strided or not sweeping) else 1.0
     thrashed = 1.0 if s.c.packed else model.thrashed
     carried = 1.0 + (atom.n.bit_length() if dots else 0)
     return {
@@ -181,11 +183,13 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "rate": macs_per_cycle(target, isa, atom, s.dtype),
         "steps": model.loop_cycles + model.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
         + model.line_ahead * lines * (s.b.prefetch > 0 or s.b.along > 0),
-        "begins": model.sweep_cycles + model.sweep_line * lines * (not s.b.along) if sweeping
+        "begins": model.panel_cycles if sweeping and not strided
+        else model.sweep_cycles + model.sweep_line * lines * (not s.b.along) if sweeping
         else model.dot_cycles if dots else model.tile_cycles,
         "crowded": (thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "apart": 1.0 + model.apart / lines * (not sweeping),
-        "sweeps": sweeping, "unhidden": _unhidden(s, model, sweeping),
+        "sweeps": sweeping, "swept": (near if pack_b else s.nc or WHOLE) if sweeping else visit_n,
+        "unhidden": _unhidden(s, model, sweeping),
         "runs": 1.0 + (model.short_ahead if prefetches and not gathers else model.short_runs) / run, "near": near,
         "copy_a": _copying(s, atom, model, "a"), "copy_b": _copying(s, atom, model, "b"),
         "packs": model.pack_cycles * (pack_a + pack_b), "carried": carried,
@@ -194,7 +198,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "pack_a": pack_a, "pack_b": pack_b, "once": once, "ahead": ahead, "left": left != atom.left,
         "right": right != atom.right and not decodes, "decodes": decodes,
         "spans": decodes and atom.takes_int4 and s.b.group > 0, "prefetches": prefetches, "along": s.b.along > 0,
-        "strided": strided, "gathers": gathers,
+        "strided": strided, "gathers": gathers, "dots": dots and not copied,
         "rows_in_place": in_place, "finishes": not dots and finishes(s, atom), "static": s.static is not None,
         "cut": strided and not (prefetches or s.b.along or over_k or over_batch),
     }  # fmt: skip
@@ -221,12 +225,13 @@ def _copying(s: Schedule, atom: Atom, model: Model, operand: str) -> float:
     if layout == "any" or (layout != straight and atom.n == 1) or s.program == "dot":
         each: float = model.copy_element
     else:
-        # A transposed block of L x L elements takes L log2(L) shuffles.
+        # A transposed block of L x L elements takes L log2(L) shuffles, besides which loads and stores are made.
         copy = model.copy_once if s.b.once and straight == "row" else model.copy_passing
         # A vector takes instructions, its lines take bandwidth.
         line = min(1.0, atom.n * BY_NAME[atom.left if operand == "a" else atom.right].bytes / LINE)
         copy *= model.copy_vector + (1.0 - model.copy_vector) * line
-        each = (copy if layout == straight else copy + atom.n.bit_length()) / atom.n
+        shuffles = 0 if layout == straight else atom.n.bit_length()
+        each = (max(copy, shuffles) + model.copy_exposed * min(copy, shuffles)) / atom.n
     if layout == "codes":
         each = model.dequantize * atom.k_pack / atom.n
     if atom.k_pack > 1 and layout == interleaved:

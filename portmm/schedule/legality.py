@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.program import TICKET, capacities_of, device_of, exceeded, footprint_of
 from portmm.schedule.programs import PROGRAMS
-from portmm.schedule.schedule import sweeps
+from portmm.schedule.schedule import finishes, sweeps, sweeps_panels
 from portmm.target.device import PARTS, RESERVED
 from portmm.target.model import DEVICE as MODEL
 
@@ -60,8 +60,8 @@ def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> st
         return inconsistent(s)
     if not s.on_device and p.b in ("packed", "codes") and s.family != p.family:
         return f"reads panels of {s.family}, but B is packed as {p.family}"
-    if s.c.packed and not sweeps(s, atom):
-        return "keeps sums in tiles of their own, but no sweep of a B in place in blocks of k has any"
+    if not s.on_device and (why := _cannot_sweep(s, atom)):
+        return why
     needs, has = footprint(s, p, atom), capacities(s, isa, target)
     if level := exceeded(needs, has):
         return f"needs {needs[level]} of {has[level]} {NOUNS.get(level, f'bytes of {level}')}"
@@ -69,6 +69,22 @@ def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> st
     if split > 1 and p.k < split * PROGRAMS[s.program].slice_steps * s.block.k * s.atom.kr:
         return "slices of k are too short"
     return ""
+
+
+def _cannot_sweep(s: Schedule, atom: Atom) -> str:
+    """The reason why a schedule for a sweep has no kernel, or an empty string."""
+    if s.c.packed and not sweeps(s, atom):
+        return "keeps sums in tiles of their own, but no sweep of a B in place in blocks of k has any"
+    if not sweeps_panels(s):
+        return ""
+    why = ""
+    if not s.kc or s.static or s.b.panels > 1 or s.c.prefetch or s.b.prefetch or s.b.along:
+        why = "with all of k in a block, sizes compiled in, several panels at a time or prefetches"
+    elif s.b.layout == "codes" or not (s.b.packed or s.b.layout == "packed"):
+        why = "of quantized values or of a B in place"
+    elif finishes(s, atom):
+        why = "whose sums are finished by an epilogue"
+    return f"has all columns in the tile of L1, but no kernel sweeps panels {why}" if why else ""
 
 
 def device_registers(s: Schedule) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.parts import SHARED, AtomUse, OperandPlan, Parallel
+from portmm.schedule.parts import ALL, SHARED, AtomUse, OperandPlan, Parallel
 from portmm.spec.dtype import CODES_KR, accumulator, types, unit
 from portmm.spec.epilogue import parse
 from portmm.spec.kernel_name import KernelName
@@ -222,11 +222,18 @@ def shifts(s: Schedule, atom: Atom) -> bool:
 
 
 def sweeps(s: Schedule, atom: Atom) -> bool:
-    """Whether one call of a micro-kernel covers all columns of a task: a B in place is streamed a few rows at a time.
+    """Whether one call of a micro-kernel covers all columns of a task, or all panels that are packed together.
 
-    A task has all rows, and sums are in C between blocks of k.
+    A B in place is streamed a few rows at a time; a task has all rows, and sums are in C between blocks of k.
     """
+    if sweeps_panels(s):
+        return True
     whole = s.program == "gemm" and not s.mc and s.b.panels == 1 and not s.static
     in_place = s.b.layout == "row" and not s.b.packed and not s.a.packed and not s.c.prefetch
     part = not chained(atom) and block_of_k(s.kc, s.atom.kr) is BlockOfK.PART
     return whole and in_place and part
+
+
+def sweeps_panels(s: Schedule) -> bool:
+    """Whether a slice of A stays in L1 while panels of B pass, which stay in L2: the tile of L1 has all columns."""
+    return s.program == "gemm" and s.tiles[1].n == ALL

@@ -76,7 +76,7 @@ static __attribute__((noinline)) void pack_b(long k, long columns, const float *
   }
 }
 
-/* to[16][k][16] = B[k][256], row layout */
+/* to[8][k][16] = B[k][128], row layout */
 static __attribute__((noinline)) void pack_b_rows(long k, const float *b, long b_k, float *to, long panel_step) {
   v8f v0, v1, v2, v3;
   for (long p = 0; p < k; ++p) {
@@ -88,14 +88,6 @@ static __attribute__((noinline)) void pack_b_rows(long k, const float *b, long b
     __builtin_prefetch(b + p * b_k + b_k * 8 + 80);
     __builtin_prefetch(b + p * b_k + b_k * 8 + 96);
     __builtin_prefetch(b + p * b_k + b_k * 8 + 112);
-    __builtin_prefetch(b + p * b_k + b_k * 8 + 128);
-    __builtin_prefetch(b + p * b_k + b_k * 8 + 144);
-    __builtin_prefetch(b + p * b_k + b_k * 8 + 160);
-    __builtin_prefetch(b + p * b_k + b_k * 8 + 176);
-    __builtin_prefetch(b + p * b_k + b_k * 8 + 192);
-    __builtin_prefetch(b + p * b_k + b_k * 8 + 208);
-    __builtin_prefetch(b + p * b_k + b_k * 8 + 224);
-    __builtin_prefetch(b + p * b_k + b_k * 8 + 240);
     v0 = *(const v8f_u *)(b + p * b_k);
     *(v8f_u *)(to + p * 16) = v0;
     v1 = *(const v8f_u *)(b + p * b_k + 8);
@@ -128,38 +120,6 @@ static __attribute__((noinline)) void pack_b_rows(long k, const float *b, long b
     *(v8f_u *)(to + panel_step * 7 + p * 16) = v2;
     v3 = *(const v8f_u *)(b + p * b_k + 120);
     *(v8f_u *)(to + panel_step * 7 + p * 16 + 8) = v3;
-    v0 = *(const v8f_u *)(b + p * b_k + 128);
-    *(v8f_u *)(to + panel_step * 8 + p * 16) = v0;
-    v1 = *(const v8f_u *)(b + p * b_k + 136);
-    *(v8f_u *)(to + panel_step * 8 + p * 16 + 8) = v1;
-    v2 = *(const v8f_u *)(b + p * b_k + 144);
-    *(v8f_u *)(to + panel_step * 9 + p * 16) = v2;
-    v3 = *(const v8f_u *)(b + p * b_k + 152);
-    *(v8f_u *)(to + panel_step * 9 + p * 16 + 8) = v3;
-    v0 = *(const v8f_u *)(b + p * b_k + 160);
-    *(v8f_u *)(to + panel_step * 10 + p * 16) = v0;
-    v1 = *(const v8f_u *)(b + p * b_k + 168);
-    *(v8f_u *)(to + panel_step * 10 + p * 16 + 8) = v1;
-    v2 = *(const v8f_u *)(b + p * b_k + 176);
-    *(v8f_u *)(to + panel_step * 11 + p * 16) = v2;
-    v3 = *(const v8f_u *)(b + p * b_k + 184);
-    *(v8f_u *)(to + panel_step * 11 + p * 16 + 8) = v3;
-    v0 = *(const v8f_u *)(b + p * b_k + 192);
-    *(v8f_u *)(to + panel_step * 12 + p * 16) = v0;
-    v1 = *(const v8f_u *)(b + p * b_k + 200);
-    *(v8f_u *)(to + panel_step * 12 + p * 16 + 8) = v1;
-    v2 = *(const v8f_u *)(b + p * b_k + 208);
-    *(v8f_u *)(to + panel_step * 13 + p * 16) = v2;
-    v3 = *(const v8f_u *)(b + p * b_k + 216);
-    *(v8f_u *)(to + panel_step * 13 + p * 16 + 8) = v3;
-    v0 = *(const v8f_u *)(b + p * b_k + 224);
-    *(v8f_u *)(to + panel_step * 14 + p * 16) = v0;
-    v1 = *(const v8f_u *)(b + p * b_k + 232);
-    *(v8f_u *)(to + panel_step * 14 + p * 16 + 8) = v1;
-    v2 = *(const v8f_u *)(b + p * b_k + 240);
-    *(v8f_u *)(to + panel_step * 15 + p * 16) = v2;
-    v3 = *(const v8f_u *)(b + p * b_k + 248);
-    *(v8f_u *)(to + panel_step * 15 + p * 16 + 8) = v3;
   }
 }
 
@@ -179,12 +139,14 @@ static void pack_share(const long *ctx, long task, long worker) {
   const long jg = task / ((k + 255) / 256) * 16;
   const long p_first = task % ((k + 255) / 256) * 256;
   float *panels = work;
-  if (min_((n + 15) / 16 * 16, n) < (jg + 16) * 16) {
-    for (long q = jg; q < min_((n + 15) / 16, jg + 16); ++q) {
-      pack_b(min_(k - p_first, 256), min_(n - q * 16, 16), b + item * b_batch + p_first * b_k + q * 16 + across, b_k, b_n, panels + p_first * 16 + q * (k * 16));
+  for (long jp = jg; jp < min_((n + 15) / 16, jg + 16); jp += 8) {
+    if (min_(min_((n + 15) / 16 * 16, n), min_(min_((n + 15) / 16, jg + 16), jp + 8) * 16) < (jp + 8) * 16) {
+      for (long q = jp; q < min_(min_((n + 15) / 16, jg + 16), jp + 8); ++q) {
+        pack_b(min_(k - p_first, 256), min_(n - q * 16, 16), b + item * b_batch + p_first * b_k + q * 16 + across, b_k, b_n, panels + p_first * 16 + q * (k * 16));
+      }
+    } else {
+      pack_b_rows(min_(k - p_first, 256), b + item * b_batch + p_first * b_k + jp * 16 + across, b_k, panels + p_first * 16 + jp * (k * 16), k * 16);
     }
-  } else {
-    pack_b_rows(min_(k - p_first, 256), b + item * b_batch + p_first * b_k + jg * 16 + across, b_k, panels + p_first * 16 + jg * (k * 16), k * 16);
   }
 }
 

@@ -14,8 +14,10 @@ from portmm.codegen.lower import lower
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
 from portmm.schedule.candidates import candidates
+from portmm.schedule.cpu_gemm import AHEAD
 from portmm.schedule.cpu_streams import caches, near_depth
-from portmm.schedule.schedule import sweeps
+from portmm.schedule.legality import illegal
+from portmm.schedule.schedule import sweeps, sweeps_panels
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Problem
 from portmm.target.model import CPU
@@ -154,6 +156,40 @@ def test_sweeps_of_a_b_in_the_last_level(name, dtype, few, monkeypatch):
     k.check(interpret(kernel, k, 2), s)
     if name in HERE:
         check_built(kernel, k, 1 + few, s, end=True)
+
+
+@pytest.mark.parametrize("b", ["row", "col", "packed"])
+@pytest.mark.parametrize(("name", "dtype"), [("avx2", "f32"), ("avx512", "f32"), ("avx512", "f64"), ("neon", "f32")])
+def test_sweeps_of_panels(name, dtype, b):
+    """Slices of A pass panels of B, part of which are packed together; k is a part of a run, or several runs."""
+    target = _with_l2(name)
+    lanes = target.isas[0].atom(dtype).n
+    for i, k in enumerate((5, 64, 700) if b != "row" else (70, 700)):
+        posed = pose((19 + i, 11 * 2 * lanes + 3, k), ("row", b, "row"), target, dtype=dtype)
+        p, s = next((p, s) for p in posed for s in candidates(p, target) if sweeps_panels(s))
+        near = 3 if i else 9  # more than are packed at once
+        level = "L3" if b == "packed" else "L2"
+        tiles = [t._replace(n=near * s.nr) if t.level == level else t for t in s.tiles]
+        s = replace(s, tiles=tuple(tiles))
+        kernel, problem = lower(s, target.isas[0]), case(p, seed=i)
+        problem.check(interpret(kernel, problem, 2), s)
+        if name in HERE:
+            check_built(kernel, problem, 1 + i % 2, s, end=True)
+
+
+def _with_l2(name):
+    """A machine of one instruction set whose L2 has room for panels of a run."""
+    target = support.small(name)
+    l1 = target.levels[0]
+    return replace(target, levels=(l1, replace(l1, name="L2", bytes=1 << 20)))
+
+
+def test_what_no_sweep_of_panels_does_is_illegal():
+    target = _with_l2("avx2")
+    isa, p = target.isas[0], Problem(20, 40, 70)
+    (s,) = [s for s in candidates(p, target) if sweeps_panels(s)]
+    for changed in (replace(s, c=AHEAD), replace(s, b=s.b.with_pack(None)), replace(s, b=s.b.covering(2))):
+        assert "no kernel sweeps panels" in illegal(changed, p, isa, isa.atom("f32"), target)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("avx2", "f32"), ("avx512", "f64"), ("avx512", "u8-s8-s32")])
