@@ -24,11 +24,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from portmm.build.compiler import variable_of, zig_target
 from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.dispatch.base_kernels import FIRST, ROWS, grid_question
 from portmm.ir.prefix import value
 from portmm.ops.outlined_matmul import question as question_of_outline
 from portmm.ops.recorded_kernels import recorded
+from portmm.util import system
 
 LEVELS = {
     "x86_64": {
@@ -52,22 +54,34 @@ LEVELS = {
         "dotprod": ("neoverse_n1", "asimddp asimd"),
         "neon": ("armv8a", "asimd"),
     },
+    f"aarch64-{system.MACOS}": {
+        "i8mm": ("apple_m2", "i8mm bf16 asimddp asimd"),
+        "dotprod": ("apple_m1", "asimddp asimd"),
+        "neon": ("armv8a", "asimd"),
+    },
 }
-"""By architecture, the best first: the chip whose description selects, and the features that a processor must have."""
+"""By platform, the best first: the chip whose description selects, and the features that a processor must have."""
 
 
-def level_of(target):
-    """The level that a described chip selects, by the features of its instruction sets; empty if there is none."""
+def level_of(target, platform=""):
+    """The level that a described chip selects, by the features of its instruction sets; empty if there is none.
+
+    Args:
+        target: the chip.
+        platform: by default Linux on its architecture.
+    """
     has = {x for isa in target.isas for x in isa.features}
     has |= {x for match in target.match for x in (f"vendor={match.vendor}", f"family={match.family}")}
-    return next((x for x, (_, words) in LEVELS.get(target.arch, {}).items() if has.issuperset(words.split())), "")
+    levels = LEVELS.get(platform or target.arch, {})
+    return next((x for x, (_, words) in levels.items() if has.issuperset(words.split())), "")
 
 
 def families():
     """Levels with the families of cloud instances that may run on a chip of each, by their clouds."""
     from portmm.target.target import clouds, load_target
 
-    table = {level: {"AWS": [], "Google": [], "Azure": []} for levels in LEVELS.values() for level in levels}
+    linux = [levels for platform, levels in LEVELS.items() if not system.of(platform)[1]]
+    table = {level: {"AWS": [], "Google": [], "Azure": []} for levels in linux for level in levels}
     for family in clouds():
         for level in dict.fromkeys(level_of(load_target(x)) for x in family.chips):
             if level:
@@ -280,14 +294,15 @@ def fused_rows(target):
         yield from ((kernel, question, text) for (kernel, question), text in zip(kernels, texts, strict=True))
 
 
-def make(folder, arch, libc, levels, kinds, *, report=lambda *_: None):
-    """Write the base set of an architecture to a folder; returns what it was made of."""
+def make(folder, platform, libc, levels, kinds, *, report=lambda *_: None):
+    """Write the base set of a platform to a folder; returns what it was made of."""
     from portmm.ops.bundle_build import Maker
     from portmm.target.target import load_target
 
-    maker = Maker()
+    arch, of = system.of(platform)
+    maker = Maker(of)
     folder.mkdir(parents=True, exist_ok=True)
-    run_time(maker, folder, arch, libc)
+    run_time(maker, folder, platform, libc)
     pool = ProcessPoolExecutor(PROCESSES)
     found = [pool.submit(grids, chip, kinds) for chip, _ in levels.values()]
     for number, (level, (chip, _)) in enumerate(levels.items()):
@@ -310,8 +325,8 @@ def make(folder, arch, libc, levels, kinds, *, report=lambda *_: None):
         text, outlined = epilogue(name, dtype)
         maker.facts[question_of_outline(dtype, outlined)] = (text,)
     maker.facts["levels"] = tuple(f"{name}={','.join(words.split())}" for name, (_, words) in levels.items())
-    link(maker, folder / f"{arch}.so", arch, report)
-    (folder / f"{arch}.bundle").write_bytes(maker.pack((1,), report))
+    link(maker, folder / f"{platform}.so", platform, report)
+    (folder / f"{platform}.bundle").write_bytes(maker.pack((1,), report))
     return maker
 
 
@@ -401,7 +416,7 @@ def keys_text(s, target):
     return f"* max 1 / min {int(CPU.most_keys)} / {int(near) // 2} * 4 + {queries} * 2 d {step} {step}"
 
 
-def link(maker, output, arch, report):
+def link(maker, output, platform, report):
     """Move kernels to one shared object."""
     from portmm.ops import c_library
 
@@ -411,18 +426,20 @@ def link(maker, output, arch, report):
     with tempfile.TemporaryDirectory(prefix="portmm-link-") as folder:
         jobs = {symbol: maker.jobs.pop(question) for question, symbol in maker.linked.items()}
         jobs = dict(sorted(jobs.items(), key=lambda x: x[1].name))  # alike side by side: a seventh less in a wheel
-        c_library.link(Path(folder), output.name, arch, jobs, ("-fno-asynchronous-unwind-tables",))
+        c_library.link(Path(folder), output.name, platform, jobs, ("-fno-asynchronous-unwind-tables",))
         shutil.copy(Path(folder, output.name), output)
 
 
-def run_time(maker, folder, arch, libc):
+def run_time(maker, folder, platform, libc):
     """Compile the run time for each version of Python, by zig against an old C library."""
+    arch, of = system.of(platform)
     kernels, maker.jobs = maker.jobs, {}
     for headers in os.environ.get("PORTMM_PYTHONS", "").split(os.pathsep):
         maker.add_run_time(arch, Path(headers) if headers else None, libc)
-    variable = "CC" if arch == os.uname().machine else f"CC_{arch}"
+    variable = variable_of(platform)
+    target = zig_target(platform) if of else f"{arch}-linux-{LIBRARIES[libc]}"
     before = os.environ.get(variable)
-    os.environ[variable] = f"{sys.executable} -m ziglang cc -target {arch}-linux-{LIBRARIES[libc]}"
+    os.environ[variable] = f"{sys.executable} -m ziglang cc -target {target}"
     for question, job in maker.jobs.items():
         if job.interface:
             (folder / f"{job.name}{job.interface}").write_bytes(job.compiled())
@@ -434,7 +451,7 @@ def run_time(maker, folder, arch, libc):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("arch", choices=LEVELS)
+    parser.add_argument("platform", choices=LEVELS)
     parser.add_argument("output", type=Path, help="a folder")
     parser.add_argument("--libc", choices=LIBRARIES, default="gnu")
     parser.add_argument("--levels", default="", help="some levels only, with commas between")
@@ -442,19 +459,19 @@ def main():
     parser.add_argument("--run-time", action="store_true", help="only the run time for versions of Python")
     options = parser.parse_args()
     levels = {
-        x: y for x, y in LEVELS[options.arch].items() if x in (options.levels.split(",") if options.levels else [x])
+        x: y for x, y in LEVELS[options.platform].items() if x in (options.levels.split(",") if options.levels else [x])
     }
     kinds = [x for x in (*KINDS, *FUSED) if x[0] in (options.types.split(",") if options.types else [x[0]])]
     os.environ |= {"PORTMM_RACE": "off", "PORTMM_TUNED": "off", "PORTMM_BASE": "off"}
     if options.run_time:
         from portmm.ops.bundle_build import Maker
 
-        run_time(Maker(), options.output, options.arch, options.libc)
+        run_time(Maker(system.of(options.platform)[1]), options.output, options.platform, options.libc)
         return
     from portmm.util.console import progress
 
-    with progress(f"base set for {options.arch}", 600) as report:
-        maker = make(options.output, options.arch, options.libc, levels, kinds, report=report)
+    with progress(f"base set for {options.platform}", 600) as report:
+        maker = make(options.output, options.platform, options.libc, levels, kinds, report=report)
     sizes = {x.name: x.stat().st_size for x in sorted(options.output.iterdir())}
     print(f"{len(maker.linked)} kernels of {len(maker.codes)} schedules, {len(maker.jobs)} others; bytes: {sizes}")
 

@@ -1,4 +1,4 @@
-"""Wheels with the run time and the base set of kernels, for Linux on x86-64 and AArch64.
+"""Wheels with the run time and the base set of kernels, for Linux on x86-64 and AArch64, and macOS on AArch64.
 
     python tools/build_wheels.py dist --pythons /usr/include/python3.11:/opt/python3.14/include/python3.14t
 
@@ -7,7 +7,8 @@ the kernels in `portmm/base`. Headers of a free-threaded build that are not ther
 `.../python3.14` with `Py_GIL_DISABLED`, in which the two differ. Kernels are compiled by gcc where there is one for the
 architecture, and else by zig; the run time by zig against the oldest C library. `--base` takes kernels that were made
 before, and makes the run time. `--audit` has auditwheel look at all shared objects of a wheel, and `--repair` has it
-write the wheel again (it needs patchelf), under the platforms that it finds.
+write the wheel again (it needs patchelf), under the platforms that it finds. For macOS all is compiled by zig, against
+Linux's headers of Python without what only Linux has.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 PLATFORMS = {"gnu": "manylinux_2_17_{0}.manylinux2014_{0}", "musl": "musllinux_1_2_{0}"}
+MACOS, MACOS_TAG = "aarch64-macos", "macosx_11_0_arm64"
+CHANGES = {"t": "#define Py_GIL_DISABLED 1", MACOS: "#undef HAVE_CRYPT_H"}
+"""Lines of pyconfig.h: of builds of Python without the lock; of macOS."""
 COPIED = ("LICENSE", "README.md", "kernels", "portmm", "pyproject.toml", "setup.py", "targets")
 
 
@@ -45,10 +49,11 @@ def build(arch: str, libc: str, output: Path, pythons: str, made: Path | None) -
             for path in made.glob(f"{arch}.*"):
                 shutil.copy(path, base)
             words.append("--run-time")
-        headers = os.pathsep.join(str(headers_of(Path(x), Path(folder))) for x in pythons.split(os.pathsep) if x)
+        every = [Path(x) for x in pythons.split(os.pathsep) if x]
+        headers = os.pathsep.join(str(headers_of(x, Path(folder), arch)) for x in every)
         environment = os.environ | {"PORTMM_PYTHONS": headers, "PYTHONPATH": str(ROOT), "PYTHONDONTWRITEBYTECODE": "1"}
         subprocess.run(words, env=environment, check=True)
-        platform = {"PORTMM_WHEEL_PLATFORM": PLATFORMS[libc].format(arch)}
+        platform = {"PORTMM_WHEEL_PLATFORM": MACOS_TAG if arch == MACOS else PLATFORMS[libc].format(arch)}
         wheels = Path(folder, "wheels")
         words = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(wheels), str(tree)]
         subprocess.run(words, env=os.environ | platform, check=True)
@@ -57,15 +62,17 @@ def build(arch: str, libc: str, output: Path, pythons: str, made: Path | None) -
         return Path(shutil.copy(wheel, output))
 
 
-def headers_of(named: Path, folder: Path) -> Path:
+def headers_of(named: Path, folder: Path, arch: str = "") -> Path:
     """The headers of a version of Python: a directory, or that of the build with the lock, changed, in a folder."""
     usual = named.with_name(named.name.removesuffix("t"))
-    if named.is_dir() or not usual.is_dir():
+    there = named if named.is_dir() or not usual.is_dir() else usual
+    changes = [CHANGES[x] for x, needed in (("t", there != named), (MACOS, arch == MACOS)) if needed]
+    if not changes:
         return named
     made = folder / "headers" / named.name
-    shutil.copytree(usual, made)
+    shutil.copytree(there, made)
     path = made / "pyconfig.h"
-    path.write_text(path.read_text(encoding="utf-8") + "\n#define Py_GIL_DISABLED 1\n", encoding="utf-8")
+    path.write_text("\n".join((path.read_text(encoding="utf-8"), *changes, "")), encoding="utf-8")
     return made
 
 
@@ -113,13 +120,15 @@ def main() -> None:
     """Build wheels, and show what is in them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("output", type=Path)
-    parser.add_argument("--arch", action="append", choices=("x86_64", "aarch64"))
+    parser.add_argument("--arch", action="append", choices=("x86_64", "aarch64", MACOS))
     parser.add_argument("--libc", choices=PLATFORMS, default="gnu")
     parser.add_argument("--pythons", default="", help="directories of headers, with colons between; this Python's")
     parser.add_argument("--base", type=Path, help="directory of base sets, as ARCH.bundle, that were made before")
     parser.add_argument("--audit", action="store_true")
     parser.add_argument("--repair", action="store_true")
     options = parser.parse_args()
+    if MACOS in (options.arch or ()) and (options.audit or options.repair):
+        parser.error("auditwheel looks at wheels for Linux alone")
     if options.repair and options.libc == "musl":
         parser.error("--repair is for gnu: zig links libc.so, which musl takes for its own, and auditwheel does not")
     for arch in options.arch or ("x86_64", "aarch64"):

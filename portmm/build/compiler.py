@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING
 from portmm.build import child_process, failed_builds, kernel_store
 from portmm.build.cache import digest, read_note, write_note
 from portmm.errors import BuildError, NoCompilerError
+from portmm.util import system
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -63,7 +64,9 @@ _OWN = {
 
 # zig compiles for the CPU of the host unless a target is passed. glibc 2.28 is the oldest
 # in the wheels that NumPy still publishes (manylinux_2_28).
-_ZIG_TARGET = "{arch}-linux-gnu.2.28"
+_ZIG_TARGETS = {"": "{arch}-linux-gnu.2.28", system.MACOS: "{arch}-macos.11.0"}
+# macOS loads no library that does without its C library.
+_SYSTEM_FLAGS = {system.MACOS: ("-lc",)}
 
 # zig spells -march=armv8.2-a+sve as -mcpu=generic+v8_2a+sve, with LLVM's names.
 _ARM_MARCH = re.compile(r"-march=armv(\d+)(?:\.(\d+))?-a((?:\+\w+)*)")
@@ -78,7 +81,7 @@ class Compiler:
         argv: the command, its program as an absolute path.
         kind: "gcc", "clang" or "zig".
         version: the first line of its --version.
-        arch: architecture of the code it emits, as `uname -m` spells it.
+        arch: platform of the code it emits: see `util.system`.
     """
 
     argv: tuple[str, ...]
@@ -107,16 +110,17 @@ def _ziglang() -> str | None:
     return None if spec is None or not sys.executable else spec.origin
 
 
-def _candidates(arch: str, path: str, *, native: bool) -> Iterator[tuple[str, ...]]:
+def _candidates(platform: str, path: str, *, native: bool) -> Iterator[tuple[str, ...]]:
     def on_path(program: str, *options: str) -> Iterator[tuple[str, ...]]:
         full = _which(program, path)
         if full is not None:
             yield (full, *options)
 
+    arch, of = system.of(platform)
     if native:
         for program in ("gcc", "cc", "clang"):
             yield from on_path(program)
-    else:
+    elif not of:
         triple = f"{arch}-linux-gnu"
         yield from on_path(f"{triple}-gcc")
         # clang compiles for any machine but needs a linker for it.
@@ -141,13 +145,18 @@ def programs(argv: tuple[str, ...], path: str) -> list[str]:
     return [kernel_store.state(x) for x in every if x is not None and os.access(x, os.R_OK)]
 
 
+def variable_of(arch: str) -> str:
+    """The variable of the environment that names the compiler for a platform."""
+    return "CC" if arch == system.platform() else f"CC_{arch.replace('-', '_')}"
+
+
 def is_named(arch: str) -> bool:
     """Whether the user names the compiler for an architecture, by `$CC` or the like."""
     return bool(_named_compiler(arch))
 
 
 def _named_compiler(arch: str) -> str:
-    return os.environ.get("CC" if arch == os.uname().machine else f"CC_{arch}", "").strip()
+    return os.environ.get(variable_of(arch), "").strip()
 
 
 BACKGROUND_LIMIT = 10
@@ -248,7 +257,7 @@ def _no_compiler(text: str, failures: list[BuildError]) -> NoCompilerError:
 
 @cache
 def _find(arch: str, cc: str, path: str, *, native: bool) -> Compiler:
-    variable = "CC" if native else f"CC_{arch}"
+    variable = variable_of(arch)
     if cc:
         return _from_cc(variable, cc, arch, path)
     failures = []
@@ -257,12 +266,15 @@ def _find(arch: str, cc: str, path: str, *, native: bool) -> Compiler:
             return _describe(argv, arch, path)
         except BuildError as error:
             failures.append(error)
-    wanted = f"${variable}, " + ("gcc, cc and clang" if native else f"{arch}-linux-gnu-gcc, clang with its linker")
-    package = "gcc" if native else f"gcc-{arch.replace('_', '-')}-linux-gnu"
+    machine, of = system.of(arch)
+    cross = "" if of else f"{machine}-linux-gnu-gcc, clang with its linker"
+    wanted = ", ".join(filter(None, (f"${variable}", "gcc, cc and clang" if native else cross)))
+    package = "gcc" if native else f"gcc-{machine.replace('_', '-')}-linux-gnu"
+    distributed = "" if of else f" or your distribution's {package}"
     reasons = "".join(f"; {error}" for error in failures)
     text = (
         f"no C compiler for {arch} was found: searched for {wanted}, and the Python package ziglang{reasons}; "
-        f"install one: `pip install ziglang` (needs no root) or your distribution's {package}"
+        f"install one: `pip install ziglang` (needs no root){distributed}"
     )
     raise _no_compiler(text, failures)
 
@@ -277,9 +289,9 @@ def find_compiler(arch: str | None = None) -> Compiler:
     Raises:
         NoCompilerError: there is none; the message says what to install.
     """
-    machine = os.uname().machine
-    wanted = arch or machine
-    return _find(wanted, _named_compiler(wanted), os.environ.get("PATH", os.defpath), native=wanted == machine)
+    here = system.platform()
+    wanted = arch or here
+    return _find(wanted, _named_compiler(wanted), os.environ.get("PATH", os.defpath), native=wanted == here)
 
 
 def _zig_spelling(flag: str) -> str:
@@ -297,6 +309,17 @@ def common_options() -> tuple[str, ...]:
     return _BASE
 
 
+def zig_target(platform: str) -> str:
+    """A platform as zig spells it, with the oldest version of its system that is served."""
+    arch, of = system.of(platform)
+    return _ZIG_TARGETS[of].format(arch=arch)
+
+
+def system_flags(platform: str) -> tuple[str, ...]:
+    """Flags of every library for a platform."""
+    return _SYSTEM_FLAGS.get(system.of(platform)[1], ())
+
+
 def command(compiler: Compiler, flags: tuple[str, ...], include: tuple[Path, ...], stem: str) -> tuple[str, ...]:
     """The command that compiles `<stem>.c` to `<stem>.so` in the current directory.
 
@@ -306,13 +329,14 @@ def command(compiler: Compiler, flags: tuple[str, ...], include: tuple[Path, ...
     argv = [*compiler.argv, *_BASE, *_OWN[compiler.kind]]
     if compiler.kind == "zig":
         if not any(w.startswith(("-target", "--target")) for w in compiler.argv):
-            argv += ["-target", _ZIG_TARGET.format(arch=compiler.arch)]
+            argv += ["-target", zig_target(compiler.arch)]
         flags = tuple(_zig_spelling(f) for f in flags)
     argv += [f"-I{folder.absolute()}" for folder in include]
-    return (*argv, f"{stem}.c", *flags, "-o", f"{stem}.so")
+    return (*argv, f"{stem}.c", *flags, *system_flags(compiler.arch), "-o", f"{stem}.so")
 
 
 def object_command(compiler: Compiler, flags: tuple[str, ...], stem: str) -> tuple[str, ...]:
     """As `command`, but to `<stem>.o`, for a library of several sources."""
-    words = [x for x in command(compiler, flags, (), stem) if x not in ("-shared", "-nostdlib")]
+    of_linker = ("-shared", "-nostdlib", *system_flags(compiler.arch))
+    words = [x for x in command(compiler, flags, (), stem) if x not in of_linker]
     return (*words[:-1], f"{stem}.o", "-c")

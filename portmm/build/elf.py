@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from struct import Struct
 
+_MACH_O = b"\xcf\xfa\xed\xfe"  # of 64 bits: see `build.macho`
 _MAGIC, _CLASS_64, _SHARED = b"\x7fELF", 2, 3
 _TYPE_AT = 16  # e_type, then e_machine
 _HEADER_BYTES, _SEGMENT_BYTES, _SECTION_BYTES, _SYMBOL_BYTES = 64, 56, 64, 24
@@ -27,9 +28,13 @@ def fault(code: bytes, machine: int = 0, symbols: tuple[str, ...] = ()) -> str:
 
     Args:
         code: all bytes of the file.
-        machine: the expected e_machine; 0 for any.
+        machine: the expected e_machine, or cputype of macOS's files; 0 for any.
         symbols: functions that it must define.
     """
+    if code[:4] == _MACH_O:
+        from portmm.build import macho
+
+        return macho.fault(code, machine, symbols)
     reason = _header_fault(code, machine)
     if reason:
         return reason

@@ -21,6 +21,7 @@ from portmm.build.bundle import Bundle, open_bundle
 from portmm.build.trusted_files import file_fault
 from portmm.errors import BundleError
 from portmm.ir import abi
+from portmm.util import system
 from portmm.util.records import dataclass
 from portmm.util.user_warnings import warn
 from portmm.version import VERSION
@@ -53,7 +54,7 @@ def identity(source: str, flags: Sequence[str], arch: str, interface: str = "") 
     Args:
         source: the C source.
         flags: the flags that its build needs.
-        arch: architecture of the code.
+        arch: platform of the code: see `util.system`.
         interface: identity of what the source includes: Python's ABI, for an extension module.
     """
     text = "\0".join((VERSION, str(abi.VERSION), arch, interface, *flags, source))
@@ -91,7 +92,7 @@ def bundles() -> list[Bundle]:
 
 
 def base() -> Bundle | None:
-    """The base set of the wheel for this architecture; None in a wheel without one, and where `$PORTMM_BASE` is off.
+    """The base set of the wheel for this platform; None in a wheel without one, and where `$PORTMM_BASE` is off.
 
     `$PORTMM_BASE` may name the directory of another.
 
@@ -99,7 +100,7 @@ def base() -> Bundle | None:
         BundleError: it cannot be used.
     """
     if not _base and os.environ.get("PORTMM_BASE", "") != "off":
-        name = f"{os.uname().machine}.bundle"
+        name = f"{system.platform()}.bundle"
         setting = os.environ.get("PORTMM_BASE", "")
         path = Path(setting or Path(__file__).parent.parent / "base") / name
         if os.access(path, os.R_OK):

@@ -25,6 +25,7 @@ from portmm.build.compiler import (
 from portmm.build.elf import fault
 from portmm.errors import BuildError, NoCompilerError
 from portmm.ir import abi
+from portmm.util import system
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
@@ -32,8 +33,8 @@ if TYPE_CHECKING:
 
 _SHOWN_LINES = 12
 
-# e_machine of an ELF header: System V ABI, "Machine Information".
-_ELF_MACHINE = {"x86_64": 62, "aarch64": 183, "riscv64": 243}
+# e_machine of an ELF header: System V ABI, "Machine Information"; cputype of a Mach-O header: <mach/machine.h>.
+_MACHINES = {"x86_64": 62, "aarch64": 183, "riscv64": 243, f"aarch64-{system.MACOS}": 0x0100000C}
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +163,7 @@ def _make(  # noqa: PLR0917 - arguments of `build`, and values derived from them
         error = failure(argv, key, source, f"no answer within {limit:.0f} s; it was stopped")
         # One source may be too much for a compiler that builds others; one that has built nothing is not run again.
         raise failed_builds.hung(key if _hanging(compiler) in _worked else _hanging(compiler), error)
-    wrong = f"exit status {done.status}" if done.status else fault(code, _ELF_MACHINE.get(compiler.arch, 0), symbols)
+    wrong = f"exit status {done.status}" if done.status else fault(code, _MACHINES.get(compiler.arch, 0), symbols)
     if wrong:
         is_transient = failed_builds.is_transient(done.status, done.output)
         error = failure(argv, key, source, done.output if done.status and done.output else f"{wrong}\n{done.output}")
@@ -176,7 +177,7 @@ def _make(  # noqa: PLR0917 - arguments of `build`, and values derived from them
 
 def stored(source: str, *, flags: tuple[str, ...], arch: str | None = None, interface: str = "") -> Artifact | None:
     """The object of a source that was built before, by any compiler; None if there is none."""
-    known = kernel_store.find(_identity(source, flags, arch or os.uname().machine, interface))
+    known = kernel_store.find(_identity(source, flags, arch or system.platform(), interface))
     return None if known is None else _artifact(known, source, flags)
 
 
@@ -206,7 +207,7 @@ def build(
     Args:
         source: C, self-contained without `include` and `-lc`.
         flags: the ISA's flags, and any others; never `-march=native`.
-        arch: architecture as `uname -m` spells it; by default this machine's.
+        arch: platform, by default this one: see `util.system`.
         name: stem of file names, in messages, debuggers and profilers.
         include: directories with headers.
         symbols: functions that the object must define.
@@ -216,7 +217,7 @@ def build(
         NoCompilerError: there is no compiler for `arch`.
         BuildError: the compiler failed, now or recently; its messages are in that of the error.
     """
-    machine = arch or os.uname().machine
+    machine = arch or system.platform()
     identity = _identity(source, flags, machine, interface)
     # A compiler that the user names builds what it has not built.
     known = None if is_named(machine) else kernel_store.find(identity)

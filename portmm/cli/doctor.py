@@ -22,6 +22,7 @@ from portmm.dispatch import config
 from portmm.errors import PortmmError
 from portmm.host import detect
 from portmm.target.target import load_target, names
+from portmm.util import system
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -137,7 +138,7 @@ def _isas() -> Iterator[Check]:
 
 
 def _cores() -> Iterator[Check]:
-    present, allowed, used = os.cpu_count() or 1, len(os.sched_getaffinity(0)), detect.host().cores
+    present, allowed, used = os.cpu_count() or 1, len(system.processors()), detect.host().cores
     text = f"{used} used, of {allowed} processors allowed to this process and {present} in the machine"
     yield Check("cores", "ok" if allowed == present else "note", text)
 

@@ -26,6 +26,7 @@ from portmm.runtime import cpu as cpu_runtime
 from portmm.runtime.route_cache import ROUTES
 from portmm.spec.dtype import types
 from portmm.spec.row_classes import rows as rows_of
+from portmm.util import system
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -99,10 +100,10 @@ def _features() -> set[str]:
 @cache
 def cores() -> int:
     """The number of cores that this process may use."""
-    affinity = tuple(sorted(os.sched_getaffinity(0)))
+    affinity = system.processors()
     if len(affinity) == 1:
         return 1  # whatever shares it: no file needs to be read
-    return host_probe.cores(Snapshot(os.uname().machine, "", host_probe.sharing(affinity), affinity), affinity)
+    return host_probe.cores(Snapshot(system.machine(), "", host_probe.sharing(affinity), affinity), affinity)
 
 
 def run_time() -> cpu_runtime.Runtime | None:

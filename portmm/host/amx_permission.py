@@ -15,6 +15,7 @@ from functools import cache
 from pathlib import Path
 
 from portmm.build.cache import digest, read_note, write_note
+from portmm.util import system
 
 # Linux, Documentation/arch/x86/xstate.rst: arch_prctl requests the state of a feature by its bit in XCR0.
 SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
@@ -54,8 +55,8 @@ def _sandbox() -> str:
 
 def _trial_succeeds() -> bool:
     """Whether a process like this one can use tiles: the cached result of a trial, or a new trial."""
-    system = os.uname()
-    words = (system.release, system.version, sys.executable, _sandbox(), _TRIAL)
+    kernel = os.uname()
+    words = (kernel.release, kernel.version, sys.executable, _sandbox(), _TRIAL)
     note = "tiles-" + digest("\n".join(words).encode("utf-8", "surrogateescape"))
     result = read_note(note)
     if result in ("yes", "no"):
@@ -83,7 +84,7 @@ def tiles() -> bool:
 
     Call it only where /proc/cpuinfo has the flag amx_tile. The system call is made once per process.
     """
-    if os.uname().machine != "x86_64" or not sys.executable or not _trial_succeeds():
+    if system.machine() != "x86_64" or not sys.executable or not _trial_succeeds():
         return False
     syscall = ctypes.CDLL(None).syscall
     syscall.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_long)

@@ -65,6 +65,15 @@ def table(arch: str) -> str:
     return f"static const struct {{ {head} const char *name; }} feature_bits[] = {{\n  " + ",\n  ".join(rows) + "\n};\n"
 
 
+def macos_table() -> str:
+    """The table of names in C, for `runtime/features_macos.c`."""
+    from portmm.host.macos_probe import ALWAYS, FEATURES
+
+    rows = ",\n  ".join(f'{{"{key}", "{name}"}}' for name, key in FEATURES.items())
+    always = f'#define ALWAYS "{" ".join(ALWAYS)} "\n'
+    return always + f"static const struct {{ const char *key, *name; }} feature_names[] = {{\n  {rows}\n}};\n"
+
+
 def features(shot: Snapshot) -> frozenset[str]:
     """Features that the processor has and the kernel enables, in Linux's names.
 
@@ -76,6 +85,8 @@ def features(shot: Snapshot) -> frozenset[str]:
         flags |= {name for bit, name in HWCAP2.items() if shot.hwcap2 >> bit & 1}
         if shot.sve_bytes:
             flags.add(f"sve_vl{8 * shot.sve_bytes}")
+        if not flags:  # no auxiliary vector
+            flags |= set((processors(shot.cpuinfo) or [{}])[0].get("Features", "").split())
         return frozenset(flags or BASELINE["aarch64"])
     for first in processors(shot.cpuinfo)[:1]:
         flags |= set(first.get("flags", "").split())

@@ -11,7 +11,6 @@ import ctypes
 import math
 import mmap
 import os
-import platform
 from contextlib import suppress
 from dataclasses import field
 from functools import cache
@@ -19,6 +18,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from portmm.util import system
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
@@ -65,7 +65,7 @@ class Snapshot:
 
     Attributes:
         machine: "x86_64" or "aarch64", from uname.
-        cpuinfo: text of /proc/cpuinfo (x86: at least the first processor), or its substitute.
+        cpuinfo: text of /proc/cpuinfo (x86: at least the first processor), or its substitute; see `macos_probe`.
         files: path -> text, of sysfs and cgroup files.
         affinity: processors that this process may use.
         cpuid: "leaf.sub-leaf" in hexadecimal -> eax, ebx, ecx, edx; empty if unknown.
@@ -263,12 +263,15 @@ def snapshot() -> Snapshot:
 
     Where AMX is detected for the first time, a subprocess tries it: see `host.amx_permission`.
     """
-    machine = platform.machine()
-    affinity = tuple(sorted(os.sched_getaffinity(0)))
+    machine, affinity = system.machine(), system.processors()
     if machine == "x86_64":
         cpuid, xcr0 = _cpuid()
         cpuinfo = _first_processor() or substitute_cpuinfo(flags=bool(cpuid))
         return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, cpuid, xcr0, tiles=_tiles(cpuinfo))
+    if system.of(system.platform())[1] == system.MACOS:
+        from portmm.host import macos_probe
+
+        return Snapshot(machine, macos_probe.cpuinfo(), {}, affinity)
     cpuinfo = text_of(CPUINFO) or substitute_cpuinfo(flags=False)
     hwcap, hwcap2, sve = _arm() if machine == "aarch64" else (0, 0, 0)
     return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, hwcap=hwcap, hwcap2=hwcap2, sve_bytes=sve)

@@ -28,6 +28,7 @@ from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.text import spell
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import family as family_of
+from portmm.util import system
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
@@ -143,7 +144,7 @@ class Job:
 
         child_process.background.set(True)  # in a thread of its own: there are hundreds, and others want processors
         include = (self.headers,) if self.headers else ()
-        zig = find_compiler(None if self.arch == os.uname().machine else self.arch).kind == "zig"
+        zig = find_compiler(None if self.arch == system.platform() else self.arch).kind == "zig"
         flags = (*self.flags, *(SMALL[:1] if zig else SMALL))
         artifact = build(
             self.text, flags=flags, arch=self.arch, name=self.name, symbols=self.symbols, include=include,
@@ -169,9 +170,11 @@ class Maker:
         linked: symbols of kernels in the bundle's library, by question.
         machines: instruction sets by name of a machine.
         targets: the machines.
+        system: what objects are for, as `util.system` spells it; Linux if empty.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, of: str = "") -> None:
+        self.system = of
         self.jobs: dict[str, Job] = {}
         self.codes: dict[str, tuple[str, tuple[str, ...]]] = {}
         self.kernels: dict[str, tuple[str, tuple[str, ...]]] = {}
@@ -194,7 +197,7 @@ class Maker:
 
     def add_source(self, kernel: Kernel, arch: str) -> str:
         """Add the source of a kernel, and return its question."""
-        job = Job(arch, source(kernel), kernel.isa.flags, kernel.name, (kernel.name,))
+        job = Job(system.named(arch, self.system), source(kernel), kernel.isa.flags, kernel.name, (kernel.name,))
         self.jobs.setdefault(job.question, job)
         return job.question
 
@@ -260,14 +263,15 @@ class Maker:
         """
         from portmm.runtime.cffi_launches import SYMBOLS
 
-        flags = cpu_runtime.flags(arch)
-        every = [Job(arch, cpu_runtime.source(python=False), flags, "portmm_run", SYMBOLS)]
+        platform = system.named(arch, self.system)
+        flags = cpu_runtime.flags(platform)
+        every = [Job(platform, cpu_runtime.source(python=False, platform=platform), flags, "portmm_run", SYMBOLS)]
         folder = headers or cpu_runtime.python_headers()
         if folder:
-            module, text = cpu_runtime.MODULE, cpu_runtime.source(python=True)
-            interface = cpu_runtime.interface(arch, folder.name if headers else "")
+            module, text = cpu_runtime.MODULE, cpu_runtime.source(python=True, platform=platform)
+            interface = cpu_runtime.interface(platform, folder.name if headers else "")
             interface = interface.replace("-gnu.", f"-{libc}.")
-            every.append(Job(arch, text, flags, module, (f"PyInit_{module}",), interface, folder))
+            every.append(Job(platform, text, flags, module, (f"PyInit_{module}",), interface, folder))
         self.jobs |= {job.question: job for job in every}
 
     def pack(self, counts: Sequence[int], report: Callable[[int, int, str], None], processes: int = 0) -> bytes:

@@ -6,7 +6,6 @@ instruction set needs: kernels for a Neoverse N1 run as on one, those with SVE o
 
 from __future__ import annotations
 
-import os
 import shutil
 import subprocess
 import tempfile
@@ -25,6 +24,7 @@ from portmm.ops.bundle_devices import check_cubins
 from portmm.ops.bundle_operands import job_of
 from portmm.schedule.text import parse
 from portmm.target.target import load_isa, load_target
+from portmm.util import system
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -76,10 +76,10 @@ def check(bundle: Bundle, report: Callable[[int, int, str], None] = lambda *_: N
 
 def _command(isa: Isa, folder: Path) -> list[str]:
     """The command of the driver for an instruction set; empty where it cannot run."""
-    from portmm.build.compiler import find_compiler
+    from portmm.build.compiler import find_compiler, zig_target
     from portmm.errors import NoCompilerError
 
-    here = os.uname().machine
+    here = system.machine()
     arch = here if isa.arch == "any" else isa.arch
     before: list[str] = []
     if arch == here:
@@ -100,7 +100,7 @@ def _command(isa: Isa, folder: Path) -> list[str]:
         text = (Path(__file__).parent.parent / "runtime" / "check.c").read_text(encoding="utf-8")
         program.with_suffix(".c").write_text(f"#define _GNU_SOURCE 1\n{ARGS}{text}", encoding="utf-8")
         words = [*compiler.argv, "-O1", "-std=gnu11", f"{program}.c", "-o", str(program), "-ldl"]
-        words += ["-target", f"{arch}-linux-gnu.2.28"] if compiler.kind == "zig" else []
+        words += ["-target", zig_target(arch)] if compiler.kind == "zig" else []
         done = subprocess.run(words, capture_output=True, text=True, check=False)
         if done.returncode:
             raise BundleError(f"the driver of kernels for {arch} was not built: {done.stderr[:500]}")

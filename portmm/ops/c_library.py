@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portmm.build.compiler import find_compiler, object_command
+from portmm.build.compiler import find_compiler, object_command, system_flags
 from portmm.dispatch.stored_kernels import rows_of
 from portmm.errors import BuildError
 from portmm.host.features import CPUID
@@ -21,6 +21,7 @@ from portmm.ir.index import Index, parsed
 from portmm.ops import c_programs
 from portmm.runtime import cpu as cpu_runtime
 from portmm.spec.dtype import BY_NAME, types
+from portmm.util import system
 from portmm.util.templates import render
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ LETTERS = {"row": "r", "col": "c", "packed": "p", "codes": "4"}
 NAME = "libportmm.so"
 LISTED = {name for bits in CPUID.values() for name in bits}
 """Features of x86-64 that the library reads by cpuid; others are those that the system lists."""
+LINK = {"": ("-Wl,-z,noseparate-code",), system.MACOS: ()}
+"""Options of the linker by system."""
 HIDDEN = ("-fvisibility=hidden",)
 
 
@@ -101,7 +104,7 @@ def link(  # noqa: PLR0917 - of a library
     Args:
         folder: of the library.
         name: of the library.
-        arch: architecture.
+        arch: platform.
         kernels: sources, by the symbols that their functions are to have.
         flags: for all kernels.
         more: commands for further objects, as of `object_command`.
@@ -118,7 +121,8 @@ def link(  # noqa: PLR0917 - of a library
         commands.append(object_command(compiler, (*job.flags, *flags), f"kernels/{symbol}"))
     objects = [x[-2] for x in commands]
     first = object_command(compiler, (), "")[:-4]
-    last = (*first, "-shared", "-s", "-Wl,-z,noseparate-code", *objects, *libraries, "-o", name)
+    words = LINK[system.of(arch)[1]]
+    last = (*first, "-shared", "-s", *words, *objects, *libraries, *system_flags(arch), "-o", name)
     script = "".join(f"{shlex.join(x)}\n" for x in (*commands, last))
     text = f"#!/bin/sh\n# Makes {name} of the sources beside this file.\nset -e\n{script}"
     (folder / "build.sh").write_text(text, encoding="utf-8")
@@ -128,7 +132,7 @@ def link(  # noqa: PLR0917 - of a library
 
 
 def _compiler(arch: str) -> Compiler:
-    return find_compiler(None if arch == os.uname().machine else arch)
+    return find_compiler(None if arch == system.platform() else arch)
 
 
 def _run(command: Sequence[str], folder: Path) -> None:

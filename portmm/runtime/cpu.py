@@ -3,7 +3,7 @@
 Owns the selection between the C extension and the cffi runtime, which have one
 interface: see `cffi_runtime.CffiRuntime`.
 
-The C files form one translation unit: pool.c (threads), host.c (workspace, launch),
+The C files form one translation unit: what a system has of its own, pool.c (threads), host.c (workspace, launch),
 and, with Python's headers, the files for NumPy arrays. Functions called in a hot
 loop are C throughout.
 """
@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.ir.abi import ARGS
-from portmm.util import locks
+from portmm.util import locks, system
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -28,6 +28,11 @@ if TYPE_CHECKING:
 
     Runtime = CffiRuntime
 
+_SYSTEM = {
+    "": ("#define _GNU_SOURCE 1\n", "system_linux.c", "features.c"),
+    system.MACOS: ("#define _DARWIN_C_SOURCE 1\n", "system_posix.c", "features_macos.c"),
+}
+"""By the system of a platform, empty for Linux: the first line, and the files that differ."""
 _C_ONLY = ("pool.c", "host.c")
 _WITH_PYTHON = (
     "extension.c",
@@ -46,7 +51,10 @@ _WITH_PYTHON = (
 # libc back, which kernels do without; libgcc, which has the out-of-line atomics
 # of aarch64, stays out. Nothing unwinds through here; the tables are a tenth of the size.
 _FLAGS = ("-Og", "-fno-asynchronous-unwind-tables", "-lc", "-pthread", "-fvisibility=hidden")
-_ARCH_FLAGS = {"aarch64": ("-mno-outline-atomics",)}
+_PLATFORM_FLAGS = {
+    "aarch64": ("-mno-outline-atomics",),
+    f"aarch64-{system.MACOS}": ("-Wl,-undefined,dynamic_lookup",),  # Python's own functions
+}
 
 MODULE = "_portmm_run"
 
@@ -65,17 +73,20 @@ def python_headers() -> Path | None:
     return folder if (folder / "Python.h").is_file() else None
 
 
-def source(*, python: bool) -> str:
-    """The C source of the run time, with or without its files for Python."""
-    first = "#define _GNU_SOURCE 1\n" + ("#define PORTMM_PYTHON 1\n" if python else "")
-    return first + ARGS + _files(_C_ONLY) + (features_source() + _files(_WITH_PYTHON) if python else "")
+def source(*, python: bool, platform: str = "") -> str:
+    """The C source of the run time, with or without its files for Python, for a platform, by default this one."""
+    first, own, _ = _SYSTEM[system.of(platform or system.platform())[1]]
+    text = first + ("#define PORTMM_PYTHON 1\n" if python else "") + ARGS + _files(("headers.h", own, *_C_ONLY))
+    return text + (features_source(platform) + _files(_WITH_PYTHON) if python else "")
 
 
-def features_source() -> str:
+def features_source(platform: str = "") -> str:
     """The C source of the function that reads the features of the processor, with its tables."""
-    from portmm.host.features import table
+    from portmm.host.features import macos_table, table
 
-    return f"#if defined(__x86_64__)\n{table('x86_64')}#else\n{table('aarch64')}#endif\n{_files(('features.c',))}"
+    of = system.of(platform or system.platform())[1]
+    tables = f"#if defined(__x86_64__)\n{table('x86_64')}#else\n{table('aarch64')}#endif\n"
+    return (macos_table() if of == system.MACOS else tables) + _files(_SYSTEM[of][2:])
 
 
 def _files(names: tuple[str, ...]) -> str:
@@ -83,9 +94,9 @@ def _files(names: tuple[str, ...]) -> str:
     return "".join(f'#line 1 "{n}"\n{(here / n).read_text(encoding="utf-8")}' for n in names)
 
 
-def flags(arch: str = "") -> tuple[str, ...]:
-    """Compiler flags for `source` on an architecture, by default this one, beyond those of every kernel."""
-    return _FLAGS + _ARCH_FLAGS.get(arch or os.uname().machine, ())
+def flags(platform: str = "") -> tuple[str, ...]:
+    """Compiler flags for `source` on a platform, by default this one, beyond those of every kernel."""
+    return _FLAGS + _PLATFORM_FLAGS.get(platform or system.platform(), ())
 
 
 def load_extension(code: bytes = b"", path: Path | None = None) -> Runtime:
@@ -123,19 +134,22 @@ def _extension_at(where: str) -> Any:
     return module
 
 
-def interface(arch: str = "", version: str = "") -> str:
-    """The interface of an interpreter that extension modules are compiled for, as in their file names on Linux.
+def interface(platform: str = "", version: str = "") -> str:
+    """The interface of an interpreter that extension modules are compiled for, as in their file names.
 
     Args:
-        arch: architecture of the interpreter, by default this one.
+        platform: of the interpreter, by default this one.
         version: as "python3.13t", by default this one's.
     """
     import _imp
 
-    if version:
-        return f".cpython-{version.removeprefix('python').replace('.', '')}-{arch or os.uname().machine}-linux-gnu.so"
-    suffixes, here = _imp.extension_suffixes(), os.uname().machine
-    return str(suffixes[0]).replace(here, arch or here) if suffixes else ""
+    arch, of = system.of(platform or system.platform())
+    ending = "darwin" if of == system.MACOS else f"{arch}-linux-gnu"
+    suffixes, here = _imp.extension_suffixes(), system.machine()
+    if not version and of == system.of(system.platform())[1]:
+        return str(suffixes[0]).replace(here, arch) if suffixes else ""
+    version = version.removeprefix("python").replace(".", "") or "{}{}{}".format(*sys.version_info[:2], sys.abiflags)
+    return f".cpython-{version}-{ending}.so"
 
 
 def stored_extension() -> Artifact | None:

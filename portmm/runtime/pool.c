@@ -10,29 +10,9 @@
  *
  * Idle workers spin for about the cost of waking a sleeper (30-50 us measured
  * on virtual machines; spinning that long at most doubles the best possible
- * cost), then sleep on a futex each. Sleepers are woken along a binary tree,
+ * cost), then sleep on a word each, by what the file of the system has for
+ * that. Sleepers are woken along a binary tree,
  * so that the caller pays for two wake-ups, whatever the number of workers. */
-#ifdef PORTMM_PYTHON
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
-#include <structmember.h>
-#endif
-#include <dlfcn.h>
-#include <float.h>
-#include <linux/futex.h>
-#include <pthread.h>
-#include <sched.h>
-#include <signal.h>
-#include <stdatomic.h>
-#include <stdint.h>
-#include <stdio.h>
-#include <stdlib.h>
-#include <string.h>
-#include <sys/mman.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-
 /* For what a call passes through: -Og inlines nothing by itself. */
 #define INLINE static inline __attribute__((always_inline))
 
@@ -109,14 +89,6 @@ static void drop_state(void *p) {
   free(s);
 }
 
-static void futex_wait(_Atomic uint32_t *word, uint32_t value) {
-  syscall(SYS_futex, word, FUTEX_WAIT_PRIVATE, value, NULL, NULL, 0);
-}
-
-static void futex_wake(_Atomic uint32_t *word) {
-  syscall(SYS_futex, word, FUTEX_WAKE_PRIVATE, 1, NULL, NULL, 0);
-}
-
 static inline void relax(void) {
 #if defined(__x86_64__)
   __asm__ volatile("pause");
@@ -150,7 +122,7 @@ static void spin_until(uint64_t mask, uint64_t value, int equal) {
 static void wake_children(long me, long workers) {
   for (long child = 2 * me + 1; child <= 2 * me + 2 && child < workers; child++)
     if (atomic_load(&sleepers[child].asleep) && atomic_exchange(&sleepers[child].asleep, 0))
-      futex_wake(&sleepers[child].asleep);
+      wake(&sleepers[child].asleep);
 }
 
 /* The next task of a worker's share, of tasks first..last-1, or -1. */
@@ -193,7 +165,7 @@ static uint64_t await_job(long me, uint32_t seen, int spin) {
     atomic_exchange(&sleepers[me].asleep, 1);
     gate = atomic_load(&pool.gate);
     if (GATE_JOB(gate) != seen) break;
-    futex_wait(&sleepers[me].asleep, 1);
+    sleep_while(&sleepers[me].asleep, 1);
     gate = atomic_load(&pool.gate);
   }
   atomic_store(&sleepers[me].asleep, 0);
@@ -203,7 +175,7 @@ static uint64_t await_job(long me, uint32_t seen, int spin) {
 static void leave_job(void) {
   uint64_t gate = atomic_fetch_sub(&pool.gate, 1) - 1;
   if ((gate & GATE_CLOSED) && !(gate & GATE_INSIDE) && atomic_load(&pool.waiting) && atomic_exchange(&pool.waiting, 0))
-    futex_wake(&pool.waiting);
+    wake(&pool.waiting);
 }
 
 static void *worker_main(void *arg) {
@@ -227,12 +199,6 @@ static void *worker_main(void *arg) {
     leave_job();
   }
   return NULL;
-}
-
-static long processors(void) {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
-  return sysconf(_SC_NPROCESSORS_ONLN);
 }
 
 /* Make workers 1..workers-1 exist; with fewer, the job still gets done. */
@@ -260,7 +226,7 @@ static void await_empty(void) {
   while (atomic_load(&pool.gate) & GATE_INSIDE) {
     atomic_exchange(&pool.waiting, 1);
     if (!(atomic_load(&pool.gate) & GATE_INSIDE)) break;
-    futex_wait(&pool.waiting, 1);
+    sleep_while(&pool.waiting, 1);
   }
   atomic_store(&pool.waiting, 0);
 }
@@ -300,6 +266,7 @@ static void after_fork(void) {
   atomic_store(&pool.waiting, 0);
   atomic_store(&pool.spawned, 0);
   atomic_store(&pool.busy, 0);
+  renew_sleep();
   /* spaces that other threads' calls had are lost, and their memory is shared with the parent */
   long kept = 0;
   for (long i = 0; i < SLOTS; i++) {
@@ -308,9 +275,6 @@ static void after_fork(void) {
   }
   atomic_store(&spaces.kept, kept);
 }
-
-/* pthread_atfork refers to it; crtbegin.o defines it, but -nostdlib leaves that out. */
-__attribute__((visibility("hidden"))) void *__dso_handle = &__dso_handle;
 
 /* Once per process, before anything else here; non-zero on failure. */
 static int host_start(void) {

@@ -213,7 +213,7 @@ def test_cross_compilation(arch):
         artifact = build(SOURCE, flags=(), arch=arch)
     except NoCompilerError as error:
         pytest.skip(str(error))
-    assert int.from_bytes(artifact.path.read_bytes()[18:20], "little") == build_module._ELF_MACHINE[arch]
+    assert int.from_bytes(artifact.path.read_bytes()[18:20], "little") == build_module._MACHINES[arch]
 
 
 def test_foreign_compilers(bare):

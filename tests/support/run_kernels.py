@@ -66,6 +66,7 @@ void aligned(const portmm_args *p) {
 """
 
 POOL_DRIVER = """
+#include <sys/wait.h>
 static _Atomic long sum, overlaps, inside[64];
 static void inner(const long *ctx, long task, long worker) {
   (void)ctx, (void)task;
@@ -106,11 +107,17 @@ int main(void) {
     pthread_join(threads[i], &bad);
     if (bad) return 4;
   }
+#ifdef FORKS
+  pid_t child = fork();
+  if (!child) _exit(caller(NULL) ? 5 : 0);
+  int status = 1;
+  if (waitpid(child, &status, 0) != child || status) return 6;
+#endif
   puts("done");
   return 0;
 }
 """
-"""A program, to follow the Python-free source: one caller, then four at once."""
+"""A program, to follow the Python-free source: one caller, four at once, and with FORKS one in a forked process."""
 
 
 @functools.cache
