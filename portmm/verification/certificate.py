@@ -18,7 +18,7 @@ from portmm.schedule.text import parse, spell
 from portmm.target.target import load_target, names_of
 from portmm.verification.equivalence import Verdict, check
 from portmm.verification.kernels import check_kernel
-from portmm.verification.lowered import Lowered, lowered, lowered_on_device
+from portmm.verification.lowered import Lowered, every_on_device, lowered
 from portmm.verification.stability import EPS, judge
 from portmm.verification.values import UncompiledError, UnsupportedError
 
@@ -246,10 +246,12 @@ def on_device(data: Mapping[str, Any], name: str) -> list[Outcome]:
     outcomes = []
     for what, program in kernels:
         try:
-            x = lowered_on_device(program, load_target(name))
+            kernels_of = every_on_device(program, load_target(name))
         except ScheduleError as error:
             outcomes.append(Outcome(f"not checked: {what}", True, str(error)))
             continue
-        verdict = check_kernel(program, x.kernel, x.extents, text=x.text)
-        outcomes.append(Outcome(f"compiled text of {what}", bool(verdict), str(verdict)))
+        for x in kernels_of:
+            verdict = check_kernel(program, x.kernel, x.extents, text=x.text, further=x.further, runs=x.runs)
+            which = f" ({x.what})" if x.what else ""
+            outcomes.append(Outcome(f"compiled text of {what}{which}", bool(verdict), str(verdict)))
     return outcomes

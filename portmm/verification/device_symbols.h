@@ -25,6 +25,7 @@ struct Fiber {
   Wait wait;
   int shuffles, group, copies;
   F posted[2];
+  unsigned words[2][8];
   Copy queue[1 << 12];
 };
 static const int STACK = 1 << 18, WARP = 32, STUCK = 5;
@@ -79,7 +80,11 @@ static void run_block(int threads, bool backwards) {
 }
 
 static void launch(void (*call)(), int blocks, int slices, int threads, bool backwards) {
-  if (!fibers) fibers = (Fiber *)calloc(threads, sizeof(Fiber)), stacks = (char *)calloc(threads, STACK);
+  static int most;
+  if (threads > most) {
+    free(fibers), free(stacks);
+    fibers = (Fiber *)calloc(threads, sizeof(Fiber)), stacks = (char *)calloc(threads, STACK), most = threads;
+  }
   kernel_call = call;
   for (int i = 0; i < blocks * slices; ++i) {
     const int at = backwards ? blocks * slices - 1 - i : i;
@@ -141,3 +146,6 @@ static F choose(I mask, F a, F b) {
   return F::of(operation(FROM_BITS, selected(mask.h, operation(BITS, a.h), operation(BITS, b.h))));
 }
 static I choose(I mask, I a, I b) { return I::of(selected(mask.h, a.h, b.h)); }
+static I choose(I mask, int a, int b) { return choose(mask, I(a), I(b)); }
+static I operator>>(I x, int n) { return I::apply(SHR, x, I(n)); }
+static F exp2_f32(F x) { return F::of(operation(EXP2, x.h)); }

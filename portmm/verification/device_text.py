@@ -7,19 +7,19 @@ functions of the hardware are replaced by its, and what it says in C++ is as it 
 from __future__ import annotations
 
 import re
-from functools import lru_cache
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from portmm.ir.interpreter import evaluate
 from portmm.verification.emitted_text import (
-    OPERATIONS,
+    NARROW,
     ORDER,
-    arrays,
     checks,
     declared,
     expressions,
+    filled,
     header,
+    number_of,
+    operations,
     written,
 )
 from portmm.verification.values import UncompiledError
@@ -29,48 +29,47 @@ if TYPE_CHECKING:
 
     from portmm.ir.grid_kernel import Argument, GridKernel
     from portmm.spec.expr import Expr
+    from portmm.verification.emitted_text import Arrays
 
-BYTES = {"float": 4, "unsigned char": 1, "uchar": 1, "int": 4}
+BYTES = {"float": 4, "unsigned short": 2, "ushort": 2, "unsigned char": 1, "uchar": 1, "int": 4}
 _SHARED = re.compile(
-    r"(?:__shared__ __align__\(16\)|__local) (float|int|unsigned char|uchar) (\w+)\[(\d+)\]"
+    r"(?:__shared__ __align__\(16\)|__local) (float|int|unsigned short|ushort|unsigned char|uchar) (\w+)\[(\d+)\]"
     r"(?: __attribute__\(\(aligned\((\d+)\)\)\))?;"
 )
 _REGISTERS = re.compile(r"^( *)int (\w+(?:, \w+)*);$", re.MULTILINE)
 _HEADS = re.compile(r"\bint (bits_of_f32)\(|(f32_of_bits)\(int ")
 _SHIFT = re.compile(r"\(int\)\(\(unsigned\)(\w+) << (\d+)\)")
+_WRAPPED = re.compile(r"\(int\)\(\(unsigned\)(\w+) ([+-]) \(unsigned\)(\w+)\)")
 _SELECT = re.compile(r"^( *\w+) = ([^?;]+) \? ([^?;]+) : ([^?;]+);$", re.MULTILINE)
 
 
 def run(
-    text: str, kernel: GridKernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]
+    kernels: Sequence[tuple[GridKernel, str]], ints: Mapping[str, int], arrays: Arrays
 ) -> dict[str, list[Expr | None]]:
-    """The expressions of the elements that a text writes: see `emitted_text.run`."""
-    return expressions(program(text, kernel, ints, shapes, results), shapes, results)
+    """The expressions of the elements that the texts of kernels write, one after the other: see `emitted_text.run`."""
+    return expressions(program(kernels, ints, arrays), arrays)
 
 
-def program(
-    text: str, kernel: GridKernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]
-) -> str:
-    """The source of a program that launches a text on symbols and writes its expressions.
+def program(kernels: Sequence[tuple[GridKernel, str]], ints: Mapping[str, int], arrays: Arrays) -> str:
+    """The source of a program that launches texts on symbols and writes their expressions.
 
     Raises:
-        UncompiledError: it has arguments that are no arrays of floats, or types that have no meaning on symbols.
+        UncompiledError: one has arguments that are no arrays, or types that have no meaning on symbols.
     """
-    body, shared = cpp(text)
-    enum = f"enum Operation {{ {', '.join(x.upper() for x in OPERATIONS)} }};\nenum {{ SHARED = {shared} }};"
-    parts = ["#include <ucontext.h>", enum, header(), _device(), 'extern "C" {', body, "}"]
-    return "\n".join([*parts, _main(text, kernel, ints, shapes, results)])
-
-
-@lru_cache(maxsize=1)
-def _device() -> str:
-    return Path(__file__).with_name("device_symbols.h").read_text(encoding="utf-8")
+    parts, shared = [], 0
+    for i, (kernel, text) in enumerate(kernels):
+        body, end = cpp(text)
+        shared = max(shared, end, kernel.shared_bytes)
+        parts.append(f"namespace kernel_{i} {{\n{body}\n}}")
+    begin = ["#include <ucontext.h>", operations(), f"enum {{ SHARED = {shared} }};"]
+    begin += map(header, ("symbols", "half_symbols", "device_symbols", "matrix_symbols"))
+    return "\n".join([*begin, *parts, _main(kernels, ints, arrays)])
 
 
 def cpp(text: str) -> tuple[str, int]:
     """A text in C++, and the bytes of its shared memory."""
-    if "wgmma" in text or "mma_" in text or "TensorMap" in text:
-        raise UncompiledError("products of matrix units have no meaning on symbols")
+    if "wgmma" in text or "TensorMap" in text:
+        raise UncompiledError("products of warpgroups have no meaning on symbols")
     text = text.replace("__global__", "").replace("__global ", "").replace('extern "C" ', "")
     end = 0
 
@@ -85,35 +84,49 @@ def cpp(text: str) -> tuple[str, int]:
     text = _REGISTERS.sub(r"\1I \2;", text)
     text = _HEADS.sub(lambda x: f"I {x[1]}(" if x[1] else f"{x[2]}(I ", text)
     text = _SHIFT.sub(r"shifted(\1, \2)", text)
+    text = _WRAPPED.sub(r"(\1 \2 \3)", text)
     return _SELECT.sub(r"\1 = choose(\2, \3, \4);", text), end
 
 
-def _main(
-    text: str, kernel: GridKernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]
-) -> str:
+def _main(kernels: Sequence[tuple[GridKernel, str]], ints: Mapping[str, int], arrays: Arrays) -> str:
     """The program's main function: all threads in one order, and in the other, with the same results."""
-    buffers = "__kernel" in text
+    sizes = dict(arrays.shapes) | ({"work": arrays.scratch} if arrays.scratch else {})
+    lines = declared(sizes, arrays)
+    types = {x: "half_t" if x in arrays.narrow else "F" for x in arrays.results}
+    lines += [f"static {types[x]} first_{x}[{sizes[x]} + 1];" for x in arrays.results]
+    launches: dict[bool, list[str]] = {False: [], True: []}
+    for i, (kernel, text) in enumerate(kernels):
+        values = ", ".join(_passed(x, ints, (sizes, arrays), buffers="__kernel" in text) for x in kernel.arguments)
+        lines.append(f"static void call_{i}() {{ kernel_{i}::{kernel.name}({values}); }}")
+        blocks, slices = (evaluate(x, ints) for x in kernel.grid)
+        for backwards, calls in launches.items():
+            calls.append(f"  launch(call_{i}, {blocks}, {slices}, {kernel.threads}, {str(backwards).lower()});")
+    lines += ["int main() {", *filled(sizes, arrays), *launches[False]]
+    if arrays.scratch:
+        lines.append(f"  for (int i = 0; i < {arrays.scratch}; ++i) array_work[GUARD + i] = F();")
+    for x in arrays.results:
+        none = "UNSET" if x in arrays.narrow else "F()"
+        lines.append(f"  for (int i = 0; i < {sizes[x]}; ++i)")
+        lines.append(f"    first_{x}[i] = array_{x}[GUARD + i], array_{x}[GUARD + i] = {none};")
+    lines += launches[True]
+    for x in arrays.results:
+        lines.append(f"  for (int i = 0; i < {sizes[x]}; ++i)")
+        lines.append(
+            f"    if ({number_of(x, arrays) % 'GUARD + i'} != {number_of(x, arrays, 'first') % 'i'}) return {ORDER};"
+        )
+    return "\n".join([*lines, *checks(sizes, arrays), *written(arrays)])
 
-    def passed(x: Argument) -> str:
-        if x.kind == "pointer" and x.dtype == "f32" and x.name in shapes:
-            return f"array_{x.name} + GUARD" + ", 0" * buffers
-        if x.kind not in ("int", "long") or x.name not in ints:
-            raise UncompiledError(f"{x.name}, an argument of {x.dtype or x.kind}, is no array of floats")
-        return str(ints[x.name])
 
-    blocks, slices = (evaluate(x, ints) for x in kernel.grid)
-    launch = f"launch(call, {blocks}, {slices}, {kernel.threads},"
-    lines = [
-        *declared(shapes),
-        f"static void call() {{ {kernel.name}({', '.join(map(passed, kernel.arguments))}); }}",
-        "int main() {",
-    ]
-    lines += ["  real(0);", *arrays(shapes, results), f"  {launch} false);"]
-    for x in results:
-        lines.append(f"  static H first_{x}[{shapes[x]} + 1];\n  for (int i = 0; i < {shapes[x]}; ++i)")
-        lines.append(f"    first_{x}[i] = array_{x}[GUARD + i].h, array_{x}[GUARD + i].h = POISON;")
-    lines.append(f"  {launch} true);")
-    for x in results:
-        lines.append(f"  for (int i = 0; i < {shapes[x]}; ++i)")
-        lines.append(f"    if (first_{x}[i] != array_{x}[GUARD + i].h) return {ORDER};")
-    return "\n".join([*lines, *checks(shapes, shapes, results), *written(shapes, results)])
+def _passed(x: Argument, ints: Mapping[str, int], of: tuple[Mapping[str, int], Arrays], *, buffers: bool) -> str:
+    """The value of an argument.
+
+    Raises:
+        UncompiledError: it is no array of these types, and no integer that a caller has.
+    """
+    sizes, arrays = of
+    dtype = NARROW if x.name in arrays.narrow else ("f32",)
+    if x.kind == "pointer" and x.dtype in dtype and x.name in sizes:
+        return f"array_{x.name} + GUARD" + ", 0" * buffers
+    if x.kind not in ("int", "long") or x.name not in ints:
+        raise UncompiledError(f"{x.name}, an argument of {x.dtype or x.kind}, is no array of floats")
+    return str(ints[x.name])

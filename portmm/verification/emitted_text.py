@@ -11,7 +11,7 @@ import re
 import struct
 from functools import lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -21,6 +21,7 @@ from portmm.ir.interpreter import evaluate
 from portmm.ir.nodes import FIELDS, OPERANDS, SWAPPED
 from portmm.spec.expr import const
 from portmm.spec.problem import AXES
+from portmm.verification.powers import Powers
 from portmm.verification.symbolic import POISON, Symbols, element
 from portmm.verification.values import UncompiledError, UnsupportedError
 
@@ -33,20 +34,23 @@ if TYPE_CHECKING:
 OPERATIONS = (
     "real", "integer", "mask", "element", "add", "sub", "mul", "div", "neg", "fma", "lt", "le", "more", "eq", "ne",
     "and", "or", "xor", "not", "shl", "shr", "bits", "from_bits", "float", "int", "select", "abs", "max", "min",
-    "greater", "sqrt",
+    "greater", "sqrt", "exp2",
 )  # fmt: skip
 """Operations of nodes in the order of their numbers."""
 LIMIT = 60.0
 """Seconds of a compiler, and of a run."""
-DEPENDS, OUTSIDE, STUCK, ORDER = 3, 4, 5, 6
+DEPENDS, OUTSIDE, STUCK, ORDER, FULL = 3, 4, 5, 6, 7
 """Status of a program whose masks depend on data, as `symbols.h` has it, or that writes outside of its results; or
-whose threads do not all reach a barrier, as `device_symbols.h` has it, or have other results in another order."""
+whose threads do not all reach a barrier, as `device_symbols.h` has it, or have other results in another order; or that
+has more different elements of 16 bits than these have numbers."""
+NARROW = ("bf16", "f16")
+"""Types whose elements are numbers of 16 bits."""
 GUARD = 64
 """Elements around an array that hold nothing; a multiple of a cache line."""
 _FLAGS = ("-x", "c++", "-std=c++17", "-O0", "-w", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fwrapv")
 _COUNTS = tuple(
     0 if x in ("real", "integer", "mask", "element")
-    else 1 if x in ("neg", "not", "bits", "from_bits", "float", "int", "abs", "sqrt")
+    else 1 if x in ("neg", "not", "bits", "from_bits", "float", "int", "abs", "sqrt", "exp2")
     else 3 if x in ("fma", "select")
     else 2
     for x in OPERATIONS
@@ -69,50 +73,67 @@ _INSTRUCTIONS = {
 _OPERAND = re.compile(r'\s*"([^"]*)"\s*\(')
 
 
-def run(
-    text: str, kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]
-) -> dict[str, list[Expr | None]]:
+class Arrays(NamedTuple):
+    """Arrays of a call.
+
+    Attributes:
+        shapes: number of elements of each, which are numbered in this order.
+        results: those that are written: an element that is not stays None.
+        narrow: those with elements of 16 bits.
+        scratch: floats of an array `work` of a device, which holds nothing.
+        literals: of the record.
+    """
+
+    shapes: Mapping[str, int]
+    results: Sequence[str]
+    narrow: frozenset[str] = frozenset()
+    scratch: int = 0
+    literals: frozenset[float] = frozenset()
+
+
+def run(text: str, kernel: Kernel, ints: Mapping[str, int], arrays: Arrays) -> dict[str, list[Expr | None]]:
     """The expressions of the elements that a text writes.
 
     Args:
         text: of the kernel.
         kernel: whose name, fields and scratch it has.
         ints: the caller's integer fields.
-        shapes: number of elements of each array, which are numbered in this order.
-        results: arrays that are written: an element that is not stays None.
+        arrays: the call's.
 
     Raises:
         UncompiledError: it has vectors or instructions that have no meaning on symbols, or no compiler has C++.
         UnsupportedError: its masks depend on data.
         BuildError: it ends with an error.
     """
-    return expressions(program(text, kernel, ints, shapes, results), shapes, results)
+    return expressions(program(text, kernel, ints, arrays), arrays)
 
 
-def expressions(source: str, shapes: Mapping[str, int], results: Sequence[str]) -> dict[str, list[Expr | None]]:
+def expressions(source: str, arrays: Arrays) -> dict[str, list[Expr | None]]:
     """The expressions that a program writes: see `run`."""
     data = _output(source)
     (count,) = struct.unpack_from("<I", data)
     nodes = np.frombuffer(data, "<u4", 4 * count, 4).reshape(-1, 4)
     words = np.frombuffer(data, "<u4", -1, 4 + 16 * count).tolist()
-    known = _replayed(nodes, words)
+    known = _replayed(nodes, words, arrays.literals)
     each = iter(words)
-    return {x: [known.get(next(each)) for _ in range(shapes[x])] for x in results}
+    return {x: [known.get(next(each)) for _ in range(arrays.shapes[x])] for x in arrays.results}
 
 
-def program(
-    text: str, kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]
-) -> str:
+def program(text: str, kernel: Kernel, ints: Mapping[str, int], arrays: Arrays) -> str:
     """The source of a program that calls a text on symbols and writes its expressions."""
-    names = ", ".join(x.upper() for x in OPERATIONS)
-    parts = [f"enum Operation {{ {names} }};", header(), 'extern "C" {', cpp(text), "}"]
-    return "\n".join([*parts, _main(kernel, ints, shapes, results)])
+    parts = [operations(), header("symbols"), header("half_symbols"), 'extern "C" {', cpp(text), "}"]
+    return "\n".join([*parts, _main(kernel, ints, arrays)])
 
 
-@lru_cache(maxsize=1)
-def header() -> str:
-    """The element type."""
-    return Path(__file__).with_name("symbols.h").read_text(encoding="utf-8")
+def operations() -> str:
+    """The numbers of operations."""
+    return f"enum Operation {{ {', '.join(x.upper() for x in OPERATIONS)} }};"
+
+
+@lru_cache(maxsize=4)
+def header(name: str) -> str:
+    """The text of a header beside this module."""
+    return Path(__file__).with_name(f"{name}.h").read_text(encoding="utf-8")
 
 
 def cpp(text: str) -> str:
@@ -168,18 +189,18 @@ def _instruction(text: str) -> str:
     return f"{function}({', '.join(x for _, x in operands)})"
 
 
-def _main(kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]) -> str:
+def _main(kernel: Kernel, ints: Mapping[str, int], arrays: Arrays) -> str:
     """The program's main function."""
     source = SWAPPED if kernel.swap else {}
     extra = [f"x{i}" for i in range(len(kernel.operands))]
     fields = {x: ints[source.get(x, x)] for x in FIELDS} | dict(kernel.constants)
     strides = {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in AXES}
     work = evaluate(kernel.workspace, fields | strides)
-    sizes = {name: shapes.get(name, 0) for name in (*OPERANDS, *extra)} | {"work": work}
-    lines = declared(sizes)
+    sizes = {name: arrays.shapes.get(name, 0) for name in (*OPERANDS, *extra)} | {"work": work}
+    lines = declared(sizes, arrays)
     lines.append("static void each(void *, void (*body)(const long *, long, long), const long *ctx, long n, long k) {")
-    lines.append("  for (long i = 0; i < n; ++i) body(ctx, i, i % k);\n}\nint main() {\n  real(0);")
-    lines += arrays(shapes, results)
+    lines.append("  for (long i = 0; i < n; ++i) body(ctx, i, i % k);\n}\nint main() {")
+    lines += filled(sizes, arrays)
     lines.append(f"  static portmm_operand operands[{len(extra) + 1}];\n  static portmm_args g;")
     for i, x in enumerate(extra):
         lines.append(f"  operands[{i}].p = array_{x} + GUARD;")
@@ -187,40 +208,60 @@ def _main(kernel: Kernel, ints: Mapping[str, int], shapes: Mapping[str, int], re
     lines += [f"  g.{x} = {ints[x]};" for x in FIELDS]
     lines += [f"  g.{x} = {'(char *)' if x == 'work' else ''}(array_{x} + GUARD);" for x in OPERANDS]
     lines.append(f"  g.parallel = each;\n  g.operands = operands;\n  {kernel.name}(&g);")
-    return "\n".join([*lines, *checks(sizes, shapes, results), *written(shapes, results)])
+    return "\n".join([*lines, *checks(sizes, arrays), *written(arrays)])
 
 
-def declared(sizes: Mapping[str, int]) -> list[str]:
+def declared(sizes: Mapping[str, int], arrays: Arrays) -> list[str]:
     """Declarations of arrays, with guards around them."""
+    types = {x: "half_t" if x in arrays.narrow else "F" for x in sizes}
     return [
         f"enum {{ GUARD = {GUARD} }};",
-        *(f"alignas(64) static F array_{x}[{n} + 2 * GUARD];" for x, n in sizes.items()),
+        *(f"alignas(64) static {types[x]} array_{x}[{n} + 2 * GUARD];" for x, n in sizes.items()),
     ]
 
 
-def arrays(shapes: Mapping[str, int], results: Sequence[str]) -> list[str]:
-    """Statements that fill operands that are read."""
-    fill = "for (int i = 0; i < {n}; ++i) array_{x}[GUARD + i].h = make(ELEMENT, {i}, i);"
-    return [f"  {fill.format(n=n, x=x, i=i)}" for i, (x, n) in enumerate(shapes.items()) if x not in results]
-
-
-def checks(sizes: Mapping[str, int], shapes: Mapping[str, int], results: Sequence[str]) -> list[str]:
-    """Statements that end a program that wrote outside of its results."""
-    lines = []
-    for name, n in sizes.items():
-        lines.append("  for (int i = 0; i < GUARD; ++i)")
-        lines.append(f"    if ((array_{name}[i].h & array_{name}[{n} + GUARD + i].h) != POISON) return {OUTSIDE};")
-    for i, (name, n) in enumerate(shapes.items()):
-        if name not in results:
-            lines.append(f"  for (int i = 0; i < {n}; ++i)")
-            lines.append(f"    if (array_{name}[GUARD + i].h != make(ELEMENT, {i}, i)) return {OUTSIDE};")
+def filled(sizes: Mapping[str, int], arrays: Arrays) -> list[str]:
+    """Statements that fill operands that are read; zero is the first of all numbers."""
+    lines = ["  narrowed(F::of(real(0)));"]
+    lines += [
+        f"  for (int i = 0; i < {n} + 2 * GUARD; ++i) array_{x}[i] = UNSET;"
+        for x, n in sizes.items()
+        if x in arrays.narrow
+    ]
+    for i, (x, n) in enumerate(arrays.shapes.items()):
+        if x not in arrays.results:
+            value = f"F::of(make(ELEMENT, {i}, i))"
+            value = f"narrowed({value})" if x in arrays.narrow else value
+            lines.append(f"  for (int i = 0; i < {n}; ++i) array_{x}[GUARD + i] = {value};")
     return lines
 
 
-def written(shapes: Mapping[str, int], results: Sequence[str]) -> list[str]:
+def number_of(x: str, arrays: Arrays, name: str = "array") -> str:
+    """The number of an element of an array, of which the index follows."""
+    return f"widened({name}_{x}[%s]).h" if x in arrays.narrow else f"{name}_{x}[%s].h"
+
+
+def checks(sizes: Mapping[str, int], arrays: Arrays) -> list[str]:
+    """Statements that end a program that wrote outside of its results."""
+    lines = []
+    for name, n in sizes.items():
+        number = number_of(name, arrays)
+        lines.append("  for (int i = 0; i < GUARD; ++i)")
+        lines.append(f"    if (({number % 'i'} & {number % f'{n} + GUARD + i'}) != POISON) return {OUTSIDE};")
+    for i, (name, n) in enumerate(arrays.shapes.items()):
+        if name not in arrays.results:
+            lines.append(f"  for (int i = 0; i < {n}; ++i)")
+            lines.append(f"    if ({number_of(name, arrays) % 'GUARD + i'} != make(ELEMENT, {i}, i)) return {OUTSIDE};")
+    return lines
+
+
+def written(arrays: Arrays) -> list[str]:
     """Statements that write the table and the results, and the end of a program."""
     lines = ["  fwrite(&count, 4, 1, stdout);\n  fwrite(nodes, 16, count, stdout);"]
-    lines += [f"  fwrite(array_{x} + GUARD, 4, {shapes[x]}, stdout);" for x in results]
+    for x in arrays.results:
+        lines.append(f"  for (int i = 0; i < {arrays.shapes[x]}; ++i) {{")
+        number = number_of(x, arrays) % "GUARD + i"
+        lines.append(f"    const H number = {number};\n    fwrite(&number, 4, 1, stdout);\n  }}")
     return [*lines, "  fflush(stdout);\n  return 0;\n}\n"]
 
 
@@ -251,6 +292,8 @@ def _output(source: str) -> bytes:
         ran = subprocess.run([str(path.with_suffix(""))], capture_output=True, timeout=LIMIT, check=False, cwd=folder)
     if ran.returncode == DEPENDS:
         raise UnsupportedError("a mask of lanes depends on data")
+    if ran.returncode == FULL:
+        raise UnsupportedError("there are more different elements of 16 bits than these have numbers")
     if ran.returncode == OUTSIDE:
         raise BuildError("the text writes outside of its results")
     if ran.returncode in (STUCK, ORDER):
@@ -262,19 +305,25 @@ def _output(source: str) -> bytes:
     return ran.stdout
 
 
-def _replayed(nodes: np.ndarray[tuple[int, ...], np.dtype[np.uint32]], wanted: list[int]) -> dict[int, Expr]:
+def _replayed(
+    nodes: np.ndarray[tuple[int, ...], np.dtype[np.uint32]], wanted: list[int], literals: frozenset[float]
+) -> dict[int, Expr]:
     """The expressions of wanted nodes, and of those that they need."""
     rows = nodes.tolist()
     needed = set(wanted) - {POISON}
     for i in range(len(rows) - 1, -1, -1):
         if i in needed:
             needed.update(rows[i][1 : 1 + _COUNTS[rows[i][0]]])
-    symbols = Symbols()
+    symbols, powers = Symbols(), Powers(literals)
     known: dict[int, int] = {}
     for i in sorted(needed):
         op, *of = rows[i]
         name, args = OPERATIONS[op], [known[x] for x in of[: _COUNTS[op]]]
-        if args:
+        if name == "exp2":
+            known[i] = symbols.number(powers.exponential(symbols.every[args[0]]))
+        elif name == "mul" and (power := powers.product(*(symbols.every[x] for x in args))) is not None:
+            known[i] = symbols.number(power)
+        elif args:
             known[i] = symbols.apply("lt", *args[::-1]) if name == "more" else symbols.apply(name, *args)
         else:
             known[i] = symbols.number(_leaf(name, *of[:2]))

@@ -43,7 +43,8 @@ def function_of(x: Expr) -> tuple[str, Expr] | None:
     if x.op not in OPS:
         return None
     if x not in _matches:
-        tried = (_match(x, *one) for one in _patterns.get((x.op, x.dtype), ()))
+        of = x.inner
+        tried = (_match(x, *one) for one in _patterns.get((x.op, x.dtype), ()) if _alike(of, one[1]))
         return _matches.keep(x, next((y for y in tried if y), None))  # type: ignore[no-any-return]
     return _matches[x]  # type: ignore[no-any-return]
 
@@ -52,6 +53,12 @@ def decaying(x: Expr) -> Expr | None:
     """The argument of a function that an expression spells for arguments alone that are not positive, or None."""
     named = function_of(x)
     return None if named is None or all(_unified(x, y) is None for y in _decays) else named[1]
+
+
+def _alike(of: tuple[Expr, ...], pattern: Expr) -> bool:
+    """Whether operands have the operations and literals of a pattern's: most expressions differ there."""
+    pairs = zip(of, pattern.inner, strict=False)
+    return all(b is _ARGUMENT or a is b or (a.op == b.op and b.op != "const") for a, b in pairs)
 
 
 def _match(x: Expr, name: str, pattern: Expr) -> tuple[str, Expr] | None:

@@ -22,24 +22,26 @@ from portmm.ir.mugraph import Binding, MuGraph, Step, Tensor
 from portmm.ir.nodes import FIELDS
 from portmm.ir.product_program import product_of
 from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
+from portmm.spec.expr import ordered
 from portmm.spec.problem import AXES
 from portmm.verification import device_text, emitted_text, symbolic
 from portmm.verification.batches import evaluate_all, unguarded_exponential
 from portmm.verification.bounds import REDRAWS, element_sizes, sizes, tests_for
+from portmm.verification.emitted_text import NARROW, Arrays
 from portmm.verification.equivalence import Verdict, fields
 from portmm.verification.functions import add
 from portmm.verification.values import Residues, UnsupportedError, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
     from portmm.ir.block_program import BlockProgram
     from portmm.ir.nodes import Kernel
     from portmm.spec.expr import Expr
     from portmm.verification.bounds import Size
 
-ATTENTION = "portmm_attention_"
-"""Start of the names of kernels of attention on devices."""
+ATTENTION = ("portmm_attention_", "portmm_mma_attention_")
+"""Starts of the names of kernels of attention on devices."""
 KEYS = 4
 """Keys of a block of attention."""
 
@@ -50,54 +52,75 @@ class Call(NamedTuple):
     Attributes:
         names: the kernel's name of each operand.
         ints: integer fields.
+        scratch: floats of an array `work` of a device.
     """
 
     names: tuple[str, ...]
     ints: dict[str, int]
+    scratch: int = 0
 
 
 def check_kernel(
     program: BlockProgram, kernel: Kernel | GridKernel, extents: Mapping[str, int], *, seed: int | None = None,
-    text: str = "",
+    text: str = "", further: Sequence[tuple[GridKernel, str]] = (), runs: int = 1,
 ) -> Verdict:  # fmt: skip
     """Check that a kernel computes what its record means, at these extents of the record's labels.
 
     Args:
         program: the record, of floats.
-        kernel: lowered from it, of a host, or of a device without matrix units.
+        kernel: lowered from it, of a host or of a device.
         extents: of its labels: more than a tile, and no multiple of one.
         seed: see `equivalence.check`.
         text: the kernel's, which is compiled and run in the place of its loops.
+        further: kernels of a device that are launched after it, and their texts.
+        runs: into which keys of attention on a device are split.
     """
     seed = secrets.randbits(63) if seed is None else seed
     try:
-        return _checked(program, kernel, dict(extents), seed, text)
+        return _checked(program, _Texts(kernel, text, tuple(further), runs), dict(extents), seed)
     except (IndexError, KeyError, PortmmError, ValueError) as error:
         return Verdict(equal=False, reason=f"{type(error).__name__}: {error}", seed=seed)
 
 
-def _checked(
-    program: BlockProgram, kernel: Kernel | GridKernel, extents: dict[str, int], seed: int, text: str
-) -> Verdict:
+class _Texts(NamedTuple):
+    """A kernel and its text, and those that follow."""
+
+    kernel: Kernel | GridKernel
+    text: str
+    further: tuple[tuple[GridKernel, str], ...]
+    runs: int
+
+    def expressions(self, call: Call, arrays: Arrays) -> dict[str, list[Any]]:
+        """The expressions that they write."""
+        if not self.text:
+            if arrays.narrow or self.further:
+                raise UnsupportedError("loops of elements of 16 bits, or of several kernels, are no symbols")
+            return symbolic.run(self.kernel, call.ints, arrays.shapes, arrays.results)
+        if isinstance(self.kernel, GridKernel):
+            return device_text.run(((self.kernel, self.text), *self.further), call.ints, arrays)
+        return emitted_text.run(self.text, self.kernel, call.ints, arrays)
+
+
+def _checked(program: BlockProgram, texts: _Texts, extents: dict[str, int], seed: int) -> Verdict:
     _spellings()
     shapes = [tuple(extents[x] for x in y.axes) for y in program.operands]
-    if any(x.dtype != "f32" for x in program.operands):
-        raise UnsupportedError("operands of other types than f32 are no symbols")
+    if any(x.dtype not in ("f32", *NARROW) for x in program.operands):
+        raise UnsupportedError("operands of other types than f32, bf16 and f16 are no symbols")
     if program.fused.numbers:
         raise UnsupportedError("scalar arguments are no symbols yet")
+    kernel = texts.kernel
     call = call_of(program, extents, kernel.name)
     if isinstance(kernel, GridKernel):
-        on_device = _attention_on_device(program, extents) if kernel.name.startswith(ATTENTION) else call
+        attends = kernel.name.startswith(ATTENTION)
+        on_device = _attention_on_device(program, extents, texts.runs) if attends else call
         call = on_device._replace(names=tuple(f"{x}_all" if x.startswith("x") else x for x in on_device.names))
     written = dict(program.fused.results)
-    arrays = {call.names[i]: math.prod(x) for i, x in enumerate(shapes)}
-    results = [call.names[i] for i in written]
-    if not text:
-        expressions = symbolic.run(kernel, call.ints, arrays, results)
-    elif isinstance(kernel, GridKernel):
-        expressions = device_text.run(text, kernel, call.ints, arrays, results)
-    else:
-        expressions = emitted_text.run(text, kernel, call.ints, arrays, results)
+    arrays = Arrays(
+        {call.names[i]: math.prod(x) for i, x in enumerate(shapes)}, [call.names[i] for i in written],
+        frozenset(call.names[i] for i, x in enumerate(program.operands) if x.dtype in NARROW), call.scratch,
+        _literals(program),
+    )  # fmt: skip
+    expressions = texts.expressions(call, arrays)
     if any(x is None for y in expressions.values() for x in y):
         return Verdict(equal=False, reason="an element of a result is not written", seed=seed)
     if why := unguarded_exponential(x for y in expressions.values() for x in y):
@@ -238,7 +261,13 @@ def _attention(program: BlockProgram, extents: Mapping[str, int]) -> Call:
     return Call(tuple(names.values()), ints)
 
 
-def _attention_on_device(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+def _literals(program: BlockProgram) -> frozenset[float]:
+    """The literals of a record."""
+    every = ordered(tuple(x for _, x in program.fused.results))
+    return frozenset(float(x.args[0]) for x in every if x.op == "const" and x.dtype == "f32")
+
+
+def _attention_on_device(program: BlockProgram, extents: Mapping[str, int], runs: int) -> Call:
     at, queries = attention_of(program).at, "nm"["nm".index(program.loop) - 1]
     heads, few, m, n = extents["h"], extents.get("H", extents["h"]), extents[queries], extents[program.loop]
     ints = {"m": m, "n": n, "heads": heads, "group": heads // few, "few": few, "items": extents["b"]}
@@ -249,7 +278,10 @@ def _attention_on_device(program: BlockProgram, extents: Mapping[str, int]) -> C
         row = "n" if name in ("k", "v") else "m"
         ints |= {f"{name}_b": strides["b"], f"{name}_h": strides["h"]}
         ints[f"{name}_{row}"] = strides[program.loop if row == "n" else queries]
-    return Call(tuple(names[i] for i in range(len(names))), ints)
+    rows, dv = extents["b"] * heads * m, extents["e"]
+    ints |= {"runs": runs, "run": -(-n // runs), "all_rows": rows, "mosts_at": runs * rows * dv}
+    ints |= {"sums_at": runs * rows * (dv + 1)}
+    return Call(tuple(names[i] for i in range(len(names))), ints, runs * rows * (dv + 2) if runs > 1 else 0)
 
 
 _added: list[bool] = []

@@ -19,8 +19,11 @@ from portmm.schedule.block_tiles import split_loop, tiled
 from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_attention import attention_schedule, packs_values
 from portmm.schedule.gpu_attention import schedule_of
+from portmm.schedule.gpu_mma_attention import UNIT, unit
+from portmm.schedule.gpu_mma_attention import schedule_of as matrix_schedule
 from portmm.schedule.legality import inconsistent
 from portmm.schedule.parts import ALL
+from portmm.schedule.program import asynchronous
 from portmm.schedule.rows import candidates as candidates_of_rows
 from portmm.schedule.rows import core_schedule
 from portmm.spec.epilogue import summed
@@ -44,6 +47,8 @@ THREADS = ("simt", "stream", "direct")
 """Programs of products on devices without matrix units; the first one has shared memory."""
 QUERIES_BY_KEYS, WARP, VECTOR = (8, 16), (4, 8), 4
 """Of attention on a device: queries and keys of a block, threads along both, and elements that are moved at once."""
+SPLITS = 2
+"""Of its keys, where they are split; both have two tiles."""
 MOST_RUNS = 3
 """Runs of a loop that is split; the last one has two blocks."""
 
@@ -69,11 +74,30 @@ class OnDevice(NamedTuple):
         kernel: the kernel.
         text: in the device's language.
         extents: of the record's labels.
+        further: kernels that are launched after it, and their texts.
+        runs: into which keys are split.
+        what: the kernel has of its own, for messages.
     """
 
     kernel: GridKernel
     text: str
     extents: dict[str, int]
+    further: tuple[tuple[GridKernel, str], ...] = ()
+    runs: int = 1
+    what: str = ""
+
+
+def every_on_device(program: BlockProgram, target: Target) -> list[OnDevice]:
+    """The kernels that a record has on a device: those of attention have threads or matrix units, and keys in runs.
+
+    Raises:
+        ScheduleError: there are none.
+    """
+    if sum(isinstance(x, TileGemm) for one in program.passes for x in one) < 2:
+        return [lowered_on_device(program, target)]
+    pair = unit(attention_of(program).form.dtype, target)
+    which = ("", "runs") if pair is None else ("mma", "mma, runs")
+    return [attention_on_device(program, target, x) for x in which]
 
 
 def lowered_on_device(program: BlockProgram, target: Target) -> OnDevice:
@@ -85,7 +109,7 @@ def lowered_on_device(program: BlockProgram, target: Target) -> OnDevice:
     gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
     language = target.device.language if target.device is not None else "opencl"
     if gemms > 1:
-        return _attention_on_device(program, language)
+        return attention_on_device(program, target)
     if any(isinstance(x, TileReduce) and summed(x.value) != "n" for one in program.passes for x in one):
         raise ScheduleError("texts of devices are checked of products, of attention, and of expressions over rows")
     if gemms:
@@ -104,24 +128,41 @@ def lowered_on_device(program: BlockProgram, target: Target) -> OnDevice:
     return OnDevice(kernel, text, _labelled(program, extents))
 
 
-def _attention_on_device(program: BlockProgram, language: str) -> OnDevice:
-    """Attention by threads: two tiles of queries and two of keys, heads in groups, the last tiles and vectors ragged.
+def attention_on_device(program: BlockProgram, target: Target, which: str = "") -> OnDevice:
+    """Attention on a device: two tiles of queries and two of keys, heads in groups, the last tiles and vectors ragged.
+
+    Args:
+        program: the record.
+        target: the device.
+        which: "mma" for matrix units in the place of threads, "runs" for keys that are split, or both.
 
     Raises:
         ScheduleError: the record is none of attention, or it has operands besides queries, keys and values.
     """
-    of = attention_of(program)
+    of, language = attention_of(program), target.device.language if target.device is not None else "opencl"
     if not {*"bhde"} <= {x for y in program.operands for x in y.axes}:
         raise ScheduleError("kernels of attention have items and heads")
     if of.form.bounds or of.form.lengths or of.form.starts or of.form.score.operands:
         raise ScheduleError("texts of devices are checked of attention without masks and further operands")
-    isa, queries = load_isa("simt"), "nm"["nm".index(program.loop) - 1]
-    (rows, columns), head = QUERIES_BY_KEYS, VECTOR + 1
-    s = schedule_of("f32", (head, head), QUERIES_BY_KEYS, WARP)
-    (kernel,) = lower_program(program, s, isa, atom_of(isa, "f32"))
-    extents = {queries: rows + 1, program.loop: columns + VECTOR - 1, "d": head, "e": head, "b": 2, "h": 2, "H": 1}
-    text = import_module(f"portmm.codegen.{language}").source(kernel)
-    return OnDevice(kernel, text, _labelled(program, extents))
+    queries, split, pair = "nm"["nm".index(program.loop) - 1], "runs" in which, None
+    if "mma" in which:
+        pair = unit(of.form.dtype, target)
+        if pair is None:
+            raise ScheduleError(f"{target.name} multiplies no fragments of {of.form.dtype}")
+        (rows, columns), ragged, head = (UNIT, UNIT), 1, 2 * UNIT
+        s = matrix_schedule(of.form.dtype, (head, head), (rows, 1, columns), runs=split, copies=asynchronous(target))
+    else:
+        (rows, columns), ragged, head = QUERIES_BY_KEYS, VECTOR - 1, VECTOR + 1
+        s = schedule_of("f32", (head, head), QUERIES_BY_KEYS, WARP, runs=split)
+    isa, atom = pair or (load_isa("simt"), atom_of(load_isa("simt"), "f32"))
+    many = rows // 2 + 1 if split else rows + 1  # rows of both heads share tiles where keys are split
+    runs = SPLITS if split else 1
+    keys = columns * runs + ragged
+    extents = {queries: many, program.loop: keys, "d": head, "e": head, "b": 2, "h": 2, "H": 1}
+    write = import_module(f"portmm.codegen.{language}").source
+    kernels = lower_program(program, s, isa, atom)
+    further = tuple((x, write(x)) for x in kernels[1:])
+    return OnDevice(kernels[0], write(kernels[0]), _labelled(program, extents), further, runs, which)
 
 
 def _of_threads(program: BlockProgram, target: Target) -> Schedule:

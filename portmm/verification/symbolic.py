@@ -81,6 +81,8 @@ def element(operand: int, at: int) -> Expr:
 def _applied(op: str, values: list[Expr]) -> Expr:
     if op in ("shl", "shr"):
         return apply(op, values[0], int(values[1].args[0]))
+    if op == "fma" and any(x.op != "const" for x in values):
+        return node(op, tuple(values), "f32")  # most of all operations: nothing is simplified
     return apply(op, *values)
 
 

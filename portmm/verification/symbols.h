@@ -101,7 +101,11 @@ static H operation(H op, H a, H b) {
   return make(op, a, b);
 }
 
-static H fused(H a, H b, H c) { return a == POISON || b == POISON || c == POISON ? POISON : make(FMA, a, b, c); }
+static bool zero(H x) { return is(x, REAL) && !value(x); }
+static H fused(H a, H b, H c) {
+  if (a == POISON || b == POISON || c == POISON) return POISON;
+  return zero(a) || zero(b) ? c : make(FMA, a, b, c);
+}
 
 /* A product is not computed before it is known whether something is added to it, as contraction does. */
 template <class V> struct Product {
@@ -146,6 +150,7 @@ struct F {
   F(int x) : h(real((float)x)) {}
   F(float x) : h(real(x)) {}
   F(double x) : h(real((float)x)) {}
+  explicit F(I x) : h(operation(FLOAT, x.h)) {}
   static F of(H h) { F x; x.h = h; return x; }
   static F apply(H op, F a, F b) { return of(operation(op, a.h, b.h)); }
   static F fused(F a, F b, F c) { return of(::fused(a.h, b.h, c.h)); }

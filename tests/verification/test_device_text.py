@@ -22,7 +22,7 @@ from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
 from portmm.verification.certificate import certify
 from portmm.verification.kernels import check_kernel
-from portmm.verification.lowered import lowered_on_device
+from portmm.verification.lowered import attention_on_device, every_on_device, lowered_on_device
 
 SEED = 5
 SIZES = {"m": 5, "n": 9, "k": 33}
@@ -103,6 +103,69 @@ def test_texts_of_attention_in_opencl():
     x = lowered_on_device(program, load_target("opencl_gpu"))
     verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=x.text)
     assert verdict, verdict
+
+
+def judged(x, program, extents, old="", new=""):
+    """The verdict on the texts of attention in which one place, or none, is another one."""
+    texts = [x.text, *(y for _, y in x.further)]
+    assert not old or sum(old in y for y in texts) == 1
+    texts = [y.replace(old, new) for y in texts] if old else texts
+    further = [(y, z) for (y, _), z in zip(x.further, texts[1:], strict=True)]
+    return check_kernel(program, x.kernel, extents, seed=SEED, text=texts[0], further=further, runs=x.runs)
+
+
+UNITS = {
+    "": ("", ""),
+    "a copy that has not arrived": ("copy_async_wait_0();\n    __syncthreads();\n    if (key < end)", "if (key < end)"),
+    "another swizzle": ("(q_turn ^ ((step * 2) & 7))", "q_turn"),
+    "halves of V": ("v_line = (lane & 15)", "v_line = (lane & 7)"),
+    "weights of other keys": ("s[((r * 2 + step * 2 + u) * 2 + h) * 2 + 1]", "s[((r * 2 + step * 2 + u) * 2 + h) * 2]"),
+    "scores to the base e": ("0.7213475f", "0.5f"),
+    "keys beyond the last": ("t4 = t3 < t2;", "t4 = t3 <= t2;"),
+    "lanes of a row": ("theirs = shuffle_xor_f32(big, 2)", "theirs = shuffle_xor_f32(big, 4)"),
+}
+
+
+@pytest.mark.parametrize("what", UNITS)
+def test_texts_of_attention_by_matrix_units(what):
+    """Fragments, asynchronous copies, swizzled tiles and powers of two."""
+    program = of_attention(SCALED._replace(dtype="bf16", to="bf16"))
+    x = attention_on_device(program, load_target("a100"), "mma")
+    verdict = judged(x, program, x.extents | {"b": 1, "h": 1}, *UNITS[what])
+    assert bool(verdict) == (what == ""), verdict
+    assert verdict.bits >= 40 or what
+
+
+RUNS = {
+    "": ("", ""),
+    "a run that is dropped": ("x = 0.0f;\n    for (int r = 0;", "x = 0.0f;\n    for (int r = 1;"),
+    "keys of two runs": ("min_(n, (slice + 1) * run)", "min_(n, (slice + 1) * run + 1)"),
+    "a maximum that is not that of all": (
+        "largest = before > largest ? before : largest;\n  }",
+        "largest = before;\n  }",
+    ),
+    "sums of another row": ("sums_at + r * all_rows + block", "sums_at + r * all_rows + block % m"),
+}
+
+
+@pytest.mark.parametrize("what", RUNS)
+def test_texts_of_attention_whose_keys_are_split(what):
+    """Partial maxima and sums of runs, and the kernel that puts them together."""
+    program = of_attention(SCALED)
+    x = attention_on_device(program, load_target("h100"), "runs")
+    verdict = judged(x, program, x.extents | {"b": 1}, *RUNS[what])
+    assert bool(verdict) == (what == ""), verdict
+
+
+def test_every_kernel_of_attention_on_a_device():
+    narrow = of_attention(SCALED._replace(dtype="f16", to="f16"))
+    assert [x.what for x in every_on_device(narrow, load_target("h100"))] == ["mma", "mma, runs"]
+    assert [x.what for x in every_on_device(of_attention(SCALED), load_target("h100"))] == ["", "runs"]
+    x = attention_on_device(narrow, load_target("t4"), "mma, runs")
+    verdict = judged(x, narrow, x.extents | {"b": 1, "h": 1})
+    assert verdict, verdict
+    with pytest.raises(ScheduleError, match="no fragments of f32"):
+        attention_on_device(of_attention(SCALED), load_target("h100"), "mma")
 
 
 WRONG = {
