@@ -1,4 +1,4 @@
-"""Convolutions of ResNet-50 and of Stable Diffusion's U-Net, one by one, beside oneDNN's and ONNX Runtime's.
+"""Convolutions of ResNet-50, of Stable Diffusion's U-Net, and of groups, one by one, beside oneDNN and ONNX Runtime.
 
     python bench/convolutions.py [--only resnet] [--rounds 7] [--seconds 110] [--save FILE]
 
@@ -61,7 +61,8 @@ class Case:
     def name(self):
         """A short name."""
         stride = f"s{self.stride}" if self.stride > 1 else ""
-        return f"{self.model}-{self.size}-{self.channels}-{self.outputs}-{self.kernel}x{self.kernel}{stride}"
+        groups = f"-{self.groups} groups" if self.groups > 1 else ""
+        return f"{self.model}-{self.size}-{self.channels}-{self.outputs}-{self.kernel}x{self.kernel}{stride}{groups}"
 
 
 def resnet(*sizes):
@@ -72,6 +73,11 @@ def resnet(*sizes):
 def unet(*sizes):
     """Convolutions of the U-Net of Stable Diffusion 1.5, for an image of 512 by 512."""
     return [Case("unet", *x) for x in sizes]
+
+
+def groups(*sizes):
+    """Convolutions of ResNeXt-50, of RegNets and ShuffleNets."""
+    return [Case("groups", *x) for x in sizes]
 
 
 CASES = [
@@ -89,6 +95,16 @@ CASES = [
         (8, 2560, 1280, 3), (8, 2560, 1280, 1), (16, 2560, 1280, 3), (16, 1920, 1280, 1), (32, 1920, 640, 3),
         (32, 960, 640, 3), (32, 1280, 1280, 3), (64, 640, 640, 3), (64, 960, 320, 3), (64, 640, 320, 1),
         (64, 320, 4, 3),
+    ),
+    *groups(
+        (56, 128, 128, 3, 1, 32), (56, 256, 256, 3, 2, 32), (28, 256, 256, 3, 1, 32), (28, 512, 512, 3, 2, 32),
+        (14, 512, 512, 3, 1, 32), (14, 1024, 1024, 3, 2, 32), (7, 1024, 1024, 3, 1, 32), (56, 24, 24, 3, 1, 3),
+        (28, 56, 56, 3, 1, 7), (14, 152, 152, 3, 1, 19), (7, 368, 368, 3, 1, 46), (56, 64, 64, 3, 1, 4),
+        (28, 160, 160, 3, 1, 10), (14, 400, 400, 3, 1, 25), (56, 72, 72, 3, 1, 3), (28, 168, 168, 3, 1, 7),
+        (14, 408, 408, 3, 1, 17), (7, 912, 912, 3, 1, 38), (56, 96, 96, 3, 1, 2), (14, 432, 432, 3, 1, 9),
+        (7, 1008, 1008, 3, 1, 21), (28, 512, 512, 3, 1, 8), (28, 240, 60, 1, 1, 3), (28, 60, 240, 1, 1, 3),
+        (14, 480, 120, 1, 1, 3), (28, 272, 68, 1, 1, 4), (28, 384, 96, 1, 1, 8), (28, 96, 384, 1, 1, 8),
+        (14, 768, 192, 1, 1, 8),
     ),
 ]  # fmt: skip
 
@@ -265,7 +281,7 @@ def of_status(name):
 case = convolutions.CASES[int(sys.argv[2])]
 pm.set_num_threads(1)
 x, w = convolutions.operands(case)
-packed, how = pm.pack_conv(w), {"stride": case.stride, "padding": case.padding}
+packed, how = pm.pack_conv(w, groups=case.groups), {"stride": case.stride, "padding": case.padding}
 out = np.zeros((case.batch, case.out, case.out, case.outputs), np.float32)
 pm.conv(x, packed, out, **how)
 runtime().set_scratch(0)  # workspaces are given back after each call, so that the next one has them anew

@@ -136,7 +136,7 @@ def continued(atom: Atom, s: Shape) -> Function:
     """Function that adds A . B to a full tile of sums, of a block of k that neither begins nor ends a run."""
     tiles = _accumulators(atom, s)
     loads = tuple(_sums("load_c", atom, s, i, v, "part") for i, v in tiles)
-    body = (*loads, *_loop(atom, s, masked=False), *_store(atom, s, "part", edge=False))
+    body = (*loads, *_loop(atom, s, masked=False), *stored(atom, s, "part", edge=False))
     params = (*params_of_a(s), Param("b", s.b, readonly=True), Param("b_k"), Param("part", atom.acc))
     comment = f"Sums[{s.rows}][{s.nr}] += A[{s.rows}][k] . B[k][{s.nr}]"
     return Function(f"ukr_{s.rows}x{s.nr}_on", "inner", params, body, comment, s.inline)
@@ -254,7 +254,7 @@ def _add(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
     return (*before, *adds)
 
 
-def _store(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
+def stored(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
     """Stores of the accumulators to `c`."""
     tiles = _accumulators(atom, s)
     if not edge:
@@ -267,11 +267,11 @@ def _store(atom: Atom, s: Shape, c: str, *, edge: bool) -> tuple[Stmt, ...]:
 
 def write_back(atom: Atom, s: Shape, *, edge: bool) -> tuple[Stmt, ...]:
     """Stores of the accumulators to C, or their addition to it."""
-    store = _store(atom, s, "c", edge=edge)
+    store = stored(atom, s, "c", edge=edge)
     if s.block_of_k is BlockOfK.PART:
-        add, keep_ = _add(atom, s, "kept", edge=edge), _store(atom, s, "kept", edge=edge)
+        add, keep_ = _add(atom, s, "kept", edge=edge), stored(atom, s, "kept", edge=edge)
         if s.apart:
-            store = (If(var("done"), store, _store(atom, s, "part", edge=edge)),)
+            store = (If(var("done"), store, stored(atom, s, "part", edge=edge)),)
         return (If(var("add"), add), If(var("keep"), keep_, store))
     if s.block_of_k.continues:
         return store

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
     from portmm.schedule.direct_convolution import Direct
+    from portmm.schedule.grouped_convolution import Grouped
     from portmm.schedule.schedule import Schedule
     from portmm.spec.layout import Layout
     from portmm.spec.layouts import Views
@@ -112,6 +113,24 @@ def lower_direct(s: Schedule, isa: Isa, sizes: Direct) -> Kernel:
     kernel: Kernel = _builder("cpu.convolution").build(s, isa, atom_of(isa, s.dtype, s.atom.lanes), sizes)
     text = f"direct convolution, {sizes.rows} rows by {s.nr} columns, register tiles of {s.mr} by {s.nr}"
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.conv on {isa.title}"))
+
+
+def lower_grouped(isa: Isa, lanes: Atom, sizes: Grouped, types: tuple[str, str], text: str) -> Kernel:
+    """The kernel of a convolution of groups of few channels: see `kernels.cpu.grouped_convolution`.
+
+    Args:
+        isa: the instruction set.
+        lanes: its multiply-adds.
+        sizes: of blocks.
+        types: of images and of the result.
+        text: the epilogue, or nothing.
+    """
+    fused = parse(text) if text else None
+    kernel: Kernel = _builder("cpu.grouped_convolution").build(isa, lanes, sizes, types, fused)
+    x = sizes.panels
+    tiles = f"{x.together} in a vector, register tiles of {sizes.height} by {sizes.vectors} vectors"
+    description = f"convolution of {x.groups} groups of {x.channels} by {x.outputs} channels, {tiles}"
+    return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.conv on {isa.title}"))
 
 
 def lower_group_norm(  # noqa: PLR0917 - what a kernel is made for

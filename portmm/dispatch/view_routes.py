@@ -8,18 +8,20 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.codegen.lower import lower_direct, lower_view
-from portmm.dispatch.cpu_kernels import isa_of, loaded_program
+from portmm.codegen.lower import lower_direct, lower_grouped, lower_view
+from portmm.dispatch.cpu_kernels import isa_of, loaded_program, packing_unit
 from portmm.dispatch.schedule_choice import choose
 from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.schedule.direct_convolution import direct
+from portmm.schedule.grouped_convolution import grouped
 from portmm.spec.dtype import UNCONVERTED
 from portmm.spec.layouts import Views
 from portmm.spec.row_classes import of_class
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
+    from portmm.schedule.grouped_convolution import Panels
     from portmm.schedule.schedule import Schedule
     from portmm.spec.convolution import Convolution
     from portmm.spec.problem import Problem
@@ -70,6 +72,42 @@ def _new_direct_route(  # noqa: PLR0917
     if sizes is None or s.program != "gemm":
         return None
     code = loaded_program(lower_direct, s, isa_of(s, target), sizes)
+    return runtime().make_route(code.code, code.scratch(p, p.m, threads), threads, p.storage, p.unit)
+
+
+def grouped_route(  # noqa: PLR0917 - what a kernel is made for
+    p: Problem, x: Convolution, strides: tuple[int, ...], panels: Panels, target: Target, threads: int
+) -> Any:
+    """A route of a convolution of groups of few channels, channels last.
+
+    Args:
+        p: the product of pixels by all outputs.
+        x: the convolution.
+        strides: of images (n, *spatial, c), in elements.
+        panels: the layout of filters.
+        target: the machine.
+        threads: the most threads to use.
+
+    Raises:
+        ScheduleError: filters were packed for another machine.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    key = (p, x, strides, panels, id(target), threads)
+    entry = _routes.get(key)
+    if entry is None:
+        entry = _routes.keep(key, (target, _new_grouped_route(p, x, strides, panels, target, threads)))
+    return entry[1]
+
+
+def _new_grouped_route(  # noqa: PLR0917
+    p: Problem, x: Convolution, strides: tuple[int, ...], panels: Panels, target: Target, threads: int
+) -> Any:
+    isa, atom = packing_unit(panels.dtype, target)
+    if atom.n != panels.lanes:
+        raise ScheduleError(f"filters in vectors of {panels.lanes} are for another machine than {target.name}")
+    sizes, (image, _, result) = grouped(x, strides, panels, isa, target), p.types
+    code = loaded_program(lower_grouped, isa, atom, sizes, (image, result), p.fused)
     return runtime().make_route(code.code, code.scratch(p, p.m, threads), threads, p.storage, p.unit)
 
 

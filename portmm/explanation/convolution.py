@@ -13,15 +13,16 @@ from portmm.arrays.grid_call import settings
 from portmm.arrays.operand import WIDEST, result_type
 from portmm.codegen.lower import atom_of, lower_grid
 from portmm.dispatch import config, device_routes
-from portmm.dispatch.cpu_kernels import family, isa_of
+from portmm.dispatch.cpu_kernels import family, isa_of, packing_unit
 from portmm.dispatch.view_routes import schedule_of
 from portmm.errors import ConvolutionError
 from portmm.explanation.product import explained, target_called
 from portmm.explanation.record import Explanation
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
-from portmm.ops.convolution_weights import is_depthwise
+from portmm.ops.convolution_weights import grouped_panels, is_depthwise
 from portmm.ops.depthwise import parts
 from portmm.schedule.direct_convolution import direct
+from portmm.schedule.grouped_convolution import grouped
 from portmm.schedule.program import device_of
 from portmm.spec.convolution import planes, windows
 from portmm.spec.dtype import BY_NAME, UNCONVERTED, accumulator
@@ -33,6 +34,7 @@ from portmm.util.text import number
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.schedule.grouped_convolution import Panels
     from portmm.spec.convolution import Convolution
     from portmm.target.target import Target
 
@@ -130,6 +132,8 @@ def explain_conv(
         program = _transfers(product, size, last=last)
     elif is_depthwise(tuple(w), groups, dtype):
         program = _depthwise(size, last=last)
+    elif (panels := grouped_panels(tuple(w), groups, dtype, machine, last=last)) is not None:
+        program = _grouped(size, strides, panels, machine)
     else:
         threads = config.get_num_threads() if target is None else machine.cores
         program = _on_cores(size, x[0], (view, strides), (machine, threads), last=last, dtype=dtype)
@@ -145,6 +149,20 @@ def _depthwise(size: Convolution, *, last: bool) -> list[str]:
     lines = [f"depthwise: a kernel over rows of {of}, the sum of {number(size.taps, 'tap')}"]
     lines += [f"  {inside} reads the images in place"] * cut[0].inside
     return lines + [f"  {number(padded, 'part')} of the result: from strips, copied with padding"] * bool(padded)
+
+
+def _grouped(size: Convolution, strides: Sequence[int], panels: Panels, target: Target) -> list[str]:
+    """The program of groups of few channels."""
+    isa, atom = packing_unit(panels.dtype, target)
+    x = grouped(size, strides, panels, isa, target)
+    lanes = f"{number(panels.together, 'group')} in a vector of {atom.n} outputs"
+    if panels.together == 1:
+        lanes = f"{number(panels.of_window, 'vector')} of {atom.n} outputs a group"
+    height = -(-x.out[1] // -(-x.out[1] // x.height))
+    return [
+        f"grouped: {lanes}, register tiles of {height} pixels of a row by {number(x.vectors, 'vector')}",
+        f"  strips of {number(x.rows, 'row')} of the result, {x.most * x.of_window} elements, with padding",
+    ]
 
 
 def _on_cores(

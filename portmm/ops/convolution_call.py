@@ -39,13 +39,14 @@ _kinds = Memory(MOST)
 def readable(x: Array, w: PackedConv) -> Array:
     """Images in a form that kernels read, copied only if they must be."""
     dtype = x.dtype.newbyteorder("=")
-    if w.depthwise:
+    if w.depthwise or w.grouped:
         dtype = numpy_arrays.types_of(dtype, w.dtype)[0]
     elif not w.channels_last:
         dtype = numpy_arrays.types_of(w.dtype, dtype)[1]
     elif hasattr(w.weight[0], "element"):
         dtype = numpy_arrays.types_of(dtype, w.dtype)[0]
-    if numpy_arrays.addressable(x, dtype) and min(x.strides, default=0) >= 0:
+    apart = w.grouped and x.strides[-1] != x.itemsize
+    if numpy_arrays.addressable(x, dtype) and min(x.strides, default=0) >= 0 and not apart:
         return x
     return np.require(np.ascontiguousarray(x), dtype, ("C", "A"))
 
@@ -109,6 +110,10 @@ def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: 
 
 def _kind_of(w: PackedConv) -> type[HostConvolution]:
     """The class of convolutions by filters."""
+    if w.grouped:
+        from portmm.ops.grouped_convolution import HostGrouped
+
+        return HostGrouped
     if not w.depthwise:
         return HostConvolution
     from portmm.ops.depthwise import HostDepthwise  # it traces, which products without an epilogue do not
@@ -209,7 +214,7 @@ def _place(out: Any, call: HostConvolution) -> _Place:
 
 def _lines(out: Array, call: HostConvolution) -> _Place | None:
     """Memory whose rows of pixels are apart, as every other pixel of an image; None if kernels do not write it."""
-    if not call.last or len(call.convolution.out) != 2 or call.w.depthwise:
+    if not call.last or len(call.convolution.out) != 2 or call.w.depthwise or call.w.grouped:
         return None
     item, line, row, element = (s // out.itemsize for s in out.strides)
     _, lines, pixels, channels = out.shape

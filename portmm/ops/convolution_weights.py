@@ -1,8 +1,9 @@
 """Filters of convolutions, prepacked.
 
 Owns `pack_conv` and the class it returns. With channels last the matrix (tap channel, output) of each group is in
-panels, as `pack` makes them; with channels first filters are rows, dense, which kernels read as they are. Filters of
-single channels are one array, a row for each tap. Filters on a device are `DeviceFilters`.
+panels, as `pack` makes them, or of groups of few channels in panels of several (`grouped_convolution`); with channels
+first filters are rows, dense, which kernels read as they are. Filters of single channels are one array, a row for each
+tap. Filters on a device are `DeviceFilters`.
 """
 
 from __future__ import annotations
@@ -14,20 +15,50 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays
-from portmm.errors import ConvolutionError
+from portmm.dispatch import config
+from portmm.dispatch.cpu_kernels import packing_unit
+from portmm.errors import ConvolutionError, ScheduleError
 from portmm.ops.convolution_options import LAYOUTS, layout_of
 from portmm.ops.prepack import in_panels, pack
 from portmm.schedule.candidates import PACKED_VECTORS
+from portmm.schedule.grouped_convolution import panels_of
 from portmm.spec.dtype import BY_NAME, UNCONVERTED
 from portmm.spec.problem import family
 from portmm.weights.kinds import ArrayLike, OnDevice, WeightKind
 
 if TYPE_CHECKING:
     from portmm.arrays.operand import Operand
+    from portmm.schedule.grouped_convolution import Panels
+    from portmm.target.target import Target
 
 Array = np.ndarray[Any, Any]
 MOST_TAPS = 64
 """Taps of filters of single channels that one kernel over rows reads; larger ones are products."""
+OF_GROUPS = ("f32", "bf16", "f16")
+"""Types of images and filters of groups of few channels, which are summed in float32."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class GroupPanels:
+    """Filters of groups of few channels.
+
+    Attributes:
+        owner: the panels, one after the other.
+        panels: their layout.
+    """
+
+    owner: Array
+    panels: Panels
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the panels."""
+        return int(self.owner.nbytes)
+
+    @property
+    def family(self) -> str:
+        """The name of the layout."""
+        return self.panels.family
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -36,7 +67,7 @@ class PackedConv(ArrayLike):
 
     Attributes:
         weight: of each group, a packed one; with channels first the dense rows. Where each channel has a filter of its
-            own, one array (tap, channel).
+            own, one array (tap, channel); of groups of few channels one `GroupPanels`.
         shape: (outputs, channels of a group, *kernel).
         groups: of channels.
         layout: of the images.
@@ -69,12 +100,17 @@ class PackedConv(ArrayLike):
     @property
     def int4(self) -> bool:
         """Whether elements are of four bits."""
-        return self.channels_last and not self.depthwise and not hasattr(self.weight[0], "element")
+        return self.channels_last and not (self.depthwise or self.grouped or hasattr(self.weight[0], "element"))
 
     @property
     def depthwise(self) -> bool:
         """Whether each channel is convolved by itself, by a kernel over rows."""
-        return 1 == len(self.weight) < self.groups
+        return 1 == len(self.weight) < self.groups and not self.grouped
+
+    @property
+    def grouped(self) -> bool:
+        """Whether one kernel convolves all groups, of few channels each."""
+        return isinstance(self.weight[0], GroupPanels)
 
     def __repr__(self) -> str:
         groups = f", {self.groups} groups" if self.groups > 1 else ""
@@ -126,6 +162,8 @@ def pack_conv(
         taps = np.array(array.reshape(groups, depth).T, dtype, order="C")
         taps.flags.writeable = False
         weight: tuple[Any, ...] = (taps,)
+    elif bits is None and (panels := _panels(array.shape, groups, dtype, activations, layout)) is not None:
+        weight = (pack_groups(by_group, panels),)
     elif not last:
         rows = np.array(by_group.reshape(groups, outputs, depth), dtype, order="C")
         rows.flags.writeable = False
@@ -133,15 +171,8 @@ def pack_conv(
     else:
         order = (0, *range(3, 3 + spatial), 2, 1)
         matrices = by_group.transpose(order).reshape(groups, depth, outputs)
-        if bits is None:
-            weight = tuple(_packed(x, activations) for x in matrices)
-        else:
-            from portmm.ops.int4_panels import pack_int4
-            from portmm.weights.quantized import quantize
-
-            kept = 128 if group is None else group
-            weight = tuple(pack_int4(quantize(x.astype(np.float32, copy=False), bits=4, group=kept)) for x in matrices)
-            dtype = np.dtype(np.uint8)
+        weight = tuple(_packed(x, activations) if bits is None else _int4(x, group) for x in matrices)
+        dtype = dtype if bits is None else np.dtype(np.uint8)
     return PackedConv(weight, tuple(array.shape), groups, layout, dtype)
 
 
@@ -197,6 +228,55 @@ def is_depthwise(w: tuple[int, ...], groups: int, dtype: str) -> bool:
     return groups == w[0] > 1 == w[1] and dtype != "f64" and math.prod(w[2:]) <= MOST_TAPS
 
 
+def _panels(
+    w: tuple[int, ...], groups: int, dtype: np.dtype[Any], activations: Any, layout: str
+) -> Panels | None:
+    """The layout of panels of filters of few channels; None for others."""
+    if groups == 1 or (activations is not None and np.dtype(activations).newbyteorder("=") != dtype):
+        return None
+    return grouped_panels(w, groups, numpy_arrays.name_of(dtype), config.target(), last=layout_of(layout)[1])
+
+
+def grouped_panels(w: tuple[int, ...], groups: int, dtype: str, target: Target, *, last: bool) -> Panels | None:
+    """The layout of panels of filters of a shape and a type, of few channels, for a machine; None for others."""
+    if groups == 1 or not last or dtype not in OF_GROUPS or 0 in w:
+        return None
+    try:
+        isa, atom = packing_unit("f32", target)
+    except ScheduleError:
+        return None
+    if not isa.spelling(atom, "load_b", dtype, "f32"):
+        return None
+    return panels_of(groups, w[1], w[0] // groups, w[2:], isa, atom)
+
+
+def pack_groups(filters: Array, x: Panels) -> GroupPanels:
+    """Filters (group, output, channel, *kernel) in panels."""
+    wide = np.zeros((x.windows, x.of_window * x.lanes, x.channels, math.prod(x.kernel)), np.float32)
+    flat = filters.reshape(x.groups, x.outputs, x.channels, -1)
+    for group in range(x.groups):
+        window, first = group // x.together, group % x.together * x.outputs
+        wide[window, first : first + x.outputs] = flat[group]
+    shape = (x.windows, x.of_window, x.lanes, x.channels, *x.kernel)
+    panels = numpy_arrays.aligned_empty(x.windows * x.of_window * x.panel, np.float32)
+    panels.reshape(x.windows, x.of_window, x.kernel[0], x.channels, x.kernel[1], x.lanes)[...] = (
+        wide.reshape(shape).transpose(0, 1, 4, 3, 5, 2)
+    )
+    panels.flags.writeable = False
+    return GroupPanels(panels, x)
+
+
+def unpack_groups(w: PackedConv) -> Array:
+    """The filters of groups of few channels, as an array."""
+    packed = w.weight[0]
+    x = packed.panels
+    shape = (x.windows, x.of_window, x.kernel[0], x.channels, x.kernel[1], x.lanes)
+    wide = packed.owner.reshape(shape).transpose(0, 1, 5, 3, 2, 4)
+    flat = wide.reshape(x.windows, x.of_window * x.lanes, x.channels, *x.kernel)[:, : x.together * x.outputs]
+    every: Array = flat.reshape(x.windows * x.together * x.outputs, *flat.shape[2:])[: x.groups * x.outputs]
+    return every.reshape(w.shape).astype(w.dtype)
+
+
 def filter_type(w: Any, images: np.dtype[Any], layout: str) -> np.dtype[Any]:
     """The type of filters that kernels read beside images of a type.
 
@@ -213,6 +293,15 @@ def filter_type(w: Any, images: np.dtype[Any], layout: str) -> np.dtype[Any]:
     return numpy_arrays.types_of(images, dtype)[1] if first else numpy_arrays.types_of(dtype, images)[0]
 
 
+def _int4(matrix: Array, group: int | None) -> Any:
+    """A matrix of filters, quantized to four bits and packed."""
+    from portmm.ops.int4_panels import pack_int4
+    from portmm.weights.quantized import quantize
+
+    kept = 128 if group is None else group
+    return pack_int4(quantize(matrix.astype(np.float32, copy=False), bits=4, group=kept))
+
+
 def _packed(matrix: Array, activations: Any) -> Any:
     """A packed matrix; of few outputs in narrow panels, since wider ones would be zeros for the most part."""
     packed = pack(matrix, activations=activations)
@@ -223,10 +312,21 @@ def _packed(matrix: Array, activations: Any) -> Any:
     return in_panels(matrix, word, 1) if word == layout.dtype else packed
 
 
+def of_other_machine(w: PackedConv) -> bool:
+    """Whether filters of groups are in panels of another machine than the current one."""
+    if not w.grouped:
+        return False
+    name = numpy_arrays.name_of(w.dtype)
+    here = grouped_panels(w.shape, w.groups, name, config.target(), last=True)
+    return bool(here != w.weight[0].panels)
+
+
 def unpack_conv(w: PackedConv) -> Array:
     """The filters of packed ones, as an array; of int4 values, in float32."""
     from portmm.ops.result_dtype import numbers
 
+    if w.grouped:
+        return unpack_groups(w)
     outputs, channels, *kernel = w.shape
     each = outputs // w.groups
     if w.depthwise:

@@ -14,13 +14,15 @@ from manifest_case import Case, all_words, covering, few, on_host, smallest
 from rows_lowered import NORMAL, lower_rows
 from support import LAYOUTS, coded, pose, small
 
-from portmm.codegen.lower import lower, lower_group_norm, lower_int4_repack, lower_pack, lower_program
+from portmm.codegen.lower import lower, lower_group_norm, lower_grouped, lower_int4_repack, lower_pack, lower_program
 from portmm.dispatch.cpu_kernels import attention_unit
 from portmm.errors import ScheduleError
 from portmm.host import microbenchmarks
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.schedule.candidates import PACKED_VECTORS, candidates
 from portmm.schedule.cpu_attention import attention_schedule
+from portmm.schedule.grouped_convolution import grouped, panels_of
+from portmm.spec.convolution import Convolution
 from portmm.spec.dtype import CODES_KR, types
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, number
 from portmm.spec.expr import apply
@@ -65,6 +67,7 @@ def cases(name: str) -> Iterator[Case]:
     yield from _finished(isa, target)
     yield from _packers(isa)
     yield from _rows(isa)
+    yield from _groups(isa, target)
     yield from _attention(target)
     for atom, make in product(isa.atoms, (microbenchmarks.peak, microbenchmarks.stream)):
         yield from on_host(f"{atom.name} {make.__name__}", _probing, make, isa, atom)
@@ -250,6 +253,19 @@ def _rows(isa: Isa) -> Iterator[Case]:
             yield from on_host(f"rows {make.__name__}", lower_rows, isa, real, str(fused))
     if real is not None:
         yield from on_host("group norm", lower_group_norm, isa, real, NORMAL, 10, "1e-05", 160)
+
+
+def _groups(isa: Isa, target: Target) -> Iterator[Case]:
+    """Convolutions of groups of few channels: some in a vector, and some vectors of the outputs of one."""
+    real, ends = isa.atom("f32"), {"": "", " root": str(FUSIONS["root"])}
+    for (groups, channels, outputs), (end, text) in product(((5, 2, 2), (3, 3, 24)), ends.items()):
+        panels = real and panels_of(groups, channels, outputs, (3, 3), isa, real)
+        if panels is None or (text and lacks(isa, real, FUSIONS["root"])):
+            continue
+        size = Convolution(groups, channels, outputs, (6, 9), (3, 3), (1, 2), (1, 1), (1, 1), (1, 1))
+        dense = groups * channels
+        sizes = grouped(size, (54 * dense, 9 * dense, dense, 1), panels, isa, target)
+        yield from on_host(f"groups of {channels}{end}", lower_grouped, isa, real, sizes, ("f32", "f32"), text)
 
 
 SCORES = {

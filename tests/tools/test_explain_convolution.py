@@ -38,6 +38,14 @@ def test_every_way_is_named(layout, dtype):
     assert ("direct: " if dtype == "f64" else "packed by runs: ") in text
 
 
+def test_groups_of_few_channels_share_vectors():
+    text = pm.explain_conv((1, 56, 56, 128), (128, 4, 3, 3), groups=32, padding=1, target="zen4")
+    assert "grouped: 4 groups in a vector of 16 outputs, register tiles of 19 pixels of a row by 1 vector" in text
+    text = pm.explain_conv((1, 7, 7, 96), (96, 24, 3, 3), groups=4, padding=1, target="zen4")
+    assert "2 vectors of 16 outputs a group, register tiles of 7 pixels of a row by 2 vectors" in text
+    assert "grouped: " not in pm.explain_conv((1, 96, 7, 7), (96, 24, 3, 3), groups=4, layout="NCHW", target="zen4")
+
+
 @pytest.mark.parametrize(("target", "language"), [("h100", "cuda"), ("arc-a770", "opencl"), ("opencl-cpu", "opencl")])
 @pytest.mark.parametrize("layout", ["NHWC", "NCHW"])
 def test_kernels_of_a_device_read_the_same_view(target, language, layout):

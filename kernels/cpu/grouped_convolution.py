@@ -1,0 +1,305 @@
+"""Convolution of groups of few channels: several groups in a vector, with channels last.
+
+    for each few rows of a result, and a share of its groups    <- threads
+      strip of the images, with padding at both ends of its rows  (L2)
+      for each panel: a vector of outputs, of some groups or of a part of one
+        for each row of the result
+          for each H pixels
+            for each row of taps that lies within the image, and each channel of a group
+              a vector for each pixel, times filters: lanes of a group have its channel
+
+A product for each group would leave most lanes of a vector idle, and begin anew for each. Here a pixel's channels of
+the groups of a vector are loaded at once, and spread among the lanes by a shuffle that the taps of a row share: of H
+pixels of a result with a stride of 1, and a filter of three taps, H + 2 shuffles are for 3 H multiply-adds. A vector of
+outputs of one group takes a channel as a broadcast. Taps above and below the image are skipped; sums are whole when a
+register tile ends, so that it writes the result, or `epilogue` does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
+from portmm.ir.lane_nodes import Shuffle
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Parallel, Param, Verb
+from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
+from portmm.kernels.cpu.elementwise import arguments
+from portmm.kernels.cpu.epilogue import finish
+from portmm.kernels.cpu.microkernel import Shape, acc_of, spare, stored
+from portmm.kernels.cpu.packing import keep
+from portmm.schedule.grouped_convolution import TAPS
+from portmm.spec.epilogue import operand_types
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.schedule.grouped_convolution import Grouped
+    from portmm.spec.epilogue import Fused
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+
+IMAGE, FIRST, LAST, LOW = var("image"), var("first_row"), var("last_row"), var("low")
+"""The image of a block, its first row of the result and that after its last, and the first row of the strip."""
+
+
+def build(isa: Isa, atom: Atom, sizes: Grouped, types: tuple[str, str], fused: Fused | None) -> Kernel:
+    """Kernel of a convolution of groups.
+
+    Args:
+        isa: the instruction set.
+        atom: its multiply-adds.
+        sizes: of blocks.
+        types: of images and of the result; sums and filters are of the atom's.
+        fused: the epilogue.
+    """
+    g = _Loops(isa, atom, sizes, types, fused)
+    entry = Function("entry", "entry", (), g.entry(), "All images")
+    kinds = (("a", types[0]), ("b", atom.right), ("c", types[1]))
+    name = f"portmm_groups_{atom.name}"
+    return Kernel(name, isa, atom, entry, WORKERS * g.own_size + 64, types=kinds, operands=operand_types(fused))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loops:
+    """Loops of one kernel."""
+
+    isa: Isa
+    atom: Atom
+    x: Grouped
+    types: tuple[str, str]
+    fused: Fused | None
+
+    @property
+    def nr(self) -> int:
+        """Columns of a register tile."""
+        return self.x.vectors * self.atom.n
+
+    @property
+    def in_place(self) -> bool:
+        """Whether register tiles are written to C."""
+        return not self.fused and self.types[1] == self.atom.acc
+
+    @property
+    def whole(self) -> bool:
+        """Whether all panels are of whole vectors."""
+        y = self.x.panels
+        lanes = y.outputs if y.together == 1 else y.together * y.outputs
+        return lanes % self.atom.n == 0 and y.groups % y.together == 0
+
+    @property
+    def blocks(self) -> int:
+        """Blocks of rows of the result, of one image."""
+        return -(-self.x.out[0] // self.x.rows)
+
+    @property
+    def chunks(self) -> Index:
+        """Shares of the groups: as many as strips need, and so that every thread has work."""
+        blocks = M // self.x.pixels * self.blocks
+        windows = self.x.panels.windows
+        needed = ceil_div((WORKERS - 1) * TASKS_PER_WORKER + 1, blocks)
+        return minimum(windows, maximum(-(-windows // self.x.most), needed))
+
+    @property
+    def of_tile(self) -> int:
+        """Elements of the sums of a register tile, where an epilogue takes them from memory."""
+        return 0 if self.in_place else -(-self.x.height * self.nr // 64) * 64
+
+    @property
+    def own_size(self) -> int:
+        """Elements of a worker's scratch: a strip, and sums."""
+        return self.x.most * self.x.of_window + self.of_tile
+
+    def entry(self) -> tuple[Stmt, ...]:
+        """Loop over the items of the batch."""
+        task = Function("block", "task", (Param("item"),), self.block(), "Rows of the result of some groups")
+        tasks = M // self.x.pixels * self.blocks * self.chunks
+        return (For("item", const(0), var("batch"), const(1), (Parallel(task, tasks, (var("item"),)),)),)
+
+    def block(self) -> tuple[Stmt, ...]:
+        """Statements for one block."""
+        x, task, chunks = self.x, var("task"), var("chunks")
+        chunk, number, windows = task % chunks, var("number"), const(x.panels.windows)
+        own = Ptr("work", var("worker") * self.own_size)
+        panels = For("j", const(0), const(x.panels.of_window), const(x.vectors), self.panel())
+        return (
+            Let("chunks", self.chunks),
+            Let("index", task // chunks),
+            Let("image", var("index") // self.blocks),
+            Let("number", var("index") % self.blocks),
+            Let("first_row", number * x.out[0] // self.blocks),
+            Let("last_row", (number + 1) * x.out[0] // self.blocks),
+            Let("low", maximum(0, FIRST * x.stride[0] - x.before[0])),
+            Let("high", minimum(x.spatial[0], (LAST - 1) * x.stride[0] - x.before[0] + x.reach[0])),
+            Let("first", windows * chunk // chunks),
+            Let("last", windows * (chunk + 1) // chunks),
+            LetPtr("strip", own, self.atom.left),
+            LetPtr("source", Ptr("a", var("item") * var("a_batch") + IMAGE * x.image), self.types[0], readonly=True),
+            *(() if self.in_place else (LetPtr("sums", own + x.most * x.of_window, self.atom.acc),)),
+            For("y", LOW, var("high"), const(1), self.line()),
+            For("window", var("first"), var("last"), const(1), (panels,)),
+        )
+
+    # -- strip -----------------------------------------------------------------
+
+    def line(self) -> tuple[Stmt, ...]:
+        """Copy of a row of an image to the strips of all groups of a block, with zeros at its ends."""
+        x, z = self.x, var("z")
+        left = min(x.before[1], x.width)
+        pixels = max(0, min(x.spatial[1], x.width - left))
+        row = Ptr("strip", (var("window") - var("first")) * x.of_window + (var("y") - LOW) * (x.width * x.pixel))
+        ends = (
+            *self.zeros(row, left * x.pixel),
+            *self.zeros(row + (left + pixels) * x.pixel, (x.width - left - pixels) * x.pixel),
+        )
+        one = (
+            LetPtr("to", row + (left + z) * x.pixel, self.atom.left),
+            LetPtr("pixel", Ptr("line", z * x.steps[1] + var("window") * self.window), self.types[0], readonly=True),
+            *self.channels(),
+        )
+        groups = (For("window", var("first"), var("last"), const(1), one),)
+        return (
+            LetPtr("line", Ptr("source", var("y") * x.steps[0]), self.types[0], readonly=True),
+            *((For("window", var("first"), var("last"), const(1), ends),) if ends else ()),
+            For("z", const(0), const(pixels), const(1), groups),
+        )
+
+    @property
+    def window(self) -> int:
+        """Channels of the groups of a vector."""
+        return self.x.panels.together * self.x.panels.channels
+
+    def channels(self) -> tuple[Stmt, ...]:
+        """Copy of the channels of some groups; the last ones may be fewer."""
+        y = self.x.panels
+        few = y.groups % y.together
+        if not few:
+            return self.copied(self.window)
+        return (If(var("window").eq(y.windows - 1), self.copied(few * y.channels), self.copied(self.window)),)
+
+    def zeros(self, row: Ptr, count: int) -> tuple[Stmt, ...]:
+        """Zeros in a row of the strip."""
+        return (For("e", const(0), const(count), const(1), (Move(row + var("e"), None),)),) if count else ()
+
+    def copied(self, count: int) -> tuple[Stmt, ...]:
+        """Copy of contiguous elements, by vectors."""
+        atom, few = self.atom, count % self.atom.n
+        copies: list[Stmt] = []
+        for e in range(0, count - few, atom.n):
+            copies += [Verb("load_b", "x", p=Ptr("pixel", const(e))), Verb("store", "x", p=Ptr("to", const(e)))]
+        if not few:
+            return tuple(copies)
+        begin = const(count - few)
+        if atom.mask_free and self.isa.spelling(atom, "load_mask", self.types[0], atom.right):
+            places = (("load_mask", "pixel"), ("store_mask", "to"))
+            moves = (Verb(verb, "x", p=Ptr(at, begin), mask="kept") for verb, at in places)
+            return (*copies, keep(atom, "kept", const(few)), *moves)
+        one = Move(Ptr("to", var("e")), Ptr("pixel", var("e")))
+        return (*copies, For("e", begin, const(count), const(1), (one,)))
+
+    # -- products --------------------------------------------------------------
+
+    def panel(self) -> tuple[Stmt, ...]:
+        """Rows of the result of a panel."""
+        x, y, window, j = self.x, self.x.panels, var("window"), var("j")
+        outputs = y.together * y.outputs
+        filters = Ptr("b", var("item") * var("b_batch") + (window * y.of_window + j) * y.panel)
+        last = N - var("column") if y.together > 1 else const(outputs) - j * self.atom.n
+        return (
+            Let("column", window * outputs + j * self.atom.n),
+            Let("columns", minimum(min(self.nr, outputs), last)),
+            LetPtr("bp", filters, self.atom.right, readonly=True),
+            LetPtr("channels", Ptr("strip", (window - var("first")) * x.of_window), self.atom.left, readonly=True),
+            For("y", FIRST, LAST, const(1), self.row()),
+        )
+
+    def row(self) -> tuple[Stmt, ...]:
+        """Register tiles of one row of the result, with the taps that lie within the image: of nearly equal heights."""
+        x = self.x
+        top = var("y") * x.stride[0] - x.before[0]
+        count = -(-x.out[1] // x.height)
+        height, taller = divmod(x.out[1], count)
+        edge = taller * (height + 1)
+        body: list[Stmt] = [
+            Let("tap", maximum(0, ceil_div(const(x.before[0]) - var("y") * x.stride[0], x.dilation[0]))),
+            Let("end", minimum(x.panels.kernel[0], ceil_div(const(x.spatial[0]) - top, x.dilation[0]))),
+        ]
+        for rows, begin, end in ((height + 1, 0, edge), (height, edge, x.out[1])):
+            if begin < end:
+                tile = (Let("row", IMAGE * x.pixels + var("y") * x.out[1] + var("z")), *self.tile(rows, top))
+                body.append(For("z", const(begin), const(end), const(rows), tile))
+        return tuple(body)
+
+    def tile(self, rows: int, top: Index) -> tuple[Stmt, ...]:
+        """Micro-kernel, and epilogue, of some pixels."""
+        x, columns = self.x, var("columns")
+        a = Ptr("channels", (top - LOW) * (x.width * x.pixel) + var("z") * (x.stride[1] * x.pixel))
+        into = (Ptr("c", var("item") * var("c_batch") + var("row") * var("c_m") + var("column")), var("c_m"))
+        args = (var("tap"), var("end"), a, Ptr("bp"))
+        if self.in_place:
+            return (Call(self.micro_kernel(rows), (*args, *into, columns)),)
+        place = (var("item"), var("row"), var("column"))
+        more = (*place, *arguments(self.fused, *place)) if self.fused else ()
+        end = finish(self.isa, self.atom, self.atom.acc, self.types[1], self.fused)
+        return (
+            Call(self.micro_kernel(rows), (*args, Ptr("sums"), const(self.nr), columns)),
+            Call(end, (const(rows), columns, Ptr("sums"), const(self.nr), *into, *more)),
+        )
+
+    def micro_kernel(self, rows: int) -> Function:
+        """Function for the sums of some pixels."""
+        x, y, atom = self.x, self.x.panels, self.atom
+        s = Shape(rows, self.nr)
+        wide, q = y.kernel[1], var("q")
+        steps: list[Stmt] = []
+        for tap in range(0, wide, TAPS):
+            taps = range(tap, min(wide, tap + TAPS))
+            if y.together > 1:
+                steps += [z for c in range(y.channels) for z in self.step(rows, taps, const(c), c)]
+            else:
+                steps.append(For("p", const(0), const(y.channels), const(1), self.step(rows, taps, var("p"))))
+        of_row = (
+            LetPtr("pixels", Ptr("a", q * (x.dilation[0] * x.width * x.pixel)), atom.left, readonly=True),
+            LetPtr("filters", Ptr("b", q * (y.channels * wide * atom.n)), atom.right, readonly=True),
+            *steps,
+        )
+        body: tuple[Stmt, ...] = (
+            *(Verb("zero", acc_of(i, v)) for i in range(rows) for v in range(x.vectors)),
+            For("q", var("first"), var("last"), const(1), of_row),
+        )
+        if self.whole or not self.in_place:
+            body += stored(atom, s, "c", edge=False)
+        elif atom.mask_free:
+            body += (*spare(atom, s), *stored(atom, s, "c", edge=True))
+        else:
+            edge = (*spare(atom, s), *stored(atom, s, "c", edge=True))
+            body += (If(var("columns").lt(self.nr), edge, stored(atom, s, "c", edge=False)),)
+        params = (
+            Param("first"), Param("last"), Param("a", atom.left, readonly=True), Param("b", atom.right, readonly=True),
+            Param("c", atom.acc), Param("c_m"), Param("columns"),
+        )  # fmt: skip
+        comment = f"C[{rows}][columns] = sums over rows of taps and channels of groups"
+        return Function(f"ukr_{rows}x{self.nr}", "inner", params, body, comment)
+
+    def step(self, rows: int, taps: range, channel: Index, shuffled: int = 0) -> tuple[Stmt, ...]:
+        """Products of one channel of each group with some taps of a row: each pixel is loaded once."""
+        x, y, atom = self.x, self.x.panels, self.atom
+        stmts: list[Stmt] = []
+        for v in range(x.vectors):
+            for i in taps:
+                at = (channel * y.kernel[1] + i) * atom.n + v * y.panel
+                stmts.append(Verb("load_b", f"b{i - taps[0]}_{v}", p=Ptr("filters", at)))
+        uses: dict[int, list[tuple[int, int]]] = {}
+        for r in range(rows):
+            for i in taps:
+                uses.setdefault(r * x.stride[1] + i * x.dilation[1], []).append((r, i - taps[0]))
+        for pixel, users in sorted(uses.items()):
+            if y.together > 1:
+                pick = [lane // y.outputs * y.channels + shuffled for lane in range(y.together * y.outputs)]
+                pick += [0] * (atom.n - len(pick))
+                stmts.append(Verb("load_b", "x", p=Ptr("pixels", const(pixel * x.pixel))))
+                stmts.append(Shuffle("t", "x", "x", tuple(pick)))
+            else:
+                stmts.append(Verb("load_a", "t", p=Ptr("pixels", channel + pixel * x.pixel)))
+            stmts += [Verb("mac", acc_of(r, v), "t", f"b{i}_{v}") for r, i in users for v in range(x.vectors)]
+        return tuple(stmts)

@@ -1,0 +1,143 @@
+"""Convolutions of groups of few channels: one kernel for all groups."""
+
+from __future__ import annotations
+
+import pickle
+
+import ml_dtypes
+import numpy as np
+import pytest
+from convolved import convolved
+from support import guarded
+
+import portmm as pm
+from portmm.dispatch import config
+from portmm.ops import grouped_convolution
+from portmm.ops.convolution_weights import unpack_conv
+
+pytestmark = pytest.mark.calls
+
+QUICKLY = True
+
+BF16 = np.dtype(ml_dtypes.bfloat16)
+HOW = {"padding": 1, "groups": 9}
+
+
+def values(shape, dtype=np.float32, seed=0):
+    """Small integers: their sums are exact in every type."""
+    return np.random.default_rng(seed).integers(-4, 5, shape).astype(dtype)
+
+
+@pytest.fixture
+def made(monkeypatch):
+    """The kernels that calls select."""
+    kernels, own = [], grouped_convolution.HostGrouped.selected
+
+    def selected(*call):
+        kernels.append(own(*call))
+        return kernels[-1]
+
+    monkeypatch.setattr(grouped_convolution.HostGrouped, "selected", selected)
+    return kernels
+
+
+@pytest.fixture
+def posed():
+    """Images, filters and the result: nine groups of four channels."""
+    x, w = values((2, 7, 9, 36)), values((36, 4, 3, 3), seed=1)
+    return x, w, convolved(x, w, **HOW)
+
+
+def test_one_kernel_computes_all_groups(made, posed):
+    x, w, want = posed
+    packed = pm.pack_conv(w, groups=9)
+    np.testing.assert_array_equal(unpack_conv(packed), w)
+    again = pickle.loads(pickle.dumps(packed))  # noqa: S301 - its own
+    for filters in (w, packed, again):
+        np.testing.assert_array_equal(pm.conv(x, filters, **HOW), want)
+    for end in (True, False):
+        image = guarded(x.ravel(), end=end).reshape(x.shape)
+        to = guarded(np.zeros(want.size, np.float32), end=end).reshape(want.shape)
+        for _ in range(2):
+            assert pm.conv(image, packed, to, **HOW) is to
+            np.testing.assert_array_equal(to, want)
+            to[...] = 7
+    assert made
+
+
+def test_its_epilogue_knows_images_pixels_and_channels(made, posed):
+    x, w, want = posed
+    rows = want.reshape(2, 63, 36)
+    bias, rest, each = values(36, seed=2), values(rows.shape, seed=3), values(2, seed=4)
+
+    def ending(acc, i):
+        whole = pm.relu(acc + bias[i.n] + rest[i.b, i.m, i.n]) + i.n + 2 * i.m + 3 * i.b + each[i.b]
+        return whole, pm.cast(acc * 2, BF16)
+
+    index = np.arange(36) + 2 * np.arange(63)[:, None] + (3 * np.arange(2) + each)[:, None, None]
+    first, second = pm.conv(x, w, **HOW, epilogue=ending)
+    np.testing.assert_array_equal(first, (np.maximum(rows + bias + rest, 0) + index).reshape(want.shape))
+    np.testing.assert_array_equal(second.astype(np.float64), want * 2)
+    assert len(made) == 1
+    got = pm.conv(x, w, **HOW, epilogue=lambda acc: acc - pm.max(acc))  # a second kernel over rows
+    np.testing.assert_array_equal(got, want - want.max(-1, keepdims=True))
+
+
+@pytest.mark.parametrize("dtype", [BF16, np.float16], ids=str)
+def test_narrow_floats_are_summed_in_float32(made, dtype):
+    x, w = values((2, 7, 9, 36), dtype), values((36, 4, 3, 3), dtype, 1)
+    packed = pm.pack_conv(w, groups=9)
+    assert (packed.grouped, unpack_conv(packed).dtype) == (True, dtype)
+    got, want = pm.conv(x, packed, **HOW), convolved(x, w, **HOW)
+    assert got.dtype == dtype
+    np.testing.assert_array_equal(got.astype(np.float64), want.astype(dtype).astype(np.float64))
+    wide = pm.conv(x, packed, **HOW, dtype=np.float32)
+    np.testing.assert_array_equal(wide, want)
+    assert len(made) == 2
+
+
+def test_other_types_and_layouts_are_products(made, posed):
+    x, w, want = posed
+    packed = pm.pack_conv(w, groups=9)
+    np.testing.assert_array_equal(pm.conv(x.astype(np.float64), packed, **HOW), want)
+    np.testing.assert_array_equal(pm.conv(x.astype(np.int8), w.astype(np.int8), **HOW), want)
+    planes = np.ascontiguousarray(np.moveaxis(x, -1, 1))
+    np.testing.assert_array_equal(pm.conv(planes, packed, layout="NCHW", **HOW), np.moveaxis(want, -1, 1))
+    assert not made
+
+
+def test_images_and_results_may_have_gaps(made, posed):
+    x, w, want = posed
+    whole = np.zeros((2, 14, 9, 40), np.float32)
+    whole[:, ::2, :, 2:38] = x
+    apart = np.ascontiguousarray(np.moveaxis(x, -1, 1)).transpose(0, 2, 3, 1)  # copied: channels are not contiguous
+    wide = np.full((*want.shape[:-1], 44), 7, np.float32)
+    far = np.full((2, 14, 18, 36), 7, np.float32)
+    for image in (whole[:, ::2, :, 2:38], apart, x[:, ::-1][:, ::-1]):
+        np.testing.assert_array_equal(pm.conv(image, w, **HOW), want)
+        for out in (wide[..., 3:39], far[:, ::2, 1::2]):
+            assert pm.conv(image, w, out, **HOW) is out
+            np.testing.assert_array_equal(out, want)
+            out[...] = 7
+    assert (wide == 7).all()
+    assert (far == 7).all()
+    assert made
+
+
+@pytest.mark.parametrize("images", [0, 1, 3])
+@pytest.mark.parametrize("threads", [1, 2])
+def test_threads_share_rows_and_groups(images, threads):
+    x, w = values((images, 5, 6, 36)), values((18, 4, 2, 3), seed=1)
+    with config.config(threads=threads):
+        got = pm.conv(x, w, groups=9, padding=(0, 1))
+    np.testing.assert_array_equal(got, convolved(x, w, groups=9, padding=(0, 1)))
+
+
+def test_filters_of_another_machine_are_packed_again(made, posed):
+    x, w, want = posed
+    with config.config(target="scalar"):
+        packed = pm.pack_conv(w, groups=9)
+        assert packed.weight[0].panels.lanes == 1
+        np.testing.assert_array_equal(pm.conv(x, packed, **HOW), want)
+    np.testing.assert_array_equal(pm.conv(x, packed, **HOW), want)
+    assert made
