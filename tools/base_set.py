@@ -17,7 +17,7 @@ import shutil
 import sys
 import tempfile
 from concurrent.futures import ProcessPoolExecutor
-from dataclasses import astuple, replace
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import NamedTuple
@@ -87,6 +87,17 @@ def families():
             if level:
                 table[level][family.cloud].append(family.name)
     return table
+
+
+class AttentionForm(NamedTuple):
+    """A form of attention kernels for numbers of queries from one on: see `attention_launch.stored`."""
+
+    queries: int
+    few: int
+    kr: int
+    k_step: int
+    columns: int
+    step: str
 
 
 class Kind(NamedTuple):
@@ -361,26 +372,26 @@ def add_attention(maker, target, level, kinds):
     import ml_dtypes
 
     import portmm as pm
-    from portmm.ops.attention_launch import ATTENTION
+    from portmm.ops.attention_launch import ATTENTION, packs
 
     every = {"f32": np.float32, "f16": np.float16, "bf16": ml_dtypes.bfloat16}
     for dtype, of in ((x, y) for x, y in every.items() if any(kind.dtype == x for kind in kinds)):
         forms = attention_forms(target, dtype)
         question = f"{ATTENTION}{level} {dtype}"
-        maker.facts[question] = tuple(":".join(map(str, astuple(x))) for x in forms)
+        maker.facts[question] = tuple(":".join(map(str, x)) for x in forms)
         for (i, form), dv, causal in product(enumerate(forms), (64, 65), (False, True)):
-            packs = form.packs(dv)
+            packed = packs(form.columns, dv)
             q, k, v = (np.ones((1, 1, *x), of) for x in ((form.queries, 64), (64, 64), (64, dv)))
             with recorded(target) as kernels:
                 pm.attention(q, k, v, causal=causal)
             ((kernel, _),) = kernels
-            maker.add_kernel(kernel, target.arch, f"{question} {i} {int(packs)} {int(causal)}")
+            maker.add_kernel(kernel, target.arch, f"{question} {i} {int(packed)} {int(causal)}")
 
 
 def attention_forms(target, dtype):
     """The forms of attention kernels by the least number of queries: see `ops.attention_kernel.make_kernel`."""
     from portmm.dispatch import cpu_kernels
-    from portmm.ops.attention_launch import FEW, KEYS_OF_FEW, AttentionForm
+    from portmm.ops.attention_launch import FEW, KEYS_OF_FEW
     from portmm.ops.attention_scores import function_of, score_expression, values
     from portmm.ops.attention_shapes import Options
     from portmm.schedule.cpu_attention import attention_schedule, keys_of
@@ -401,7 +412,7 @@ def attention_forms(target, dtype):
             if any(value(step, {"d": d}) != keys_of(s, target, d) for d in range(1, 520)):
                 raise ValueError(f"{step} are not the keys of a block on {target.name}")
         form = AttentionForm(m, int(few), atom.k_pack, atom.k, columns, step)
-        if not forms or replace(forms[-1], queries=m) != form:
+        if not forms or forms[-1]._replace(queries=m) != form:
             forms.append(form)
     return forms
 

@@ -40,6 +40,12 @@ def name_of(dtype: np.dtype[Any]) -> str:
     return _BY_NUMPY.get(dtype.name, "")
 
 
+@lru_cache(maxsize=256)
+def numpy_name(dtype: np.dtype[Any]) -> str:
+    """NumPy's name of a type, which takes Python each time."""
+    return dtype.name
+
+
 def numpy_of(name: str) -> np.dtype[Any]:
     """NumPy's type of a name of portmm's.
 

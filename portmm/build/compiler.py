@@ -19,7 +19,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portmm.build import child_process, failed_builds, kernel_store
+from portmm.build import child_process, failed_builds, stored_objects
 from portmm.build.cache import digest, read_note, write_note
 from portmm.errors import BuildError, NoCompilerError
 from portmm.util import system
@@ -142,7 +142,7 @@ def programs(argv: tuple[str, ...], path: str) -> list[str]:
     package = _ziglang() if "ziglang" in argv else None
     if package is not None:
         every += [package, str(Path(package).with_name("zig"))]
-    return [kernel_store.state(x) for x in every if x is not None and os.access(x, os.R_OK)]
+    return [stored_objects.state(x) for x in every if x is not None and os.access(x, os.R_OK)]
 
 
 def variable_of(arch: str) -> str:

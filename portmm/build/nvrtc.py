@@ -20,7 +20,7 @@ from functools import cache as memo
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from portmm.build import cache, failed_builds, kernel_store
+from portmm.build import cache, failed_builds, stored_objects
 from portmm.build.build_lock import build_lock
 from portmm.build.shared_object import failure
 from portmm.errors import BuildError, NoCompilerError, TargetError
@@ -276,7 +276,7 @@ def compile_cuda(source: str, name: str, architecture: str) -> Cubin:
     """
     if not re.fullmatch(r"[1-9]\d{1,2}[af]?", architecture):
         raise TargetError(f"architecture {architecture!r} is no compute capability; spell it as 80, 90a or 120")
-    stored = kernel_store.cubin(source, architecture)
+    stored = stored_objects.cubin(source, architecture)
     if stored is not None:
         return _cubin(stored.entry, stored.code, architecture, cached=True)
     library = find_nvrtc()

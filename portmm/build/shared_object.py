@@ -1,7 +1,7 @@
 """Compilation of C source to a shared object, through the cache.
 
 Owns the cache key and the run of the compiler. An object that is there is used before any search for a compiler:
-see `build.kernel_store`. A build that failed is not retried at once: see `build.failed_builds`.
+see `build.stored_objects`. A build that failed is not retried at once: see `build.failed_builds`.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import time
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from portmm.build import cache, child_process, failed_builds, kernel_store
+from portmm.build import cache, child_process, failed_builds, stored_objects
 from portmm.build.build_lock import build_lock
 from portmm.build.compiler import (
     Compiler,
@@ -177,15 +177,15 @@ def _make(  # noqa: PLR0917 - arguments of `build`, and values derived from them
 
 def stored(source: str, *, flags: tuple[str, ...], arch: str | None = None, interface: str = "") -> Artifact | None:
     """The object of a source that was built before, by any compiler; None if there is none."""
-    known = kernel_store.find(_identity(source, flags, arch or system.platform(), interface))
+    known = stored_objects.find(_identity(source, flags, arch or system.platform(), interface))
     return None if known is None else _artifact(known, source, flags)
 
 
 def _identity(source: str, flags: tuple[str, ...], arch: str, interface: str) -> str:
-    return kernel_store.identity(source, (*common_options(), *flags), arch, interface)
+    return stored_objects.identity(source, (*common_options(), *flags), arch, interface)
 
 
-def _artifact(known: kernel_store.Stored, source: str, flags: tuple[str, ...]) -> Artifact:
+def _artifact(known: stored_objects.Stored, source: str, flags: tuple[str, ...]) -> Artifact:
     entry = known.entry
     return Artifact(entry.path, source, flags, tuple(entry.command.split()), entry.key, entry.seconds, True, known.code)
 
@@ -220,13 +220,13 @@ def build(
     machine = arch or system.platform()
     identity = _identity(source, flags, machine, interface)
     # A compiler that the user names builds what it has not built.
-    known = None if is_named(machine) else kernel_store.find(identity)
+    known = None if is_named(machine) else stored_objects.find(identity)
     if known is not None and known.current:
         return _artifact(known, source, flags)
     try:
         compiler = find_compiler(arch)
     except NoCompilerError:
-        known = known or kernel_store.find(identity)
+        known = known or stored_objects.find(identity)
         if known is None:
             raise
         return _artifact(known, source, flags)
@@ -234,7 +234,7 @@ def build(
     argv = command(compiler, flags, include, stem)
     key = _key(source, compiler, argv, include)
     entry, code, cached = _loaded_or_built(source, compiler, argv, key, stem, symbols)
-    kernel_store.record(identity, key, programs(compiler.argv, os.environ.get("PATH", os.defpath)))
+    stored_objects.record(identity, key, programs(compiler.argv, os.environ.get("PATH", os.defpath)))
     return Artifact(entry.path, source, flags, argv, key, entry.seconds, cached, code)
 
 

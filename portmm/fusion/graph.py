@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import interop, libraries, numpy_arrays, operand
+from portmm.arrays.numpy_arrays import numpy_name
 from portmm.errors import TraceError
 from portmm.ops.matmul import matmul
 from portmm.spec.dtype import accumulator
@@ -264,33 +265,35 @@ class Graph:
         if template is None:
             called: Node = self.call(name, lambda *xs: filled(plain, xs), nodes, why, shape=shape, dtype=kind)
             return called
-        numpy_function, rounds = (lambda *xs: filled(plain, xs)), dtype is not None and kind.name in _NARROW
+        numpy_function, rounds = (lambda *xs: filled(plain, xs)), dtype is not None and numpy_name(kind) in _NARROW
         return self.add("map", shape, kind, nodes, numpy_function, name, template=template, rounds=rounds)
 
     @staticmethod
     def _template(filled: Any, traced: Any, nodes: tuple[Node, ...], dtype: Any) -> tuple[Expr | None, str]:
         """The expression of an operation, or None and the reason why it has none."""
-        strange = [x.dtype for x in nodes if x.dtype is not None and x.dtype.name not in _READS]
+        strange = [x.dtype for x in nodes if x.dtype is not None and numpy_name(x.dtype) not in _READS]
         if strange:
             return None, f"{strange[0]} is computed by NumPy; kernels compute float32, float16, bfloat16 and int32"
-        if dtype.name not in _WRITES and dtype.name not in _NARROW:
+        if numpy_name(dtype) not in _WRITES and numpy_name(dtype) not in _NARROW:
             return None, f"its result is {dtype}, which only NumPy computes"
-        leaves = [node("given", (i,), "f32" if x.dtype is None else _READS[x.dtype.name]) for i, x in enumerate(nodes)]
+        leaves = [
+            node("given", (i,), "f32" if x.dtype is None else _READS[numpy_name(x.dtype)]) for i, x in enumerate(nodes)
+        ]
         try:
             result = run(lambda: filled(traced, leaves))
         except TraceError as error:
             return None, str(error)
         if isinstance(result, Typed):
             result = result.value
-        elif dtype.name in _WRITES and isinstance(result, Expr) and result.dtype != _WRITES[dtype.name]:
+        elif numpy_name(dtype) in _WRITES and isinstance(result, Expr) and result.dtype != _WRITES[numpy_name(dtype)]:
             return None, f"its result in NumPy is {dtype}, which kernels do not compute"
-        elif dtype.name not in _WRITES:
+        elif numpy_name(dtype) not in _WRITES:
             return None, f"its result is {dtype}, which only NumPy computes"
         return (result, "") if isinstance(result, Expr) else (real(result), "")
 
     def reduce(self, name: str, kind: str, x: Node, plain: Any) -> Node:
         """Record a sum ("add") or maximum ("max") along the last axis, which stays."""
-        if x.dtype.name not in FLOATS:
+        if numpy_name(x.dtype) not in FLOATS:
             return self.call(name, plain, (x,), f"NumPy reduces {x.dtype}")  # type: ignore[no-any-return]
         template = reduction(kind, argument(0, "f32"))
         return self.add("reduce", (*x.shape[:-1], 1), x.dtype, (x,), plain, name, template=template)
@@ -405,14 +408,14 @@ class Graph:
             why = "kernels write numbers in native byte order"
             swapped: Node = self.call("astype", lambda y: y.astype(wanted), (x,), why, shape=x.shape, dtype=wanted)
             return swapped
-        kinds = (_READS.get(x.dtype.name), _WRITES.get(wanted.name))
+        kinds = (_READS.get(numpy_name(x.dtype)), _WRITES.get(numpy_name(wanted)))
         known: dict[Any, Any] = {
             ("f32", "f32"): lambda y: y, ("s32", "f32"): real, ("mask", "f32"): real,
             ("f32", "s32"): lambda y: apply("int", y), ("mask", "s32"): lambda y: apply("int", real(y)),
             ("f32", "mask"): lambda y: apply("ne", y, 0), ("s32", "mask"): lambda y: apply("ne", y, 0),
         }  # fmt: skip
         traced = known.get(kinds)
-        if traced is None or (kinds[1] == "s32" and x.dtype.name in ("int8", "uint8")):
+        if traced is None or (kinds[1] == "s32" and numpy_name(x.dtype) in ("int8", "uint8")):
             why = f"only NumPy converts {x.dtype} to {wanted}"
             return self.call("astype", lambda y: y.astype(wanted), (x,), why, shape=x.shape, dtype=wanted)  # type: ignore[no-any-return]
         return self.map("astype", traced, lambda y: y.astype(wanted), (x,), dtype=wanted)

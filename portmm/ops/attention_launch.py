@@ -187,39 +187,15 @@ class Plain:
         return (self.template, self.numbers, *before, *after)
 
 
-@dataclass(frozen=True, slots=True)
-class AttentionForm:
-    """A form of attention kernels for numbers of queries from one on: see `attention_kernel.make_kernel`.
-
-    Attributes:
-        queries: the least number.
-        few: vectors are along keys.
-        kr: consecutive elements of a head in a unit of the atom.
-        k_step: elements of a head that one step multiplies.
-        columns: V is packed unless elements of its heads are a multiple; never if 0.
-        step: keys of a block, from `d` elements of a head, in prefix notation.
-    """
-
-    queries: int
-    few: int
-    kr: int
-    k_step: int
-    columns: int
-    step: str
-
-    @classmethod
-    def parsed(cls, text: str) -> AttentionForm:
-        """A form from words with colons between."""
-        queries, few, kr, k_step, columns, step = text.split(":")
-        return cls(int(queries), int(few), int(kr), int(k_step), int(columns), step)
-
-    def packs(self, dv: int) -> bool:
-        """Whether V with heads of `dv` elements is packed."""
-        return bool(self.columns and dv % self.columns)
+Form = tuple[bool, int, int, str]
+"""A form of attention kernels: see `prepared`; keys of a block in prefix notation, by `d` elements of a head."""
 
 
-def stored(dtype: str, queries: int, dv: int, *, causal: bool) -> tuple[AttentionForm, stored_kernels.Code] | None:
+def stored(dtype: str, queries: int, dv: int, *, causal: bool) -> tuple[Form, stored_kernels.Code] | None:
     """The form of an attention kernel without functions in the base set, and its code; None if there is none.
+
+    Forms are words with colons between: the least number of queries, 1 if vectors are along keys, consecutive elements
+    of a head in a unit of the atom, elements that one step multiplies, see `packs`, and keys of a block.
 
     Args:
         dtype: of the operands.
@@ -235,9 +211,14 @@ def stored(dtype: str, queries: int, dv: int, *, causal: bool) -> tuple[Attentio
     i = sum([int(x.partition(":")[0]) <= queries for x in forms]) - 1  # their least numbers ascend
     if i < 0:
         return None
-    form = AttentionForm.parsed(forms[i])
-    code = stored_kernels.answered(f"{question} {i} {int(form.packs(dv))} {int(causal)}", last=True)
-    return None if code is None else (form, code)
+    _, few, kr, k_step, columns, step = forms[i].split(":")
+    code = stored_kernels.answered(f"{question} {i} {int(packs(int(columns), dv))} {int(causal)}", last=True)
+    return None if code is None else ((few == "1", int(kr), int(k_step), step), code)
+
+
+def packs(columns: int, dv: int) -> bool:
+    """Whether V with heads of `dv` elements is packed: unless these are a multiple of `columns`; never if that is 0."""
+    return bool(columns and dv % columns)
 
 
 def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: bool) -> AttentionKernel | None:
@@ -259,7 +240,7 @@ def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: b
     if known is None:
         return None
     begin(shape)
-    form, code = known
+    (few, kr, k_step, step), code = known
 
     def route_of(fields: dict[str, int]) -> Any:
         return runtime().make_route(code.code, code.workspace(fields) * code.bytes, fields["workers"], "f32")
@@ -267,5 +248,5 @@ def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: b
     def threads() -> int:
         return config.limit() or base_kernels.cores()
 
-    how = (bool(form.few), form.kr, form.k_step, value(form.step, {"d": max(shape.d, shape.dv)}))
-    return prepared(how, shape, threads, route_of, lambda *x: Plain((*x, result), factor))
+    form = (few, kr, k_step, value(step, {"d": max(shape.d, shape.dv)}))
+    return prepared(form, shape, threads, route_of, lambda *x: Plain((*x, result), factor))

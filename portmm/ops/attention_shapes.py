@@ -6,11 +6,11 @@ Owns the checks of `attention`'s operands.
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.arrays.numpy_arrays import numpy_name
 from portmm.spec.dtype import BY_NAME
 from portmm.util.array_subclasses import refuse_class
 from portmm.util.records import dataclass
@@ -84,15 +84,9 @@ def shape_of(*operands: tuple[Array, str]) -> Shape:
         TypeError: types differ, or are not supported.
         ValueError: shapes do not match.
     """
-    sizes, ((q, element), *_) = sizes_of(*[(_name_of(x.dtype), x.shape) for x, _ in operands]), operands
+    sizes, ((q, element), *_) = sizes_of(*[(numpy_name(x.dtype), x.shape) for x, _ in operands]), operands
     arrays = [x if x.ndim == 4 else x.reshape(sizes[0], *x.shape[-3:]) for x, _ in operands]
     return Shape(q.shape[:-3], *sizes, q.dtype, element, tuple(arrays))
-
-
-@lru_cache(maxsize=64)
-def _name_of(dtype: np.dtype[Any]) -> str:
-    """NumPy's name of a type, remembered as it is slow."""
-    return dtype.name
 
 
 def sizes_of(*operands: tuple[str, Sizes]) -> tuple[int, int, int, int, int, int, int]:

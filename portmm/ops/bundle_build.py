@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portmm.build import cache, kernel_store
+from portmm.build import cache, stored_objects
 from portmm.build.bundle import packed
 from portmm.build.compiler import common_options, find_compiler
 from portmm.codegen.c_kernel import source
@@ -133,7 +133,7 @@ class Job:
     @property
     def question(self) -> str:
         """The question for its object."""
-        return kernel_store.SOURCE + kernel_store.identity(
+        return stored_objects.SOURCE + stored_objects.identity(
             self.text, (*common_options(), *self.flags), self.arch, self.interface
         )
 
@@ -372,12 +372,12 @@ def add_calls(maker: Maker, run: Callable[[], None], machines: Sequence[Target],
 
 def add_cache(maker: Maker) -> None:
     """Add the objects of the cache: kernels of any kind, and the run time; their sources find them."""
-    folder, start = cache.cache_dir(), kernel_store.BUILDS
+    folder, start = cache.cache_dir(), stored_objects.BUILDS
     for note in sorted(folder.glob(f"{start}*.note")):
         name = note.name.removeprefix(start).removesuffix(".note")
-        known = kernel_store.find(name)
+        known = stored_objects.find(name)
         if known is not None:
-            maker.objects[kernel_store.SOURCE + name] = known.code
+            maker.objects[stored_objects.SOURCE + name] = known.code
 
 
 def _about(kernel: Kernel) -> tuple[str, ...]:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.arrays.grid_call import Product, grid_call
 from portmm.arrays.operand import Operand
-from portmm.build import kernel_store
+from portmm.build import stored_objects
 from portmm.build.cache import digest
 from portmm.build.nvrtc import compile_cuda
 from portmm.codegen.lower import lower_grid
@@ -103,7 +103,7 @@ def _kernel(maker: Maker, kernel: GridKernel, launch: Launch, on: Target) -> dic
     assert on.device is not None  # noqa: S101 - of a device
     text, architecture = source(kernel, "cuda"), on.device.architecture
     code = compile_cuda(text, kernel.name, architecture).code
-    maker.objects[kernel_store.CUBIN + kernel_store.identity(text, (), f"sm_{architecture}")] = code
+    maker.objects[stored_objects.CUBIN + stored_objects.identity(text, (), f"sm_{architecture}")] = code
     return {
         "file": f"{digest(code)[:20]}.cubin",
         "sha256": digest(code),
@@ -133,7 +133,7 @@ def write_cubins(maker: Maker, folder: Path) -> Path:
     """Write the cubins to files, with the table of launches in JSON; return the table."""
     folder.mkdir(parents=True, exist_ok=True)
     for question, code in maker.objects.items():
-        if question.startswith(kernel_store.CUBIN):
+        if question.startswith(stored_objects.CUBIN):
             (folder / f"{digest(code)[:20]}.cubin").write_bytes(code)
     table = {x.removeprefix(LAUNCHES): json.loads(maker.facts[x][0]) for x in maker.facts.get(TABLE, ())}
     path = folder / "launches.json"

@@ -7,6 +7,14 @@
  * waits for this file, and that saves a fifth of its compile time. */
 #ifdef PORTMM_PYTHON
 
+#ifdef __linux__
+/* Python's own, which loads extensions by them: libdl, where they are in old C libraries, need not be loaded as well. */
+#pragma weak dlopen
+#pragma weak dlsym
+#pragma weak dlclose
+#pragma weak dlerror
+#endif
+
 enum { NUMPY_BYTE = 1, NUMPY_UBYTE = 2, NUMPY_INT = 5, NUMPY_FLOAT = 11, NUMPY_DOUBLE = 12, NUMPY_HALF = 23 };
 enum { NUMPY_ALIGNED = 0x100, NUMPY_WRITEABLE = 0x400, MAX_ND = 8 };
 enum { API_ARRAY_TYPE = 2, API_DESCR_FROM_TYPE = 45, API_RETURN = 76, API_NEW_FROM_DESCR = 94 };

@@ -13,9 +13,12 @@ static void read_features(char *text, size_t size) {
   size_t at = 0;
   text[0] = 0;
 #if defined(__x86_64__)
-  unsigned r[4], name[4] = {0};
+  unsigned r[4], name[4] = {0}, most[2]; /* leaves: of the first range, and from 0x80000000 on */
   unsigned long state = 0;
-  if (!__get_cpuid(0, r, name, name + 2, name + 1) || !__get_cpuid(1, r, r + 1, r + 2, r + 3)) return;
+  __cpuid(0, most[0], name[0], name[2], name[1]);
+  __cpuid(0x80000000, most[1], r[1], r[2], r[3]);
+  __cpuid(1, r[0], r[1], r[2], r[3]);
+  unsigned read[2] = {1, 0}; /* the leaf in r */
   unsigned family = r[0] >> 8 & 15;
   if (family == 15) family += r[0] >> 20 & 255;
   at += (size_t)snprintf(text, size, "vendor=%.12s family=%u ", (const char *)name, family);
@@ -26,9 +29,13 @@ static void read_features(char *text, size_t size) {
   }
   for (size_t i = 0; i < sizeof feature_bits / sizeof *feature_bits; i++) {
     const unsigned leaf = feature_bits[i].leaf, sub = feature_bits[i].sub;
-    /* A virtual machine takes microseconds for each. */
-    if (!i || leaf != feature_bits[i - 1].leaf || sub != feature_bits[i - 1].sub)
-      if (!__get_cpuid_count(leaf, sub, r, r + 1, r + 2, r + 3)) memset(r, 0, sizeof r);
+    if (leaf != read[0] || sub != read[1]) { /* a virtual machine takes microseconds for each */
+      read[0] = leaf, read[1] = sub;
+      if (leaf <= most[leaf >> 31])
+        __cpuid_count(leaf, sub, r[0], r[1], r[2], r[3]);
+      else
+        memset(r, 0, sizeof r);
+    }
     if (r[feature_bits[i].word] >> feature_bits[i].bit & 1 && (state & feature_bits[i].state) == feature_bits[i].state)
       at += (size_t)snprintf(text + at, size - at, "%s ", feature_bits[i].name);
   }

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from functools import partial
 from typing import TYPE_CHECKING, Any
-from weakref import WeakValueDictionary
+from weakref import _remove_dead_weakref, ref  # type: ignore[attr-defined]
 
 import numpy as np
 
@@ -220,6 +220,8 @@ for _name in "rmod rfloordiv divmod rdivmod matmul rmatmul round trunc floor cei
     )
 
 
+_PLAIN = frozenset((Expr, float, int, bool))
+"""Classes of values that are no placeholders."""
 _REAL_ONLY = frozenset(("greater", "div", "fma", "sqrt", "bits", "int"))
 _WHOLE_ONLY = frozenset(("shl", "shr", "from_bits", "float"))
 _BITS = frozenset(("and", "or", "xor", "not"))
@@ -230,21 +232,29 @@ FUNCTIONS: dict[str, Callable[..., Any]] = {}
 """The same for functions that are no ufuncs."""
 
 _making = locks.lock()
-_known: WeakValueDictionary[tuple[Any, ...], Expr] = WeakValueDictionary()
+_known: dict[tuple[Any, ...], ref[Expr]] = {}
+"""Expressions by their operations and arguments: a `WeakValueDictionary` without the half of its time."""
 
 
 def node(op: str, args: tuple[Any, ...], dtype: str) -> Expr:
     """The expression of an operation and its arguments; the same object for the same arguments."""
-    key = (op, dtype, *[id(x) if isinstance(x, Expr) else (type(x), repr(x)) for x in args])
-    expr = _known.get(key)
+    key = (op, dtype, *[id(x) if type(x) is Expr else (type(x), repr(x)) for x in args])
+    known = _known.get(key)
+    expr = None if known is None else known()
     if expr is None:
         with _making:
-            expr = _known.get(key)
+            known = _known.get(key)
+            expr = None if known is None else known()
             if expr is None:
                 expr = Expr()
                 expr.op, expr.args, expr.dtype = op, args, dtype
-                _known[key] = expr
+                _known[key] = ref(expr, partial(_gone, key))
     return expr
+
+
+def _gone(key: tuple[Any, ...], _: Any) -> None:
+    """Drop what is known under a key, unless it is another expression by now."""
+    _remove_dead_weakref(_known, key)
 
 
 def const(value: Literal, dtype: str = "f32") -> Expr:
@@ -257,6 +267,8 @@ def const(value: Literal, dtype: str = "f32") -> Expr:
 
 def real(x: Any) -> Expr:
     """A value as f32: an s32 is converted, a mask is 1 where it holds."""
+    if type(x) is float:
+        return const(x)
     if not isinstance(x, Expr):
         return real(x.broadcast_()) if hasattr(x, "broadcast_") else const(_literal(x))
     if x.dtype == "mask":
@@ -286,12 +298,14 @@ def _literal(x: Any) -> Literal:
 def _alike(values: tuple[Any, ...]) -> tuple[Expr, ...]:
     """Operands converted to one type: f32 if any is; literals take the type of the others."""
     types = {x.dtype for x in values if isinstance(x, Expr)}
+    if types == {"f32"}:
+        return tuple([real(x) for x in values])
     floats = any(isinstance(x, (float, np.floating)) for x in values)
     if types == {"mask"} and all(isinstance(x, (Expr, bool, np.bool_)) for x in values):
         return tuple(x if isinstance(x, Expr) else const(bool(x), "mask") for x in values)
     if types == {"s32"} and not floats:
         return tuple(x if isinstance(x, Expr) else const(_literal(x), "s32") for x in values)
-    return tuple(real(x) for x in values)
+    return tuple([real(x) for x in values])
 
 
 def apply(op: str, *values: Any) -> Expr:
@@ -300,7 +314,8 @@ def apply(op: str, *values: Any) -> Expr:
     Raises:
         TraceError: the types do not allow it.
     """
-    values = tuple(x.broadcast_() if hasattr(x, "broadcast_") else x for x in values)
+    if not _PLAIN.issuperset(map(type, values)):
+        values = tuple([x.broadcast_() if hasattr(x, "broadcast_") else x for x in values])
     if op == "select":
         mask, *rest = values
         if not isinstance(mask, Expr):
@@ -314,7 +329,7 @@ def apply(op: str, *values: Any) -> Expr:
             raise TraceError(f"a shift by {count!r}; use a literal from 0 to 31")
         args = (values[0], const(int(count), "s32"))
     elif op in _REAL_ONLY:
-        args = tuple(real(x) for x in values)
+        args = tuple([real(x) for x in values])
     else:
         args = _alike(values)
     kind = args[0 if op in ("shl", "shr") else -1].dtype
@@ -333,7 +348,7 @@ UFUNCS.update({name: partial(apply, op) for op, x in OPS.items() for name in x.u
 
 def _simplified(op: str, args: tuple[Expr, ...], dtype: str) -> Expr:
     """The operation, simplified: constants are folded, and operations without effect are removed."""
-    if all(x.op == "const" for x in args):
+    if all([x.op == "const" for x in args]):  # noqa: C419 - faster
         with np.errstate(all="ignore"):
             return const(OPS[op].plain(*(NUMPY[x.dtype](x.args[0]) for x in args)).item(), dtype)
     first, last = args[0], args[-1]

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -19,7 +20,12 @@ _PASS_THROUGH = frozenset(("portmm", "numpy", "contextlib", "functools", "thread
 
 def is_users(names: Mapping[str, Any]) -> bool:
     """Whether the globals of a frame belong to a module of the user: neither portmm nor a package in between."""
-    return str(names.get("__name__", "")).partition(".")[0] not in _PASS_THROUGH
+    return _is_users(str(names.get("__name__", "")))
+
+
+@lru_cache(maxsize=1024)
+def _is_users(module: str) -> bool:
+    return module.partition(".")[0] not in _PASS_THROUGH
 
 
 def caller() -> FrameType | None:

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm.build import kernel_store
+from portmm.build import kernel_store, stored_objects
 from portmm.build.bundle import HEADER, check, key_of, open_bundle, packed
 from portmm.build.cache import digest
 from portmm.build.compiler import find_compiler
-from portmm.build.kernel_store import SOURCE
+from portmm.build.stored_objects import SOURCE
 from portmm.cli.main import app
 from portmm.dispatch import stored_kernels
 from portmm.dispatch.stored_kernels import CODE, THREADS, count
@@ -139,7 +139,7 @@ def test_contents_with_a_checksum_of_their_own_are_refused(tmp_path):
         for ask in (
             lambda: count(open_bundle(path), 1),  # noqa: B023 - called in this turn
             lambda: stored_kernels.code("s"),
-            lambda: kernel_store.find("n"),
+            lambda: stored_objects.find("n"),
         ):
             try:
                 ask()

@@ -9,7 +9,7 @@ import sys
 import numpy as np
 import pytest
 
-from portmm.build import kernel_store
+from portmm.build import stored_objects
 from portmm.build.compiler import common_options, find_compiler
 from portmm.build.shared_object import build
 from portmm.errors import NoCompilerError
@@ -124,14 +124,14 @@ def test_a_compiler_that_changed_compiles_again(fake, tmp_path, monkeypatch):
     source = "int answer(void) { return 42; }\n"
     assert not build(source, flags=()).cached
     assert build(source, flags=()).cached
-    runs, name = len(fake.runs()), kernel_store.identity(source, common_options(), os.uname().machine)
+    runs, name = len(fake.runs()), stored_objects.identity(source, common_options(), os.uname().machine)
     os.utime(program, ns=(1, 1))  # another one in its place
     find_compiler.__globals__["_find"].cache_clear()
-    found = kernel_store.find(name)
+    found = stored_objects.find(name)
     assert found is not None
     assert not found.current
     program.unlink()  # or none: its kernels serve
-    found = kernel_store.find(name)
+    found = stored_objects.find(name)
     assert found is not None
     assert found.current
     assert build(source, flags=()).cached
