@@ -18,6 +18,7 @@ import time
 import numpy as np
 
 M, N, K = 40, 128, 256
+BF16 = "import ml_dtypes; bf16 = ml_dtypes.bfloat16"
 CALLS = {
     "import": "import portmm as pm",
     "matmul": "pm.matmul(x, w)",
@@ -34,6 +35,20 @@ CALLS = {
     "epilogue of an array": "pm.matmul(x, w, epilogue=lambda acc, i: pm.relu(acc + bias[i.n]))",
     "fuse, softmax": "f = pm.fuse(pm.softmax); f(x)",
     "fuse, rms_norm": "f = pm.fuse(pm.rms_norm); f(x)",
+    "fuse, layer_norm": "f = pm.fuse(pm.layer_norm); f(x)",
+    "fuse, gelu": "f = pm.fuse(pm.gelu); f(x)",
+    "rows to int8": "f = pm.fuse(pm.quantize_rows); f(x)",
+    "f16": "a, b = x.astype(np.float16), w.astype(np.float16); pm.matmul(a, b)",
+    "packed f16": "a, b = x.astype(np.float16), pm.pack(w.astype(np.float16)); pm.matmul(a, b)",
+    "bf16": f"{BF16}; a, b = x.astype(bf16), w.astype(bf16); pm.matmul(a, b)",
+    "packed bf16": f"{BF16}; a, b = x.astype(bf16), pm.pack(w.astype(bf16)); pm.matmul(a, b)",
+    "epilogue in bf16": f"{BF16}; a, b, c = x.astype(bf16), pm.pack(w.astype(bf16)), bias.astype(bf16); "
+    "pm.matmul(a, b, epilogue=lambda acc, i: pm.gelu(acc + c[i.n]))",
+    "attention in bf16": f"{BF16}; q = many.astype(bf16); pm.attention(q, q, q)",
+    "int8": "pm.matmul(small, codes)",
+    "pack of int8": "pm.pack(codes)",
+    "packed int8": "packed = pm.pack(codes); pm.matmul(small, packed)",
+    "int4, A in 8 bits": "packed = pm.pack(pm.quantize(w, bits=4, group=32)); pm.linear(x, packed, dynamic=True)",
 }
 """Preparation and first call of each operation, with a semicolon between."""
 
@@ -44,7 +59,7 @@ def child(name):
     x, w = rng.random((M, K), np.float32), rng.random((K, N), np.float32)
     codes, small = (rng.integers(-9, 9, shape, dtype=np.int8) for shape in ((K, N), (M, K)))
     many = rng.random((1, 4, 70, 64), np.float32)
-    operands = {"x": x, "w": w, "codes": codes, "small": small, "many": many, "one": many[:, :, :1]}
+    operands = {"np": np, "x": x, "w": w, "codes": codes, "small": small, "many": many, "one": many[:, :, :1]}
     operands["bias"] = np.ones(N, np.float32)
     sys.modules["ziglang"] = None
     before, _, call = CALLS[name].rpartition("; ")
@@ -71,6 +86,7 @@ def main():
     with tempfile.TemporaryDirectory() as folder:
         env = {k: v for k, v in os.environ.items() if k not in ("CC", "PYTHONDONTWRITEBYTECODE")}
         env |= {"PATH": folder, "PORTMM_CACHE": os.path.join(folder, "none")}  # noqa: PTH118 - a string is wanted
+        env |= {"PORTMM_TUNED": "off"}  # as where nothing was tuned
         env |= {"PORTMM_BASE": os.path.abspath(options.base)} if options.base else {}  # noqa: PTH100 - as above
         print(f"{'call':24s} {'least':>7s} {'median':>7s}  ms")
         for name in options.names:

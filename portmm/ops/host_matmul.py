@@ -376,7 +376,7 @@ def _compute(left: Any, right: Any, view: np.ndarray[Any, Any], types: numpy_arr
         return
     try:
         call = reduce_call(left, right, view, types)
-        kernel = routes.route(call.problem)
+        kernel, _ = routes.routed_first(call.problem)
     except ScheduleError:
         if isinstance(right, np.ndarray):
             raise
