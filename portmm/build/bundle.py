@@ -139,11 +139,11 @@ def open_bundle(path: str | os.PathLike[str], *, verify: bool = True) -> Bundle:
     Raises:
         BundleError: it cannot be read, other users can write to it, it is damaged, or for another version of portmm.
     """
-    at = Path(path).absolute()
+    at = path if isinstance(path, Path) and path.is_absolute() else Path(path).absolute()
     try:
         fd = os.open(at, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY)
         try:
-            reason = file_fault(at, os.fstat(fd))
+            reason = file_fault(str(at), os.fstat(fd))
             if reason:
                 raise BundleError(f"bundle {at} is not used: {reason}; give it to this user or to root, for them alone")
             data = mmap.mmap(fd, 0, prot=mmap.PROT_READ)

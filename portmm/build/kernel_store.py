@@ -16,6 +16,8 @@ from portmm.errors import BundleError
 from portmm.util import system
 from portmm.util.user_warnings import warn
 
+_OWN = f"{__file__.rsplit('/', 2)[0]}/base"
+"""The directory of the wheel's base set."""
 _used: list[Bundle] = []
 _base: list[Bundle] = []
 _opened: list[str] = []
@@ -52,7 +54,7 @@ def base() -> Bundle | None:
     if not _base and os.environ.get("PORTMM_BASE", "") != "off":
         name = f"{system.platform()}.bundle"
         setting = os.environ.get("PORTMM_BASE", "")
-        path = Path(setting or Path(__file__).parent.parent / "base") / name
+        path = Path(f"{setting or _OWN}/{name}")
         if os.access(path, os.R_OK):
             _base.append(open_bundle(path, verify=False))
         elif setting:
@@ -73,13 +75,14 @@ def library(path: Path) -> str:
         BundleError: one can, or it is not there.
     """
     try:
-        checked = bool(_base) and _base[0].path.parent == path.parent  # in a directory that was checked
-        reason = file_fault(path, path.stat(), directory=not checked)
+        text = str(path)
+        checked = bool(_base) and os.path.dirname(_base[0].path) == os.path.dirname(text)  # noqa: PTH120 - faster
+        reason = file_fault(text, os.stat(text), directory=not checked)  # noqa: PTH116 - likewise
     except OSError as error:
         reason = str(error)
     if reason:
         raise BundleError(f"{path} is not used: {reason}; install portmm again, for this user or for root alone")
-    return str(path)
+    return text
 
 
 def forget() -> None:

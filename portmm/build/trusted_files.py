@@ -99,7 +99,7 @@ def chain_fault(path: str | os.PathLike[str]) -> str:
     return reason
 
 
-def file_fault(path: Path, info: os.stat_result, *, directory: bool = True) -> str:
+def file_fault(path: str, info: os.stat_result, *, directory: bool = True) -> str:
     """The reason why another user may have written a file, or "": it may be root's, in a directory to trust.
 
     Args:
@@ -112,10 +112,10 @@ def file_fault(path: Path, info: os.stat_result, *, directory: bool = True) -> s
     """
     if not stat.S_ISREG(info.st_mode):
         return "it is no regular file"
-    reason = _owner_fault(info, str(path))
+    reason = _owner_fault(info, path)
     if not reason and info.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         reason = "other users may write to it"
-    return reason or (chain_fault(path.parent) if directory else "")
+    return reason or (chain_fault(os.path.dirname(path)) if directory else "")  # noqa: PTH120 - on the path of first calls
 
 
 def _make(path: Path) -> None:

@@ -25,7 +25,7 @@ from portmm.spec.expr import Expr, apply, node, ordered, real
 from portmm.spec.expr_ops import OPS
 from portmm.trace.placeholders import ByValueError
 from portmm.trace.recorder import run
-from portmm.util.memo import Memory
+from portmm.util.memo import Memory, cached
 from portmm.util.records import dataclass
 from portmm.util.user_warnings import caller
 
@@ -105,11 +105,17 @@ class Node:
 
     def of(self, op: str) -> bool:
         """Test whether the expression contains an operation."""
-        return self.template is not None and any(x.op == op for x in ordered((self.template,)))
+        return self.template is not None and op in _operations_of(self.template)
 
     def operations(self) -> int:
         """Number of operations for each element."""
-        return sum(x.op in OPS for x in ordered((self.template,))) if self.template is not None else 0
+        return 0 if self.template is None else sum([x in OPS for x in _operations_of(self.template)])
+
+
+@cached("kernels", 1024)
+def _operations_of(template: Expr) -> tuple[str, ...]:
+    """The operations and leaves of an expression, each as often as it occurs."""
+    return tuple([x.op for x in ordered((template,))])
 
 
 def here() -> tuple[str, int]:
