@@ -29,6 +29,7 @@ from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.epilogue import finish
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.packing import line_of
+from portmm.spec.dtype import unit
 from portmm.spec.epilogue import operand_types
 
 if TYPE_CHECKING:
@@ -49,12 +50,11 @@ def build(s: Schedule, isa: Isa, atom: Atom, direct: Direct) -> Kernel:
     Raises:
         ScheduleError: the schedule converts elements of A, or filters are not in panels.
     """
-    if s.b.layout != "packed" or s.b.packed or s.types[0] != atom.left or atom.k_pack != 1 or atom.m != 1:
+    if s.b.layout != "packed" or s.b.packed or unit(s.types[0], s.atom.kr) != atom.left or atom.m != 1:
         raise ScheduleError(f"a direct convolution reads A in place and filters in panels; {s.name(atom)} does not")
     g = _Loops(s, isa, atom, direct)
     entry = Function("entry", "entry", (), g.entry(), "All images")
-    a, b, c = s.types
-    types = (("a", a), ("b", b), ("c", c))
+    types = (("a", s.types[0]), ("b", atom.right), ("c", s.types[2]))
     work = g.own_size * WORKERS + 64
     return Kernel(str(s.name(atom)), isa, atom, entry, work, types=types, operands=operand_types(s.fused))
 
@@ -123,42 +123,52 @@ class _Loops:
             Let("low", maximum(0, FIRST * x.stride[0] - x.before[0])),
             Let("high", minimum(x.spatial[0], (LAST - 1) * x.stride[0] - x.before[0] + x.reach[0])),
             LetPtr("scratch", own, self.atom.acc),
-            LetPtr("source", Ptr("a", var("item") * var("a_batch") + IMAGE * x.image), self.atom.left, readonly=True),
+            LetPtr("source", self.image, self.atom.left, readonly=True),
             *self.strip(own + self.sums_size),
             Let("first", self.panels * chunk // chunks),
             Let("last", self.panels * (chunk + 1) // chunks),
             *self.products(),
         )
 
+    @property
+    def image(self) -> Ptr:
+        """Address of an image, in elements."""
+        return Ptr("a", var("item") * var("a_batch") + IMAGE * (self.x.image * self.s.atom.kr))
+
     # -- strip -----------------------------------------------------------------
 
     def strip(self, place: Ptr) -> tuple[Stmt, ...]:
         """Copy of the rows of an image that a block reads, with zeros at their ends."""
-        x = self.x
+        x, kind = self.x, self.copied_as
         if not x.copies:
             return (LetPtr("strip", Ptr("source", LOW * x.steps[0]), self.atom.left, readonly=True),)
         row = Ptr("padded", (var("y") - LOW) * x.row)
         width = x.spatial[1] * x.channels
         copies: tuple[Stmt, ...] = (
-            LetPtr("to", row + x.before[1] * x.channels, self.atom.left),
-            LetPtr("line", Ptr("source", var("y") * x.steps[0]), self.atom.left, readonly=True),
+            LetPtr("to", row + x.before[1] * x.channels, kind),
+            LetPtr("line", Ptr("source", var("y") * x.steps[0]), kind, readonly=True),
         )
         if x.steps[1] == x.channels:
             copies += self.copied("line", "to", width)
         else:
             of_pixel = (
-                LetPtr("to_pixel", Ptr("to", var("z") * x.channels), self.atom.left),
-                LetPtr("pixel", Ptr("line", var("z") * x.steps[1]), self.atom.left, readonly=True),
+                LetPtr("to_pixel", Ptr("to", var("z") * x.channels), kind),
+                LetPtr("pixel", Ptr("line", var("z") * x.steps[1]), kind, readonly=True),
                 *self.copied("pixel", "to_pixel", x.channels),
             )
             copies += (For("z", const(0), const(x.spatial[1]), const(1), of_pixel),)
         left, right = x.before[1] * x.channels, x.after * x.channels
         zeros = (*self.zeros(row, 0, left), *self.zeros(row, left + width, right))
         return (
-            LetPtr("padded", place, self.atom.left),
+            LetPtr("padded", place, kind),
             For("y", LOW, var("high"), const(1), (*zeros, *copies)),
             LetPtr("strip", Ptr("padded"), self.atom.left, readonly=True),
         )
+
+    @property
+    def copied_as(self) -> str:
+        """The type as which a strip is copied: units as sums, which have as many bytes."""
+        return self.atom.left if self.s.atom.kr == 1 else self.atom.acc
 
     def zeros(self, row: Ptr, begin: int, count: int) -> tuple[Stmt, ...]:
         """Zeros in a row of the strip."""
@@ -168,7 +178,8 @@ class _Loops:
     def copied(self, line: str, to: str, count: int) -> tuple[Stmt, ...]:
         """Copy of contiguous elements, by vectors."""
         e, whole = var("e"), count // self.atom.n * self.atom.n
-        vector = (Verb("load_b", "t", p=Ptr(line, e)), Verb("store", "t", p=Ptr(to, e)))
+        load = "load_b" if self.s.atom.kr == 1 else "load_c"
+        vector = (Verb(load, "t", p=Ptr(line, e)), Verb("store", "t", p=Ptr(to, e)))
         loops = (For("e", const(0), const(whole), const(self.atom.n), vector, 2),) if whole else ()
         rest = (For("e", const(whole), const(count), const(1), (Move(Ptr(to, e), Ptr(line, e)),)),)
         return loops if whole == count else (*loops, *rest)

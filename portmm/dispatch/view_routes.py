@@ -8,14 +8,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from portmm.codegen.lower import lower_direct, lower_grouped, lower_view
+from portmm.codegen.lower import atom_of, lower_direct, lower_grouped, lower_view
 from portmm.dispatch.cpu_kernels import isa_of, loaded_program, packing_unit
 from portmm.dispatch.schedule_choice import choose
 from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.schedule.direct_convolution import direct
 from portmm.schedule.grouped_convolution import grouped
-from portmm.spec.dtype import UNCONVERTED
+from portmm.spec.dtype import UNCONVERTED, unit
 from portmm.spec.layouts import Views
 from portmm.spec.row_classes import of_class
 from portmm.util.memo import Memory
@@ -55,7 +55,7 @@ def direct_route(  # noqa: PLR0917 - what a kernel is made for
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    if p.dtype not in UNCONVERTED or p.deterministic or p.b != "packed":
+    if (p.dtype not in UNCONVERTED and p.types[0] != "u8") or p.deterministic or p.b != "packed":
         return None
     key = (p, x, strides, id(target), threads, to)
     entry = _routes.get(key)
@@ -69,10 +69,15 @@ def _new_direct_route(  # noqa: PLR0917
 ) -> Any:
     s, _ = schedule_of(replace(p, a="any"), Views(), target, threads)
     sizes = direct(x, strides, s, target, to)
-    if sizes is None or s.program != "gemm":
+    if sizes is None or s.program != "gemm" or unit(s.types[0], s.atom.kr) != _left(s, target):
         return None
     code = loaded_program(lower_direct, s, isa_of(s, target), sizes)
     return runtime().make_route(code.code, code.scratch(p, p.m, threads), threads, p.storage, p.unit)
+
+
+def _left(s: Schedule, target: Target) -> str:
+    """The type of left fragments of a schedule's atom."""
+    return atom_of(isa_of(s, target), s.dtype, s.atom.lanes).left
 
 
 def grouped_route(  # noqa: PLR0917 - what a kernel is made for

@@ -18,6 +18,7 @@ from portmm.dispatch.view_routes import schedule_of
 from portmm.errors import ConvolutionError
 from portmm.explanation.product import explained, target_called
 from portmm.explanation.record import Explanation
+from portmm.ops.convolution_kernel import LEAST_ROW_OF_CODES
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
 from portmm.ops.convolution_weights import grouped_panels, is_depthwise
 from portmm.ops.depthwise import parts
@@ -180,14 +181,15 @@ def _on_cores(
             images * size.pixels, size.outputs, size.depth, dtype, a="any", b="packed", family=family(dtype, target)
         )
         s, _ = schedule_of(p, Views(), target, threads)
-        blocks = direct(size, tuple(strides), s, target) if dtype in UNCONVERTED else None
+        rows = dtype in UNCONVERTED or (dtype.startswith("u8-") and size.out[-1] >= LEAST_ROW_OF_CODES)
+        blocks, kr = direct(size, tuple(strides), s, target) if rows else None, s.atom.kr
         if blocks is not None:
             loops = "blocks of k around panels" if blocks.k_outer else "panels around blocks of k"
-            where = f"a strip of {blocks.strip_size} elements" if blocks.copies else "in place"
+            where = f"a strip of {blocks.strip_size * kr} elements" if blocks.copies else "in place"
             runs, of_block = number(blocks.runs, "run"), number(blocks.of_block, "run")
             return [
                 f"direct: register tiles of {s.mr} pixels of a row by {s.nr}, read {where}, {loops}",
-                f"  {runs} of {blocks.run}, blocks of {of_block}, k of {blocks.kc}",
+                f"  {runs} of {blocks.run * kr}, blocks of {of_block}, k of {blocks.kc * kr}",
             ]
         s, _ = schedule_of(p, Views(a=view), target, threads)
     else:

@@ -19,7 +19,7 @@ from portmm.onnx import operators
 from portmm.onnx.arrays import ModelArrays
 from portmm.onnx.control_flow import run_node
 from portmm.onnx.model import free_names
-from portmm.onnx.rewrites import with_epilogues, with_groups, with_integers, with_rounding, with_scales
+from portmm.onnx.rewrites import with_codes, with_epilogues, with_groups, with_integers, with_rounding, with_scales
 from portmm.trace.placeholders import Array as Traced
 from portmm.trace.placeholders import Placeholder
 from portmm.util.memo import Memory
@@ -101,7 +101,8 @@ class Executor:
         self.executors: dict[int, Executor] = {}
         for node in graph.nodes:
             operators.check(node)
-        nodes = with_integers(computed_constants(graph, self.constants), self.outputs, self.constants)
+        nodes = with_codes(computed_constants(graph, self.constants), self.outputs, self.constants)
+        nodes = with_integers(nodes, self.outputs, self.constants)
         nodes = with_rounding(with_scales(nodes, self.outputs, self.constants), self.outputs, self.constants)
         nodes = with_groups(nodes, self.outputs, self.constants)
         self.parts = self.divided(with_epilogues(nodes, self.outputs, self.constants))

@@ -1,11 +1,12 @@
 """Rewrites of a graph before it is divided: what follows a convolution or a product of integers becomes a part of it.
 
-Owns `with_integers`, `with_rounding`, `with_epilogues`, `with_groups` and `with_scales`. A product or a convolution of
-values that were dequantized, the right operand from constants, becomes one of their codes. Values that are quantized
-and only then dequantized are rounded in place. A product of dynamically quantized values and a constant matrix takes
-the conversion of its sums, their scales and the bias. A convolution takes the addition of another array of its shape, a
-residual, and a ReLU that alone read its result, or a depth-to-space. A group norm that was written as an instance norm
-of reshaped images is one operator.
+Owns `with_codes`, `with_integers`, `with_rounding`, `with_epilogues`, `with_groups` and `with_scales`. Pooling and
+reshapes of values that are dequantized before and quantized alike after them are those of codes. A product or a
+convolution of values that were dequantized, the right operand from constants, becomes one of their codes. Values that
+are quantized and only then dequantized are rounded in place. A product of dynamically quantized values and a constant
+matrix takes the conversion of its sums, their scales and the bias. A convolution takes the addition of another array
+of its shape, a residual, and a ReLU that alone read its result, or a depth-to-space. A group norm that was written as
+an instance norm of reshaped images is one operator.
 """
 
 from __future__ import annotations
@@ -105,12 +106,51 @@ FULL = 4
 """Inputs of a product of integers with both zero points."""
 
 
+SELECTING = ("MaxPool", "Flatten", "Reshape", "Transpose", "Squeeze", "Unsqueeze")
+"""Operators whose results are elements of their first operand, the largest ones or all."""
+
+
+def with_codes(nodes: list[Node], outputs: Collection[str], constants: Mapping[str, Any]) -> list[Node]:
+    """The nodes, with operators of codes in the place of those of values that are dequantized and quantized alike."""
+    _, user, maker = _links(nodes, outputs)
+    gone: set[str] = set()
+    of_codes: dict[str, Node] = {}
+    for node in nodes:
+        if node.op not in SELECTING or node.domain or len(node.outputs) != 1:
+            continue
+        before, after = maker.get(node.inputs[0]), user.get(node.outputs[0])
+        if before is None or after is None or (before.op, after.op) != ("DequantizeLinear", "QuantizeLinear"):
+            continue
+        if before.inputs[0] not in constants and _alike(after, before, constants):
+            gone.add(after.name)
+            of_codes[node.name] = replace(node, inputs=(before.inputs[0], *node.inputs[1:]), outputs=after.outputs)
+    return _read([of_codes.get(n.name, n) for n in nodes if n.name not in gone], outputs)
+
+
+def _read(nodes: list[Node], outputs: Collection[str]) -> list[Node]:
+    """The nodes without those that dequantize what no other reads."""
+    read = {x for n in nodes for x in (*n.inputs, *n.captured)} | set(outputs)
+    return [n for n in nodes if n.op != "DequantizeLinear" or read & set(n.outputs)]
+
+
+def _alike(to: Node, back: Node, constants: Mapping[str, Any]) -> bool:
+    """Whether a node quantizes and another dequantizes with the same single constants, in this order or the other."""
+    if len(to.inputs) != 3 or len(back.inputs) != 3 or to.domain or back.domain:
+        return False
+    if not {*to.inputs[1:], *back.inputs[1:]} <= set(constants):
+        return False
+    (scale, zero), (own, point) = ([constants[x] for x in y.inputs[1:]] for y in (to, back))
+    single = all(x.size == 1 for x in (scale, zero, own, point)) and zero.dtype == point.dtype
+    kinds = (scale.dtype.name, own.dtype.name, zero.dtype.name in ("int8", "uint8"))
+    return bool(single and kinds == ("float32", "float32", True) and scale == own > 0 and zero == point)
+
+
 def with_integers(nodes: list[Node], outputs: Collection[str], constants: dict[str, Any]) -> list[Node]:
     """The nodes, with products and convolutions of dequantized values that take their codes."""
     maker = {x: n for n in nodes if n.op == "DequantizeLinear" for x in n.outputs}
-    rest = [_of_codes(n, maker, constants) if n.op in ("MatMul", "Conv") and not n.domain else n for n in nodes]
-    read = {x for n in rest for x in (*n.inputs, *n.captured)} | set(outputs)
-    return [n for n in rest if n.op != "DequantizeLinear" or read & set(n.outputs)]
+    products = ("MatMul", "Gemm", "Conv")
+    rest = [_of_codes(n, maker, constants) if n.op in products and not n.domain else n for n in nodes]
+    return _read(rest, outputs)
 
 
 def _of_codes(node: Node, maker: Mapping[str, Node], constants: dict[str, Any]) -> Node:
@@ -120,7 +160,7 @@ def _of_codes(node: Node, maker: Mapping[str, Node], constants: dict[str, Any]) 
         return node
     if any(x not in constants for y in (left, right) for x in y.inputs[1:] if x):
         return node
-    weight, along = constants[right.inputs[0]], 0 if node.op == "Conv" else 1
+    weight, along = constants[right.inputs[0]], 0 if node.op == "Conv" or node.attribute("transB", 0) else 1
     scale, axis = constants[right.inputs[1]], right.attribute("axis", 1)
     each = scale.size == 1 or (scale.ndim == 1 and axis % weight.ndim == along)
     blocks = left.attribute("block_size", 0) or right.attribute("block_size", 0)
@@ -128,12 +168,9 @@ def _of_codes(node: Node, maker: Mapping[str, Node], constants: dict[str, Any]) 
     floats = scale.dtype.name == "float32" == constants[left.inputs[1]].dtype.name
     if blocks or not each or not floats or constants[left.inputs[1]].size > 1 or not set(kinds) <= {"int8", "uint8"}:
         return node
-    if node.op == "MatMul" and weight.ndim == 2:
-        inputs = (left.inputs[0], right.inputs[0], *(_named(x, constants) for x in (left, right)))
-        return replace(
-            node, op="ScaledMatMulInteger", domain=DOMAIN, inputs=(*inputs, left.inputs[1], right.inputs[1], "")
-        )  # fmt: skip
     bias = node.inputs[2] if len(node.inputs) > 2 else ""
+    if node.op in ("MatMul", "Gemm") and weight.ndim == 2:
+        return _product_of_codes(node, (left, right), bias, maker, constants)
     plain = node.attribute("group", 1) == 1 and kinds[0] == "int8" and not _zero_point(right, constants).any()
     if node.op != "Conv" or not plain:
         return node
@@ -141,26 +178,47 @@ def _of_codes(node: Node, maker: Mapping[str, Node], constants: dict[str, Any]) 
     return replace(node, op="ScaledConv", domain=DOMAIN, inputs=inputs)
 
 
+def _product_of_codes(
+    node: Node, operands: tuple[Node, Node], bias: str, maker: Mapping[str, Node], constants: dict[str, Any]
+) -> Node:
+    """A product of dequantized operands as one of their codes; itself, if it scales or adds more than a bias."""
+    left, right = operands
+    name, swapped = right.inputs[0], bool(node.attribute("transB", 0))
+    columns = (constants[name].shape[1 - swapped],)
+    source = maker[bias].inputs[0] if bias in maker else bias
+    added = getattr(constants.get(source), "shape", None) if bias else columns
+    plain = node.attribute("alpha", 1.0) == 1 == node.attribute("beta", 1.0)
+    if added != columns or not plain or node.attribute("transA", 0):
+        return node
+    if swapped:
+        name, weight = f"{name}, transposed", constants[name]
+        constants[name] = np.ascontiguousarray(weight.T)
+    inputs = (left.inputs[0], name, *(_named(x, constants) for x in operands), left.inputs[1], right.inputs[1], bias)
+    return replace(node, op="ScaledMatMulInteger", domain=DOMAIN, inputs=inputs)
+
+
 def with_rounding(nodes: list[Node], outputs: Collection[str], constants: Mapping[str, Any]) -> list[Node]:
-    """The nodes, with values that are quantized and only then dequantized rounded in place: no codes are stored."""
+    """The nodes, with values that are quantized and only then dequantized rounded in place: no codes are stored.
+
+    Of two that are added, the first is in memory until the kernel of the second reads it, as codes.
+    """
     _, user, _ = _links(nodes, outputs)
-    gone: set[str] = set()
-    rounded: dict[str, Node] = {}
+    pairs: dict[str, tuple[Node, Node]] = {}
     for node in nodes:
         back = user.get(node.outputs[0]) if node.op == "QuantizeLinear" else None
-        if back is None or back.op != "DequantizeLinear" or len(node.inputs) != 3 or len(back.inputs) != 3:
-            continue
-        if not {*node.inputs[1:], *back.inputs[1:]} <= set(constants) or node.domain or back.domain:
-            continue
-        (scale, zero), (own, point) = ([constants[x] for x in y.inputs[1:]] for y in (node, back))
-        single = all(x.size == 1 for x in (scale, zero, own, point)) and zero.dtype == point.dtype
-        kinds = (scale.dtype.name, own.dtype.name, zero.dtype.name in ("int8", "uint8"))
-        if not single or kinds != ("float32", "float32", True) or scale != own or zero != point:
-            continue
-        gone.add(node.name)
-        rounded[back.name] = replace(
+        if back is not None and back.op == "DequantizeLinear" and _alike(node, back, constants):
+            pairs[back.outputs[0]] = node, back
+    order = {x: i for i, x in enumerate(pairs)}
+    for node in nodes:
+        if node.op == "Add" and not node.domain and all(x in pairs and user.get(x) is node for x in node.inputs):
+            del pairs[min(node.inputs, key=order.__getitem__)]
+    gone = {node.name for node, _ in pairs.values()}
+    rounded = {
+        back.name: replace(
             node, op="RoundToCodes", domain=DOMAIN, name=f"{node.name}, {back.name}", outputs=back.outputs
-        )  # fmt: skip
+        )
+        for node, back in pairs.values()
+    }
     return [rounded.get(n.name, n) for n in nodes if n.name not in gone]
 
 

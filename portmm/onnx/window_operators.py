@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 
 Ints = tuple[int, ...]
 NARROW = ("float32", "float16", "bfloat16")
+CODES = ("int8", "uint8")
 
 
 class Windows(NamedTuple):
@@ -249,21 +250,25 @@ def _scaled_conv(node: Node, x: Any, weight: Any, bias: Any, zero: Any, x_scale:
     )
     total = weight.reshape(outputs, -1).astype(np.float64).sum(1) * point * scales
     shift = ((0 if bias is None else bias.astype(np.float64)) - total).astype(np.float32)
+    edges = (w.begin, w.end)
+    if more and point:  # images are copied, so that padding takes nothing
+        none = (0,) * len(kernel)
+        w = w._replace(begin=none, end=none)
     how = _options(w, 1) | {"padding_value": point}
 
     def alone(images: Any) -> Any:
         return conv(images, packed, **how).astype(np.float32)
 
-    x = adjacent(channels_last(x), more)
+    x = adjacent(channels_last(x), more, edges if more and point else None, point)
     about = Filter(packed, sizes(tuple(x.shape), packed.shape, Options(**how)))
     y = x.recorder.over_windows("conv", x, about, (x.shape[0], *w.result, outputs), alone, np.dtype(np.float32))
     return channels_first(y * scales + shift)
 
 
-def adjacent(x: Any, more: int = 0) -> Any:
+def adjacent(x: Any, more: int = 0, edges: tuple[Ints, Ints] | None = None, value: int = 0) -> Any:
     """Images with adjacent channels: copied if these are apart, which takes less than to read them tap by tap.
 
-    With `more` they are copied with as many further channels of zeros.
+    With `more` they are copied with as many further channels, and with so many pixels at their edges, of one value.
     """
     looks, node = [], x.node
     while node.kind == "view":
@@ -274,14 +279,17 @@ def adjacent(x: Any, more: int = 0) -> Any:
         like = look(like)
     if not more and (not looks or like.strides[-1] == like.itemsize):
         return x
-    shape = (*x.shape[:-1], x.shape[-1] + more)
+    begin, end = edges or ((0,) * (x.ndim - 2),) * 2
+    where = (slice(None), *(slice(b, b + n) for b, n in zip(begin, x.shape[1:-1], strict=True)))
+    grown = (b + n + z for b, n, z in zip(begin, x.shape[1:-1], end, strict=True))
+    shape = (x.shape[0], *grown, x.shape[-1] + more)
 
     def copied(y: Any) -> Any:
         if y.shape[-1] > FEW_CHANNELS and not more:
             return np.ascontiguousarray(y)
-        result = np.zeros(shape, y.dtype) if more else np.empty(shape, y.dtype)
+        result = np.full(shape, value, y.dtype) if more else np.empty(shape, y.dtype)
         for c in range(y.shape[-1]):  # one copy of all elements takes three times as long
-            result[..., c] = y[..., c]
+            result[..., c][where] = y[..., c]
         return result
 
     return x.recorder.wrap(x.recorder.call("copy", copied, (x.node,), "", shape=shape, dtype=x.dtype, own=True))
@@ -372,7 +380,8 @@ def _pool_of(node: Node, x: Any, w: Windows) -> Pool | None:
     """The record of pooling that kernels compute, or None."""
     padded, ceil = node.attribute("count_include_pad", 0), node.attribute("ceil_mode", 0)
     average = node.op == "AveragePool"
-    if node.op == "LpPool" or x.dtype.name not in NARROW or (average and padded and ceil):
+    known = x.dtype.name in NARROW or (x.dtype.name in CODES and node.op == "MaxPool")
+    if node.op == "LpPool" or not known or (average and padded and ceil):
         return None
     windows = zip(w.kernel, w.strides, w.dilations, w.begin, strict=True)
     axes = zip(x.shape[2:], w.result, windows, strict=True)

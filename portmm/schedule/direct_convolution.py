@@ -5,6 +5,7 @@ Owns `Direct`, the sizes that its kernel has as constants, and `direct`, which s
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.spec.dtype import BY_NAME
@@ -30,6 +31,8 @@ PIXELS = 512
 @dataclass(frozen=True, slots=True)
 class Direct:
     """Sizes of a direct convolution over two dimensions, channels last.
+
+    Elements of images and filters are units of neighbouring channels where an atom multiplies those.
 
     Attributes:
         spatial: extents of an image.
@@ -117,6 +120,11 @@ def direct(
     """
     if len(strides) > 4 or strides[-1] != 1:
         return None
+    if (kr := s.atom.kr) > 1:
+        padded = x.padding and any((*x.before, *x.after))
+        if padded or x.channels % kr or any(y % kr for y in strides[:-1]):
+            return None
+        x, strides = replace(x, channels=x.channels // kr), (*(y // kr for y in strides[:-1]), 1)
     flat = len(strides) == 3  # one dimension: images of one row
     spatial, out, kernel = (((1, *y) if flat else y) for y in (x.spatial, x.out, x.kernel))
     stride, dilation = (((1, *y) if flat else y) for y in (x.stride, x.dilation))
@@ -136,7 +144,7 @@ def direct(
         return None
     run = x.channels * kernel[1] if together and (kernel[1] == 1 or steps[1] == x.channels) else x.channels
     runs = kernel[0] * (x.channels * kernel[1] // run)
-    size = BY_NAME[s.types[0]].bytes
+    size = BY_NAME[s.types[0]].bytes * kr
     levels = {y.name: y.bytes for y in target.levels}
     if not {"L1", "L2"} <= set(levels):
         return None

@@ -43,18 +43,30 @@ CASES = {
 """A convolution, and gaps after pixels and after rows of the images."""
 
 
-def posed(name, target, images=2):
+OF_BYTES = {
+    "padded": (conv(8, (7, 6), 3, before=1), 0, 0),
+    "strided": (conv(4, (9, 8), (3, 2), stride=2, before=1), 0, 0),
+    "in place": (conv(12, (6, 7), (3, 1), before=(1, 0)), 0, 0),
+    "pixels": (conv(20, (4, 5), 1), 0, 0),
+    "gaps": (conv(8, (6, 7), 3, before=1), 4, 8),
+    "zero points where nothing is padded": (replace(conv(4, (9, 9), 3), padding=7), 0, 0),
+}
+"""The same of bytes, whose units are four channels."""
+
+
+def posed(name, target, images=2, *, dtype="f32"):
     """A product of windows, its operands, a schedule and the sizes of the direct convolution."""
-    x, of_pixel, of_row = CASES[name]
+    x, of_pixel, of_row = (CASES if dtype == "f32" else OF_BYTES)[name]
     pixel = x.channels + of_pixel
     rows = [pixel * x.spatial[-1] + of_row] if len(x.spatial) > 1 else []
-    image = (rows[0] * x.spatial[0] if rows else pixel * x.spatial[0]) + 7
+    image = (rows[0] * x.spatial[0] if rows else pixel * x.spatial[0]) + (7 if dtype == "f32" else 8)
     strides = (image, *rows, pixel, 1)
     view = windows(x, strides).bind(images=images)
     m, k = (int(y) for y in view.extents)
-    p = Problem(m, N, k, a="any", b="packed", family=packed_families(target, "f32")[0])
+    p = Problem(m, N, k, a="any", b="packed", dtype=dtype, family=packed_families(target, dtype)[0])
     one = case(p, seed=3)
-    memory = np.random.default_rng(5).integers(-4, 5, images * image).astype(np.float32)
+    memory = np.random.default_rng(5).integers(*((-4, 5) if dtype == "f32" else (0, 256)), images * image)
+    memory = memory.astype(one.a.dtype)
     matrix = family(p.family).layout(k, N).gather(one.b)
     want = view.gather(memory).astype(np.float64) @ matrix.astype(np.float64)
     fields = one.fields | {"a_m": 0, "a_k": 0, "a_batch": 0}
@@ -71,6 +83,18 @@ def test_windows_are_read_in_place(name, k_outer):
     for i, workers in enumerate((1, 3)):
         kernel = lower_direct(s, TINY.isa(s.isa), replace(sizes, k_outer=k_outer))
         k.check(interpret(kernel, k, workers, shuffle=i), s)
+
+
+@pytest.mark.parametrize("name", OF_BYTES)
+@pytest.mark.parametrize("isa", ["avx512vnni", "avxvnni"])
+def test_windows_of_bytes_are_read_in_units(isa, name):
+    target = small(isa)
+    k, s, sizes = posed(name, target, dtype="u8-s8-s32")
+    assert sizes.channels * s.atom.kr == OF_BYTES[name][0].channels
+    kernel = lower_direct(s, target.isa(s.isa), sizes)
+    k.check(interpret(kernel, k, 3), s)
+    if isa in HERE:
+        check_built(kernel, k, 2, s, code=load)
 
 
 @pytest.mark.parametrize("name", ["padded", "strided", "gaps", "rows of taps", "one dimension"])
@@ -96,6 +120,12 @@ def test_what_is_not_direct():
     _, s, _ = posed("padded", TINY)
     assert direct(x, (126, 18, 3, 2), s, TINY) is None  # channels that are not contiguous
     assert direct(conv(2, (4, 4), 1, before=1), (32, 8, 2, 1), s, TINY) is None  # windows of zeros alone
+    target = small("avx512vnni")
+    _, s, _ = posed("padded", target, dtype="u8-s8-s32")
+    x, *_ = OF_BYTES["padded"]
+    assert direct(replace(x, padding=7), (336, 48, 8, 1), s, target) is None  # zero points around the images
+    assert direct(conv(6, (4, 4), 1), (96, 24, 6, 1), s, target) is None  # a pixel is no whole number of units
+    assert direct(conv(4, (4, 4), 1), (104, 26, 6, 1), s, target) is None
     packed = next(y for y in candidates(Problem(40, N, 24), TINY) if y.program == "gemm" and y.b.packed)
     with pytest.raises(ScheduleError, match="reads A in place"):
         lower_direct(packed, TINY.isa(packed.isa), posed("padded", TINY)[2])

@@ -552,6 +552,51 @@ def test_values_between_a_convolution_and_a_residual_are_rounded_in_place(kind):
     assert report.operators["RoundToCodes"] == 1
 
 
+@pytest.mark.parametrize("kind", [np.uint8, np.int8])
+@pytest.mark.parametrize("swapped", [0, 1])
+def test_pooling_and_a_head_between_quantizations_are_of_codes(kind, swapped):
+    point = kind(9 if kind is np.uint8 else -100)
+    weight = rng.integers(-127, 128, (48, 10)).astype(np.int8)
+    arrays = {
+        "s": np.float32(0.03), "z": point, "w": weight.T.copy() if swapped else weight, "wz": np.zeros(10, np.int8),
+        "ws": rng.uniform(0.001, 0.01, 10).astype(np.float32), "b": rng.integers(-999, 999, 10).astype(np.int32),
+    }  # fmt: skip
+    arrays["bs"] = arrays["s"] * arrays["ws"]
+    same = {"axis": 1 - swapped}
+    nodes = [
+        ("QuantizeLinear", ["x", "s", "z"], ["q"]), ("DequantizeLinear", ["q", "s", "z"], ["a"]),
+        ("MaxPool", ["a"], ["c"], {"kernel_shape": [3, 3], "strides": [2, 2], "pads": [1, 1, 1, 1]}),
+        ("QuantizeLinear", ["c", "s", "z"], ["d"]), ("DequantizeLinear", ["d", "s", "z"], ["e"]),
+        ("Flatten", ["e"], ["f"]), ("QuantizeLinear", ["f", "s", "z"], ["g"]),
+        ("DequantizeLinear", ["g", "s", "z"], ["h"]), ("DequantizeLinear", ["w", "ws", "wz"], ["v"], same),
+        ("DequantizeLinear", ["b", "bs"], ["u"], {"axis": 0}), ("Gemm", ["h", "v", "u"], ["y"], {"transB": swapped}),
+    ]  # fmt: skip
+    made = model(nodes, [("x", FLOAT, ["n", 8, 6, 3])], [("y", FLOAT, ["n", 10])], arrays, opset=21)
+    session = portmm.onnx.load(made)
+    for n in (1, 3):
+        x = np.float32(rng.integers(-200, 200, (n, 8, 6, 3)) * 0.03)
+        (want,) = ReferenceEvaluator(made).run(None, {"x": x})
+        np.testing.assert_allclose(session.run({"x": x})[0], want, rtol=1e-5, atol=1e-4)
+    report = session.report({"x": x})
+    assert not report.numpy
+    assert "Gemm" not in report.operators
+    assert report.operators["QuantizeLinear"] == report.operators["ScaledMatMulInteger"] == 1
+
+
+def test_pooling_of_values_that_are_quantized_otherwise_is_not_of_codes():
+    arrays = {"s": np.float32(0.03), "t": np.float32(0.05), "z": np.uint8(128), "n": np.float32(-0.03)}
+    for before, after in (("s", "t"), ("n", "n")):
+        nodes = [
+            ("DequantizeLinear", ["q", before, "z"], ["a"]), ("MaxPool", ["a"], ["c"], {"kernel_shape": [2, 2]}),
+            ("QuantizeLinear", ["c", after, "z"], ["y"]),
+        ]  # fmt: skip
+        codes = TensorProto.UINT8
+        made = model(nodes, [("q", codes, [1, 2, 4, 4])], [("y", codes, None)], arrays, opset=21)
+        q = rng.integers(0, 256, (1, 2, 4, 4)).astype(np.uint8)
+        (want,) = ReferenceEvaluator(made).run(None, {"q": q})
+        assert np.abs(portmm.onnx.load(made).run({"q": q})[0].astype(int) - want).max() <= 1
+
+
 def test_products_of_one_quantized_array_are_joined():
     nodes, arrays = [("DynamicQuantizeLinear", ["x"], ["q", "sx", "zx"])], {}
     for i in range(3):

@@ -58,6 +58,23 @@ def test_convolutions_are_sums_over_taps(seed):
     np.testing.assert_array_equal(pm.conv(x, w, **how), want)
 
 
+@pytest.mark.parametrize(
+    ("width", "kernel", "stride", "padding"), [(31, 3, 1, 1), (61, 7, 2, 0), (30, 1, 1, 0), (59, 1, 2, 0)]
+)
+@pytest.mark.parametrize("x_type", [np.uint8, np.int8])
+def test_long_rows_of_bytes(x_type, width, kernel, stride, padding):
+    rng = np.random.default_rng(width)
+    x = rng.integers(*((0, 256) if x_type is np.uint8 else (-128, 128)), (2, 9, width, 8)).astype(x_type)
+    w, how = rng.integers(-128, 128, (37, 8, kernel, kernel)).astype(np.int8), {"stride": stride, "padding": padding}
+    want = convolved(x, w, **how, layout="NHWC")
+    packed = pm.pack_conv(w, layout="NHWC", activations=x_type)
+    for end in (True, False):
+        image = guarded(x.ravel(), end=end).reshape(x.shape)
+        np.testing.assert_array_equal(pm.conv(image, packed, **how, layout="NHWC"), want)
+    scaled = pm.conv(x, packed, **how, layout="NHWC", epilogue=lambda acc, _: acc * 0.5)
+    np.testing.assert_array_equal(scaled, np.float32(want * 0.5))
+
+
 @pytest.mark.parametrize("seed", range(30, 42))
 def test_an_epilogue_knows_images_pixels_and_channels(seed):
     x, w, how = drawn(seed)
