@@ -12,7 +12,7 @@ import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
-from portmm.dispatch import config
+from portmm.dispatch import base_kernels, config
 from portmm.errors import BuildError
 from portmm.ops import host_matmul
 from portmm.ops.attention_launch import AttentionKernel, basic_kernel
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 
 _met: list[bool] = []
-"""Whether a call without functions was met: kinds of calls are remembered from the second on, as that is a module to
-load."""
+"""Whether a call without functions was met: by the base set, kinds are remembered from the second on, as that is a
+module to load."""
 
 
 def attention(
@@ -81,7 +81,7 @@ def attention(
     if score is None and mask is None and lengths is None and out is None and offset is None:
         call = (q, k, v, scale, causal, window, return_lse, config.current(), config.limit())
         result = host_matmul.attend(*call)
-        if result is NotImplemented and _met:
+        if result is NotImplemented and (_met or not base_kernels.active()):
             from portmm.ops import attention_fastpath
 
             result, kind = attention_fastpath.again(call)
