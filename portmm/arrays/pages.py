@@ -11,13 +11,13 @@ import mmap
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
-from threading import Lock
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.ir.abi import HUGE_PAGE
+from portmm.util import locks
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -61,7 +61,7 @@ class Chunk:
 
     def __init__(self) -> None:
         self.free = np.empty(0, np.uint8)
-        self.lock = Lock()
+        self.lock = locks.lock()
 
     def take(self, size: int) -> numpy_arrays.Array:
         """Some bytes that begin a cache line."""
