@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.lane_nodes import Reduce
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Mac, Move, Parallel, Param, Scratch, Verb
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Mac, Move, Parallel, Param, Scratch, Switch, Verb
 from portmm.target.summation import RUN, chained
 
 if TYPE_CHECKING:
@@ -101,6 +101,13 @@ def _tiles(s: Schedule, atom: Atom) -> tuple[Stmt, ...]:
 
 
 def _rows(s: Schedule, atom: Atom, columns: int) -> tuple[Stmt, ...]:
+    """Loops over rows of C: tiles of MR rows and single ones, or slices of nearly equal heights."""
+    if len(s.heights) > 1:
+        n, slices = var("slice"), ceil_div(M, s.mr)
+        height, taller = M // slices, M % slices
+        bounds = (Let("h", height + n.lt(taller)), Let("i", n * height + minimum(n, taller)))
+        cases = tuple((h, (_call(s, atom, h, columns),)) for h in s.heights)
+        return (For("slice", const(0), slices, const(1), (*bounds, Switch(var("h"), cases))),)
     whole = M // s.mr * s.mr
     rows = (For("i", const(0), whole, const(s.mr), (_call(s, atom, s.mr, columns),)),)
     return rows if s.mr == 1 else (*rows, For("i", whole, M, const(1), (_call(s, atom, 1, columns),)))
@@ -125,11 +132,17 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
     accumulators = [(i, j) for i in range(rows) for j in range(columns)]
     p, end = var("p"), K - K % atom.n
 
+    def loaded(load: str, register: str, at: Ptr, mask: str, uses: int) -> tuple[Stmt, ...]:
+        # Compilers would load a vector again for each of its uses.
+        hold = (Verb("hold", register),) if atom.hold and uses > 1 else ()
+        return (Verb(load, register, p=at, mask=mask), *hold)
+
     def step(load: str, mask: str) -> tuple[Stmt, ...]:
-        out: list[Stmt] = [Verb(load, f"a{i}", p=Ptr("a", const(i) * var("a_m") + p), mask=mask) for i in range(rows)]
+        out: list[Stmt] = []
+        for i in range(rows):
+            out += loaded(load, f"a{i}", Ptr("a", const(i) * var("a_m") + p), mask, columns)
         for j in range(columns):
-            at = Ptr("b", const(j) * var("b_n") + p)
-            out.append(Verb(load, f"b{j % 2}", p=at, mask=mask))
+            out += loaded(load, f"b{j % 2}", Ptr("b", const(j) * var("b_n") + p), mask, rows)
             out += [Verb("mac", f"c{i}_{j}", f"a{i}", f"b{j % 2}") for i in range(rows)]
         return tuple(out)
 

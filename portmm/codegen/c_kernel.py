@@ -10,10 +10,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from portmm.codegen import vector_spelling
-from portmm.codegen.c_like import Printer, address, index, pruned
+from portmm.codegen.c_like import Printer, pruned
 from portmm.codegen.conversions import HELPERS, converted
 from portmm.codegen.lane_totals import TOTALS
 from portmm.ir import abi
@@ -53,6 +53,8 @@ _PRELUDE = """\
 _HELPERS = {
     "min_": "static inline long min_(long x, long y) { return x < y ? x : y; }",
     "max_": "static inline long max_(long x, long y) { return x > y ? x : y; }",
+    "div_": "static inline long div_(long x, long y) { return y == 1 ? x : x / y; }",
+    "mod_": "static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }",
 }
 
 
@@ -106,6 +108,7 @@ class _Printer(Printer):
         used: names that its body reads.
     """
 
+    guarded: ClassVar[bool] = True
     kernel: Kernel
     function: Function
     used: set[str]
@@ -171,34 +174,34 @@ class _Printer(Printer):
 
     def do_configure(self, s: Configure, depth: int) -> None:
         text = self.own.configure if s.rows else self.own.release
-        self.put(depth, text.format(rows=", ".join(index(x) for x in s.rows)))
+        self.put(depth, text.format(rows=", ".join(self.index(x) for x in s.rows)))
 
     def do_total(self, s: Total, depth: int) -> None:
         name = f"{'sum' if s.kind == 'add' else 'most'}_{s.count}"
         if name in TOTALS:
-            self.put(depth, f"*({address(s.to)}) = {name}({address(s.src)});")
+            self.put(depth, f"*({self.address(s.to)}) = {name}({self.address(s.src)});")
             return
         if s.kind == "add":
             self.halves(s, depth)
             return
         self.put(depth, "{")
-        self.put(depth + 1, f"float all = *({address(s.src)});")
+        self.put(depth + 1, f"float all = *({self.address(s.src)});")
         self.put(depth + 1, f"for (int i = 1; i < {s.count}; ++i) {{")
-        self.put(depth + 2, f"const float x = ({address(s.src)})[i];")
+        self.put(depth + 2, f"const float x = ({self.address(s.src)})[i];")
         self.put(depth + 2, "if (x > all || x != x) all = x;")
         self.put(depth + 1, "}")
-        self.put(depth + 1, f"*({address(s.to)}) = all;")
+        self.put(depth + 1, f"*({self.address(s.to)}) = all;")
         self.put(depth, "}")
 
     def halves(self, s: Total, depth: int) -> None:
         """Print the sum of a power of two of numbers: the upper half is added to the lower until one remains."""
         self.put(depth, "{")
         self.put(depth + 1, f"float x[{s.count}];")
-        self.put(depth + 1, f"for (int i = 0; i < {s.count}; ++i) x[i] = ({address(s.src)})[i];")
+        self.put(depth + 1, f"for (int i = 0; i < {s.count}; ++i) x[i] = ({self.address(s.src)})[i];")
         self.put(depth + 1, f"for (int half = {s.count} / 2; half; half /= 2) {{")
         self.put(depth + 2, "for (int i = 0; i < half; ++i) x[i] += x[i + half];")
         self.put(depth + 1, "}")
-        self.put(depth + 1, f"*({address(s.to)}) = x[0];")
+        self.put(depth + 1, f"*({self.address(s.to)}) = x[0];")
         self.put(depth, "}")
 
     def do_shuffle(self, s: Shuffle, depth: int) -> None:
@@ -206,36 +209,36 @@ class _Printer(Printer):
 
     def do_reduce(self, s: Reduce, depth: int) -> None:
         acc = self.kernel.atom.acc
-        old = f"({index(s.accumulate)} ? {self.at(s.p, acc)} : 0)"
+        old = f"({self.index(s.accumulate)} ? {self.at(s.p, acc)} : 0)"
         self.put(depth, "{")
         self.put(depth + 1, f"{BY_NAME[acc].c} sum;")
         for line in _reduction(self.kernel.atom, s.d):
             self.put(depth + 1, line)
-        self.put(depth + 1, f"*({address(s.p)}) = {converted(f'{old} + sum', acc, self.points[s.p.name])};")
+        self.put(depth + 1, f"*({self.address(s.p)}) = {converted(f'{old} + sum', acc, self.points[s.p.name])};")
         self.put(depth, "}")
 
     def do_untilaligned(self, s: UntilAligned, depth: int) -> None:
         size = BY_NAME[self.points[s.p.name]].bytes
-        self.put(depth, f"const long {s.name} = -(unsigned long)({address(s.p)}) % {s.bytes} / {size};")
+        self.put(depth, f"const long {s.name} = -(unsigned long)({self.address(s.p)}) % {s.bytes} / {size};")
 
     def do_mac(self, s: Mac, depth: int) -> None:
         acc = self.kernel.atom.acc
-        self.put(depth, f"*({address(s.d)}) += {self.at(s.a, acc)} * {self.at(s.b, acc)};")
+        self.put(depth, f"*({self.address(s.d)}) += {self.at(s.a, acc)} * {self.at(s.b, acc)};")
 
     def do_rowscale(self, s: RowScale, depth: int) -> None:
         self.put(depth, "{")
         self.put(depth + 1, "float most = 0;")
         self.put(depth + 1, f"for (int i = 0; i < {s.count}; ++i) {{")
-        self.put(depth + 2, f"const float peak = ({address(s.peaks)})[i];")
+        self.put(depth + 2, f"const float peak = ({self.address(s.peaks)})[i];")
         self.put(depth + 2, "if (peak > most || peak != peak) most = peak; /* a NaN stays */")
         self.put(depth + 1, "}")
-        self.put(depth + 1, f"*({address(s.scale)}) = most / {s.top};")
-        self.put(depth + 1, f"*({address(s.inverse)}) = most >= {LEAST_PEAK}f ? {s.top} / most : 0;")
+        self.put(depth + 1, f"*({self.address(s.scale)}) = most / {s.top};")
+        self.put(depth + 1, f"*({self.address(s.inverse)}) = most >= {LEAST_PEAK}f ? {s.top} / most : 0;")
         self.put(depth, "}")
 
     def do_prefetch(self, s: Prefetch, depth: int) -> None:
         how = f", {int(s.write)}, {3 if s.near else 2}" if s.write or not s.near else ""
-        self.put(depth, f"__builtin_prefetch({address(s.p)}{how});")
+        self.put(depth, f"__builtin_prefetch({self.address(s.p)}{how});")
 
     def do_call(self, s: Call, depth: int) -> None:
         args = ", ".join(self.argument(p, x) for p, x in zip(s.function.params, s.args, strict=True))
@@ -244,16 +247,16 @@ class _Printer(Printer):
     def argument(self, p: Param, x: Index | Ptr) -> str:
         """The spelling of an argument; a pointer to another type is cast."""
         if isinstance(x, Index):
-            return index(x)
+            return self.index(x)
         if self.points[x.name] == p.dtype:
-            return address(x)
-        return f"({'const ' if p.readonly else ''}{BY_NAME[p.dtype].c} *)({address(x)})"
+            return self.address(x)
+        return f"({'const ' if p.readonly else ''}{BY_NAME[p.dtype].c} *)({self.address(x)})"
 
     def do_parallel(self, s: Parallel, depth: int) -> None:
-        values = ", ".join(["(long)g", *(index(x) for x in s.args)])
+        values = ", ".join(["(long)g", *(self.index(x) for x in s.args)])
         self.put(depth, "{")
         self.put(depth + 1, f"const long task_ctx[] = {{{values}}};")
-        self.put(depth + 1, f"g->parallel(g->pool, {s.function.name}, task_ctx, {index(s.tasks)}, workers);")
+        self.put(depth + 1, f"g->parallel(g->pool, {s.function.name}, task_ctx, {self.index(s.tasks)}, workers);")
         self.put(depth, "}")
 
 

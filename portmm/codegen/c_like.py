@@ -49,6 +49,7 @@ _WRITES = {
 }  # fmt: skip
 """Verb -> the field of an atom that is the C type of the register it writes."""
 
+_DIVISIONS = {"/": "div", "%": "mod"}
 _BITS = ("^", ">>", "&")
 _PRECEDENCE = {"==": 1, "<": 2, "+": 3, "-": 3, "*": 4, "/": 4, "%": 4}
 SUM, _ALWAYS = _PRECEDENCE["+"], 9
@@ -56,8 +57,8 @@ _LEAVES = ("const", "var")
 _DECLARATIONS = (Let, LetPtr, Read, Scratch, UntilAligned)
 
 
-def index(x: Index, outer: int = -1) -> str:
-    """The C spelling of an integer expression."""
+def index(x: Index, outer: int = -1, *, guarded: bool = False) -> str:
+    """The C spelling of an integer expression; `guarded` divisions by 1 take a comparison, not a division."""
     op = x.op
     if op in _LEAVES:
         return str(x.args[0])
@@ -65,22 +66,24 @@ def index(x: Index, outer: int = -1) -> str:
     second: Any
     first, second = x.args
     level = _PRECEDENCE.get(op)
+    if guarded and op in _DIVISIONS and second.op != "const":
+        op, level = _DIVISIONS[op], None
     if level is not None:
         # Only + needs no brackets around a right operand: integer division does not associate.
-        left = first.args[0] if first.op in _LEAVES else index(first, level)
-        right = second.args[0] if second.op in _LEAVES else index(second, level + (op != "+"))
+        left = first.args[0] if first.op in _LEAVES else index(first, level, guarded=guarded)
+        right = second.args[0] if second.op in _LEAVES else index(second, level + (op != "+"), guarded=guarded)
         return f"({left} {op} {right})" if level < outer else f"{left} {op} {right}"
     if op in _BITS:  # which bind less than a comparison, or a sum: compilers warn without brackets
-        text = f"{index(first, _ALWAYS)} {op} {index(second, _ALWAYS)}"
+        text = f"{index(first, _ALWAYS, guarded=guarded)} {op} {index(second, _ALWAYS, guarded=guarded)}"
         return f"({text})" if outer >= 0 else text
-    return f"{op}_({index(first)}, {index(second)})"
+    return f"{op}_({index(first, guarded=guarded)}, {index(second, guarded=guarded)})"
 
 
-def address(p: Ptr) -> str:
+def address(p: Ptr, *, guarded: bool = False) -> str:
     """The C spelling of an address."""
     if p.offset == Index("const", (0,)):
         return p.name
-    return f"{p.name} + {index(p.offset, _PRECEDENCE['+'])}"
+    return f"{p.name} + {index(p.offset, _PRECEDENCE['+'], guarded=guarded)}"
 
 
 def _add_names(x: Any, names: set[str]) -> None:
@@ -153,9 +156,11 @@ class Printer:
         points: pointer -> its element type.
         lines: lines printed so far.
         integer: the type of integers.
+        guarded: see `index`.
     """
 
     integer: ClassVar[str] = "long"
+    guarded: ClassVar[bool] = False
     isa: Isa
     own: Atom
     points: dict[str, str]
@@ -167,11 +172,11 @@ class Printer:
 
     def index(self, x: Index, outer: int = -1) -> str:
         """The spelling of an integer expression."""
-        return index(x, outer)
+        return index(x, outer, guarded=self.guarded)
 
     def address(self, p: Ptr) -> str:
         """The spelling of an address."""
-        return address(p)
+        return address(p, guarded=self.guarded)
 
     def element(self, p: Ptr) -> str:
         """The spelling of the element at an address."""

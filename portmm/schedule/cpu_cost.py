@@ -157,6 +157,8 @@ def compute(v: Extents) -> Array:
     if t.some & {"left", "right"}:
         macs = macs + t.model.convert * (mr * t.left + t.vectors * t.right) * t.rate
     loads = (strips + t.vectors * t.deep) / t.model.loads_per_cycle
+    if "dots" in t.some:  # vectors of all operands, few of which are in one line
+        loads = np.where(t.dots, loads * t.model.dot_loads, loads)
     # A chain advances one step per latency, however far it is unrolled.
     step = np.maximum(np.maximum(macs / t.rate, loads), t.latency) + t.model.conflicts * loads
     cycles: Array = (v.counts * (step + t.steps)).sum(axis=0) * (v.visits * np.ceil(v.k / t.covers))

@@ -47,6 +47,8 @@ INT4_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
 """Values of MR for units that are multiplied by a word of quantized values at once."""
 DOT_TILES = ((4, 4), (2, 4), (1, 4), (1, 8), (4, 1), (1, 1))
 """MR x NR of the dot program."""
+DOT_ROWS = 16
+"""M up to which the dot program divides rows into slices of nearly equal heights, where MR does not divide it."""
 FEW_COLUMNS = 8
 """Columns of a B by rows, or of a panel, that the dot program copies, at most: fewer than a vector of AVX-512 has."""
 AHEAD = OperandPlan(stagings=(PREFETCHED,))
@@ -87,11 +89,15 @@ def dots(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> 
     n = max(1, p.n)
     few = min(n, 3 if n == 6 else 4)
     # With all columns in a tile, A is read once.
-    tiles_of = tuple(dict.fromkeys(((4, few), (2, few), (1, few), (2, n), (1, n))))
-    for mr, nr in tiles_of if copied else DOT_TILES:
+    narrow = ((4, few), (2, few), (1, few), (2, n), (1, n))
+    tiles_of = narrow if copied else (*DOT_TILES, *narrow, (3, few)) if n <= FEW_COLUMNS else (*DOT_TILES, (3, 4))
+    for mr, nr in dict.fromkeys(tiles_of):
         if (mr <= p.m and nr <= p.n) or mr == nr == 1:
-            tiles = (Tile("registers", mr, nr, atom.n), *cache_tiles(mr, nr, ALL, ALL, nr, near=panel)[1:])
-            yield base_schedule("dot", p, isa, (tiles[0], tiles[1]._replace(m=ALL), *tiles[2:]), False, copied)
+            # Of few rows, slices are of nearly equal heights: single rows wait for each addition.
+            even = not copied and mr < p.m <= DOT_ROWS and p.m % mr
+            registers = Tile("registers", mr, nr, atom.n, least_of(mr) if even else 0)
+            _, l1, *outer = cache_tiles(mr, nr, ALL, ALL, nr, near=panel)
+            yield base_schedule("dot", p, isa, (registers, l1._replace(m=ALL), *outer), False, copied)
 
 
 def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:

@@ -104,6 +104,10 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 /* to[k][rows] = A[rows][k], row layout */
 static __attribute__((noinline)) void pack_a(long k, long rows, const float *a, long a_m, long a_k, float *to) {
   for (long p = 0; p < k; ++p) {
@@ -229,34 +233,34 @@ static void block(const long *ctx, long task, long worker) {
   const float *b = (const float *)g->b;
   float *c = (float *)g->c;
   float *work = (float *)g->work;
-  const long even = max_(1, workers * (((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8) < 2));
-  const long blocks = min_(m, ((m + 7) / 8 + even - 1) / even * even);
-  const long shares = max_((n + 127) / 128, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8)));
-  const long row = m * (task / shares) / blocks;
-  const long rows = m * (task / shares + 1) / blocks - row;
-  const long first = (n + 31) / 32 / shares * (task % shares) + min_(task % shares, (n + 31) / 32 % shares);
-  const long last = min_((n + 31) / 32, (n + 31) / 32 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 31) / 32 % shares));
+  const long even = max_(1, workers * (div_((workers - 1) * 4 + (m + 7) / 8 - 1, (m + 7) / 8) < 2));
+  const long blocks = min_(m, div_((m + 7) / 8 + even - 1, even) * even);
+  const long shares = max_((n + 127) / 128, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 7) / 8 - 1, (m + 7) / 8)));
+  const long row = div_(m * div_(task, shares), blocks);
+  const long rows = div_(m * (div_(task, shares) + 1), blocks) - row;
+  const long first = div_((n + 31) / 32, shares) * mod_(task, shares) + min_(mod_(task, shares), mod_((n + 31) / 32, shares));
+  const long last = min_((n + 31) / 32, div_((n + 31) / 32, shares) * (mod_(task, shares) + 1) + min_(mod_(task, shares) + 1, mod_((n + 31) / 32, shares)));
   const long slices = (rows + 1) / 2;
-  const long height = rows / slices;
-  const long taller = rows % slices;
-  const long kb = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
+  const long height = div_(rows, slices);
+  const long taller = mod_(rows, slices);
+  const long kb = (div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + worker * ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 32 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 16 + 63) / 64 * 64) + (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 32 + 63) / 64 * 64;
+    float *ap = work + worker * (((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32 * 32 + 63) / 64 * 64 + (min_(m, 8) * ((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32) + 16 + 63) / 64 * 64) + ((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32 * 32 + 63) / 64 * 64;
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
       pack_a(kd, h, a + item * a_batch + (row + r) * a_m + pc * a_k, a_m, a_k, ap + r * kd);
     }
     for (long jg = first; jg < last; ++jg) {
-      float *panels = work + worker * ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 32 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 16 + 63) / 64 * 64);
+      float *panels = work + worker * (((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32 * 32 + 63) / 64 * 64 + (min_(m, 8) * ((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32) + 16 + 63) / 64 * 64);
       for (long q = jg; q < min_(last, jg + 1); ++q) {
         pack_b(kd, min_(n - q * 32, 32), b + item * b_batch + pc * b_k + q * 32, b_k, b_n, panels + (q - jg) * (kd * 32));
       }
       for (long j = jg; j < min_(last, jg + 1); ++j) {
         const long column = j * 32;
         const long columns = min_(n - column, 32);
-        const float *bp = work + worker * ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 * 32 + 63) / 64 * 64 + (min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 16 + 63) / 64 * 64) + (j - jg) * (kd * 32);
+        const float *bp = work + worker * (((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32 * 32 + 63) / 64 * 64 + (min_(m, 8) * ((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32) + 16 + 63) / 64 * 64) + (j - jg) * (kd * 32);
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);
@@ -283,11 +287,11 @@ void portmm_gemm_f32_f32_f32_2x32x1_rvv512(const portmm_args *g) {
   const long batch = g->batch;
   const long workers = g->workers;
   for (long item = 0; item < batch; ++item) {
-    const long even = max_(1, workers * (((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8) < 2));
-    const long blocks = min_(m, ((m + 7) / 8 + even - 1) / even * even);
+    const long even = max_(1, workers * (div_((workers - 1) * 4 + (m + 7) / 8 - 1, (m + 7) / 8) < 2));
+    const long blocks = min_(m, div_((m + 7) / 8 + even - 1, even) * even);
     {
       const long task_ctx[] = {(long)g, item};
-      g->parallel(g->pool, block, task_ctx, blocks * max_((n + 127) / 128, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))), workers);
+      g->parallel(g->pool, block, task_ctx, blocks * max_((n + 127) / 128, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 7) / 8 - 1, (m + 7) / 8))), workers);
     }
   }
 }

@@ -50,6 +50,10 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 typedef int lanes_t __attribute__((vector_size(32)));
 
 /* C[1][2] = A[1][k] . B[2][k] */
@@ -64,6 +68,7 @@ static __attribute__((noinline)) void dot_1x2(long k, const float *a, long a_m, 
     #pragma GCC unroll 2
     for (long p = p_run; p < min_(k - k % 8, p_run + 2560); p += 8) {
       a0 = *(const v8f_u *)(a + p);
+      __asm__("" : "+x"(a0));
       b0 = *(const v8f_u *)(b + p);
       c0_0 += a0 * b0;
       b1 = *(const v8f_u *)(b + b_n + p);
@@ -86,6 +91,7 @@ static __attribute__((noinline)) void dot_1x2(long k, const float *a, long a_m, 
     const long p = k - k % 8;
     m0 = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(k - (k - k % 8));
     __asm__("vmaskmovps %1, %2, %0" : "=x"(a0) : "m"(*(const v8f_u *)(a + p)), "x"(m0));
+    __asm__("" : "+x"(a0));
     __asm__("vmaskmovps %1, %2, %0" : "=x"(b0) : "m"(*(const v8f_u *)(b + p)), "x"(m0));
     c0_0 += a0 * b0;
     __asm__("vmaskmovps %1, %2, %0" : "=x"(b1) : "m"(*(const v8f_u *)(b + b_n + p)), "x"(m0));
@@ -177,10 +183,10 @@ static void columns_of_c(const long *ctx, long task, long worker) {
   const float *b = (const float *)g->b;
   float *c = (float *)g->c;
   const long chunks = max_(1, min_((n + 1) / 2, (workers - 1) * 4));
-  const long item = task / chunks;
-  const long share = task % chunks;
-  const long first = (n + 1) / 2 * share / chunks * 2;
-  const long last = min_(n, (n + 1) / 2 * (share + 1) / chunks * 2);
+  const long item = div_(task, chunks);
+  const long share = mod_(task, chunks);
+  const long first = div_((n + 1) / 2 * share, chunks) * 2;
+  const long last = min_(n, div_((n + 1) / 2 * (share + 1), chunks) * 2);
   for (long j = first; j < first + (last - first) / 2 * 2; j += 2) {
     for (long i = 0; i < m; ++i) {
       dot_1x2(k, a + item * a_batch + i * a_m, a_m, b + item * b_batch + j * b_n, b_n, c + item * c_batch + i * c_m + j, c_m);

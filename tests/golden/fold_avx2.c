@@ -48,6 +48,10 @@ typedef struct portmm_args {
 
 static inline long min_(long x, long y) { return x < y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 typedef int lanes_t __attribute__((vector_size(32)));
 
 /* The end of a page of C */
@@ -141,11 +145,11 @@ static void share_of_codes(const long *ctx, long task, long worker) {
   int *c = (int *)g->c;
   const int *x0 = (const int *)g->operands[0].p;
   const int *x1 = (const int *)g->operands[1].p;
-  const long column = task % (((n + 15) / 16 + 63) / 64) * 1024;
+  const long column = mod_(task, ((n + 15) / 16 + 63) / 64) * 1024;
   const long columns = min_(n - column, 1024);
   const long step = ((k + 31) / 32 * 2 + (k + 7) / 8) * 16;
-  int *panels = c + task % (((n + 15) / 16 + 63) / 64) * 64 * step;
-  const long first = task / (((n + 15) / 16 + 63) / 64) * 32;
+  int *panels = c + mod_(task, ((n + 15) / 16 + 63) / 64) * 64 * step;
+  const long first = div_(task, ((n + 15) / 16 + 63) / 64) * 32;
   for (long u = first; u < min_(first + 32, (k + 7) / 8); ++u) {
     if (u % 4 == 0) {
       heads(columns, x0 + u / 4 * n + column, panels + (u + 2 * (u / 4)) * 16, step);

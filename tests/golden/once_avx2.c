@@ -50,6 +50,10 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 typedef int lanes_t __attribute__((vector_size(32)));
 
 /* to[k][16] = B[k][columns], row layout, padded */
@@ -136,8 +140,8 @@ static void pack_share(const long *ctx, long task, long worker) {
   const long b_batch = g->b_batch;
   const float *b = (const float *)g->b;
   float *work = (float *)g->work;
-  const long jg = task / ((k + 255) / 256) * 16;
-  const long p_first = task % ((k + 255) / 256) * 256;
+  const long jg = div_(task, (k + 255) / 256) * 16;
+  const long p_first = mod_(task, (k + 255) / 256) * 256;
   float *panels = work;
   for (long jp = jg; jp < min_((n + 15) / 16, jg + 16); jp += 8) {
     if (min_(min_((n + 15) / 16 * 16, n), min_(min_((n + 15) / 16, jg + 16), jp + 8) * 16) < (jp + 8) * 16) {
@@ -348,20 +352,20 @@ static void block(const long *ctx, long task, long worker) {
   const float *a = (const float *)g->a;
   float *c = (float *)g->c;
   float *work = (float *)g->work;
-  const long even = max_(1, workers * (((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8) < 2));
-  const long blocks = min_(m, ((m + 7) / 8 + even - 1) / even * even);
-  const long shares = max_((n + 63) / 64, min_((n + 15) / 16, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8)));
-  const long row = m * (task / shares) / blocks;
-  const long rows = m * (task / shares + 1) / blocks - row;
-  const long first = (n + 15) / 16 / shares * (task % shares) + min_(task % shares, (n + 15) / 16 % shares);
-  const long last = min_((n + 15) / 16, (n + 15) / 16 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 15) / 16 % shares));
+  const long even = max_(1, workers * (div_((workers - 1) * 4 + (m + 7) / 8 - 1, (m + 7) / 8) < 2));
+  const long blocks = min_(m, div_((m + 7) / 8 + even - 1, even) * even);
+  const long shares = max_((n + 63) / 64, min_((n + 15) / 16, div_((workers - 1) * 4 + (m + 7) / 8 - 1, (m + 7) / 8)));
+  const long row = div_(m * div_(task, shares), blocks);
+  const long rows = div_(m * (div_(task, shares) + 1), blocks) - row;
+  const long first = div_((n + 15) / 16, shares) * mod_(task, shares) + min_(mod_(task, shares), mod_((n + 15) / 16, shares));
+  const long last = min_((n + 15) / 16, div_((n + 15) / 16, shares) * (mod_(task, shares) + 1) + min_(mod_(task, shares) + 1, mod_((n + 15) / 16, shares)));
   const long slices = (rows + 1) / 2;
-  const long height = rows / slices;
-  const long taller = rows % slices;
-  const long kb = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
+  const long height = div_(rows, slices);
+  const long taller = mod_(rows, slices);
+  const long kb = (div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32;
   for (long pc = 0; pc < k; pc += kb) {
     const long kd = min_(kb, k - pc);
-    float *ap = work + (min_((n + 15) / 16, max_(1, workers * 67108864 / (k * 1024)) * 16) * (k * 16) + 63) / 64 * 64 + worker * ((min_(m, 8) * (((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32) + 8 + 63) / 64 * 64);
+    float *ap = work + (min_((n + 15) / 16, max_(1, div_(workers * 67108864, k * 1024)) * 16) * (k * 16) + 63) / 64 * 64 + worker * ((min_(m, 8) * ((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32) + 8 + 63) / 64 * 64);
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
@@ -389,7 +393,7 @@ void portmm_gemm_f32_f32_f32_2x16x1_avx2(const portmm_args *g) {
   const long workers = g->workers;
   for (long item = 0; item < batch; ++item) {
     const long all = n;
-    const long slab = (((n + 15) / 16 + ((n + 15) / 16 + max_(1, workers * 67108864 / (k * 1024)) * 16 - 1) / (max_(1, workers * 67108864 / (k * 1024)) * 16) - 1) / (((n + 15) / 16 + max_(1, workers * 67108864 / (k * 1024)) * 16 - 1) / (max_(1, workers * 67108864 / (k * 1024)) * 16)) + 15) / 16 * 16 * 16;
+    const long slab = (div_((n + 15) / 16 + div_((n + 15) / 16 + max_(1, div_(workers * 67108864, k * 1024)) * 16 - 1, max_(1, div_(workers * 67108864, k * 1024)) * 16) - 1, div_((n + 15) / 16 + max_(1, div_(workers * 67108864, k * 1024)) * 16 - 1, max_(1, div_(workers * 67108864, k * 1024)) * 16)) + 15) / 16 * 16 * 16;
     for (long across = 0; across < all; across += slab) {
       const long n = min_(slab, all - across);
       if (0 < (item == 0) + 1 - (b_batch == 0) + (slab < all)) {
@@ -398,11 +402,11 @@ void portmm_gemm_f32_f32_f32_2x16x1_avx2(const portmm_args *g) {
           g->parallel(g->pool, pack_share, task_ctx, ((n + 15) / 16 + 15) / 16 * ((k + 255) / 256), workers);
         }
       }
-      const long even = max_(1, workers * (((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8) < 2));
-      const long blocks = min_(m, ((m + 7) / 8 + even - 1) / even * even);
+      const long even = max_(1, workers * (div_((workers - 1) * 4 + (m + 7) / 8 - 1, (m + 7) / 8) < 2));
+      const long blocks = min_(m, div_((m + 7) / 8 + even - 1, even) * even);
       {
         const long task_ctx[] = {(long)g, item, n, across};
-        g->parallel(g->pool, block, task_ctx, blocks * max_((n + 63) / 64, min_((n + 15) / 16, ((workers - 1) * 4 + (m + 7) / 8 - 1) / ((m + 7) / 8))), workers);
+        g->parallel(g->pool, block, task_ctx, blocks * max_((n + 63) / 64, min_((n + 15) / 16, div_((workers - 1) * 4 + (m + 7) / 8 - 1, (m + 7) / 8))), workers);
       }
     }
   }

@@ -41,6 +41,10 @@ typedef struct portmm_args {
 
 static inline long min_(long x, long y) { return x < y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 typedef int lanes_t __attribute__((vector_size(16)));
 
 /* The end of a page of C */
@@ -121,10 +125,10 @@ static void share_of_b(const long *ctx, long task, long worker) {
   const long c_batch = g->c_batch;
   const float *b = (const float *)g->b;
   float *c = (float *)g->c;
-  const long item = task / ((n + 7) / 8);
+  const long item = div_(task, (n + 7) / 8);
   const long row = 0;
   const long rows = k;
-  const long panel = task % ((n + 7) / 8);
+  const long panel = mod_(task, (n + 7) / 8);
   for (long q = panel; q < min_(panel + 1, (n + 7) / 8); ++q) {
     pack_b(rows, min_(n - q * 8, 8), b + item * b_batch + row * b_k + q * 8 * b_n, b_k, b_n, c + item * c_batch + q * (k * 8) + row * 8);
   }

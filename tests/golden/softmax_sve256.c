@@ -33,6 +33,10 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 static inline float sum_8(const float *p) {
   typedef float h4 __attribute__((vector_size(16), aligned(4), may_alias));
   const h4 x4 = *(const h4 *)p + *(const h4 *)(p + 4);
@@ -338,9 +342,9 @@ static void some_rows(const long *ctx, long task, long worker) {
   const long x1_b = g->operands[1].b;
   const long x1_m = g->operands[1].m;
   float *kept0 = work + worker * ((n + 63) / 64 * 64);
-  for (long r = m * batch * task / min_(m * batch, workers * 4); r < m * batch * (task + 1) / min_(m * batch, workers * 4); ++r) {
-    const long item = r / m;
-    const long row = r % m;
+  for (long r = div_(m * batch * task, min_(m * batch, workers * 4)); r < div_(m * batch * (task + 1), min_(m * batch, workers * 4)); ++r) {
+    const long item = div_(r, m);
+    const long row = mod_(r, m);
     one_row(m, n, item, row, x0 + item * x0_b + row * x0_m, x0_m, x1 + item * x1_b + row * x1_m, x1_m, kept0);
   }
 }

@@ -50,6 +50,10 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 typedef int lanes_t __attribute__((vector_size(32)));
 
 /* C[1][columns] (+)= A[1][k] . B[k][16] */
@@ -197,21 +201,21 @@ static void run_of_k(const long *ctx, long task, long worker) {
   const float *b = (const float *)g->b;
   float *work = (float *)g->work;
   const long kb = 8;
-  const long steps = (k + kb - 1) / kb;
+  const long steps = div_(k + kb - 1, kb);
   const long runs = min_(workers, steps);
-  const long k_first = steps * task / runs * kb;
-  const long k_last = min_(k, steps * (task + 1) / runs * kb);
-  float *cp = work + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + task * (m * n);
+  const long k_first = div_(steps * task, runs) * kb;
+  const long k_last = min_(k, div_(steps * (task + 1), runs) * kb);
+  float *cp = work + (((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + task * (m * n);
   for (long block = 0; block < 1; ++block) {
     const long row = 0;
     const long rows = m;
     const long first = 0;
     const long last = (n + 15) / 16;
     const long slices = rows;
-    const long height = rows / slices;
-    const long taller = rows % slices;
-    float *kept = work + worker * (((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64) + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 - ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64;
-    const long run = ((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32;
+    const long height = div_(rows, slices);
+    const long taller = mod_(rows, slices);
+    float *kept = work + worker * ((((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64) + (((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 - (((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64;
+    const long run = (div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32;
     for (long run_start = k_first; run_start < k_last; run_start += run) {
       for (long pc = run_start; pc < min_(k_last, run_start + run); pc += kb) {
         const long kd = min_(kb, min_(k_last, run_start + run) - pc);
@@ -243,18 +247,18 @@ static void sum_runs(const long *ctx, long task, long worker) {
   const long workers = g->workers;
   float *c = (float *)g->c;
   float *work = (float *)g->work;
-  const long i = task / ((n + 1023) / 1024);
-  const long j_first = task % ((n + 1023) / 1024) * 1024;
+  const long i = div_(task, (n + 1023) / 1024);
+  const long j_first = mod_(task, (n + 1023) / 1024) * 1024;
   const long j_last = min_(n, j_first + 1024);
   const long kb = 8;
-  const long steps = (k + kb - 1) / kb;
+  const long steps = div_(k + kb - 1, kb);
   const long runs = min_(workers, steps);
   for (long j = j_first; j < j_last; ++j) {
-    *(c + item * c_batch + i * c_m + j) = *(work + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + i * n + j);
+    *(c + item * c_batch + i * c_m + j) = *(work + (((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + i * n + j);
   }
   for (long run = 1; run < runs; ++run) {
     for (long j = j_first; j < j_last; ++j) {
-      *(c + item * c_batch + i * c_m + j) += *(work + ((((k + max_(1, (k + 319) / 320) - 1) / max_(1, (k + 319) / 320) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + i * n + j + run * (m * n));
+      *(c + item * c_batch + i * c_m + j) += *(work + (((div_(k + max_(1, (k + 319) / 320) - 1, max_(1, (k + 319) / 320)) + 31) / 32 * 32 < k) * (m * ((n + 15) / 16 * 16)) + 63) / 64 * 64 * workers + i * n + j + run * (m * n));
     }
   }
 }

@@ -54,6 +54,10 @@ typedef struct portmm_args {
 
 static inline long min_(long x, long y) { return x < y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 typedef int lanes_t __attribute__((vector_size(64)));
 
 /* C[4][columns] (+)= A[4][k] . B[k][16] */
@@ -110,15 +114,15 @@ static void items(const long *ctx, long task, long worker) {
   const float *a = (const float *)g->a;
   const float *b = (const float *)g->b;
   float *c = (float *)g->c;
-  for (long item = batch * task / min_(batch, workers * 4); item < batch * (task + 1) / min_(batch, workers * 4); ++item) {
+  for (long item = div_(batch * task, min_(batch, workers * 4)); item < div_(batch * (task + 1), min_(batch, workers * 4)); ++item) {
     for (long block = 0; block < 1; ++block) {
       const long row = 0;
       const long rows = m;
       const long first = 0;
       const long last = (n + 15) / 16;
       const long slices = (rows + 3) / 4;
-      const long height = rows / slices;
-      const long taller = rows % slices;
+      const long height = div_(rows, slices);
+      const long taller = mod_(rows, slices);
       const long kd = k;
       for (long j = first; j < last; ++j) {
         const long column = j * 16;

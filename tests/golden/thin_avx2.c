@@ -50,6 +50,10 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 typedef int lanes_t __attribute__((vector_size(32)));
 
 /* C[1][columns] (+)= A[1][k] . B[k][32] */
@@ -147,13 +151,13 @@ static void block(const long *ctx, long task, long worker) {
   const long shares = max_(1, min_((n + 31) / 32, (workers - 1) * 4));
   const long row = 0;
   const long rows = m;
-  const long first = ((n + 31) / 32 / shares * (task % shares) + min_(task % shares, (n + 31) / 32 % shares)) * 2;
-  const long last = min_((n + 15) / 16, ((n + 31) / 32 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 31) / 32 % shares)) * 2);
+  const long first = (div_((n + 31) / 32, shares) * mod_(task, shares) + min_(mod_(task, shares), mod_((n + 31) / 32, shares))) * 2;
+  const long last = min_((n + 15) / 16, (div_((n + 31) / 32, shares) * (mod_(task, shares) + 1) + min_(mod_(task, shares) + 1, mod_((n + 31) / 32, shares))) * 2);
   const long slices = rows;
-  const long height = rows / slices;
-  const long taller = rows % slices;
+  const long height = div_(rows, slices);
+  const long taller = mod_(rows, slices);
   const long run_count = max_(1, (k + 319) / 320);
-  const long run = ((k + run_count - 1) / run_count + 31) / 32 * 32;
+  const long run = (div_(k + run_count - 1, run_count) + 31) / 32 * 32;
   const long kd = k;
   const long wide = first + max_(0, min_((last - first) / 2 * 2, (n / 16 - first) / 2 * 2));
   for (long j = first; j < wide; j += 2) {

@@ -76,6 +76,10 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 typedef int lanes_t __attribute__((vector_size(64)));
 
 /* to[step][tall][64 bytes] = A[rows][elements], row layout */
@@ -195,24 +199,24 @@ static void block(const long *ctx, long task, long worker) {
   const int *b = (const int *)g->b;
   int *c = (int *)g->c;
   int *work = (int *)g->work;
-  const long even = max_(1, workers * (((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64) < 2));
-  const long blocks = min_(m, ((m + 63) / 64 + even - 1) / even * even);
-  const long shares = max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64)));
-  const long row = m * (task / shares) / blocks;
-  const long rows = m * (task / shares + 1) / blocks - row;
-  const long first = (n + 31) / 32 / shares * (task % shares) + min_(task % shares, (n + 31) / 32 % shares);
-  const long last = min_((n + 31) / 32, (n + 31) / 32 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 31) / 32 % shares));
+  const long even = max_(1, workers * (div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64) < 2));
+  const long blocks = min_(m, div_((m + 63) / 64 + even - 1, even) * even);
+  const long shares = max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64)));
+  const long row = div_(m * div_(task, shares), blocks);
+  const long rows = div_(m * (div_(task, shares) + 1), blocks) - row;
+  const long first = div_((n + 31) / 32, shares) * mod_(task, shares) + min_(mod_(task, shares), mod_((n + 31) / 32, shares));
+  const long last = min_((n + 31) / 32, div_((n + 31) / 32, shares) * (mod_(task, shares) + 1) + min_(mod_(task, shares) + 1, mod_((n + 31) / 32, shares)));
   const long slices = (rows + 31) / 32;
-  const long height = rows / slices;
-  const long taller = rows % slices;
+  const long height = div_(rows, slices);
+  const long taller = mod_(rows, slices);
   const long tall = max_(2, height + (0 < taller));
   TILE_CONFIGURE((tall + 1) / 2, (tall + 1) / 2, tall / 2, tall / 2, (tall + 1) / 2, tall / 2, 16, 16);
-  const long kb = (((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1) / max_(1, ((k + 3) / 4 + 63) / 64) + 15) / 16 * 16;
-  int *cp = work + worker * (((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1) / max_(1, ((k + 3) / 4 + 63) / 64) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64 + (max_(1024, ((((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1) / max_(1, ((k + 3) / 4 + 63) / 64) + 15) / 16 * 16 < (k + 3) / 4) * ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64))) * 32))) + 63) / 64 * 64) + ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1) / max_(1, ((k + 3) / 4 + 63) / 64) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64;
+  const long kb = (div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16;
+  int *cp = work + worker * (((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64 + (max_(1024, ((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 < (k + 3) / 4) * ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (div_((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64))) - 1, max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64)))) * 32))) + 63) / 64 * 64) + ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64;
   const long deep = kb < (k + 3) / 4;
   for (long pc = 0; pc < (k + 3) / 4; pc += kb) {
     const long kd = min_(kb, (k + 3) / 4 - pc);
-    int *ap = (int *)(work + worker * (((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1) / max_(1, ((k + 3) / 4 + 63) / 64) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64 + (max_(1024, ((((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1) / max_(1, ((k + 3) / 4 + 63) / 64) + 15) / 16 * 16 < (k + 3) / 4) * ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64))) - 1) / max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64))) * 32))) + 63) / 64 * 64));
+    int *ap = (int *)(work + worker * (((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64 + (max_(1024, ((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 < (k + 3) / 4) * ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (div_((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64))) - 1, max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64)))) * 32))) + 63) / 64 * 64));
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
@@ -247,11 +251,11 @@ void portmm_tiles_s32_u8_s8_32x32x4_amx_int8(const portmm_args *g) {
   const long batch = g->batch;
   const long workers = g->workers;
   for (long item = 0; item < batch; ++item) {
-    const long even = max_(1, workers * (((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64) < 2));
-    const long blocks = min_(m, ((m + 63) / 64 + even - 1) / even * even);
+    const long even = max_(1, workers * (div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64) < 2));
+    const long blocks = min_(m, div_((m + 63) / 64 + even - 1, even) * even);
     {
       const long task_ctx[] = {(long)g, item};
-      g->parallel(g->pool, block, task_ctx, blocks * max_((n + 63) / 64, min_((n + 31) / 32, ((workers - 1) * 4 + (m + 63) / 64 - 1) / ((m + 63) / 64))), workers);
+      g->parallel(g->pool, block, task_ctx, blocks * max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64))), workers);
     }
   }
 }

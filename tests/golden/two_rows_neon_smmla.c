@@ -48,6 +48,10 @@ static inline long min_(long x, long y) { return x < y ? x : y; }
 
 static inline long max_(long x, long y) { return x > y ? x : y; }
 
+static inline long div_(long x, long y) { return y == 1 ? x : x / y; }
+
+static inline long mod_(long x, long y) { return y == 1 ? 0 : x % y; }
+
 typedef long lanes_t __attribute__((vector_size(16)));
 
 typedef int v4f_w __attribute__((vector_size(sizeof(v4f))));
@@ -113,7 +117,7 @@ static __attribute__((noinline)) void pack_a(long k, long elements, long rows, c
 static __attribute__((noinline)) void pack_b(long k, long elements, long first, long columns, const signed char *b, long b_k, long b_n, long *to) {
   v2l v0, v2, v4, v6;
   #pragma GCC unroll 2
-  for (long p = first; p < max_(first, (elements - (max_(0, 8 - columns) + max_(1, b_k) - 1) / max_(1, b_k)) / 8); ++p) {
+  for (long p = first; p < max_(first, (elements - div_(max_(0, 8 - columns) + max_(1, b_k) - 1, max_(1, b_k))) / 8); ++p) {
     {
   const unsigned char *r = (const unsigned char *)(b + p * (b_k * 8));
   const long s = b_k;
@@ -152,7 +156,7 @@ static __attribute__((noinline)) void pack_b(long k, long elements, long first, 
     *(v2l_u *)(to + p * 8 + 6) = v6;
   }
   signed char *parts = (signed char *)(to);
-  for (long p = max_(first, (elements - (max_(0, 8 - columns) + max_(1, b_k) - 1) / max_(1, b_k)) / 8); p < k; ++p) {
+  for (long p = max_(first, (elements - div_(max_(0, 8 - columns) + max_(1, b_k) - 1, max_(1, b_k))) / 8); p < k; ++p) {
     for (long j = 0; j < 8; ++j) {
       for (long e = 0; e < 8; ++e) {
         if (p * 8 + e < elements) {
@@ -411,37 +415,37 @@ static void block(const long *ctx, long task, long worker) {
   const long x0_m = g->operands[0].m;
   const float *x1 = (const float *)g->operands[1].p;
   const float *x2 = (const float *)g->operands[2].p;
-  const long even = max_(1, workers * (((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9) < 2));
-  const long blocks = min_(m, ((m + 8) / 9 + even - 1) / even * even);
-  const long shares = max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9)));
-  const long row = m * (task / shares) / blocks;
-  const long rows = m * (task / shares + 1) / blocks - row;
-  const long first = (n + 7) / 8 / shares * (task % shares) + min_(task % shares, (n + 7) / 8 % shares);
-  const long last = min_((n + 7) / 8, (n + 7) / 8 / shares * (task % shares + 1) + min_(task % shares + 1, (n + 7) / 8 % shares));
+  const long even = max_(1, workers * (div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9) < 2));
+  const long blocks = min_(m, div_((m + 8) / 9 + even - 1, even) * even);
+  const long shares = max_((n + 15) / 16, min_((n + 7) / 8, div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9)));
+  const long row = div_(m * div_(task, shares), blocks);
+  const long rows = div_(m * (div_(task, shares) + 1), blocks) - row;
+  const long first = div_((n + 7) / 8, shares) * mod_(task, shares) + min_(mod_(task, shares), mod_((n + 7) / 8, shares));
+  const long last = min_((n + 7) / 8, div_((n + 7) / 8, shares) * (mod_(task, shares) + 1) + min_(mod_(task, shares) + 1, mod_((n + 7) / 8, shares)));
   const long slices = (rows + 2) / 3;
-  const long height = rows / slices;
-  const long taller = rows % slices;
-  const long kb = ((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8);
-  int *cp = work + worker * ((((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8) * 8 * 2 + 63) / 64 * 64 + ((min_(m, 9) * (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8)) + 2) * 2 + 63) / 64 * 64 + (max_(24, (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8) < (k + 7) / 8) * (min_(m, 9) * (((n + 7) / 8 + max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))) - 1) / max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))) * 8))) + 63) / 64 * 64) + (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8) * 8 * 2 + 63) / 64 * 64 + ((min_(m, 9) * (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8)) + 2) * 2 + 63) / 64 * 64;
+  const long height = div_(rows, slices);
+  const long taller = mod_(rows, slices);
+  const long kb = div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8));
+  int *cp = work + worker * ((div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) * 8 * 2 + 63) / 64 * 64 + ((min_(m, 9) * div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) + 2) * 2 + 63) / 64 * 64 + (max_(24, (div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) < (k + 7) / 8) * (min_(m, 9) * (div_((n + 7) / 8 + max_((n + 15) / 16, min_((n + 7) / 8, div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9))) - 1, max_((n + 15) / 16, min_((n + 7) / 8, div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9)))) * 8))) + 63) / 64 * 64) + (div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) * 8 * 2 + 63) / 64 * 64 + ((min_(m, 9) * div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) + 2) * 2 + 63) / 64 * 64;
   const long deep = kb < (k + 7) / 8;
   const long c_wide = deep * ((last - first) * 8) + (1 - deep) * 8;
   for (long pc = 0; pc < (k + 7) / 8; pc += kb) {
     const long kd = min_(kb, (k + 7) / 8 - pc);
-    long *ap = (long *)(work + worker * ((((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8) * 8 * 2 + 63) / 64 * 64 + ((min_(m, 9) * (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8)) + 2) * 2 + 63) / 64 * 64 + (max_(24, (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8) < (k + 7) / 8) * (min_(m, 9) * (((n + 7) / 8 + max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))) - 1) / max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))) * 8))) + 63) / 64 * 64) + (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8) * 8 * 2 + 63) / 64 * 64);
+    long *ap = (long *)(work + worker * ((div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) * 8 * 2 + 63) / 64 * 64 + ((min_(m, 9) * div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) + 2) * 2 + 63) / 64 * 64 + (max_(24, (div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) < (k + 7) / 8) * (min_(m, 9) * (div_((n + 7) / 8 + max_((n + 15) / 16, min_((n + 7) / 8, div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9))) - 1, max_((n + 15) / 16, min_((n + 7) / 8, div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9)))) * 8))) + 63) / 64 * 64) + (div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) * 8 * 2 + 63) / 64 * 64);
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
       pack_a(kd, min_(k - pc * 8, kd * 8), h, a + item * a_batch + (row + r) * a_m + pc * (a_k * 8), a_m, a_k, ap + r * kd);
     }
     for (long jg = first; jg < last; ++jg) {
-      long *panels = (long *)(work + worker * ((((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8) * 8 * 2 + 63) / 64 * 64 + ((min_(m, 9) * (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8)) + 2) * 2 + 63) / 64 * 64 + (max_(24, (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8) < (k + 7) / 8) * (min_(m, 9) * (((n + 7) / 8 + max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))) - 1) / max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))) * 8))) + 63) / 64 * 64));
+      long *panels = (long *)(work + worker * ((div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) * 8 * 2 + 63) / 64 * 64 + ((min_(m, 9) * div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) + 2) * 2 + 63) / 64 * 64 + (max_(24, (div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) < (k + 7) / 8) * (min_(m, 9) * (div_((n + 7) / 8 + max_((n + 15) / 16, min_((n + 7) / 8, div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9))) - 1, max_((n + 15) / 16, min_((n + 7) / 8, div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9)))) * 8))) + 63) / 64 * 64));
       for (long q = jg; q < min_(last, jg + 1); ++q) {
         pack_b(kd, min_(k - pc * 8, kd * 8), 0, min_(n - q * 8, 8), b + item * b_batch + pc * (b_k * 8) + q * 8, b_k, b_n, panels + (q - jg) * (kd * 8));
       }
       for (long j = jg; j < min_(last, jg + 1); ++j) {
         const long column = j * 8;
         const long columns = min_(n - column, 8);
-        const long *bp = (const long *)(work + worker * ((((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8) * 8 * 2 + 63) / 64 * 64 + ((min_(m, 9) * (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8)) + 2) * 2 + 63) / 64 * 64 + (max_(24, (((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1) / max_(1, ((k + 7) / 8 + 7) / 8) < (k + 7) / 8) * (min_(m, 9) * (((n + 7) / 8 + max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))) - 1) / max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))) * 8))) + 63) / 64 * 64) + (j - jg) * (kd * 8 * 2));
+        const long *bp = (const long *)(work + worker * ((div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) * 8 * 2 + 63) / 64 * 64 + ((min_(m, 9) * div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) + 2) * 2 + 63) / 64 * 64 + (max_(24, (div_((k + 7) / 8 + max_(1, ((k + 7) / 8 + 7) / 8) - 1, max_(1, ((k + 7) / 8 + 7) / 8)) < (k + 7) / 8) * (min_(m, 9) * (div_((n + 7) / 8 + max_((n + 15) / 16, min_((n + 7) / 8, div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9))) - 1, max_((n + 15) / 16, min_((n + 7) / 8, div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9)))) * 8))) + 63) / 64 * 64) + (j - jg) * (kd * 8 * 2));
         for (long i = 0; i < slices; ++i) {
           const long h = height + (i < taller);
           const long r = i * height + min_(i, taller);
@@ -471,11 +475,11 @@ void portmm_gemm_s32_u8_s8_3x8x8_neon_smmla(const portmm_args *g) {
   const long batch = g->batch;
   const long workers = g->workers;
   for (long item = 0; item < batch; ++item) {
-    const long even = max_(1, workers * (((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9) < 2));
-    const long blocks = min_(m, ((m + 8) / 9 + even - 1) / even * even);
+    const long even = max_(1, workers * (div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9) < 2));
+    const long blocks = min_(m, div_((m + 8) / 9 + even - 1, even) * even);
     {
       const long task_ctx[] = {(long)g, item};
-      g->parallel(g->pool, block, task_ctx, blocks * max_((n + 15) / 16, min_((n + 7) / 8, ((workers - 1) * 4 + (m + 8) / 9 - 1) / ((m + 8) / 9))), workers);
+      g->parallel(g->pool, block, task_ctx, blocks * max_((n + 15) / 16, min_((n + 7) / 8, div_((workers - 1) * 4 + (m + 8) / 9 - 1, (m + 8) / 9))), workers);
     }
   }
 }

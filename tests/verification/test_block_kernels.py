@@ -101,7 +101,7 @@ COMBINED_WRONGLY = {
     "a run that is added twice": ("run = 1; run < runs", "run = 0; run < runs"),
     "sums of a run that are not rescaled": ("tile4, tile4 + run * each, tile7", "tile4, tile4, tile7"),
     "a run that is dropped": ("run < runs", "run < runs - 1"),
-    "a run that begins one block late": ("/ min_(2, batch) * run / runs *", "/ min_(2, batch) * (run + 1) / runs *"),
+    "a run that begins one block late": ("* run, runs) *", "* (run + 1), runs) *"),
     "a run that is not shorter": ("min_(min_(2, batch), loop_last - loop_start)", "min_(2, batch)"),
 }
 
