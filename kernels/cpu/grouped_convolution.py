@@ -133,7 +133,7 @@ class _Loops:
             Let("high", minimum(x.spatial[0], (LAST - 1) * x.stride[0] - x.before[0] + x.reach[0])),
             Let("first", windows * chunk // chunks),
             Let("last", windows * (chunk + 1) // chunks),
-            LetPtr("strip", own, self.atom.left),
+            LetPtr("strip", own, self.atom.acc),
             LetPtr("source", Ptr("a", var("item") * var("a_batch") + IMAGE * x.image), self.types[0], readonly=True),
             *(() if self.in_place else (LetPtr("sums", own + x.most * x.of_window, self.atom.acc),)),
             For("y", LOW, var("high"), const(1), self.line()),
@@ -144,7 +144,7 @@ class _Loops:
 
     def line(self) -> tuple[Stmt, ...]:
         """Copy of a row of an image to the strips of all groups of a block, with zeros at its ends."""
-        x, z = self.x, var("z")
+        x, z, channels = self.x, var("z"), self.x.panels.together * self.x.panels.channels
         left = min(x.before[1], x.width)
         pixels = max(0, min(x.spatial[1], x.width - left))
         row = Ptr("strip", (var("window") - var("first")) * x.of_window + (var("y") - LOW) * (x.width * x.pixel))
@@ -153,8 +153,8 @@ class _Loops:
             *self.zeros(row + (left + pixels) * x.pixel, (x.width - left - pixels) * x.pixel),
         )
         one = (
-            LetPtr("to", row + (left + z) * x.pixel, self.atom.left),
-            LetPtr("pixel", Ptr("line", z * x.steps[1] + var("window") * self.window), self.types[0], readonly=True),
+            LetPtr("to", row + (left + z) * x.pixel, self.atom.acc),
+            LetPtr("pixel", Ptr("line", z * x.steps[1] + var("window") * channels), self.read, readonly=True),
             *self.channels(),
         )
         groups = (For("window", var("first"), var("last"), const(1), one),)
@@ -165,35 +165,37 @@ class _Loops:
         )
 
     @property
-    def window(self) -> int:
-        """Channels of the groups of a vector."""
-        return self.x.panels.together * self.x.panels.channels
+    def read(self) -> str:
+        """Type that channels are read as: units of several are words, which are copied as they are."""
+        return self.types[0] if self.atom.k_pack == 1 else self.atom.acc
 
     def channels(self) -> tuple[Stmt, ...]:
         """Copy of the channels of some groups; the last ones may be fewer."""
         y = self.x.panels
-        few = y.groups % y.together
+        few, whole = y.groups % y.together, self.copied(y.together * y.depth)
         if not few:
-            return self.copied(self.window)
-        return (If(var("window").eq(y.windows - 1), self.copied(few * y.channels), self.copied(self.window)),)
+            return whole
+        return (If(var("window").eq(y.windows - 1), self.copied(few * y.depth), whole),)
 
     def zeros(self, row: Ptr, count: int) -> tuple[Stmt, ...]:
         """Zeros in a row of the strip."""
         return (For("e", const(0), const(count), const(1), (Move(row + var("e"), None),)),) if count else ()
 
     def copied(self, count: int) -> tuple[Stmt, ...]:
-        """Copy of contiguous elements, by vectors."""
-        atom, few = self.atom, count % self.atom.n
-        copies: list[Stmt] = []
-        for e in range(0, count - few, atom.n):
-            copies += [Verb("load_b", "x", p=Ptr("pixel", const(e))), Verb("store", "x", p=Ptr("to", const(e)))]
+        """Copy of contiguous words, by vectors."""
+        real = self.isa.vector(self.atom.acc, self.atom.n)
+        assert real is not None  # noqa: S101 - the sums have such vectors
+        few, copies = count % real.n, []
+        for e in range(0, count - few, real.n):
+            for verb, place in (("load_b", "pixel"), ("store", "to")):
+                copies.append(Verb(verb, "x", p=Ptr(place, const(e)), of=real.name))
         if not few:
             return tuple(copies)
         begin = const(count - few)
-        if atom.mask_free and self.isa.spelling(atom, "load_mask", self.types[0], atom.right):
+        if real.mask_free and self.isa.spelling(real, "load_mask", self.read, real.right):
             places = (("load_mask", "pixel"), ("store_mask", "to"))
-            moves = (Verb(verb, "x", p=Ptr(at, begin), mask="kept") for verb, at in places)
-            return (*copies, keep(atom, "kept", const(few)), *moves)
+            moves = (Verb(verb, "x", p=Ptr(at, begin), mask="kept", of=real.name) for verb, at in places)
+            return (*copies, keep(real, "kept", const(few), of=real.name), *moves)
         one = Move(Ptr("to", var("e")), Ptr("pixel", var("e")))
         return (*copies, For("e", begin, const(count), const(1), (one,)))
 
@@ -240,7 +242,8 @@ class _Loops:
             return (Call(self.micro_kernel(rows), (*args, *into, columns)),)
         place = (var("item"), var("row"), var("column"))
         more = (*place, *arguments(self.fused, *place)) if self.fused else ()
-        end = finish(self.isa, self.atom, self.atom.acc, self.types[1], self.fused)
+        by_rows = self.isa.sum_row_atom(self.atom) or self.atom
+        end = finish(self.isa, by_rows, self.atom.acc, self.types[1], self.fused)
         return (
             Call(self.micro_kernel(rows), (*args, Ptr("sums"), const(self.nr), columns)),
             Call(end, (const(rows), columns, Ptr("sums"), const(self.nr), *into, *more)),
@@ -255,12 +258,12 @@ class _Loops:
         for tap in range(0, wide, TAPS):
             taps = range(tap, min(wide, tap + TAPS))
             if y.together > 1:
-                steps += [z for c in range(y.channels) for z in self.step(rows, taps, const(c), c)]
+                steps += [z for c in range(y.depth) for z in self.step(rows, taps, const(c), c)]
             else:
-                steps.append(For("p", const(0), const(y.channels), const(1), self.step(rows, taps, var("p"))))
+                steps.append(For("p", const(0), const(y.depth), const(1), self.step(rows, taps, var("p"))))
         of_row = (
             LetPtr("pixels", Ptr("a", q * (x.dilation[0] * x.width * x.pixel)), atom.left, readonly=True),
-            LetPtr("filters", Ptr("b", q * (y.channels * wide * atom.n)), atom.right, readonly=True),
+            LetPtr("filters", Ptr("b", q * (y.depth * wide * atom.n)), atom.right, readonly=True),
             *steps,
         )
         body: tuple[Stmt, ...] = (
@@ -295,7 +298,7 @@ class _Loops:
                 uses.setdefault(r * x.stride[1] + i * x.dilation[1], []).append((r, i - taps[0]))
         for pixel, users in sorted(uses.items()):
             if y.together > 1:
-                pick = [lane // y.outputs * y.channels + shuffled for lane in range(y.together * y.outputs)]
+                pick = [lane // y.outputs * y.depth + shuffled for lane in range(y.together * y.outputs)]
                 pick += [0] * (atom.n - len(pick))
                 stmts.append(Verb("load_b", "x", p=Ptr("pixels", const(pixel * x.pixel))))
                 stmts.append(Shuffle("t", "x", "x", tuple(pick)))

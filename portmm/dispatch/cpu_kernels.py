@@ -67,6 +67,21 @@ def packing_unit(dtype: str, target: Target) -> tuple[Isa, Atom]:
     return max(units(dtype, target), key=lambda unit: _rate(unit, dtype, target))
 
 
+def vector_unit(dtype: str, target: Target, channels: int = 0) -> tuple[Isa, Atom]:
+    """The fastest vectors that sum products of a narrow float, or of its elements widened to f32, in f32.
+
+    Units of several elements are excluded where they do not divide `channels`.
+
+    Raises:
+        ScheduleError: there are none.
+    """
+    pairs = units("f32", target) + (units(dtype, target) if dtype != "f32" else [])
+    fits = [x for x in pairs if x[1].m == 1 and not x[1].tiled and channels % x[1].k_pack == 0]
+    if not fits:
+        raise ScheduleError(f"{target.name} has no vectors for {dtype}")
+    return max(fits, key=lambda x: _rate(x, "f32" if x[1].k_pack == 1 else dtype, target))
+
+
 def int4_unit(target: Target) -> tuple[Isa, Atom]:
     """The unit that int4 weights are packed for.
 

@@ -13,7 +13,7 @@ from portmm.arrays.grid_call import settings
 from portmm.arrays.operand import WIDEST, result_type
 from portmm.codegen.lower import atom_of, lower_grid
 from portmm.dispatch import config, device_routes
-from portmm.dispatch.cpu_kernels import family, isa_of, packing_unit
+from portmm.dispatch.cpu_kernels import family, isa_of, vector_unit
 from portmm.dispatch.view_routes import schedule_of
 from portmm.errors import ConvolutionError
 from portmm.explanation.product import explained, target_called
@@ -154,7 +154,7 @@ def _depthwise(size: Convolution, *, last: bool) -> list[str]:
 
 def _grouped(size: Convolution, strides: Sequence[int], panels: Panels, target: Target) -> list[str]:
     """The program of groups of few channels."""
-    isa, atom = packing_unit(panels.dtype, target)
+    isa, atom = vector_unit(panels.dtype, target, panels.channels)
     x = grouped(size, strides, panels, isa, target)
     lanes = f"{number(panels.together, 'group')} in a vector of {atom.n} outputs"
     if panels.together == 1:

@@ -15,7 +15,7 @@ from portmm.dispatch import config
 from portmm.errors import ConvolutionError
 from portmm.ops.convolution_call import Repeated, channels_first, convolved, prologue, readable
 from portmm.ops.convolution_options import Options, hashable, sizes
-from portmm.ops.convolution_weights import PackedConv, filter_type, of_other_machine, pack_conv, unpack_conv
+from portmm.ops.convolution_weights import PackedConv, filter_type, misfits, pack_conv, unpack_conv
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def conv(
     if padding_value and not _holds(images.dtype, padding_value):
         raise ConvolutionError(f"padding_value is {padding_value}, which images of {images.dtype} do not have")
     wanted, passed = filter_type(w, images.dtype, layout), w
-    if not packed or (w.layout, w.groups, w.dtype) != (layout, groups, wanted) or of_other_machine(w):
+    if not packed or (w.layout, w.groups, w.dtype) != (layout, groups, wanted) or misfits(w, images.dtype):
         filters = unpack_conv(w) if packed else w
         w = pack_conv(filters.astype(wanted, copy=False), groups=groups, layout=layout, activations=images.dtype)
     if images.dtype == np.uint8 and not (w.channels_last or w.depthwise):

@@ -45,10 +45,15 @@ def readable(x: Array, w: PackedConv) -> Array:
         dtype = numpy_arrays.types_of(w.dtype, dtype)[1]
     elif hasattr(w.weight[0], "element"):
         dtype = numpy_arrays.types_of(dtype, w.dtype)[0]
-    apart = w.grouped and x.strides[-1] != x.itemsize
+    apart = w.grouped and not _in_units(x, w.weight[0].panels.unit)
     if numpy_arrays.addressable(x, dtype) and min(x.strides, default=0) >= 0 and not apart:
         return x
     return np.require(np.ascontiguousarray(x), dtype, ("C", "A"))
+
+
+def _in_units(x: Array, unit: int) -> bool:
+    """Whether channels are contiguous, and pixels whole units of them apart."""
+    return x.strides[-1] == x.itemsize and not any(s % (unit * x.itemsize) for s in x.strides[:-1])
 
 
 class _Place(NamedTuple):

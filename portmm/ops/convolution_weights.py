@@ -16,7 +16,7 @@ import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays
 from portmm.dispatch import config
-from portmm.dispatch.cpu_kernels import packing_unit
+from portmm.dispatch.cpu_kernels import vector_unit
 from portmm.errors import ConvolutionError, ScheduleError
 from portmm.ops.convolution_options import LAYOUTS, layout_of
 from portmm.ops.prepack import in_panels, pack
@@ -242,10 +242,10 @@ def grouped_panels(w: tuple[int, ...], groups: int, dtype: str, target: Target, 
     if groups == 1 or not last or dtype not in OF_GROUPS or 0 in w:
         return None
     try:
-        isa, atom = packing_unit("f32", target)
+        isa, atom = vector_unit(dtype, target, w[1])
     except ScheduleError:
         return None
-    if not isa.spelling(atom, "load_b", dtype, "f32"):
+    if atom.k_pack == 1 and not isa.spelling(atom, "load_b", dtype, "f32"):
         return None
     return panels_of(groups, w[1], w[0] // groups, w[2:], isa, atom)
 
@@ -257,11 +257,9 @@ def pack_groups(filters: Array, x: Panels) -> GroupPanels:
     for group in range(x.groups):
         window, first = group // x.together, group % x.together * x.outputs
         wide[window, first : first + x.outputs] = flat[group]
-    shape = (x.windows, x.of_window, x.lanes, x.channels, *x.kernel)
-    panels = numpy_arrays.aligned_empty(x.windows * x.of_window * x.panel, np.float32)
-    panels.reshape(x.windows, x.of_window, x.kernel[0], x.channels, x.kernel[1], x.lanes)[...] = (
-        wide.reshape(shape).transpose(0, 1, 4, 3, 5, 2)
-    )
+    every = wide.reshape(x.windows, x.of_window, x.lanes, x.depth, x.unit, *x.kernel).transpose(0, 1, 5, 3, 6, 2, 4)
+    panels = numpy_arrays.aligned_empty(every.size, numpy_arrays.numpy_of(x.dtype))
+    panels.reshape(every.shape)[...] = every
     panels.flags.writeable = False
     return GroupPanels(panels, x)
 
@@ -270,8 +268,8 @@ def unpack_groups(w: PackedConv) -> Array:
     """The filters of groups of few channels, as an array."""
     packed = w.weight[0]
     x = packed.panels
-    shape = (x.windows, x.of_window, x.kernel[0], x.channels, x.kernel[1], x.lanes)
-    wide = packed.owner.reshape(shape).transpose(0, 1, 5, 3, 2, 4)
+    shape = (x.windows, x.of_window, x.kernel[0], x.depth, x.kernel[1], x.lanes, x.unit)
+    wide = packed.owner.reshape(shape).transpose(0, 1, 5, 3, 6, 2, 4)
     flat = wide.reshape(x.windows, x.of_window * x.lanes, x.channels, *x.kernel)[:, : x.together * x.outputs]
     every: Array = flat.reshape(x.windows * x.together * x.outputs, *flat.shape[2:])[: x.groups * x.outputs]
     return every.reshape(w.shape).astype(w.dtype)
@@ -312,13 +310,13 @@ def _packed(matrix: Array, activations: Any) -> Any:
     return in_panels(matrix, word, 1) if word == layout.dtype else packed
 
 
-def of_other_machine(w: PackedConv) -> bool:
-    """Whether filters of groups are in panels of another machine than the current one."""
+def misfits(w: PackedConv, images: np.dtype[Any]) -> bool:
+    """Whether filters of groups are in panels of another machine than the current one, or in units of other images."""
     if not w.grouped:
         return False
-    name = numpy_arrays.name_of(w.dtype)
-    here = grouped_panels(w.shape, w.groups, name, config.target(), last=True)
-    return bool(here != w.weight[0].panels)
+    panels = w.weight[0].panels
+    here = grouped_panels(w.shape, w.groups, numpy_arrays.name_of(w.dtype), config.target(), last=True)
+    return bool(here != panels) or (panels.unit > 1 and images.newbyteorder("=") != w.dtype)
 
 
 def unpack_conv(w: PackedConv) -> Array:

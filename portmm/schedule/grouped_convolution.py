@@ -10,6 +10,7 @@ import math
 from typing import TYPE_CHECKING
 
 from portmm.spec.dtype import BY_NAME
+from portmm.spec.problem import Family
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
@@ -38,9 +39,10 @@ MOST_WRITTEN = 4096
 
 @dataclass(frozen=True, slots=True)
 class Panels:
-    """Layout of filters of groups: (panel, row of taps, channel of a group, tap of a row, lane).
+    """Layout of filters of groups: (panel, row of taps, unit of channels of a group, tap of a row, lane, channel).
 
-    A panel is a vector of outputs: those of some whole groups, or a part of those of one.
+    A panel is a vector of outputs: those of some whole groups, or a part of those of one. Units are as many channels as
+    one step multiplies.
 
     Attributes:
         groups: of channels.
@@ -49,6 +51,7 @@ class Panels:
         kernel: taps along two dimensions.
         lanes: of a vector.
         dtype: of the elements of panels.
+        unit: channels of a unit.
     """
 
     groups: int
@@ -57,11 +60,17 @@ class Panels:
     kernel: tuple[int, int]
     lanes: int
     dtype: str
+    unit: int = 1
 
     @property
     def together(self) -> int:
         """Groups of a vector."""
-        return max(1, min(self.lanes // self.outputs, self.lanes // self.channels))
+        return max(1, min(self.lanes // self.outputs, self.lanes // self.depth))
+
+    @property
+    def depth(self) -> int:
+        """Units of channels of a group."""
+        return self.channels // self.unit
 
     @property
     def windows(self) -> int:
@@ -75,13 +84,13 @@ class Panels:
 
     @property
     def panel(self) -> int:
-        """Elements of a panel."""
-        return math.prod(self.kernel) * self.channels * self.lanes
+        """Units of a panel."""
+        return math.prod(self.kernel) * self.depth * self.lanes
 
     @property
     def family(self) -> str:
         """Its name, as one of packed layouts."""
-        return f"{self.dtype}x{self.lanes}"
+        return str(Family(self.dtype, self.lanes, self.unit))
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,13 +138,13 @@ class Grouped:
 
     @property
     def pixel(self) -> int:
-        """Elements of a pixel of a strip, for one share of the channels: vectors where several groups share one."""
+        """Units of a pixel of a strip, for one share of the channels: vectors where several groups share one."""
         x = self.panels
-        return x.channels if x.together == 1 else x.lanes
+        return x.depth if x.together == 1 else x.lanes
 
     @property
     def of_window(self) -> int:
-        """Elements of a strip for one share of the channels."""
+        """Units of a strip for one share of the channels."""
         high = min(self.spatial[0], (self.rows - 1) * self.stride[0] + self.reach[0])
         return -(-high * self.width * self.pixel // 64) * 64
 
@@ -158,16 +167,16 @@ def panels_of(  # noqa: PLR0917 - sizes of filters
         isa: the instruction set.
         atom: its multiply-adds.
     """
-    if len(kernel) > 2 or min(groups - 1, outputs - 1, channels) < 1 or atom.m * atom.k_pack > 1:
+    if len(kernel) > 2 or min(groups - 1, outputs - 1, channels) < 1 or atom.m > 1 or channels % atom.k_pack:
         return None
     high, wide = (1, *kernel) if len(kernel) == 1 else kernel
-    panels = Panels(groups, channels, outputs, (high, wide), atom.n, atom.acc)
+    panels = Panels(groups, channels, outputs, (high, wide), atom.n, atom.b, atom.k_pack)
     if panels.together > 1 and not isa.shuffles:
         return None
     least = FILLED * panels.of_window * atom.n if high * wide == 1 else atom.n / 2
     if panels.together == 1 and not least < outputs <= MOST_VECTORS * atom.n:
         return None
-    written = channels if panels.together > 1 else 1
+    written = panels.depth if panels.together > 1 else 1
     return panels if written * wide * isa.registers <= MOST_WRITTEN else None
 
 
@@ -187,7 +196,7 @@ def grouped(x: Convolution, strides: Sequence[int], panels: Panels, isa: Isa, ta
     vectors = max(y for y, height in fits.items() if y == 1 or across < min(CHAINS, height + 1))
     height = fits[vectors]
     known = {y.name: y.bytes for y in target.levels}
-    budget = int(STRIP * known.get("L2", known["L1"])) // BY_NAME[panels.dtype].bytes
+    budget = int(STRIP * known.get("L2", known["L1"])) // (BY_NAME[panels.dtype].bytes * panels.unit)
 
     def sizes(rows: int, most: int) -> Grouped:
         return Grouped(

@@ -8,10 +8,10 @@ import ml_dtypes
 import numpy as np
 import pytest
 from convolved import convolved
-from support import HERE, TINY, case, check_built, interpret, load, small
+from support import EVERY_ISA, HERE, TINY, case, check_built, interpret, load, runs_here, small
 
 from portmm.codegen.lower import lower_grouped
-from portmm.dispatch.cpu_kernels import packing_unit
+from portmm.dispatch.cpu_kernels import vector_unit
 from portmm.ops.convolution_weights import pack_groups
 from portmm.schedule.grouped_convolution import grouped, panels_of
 from portmm.spec.convolution import Convolution
@@ -30,6 +30,10 @@ CASES = {
     "vectors": (3, 5, 16, (5, 6), (3, 3), {"padding": 1}, 0),
     "uneven vectors": (2, 3, 13, (4, 9), (2, 3), {"padding": (1, 0)}, 3),
 }
+UNITS = {
+    "units": (3, 6, 16, (5, 6), (3, 3), {"padding": 1}, 0),
+    "uneven units": (7, 6, 4, (5, 6), (2, 3), {"padding": 1}, 4),
+}
 """Groups, channels and outputs of a group, extents of images and filters, options, and a gap after pixels."""
 
 
@@ -37,10 +41,10 @@ OTHER = ("sse2", "strided")
 """A case that another program computes: a vector has channels of one group, and half as many outputs."""
 
 
-def posed(name, target, dtype="f32", images=2):
+def posed(name, target, dtype="f32", unit="f32", images=2):
     """A product of windows with its operands, the instruction set with its multiply-adds, and the sizes."""
-    groups, channels, outputs, spatial, kernel, how, gap = CASES[name]
-    isa, atom = packing_unit("f32", target)
+    groups, channels, outputs, spatial, kernel, how, gap = (CASES | UNITS)[name]
+    isa, atom = vector_unit(unit, target, channels)
     panels = panels_of(groups, channels, outputs, kernel, isa, atom)
     rng, count = np.random.default_rng(5), len(spatial)
     x = rng.integers(-4, 5, (images, *spatial, groups * channels + gap)).astype(TYPES[dtype])
@@ -53,7 +57,7 @@ def posed(name, target, dtype="f32", images=2):
         groups, channels, outputs, spatial, kernel, every.get("stride", ones), every.get("dilation", ones),
         *zip(*pads, strict=True),
     )  # fmt: skip
-    words = f"{dtype}-f32-{dtype}"
+    words = f"{dtype}-{unit}-{dtype}"
     p = Problem(images * size.pixels, groups * outputs, size.depth, words, a="any", b="packed", family=panels.family)
     one = case(p, seed=3)
     strides = tuple(y // x.itemsize for y in x.strides)
@@ -96,8 +100,22 @@ def test_narrow_images_are_widened_in_the_strip(isa, name, dtype):
     check_built(kernel_of(unit, sizes, dtype), k, 1, sizes, code=load)
 
 
+@pytest.mark.parametrize("name", ["padded", *UNITS])
+@pytest.mark.parametrize("isa", [x for x in ("avx512bf16", "neon_bf16") if x in EVERY_ISA])
+def test_units_of_channels_are_words(isa, name):
+    """Dot products of neighbouring channels, where they divide those of a group."""
+    target = small(isa)
+    target = replace(target, isas=(*target.isas, target.isas[0].base))
+    k, unit, sizes = posed(name, target, "bf16", "bf16")
+    assert unit[1].k_pack == 2
+    kernel = kernel_of(unit, sizes, "bf16")
+    k.check(interpret(kernel, k, 2), sizes)
+    if runs_here(isa):
+        check_built(kernel, k, 2, sizes, code=load)
+
+
 def test_vectors_are_of_whole_groups():
-    isa, atom = packing_unit("f32", small("avx512"))
+    isa, atom = vector_unit("f32", small("avx512"))
     panels = panels_of(32, 4, 4, (3, 3), isa, atom)
     assert (panels.together, panels.windows, panels.of_window) == (4, 8, 1)
     panels = panels_of(3, 24, 24, (3, 3), isa, atom)

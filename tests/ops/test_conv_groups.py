@@ -94,6 +94,10 @@ def test_narrow_floats_are_summed_in_float32(made, dtype):
     wide = pm.conv(x, packed, **HOW, dtype=np.float32)
     np.testing.assert_array_equal(wide, want)
     assert len(made) == 2
+    np.testing.assert_array_equal(pm.conv(x.astype(np.float32), packed, **HOW), want)  # perhaps packed again
+    odd = np.zeros((2, 7, 9, 37), dtype)
+    odd[..., 1:] = x
+    np.testing.assert_array_equal(pm.conv(odd[..., 1:], packed, **HOW, dtype=np.float32), want)
 
 
 def test_other_types_and_layouts_are_products(made, posed):
