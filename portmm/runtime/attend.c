@@ -116,11 +116,14 @@ static PyObject *py_attend(PyObject *module, PyObject *const *args, Py_ssize_t n
   PyObject *x = NULL;
   (void)module;
   if (n != 9) return PyErr_Format(PyExc_TypeError, "attend takes 9 arguments; got %zd", n);
-  if (see_attention(&s, args, attention_fork)) x = memo_get(&calls, s.words, s.count);
-  if (!x || (size_t)s.arrays[1]->data % (size_t)((attention_object *)x)->align) return Py_NewRef(Py_NotImplemented);
-  Py_INCREF(x);
-  PyObject *result = run_attention((attention_object *)x, &s);
-  Py_DECREF(x);
+  if (see_attention(&s, args, attention_fork)) {
+    BEGIN_SHARED
+    x = Py_XNewRef(memo_get(&calls, s.words, s.count));
+    END_SHARED
+  }
+  const int known = x && (size_t)s.arrays[1]->data % (size_t)((attention_object *)x)->align == 0;
+  PyObject *result = known ? run_attention((attention_object *)x, &s) : Py_NewRef(Py_NotImplemented);
+  Py_XDECREF(x);
   return result;
 }
 

@@ -18,6 +18,17 @@
 enum { NUMPY_BYTE = 1, NUMPY_UBYTE = 2, NUMPY_INT = 5, NUMPY_FLOAT = 11, NUMPY_DOUBLE = 12, NUMPY_HALF = 23 };
 enum { NUMPY_ALIGNED = 0x100, NUMPY_WRITEABLE = 0x400, MAX_ND = 8 };
 enum { API_ARRAY_TYPE = 2, API_DESCR_FROM_TYPE = 45, API_RETURN = 76, API_NEW_FROM_DESCR = 94 };
+/* What calls share, memos and races, is under the interpreter's lock. Where Python is built without one, it belongs to
+ * one thread at a time, with what the lock does as well: a thread gives it up while it waits or runs Python's code that
+ * does, and while a kernel runs for long. */
+#ifdef Py_GIL_DISABLED
+static PyObject *shared; /* the module */
+#define BEGIN_SHARED Py_BEGIN_CRITICAL_SECTION(shared);
+#define END_SHARED Py_END_CRITICAL_SECTION();
+#else
+#define BEGIN_SHARED {
+#define END_SHARED }
+#endif
 #define RELEASE_GIL_FLOPS 1e5 /* about a microsecond of work; releasing costs 16 ns */
 
 typedef struct {

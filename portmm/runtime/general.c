@@ -72,10 +72,18 @@ static int plan_fits(const plan_object *p, PyObject *a, PyObject *b, PyObject *o
 /* A new reference to the plan for a signature, or to None for the slow path,
  * which is remembered as well: it would be the answer every time. */
 static PyObject *ask_planner(const signature *s, PyObject *a, PyObject *b, PyObject *b_data, PyObject *out) {
-  unsigned long epoch = memo_epoch;
-  PyObject *plan = PyObject_CallFunctionObjArgs(planner, a, b, out, NULL);
+  unsigned long epoch;
+  PyObject *function;
+  BEGIN_SHARED
+  epoch = memo_epoch;
+  function = Py_NewRef(planner); /* never unset */
+  END_SHARED
+  PyObject *plan = PyObject_CallFunctionObjArgs(function, a, b, out, NULL);
+  Py_DECREF(function);
   if (plan && plan != Py_None && !plan_fits((plan_object *)plan, a, b_data, out)) Py_CLEAR(plan);
+  BEGIN_SHARED
   if (plan && memo_epoch == epoch) memo_insert(&plans, s->words, s->count, plan, s->family);
+  END_SHARED
   return plan;
 }
 
@@ -150,8 +158,11 @@ static PyObject *multiply_as_planned(PyObject *a, PyObject *b, PyObject *out) {
   if (override || !planner || (out != Py_None && Py_TYPE(out) != array_type) || !sign(&s, a, b, out))
     return Py_NotImplemented;
   PyObject *b_data = Py_TYPE(b) == array_type ? b : (PyObject *)((packed_object *)b)->owner;
-  PyObject *plan = memo_get(&plans, s.words, s.count);
-  plan = plan ? Py_NewRef(plan) : ask_planner(&s, a, b, b_data, out);
+  PyObject *plan;
+  BEGIN_SHARED
+  plan = Py_XNewRef(memo_get(&plans, s.words, s.count));
+  END_SHARED
+  plan = plan ? plan : ask_planner(&s, a, b, b_data, out);
   if (!plan) return NULL;
   const plan_object *p = (plan_object *)plan;
   PyObject *result = Py_NotImplemented;

@@ -216,16 +216,25 @@ static PyObject *layout_name(unsigned col) {
 /* A new reference to the route for `key`; Py_None sends the call the slow way;
  * NULL with an exception. */
 static PyObject *resolve(route_key *key, size_t words, const matrix *a, const matrix *b, const matrix *c, int dense) {
-  if (!resolver) return Py_NewRef(Py_None);
-  unsigned long epoch = memo_epoch;
+  unsigned long epoch;
   int once = 0; /* the route is for this call only */
-  PyObject *family = (PyObject *)key->family, *types = types_word(a->element, b->element);
-  if (!types) return NULL;
+  PyObject *family = (PyObject *)key->family, *types, *layouts[3], *function;
+  BEGIN_SHARED
+  epoch = memo_epoch;
+  function = Py_XNewRef(resolver);
+  types = types_word(a->element, b->element);
+  layouts[0] = layout_name(a->col);
+  layouts[1] = layout_name(b->col);
+  layouts[2] = layout_name(c->col);
+  END_SHARED
+  if (!function) return Py_NewRef(Py_None);
+  if (!types) return Py_DECREF(function), NULL;
   PyObject *packed = family == no_family ? NULL : PyUnicode_InternFromString("packed");
   PyObject *route = PyObject_CallFunction(
-      resolver, words > ROUTE_WORDS ? "OlllOOOOOl" : resolver_wants_density ? "OlllOOOOO" : "OlllOOOO", types, key->m,
-      key->n, key->k, layout_name(a->col), packed ? packed : layout_name(b->col), layout_name(c->col), family,
+      function, words > ROUTE_WORDS ? "OlllOOOOOl" : resolver_wants_density ? "OlllOOOOO" : "OlllOOOO", types, key->m,
+      key->n, key->k, layouts[0], packed ? packed : layouts[1], layouts[2], family,
       dense ? Py_True : Py_False, key->batch);
+  Py_DECREF(function);
   Py_XDECREF(packed);
   if (!route || route == Py_None) return route;
   if (PyTuple_CheckExact(route) && PyTuple_GET_SIZE(route) == 2) {
@@ -239,7 +248,9 @@ static PyObject *resolve(route_key *key, size_t words, const matrix *a, const ma
     Py_DECREF(route);
     return NULL;
   }
+  BEGIN_SHARED
   if (memo_epoch == epoch && !once) memo_insert(&routes, (const long *)key, words, route, family);
+  END_SHARED
   return route;
 }
 
@@ -248,12 +259,16 @@ INLINE PyObject *route_for(route_key *key, size_t words, const matrix *a, const 
   const unsigned dense = a->dense & b->dense & c->dense & (unsigned)resolver_wants_density;
   key->m = a->rows > 2 * CLASSES ? -last_of_class(a->rows) : a->rows;
   key->form = (long)((unsigned)a->element << 8 | (unsigned)b->element << 4 | dense << 3 | a->col << 2 | b->col << 1 | c->col);
-  PyObject *route = memo_get(&routes, (const long *)key, words);
+  PyObject *route;
+  BEGIN_SHARED
+  route = memo_get(&routes, (const long *)key, words);
   if (!route && a->rows > 2 * CLASSES) {
     key->m = a->rows;
     route = memo_get(&routes, (const long *)key, words);
   }
-  return route ? Py_NewRef(route) : resolve(key, words, a, b, c, (int)dense);
+  Py_XINCREF(route);
+  END_SHARED
+  return route ? route : resolve(key, words, a, b, c, (int)dense);
 }
 
 /* A new array with the rows of `a`, or NULL with an exception. */

@@ -11,8 +11,14 @@ static PyObject *py_matmul(PyObject *module, PyObject *const *args, Py_ssize_t n
   if (result == Py_NotImplemented) result = multiply_stacks(v[0], v[1], v[2]);
   if (result == Py_NotImplemented) result = multiply_as_planned(v[0], v[1], v[2]);
   if (result != Py_NotImplemented) return result;
-  if (!slow_path) return PyErr_Format(PyExc_RuntimeError, "no slow path is registered; call set_slow first");
-  return PyObject_CallFunctionObjArgs(slow_path, v[0], v[1], v[2], NULL);
+  PyObject *function;
+  BEGIN_SHARED
+  function = Py_XNewRef(slow_path);
+  END_SHARED
+  if (!function) return PyErr_Format(PyExc_RuntimeError, "no slow path is registered; call set_slow first");
+  result = PyObject_CallFunctionObjArgs(function, v[0], v[1], v[2], NULL);
+  Py_DECREF(function);
+  return result;
 }
 
 #pragma GCC push_options
@@ -151,13 +157,46 @@ static PyObject *py_describe(PyObject *module, PyObject *const *args, Py_ssize_t
   return PyBytes_FromStringAndSize((const char *)words, (Py_ssize_t)(used * sizeof *words));
 }
 
+/* Functions that change what calls share. */
+#ifdef Py_GIL_DISABLED
+#define ALONE(f) f##_alone
+#define DEFINE_ALONE(f)                                              \
+  static PyObject *f##_alone(PyObject *module, PyObject *arguments) { \
+    PyObject *result;                                                \
+    BEGIN_SHARED                                                     \
+    result = f(module, arguments);                                   \
+    END_SHARED                                                       \
+    return result;                                                   \
+  }
+DEFINE_ALONE(py_race)
+DEFINE_ALONE(py_start_race)
+DEFINE_ALONE(py_racing)
+DEFINE_ALONE(py_register_dtype)
+DEFINE_ALONE(py_keep_call)
+DEFINE_ALONE(py_keep_attention)
+DEFINE_ALONE(py_set_slow)
+DEFINE_ALONE(py_set_planner)
+DEFINE_ALONE(py_clear_memo)
+DEFINE_ALONE(py_memo_size)
+DEFINE_ALONE(py_set_num_threads)
+static PyObject *py_set_resolver_alone(PyObject *module, PyObject *args, PyObject *kwargs) {
+  PyObject *result;
+  BEGIN_SHARED
+  result = py_set_resolver(module, args, kwargs);
+  END_SHARED
+  return result;
+}
+#else
+#define ALONE(f) f
+#endif
+
 static PyMethodDef functions[] = {
     {"load", py_load, METH_VARARGS, "load(path, symbol, file=path) -> Kernel"},
     {"make_route", py_make_route, METH_VARARGS, "make_route(kernel, work_bytes, workers, dtype, unit=1) -> Route"},
-    {"race", py_race, METH_VARARGS, "race(route, task, after): let a route race after calls of some seconds"},
-    {"start_race", py_start_race, METH_VARARGS, "start_race(route, rivals): begin its rounds"},
-    {"racing", py_racing, METH_O, "racing(route) -> its state, or an empty string"},
-    {"register_dtype", py_register_dtype, METH_VARARGS, "register_dtype(name, dtype): arrays of a type from elsewhere"},
+    {"race", ALONE(py_race), METH_VARARGS, "race(route, task, after): let a route race after calls of some seconds"},
+    {"start_race", ALONE(py_start_race), METH_VARARGS, "start_race(route, rivals): begin its rounds"},
+    {"racing", ALONE(py_racing), METH_O, "racing(route) -> its state, or an empty string"},
+    {"register_dtype", ALONE(py_register_dtype), METH_VARARGS, "register_dtype(name, dtype): arrays of a type from elsewhere"},
     {"execute", FUNCTION(py_execute), METH_FASTCALL, "execute(route, m, n, k, batch, a, ..., c_batch, outer=None)"},
     {"execute_all", FUNCTION(py_execute_all), METH_FASTCALL, "execute_all(routes, words): kernels in a row"},
     {"describe", FUNCTION(py_describe), METH_FASTCALL, "describe(arrays, rows=0) -> bytes, or None"},
@@ -169,16 +208,16 @@ static PyMethodDef functions[] = {
      "matmul($module, /, a, b, out=None)\n--\n\nMatrix product of two arrays."},
     {"make_plan", FUNCTION(py_make_plan), KEYWORDS, "make_plan(route, a, b, c, numbers, outer=None, *, detail=None) -> Plan"},
     {"repeat", FUNCTION(py_repeat), METH_FASTCALL, "repeat(function, a, b, out, dtype, settings) -> results, or NotImplemented"},
-    {"keep_call", py_keep_call, METH_VARARGS, "keep_call(call, ...): prepare further calls of a kind"},
+    {"keep_call", ALONE(py_keep_call), METH_VARARGS, "keep_call(call, ...): prepare further calls of a kind"},
     {"attend", FUNCTION(py_attend), METH_FASTCALL, "attend(q, k, v, ..., settings, limit) -> results, or NotImplemented"},
-    {"keep_attention", py_keep_attention, METH_VARARGS, "keep_attention(call, ...): prepare further calls of a kind"},
-    {"set_slow", py_set_slow, METH_O, "set_slow(function): called as function(a, b, out)"},
-    {"set_resolver", FUNCTION(py_set_resolver), KEYWORDS, "set_resolver(function, density=False)"},
-    {"set_planner", py_set_planner, METH_O, "set_planner(function): called as function(a, b, out)"},
+    {"keep_attention", ALONE(py_keep_attention), METH_VARARGS, "keep_attention(call, ...): prepare further calls of a kind"},
+    {"set_slow", ALONE(py_set_slow), METH_O, "set_slow(function): called as function(a, b, out)"},
+    {"set_resolver", FUNCTION(ALONE(py_set_resolver)), KEYWORDS, "set_resolver(function, density=False)"},
+    {"set_planner", ALONE(py_set_planner), METH_O, "set_planner(function): called as function(a, b, out)"},
     {"set_override", py_set_override, METH_O, "set_override(flag): every matmul takes the slow path"},
-    {"clear_memo", py_clear_memo, METH_NOARGS, "clear_memo(): forget every route and plan"},
-    {"memo_size", py_memo_size, METH_NOARGS, "memo_size() -> routes and plans remembered"},
-    {"set_num_threads", py_set_num_threads, METH_O, "set_num_threads(n)"},
+    {"clear_memo", ALONE(py_clear_memo), METH_NOARGS, "clear_memo(): forget every route and plan"},
+    {"memo_size", ALONE(py_memo_size), METH_NOARGS, "memo_size() -> routes and plans remembered"},
+    {"set_num_threads", ALONE(py_set_num_threads), METH_O, "set_num_threads(n)"},
     {"get_num_threads", py_get_num_threads, METH_NOARGS, "get_num_threads() -> n"},
     {"set_scratch", py_set_scratch, METH_O, "set_scratch(bytes): bound the workspaces that are kept between calls"},
     {"scratch", py_scratch, METH_NOARGS, "scratch() -> bytes of workspaces, without those of a MiB or less"},
@@ -196,6 +235,10 @@ PyMODINIT_FUNC PyInit__portmm_run(void) {
   PyObject *module = PyModule_Create(&definition);
   for (size_t i = 0; module && i < sizeof types / sizeof *types; i++)
     if (PyModule_AddType(module, types[i])) Py_CLEAR(module);
+#ifdef Py_GIL_DISABLED
+  shared = module;
+  if (module && PyUnstable_Module_SetGIL(module, Py_MOD_GIL_NOT_USED)) Py_CLEAR(module);
+#endif
   return module;
 }
 #pragma GCC pop_options

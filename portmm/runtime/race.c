@@ -5,7 +5,7 @@
  * them, and they come when they are built. In each round every kernel that is left runs one of the caller's calls, timed
  * by the cycle counter and divided by the work of the call, since calls of a class differ in M. A rival that has lost
  * too much is out; so is one that does not win by the median of its ratios to the route's own kernel, and in most
- * rounds. All state is under the GIL; while one thread runs a timed call, others run the route's own kernel. A race
+ * rounds. All state is shared; while one thread runs a timed call, others run the route's own kernel. A race
  * lives as long as its route, since threads come back to it from calls that they began earlier. */
 enum { RACERS = 4, ROUNDS = 10 };
 #define MOST_LOST 1.0 /* calls of the route's own kernel that a rival may lose before it is out */
@@ -120,9 +120,8 @@ static int next_turn(struct race *x) {
   return x->turn < x->count;
 }
 
-static int run_racing(route_object *r, portmm_args *p, const long *offsets, long count) {
+static int run_in_race(route_object *r, portmm_args *p, const long *offsets, long count) {
   struct race *x = r->race;
-  if (x->state == DONE) return run_kernel(x->winner ? x->rivals[x->winner] : r, p, offsets, count);
   if (x->state == COUNTING) {
     const double start = seconds();
     const int failed = run_kernel(r, p, offsets, count);
@@ -148,6 +147,17 @@ static int run_racing(route_object *r, portmm_args *p, const long *offsets, long
     next_turn(x);
   }
   return failed;
+}
+
+static int run_racing(route_object *r, portmm_args *p, const long *offsets, long count) {
+  const route_object *winner = NULL; /* it stays as long as the route */
+  int failed = 0;
+  BEGIN_SHARED
+  const struct race *x = r->race;
+  if (x->state == DONE) winner = x->winner ? x->rivals[x->winner] : r;
+  else failed = run_in_race(r, p, offsets, count);
+  END_SHARED
+  return winner ? run_kernel(winner, p, offsets, count) : failed;
 }
 
 #pragma GCC push_options

@@ -13,7 +13,8 @@ typedef struct {
   const array_object *arrays[CALL_OPERANDS]; /* A, B or its panels, out, and those captured */
   PyObject *fixed[CALL_OPERANDS];            /* objects whose addresses are words */
   float numbers[CALL_OPERANDS];
-  int n_arrays, n_fixed, n_numbers;
+  PyObject *held[3 * CALL_OPERANDS]; /* captured objects: another thread may capture others meanwhile */
+  int n_arrays, n_fixed, n_numbers, n_held;
 } seen_call;
 
 typedef struct {
@@ -60,9 +61,11 @@ static int see_packed(seen_call *s, PyObject *x) {
   return see_array(s, (PyObject *)p->owner);
 }
 
-/* What a function captures in a variable: an array, a number, or what is the same in each call. */
+/* What a function captures in a variable, a new reference: an array, a number, or what is the same in each call. */
 static int see_captured(seen_call *s, PyObject *x) {
   if (!x) return 0;
+  if (s->n_held == 3 * CALL_OPERANDS) return Py_DECREF(x), 0;
+  s->held[s->n_held++] = x;
   if (PyFloat_CheckExact(x)) {
     if (s->n_numbers == CALL_OPERANDS || s->count + 1 > CALL_WORDS) return 0;
     s->words[s->count++] = -1;
@@ -73,10 +76,26 @@ static int see_captured(seen_call *s, PyObject *x) {
   return see_object(s, x);
 }
 
-/* A call of a product with an epilogue whose names of globals are known; 0 if it needs Python. */
+/* After a call. */
+static void forget_seen(seen_call *s) {
+  while (s->n_held) Py_DECREF(s->held[--s->n_held]);
+}
+
+/* A new reference to a value of a dictionary, or NULL, maybe with an exception. */
+INLINE PyObject *value_of(PyObject *dictionary, PyObject *key) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject *x = NULL;
+  (void)PyDict_GetItemRef(dictionary, key, &x);
+  return x;
+#else
+  return Py_XNewRef(PyDict_GetItemWithError(dictionary, key));
+#endif
+}
+
+/* A call of a product with an epilogue whose names of globals are known; 0 if it needs Python. `forget_seen` follows. */
 static int see_product(seen_call *s, PyObject *function, PyObject *names, PyObject *const *v) {
   s->count = 0;
-  s->n_arrays = s->n_fixed = s->n_numbers = 0;
+  s->n_arrays = s->n_fixed = s->n_numbers = s->n_held = 0;
   if (Py_TYPE(v[0]) != array_type) return 0;
   const array_object *a = (const array_object *)v[0];
   const int is_array = Py_TYPE(v[1]) == array_type;
@@ -86,9 +105,9 @@ static int see_product(seen_call *s, PyObject *function, PyObject *names, PyObje
   if (!see_array(s, v[0]) || !(is_array ? see_array(s, v[1]) : see_packed(s, v[1]))) return 0;
   if (v[2] != Py_None && !see_array(s, v[2])) return 0;
   for (Py_ssize_t i = 0; closure && i < PyTuple_GET_SIZE(closure); i++)
-    if (!see_captured(s, PyCell_GET(PyTuple_GET_ITEM(closure, i)))) return 0;
+    if (!see_captured(s, PyCell_Get(PyTuple_GET_ITEM(closure, i)))) return 0;
   for (Py_ssize_t i = 0; i < PyTuple_GET_SIZE(names); i++) {
-    PyObject *x = PyDict_GetItemWithError(globals, PyTuple_GET_ITEM(names, i));
+    PyObject *x = value_of(globals, PyTuple_GET_ITEM(names, i));
     if (!x && PyErr_Occurred()) return PyErr_Clear(), 0;
     if (!(x ? see_captured(s, x) : see_object(s, Py_None))) return 0;
   }
@@ -169,19 +188,26 @@ static PyObject *py_repeat(PyObject *module, PyObject *const *args, Py_ssize_t n
   seen_call s;
   (void)module;
   if (n != 6) return PyErr_Format(PyExc_TypeError, "repeat takes 6 arguments; got %zd", n);
-  PyObject *names = Py_XNewRef(names_of(args[0])), *x = NULL;
+  PyObject *names, *x = NULL;
+  BEGIN_SHARED
+  names = Py_XNewRef(names_of(args[0]));
+  END_SHARED
+  s.n_held = 0;
   if (names && see_product(&s, args[0], names, args + 1)) {
+    BEGIN_SHARED
     x = memo_get(&calls, s.words, s.count);
     if (!x && s.count < CALL_WORDS) {
       s.words[s.count] = s.rows;
       x = memo_get(&calls, s.words, s.count + 1);
     }
+    Py_XINCREF(x);
+    END_SHARED
   }
   Py_XDECREF(names);
-  if (!x || (((repeat_object *)x)->has_out && !is_apart(&s))) return Py_NewRef(Py_NotImplemented);
-  Py_INCREF(x);
-  PyObject *result = run_repeat((repeat_object *)x, &s, args[3]);
-  Py_DECREF(x);
+  const int known = x && !(((repeat_object *)x)->has_out && !is_apart(&s));
+  PyObject *result = known ? run_repeat((repeat_object *)x, &s, args[3]) : Py_NewRef(Py_NotImplemented);
+  Py_XDECREF(x);
+  forget_seen(&s);
   return result;
 }
 
@@ -265,6 +291,7 @@ static PyObject *py_keep_call(PyObject *module, PyObject *args) {
   r->by_rows = !v[0];
   r->several = several;
   r->has_out = given[3] != Py_None;
+  s.n_held = 0;
   int fits = PyFunction_Check(given[0]) && see_product(&s, given[0], names, given + 1) && get_results(results, r);
   fits = fits && (r->n_sources = get_indices(sources, s.n_arrays, r->sources)) >= 0 &&
          (r->n_numbers = get_indices(constants, s.n_numbers, r->numbers)) >= 0 &&
@@ -277,6 +304,7 @@ static PyObject *py_keep_call(PyObject *module, PyObject *args) {
     memo_insert(&calls, s.words, s.count, (PyObject *)r, names);
   }
   Py_DECREF(r);
+  forget_seen(&s);
   return PyErr_Occurred() ? NULL : PyBool_FromLong(fits);
 }
 #pragma GCC pop_options
