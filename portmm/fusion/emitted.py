@@ -11,20 +11,24 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from portmm.dispatch.cpu_kernels import attention_unit
 from portmm.dispatch.schedule_choice import select_for_class
 from portmm.errors import ScheduleError
 from portmm.ir.attention_program import attention_of, of_attention
 from portmm.ir.block_program import TileGemm, program_of
 from portmm.ir.mugraph import Threads, program_to_json
 from portmm.ir.product_program import RESULT, A, B, of_product
+from portmm.schedule.cpu_attention import attention_schedule, packs_values
 from portmm.schedule.text import parse as spelled
 from portmm.spec.epilogue import parse
 from portmm.verification.certificate import Emitted
+from portmm.verification.lowered import PRODUCTS, VECTORS
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from portmm.fusion.program import Kernel
+    from portmm.ir.attention_program import Form
     from portmm.ir.block_program import BlockProgram
     from portmm.ir.mugraph import MuGraph
     from portmm.spec.problem import Problem
@@ -50,16 +54,27 @@ def emitted(kernels: Iterable[Kernel], target: Target, threads: int) -> list[Emi
     return list(every.values())
 
 
-def attentions(graph: MuGraph) -> list[Emitted]:
+def attentions(graph: MuGraph, target: Target) -> list[Emitted]:
     """Attention in a graph: both kernels that its calls have, of few queries and of many."""
     every = []
     for x in graph.steps:
         if _is_attention(x.program):
             with suppress(ScheduleError):
                 form = attention_of(x.program).form
-                every.append(Emitted("attention, few queries", x.program))
-                every.append(Emitted("attention, many queries", of_attention(form, "m")))
+                few, many = (_by_unit(form, target, few=few) for few in (True, False))
+                every.append(Emitted("attention, few queries", x.program, **few))
+                every.append(Emitted("attention, many queries", of_attention(form, "m"), **many))
     return every
+
+
+def _by_unit(form: Form, target: Target, *, few: bool) -> dict[str, Any]:
+    """The schedule of attention of another type than f32 and its unit, as a call of `attention` selects them."""
+    if form.dtype == "f32":
+        return {}
+    isa, atom, lanes = attention_unit(form.dtype, form.score, target, MOST_EXACT)
+    packs = not few and packs_values(isa, atom, form.dtype, 1, attention_schedule(isa, atom).parallel.cell[1])
+    schedule = attention_schedule(isa, lanes if few else atom, packs=packs)
+    return {"schedule": schedule, "unit": VECTORS if few else PRODUCTS}
 
 
 def _is_attention(program: BlockProgram) -> bool:

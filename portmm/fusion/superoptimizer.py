@@ -347,7 +347,7 @@ class _Search:
         try:
             target, threads = config.target(), config.get_num_threads()
             one = [] if schedule is None else [Emitted("one kernel", graph.steps[0].program, schedule)]
-            kernels = [*one, *attentions(graph), *emitted(explained.kernels, target, threads)]
+            kernels = [*one, *attentions(graph, target), *emitted(explained.kernels, target, threads)]
             certificate = certify(self.reference, graph, target.name, kernels, unlisted(explained.kernels, graph))
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
@@ -364,7 +364,7 @@ class _Search:
         target, kernels = config.target(), self.task.kernels
         try:
             graph = self.attended() if any(x.kind == "attention" for x in kernels) else self.reference
-            every = [*attentions(graph), *emitted(kernels, target, config.get_num_threads())]
+            every = [*attentions(graph, target), *emitted(kernels, target, config.get_num_threads())]
             less = unlisted(kernels, graph)
             certificate = certify(self.reference, graph, target.name, every, less, steps=False)
         except PortmmError as error:

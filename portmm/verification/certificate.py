@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
 
 FORMAT = 2
+CHECKED = ("f32", "bf16")
+"""Types of operands of kernels of a host that are checked."""
 COMPILED, INTERPRETED = "compiled", "interpreted"
 """Ways to check an emitted kernel: its text with symbols for floats, or its loops."""
 ROUNDING = 8.0
@@ -69,14 +71,15 @@ class Emitted(NamedTuple):
     Attributes:
         name: for messages.
         program: its record.
-        schedule: of a product.
-        rows: see `lowered.lowered`.
+        schedule: of a product, or of attention by `unit`.
+        rows, unit: see `lowered.lowered`.
     """
 
     name: str
     program: BlockProgram
     schedule: Schedule | None = None
     rows: int = 0
+    unit: str = ""
 
 
 def certify(
@@ -126,10 +129,10 @@ def together(parts: Sequence[dict[str, Any]]) -> dict[str, Any] | None:
 
 def _lowered(x: Emitted, target: str) -> Lowered | None:
     """The kernel of a record, or None: of operations on labels, or of types, that no kernel is checked with."""
-    if any(y.dtype != "f32" for y in x.program.operands):
+    if any(y.dtype not in CHECKED for y in x.program.operands):
         return None
     try:
-        return lowered(x.program, load_target(target), x.schedule, x.rows)
+        return lowered(x.program, load_target(target), x.schedule, x.rows, x.unit)
     except ScheduleError:
         return None
 
@@ -153,7 +156,8 @@ def _kernel(of: Emitted, x: Lowered, target: str) -> dict[str, Any]:
         return {"name": of.name, "reason": verdict.reason}
     if not verdict:
         raise ScheduleError(f"the kernel of {of.name} does not compute its record: {verdict.reason}")
-    record = {"record": program_to_json(of.program), "rows": of.rows, "schedule": spell(x.schedule)}
+    record: dict[str, Any] = {"record": program_to_json(of.program), "rows": of.rows, "schedule": spell(x.schedule)}
+    record |= {"unit": of.unit} if of.unit else {}
     stated = {"digest": digest(text), "emitted": emitted, "check": _numbers(verdict)}
     return {"name": of.name, "target": target, **record, **stated}
 
@@ -218,8 +222,9 @@ def _as_large(x: float, y: float) -> bool:
 def _repeated(data: Mapping[str, Any]) -> list[Outcome]:
     """The checks of a kernel."""
     program, schedule = program_from_json(data["record"]), parse(data["schedule"])
-    product = schedule.program not in ("rows", "columns", "attention")
-    x = lowered(program, load_target(data["target"]), schedule if product else None, data["rows"])
+    unit, other = data.get("unit", ""), schedule.program in ("rows", "columns", "attention")
+    own = schedule if unit or not other else None
+    x = lowered(program, load_target(data["target"]), own, data["rows"], unit)
     emitted, by = source(x.kernel), data["emitted"]["by"]
     same_text = digest(emitted) == data["digest"]
     seed, compiled = int(data["check"]["seed"]), emitted if by == COMPILED else ""
@@ -252,6 +257,8 @@ def on_device(data: Mapping[str, Any], name: str) -> list[Outcome]:
             continue
         for x in kernels_of:
             verdict = check_kernel(program, x.kernel, x.extents, text=x.text, further=x.further, runs=x.runs)
-            which = f" ({x.what})" if x.what else ""
-            outcomes.append(Outcome(f"compiled text of {what}{which}", bool(verdict), str(verdict)))
+            which = f"{what} ({x.what})" if x.what else what
+            passed_by = _unsupported(verdict)
+            name_of = f"not checked: {which}" if passed_by else f"compiled text of {which}"
+            outcomes.append(Outcome(name_of, passed_by or bool(verdict), str(verdict)))
     return outcomes

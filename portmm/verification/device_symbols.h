@@ -147,5 +147,4 @@ static F choose(I mask, F a, F b) {
 }
 static I choose(I mask, I a, I b) { return I::of(selected(mask.h, a.h, b.h)); }
 static I choose(I mask, int a, int b) { return choose(mask, I(a), I(b)); }
-static I operator>>(I x, int n) { return I::apply(SHR, x, I(n)); }
 static F exp2_f32(F x) { return F::of(operation(EXP2, x.h)); }

@@ -40,6 +40,15 @@ _REGISTERS = re.compile(r"^( *)int (\w+(?:, \w+)*);$", re.MULTILINE)
 _HEADS = re.compile(r"\bint (bits_of_f32)\(|(f32_of_bits)\(int ")
 _SHIFT = re.compile(r"\(int\)\(\(unsigned\)(\w+) << (\d+)\)")
 _WRAPPED = re.compile(r"\(int\)\(\(unsigned\)(\w+) ([+-]) \(unsigned\)(\w+)\)")
+_NEAREST = (
+    r"const unsigned u = (?:__float_)?as_uint\(x\);\n  return \(unsigned short\)"
+    r"\(\(x == x \? u \+ 0x7fff \+ \(u >> 16 & 1\) : u \| 0x400000\) >> 16\);"
+)
+_ROUNDING = (
+    (re.compile(r"(?:__uint_)?as_float\(\(unsigned\)x << 16\)"), "widened(x)"),
+    (re.compile(_NEAREST), "return narrowed(x);"),
+)
+"""Bits of a float, and the nearest bfloat16 of one -> the meaning."""
 _SELECT = re.compile(r"^( *\w+) = ([^?;]+) \? ([^?;]+) : ([^?;]+);$", re.MULTILINE)
 
 
@@ -70,6 +79,8 @@ def cpp(text: str) -> tuple[str, int]:
     """A text in C++, and the bytes of its shared memory."""
     if "wgmma" in text or "TensorMap" in text:
         raise UncompiledError("products of warpgroups have no meaning on symbols")
+    for pattern, meaning in _ROUNDING:
+        text = pattern.sub(meaning, text)
     text = text.replace("__global__", "").replace("__global ", "").replace('extern "C" ', "")
     end = 0
 

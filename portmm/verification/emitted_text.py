@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 OPERATIONS = (
     "real", "integer", "mask", "element", "add", "sub", "mul", "div", "neg", "fma", "lt", "le", "more", "eq", "ne",
     "and", "or", "xor", "not", "shl", "shr", "bits", "from_bits", "float", "int", "select", "abs", "max", "min",
-    "greater", "sqrt", "exp2",
+    "greater", "sqrt", "exp2", "pair",
 )  # fmt: skip
 """Operations of nodes in the order of their numbers."""
 LIMIT = 60.0
@@ -68,8 +68,20 @@ _INSTRUCTIONS = {
     ("vmaskmovps %1, %2, %0", "=x"): "load_lanes", ("vmaskmovps %1, %2, %0", "+m"): "store_lanes",
     ("vsqrtps %1, %0", "=v"): "root", ("vsqrtps %1, %0", "=x"): "root",
     ("vmaxps %2, %1, %0", "=v"): "greater", ("vmaxps %2, %1, %0", "=x"): "greater",
+    ("vpmovzxwd %1, %0", "=v"): "widen", ("vpmovzxwd %1, %0", "=x"): "widen",
+    ("vpmovzxwd %1, %0%{%2%}%{z%}", "=v"): "widen_some", ("vpmovdw %1, %0%{%2%}", "+m"): "narrow_some",
+    ("vdpbf16ps %2, %1, %0", "+v"): "dot_pairs", ("vpermw %1, %2, %0", "=v"): "permute_pairs",
+    ("vcvtne2ps2bf16 %2, %1, %0", "=v"): "join_pairs",
 }  # fmt: skip
 """Instruction and constraint of its result -> its meaning on lanes, of the result and then the operands."""
+_NARROW = tuple((re.compile(x), y) for x, y in (
+    (r"union \{ unsigned u; float f; \} v = \{\(unsigned\)(.+?) << 16\};", r"struct { F f; } v = {widened(\1)};"),
+    (r"__builtin_convertvector\((\w+ >> 16), (\w+)\)", r"low_halves<\2>(\1)"),
+    (r"__builtin_ia32_movmskps256\(", "signs("),
+    (r"__builtin_memcpy\(", "moved("),
+    (r"\bint \*", "Word *"),
+))  # fmt: skip
+"""What texts with elements of 16 bits say of words, which are pairs of elements, and of bits -> its meaning."""
 _OPERAND = re.compile(r'\s*"([^"]*)"\s*\(')
 
 
@@ -145,14 +157,21 @@ def cpp(text: str) -> str:
     def declared(x: re.Match[str]) -> str:
         element_type, name, size = x[2], x[3], x[4]
         if element_type not in _ELEMENTS:
-            return ""
+            return x[0] if element_type == "unsigned short" else ""
         own = size[7:-1]
         sizes[name] = sizes[own] if own in sizes else int(size) // 4
+        if narrow and element_type == "int" and name.endswith("_u"):
+            return f"typedef Words<{sizes[name]}> {name};"
         return f"typedef Vec<{_ELEMENTS[element_type]}, {sizes[name]}> {name};"
 
+    narrow = "short" in text
+    if narrow:
+        for pattern, meaning in _NARROW:
+            text = pattern.sub(meaning, text)
     text = _SHUFFLE.sub("#define SHUFFLE(x, y, ints, ...) shuffled(x, y, __VA_ARGS__)", text)
     text = text.replace("__attribute__((always_inline))", "")
-    text = _ZERO.sub(r"\1::all(0)", _TYPES.sub(declared, text))
+    text = _TYPES.sub(declared, text)
+    text = _ZERO.sub(lambda x: f"{x[1]}::all(0)" if x[1] in sizes else x[0], text)
     parts, at = [], 0
     while (begin := text.find("__asm__(", at)) >= 0:
         end = _closing(text, begin + 7)

@@ -20,3 +20,74 @@ static half_t narrowed(F x) {
   return (half_t)(half_of[x.h] - 1);
 }
 static F widened(half_t x) { return F::of(x == UNSET ? POISON : half_values[x]); }
+
+/* Words of memory are two elements. */
+static I pair(half_t low, half_t high) { return I::of(make(PAIR, widened(low).h, widened(high).h)); }
+static half_t low_half(I x) {
+  if (is(x.h, INTEGER) && !value(x.h)) return 0;
+  return is(x.h, PAIR) ? narrowed(F::of(nodes[x.h].a)) : UNSET;
+}
+struct Word {
+  half_t low, high;
+  operator I() const { return pair(low, high); }
+};
+template <int N> struct Words {
+  Word v[N];
+  operator Vec<I, N>() const {
+    Vec<I, N> r;
+    for (int i = 0; i < N; ++i) r.v[i] = v[i];
+    return r;
+  }
+};
+template <class V> static void moved(void *to, const V *from, int bytes) { __builtin_memcpy(to, from, bytes); }
+template <int N> static void moved(Word *to, const Vec<I, N> *from, int) {
+  for (int i = 0; i < N; ++i) to[i] = {low_half(from->v[i]), low_half(from->v[i] >> 16)};
+}
+template <class R, class V> static R low_halves(const V &x) {
+  R r;
+  for (int i = 0; i < (int)(sizeof(R) / 2); ++i) r[i] = low_half(x.v[i]);
+  return r;
+}
+template <class V, class S, class M> static void widen_some(V &to, const S &from, const M &mask) {
+  for (int i = 0; i < (int)(sizeof(V) / 4); ++i) cast(to.v[i], pair(lane(mask, i) ? ((const half_t *)&from)[i] : 0, 0));
+}
+template <class V, class S> static void widen(V &to, const S &from) { widen_some(to, from, 0xffffffffu); }
+template <class S, class V, class M> static void narrow_some(S &to, const V &from, const M &mask) {
+  for (int i = 0; i < (int)(sizeof(V) / 4); ++i)
+    if (lane(mask, i)) ((half_t *)&to)[i] = low_half(from.v[i]);
+}
+/* Two products of bfloat16, added to a float. */
+template <class V, int N> static void dot_pairs(V &to, const Vec<I, N> &a, const Vec<I, N> &b) {
+  for (int i = 0; i < N; ++i)
+    for (int e = 0; e < 2; ++e) {
+      const half_t x = low_half(e ? a.v[i] >> 16 : a.v[i]), y = low_half(e ? b.v[i] >> 16 : b.v[i]);
+      to.v[i] = F::fused(widened(x), widened(y), to.v[i]);
+    }
+}
+/* Two vectors of floats as one of elements of 16 bits, and these by their indices in another. */
+template <int N> static void join_pairs(Vec<I, N> &to, const Vec<F, N> &high, const Vec<F, N> &low) {
+  for (int i = 0; i < N; ++i) {
+    const Vec<F, N> &from = 2 * i < N ? low : high;
+    to.v[i] = I::of(make(PAIR, from.v[2 * i % N].h, from.v[2 * i % N + 1].h));
+  }
+}
+template <int N> static H half_at(const Vec<I, N> &x, int i) {
+  const H word = x.v[i / 2 % N].h;
+  return is(word, PAIR) ? i & 1 ? nodes[word].b : nodes[word].a : POISON;
+}
+template <int N> static void permute_pairs(Vec<I, N> &to, const Vec<I, N> &x, const Vec<I, N> &at) {
+  for (int i = 0; i < N; ++i) {
+    if (!is(at.v[i].h, INTEGER)) exit(3);
+    to.v[i] = I::of(make(PAIR, half_at(x, value(at.v[i].h) & 0xffff), half_at(x, value(at.v[i].h) >> 16)));
+  }
+}
+/* One bit for each lane of a mask. */
+template <int N> static int signs(const Vec<F, N> &x) {
+  int bits = 0;
+  for (int i = 0; i < N; ++i) {
+    const H mask = operation(BITS, x.v[i].h);
+    if (!is(mask, MASK)) exit(3);
+    bits |= value(mask) << i;
+  }
+  return bits;
+}

@@ -47,6 +47,8 @@ THREADS = ("simt", "stream", "direct")
 """Programs of products on devices without matrix units; the first one has shared memory."""
 QUERIES_BY_KEYS, WARP, VECTOR = (8, 16), (4, 8), 4
 """Of attention on a device: queries and keys of a block, threads along both, and elements that are moved at once."""
+VECTORS, PRODUCTS = "vectors", "products"
+"""What multiplies in attention of a narrow type: with few queries, and with many."""
 SPLITS = 2
 """Of its keys, where they are split; both have two tiles."""
 MOST_RUNS = 3
@@ -167,21 +169,27 @@ def attention_on_device(program: BlockProgram, target: Target, which: str = "") 
 
 def _of_threads(program: BlockProgram, target: Target) -> Schedule:
     """The schedule of a product with the smallest blocks of threads, with shared memory if there is one."""
-    p = Problem(64, 250, 256, product_of(program).dtype, fused=product_of(program).epilogue)
+    parts = product_of(program)
+    places = (parts.a, "mk"), (parts.b, "kn"), (parts.results[0][0], "mn")
+    a, b, c = ("row" if program.operands[i].axes[-2:] == axes else "col" for i, axes in places)
+    p = Problem(64, 250, 256, parts.dtype, a=a, b=b, c=c, fused=parts.epilogue)
     listed = [x for x in candidates(p, target, (1, 1, 1)) if x.program in THREADS and x.parallel.split == 1]
     if not listed:
         raise ScheduleError(f"{target.name} has no product of {p.dtype} by threads alone")
     return min(listed, key=lambda x: (THREADS.index(x.program), x.block.m * x.block.n))
 
 
-def lowered(program: BlockProgram, target: Target, schedule: Schedule | None = None, rows: int = 0) -> Lowered:
+def lowered(
+    program: BlockProgram, target: Target, schedule: Schedule | None = None, rows: int = 0, unit_of: str = ""
+) -> Lowered:
     """The kernel of a record on a host.
 
     Args:
         program: over rows, of a product or of attention.
         target: the host.
-        schedule: of a product, in the place of the first candidate.
+        schedule: of a product, or of attention, in the place of the first candidate.
         rows: number of rows of A that the schedule is for, if it is for no other.
+        unit_of: what multiplies in attention: `VECTORS` of f32, or the ISA's unit for `PRODUCTS` of the type.
 
     Raises:
         ScheduleError: there is no such kernel.
@@ -189,7 +197,9 @@ def lowered(program: BlockProgram, target: Target, schedule: Schedule | None = N
     gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
     if schedule is not None and schedule.program == "block":
         return _block(program, target, schedule)
-    return _product(program, target, schedule, rows) if gemms == 1 else _other(program, target, gemms)
+    if gemms == 1:
+        return _product(program, target, schedule, rows)
+    return _other(program, target, gemms, (schedule, unit_of) if schedule is not None and unit_of else None)
 
 
 def _block(program: BlockProgram, target: Target, schedule: Schedule) -> Lowered:
@@ -220,15 +230,23 @@ def _product(program: BlockProgram, target: Target, schedule: Schedule | None, r
     return Lowered(kernel, s, _labelled(program, extents | {"b": 2}))
 
 
-def _other(program: BlockProgram, target: Target, gemms: int) -> Lowered:
+def _other(program: BlockProgram, target: Target, gemms: int, by: tuple[Schedule, str] | None) -> Lowered:
     isa, atom = next((x, y) for x in target.isas if (y := x.atom("f32")) is not None)
+    if by is not None:
+        isa = next(x for x in target.isas if x.name == by[0].isa)
+        dtype = attention_of(program).form.dtype
+        atom = atom_of(isa, f"{dtype}-{dtype}-f32")
+        atom = isa.vector("f32", atom.n) or atom if by[1] == VECTORS else atom
+        if atom.tiled:
+            raise ScheduleError("texts of attention by tiles, which are configured, are not checked")
     if gemms > 1:
-        s = attention_schedule(isa, atom)
-        if program.loop == "m" and packs_values(isa, atom, "f32", COLUMNS, s.parallel.cell[1]):
+        s = attention_schedule(isa, atom) if by is None else by[0]
+        if by is None and program.loop == "m" and packs_values(isa, atom, "f32", COLUMNS, s.parallel.cell[1]):
             s = attention_schedule(isa, atom, packs=True)
         queries = "nm"["nm".index(program.loop) - 1]
         many = 5 if program.loop == "n" else s.tile("L2").n + 5
-        extents = {queries: many, program.loop: 2 * atom.n + 3 if program.loop == "n" else 9, "d": 3, "e": COLUMNS}
+        head = 2 * atom.k + (atom.k_pack == 1)  # callers pad heads to whole units
+        extents = {queries: many, program.loop: 2 * atom.n + 3 if program.loop == "n" else 9, "d": head, "e": COLUMNS}
         extents |= {"b": 1, "h": 2, "H": 1}
     else:
         s = core_schedule(program, isa, atom)

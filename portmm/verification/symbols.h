@@ -53,6 +53,7 @@ static H operation(H op, H a) {
   if (op == NEG && is(a, REAL)) return make(REAL, (H)value(a) ^ 0x80000000u);
   if (op == NOT && is(a, MASK)) return number(MASK, !value(a));
   if (op == BITS && is(a, FROM_BITS)) return nodes[a].a;
+  if (op == FROM_BITS && is(a, PAIR) && !nodes[a].a) return nodes[a].b;
   if (op == FROM_BITS) {
     if (is(a, BITS)) return nodes[a].a;
     if (is(a, INTEGER)) return make(REAL, (H)value(a));
@@ -78,11 +79,34 @@ static H selected(H mask, H x, H y) {
   return make(SELECT, mask, x, y);
 }
 
+/* Of a pair of elements of 16 bits, each a float that has these as its upper half: the first number, 0, is zero. */
+static H of_pair(H op, H a, H b) {
+  if ((op == SHL || op == SHR) && is(a, PAIR) && is(b, INTEGER) && value(b) == 16)
+    return op == SHL ? make(PAIR, 0, nodes[a].a) : make(PAIR, nodes[a].b, 0);
+  if (op == OR && is(a, PAIR) && is(b, PAIR) && !nodes[a].b && !nodes[b].a) return make(PAIR, nodes[a].a, nodes[b].b);
+  if (op == OR && is(a, PAIR) && is(b, PAIR) && !nodes[a].a && !nodes[b].b) return make(PAIR, nodes[b].a, nodes[a].b);
+  return POISON;
+}
+
+/* A float that is rounded to its upper half, the nearest one, to even: its NaN stays one. */
+static H rounded(H x) {
+  const H u = operation(BITS, x), nan = make(NE, x, x), odd = make(AND, make(SHR, u, number(INTEGER, 16)), number(INTEGER, 1));
+  const H up = make(ADD, make(ADD, u, number(INTEGER, 0x7fff)), odd), quiet = make(OR, u, number(INTEGER, 0x400000));
+  return make(OR, make(AND, up, make(NOT, nan)), make(AND, quiet, nan));
+}
+
 static H operation(H op, H a, H b) {
   if (op == AND && (holds(a, 0) || holds(b, 0))) return number(INTEGER, 0);
   if (op == AND && (holds(a, 1) || holds(b, 1))) return holds(a, 1) ? b : a;
   if (a == POISON || b == POISON) return POISON;
   const bool ints = is(a, INTEGER) && is(b, INTEGER);
+  const H pair = of_pair(op, a, b);
+  if (pair != POISON) return pair;
+  if (op == SHR && is(a, OR) && is(b, INTEGER) && value(b) == 16 && is(nodes[a].b, AND)) {
+    const H nan = nodes[nodes[a].b].b, x = is(nan, NE) ? nodes[nan].a : POISON;
+    if (x != POISON && rounded(x) == a) return make(PAIR, x, 0);
+  }
+  if (op == ADD && is(a, INTEGER) && !value(a)) return b;
   if (op == ADD && ints) return number(INTEGER, (int)((H)value(a) + (H)value(b)));
   if (op == SUB && ints) return number(INTEGER, (int)((H)value(a) - (H)value(b)));
   if (op == LT && ints) return number(MASK, value(a) < value(b));
@@ -141,6 +165,7 @@ struct I {
   friend I operator<=(const I &a, const I &b) { return apply(LE, a, b); }
   friend I operator==(const I &a, const I &b) { return apply(EQ, a, b); }
   friend I operator!=(const I &a, const I &b) { return apply(NE, a, b); }
+  friend I operator>>(const I &a, int n) { return apply(SHR, a, I(n)); }
   friend I operator~(const I &a) { return of(operation(NOT, a.h)); }
 };
 
@@ -208,6 +233,7 @@ template <class T, int N> struct Vec {
   EACH(<, Mask) EACH(>, Mask) EACH(<=, Mask) EACH(==, Mask) EACH(!=, Mask)
   EACH(&, Mask) EACH(|, Mask) EACH(^, Mask)
   friend Vec operator&(const Vec &a, const T &b) { return a & all(b); }
+  friend Vec operator|(const Vec &a, const T &b) { return a | all(b); }
   friend Vec operator~(const Vec &a) { Vec r; for (int i = 0; i < N; ++i) r.v[i] = ~a.v[i]; return r; }
   friend Vec operator<<(const Vec &a, int n) { return apply(SHL, a, all(T(n))); }
   friend Vec operator>>(const Vec &a, int n) { return apply(SHR, a, all(T(n))); }

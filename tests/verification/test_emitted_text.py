@@ -7,10 +7,17 @@ import test_block_kernels as blocks
 from test_kernels import softmax
 
 from portmm.codegen.c_kernel import source
+from portmm.ir.attention_program import Form, of_attention
+from portmm.ir.block_program import program_of
+from portmm.ir.product_program import of_product
+from portmm.schedule.cpu_attention import attention_schedule
+from portmm.spec.elementwise import exp
+from portmm.spec.epilogue import C, Fused, Operand, acc, load, reduction
+from portmm.spec.problem import Problem
 from portmm.target.target import load_target
 from portmm.verification import emitted_text
 from portmm.verification.kernels import check_kernel
-from portmm.verification.lowered import lowered
+from portmm.verification.lowered import PRODUCTS, VECTORS, lowered
 from portmm.verification.values import UnsupportedError
 
 SEED = 5
@@ -62,6 +69,64 @@ def test_wrong_texts_are_told(what):
 @pytest.mark.parametrize(("old", "new"), [("0 < loop_start) {", "0) {"), ("<< 23", "<< 22")])
 def test_a_softmax_without_its_rescale_and_no_exponential_are_told(old, new):
     assert not verdict_of("online", ATTENTION, old, new)
+
+
+def narrow(what, dtype="bf16"):
+    """A record of bfloat16."""
+    if what == "product":
+        operands = (Operand("f32", "n"), Operand(dtype, "mn"))
+        fused = Fused(operands, ((C, acc() * load(0, "f32")), (1, acc() - 1.0)))
+        return of_product(Problem(64, 250, 256, dtype, fused=str(fused)))
+    if what == "rows":
+        x = load(0, dtype)
+        w = exp(x - reduction("max", x))
+        return program_of(Fused((Operand(dtype, "bmn"),) * 2, ((1, w / reduction("add", w)),)), "L1")
+    return of_attention(Form(Fused((), ((C, acc() * 0.5),)), dtype, dtype), what[-1])
+
+
+@pytest.mark.parametrize("chip", ["zen5", "haswell"])
+@pytest.mark.parametrize("what", ["product", "rows", "attention along n", "attention along m"])
+def test_texts_of_bfloat16(what, chip):
+    """Pairs of elements, their products, widening, rounding, and the stores of a ragged tail."""
+    program = narrow(what)
+    x = lowered(program, load_target(chip))
+    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=source(x.kernel))
+    assert verdict, verdict
+    assert verdict.bits >= 40
+
+
+def test_attention_of_bfloat16_by_its_unit():
+    isa = next(x for x in load_target("zen5").isas if x.name == "avx512bf16")
+    atom = isa.atom("bf16-bf16-f32")
+    for what, unit, lanes in (("n", VECTORS, isa.vector("f32", atom.n)), ("m", PRODUCTS, atom)):
+        program = narrow(what)
+        x = lowered(program, load_target("zen5"), attention_schedule(isa, lanes, packs=what == "m"), 0, unit)
+        text = source(x.kernel)
+        assert ("vdpbf16ps" in text) == (what == "m")
+        verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=text)
+        assert verdict, verdict
+
+
+NARROW = {
+    "rounding to another place": ("zen5", "product", "0x7fff", "0x3fff"),
+    "rounding down": ("zen5", "product", "& ~nan) | ((u | 0x400000) & nan)", "& ~nan) | (u & nan)"),
+    "a NaN that is none": ("zen5", "rows", "(u | 0x400000) & nan", "(u | 0x200000) & nan"),
+    "halves of pairs exchanged": ("zen5", "product", "= x | y << 16;", "= y | x << 16;"),
+    "a tail of k that is no zero": ("zen5", "product", "* 2 + e) = 0;", "* 2 + e) = *a;"),
+    "the upper half alone": ("haswell", "attention along m", "<< 16}; a1", "<< 15}; a1"),
+    "a column that is not stored": ("haswell", "product", "lane < kept; ++lane", "lane < kept - 1; ++lane"),
+    "a column beyond the last": ("haswell", "rows", "lane < kept; ++lane", "lane <= kept; ++lane"),
+}
+
+
+@pytest.mark.parametrize("what", NARROW)
+def test_wrong_texts_of_bfloat16_are_told(what):
+    chip, name, old, new = NARROW[what]
+    program = narrow(name)
+    x = lowered(program, load_target(chip))
+    text = source(x.kernel)
+    assert old in text
+    assert not check_kernel(program, x.kernel, x.extents, seed=SEED, text=text.replace(old, new))
 
 
 def test_what_has_no_meaning():
