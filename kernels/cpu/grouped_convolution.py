@@ -170,7 +170,7 @@ class _Loops:
         return self.types[0] if self.atom.k_pack == 1 else self.atom.acc
 
     def channels(self) -> tuple[Stmt, ...]:
-        """Copy of the channels of some groups; the last ones may be fewer."""
+        """Copy of the channels of some groups; behind fewer last ones is what was there, which reaches no result."""
         y = self.x.panels
         few, whole = y.groups % y.together, self.copied(y.together * y.depth)
         if not few:

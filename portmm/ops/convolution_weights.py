@@ -228,9 +228,7 @@ def is_depthwise(w: tuple[int, ...], groups: int, dtype: str) -> bool:
     return groups == w[0] > 1 == w[1] and dtype != "f64" and math.prod(w[2:]) <= MOST_TAPS
 
 
-def _panels(
-    w: tuple[int, ...], groups: int, dtype: np.dtype[Any], activations: Any, layout: str
-) -> Panels | None:
+def _panels(w: tuple[int, ...], groups: int, dtype: np.dtype[Any], activations: Any, layout: str) -> Panels | None:
     """The layout of panels of filters of few channels; None for others."""
     if groups == 1 or (activations is not None and np.dtype(activations).newbyteorder("=") != dtype):
         return None

@@ -51,6 +51,8 @@ def inconsistent(s: Schedule) -> str:
     """The contradiction between parts of a schedule, for any problem, or an empty string."""
     if s.b.once and s.parallel.over != "tiles":
         return "packs B once for all threads, but does not have over=tiles"
+    if s.program == "gemm" and s.b.packed and s.b.layout == "packed":
+        return "packs a B that is in panels already"
     return ""
 
 
@@ -73,7 +75,7 @@ def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> st
 
 def _cannot_sweep(s: Schedule, atom: Atom) -> str:
     """The reason why a schedule for a sweep has no kernel, or an empty string."""
-    if s.c.packed and not sweeps(s, atom):
+    if s.c.packed and (sweeps_panels(s) or not sweeps(s, atom)):
         return "keeps sums in tiles of their own, but no sweep of a B in place in blocks of k has any"
     if not sweeps_panels(s):
         return ""

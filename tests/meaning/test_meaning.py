@@ -17,6 +17,7 @@ from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_gemm import AHEAD
 from portmm.schedule.cpu_streams import caches, near_depth
 from portmm.schedule.legality import illegal
+from portmm.schedule.parts import PACKED
 from portmm.schedule.schedule import sweeps, sweeps_panels
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Problem
@@ -190,6 +191,11 @@ def test_what_no_sweep_of_panels_does_is_illegal():
     (s,) = [s for s in candidates(p, target) if sweeps_panels(s)]
     for changed in (replace(s, c=AHEAD), replace(s, b=s.b.with_pack(None)), replace(s, b=s.b.covering(2))):
         assert "no kernel sweeps panels" in illegal(changed, p, isa, isa.atom("f32"), target)
+    assert "sums in tiles" in illegal(replace(s, c=s.c.with_pack(PACKED)), p, isa, isa.atom("f32"), target)
+    (ready,) = pose((20, 40, 70), ("row", "packed", "row"), target)[:1]
+    packed = next(s for s in candidates(ready, target) if not s.b.packed)
+    twice = replace(packed, b=packed.b.with_pack(PACKED))
+    assert "in panels already" in illegal(twice, ready, isa, isa.atom("f32"), target)
 
 
 @pytest.mark.parametrize(("name", "dtype"), [("avx2", "f32"), ("avx512", "f64"), ("avx512", "u8-s8-s32")])
