@@ -78,12 +78,14 @@ def shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterat
 def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Iterator[Schedule]:
     """Schedules whose slices of rows of A, in place, sweep panels of B that stay in L2, a run of k deep.
 
-    Rows of C are stored in long runs, and B is packed once. Shallow rows of a B are better left in place.
+    Rows of C are stored in long runs, and B is packed once. Shallow rows of a B are better left in place. Slices of
+    less than half of the largest tile have too few multiply-adds in a step (llvm-mca, Skylake: 6 x 32 0.85 of the peak,
+    14 x 32 0.93).
     """
-    depth = panel_depth(p.k)
+    depth, top = panel_depth(p.k), tallest(isa, atom, nr)
     # Rows of A that start in one set of L1 leave two ways to panels.
-    mr = min(tallest(isa, atom, nr), MODEL.in_place_rows, max(1, has.ways - 2))
-    near = panel_columns(depth, nr, p.elements[1].bytes, has)
+    mr = min(top, MODEL.in_place_rows, max(1, has.ways - 2))
+    near = panel_columns(depth, nr, p.elements[1].bytes, has) if 2 * mr >= top else 0
     if p.m <= mr or not near or p.fused or p.dtype not in UNCONVERTED or (p.b == "row" and depth < RUN):
         return
     if nr == 2 * isa.columns(atom) and a_in_place(p, isa, atom):

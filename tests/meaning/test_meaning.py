@@ -179,9 +179,9 @@ def test_sweeps_of_panels(name, dtype, b):
 
 
 def _with_l2(name):
-    """A machine of one instruction set whose L2 has room for panels of a run."""
+    """A machine of one instruction set whose L2 has room for panels of a run, and L1 ways for a slice of rows."""
     target = support.small(name)
-    l1 = target.levels[0]
+    l1 = replace(target.levels[0], ways=16)
     return replace(target, levels=(l1, replace(l1, name="L2", bytes=1 << 20)))
 
 
