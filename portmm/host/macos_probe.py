@@ -14,7 +14,7 @@ FEATURES = {
     "bf16": "hw.optional.arm.FEAT_BF16",
 }
 ALWAYS = ("fp", "asimd")
-"""What every Apple processor has."""
+"""Features of every Apple processor."""
 APPLE = 0x61
 """Linux's number of the implementer."""
 PARTS = {"Apple M1": 0x023, "Apple M2": 0x033}

@@ -81,7 +81,7 @@ _NARROW = tuple((re.compile(x), y) for x, y in (
     (r"__builtin_memcpy\(", "moved("),
     (r"\bint \*", "Word *"),
 ))  # fmt: skip
-"""What texts with elements of 16 bits say of words, which are pairs of elements, and of bits -> its meaning."""
+"""Spelling -> replacement in texts with elements of 16 bits: operations on bits, and on words, or pairs of elements."""
 _OPERAND = re.compile(r'\s*"([^"]*)"\s*\(')
 
 

@@ -48,7 +48,7 @@ THREADS = ("simt", "stream", "direct")
 QUERIES_BY_KEYS, WARP, VECTOR = (8, 16), (4, 8), 4
 """Of attention on a device: queries and keys of a block, threads along both, and elements that are moved at once."""
 VECTORS, PRODUCTS = "vectors", "products"
-"""What multiplies in attention of a narrow type: with few queries, and with many."""
+"""Units of attention kernels of a narrow type: for few queries, and for many."""
 SPLITS = 2
 """Of its keys, where they are split; both have two tiles."""
 MOST_RUNS = 3

@@ -324,7 +324,7 @@ def pool_program(folder, *command, platform=""):
     ("sanitizer", "platform"), [("thread", ""), ("address,undefined", ""), ("thread", "aarch64-macos")]
 )
 def test_the_pool_under_a_sanitizer(tmp_path, sanitizer, platform):
-    """That for macOS is POSIX alone, so that it runs here, too."""
+    """The pool for macOS uses POSIX threads alone, so that it runs on Linux, too."""
     checks = (f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all", "-g", "-O1", "-DFORKS")
     program = pool_program(tmp_path, *find_compiler().argv, *checks, platform=platform)
     if program is None:
