@@ -105,8 +105,8 @@ def _chip(shot: Snapshot, has: frozenset[str]) -> tuple[Target, tuple[int, ...]]
     # Under user-mode emulation an Arm process reads the x86 host's cpuinfo.
     vendor, family, model, stepping = _signature(shot) if shot.machine == "x86_64" else ("", 0, 0, 0)
     named = [(m, chip) for chip in (chips_mentioning(f'"{vendor}"') if vendor else ()) for m in chip.match]
-    # A listed model is more specific than features, which a chip may share with its successors.
-    for m, chip in sorted(named, key=lambda x: not x[0].models):
+    # A listed model is more specific than features, which a chip may share with its successors, that have more.
+    for m, chip in sorted(named, key=lambda x: (not x[0].models, -len(x[0].features))):
         same = m.vendor == vendor and m.family == family and has.issuperset(m.features)
         if same and _within(model, m.models) and _within(stepping, m.steppings):
             return chip, shot.affinity

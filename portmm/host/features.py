@@ -25,8 +25,11 @@ CPUID = {
     ("7.0", ECX): {"avx512_vnni": 11},
     ("7.0", EDX): {"amx_bf16": 22, "avx512_fp16": 23, "amx_tile": 24, "amx_int8": 25},
     ("7.1", EAX): {"avx_vnni": 4, "avx512_bf16": 5},
+    ("7.1", EDX): {"prefetchi": 14},
     ("80000001.0", ECX): {"lahf_lm": 0, "abm": 5},
 }  # fmt: skip
+UNLISTED = {"prefetchi"}
+"""Features that Linux knows and leaves out of /proc/cpuinfo."""
 # Intel SDM vol. 1, ch. 13: the parts of XCR0 that an instruction's registers need, by the beginning of its name.
 XCR0 = {"avx512": 0xE6, "amx": 0x60000, "avx": 0x6, "fma": 0x6, "f16c": 0x6, "": 0}
 
@@ -95,7 +98,7 @@ def features(shot: Snapshot) -> frozenset[str]:
     if shot.cpuid:
         decoded = _decoded(shot)
         enabled = {name for name, is_enabled in decoded.items() if is_enabled}
-        flags = flags - (decoded.keys() - enabled) if flags else enabled
+        flags = flags - (decoded.keys() - enabled) | enabled & UNLISTED if flags else enabled
     if not shot.tiles:
         flags = {name for name in flags if not name.startswith("amx_")}
     return frozenset(flags | BASELINE.get(shot.machine, set()))
