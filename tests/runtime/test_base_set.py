@@ -62,6 +62,7 @@ def made(tmp_path_factory):
     except NoCompilerError:
         pytest.skip("no compiler")
     sys.path.insert(0, TOOLS)
+    import base_products
     import base_set
 
     folder = tmp_path_factory.mktemp("base")
@@ -70,13 +71,13 @@ def made(tmp_path_factory):
         patch.setattr(base_set, "OVER_ROWS", ("softmax",))
         patch.setattr(base_set, "run_time", run_time)
         for axis, values in (("MS", (*range(1, 9), 12, 64)), ("NS", (63,)), ("NS_OF_WIDE", (63,)), ("KS", (63,))):
-            patch.setattr(base_set, axis, values)
+            patch.setattr(base_products, axis, values)
         levels = {"none": (here.name, "no_such_feature"), "here": (here.name, "sse2" if ARCH == "x86_64" else "asimd")}
-        fused = [x for x in base_set.FUSED if x.steps == ("relu",) and x.b == "packed"]
-        codes = [base_set.Kind("f32-u4-f32", "row", "codes", 32, symmetric=x) for x in (False, True)]
-        kinds = [base_set.Kind("f32"), *fused, *codes]
-        patch.setattr(base_set, "MS_OF_FUSED", (1, 32))
-        patch.setattr(base_set, "AXES_OF_FUSED", (63,))
+        fused = [x for x in base_products.FUSED if x.steps == ("relu",) and x.b == "packed"]
+        codes = [base_products.Kind("f32-u4-f32", "row", "codes", 32, symmetric=x) for x in (False, True)]
+        kinds = [base_products.Kind("f32"), *fused, *codes]
+        patch.setattr(base_products, "MS_OF_FUSED", (1, 32))
+        patch.setattr(base_products, "AXES_OF_FUSED", (63,))
         base_set.make(folder, ARCH, "gnu", levels, kinds)
     return folder
 

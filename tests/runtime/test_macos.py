@@ -66,6 +66,7 @@ def test_the_run_time_is_made_for_macos(monkeypatch):
 @pytest.mark.rest("zig compiles")
 def test_kernels_of_a_base_set_compute_products(tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(TOOLS)
+    import base_products
     import base_set
 
     monkeypatch.setattr(base_set, "ProcessPoolExecutor", ThreadPoolExecutor)
@@ -73,9 +74,9 @@ def test_kernels_of_a_base_set_compute_products(tmp_path, monkeypatch):
     monkeypatch.setattr(base_set, "OVER_ROWS", ())
     monkeypatch.setattr(base_set, "add_attention", lambda *_: None)
     for axis, values in (("MS", (1, 64)), ("NS", (63,)), ("NS_OF_WIDE", (63,)), ("KS", (63,))):
-        monkeypatch.setattr(base_set, axis, values)
+        monkeypatch.setattr(base_products, axis, values)
     levels = {"i8mm": base_set.LEVELS[PLATFORM]["i8mm"]}
-    kinds = [base_set.Kind("f32"), base_set.Kind("s8-s8-s32", "row", "packed")]
+    kinds = [base_products.Kind("f32"), base_products.Kind("s8-s8-s32", "row", "packed")]
     maker = base_set.make(tmp_path, PLATFORM, "gnu", levels, kinds)
     bundle = open_bundle(tmp_path / f"{PLATFORM}.bundle")
     try:

@@ -1,6 +1,6 @@
 """Wheels of tools/build_wheels.py, without compiling one."""
 
-import importlib.util
+import sys
 import tomllib
 from pathlib import Path
 
@@ -9,15 +9,9 @@ from portmm.target.target import load_target
 ROOT = Path(__file__).parents[2]
 
 
-def tool(name):
-    """A module of tools/."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-base_set, build_wheels = tool("base_set"), tool("build_wheels")
+sys.path.insert(0, str(ROOT / "tools"))
+import base_set  # noqa: E402 - a script, beside others that it imports
+import build_wheels  # noqa: E402 - as above
 
 
 def test_headers_of_a_build_without_the_lock_are_those_of_the_other_with_its_definition(tmp_path):
