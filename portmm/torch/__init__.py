@@ -10,14 +10,17 @@ from portmm.util.optional_packages import attribute
 if TYPE_CHECKING:
     from portmm.torch.backend import compile_graph, reports
     from portmm.torch.operators import attention, conv, linear, matmul
-    from portmm.torch.quantization import QuantizedLinear, quantize_
+    from portmm.torch.quantization import QuantizedAttention, QuantizedConv, QuantizedLinear, quantize_
 
-__all__ = ["QuantizedLinear", "attention", "compile_graph", "conv", "linear", "matmul", "quantize_", "reports"]
+__all__ = [
+    "QuantizedAttention", "QuantizedConv", "QuantizedLinear", "attention", "compile_graph", "conv", "linear", "matmul",
+    "quantize_", "reports",
+]  # fmt: skip
 
 _MODULES = {
     **dict.fromkeys(("compile_graph", "reports"), "backend"),
     **dict.fromkeys(("attention", "conv", "linear", "matmul"), "operators"),
-    **dict.fromkeys(("QuantizedLinear", "quantize_"), "quantization"),
+    **dict.fromkeys(("QuantizedAttention", "QuantizedConv", "QuantizedLinear", "quantize_"), "quantization"),
 }
 
 

@@ -49,7 +49,7 @@ def _user(node: Any) -> Any:
     return users[0] if len(users) == 1 else None
 
 
-def _tail(t: Any, node: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Tail:
+def tail_of(t: Any, node: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> _Tail:
     """Operators after a convolution with results of a shape and a type, as far as its kernel computes them."""
     tail, user = _Tail(), _user(node)
     if str(getattr(user, "target", "")) == NORM and user.args[0] is node:
@@ -78,14 +78,14 @@ def _packed(weight: Any, bias: Any, norm: tuple[Any, ...], groups: int) -> tuple
     added = None if bias is None else bias.detach()
     filters = weight.detach()
     if norm:
-        factor, offset = _factors(norm)
+        factor, offset = factors(norm)
         filters = (filters.float() * factor.reshape(-1, *(1,) * (filters.ndim - 1))).to(filters.dtype)
         added = offset if added is None else added.float() * factor + offset
     panels = pack_conv(as_numpy(filters), groups=groups, layout=LAYOUTS[filters.ndim])
     return panels, None if added is None else np.array(as_numpy(added.float()))
 
 
-def _factors(norm: tuple[Any, ...]) -> tuple[Any, Any]:
+def factors(norm: tuple[Any, ...]) -> tuple[Any, Any]:
     """The factor and the offset of each channel."""
     scale, offset, mean, variance, eps = norm
     factor = torch.rsqrt(variance.detach().float() + eps)
@@ -115,7 +115,7 @@ def _convolution(
     if images.dtype.name not in ("float32", "float16", "bfloat16") or 0 in images.shape:
         raise Unsupported(f"convolutions of {images.dtype} {images.shape}")
     shape = tuple(map(t.extent, t.now.meta["val"].shape))
-    tail = _tail(t, t.now, shape, images.dtype)
+    tail = tail_of(t, t.now, shape, images.dtype)
     tensors = [y for y in (weight, bias, *tail.norm[:4]) if y is not None]
     panels, added = t.constants.panels(tensors, lambda: _packed(weight, bias, tail.norm, groups), "convolution", groups)
     options: dict[str, Any] = {"stride": tuple(stride), "padding": tuple(padding), "dilation": tuple(dilation)}
@@ -128,6 +128,11 @@ def _convolution(
         epilogue = epilogues.of_convolution(added, more, rectified=relu)
         return conv(y, panels, layout=layout, groups=groups, epilogue=epilogue, **options)
 
+    return placed(t, plain, images, tail, shape)
+
+
+def placed(t: Any, plain: Any, images: Any, tail: _Tail, shape: tuple[int, ...]) -> Any:
+    """The results (batch, outputs, *extents) of a function of images with channels last, and those of its tail."""
     operands = [images] if tail.residual is None else [images, tail.residual]
     inputs = tuple([_channels_last(y).node for y in operands])
     node = t.recorder.add("call", (shape[0], *shape[2:], shape[1]), images.dtype, inputs, plain, "conv")
@@ -145,7 +150,7 @@ def _batch_norm(t: Any, x: Any, scale: Any, offset: Any, mean: Any, variance: An
     y = t.operand(x)
     tensors = [z for z in (scale, offset, mean, variance) if z is not None]
     factor, shift = t.constants.panels(
-        tensors, lambda: [z.reshape(-1, *(1,) * (y.ndim - 2)) for z in _factors((scale, offset, mean, variance, eps))],
+        tensors, lambda: [z.reshape(-1, *(1,) * (y.ndim - 2)) for z in factors((scale, offset, mean, variance, eps))],
         "norm", eps, y.ndim,
     )  # fmt: skip
     return [y * t.array(factor) + t.array(shift), None, None]

@@ -39,16 +39,21 @@ _packed: dict[int, tuple[Any, tuple[Any, ...], dict[Any, Any]]] = {}
 
 def packed(codes: Any, scales: Any, offsets: Any, kind: str, group: int, activations: Any) -> Any:
     """The panels of a weight for activations of a type."""
-    tensors = [x for x in (codes, scales, offsets) if x is not None]
-    state = tuple([(id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors])  # noqa: SLF001
-    key = id(codes)
-    alive, known, panels = _packed.get(key, (None, (), {}))
-    if alive is None or alive() is not codes or known != state:
-        panels = {}
-        _packed[key] = ref(codes, lambda _: _packed.pop(key, None)), state, panels
-    if activations not in panels:
-        panels[activations] = _pack(codes, scales, offsets, kind, group, activations)
-    return panels[activations]
+    return kept((codes, scales, offsets), activations, lambda: _pack(codes, scales, offsets, kind, group, activations))
+
+
+def kept(tensors: tuple[Any, ...], key: Any, make: Callable[[], Any]) -> Any:
+    """A value of tensors, the first of which it lives with, and of a key: made once, and again when they change."""
+    state = tuple([(id(x), x.data_ptr(), 0 if x.is_inference() else x._version) for x in tensors if x is not None])  # noqa: SLF001
+    owner = tensors[0]
+    number = id(owner)
+    alive, known, values = _packed.get(number, (None, (), {}))
+    if alive is None or alive() is not owner or known != state:
+        values = {}
+        _packed[number] = ref(owner, lambda _: _packed.pop(number, None)), state, values
+    if key not in values:
+        values[key] = make()
+    return values[key]
 
 
 def _pack(codes: Any, scales: Any, offsets: Any, kind: str, group: int, activations: Any) -> Any:
