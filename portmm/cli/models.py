@@ -37,6 +37,7 @@ def run(
     ] = None,
     save: Annotated[Path | None, typer.Option(help="Write the results to this .npz file.", show_default=False)] = None,
     threads: Annotated[int, typer.Option(min=0, help="Threads; 0 for every core.")] = 1,
+    precision: Annotated[str, typer.Option(help="Type in which float32 products multiply: f32, bf16 or f16.")] = "f32",
     seconds: Annotated[float, typer.Option(min=0.0, help="Seconds of repeated runs for the times.")] = 1.0,
     picture: Annotated[
         Path | None, typer.Option(help="Write a picture of where the time goes to this .svg file.", show_default=False)
@@ -52,7 +53,7 @@ def run(
 
     config.set_num_threads(threads or config.target().cores)
     begin = time.perf_counter()
-    session = onnx.load(model)
+    session = onnx.load(model, precision=precision)
     loaded = time.perf_counter()
     sizes = _sizes(dim or (), session)
     feeds = dict(np.load(inputs)) if inputs is not None else {x.name: _random(x, sizes) for x in session.get_inputs()}

@@ -19,6 +19,7 @@ from portmm.onnx import operators
 from portmm.onnx.arrays import ModelArrays
 from portmm.onnx.control_flow import run_node
 from portmm.onnx.model import free_names
+from portmm.onnx.precision import with_precision
 from portmm.onnx.rewrites import with_codes, with_epilogues, with_groups, with_integers, with_rounding, with_scales
 from portmm.trace.placeholders import Array as Traced
 from portmm.trace.placeholders import Placeholder
@@ -90,10 +91,12 @@ class Executor:
     Args:
         graph: its record.
         memory: of packed constants.
+        precision: in which float32 products multiply.
     """
 
-    def __init__(self, graph: Graph, memory: Chunk | None = None) -> None:
+    def __init__(self, graph: Graph, memory: Chunk | None = None, precision: str = "f32") -> None:
         self.graph = graph
+        self.precision = precision
         self.memory = memory or Chunk()
         self.inputs = [x.name for x in graph.inputs] + free_names(graph)
         self.outputs = [x.name for x in graph.outputs]
@@ -105,7 +108,8 @@ class Executor:
         nodes = with_integers(nodes, self.outputs, self.constants)
         nodes = with_rounding(with_scales(nodes, self.outputs, self.constants), self.outputs, self.constants)
         nodes = with_groups(nodes, self.outputs, self.constants)
-        self.parts = self.divided(with_epilogues(nodes, self.outputs, self.constants))
+        nodes = with_epilogues(nodes, self.outputs, self.constants)
+        self.parts = self.divided(with_precision(nodes, self.outputs, self.constants, precision))
 
     def divided(self, nodes: list[Node]) -> list[Part]:
         """The parts of the graph, with what they read and return."""
@@ -138,7 +142,7 @@ class Executor:
     def inner(self, graph: Graph) -> Executor:
         """The executor of a graph of one of its operators."""
         if id(graph) not in self.executors:
-            self.executors[id(graph)] = Executor(graph, self.memory)
+            self.executors[id(graph)] = Executor(graph, self.memory, self.precision)
         return self.executors[id(graph)]
 
     def connect(self, parts: list[Part], known: set[str]) -> None:

@@ -8,6 +8,7 @@ import numpy as np
 
 from portmm.onnx.elementwise_operators import literals, same_type
 from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, once, operator
+from portmm.onnx.precision import summed
 from portmm.ops.einsum import einsum
 from portmm.ops.prepack import pack
 
@@ -29,8 +30,8 @@ def is_weight(a: Any, b: Any) -> bool:
 
 
 @operator("MatMul")
-def _matmul(_: Node, a: Any, b: Any) -> Any:
-    return product(a, b)
+def _matmul(node: Node, a: Any, b: Any) -> Any:
+    return summed(node, product(a, b))
 
 
 def product(a: Any, b: Any, *, transposed: bool = False) -> Any:
@@ -50,7 +51,7 @@ def _gemm(node: Node, a: Any, b: Any, c: Any = None) -> Any:
     a = a.transpose((1, 0)) if node.attribute("transA", 0) else a
     if a.dtype.kind in "iu":
         raise UnsupportedError
-    y = product(a, b, transposed=bool(node.attribute("transB", 0)))
+    y = summed(node, product(a, b, transposed=bool(node.attribute("transB", 0))))
     y = y if alpha == 1 else y * float(alpha)
     if c is None or beta == 0:
         return y

@@ -14,6 +14,7 @@ from portmm.onnx import operator_modules
 from portmm.onnx.executor import Executor
 from portmm.onnx.model import NodeArg, OnnxError, read
 from portmm.onnx.packing import pack_constants
+from portmm.onnx.precision import checked
 from portmm.onnx.report import Report, report_of
 from portmm.util.user_warnings import warn
 
@@ -32,7 +33,7 @@ __all__ = ["NodeArg", "Session", "load", "operator_modules"]
 
 def load(
     source: Any, sess_options: Any = None, providers: Sequence[Any] | None = None, provider_options: Any = None, *,
-    optimize: bool = True, progress: bool | None = None,
+    optimize: bool = True, progress: bool | None = None, precision: str = "f32",
 ) -> Session:  # fmt: skip
     """Load a model in ONNX's format.
 
@@ -46,16 +47,19 @@ def load(
         provider_options: ignored, as they are of providers.
         optimize: clean the graph by onnxoptimizer first.
         progress: show a bar while constants are packed; by default on a terminal.
+        precision: in which products and convolutions of float32 values multiply: "f32", "bf16" or "f16". Their operands
+            are rounded, weights once; sums and all other operators are in float32. A model that has values of these
+            types itself is left as it is.
 
     Returns:
         A session: `session.run(inputs)` or, as in ONNX Runtime, `session.run(names, inputs)`.
 
     Raises:
         OnnxError: the package onnx is missing, or this is no model, or one with an operator that is not
-            supported.
+            supported, or there is no such precision.
     """
     del sess_options, provider_options
-    return Session(source, providers, optimize=optimize, progress=progress)
+    return Session(source, providers, optimize=optimize, progress=progress, precision=precision)
 
 
 class Session:
@@ -68,13 +72,14 @@ class Session:
         *,
         optimize: bool = True,
         progress: bool | None = None,
+        precision: str = "f32",
     ) -> None:
         others = [x[0] if isinstance(x, tuple) else x for x in providers or ()]
         others = [x for x in others if x not in (PROVIDER, "CPUExecutionProvider")]
         if others:
             warn(f"portmm.onnx runs on the CPU: {', '.join(map(str, others))} cannot be used")
         self.model = read(source, optimize=optimize)
-        self.executor = Executor(self.model.graph)
+        self.executor = Executor(self.model.graph, precision=checked(precision))
         pack_constants(self.executor, progress=progress)
 
     def get_inputs(self) -> list[NodeArg]:

@@ -9,17 +9,21 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.arrays.numpy_arrays import name_of
 from portmm.fusion.plan_windows import Filter, Pool, is_small, regions
 from portmm.onnx.arrays import channels_first, channels_last
 from portmm.onnx.convolution_to_space import finished, to_space
+from portmm.onnx.image_copies import adjacent, edges, whole_steps, widened
 from portmm.onnx.operators import UnsupportedError, is_traced, once, operator
+from portmm.onnx.precision import summed
 from portmm.onnx.quantized_operators import own_call
 from portmm.onnx.rewrites import DOMAIN
 from portmm.onnx.shape_operators import depth_to_space
+from portmm.onnx.windows import Windows, windows_of
 from portmm.ops import epilogues
 from portmm.ops.convolution import conv
 from portmm.ops.convolution_options import Options, sizes
@@ -33,52 +37,6 @@ if TYPE_CHECKING:
 Ints = tuple[int, ...]
 NARROW = ("float32", "float16", "bfloat16")
 CODES = ("int8", "uint8")
-
-
-class Windows(NamedTuple):
-    """Windows over the spatial axes of an image.
-
-    Attributes:
-        kernel: extents of a window.
-        strides: between windows.
-        dilations: between elements of a window.
-        begin: padding before each axis.
-        end: padding after each axis.
-        result: number of windows along each axis.
-    """
-
-    kernel: Ints
-    strides: Ints
-    dilations: Ints
-    begin: Ints
-    end: Ints
-    result: Ints
-
-
-def windows_of(node: Node, size: Ints, kernel: Ints) -> Windows:
-    """The windows of a node's attributes over an image."""
-    rank = len(size)
-    strides = tuple(node.attribute("strides", (1,) * rank))
-    dilations = tuple(node.attribute("dilations", (1,) * rank))
-    spans = [d * (k - 1) + 1 for d, k in zip(dilations, kernel, strict=True)]
-    auto = node.attribute("auto_pad", "NOTSET")
-    pads = tuple(node.attribute("pads", (0,) * (2 * rank)))
-    begin, end = pads[:rank], pads[rank:]
-    if auto.startswith("SAME"):
-        total = [max((-(-n // s) - 1) * s + w - n, 0) for n, s, w in zip(size, strides, spans, strict=True)]
-        less, more = tuple(t // 2 for t in total), tuple(t - t // 2 for t in total)
-        begin, end = (less, more) if auto == "SAME_UPPER" else (more, less)
-    elif auto == "VALID":
-        begin = end = (0,) * rank
-    result, grown = [], []
-    for n, s, w, b, z in zip(size, strides, spans, begin, end, strict=True):
-        count = (n + b + z - w) // s + 1
-        if node.attribute("ceil_mode", 0):
-            count = -(-(n + b + z - w) // s) + 1
-            count -= (count - 1) * s >= n + b  # a window must begin inside the image or its padding before
-        result.append(count)
-        grown.append(max((count - 1) * s + w - n - b, z))
-    return Windows(kernel, strides, dilations, begin, tuple(grown), tuple(result))
 
 
 def padded(x: Any, w: Windows, fill: Any) -> Any:
@@ -146,6 +104,11 @@ LAYOUTS = {1: "NWC", 2: "NHWC", 3: "NDHWC"}
 
 @operator("Conv", domains=("", DOMAIN))
 def _conv(node: Node, x: Any, weight: Any, bias: Any = None, residual: Any = None) -> Any:
+    return summed(node, _convolution(node, x, weight, bias, residual))
+
+
+def _convolution(node: Node, x: Any, weight: Any, bias: Any, residual: Any) -> Any:
+    """The result of a convolution, in the type of its images or, with a float32 bias, in float32."""
     kernel = tuple(weight.shape[2:])
     w = windows_of(node, tuple(x.shape[2:]), kernel)
     if b := node.attribute("blocks", 0):
@@ -172,11 +135,15 @@ def _by_kernel(node: Node, w: Windows, operands: tuple[Any, Any, Any, Any]) -> A
     """Record a convolution with a constant filter, packed once, and what follows it."""
     x, weight, bias, residual = operands
     groups, layout = node.attribute("group", 1), LAYOUTS[len(w.kernel)]
-    packed = once(weight, f"convolution {groups}", lambda: pack_conv(weight, groups=groups, layout=layout))
     x, residual = channels_last(x), None if residual is None else channels_last(residual)
     if groups == 1 and is_pointwise(w):
         return _pointwise(x, weight, bias, residual, relu=bool(node.attribute("relu")))
     shape = (x.shape[0], *w.result, weight.shape[0])
+    more, taps = whole_steps(weight, w, name_of(x.dtype)) if groups == 1 and x.dtype != np.float32 else (0, 0)
+    if more or taps:
+        x = adjacent(x, more, edges(w, taps))
+        weight, w = widened(weight, w, more, taps)
+    packed = once(weight, f"convolution {groups}", lambda: pack_conv(weight, groups=groups, layout=layout))
     how = _options(w, groups)
     relu = bool(node.attribute("relu"))
     x = adjacent(x)
@@ -243,73 +210,33 @@ def _scaled_conv(node: Node, x: Any, weight: Any, bias: Any, zero: Any, x_scale:
         return y if bias is None else y + bias.reshape((1, -1, *(1,) * len(kernel)))
     if len(kernel) not in LAYOUTS or is_traced(bias):
         raise UnsupportedError("its bias or its number of dimensions has no kernel")
-    layout, more = LAYOUTS[len(kernel)], -weight.shape[1] % QUADS
-    grown = ((0, 0), (0, more), *((0, 0),) * len(kernel))
-    packed = once(
-        weight, f"codes {x.dtype}", lambda: pack_conv(np.pad(weight, grown), layout=layout, activations=x.dtype)
-    )
+    layout, (more, taps) = LAYOUTS[len(kernel)], whole_steps(weight, w, name_of(x.dtype))
     total = weight.reshape(outputs, -1).astype(np.float64).sum(1) * point * scales
     shift = ((0 if bias is None else bias.astype(np.float64)) - total).astype(np.float32)
-    edges = (w.begin, w.end)
-    if more and point:  # images are copied, so that padding takes nothing
-        none = (0,) * len(kernel)
-        w = w._replace(begin=none, end=none)
+    x = channels_last(x)
+    if more or taps:  # with their padding, so that channels and taps of zeros take nothing of others
+        x = adjacent(x, more, edges(w, taps), point)
+        weight, w = widened(weight, w, more, taps)
+    packed = once(weight, f"codes {x.dtype}", lambda: pack_conv(weight, layout=layout, activations=x.dtype))
     how = _options(w, 1) | {"padding_value": point}
+    x = adjacent(x)
 
     def alone(images: Any) -> Any:
         return conv(images, packed, **how).astype(np.float32)
 
-    x = adjacent(channels_last(x), more, edges if more and point else None, point)
     about = Filter(packed, sizes(tuple(x.shape), packed.shape, Options(**how)))
     y = x.recorder.over_windows("conv", x, about, (x.shape[0], *w.result, outputs), alone, np.dtype(np.float32))
     return channels_first(y * scales + shift)
-
-
-def adjacent(x: Any, more: int = 0, edges: tuple[Ints, Ints] | None = None, value: int = 0) -> Any:
-    """Images with adjacent channels: copied if these are apart, which takes less than to read them tap by tap.
-
-    With `more` they are copied with as many further channels, and with so many pixels at their edges, of one value.
-    """
-    looks, node = [], x.node
-    while node.kind == "view":
-        looks.append(node.plain)
-        node = node.inputs[0]
-    like = np.empty(node.shape, node.dtype)
-    for look in reversed(looks):
-        like = look(like)
-    if not more and (not looks or like.strides[-1] == like.itemsize):
-        return x
-    begin, end = edges or ((0,) * (x.ndim - 2),) * 2
-    where = (slice(None), *(slice(b, b + n) for b, n in zip(begin, x.shape[1:-1], strict=True)))
-    grown = (b + n + z for b, n, z in zip(begin, x.shape[1:-1], end, strict=True))
-    shape = (x.shape[0], *grown, x.shape[-1] + more)
-
-    def copied(y: Any) -> Any:
-        if y.shape[-1] > FEW_CHANNELS and not more:
-            return np.ascontiguousarray(y)
-        result = np.full(shape, value, y.dtype) if more else np.empty(shape, y.dtype)
-        for c in range(y.shape[-1]):  # one copy of all elements takes three times as long
-            result[..., c][where] = y[..., c]
-        return result
-
-    return x.recorder.wrap(x.recorder.call("copy", copied, (x.node,), "", shape=shape, dtype=x.dtype, own=True))
-
-
-QUADS = 4
-"""Neighbours along a sum that instructions on bytes multiply at once: windows of other numbers are gathered."""
-FEW_CHANNELS = 8
-"""Channels up to which they are copied one by one."""
 
 
 def _pointwise(x: Any, weight: Any, bias: Any, residual: Any, *, relu: bool) -> Any:
     """Record a convolution of single pixels: a product of pixels and the packed filter, with what follows it."""
     outputs, channels = weight.shape[:2]
     packed = once(weight, "pointwise", lambda: pack(weight.reshape(outputs, channels).T))
-    shape = (*x.shape[:-1], outputs)
-    y = x.reshape((math.prod(x.shape[:-1]), channels)) @ x.recorder.weight(packed)
+    y = x @ x.recorder.weight(packed)
     y = y if bias is None else y + bias
-    y = y if residual is None else y + residual.reshape(y.shape)
-    return channels_first((e.relu(y) if relu else y).reshape(shape))
+    y = y if residual is None else y + residual
+    return channels_first(e.relu(y) if relu else y)
 
 
 def is_pointwise(w: Windows) -> bool:
