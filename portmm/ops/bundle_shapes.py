@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays.call import problem
 from portmm.errors import BundleError
 from portmm.spec.dtype import word_of
+from portmm.spec.row_classes import last_of_class
 from portmm.spec.row_classes import rows as rows_of
 from portmm.target.reported_device import device_target
 from portmm.target.target import described, instance, load_target
@@ -62,7 +63,7 @@ class AttentionShape:
     """Sizes of attention.
 
     Attributes:
-        queries: their numbers.
+        queries: their numbers, one for each class.
         keys: number of keys.
         d, dv: elements of heads of K, and of V.
         dtype: of the operands.
@@ -113,19 +114,27 @@ def _shape(*words: str) -> Shape:
     if b not in LAYOUTS:
         raise ValueError(f"the layout of B is {b!r}, not {', '.join(LAYOUTS)}")
     word = word_of(dtype)
+    if min(n, k) < 1:
+        raise ValueError("N and K are positive")
+    values = _rows(m, lambda at: rows_of(problem_of((at, n, k), word, "row", ""))[1])
+    return Shape(values, n, k, word, b)
+
+
+def _rows(text: str, last_of: Callable[[int], int]) -> tuple[int, ...]:
+    """A value for each class of the numbers that a text as 7, 1-512 or 1,16 has; `last_of` is the last of a class."""
     values: dict[int, None] = {}
-    for part in m.split(","):
+    for part in text.split(","):
         first, _, last = part.partition("-")
         if not first.isdecimal() or not (last or first).isdecimal():
-            raise ValueError(f"M is {m!r}, not as 7, 1-512 or 1,16")
+            raise ValueError(f"the number of rows is {text!r}, not as 7, 1-512 or 1,16")
         at, end = int(first), int(last or first)
-        if not 0 < at <= end <= MOST_ROWS or min(n, k) < 1:
-            raise ValueError(f"sizes are positive, and M is at most {MOST_ROWS}")
+        if not 0 < at <= end <= MOST_ROWS:
+            raise ValueError(f"numbers of rows are from 1 to {MOST_ROWS}")
         while at <= end:
-            top = rows_of(problem_of((at, n, k), word, "row", ""))[1]
+            top = last_of(at)
             values[min(top, end)] = None
             at = top + 1
-    return Shape(tuple(values), n, k, word, b)
+    return tuple(values)
 
 
 def attention_of(text: str, where: str) -> list[AttentionShape]:
@@ -164,11 +173,11 @@ def _attention(_: str, *words: str) -> AttentionShape:
         raise ValueError("it takes the numbers of queries and keys, elements of a head, and the type")
     if unknown := set(sizes) - set(ATTENTION_SIZES):
         raise ValueError(f"{min(unknown)}= is none of {', '.join(ATTENTION_SIZES)}")
-    queries, (keys, d) = tuple(map(int, plain[0].split(","))), map(int, plain[1:3])
+    queries, (keys, d) = _rows(plain[0], last_of_class), map(int, plain[1:3])
     dtype, number = (*plain, "f32")[3], {name: int(x) for name, x in sizes.items()}
     heads = number.get("heads", 8)
     kv_heads, dv = number.get("kv_heads", heads), number.get("dv", d)
-    if min(*queries, keys, d, dv, heads, kv_heads, number.get("items", 1)) < 1 or heads % kv_heads:
+    if min(keys, d, dv, heads, kv_heads, number.get("items", 1)) < 1 or heads % kv_heads:
         raise ValueError("sizes are positive, and heads a multiple of kv_heads")
     if dtype not in ATTENTION_TYPES:
         raise ValueError(f"the type is {dtype}, not f32, bf16 or f16")

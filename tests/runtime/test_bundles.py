@@ -198,7 +198,9 @@ def test_another_chip_takes_what_it_can_run(made):
         ("", "has no shapes"),
         ("1 2", "line 1"),
         ("\n0 1 1", "line 2"),
-        ("3-2 1 1", "sizes"),
+        ("3-2 1 1", "from 1 to"),
+        ("3 0 1", "N and K are positive"),
+        ("3,x 1 1", "not as 7"),
         ("1 1 1 f32 diagonal", "layout"),
         ("1 1 1 f31", "line 1"),
     ],
@@ -212,6 +214,8 @@ def test_ranges_have_each_class_once():
     (shape,) = bundle_shapes.shapes_of("1-40,100 8 9 bf16 packed # a layer\n")
     assert shape.rows == (*range(1, 33), 34, 36, 38, 40, 100)
     assert str(shape) == "1..100x8x9 bf16 packed"
+    (shape,) = bundle_shapes.attention_of("attention 1-36,100 8 9 bf16\n", "shapes")
+    assert shape.queries == (*range(1, 33), 34, 36, 100)
 
 
 def test_cloud_instances_are_all_their_chips():
