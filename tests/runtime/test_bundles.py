@@ -19,8 +19,9 @@ from portmm.cli.main import app
 from portmm.dispatch import stored_kernels
 from portmm.dispatch.stored_kernels import CODE, THREADS, count
 from portmm.errors import BundleError, NoCompilerError, PortmmError
-from portmm.host.detect import host
+from portmm.host.detect import host, missing
 from portmm.ops import bundle_build, bundle_check, bundle_shapes
+from portmm.target.target import load_isa, load_target
 from portmm.version import VERSION
 
 SMALL = {"one": (b"\x7fELF" + bytes(4000), ("x", "y")), "two": (None, ("text", "")), "three": (b"code" * 9, ())}
@@ -243,6 +244,19 @@ def test_the_command_makes_and_checks_kernels_of_other_machines(tmp_path, capsys
     bundle = open_bundle(path)
     counts = bundle_check.check(bundle)
     assert counts == {bundle_check.RAN: len(bundle.answer(bundle_build.SCHEDULES))}
+
+
+def test_kernels_of_tiles_are_run(tmp_path):
+    """The driver asks Linux for the state of AMX, as the run time does."""
+    if missing(load_isa("amx_bf16")) or missing(load_isa("amx_int8")):
+        pytest.skip("no AMX here")
+    path = tmp_path / "tiles.bundle"
+    shapes = bundle_shapes.shapes_of("1,40 64 96 bf16 packed\n40 64 96 s8-s8-s32 packed\n")
+    data, built = bundle_build.make(shapes, [load_target("sapphire_rapids")], counts=(1,))
+    path.write_bytes(data)
+    bundle = open_bundle(path)
+    assert any("amx" in x.kernel for x in built)
+    assert bundle_check.check(bundle) == {bundle_check.RAN: len(bundle.answer(bundle_build.SCHEDULES))}
 
 
 def test_a_wrong_kernel_is_noticed(made, tmp_path):
