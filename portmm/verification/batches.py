@@ -12,18 +12,21 @@ import numpy as np
 
 from portmm.spec.expr import apply
 from portmm.util.memo import Memory
-from portmm.verification.functions import decaying, function_of
+from portmm.verification.functions import NAMES, decaying, function_of
 from portmm.verification.values import LOWEST, Residues, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping, Sequence
+    from collections.abc import Mapping, Sequence
 
     from portmm.spec.expr import Expr
 
 MAXIMA = ("max", "greater")
 _sets = Memory(1 << 16, "kernels")
+_values = Memory(1 << 12, "kernels")
 _levels = Memory(4, "kernels")
-_Key = tuple[int, str, str, tuple[Any, ...]]
+_Key = tuple[int, str, str, tuple[str, ...]]
+"""Level, operation, type and types of operands, those of positive ones with a `+`."""
+_Group = tuple[_Key, list["Expr"], list[tuple["Expr", ...]]]
 
 
 def evaluate_all(roots: Sequence[Expr], leaves: Mapping[Expr, tuple[Value, int]], numbers: Residues) -> Value:
@@ -38,16 +41,15 @@ def evaluate_all(roots: Sequence[Expr], leaves: Mapping[Expr, tuple[Value, int]]
         UnsupportedError: an operation has no meaning in the arithmetic.
     """
     rows = _Rows(numbers.field.tests)
-    for x in leaves:
-        rows.place(x, *leaves[x])
-    for (_, op, dtype, _), group in levels(roots):
+    rows.place(leaves)
+    for (_, op, dtype, _), group, inner in levels(roots):
         if op == "element":
             continue
         if op == "const":
             for x in group:
                 rows.keep([x], numbers.number(np.full(1, x.args[0]), dtype))
             continue
-        columns = zip(*[inner_of(x)[1] for x in group], strict=True)
+        columns = zip(*inner, strict=True)
         rows.keep(group, numbers.apply(op, dtype, [rows.gathered(column) for column in columns]))
     return rows.gathered(roots)  # type: ignore[no-any-return]
 
@@ -65,11 +67,17 @@ class _Rows:
         self.at: dict[Expr, Any] = {}
         kinds = (np.uint64, np.int64, np.bool_, np.uint64)
         self.parts: list[Any] = [np.empty((1 << 10, tests), x) for x in kinds]
-        self.signs: list[bool] = []
+        self.signs = np.empty(1 << 10, bool)
 
-    def place(self, x: Expr, value: Any, row: int) -> None:
-        """Keep one row of a value."""
-        self.keep([x], Value.of((y[row : row + 1] for y in value.parts()), positive=value.positive))
+    def place(self, leaves: Mapping[Expr, tuple[Value, int]]) -> None:
+        """Keep rows of values, those of one value at once."""
+        parts: dict[int, tuple[Value, list[Expr], list[int]]] = {}
+        for x, (value, row) in leaves.items():
+            _, group, at = parts.setdefault(id(value), (value, [], []))
+            group.append(x)
+            at.append(row)
+        for value, group, at in parts.values():
+            self.keep(group, Value.of((y[at] for y in value.parts()), positive=value.positive))
 
     def keep(self, group: Sequence[Expr], value: Any) -> None:
         """Keep a value with a row for each expression."""
@@ -79,16 +87,17 @@ class _Rows:
         first, self.count = self.count, self.count + len(group)
         while self.count > len(self.parts[0]):
             self.parts = [np.concatenate([x, np.empty_like(x)]) for x in self.parts]
+            self.signs = np.concatenate([self.signs, np.empty_like(self.signs)])
         for table, part in zip(self.parts, value.parts(), strict=True):
             table[first : self.count] = part
-        self.at |= {x: first + i for i, x in enumerate(group)}
-        self.signs += [value.positive] * len(group)
+        self.at.update(zip(group, range(first, self.count), strict=True))
+        self.signs[first : self.count] = value.positive
 
     def gathered(self, of: Sequence[Expr]) -> Any:
         """A value with a row for each of some expressions."""
         at = [self.at[x] for x in of]
         if isinstance(at[0], int):
-            return Value.of((x[at] for x in self.parts), positive=all(self.signs[i] for i in at))
+            return Value.of((x[at] for x in self.parts), positive=bool(self.signs[at].all()))
         tests = max(x.shape[-1] for x, _ in at)
         return np.stack([np.broadcast_to(x[i], (tests,)) for x, i in at])
 
@@ -96,26 +105,19 @@ class _Rows:
 def inner_of(x: Expr) -> tuple[str, tuple[Expr, ...]]:
     """The operation of an expression, which may be a function that it spells out, and its operands."""
     named = function_of(x)
-    if x.op in MAXIMA and named is None:
-        return "greatest", _maximum_of(x)
-    return (x.op, x.inner) if named is None else (named[0], (named[1],))
+    if named is not None:
+        return named[0], (named[1],)
+    return ("greatest", _maximum_of(x)) if x.op in MAXIMA else (x.op, x.inner)
 
 
-def unguarded_exponential(roots: Iterable[Expr]) -> str:
+def unguarded_exponential(roots: Sequence[Expr]) -> str:
     """An exponential whose spelling is for differences from a maximum, and that is of another argument; or "".
 
     The same function over the fields, it overflows in floats.
     """
-    seen: set[Expr] = set()
-    stack = list(roots)
-    while stack:
-        x = stack.pop()
-        if x not in seen:
-            seen.add(x)
-            inner = inner_of(x)[1]
-            stack += inner
-            if (less := decaying(x)) is not None and not _at_most_zero(less):
-                return "an exponential of what may be positive is spelled as one of what is not: it would overflow"
+    every = (decaying(x) for (_, op, *_), group, _ in levels(roots) if op in NAMES for x in group)
+    if any(x is not None and not _at_most_zero(x) for x in every):
+        return "an exponential of what may be positive is spelled as one of what is not: it would overflow"
     return ""
 
 
@@ -123,12 +125,16 @@ def _at_most_zero(x: Expr) -> bool:
     """Whether an expression is a value less a maximum of it and of others, or a maximum less one of more values."""
     if x.op != "sub":
         return False
-    some, most = ({_rounded(z) for z in _values_of(y)} for y in x.inner)
+    some, most = map(_values_of, x.inner)
     return all(y in most or (y.op == "const" and y.args[0] < LOWEST) for y in some)
 
 
-def _values_of(x: Expr) -> tuple[Expr, ...]:
-    return _maximum_of(x) if x.op in MAXIMA and function_of(x) is None else (x,)
+def _values_of(x: Expr) -> frozenset[Expr]:
+    """The values that an expression is the maximum of, or itself, without roundings."""
+    if x not in _values:
+        every = _maximum_of(x) if x.op in MAXIMA and function_of(x) is None else (x,)
+        return _values.keep(x, frozenset(map(_rounded, every)))  # type: ignore[no-any-return]
+    return _values[x]  # type: ignore[no-any-return]
 
 
 def _rounded(x: Expr) -> Expr:
@@ -146,17 +152,17 @@ def _maximum_of(x: Expr) -> tuple[Expr, ...]:
     return known  # type: ignore[no-any-return]
 
 
-def levels(roots: Sequence[Expr]) -> list[tuple[_Key, list[Expr]]]:
-    """Expressions by level and operation, and by which operands are positive, operands first; remembered."""
+def levels(roots: Sequence[Expr]) -> list[_Group]:
+    """Expressions by level, operation and types of operands, these first, with the operands of each; remembered."""
     key = tuple(roots)
     known = _levels.get(key)
     return _levels.keep(key, _leveled(roots)) if known is None else known  # type: ignore[no-any-return]
 
 
-def _leveled(roots: Sequence[Expr]) -> list[tuple[_Key, list[Expr]]]:
+def _leveled(roots: Sequence[Expr]) -> list[_Group]:
     level: dict[Expr, int] = {}
-    positive: dict[Expr, bool] = {}
-    groups: dict[_Key, list[Expr]] = {}
+    kinds: dict[Expr, str] = {}
+    groups: dict[_Key, tuple[list[Expr], list[tuple[Expr, ...]]]] = {}
     stack = list(roots)
     while stack:
         x = stack[-1]
@@ -165,16 +171,26 @@ def _leveled(roots: Sequence[Expr]) -> list[tuple[_Key, list[Expr]]]:
             continue
         op, inner = inner_of(x)
         missing = [y for y in inner if y not in level]
-        stack += missing
-        if not missing:
-            stack.pop()
-            level[x] = 1 + max((level[y] for y in inner), default=0)
-            signs = tuple((positive[y], y.dtype) for y in inner)
-            positive[x] = op == "exp" or (op == "const" and x.dtype == "f32" and x.args[0] >= 0)
-            positive[x] = positive[x] or (op in ("add", "mul", "div", "fma", "select") and _all_positive(op, signs))
-            groups.setdefault((level[x], op, x.dtype, signs), []).append(x)
-    return sorted(groups.items(), key=lambda x: x[0][0])
+        if missing:
+            stack += missing
+            continue
+        stack.pop()
+        level[x] = own = 1 + max([level[y] for y in inner], default=0)
+        of = tuple([kinds[y] for y in inner])
+        kinds[x] = f"{x.dtype}+" if _is_positive(x, op, of) else x.dtype
+        key = own, op, x.dtype, of
+        if key not in groups:
+            groups[key] = [], []
+        group, operands = groups[key]
+        group.append(x)
+        operands.append(inner)
+    return [(key, *groups[key]) for key in sorted(groups, key=lambda x: x[0])]
 
 
-def _all_positive(op: str, signs: tuple[tuple[bool, str], ...]) -> bool:
-    return all(x for x, _ in (signs[1:] if op == "select" else signs))
+def _is_positive(x: Expr, op: str, of: tuple[str, ...]) -> bool:
+    """Whether a value is positive, as `Value.positive` has it: by its operation and the types of its operands."""
+    if op in ("exp", "const"):
+        return op == "exp" or (x.dtype == "f32" and x.args[0] >= 0)
+    if op not in ("add", "mul", "div", "fma", "select"):
+        return False
+    return all([y[-1] == "+" for y in (of[1:] if op == "select" else of)])  # noqa: C419 - faster

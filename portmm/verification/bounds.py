@@ -279,21 +279,38 @@ def sizes(graph: MuGraph, extents: Mapping[str, int]) -> list[Size]:
     return [known[i] for i in graph.results]
 
 
+_ELEMENT = Size()
+
+
 class _Elements(_Sizes):
-    """Sizes of expressions of single elements."""
+    """Sizes of expressions of single elements; operations on the same sizes give the same."""
 
     def __init__(self) -> None:
         self.number, self.axes, self.known = "elements", defaultdict(frozenset), {}
+        self.same = {_ELEMENT: _ELEMENT}
+        self.results: dict[tuple[Any, ...], Size] = {}
 
     def _of(self, x: Expr) -> Size:
-        return Size() if x.op == "element" else super()._of(x)
+        if x.op == "element":
+            return _ELEMENT
+        if x.op not in ("add", "mul", "fma") or function_of(x) is not None:
+            return self._one(super()._of(x))
+        key = x.op, *[id(self.of(y)) for y in x.args]  # `same` holds all: different ones have different numbers
+        known = self.results.get(key)
+        if known is None:
+            known = self.results[key] = self._one(super()._of(x))
+        return known
+
+    def _one(self, x: Size) -> Size:
+        """The one object of equal sizes."""
+        return self.same.setdefault(x, x)
 
 
 def element_sizes(results: Iterable[Sequence[Expr]]) -> list[Size]:
     """The size of the largest element of each of some results."""
     every, at = [], _Elements()
     for elements in results:
-        for _, group in levels(elements):
+        for _, group, _ in levels(elements):
             for x in group:
                 at.of(x)
         each = [at.of(x) for x in elements]

@@ -22,7 +22,7 @@ from portmm.ir.nodes import FIELDS, OPERANDS, SWAPPED
 from portmm.spec.expr import const
 from portmm.spec.problem import AXES
 from portmm.verification.powers import Powers
-from portmm.verification.symbolic import POISON, Symbols, element
+from portmm.verification.symbolic import POISON, applied, element
 from portmm.verification.values import UncompiledError, UnsupportedError
 
 if TYPE_CHECKING:
@@ -329,24 +329,32 @@ def _replayed(
 ) -> dict[int, Expr]:
     """The expressions of wanted nodes, and of those that they need."""
     rows = nodes.tolist()
-    needed = set(wanted) - {POISON}
-    for i in range(len(rows) - 1, -1, -1):
-        if i in needed:
-            needed.update(rows[i][1 : 1 + _COUNTS[rows[i][0]]])
-    symbols, powers = Symbols(), Powers(literals)
-    known: dict[int, int] = {}
-    for i in sorted(needed):
-        op, *of = rows[i]
+    powers = Powers(literals)
+    known: dict[int, Expr] = {}
+    for i, (op, *of) in _needed(rows, wanted):
         name, args = OPERATIONS[op], [known[x] for x in of[: _COUNTS[op]]]
         if name == "exp2":
-            known[i] = symbols.number(powers.exponential(symbols.every[args[0]]))
-        elif name == "mul" and (power := powers.product(*(symbols.every[x] for x in args))) is not None:
-            known[i] = symbols.number(power)
+            known[i] = powers.exponential(args[0])
+        elif name == "mul" and (power := powers.product(*args)) is not None:
+            known[i] = power
         elif args:
-            known[i] = symbols.apply("lt", *args[::-1]) if name == "more" else symbols.apply(name, *args)
+            known[i] = applied("lt", args[::-1]) if name == "more" else applied(name, args)
         else:
-            known[i] = symbols.number(_leaf(name, *of[:2]))
-    return {i: symbols.every[x] for i, x in known.items()}
+            known[i] = _leaf(name, *of[:2])
+    return known
+
+
+def _needed(rows: list[list[int]], wanted: list[int]) -> list[tuple[int, list[int]]]:
+    """The nodes that wanted ones need, and these, each after its operands."""
+    needed = bytearray(len(rows))
+    for i in wanted:
+        if i != POISON:
+            needed[i] = 1
+    for i in range(len(rows) - 1, -1, -1):
+        if needed[i]:
+            for x in rows[i][1 : 1 + _COUNTS[rows[i][0]]]:
+                needed[x] = 1
+    return [x for x in enumerate(rows) if needed[x[0]]]
 
 
 def _leaf(name: str, first: int, second: int) -> Expr:

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING
 
 from portmm.spec import vector_math
 from portmm.spec.epilogue import argument
-from portmm.spec.expr_ops import OPS
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -20,17 +19,27 @@ if TYPE_CHECKING:
 
 _ARGUMENT = argument(0, "f32")
 NAMES = ("exp", "log", "tanh", "erf", "sigmoid", "silu", "expm1", "softplus", "gelu_tanh", "gelu")
-_patterns: dict[tuple[str, str], list[tuple[str, Expr]]] = {}
+_patterns: dict[tuple[str, ...], list[tuple[str, Expr]]] = {}
+"""Last operation, its type and the operations of its operands -> names, with expansions that end so."""
+_last: set[tuple[str, str]] = set()
 _decays: list[Expr] = []
 _matches = Memory(1 << 16, "kernels")
+
+
+def _kind(x: Expr) -> tuple[str, ...]:
+    """The last operation of an expression, its type and those of its operands, by which most expressions differ."""
+    return x.op, x.dtype, *[y.op for y in x.args]
 
 
 def add(name: str, function: Callable[[Expr], Expr], *, decays: bool = False) -> None:
     """Add a further spelling of a function, or one of arguments alone that are not positive."""
     pattern = function(_ARGUMENT)
+    if any(x is _ARGUMENT for x in pattern.args):
+        raise ValueError(f"{name} ends with an operation on its argument, which may be any expression")
     if decays:
         _decays.append(pattern)
-    _patterns.setdefault((pattern.op, pattern.dtype), []).append((name, pattern))
+    _last.add((pattern.op, pattern.dtype))
+    _patterns.setdefault(_kind(pattern), []).append((name, pattern))
     _matches.clear()
 
 
@@ -40,11 +49,10 @@ for _name in NAMES:
 
 def function_of(x: Expr) -> tuple[str, Expr] | None:
     """The name and the argument of the function whose expansion an expression is, or None."""
-    if x.op not in OPS:
+    if (x.op, x.dtype) not in _last or (some := _patterns.get(_kind(x))) is None:
         return None
     if x not in _matches:
-        of = x.inner
-        tried = (_match(x, *one) for one in _patterns.get((x.op, x.dtype), ()) if _alike(of, one[1]))
+        tried = (_match(x, *one) for one in some)
         return _matches.keep(x, next((y for y in tried if y), None))  # type: ignore[no-any-return]
     return _matches[x]  # type: ignore[no-any-return]
 
@@ -53,12 +61,6 @@ def decaying(x: Expr) -> Expr | None:
     """The argument of a function that an expression spells for arguments alone that are not positive, or None."""
     named = function_of(x)
     return None if named is None or all(_unified(x, y) is None for y in _decays) else named[1]
-
-
-def _alike(of: tuple[Expr, ...], pattern: Expr) -> bool:
-    """Whether operands have the operations and literals of a pattern's: most expressions differ there."""
-    pairs = zip(of, pattern.inner, strict=False)
-    return all(b is _ARGUMENT or a is b or (a.op == b.op and b.op != "const") for a, b in pairs)
 
 
 def _match(x: Expr, name: str, pattern: Expr) -> tuple[str, Expr] | None:

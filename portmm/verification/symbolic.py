@@ -64,12 +64,10 @@ class Symbols:
             return of[1] if mask.args[0] else of[2]
         if POISON in of:
             return POISON
-        if op == "add" and 0 in of:
-            return of[1] if of[0] == 0 else of[0]
         key = (op, *of)
         known = self.done.get(key)
         if known is None:
-            known = self.done[key] = self.number(_applied(op, [self.every[i] for i in of]))
+            known = self.done[key] = self.number(applied(op, [self.every[i] for i in of]))
         return known
 
 
@@ -78,11 +76,16 @@ def element(operand: int, at: int) -> Expr:
     return node("element", (operand, at), "f32")
 
 
-def _applied(op: str, values: list[Expr]) -> Expr:
+def applied(op: str, values: list[Expr]) -> Expr:
+    """The result of an operation; a sum with zero, and a selection by a literal, are an operand."""
+    if op == "fma" and any([x.op != "const" for x in values]):  # noqa: C419 - faster
+        return node(op, tuple(values), "f32")  # most of all operations: nothing is simplified
     if op in ("shl", "shr"):
         return apply(op, values[0], int(values[1].args[0]))
-    if op == "fma" and any(x.op != "const" for x in values):
-        return node(op, tuple(values), "f32")  # most of all operations: nothing is simplified
+    if op == "add" and (values[0] is _ZERO or values[1] is _ZERO):
+        return values[1] if values[0] is _ZERO else values[0]
+    if op == "select" and values[0].op == "const":
+        return values[1] if values[0].args[0] else values[2]
     return apply(op, *values)
 
 
