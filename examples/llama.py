@@ -245,7 +245,7 @@ GGUF = {
 
 
 def from_gguf(path: Any, kind: str) -> Llama:
-    """A decoder of a GGUF file of architecture "llama"; matrices of types Q4_0 and Q4_1 stay what they are in int4."""
+    """A decoder of a GGUF file of architecture "llama"; matrices of four bits stay what they are in int4."""
     file = pm.open_gguf(path)
     about = {n.removeprefix("llama."): x for n, x in file.metadata.items()}
     heads, key_heads = about["attention.head_count"], about["attention.head_count_kv"]
@@ -258,7 +258,7 @@ def from_gguf(path: Any, kind: str) -> Llama:
     for title, tensor in file.tensors.items():
         *block, name, _ = title.split(".")
         at = f"model.layers.{block[1]}." if block else ""
-        keep = kind.startswith("int4") and tensor.kind in ("Q4_0", "Q4_1") and name != "token_embd"
+        keep = kind.startswith("int4") and tensor.kind in ("Q4_0", "Q4_1", "MXFP4") and name != "token_embd"
         w = tensor.quantized() if keep else tensor.dequantized()
         if name in ("attn_q", "attn_k"):
             w = _halves(w, heads if name == "attn_q" else key_heads)

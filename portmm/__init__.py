@@ -84,6 +84,7 @@ if TYPE_CHECKING:
     )
     from portmm.tuning import tune
     from portmm.weights.checkpoints import from_awq, from_gguf, from_gptq, from_int4
+    from portmm.weights.fp4 import from_fp4, quantize_fp4
     from portmm.weights.gguf import dequantize_gguf, open_gguf
     from portmm.weights.model_files import open_checkpoint
     from portmm.weights.quantized import Quantized, dequantize, load_quantized, quantize, save_quantized
@@ -129,6 +130,7 @@ __all__ = [
     "fast_gelu",
     "forget",
     "from_awq",
+    "from_fp4",
     "from_gguf",
     "from_gptq",
     "from_int4",
@@ -160,6 +162,7 @@ __all__ = [
     "pack_conv",
     "plan",
     "quantize",
+    "quantize_fp4",
     "quantize_rows",
     "relu",
     "relu6",
@@ -192,6 +195,7 @@ _LAZY = {
     "explain": "explanation.product",
     "Explanation": "explanation.record",
     **dict.fromkeys(("Quantized", "dequantize", "load_quantized", "quantize", "save_quantized"), "weights.quantized"),
+    **dict.fromkeys(("from_fp4", "quantize_fp4"), "weights.fp4"),
     **dict.fromkeys(("from_awq", "from_gguf", "from_gptq", "from_int4"), "weights.checkpoints"),
     **dict.fromkeys(("load_packed", "save_packed"), "ops.packed_files"),
     "einsum": "ops.einsum",

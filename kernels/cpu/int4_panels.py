@@ -15,6 +15,10 @@ sums grow as slowly, and start at 8 times the difference of sums of A that compe
 for it. With an A of int8, sums of q start at -8 * sum_k a; they are exact, in s32: 1920
 a step at most, which reaches 2**31 at a group of a million rows. Sums over groups, and
 those of floats within a group that is longer than a run, are added up in runs (`summation`).
+
+Panels may have floats of four bits, e2m1, in the place of int4 values, with half the scales and without offsets: twice
+these floats are whole numbers, around 0 where they are converted to floats, and 12 more for an A of int8. Their bits
+are complemented, so that what pads a word, of bits 0, is an integer 0 as well.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import Add, For, Function, If, Let, LetPtr, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.microkernel import Shape, acc_of, element_of_a, params_of_a, spare, write_back
-from portmm.spec.dtype import CODES_AT, CODES_KR, ZERO_CODE, base
+from portmm.spec.dtype import CODES_AT, CODES_KR, ZERO_CODE, ZERO_E2M1, base
 from portmm.target.summation import RUN, STEP, BlockOfK, chained
 
 if TYPE_CHECKING:
@@ -72,12 +76,12 @@ def dequantize(isa: Isa, atom: Atom, kept: Family) -> Function:
     for e in range(CODES_KR):
         for v, at in vectors:
             offset = Verb("load_c", f"x{v}", p=Ptr("scales", const(nr + at)))
-            body += [
-                Map("mul", f"x{v}", (f"s{v}", "minus_eight"), "f32", "f32", real.name) if kept.symmetric else offset,
-                Verb("code", f"q{v}", f"w{v}", count=const(CODES_AT[e])),
-                Verb("mac", f"x{v}", f"s{v}", f"q{v}"),
-                Verb("store", f"x{v}", p=Ptr("rows", const(e * nr + at))),
-            ]
+            by_eight = Map("mul", f"x{v}", (f"s{v}", "minus_eight"), "f32", "f32", real.name)
+            number = Verb("e2m1" if kept.e2m1 else "code", f"q{v}", f"w{v}", count=const(CODES_AT[e]))
+            scaled = Map("mul", f"x{v}", (f"s{v}", f"q{v}"), "f32", "f32", real.name)
+            added = [by_eight if kept.symmetric else offset, number, Verb("mac", f"x{v}", f"s{v}", f"q{v}")]
+            steps = [number, scaled] if kept.e2m1 else added
+            body += [*steps, Verb("store", f"x{v}", p=Ptr("rows", const(e * nr + at)))]
     for e, (v, at) in product(range(0, CODES_KR, kr), vectors) if kr > 1 else ():
         body += [
             Verb("load_rows", f"u{v}", p=Ptr("rows", const(e * nr + at)), step=const(nr), of=atom.name),
@@ -93,13 +97,18 @@ def _many(atom: Atom, kept: Family) -> bool:
     return not chained(atom) and not 0 < kept.group <= RUN
 
 
-def starts_of_group(atom: Atom, group: int) -> Index:
+def centred(atom: Atom, kept: Family) -> bool:
+    """Whether numbers are around 0 as they are converted, so that their sums need no correction."""
+    return bool(atom.centred) or (kept.e2m1 and atom.acc == "f32")
+
+
+def starts_of_group(atom: Atom, kept: Family) -> Index:
     """Number of corrections that turn sums over a group into those of q - 8: one for each `STEP` floats."""
-    if atom.centred:
+    if centred(atom, kept):
         return const(0)
     if atom.acc == "s32":
         return const(1)
-    return const(-(-group // STEP)) if group else ceil_div(var("k"), STEP)
+    return const(-(-kept.group // STEP)) if kept.group else ceil_div(var("k"), STEP)
 
 
 def group_sums(atom: Atom, real: Atom, kept: Family, s: Shape) -> Function:
@@ -107,7 +116,8 @@ def group_sums(atom: Atom, real: Atom, kept: Family, s: Shape) -> Function:
     k, g, first = ceil_div(var("k"), atom.k_pack), var("g"), var("p_run")
     long = const(kept.group // atom.k_pack) if kept.group else k
     run = long if atom.acc == "s32" else const(STEP // atom.k_pack)
-    rows, ways = range(s.rows), 2 if _alternates(atom) else 1
+    rows, ways = range(s.rows), 2 if _alternates(atom, kept) else 1
+    zero = ZERO_E2M1 if kept.e2m1 else ZERO_CODE
     begin, end = g * long, minimum(k, (g + 1) * long)
     limit = minimum(end, first + run)
 
@@ -128,30 +138,30 @@ def group_sums(atom: Atom, real: Atom, kept: Family, s: Shape) -> Function:
     whole = [Ptr("whole", const(i)) for i in rows]
     for i in rows:
         runs += [Verb("store", f"t{i}", p=lanes), Add(whole[i], lanes)]
-        if not atom.centred:
+        if not centred(atom, kept):
             less = Map("mul", f"d{i}", (f"t{i}", "minus_eight"), atom.acc, atom.acc, real.name)
-            start = Ptr("starts", place[i] * starts_of_group(atom, kept.group) + (first - begin) // run)
+            start = Ptr("starts", place[i] * starts_of_group(atom, kept) + (first - begin) // run)
             runs += [*([less] if ways == 1 else []), Verb("store", f"d{i}", p=lanes), Move(start, lanes)]
     group: list[Stmt] = [Move(x, None) for x in whole]
     group.append(For("p_run", begin, end, run, tuple(runs)))
     group += [Move(Ptr("totals", place[i]), whole[i]) for i in rows]
-    signs = {"minus_eight": -ZERO_CODE, "eight": ZERO_CODE} if not atom.centred else {}
+    signs = {"minus_eight": -zero, "eight": zero} if not centred(atom, kept) else {}
     body: list[Stmt] = [Scratch("lanes", atom.n, atom.acc), Scratch("whole", s.rows, "f64"), Verb("ones", "one")]
     body += [Map("literal", x, (signs[x],), atom.acc, atom.acc, real.name) for x in list(signs)[:ways]]
     body.append(For("g", const(0), var("groups"), const(1), tuple(group)))
-    params = (*params_of_a(s), Param("totals", "f32"), *_starts(atom), Param("groups"))
+    params = (*params_of_a(s), Param("totals", "f32"), *_starts(atom, kept), Param("groups"))
     comment = f"totals[{s.rows}][groups] = sums of A over groups of k"
     return Function(f"totals_{s.rows}", "inner", params, tuple(body), comment)
 
 
-def _alternates(atom: Atom) -> bool:
+def _alternates(atom: Atom, kept: Family) -> bool:
     """Whether int4 values of even k are 16 less, so that sums of floats do not grow."""
-    return bool(atom.below)
+    return bool(atom.below) and not kept.e2m1
 
 
-def _starts(atom: Atom) -> tuple[Param, ...]:
+def _starts(atom: Atom, kept: Family) -> tuple[Param, ...]:
     """Parameter of the corrections to q - 8, if there are any."""
-    return () if atom.centred else (Param("starts", atom.acc),)
+    return () if centred(atom, kept) else (Param("starts", atom.acc),)
 
 
 def int4_micro_kernel(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
@@ -190,7 +200,7 @@ def int4_micro_kernel(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
     few = For("g", first, minimum(var("groups"), first + run), const(1), group)
     loop = For("g_run", const(0), var("groups"), const(run), (Let("accumulate", const(0).lt(first)), *zero, few, *end))
     params = [*params_of_a(s), Param("b", "s32", readonly=True), Param("totals", "f32", readonly=True)]
-    params += [*_starts(atom), Param("groups"), Param("c", "f32"), Param("c_m"), Param("columns")]
+    params += [*_starts(atom, kept), Param("groups"), Param("c", "f32"), Param("c_m"), Param("columns")]
     comment = f"C[{s.rows}][columns] = A[{s.rows}][k] . B[k][{nr}], codes of four bits"
     body = (*spare(real, s), loop)
     return Function(f"decode_{s.rows}x{nr}", "inner", tuple(params), body, comment, of=real.name)
@@ -203,13 +213,14 @@ class _Tile:
         words = isa.vector("s32", atom.n)
         assert words is not None  # noqa: S101 - else the atom would not support int4
         self.atom, self.real, self.words, self.nr, self.s = atom, real, words, kept.nr, s
-        self.offsets = not kept.symmetric
+        self.offsets, self.e2m1 = kept.heads > 1, kept.e2m1
         self.vectors, self.rows = range(self.nr // atom.n), range(s.rows)
         self.cells = [(i, v) for i in self.rows for v in self.vectors]
         self.exact = atom.acc == "s32"
-        self.starts = starts_of_group(atom, kept.group)
-        self.corrects = _alternates(atom) and not 0 < kept.group <= STEP
-        self.verbs = ("below" if _alternates(atom) else "code", "code")
+        self.starts, self.centred = starts_of_group(atom, kept), centred(atom, kept)
+        self.alternates = _alternates(atom, kept)
+        self.corrects = self.alternates and not 0 < kept.group <= STEP
+        self.verbs = ("below" if self.alternates else "code", "code")
 
     def zero(self) -> tuple[Stmt, ...]:
         """Zeroed sums of a group."""
@@ -217,7 +228,7 @@ class _Tile:
 
     def begun(self) -> tuple[Stmt, ...]:
         """Initial values of sums over a group."""
-        if self.atom.centred or self.corrects:
+        if self.centred or self.corrects:
             return self.zero()
         return tuple(x for i in self.rows for x in self.start(i, const(0), [f"part{i}_{v}" for v in self.vectors]))
 
@@ -249,7 +260,7 @@ class _Tile:
 
     def step(self, p: Index, bit: Index, verb: str = "code") -> list[Stmt]:
         """Multiply-adds of the int4 values that begin at `bit` by the unit of A at p."""
-        of, verb = self.atom.name, "centred" if self.atom.centred else verb
+        of, verb = self.atom.name, "e2m1" if self.e2m1 else "centred" if self.centred else verb
         out: list[Stmt] = [Verb(verb, f"q{v}", f"w{v}", count=bit, of=of) for v in self.vectors]
         for i in self.rows:
             out.append(Verb("load_a", f"a{i}", p=element_of_a(self.s, i, p), of=of))
@@ -270,7 +281,7 @@ class _Tile:
         first, at = (var("start") + u) * (CODES_KR // kr), e * kr
         bit = at % 4 * CODES_AT[1] + at // 4 * CODES_AT[4]
         each = tuple(self.step(first + e, bit))
-        if _alternates(self.atom):
+        if self.alternates:
             each = (If((e % 2).eq(0), tuple(self.step(first + e, bit, "below")), each),)
         return (*self.load(u), For("e", const(0), count, const(1), each))
 

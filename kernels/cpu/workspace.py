@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
 from portmm.ir.nodes import LetPtr
 from portmm.kernels.cpu.blocking import WORKERS, Blocks, M, N
-from portmm.kernels.cpu.int4_panels import starts_of_group
+from portmm.kernels.cpu.int4_panels import centred, starts_of_group
 from portmm.kernels.cpu.packing import sum_units
 from portmm.spec.dtype import BY_NAME
+from portmm.spec.problem import family
 from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:
@@ -90,8 +91,9 @@ class Workspace(Blocks):
     @property
     def t_size(self) -> Index:
         """Number of elements of one worker's sums of A over groups of k."""
-        sizes = (self.row_buffer_size(count) for _, count in self.group_sum_buffers.values())
-        return sum(sizes, const(0)) if self.int4_in_place else const(0)
+        if not self.int4_in_place:
+            return const(0)
+        return sum((self.row_buffer_size(count) for _, count in self.group_sum_buffers.values()), const(0))
 
     def row_buffer_size(self, count: Index) -> Index:
         """Number of elements of one worker's scratch for so many of each row."""
@@ -101,8 +103,9 @@ class Workspace(Blocks):
     def group_sum_buffers(self) -> dict[str, tuple[str, Index]]:
         """Buffers of sums of A over quantization groups, by name: their type, and the number per row."""
         kept = {"totals": ("f32", self.groups_of_k)}
-        if not self.atom.centred:
-            kept["starts"] = (self.atom.acc, self.groups_of_k * starts_of_group(self.atom, self.s.b.group))
+        layout = family(self.s.family)
+        if not centred(self.atom, layout):
+            kept["starts"] = (self.atom.acc, self.groups_of_k * starts_of_group(self.atom, layout))
         return kept
 
     @property

@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 _WRITES = {
     "zero": "acc_type", "load_c": "acc_type", "load_a": "a_type", "load_b": "b_type",
     "load_mask": "b_type", "load_rows": "b_type", "mask": "mask_type", "ones": "a_type", "code": "b_type",
-    "centred": "b_type", "below": "b_type", "real": "acc_type",
+    "centred": "b_type", "below": "b_type", "e2m1": "b_type", "real": "acc_type",
 }  # fmt: skip
 """Verb -> the field of an atom that is the C type of the register it writes."""
 

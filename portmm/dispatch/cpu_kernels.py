@@ -103,14 +103,16 @@ def family(dtype: str, target: Target) -> str:
     return str(Family(types(dtype)[1], isa.columns(atom) * PACKED_VECTORS, atom.k_pack, atom.acc == "s32"))
 
 
-def family_of_codes(target: Target, group: int, *, symmetric: bool = False) -> Family:
+def family_of_codes(target: Target, group: int, *, symmetric: bool = False, e2m1: bool = False) -> Family:
     """The packed layout of an int4 weight on a target: one for all types of A.
 
     Raises:
-        ScheduleError: no atom of the target multiplies int4 values.
+        ScheduleError: no atom of the target multiplies int4 values, or its instruction set has no floats of four bits.
     """
-    _, atom = int4_unit(target)
-    return Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=group, symmetric=symmetric)
+    isa, atom = int4_unit(target)
+    if e2m1 and not atom.e2m1:
+        raise ScheduleError(f"{isa.name} has no floats of four bits: dequantize the weight")
+    return Family("u4", atom.n * PACKED_VECTORS, CODES_KR, group=group, symmetric=symmetric, e2m1=e2m1)
 
 
 def unit_for(fused: Fused, target: Target) -> tuple[Isa, Atom]:

@@ -134,7 +134,7 @@ class Verb(Stmt):
         b: right operand of a mac.
         p: address of a load or store.
         mask: mask register of a masked load or store.
-        count: lanes kept by "mask"; the bit offset of the int4 values of "code", "centred" and "below".
+        count: lanes kept by "mask"; the bit offset of the values of "code", "centred", "below" and "e2m1".
         step: stride of rows in elements, or units, for "load_rows", and for atoms of several rows.
         to: type of the register, where it is not the verb's default.
         of: name of the atom of this verb, where it is not the kernel's.

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from portmm.spec.dtype import BY_NAME, CODES_AT, EXTENSION_TYPES, ZERO_CODE, base
+from portmm.spec.dtype import BY_NAME, CODES_AT, E2M1, EXTENSION_TYPES, ZERO_CODE, ZERO_E2M1, base
 from portmm.spec.expr_ops import OPS
 
 if TYPE_CHECKING:
@@ -115,6 +115,12 @@ def _shifted(s: Verb, regs: Mapping[str, np.ndarray], atom: Atom, bit: int) -> n
     return numbers.astype(numpy_type(atom.b))
 
 
+def _e2m1(s: Verb, regs: Mapping[str, np.ndarray], atom: Atom, bit: int) -> np.ndarray:
+    numbers: np.ndarray = np.array(E2M1)[15 - int4_values(regs[s.a], bit, atom.k_pack)]
+    numbers = numbers + ZERO_E2M1 * (atom.acc == "s32")
+    return numbers.astype(numpy_type(atom.b))
+
+
 def _ones(_: Verb, __: Mapping[str, np.ndarray], atom: Atom, ___: int) -> np.ndarray:
     return np.ones(atom.k_pack, numpy_type(base(atom.a))) if atom.k_pack > 1 else np.asarray(1, np.int32)
 
@@ -125,6 +131,7 @@ WRITTEN: dict[str, Callable[[Verb, Mapping[str, np.ndarray], Atom, int], np.ndar
     "add": lambda s, regs, *_: regs[s.d] + regs[s.a],
     "amax": lambda s, regs, *_: np.maximum(regs[s.d], np.abs(regs[s.a])),
     **dict.fromkeys(LESS, _shifted),
+    "e2m1": _e2m1,
     "ones": _ones,
     "zero": lambda _, __, atom, ___: np.zeros(atom.n, numpy_type(atom.acc)),
     "hold": lambda s, regs, *_: regs[s.d],

@@ -16,6 +16,7 @@ from portmm.ops.linear import linear
 from portmm.ops.matmul import matmul
 from portmm.ops.prepack import pack
 from portmm.util.console import progress as progress_bar
+from portmm.weights.checkpoints import GGUF_KINDS
 from portmm.weights.gguf import Gguf, open_gguf
 from portmm.weights.model_files import open_checkpoint
 from portmm.weights.quantized import Quantized, dequantize
@@ -100,7 +101,7 @@ def _gguf_layers(file: Gguf) -> dict[str, Callable[[], tuple[Quantized, None]]]:
     return {
         name: lambda tensor=tensor: (tensor.quantized(), None)  # type: ignore[misc]
         for name, tensor in file.tensors.items()
-        if tensor.kind in ("Q4_0", "Q4_1") and len(tensor.shape) == 2
+        if tensor.kind in GGUF_KINDS and len(tensor.shape) == 2
     }
 
 

@@ -15,7 +15,7 @@ from portmm.arrays import numpy_fallback, pages
 from portmm.dispatch import base_kernels, config
 from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.runtime.cpu import runtime
-from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR, ZERO_CODE
+from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR, ZERO_CODE, ZERO_E2M1
 from portmm.spec.problem import AXES, Family, family
 from portmm.util.records import dataclass
 from portmm.weights.kinds import WeightKind
@@ -31,7 +31,7 @@ class PackedInt4(QuantizedMatrix):
     Attributes:
         owner: the panels, 1-D int32, read-only.
         shape: (k, n) of the weight.
-        family: the layout, for example "u4x32k8g128", or "u4x32k8g128c" without offsets.
+        family: the layout, for example "u4x32k8g128", "u4x32k8g128c" without offsets, or "u4x32k8g32e" of floats.
     """
 
     weight_kind: ClassVar[WeightKind] = WeightKind.INT4_PANELS
@@ -84,7 +84,7 @@ def largest_weight(w: PackedInt4) -> float:
             )
             for i in range(layout.heads)
         )
-        known.append(2.0**CODE_BITS * scales + (offsets[0] if offsets else ZERO_CODE * scales))
+        known.append(2.0**CODE_BITS * scales + (offsets[0] if offsets else max(ZERO_CODE, ZERO_E2M1) * scales))
     return known[0]
 
 
@@ -138,15 +138,15 @@ def pack_int4(q: Quantized, *, symmetric: bool | None = None) -> PackedInt4:
         PackError: it has another number of bits, or its groups are not multiples of 8 rows.
     """
     (k, n), route, group = q.shape, None, group_of(q)
-    symmetric = q.symmetric if symmetric is None else symmetric
+    symmetric = not q.e2m1 and (q.symmetric if symmetric is None else symmetric)
     word = base_kernels.int4_word(group, symmetric=symmetric)
-    basic = base_kernels.packing(word, "row", k * n) if base_kernels.active() else None
+    basic = base_kernels.packing(word, "row", k * n) if base_kernels.active() and not q.e2m1 else None
     if basic is not None:
         layout, route = family(basic[0]), basic[1]
     else:
         from portmm.dispatch.cpu_kernels import family_of_codes
 
-        layout = family_of_codes(config.target(), group, symmetric=symmetric)
+        layout = family_of_codes(config.target(), group, symmetric=symmetric, e2m1=q.e2m1)
     owner = pages.lasting_empty(layout.units(k, n), np.int32)
     if q.codes.size:
         try:
@@ -167,10 +167,21 @@ def _pack_by_kernel(q: Quantized, layout: Family, owner: Array, route: Any) -> N
         from portmm.dispatch.cpu_routes import int4_repack_route
 
         route = int4_repack_route(layout, config.target(), config.get_num_threads())
-    (k, n), (codes, c) = q.shape, (x.ctypes.data for x in (q.codes, owner))
-    heads = [(x.ctypes.data, *(0,) * len(AXES)) for x in (q.scales, q.offsets)[: layout.heads]]
+    rows, kept = _heads(q, layout), _codes(q, layout)
+    (k, n), (codes, c) = q.shape, (x.ctypes.data for x in (kept, owner))
+    heads = [(x.ctypes.data, *(0,) * len(AXES)) for x in rows]
     numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *pages.page_ends(owner, owner.itemsize), 0)
     runtime().execute(route, *numbers, None, np.array(heads), None)
+
+
+def _codes(q: Quantized, layout: Family) -> Array:
+    """The codes as panels have them."""
+    return q.codes ^ np.uint8(15) if layout.e2m1 else q.codes
+
+
+def _heads(q: Quantized, layout: Family) -> tuple[Array, ...]:
+    """The scales, and the offsets if there are any, as panels have them."""
+    return (q.scales * np.float32(0.5),) if layout.e2m1 else (q.scales, q.offsets)[: layout.heads]
 
 
 def panels_of(q: Quantized, layout: Family) -> Array:
@@ -184,8 +195,8 @@ def _pack_by_numpy(q: Quantized, layout: Family, owner: Array) -> None:
     """The same without a compiler, ten times slower."""
     k, n = q.shape
     owner[...] = 0
-    heads = (q.scales, q.offsets)[: layout.heads]
-    for part, values in zip(layout.parts(k, n), (*heads, int4_words(q.codes)), strict=True):
+    heads = _heads(q, layout)
+    for part, values in zip(layout.parts(k, n), (*heads, int4_words(_codes(q, layout))), strict=True):
         owner[part.offsets()] = values.view(np.int32)
 
 
@@ -194,12 +205,18 @@ def unpack_int4(w: PackedInt4) -> Quantized:
     layout, (k, n) = family(w.family), w.shape
     if not k or not n:
         codes, empty = np.empty((k, n), np.uint8), np.empty((-(-k // (layout.group or max(k, 1))), n), np.float32)
-        return Quantized(codes, empty, empty, CODE_BITS, layout.group or max(k, 1))
+        return Quantized(codes, empty, empty, CODE_BITS, layout.group or max(k, 1), _values(layout))
     *heads, words = (np.ascontiguousarray(x.gather(w.owner)) for x in layout.parts(k, n))
-    scales = heads[0].view(np.float32)
-    offsets = -np.float32(ZERO_CODE) * scales if layout.symmetric else heads[1].view(np.float32)
+    scales = heads[0].view(np.float32) * np.float32(2 if layout.e2m1 else 1)
+    offsets = np.zeros_like(scales) if layout.e2m1 else -np.float32(ZERO_CODE) * scales
+    offsets = heads[1].view(np.float32) if layout.heads > 1 else offsets
     words = words.view(np.uint32)
     codes = np.empty((len(words) * CODES_KR, n), np.uint8)
     for e in range(CODES_KR):
         codes[e::CODES_KR] = words >> np.uint32(CODES_AT[e]) & np.uint32(15)
-    return Quantized(codes[:k], scales, offsets, CODE_BITS, layout.group or max(k, 1))
+    codes = codes[:k] ^ np.uint8(15) if layout.e2m1 else codes[:k]
+    return Quantized(codes, scales, offsets, CODE_BITS, layout.group or max(k, 1), _values(layout))
+
+
+def _values(layout: Family) -> str:
+    return "e2m1" if layout.e2m1 else "int"

@@ -17,6 +17,7 @@ import numpy as np
 
 from portmm.arrays.interop import adopt, empty_like
 from portmm.arrays.operand import Operand
+from portmm.errors import PackError
 from portmm.ops.int4_panels import group_of
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.problem import Family
@@ -90,12 +91,14 @@ def to_device(w: Quantized, like: Any) -> DeviceInt4:
 
     Raises:
         TypeError: `like` is in the host's memory.
-        PackError: the weight has another number of bits, or its groups are not multiples of 8 rows.
+        PackError: the weight has another number of bits, is of floats, or has groups of no multiples of 8 rows.
     """
     where = like if isinstance(like, Operand) else adopt(like)
     if where is None:
         raise TypeError(f"like is a {type(like).__name__} in the host's memory; pass an array on a device")
     group = group_of(w)
+    if w.e2m1:
+        raise PackError("kernels of devices have no weights of e2m1: dequantize it, or quantize it to int4 values")
     parts = (_words(w.codes), _columns(w.scales), _columns(w.offsets))
     words, scales, offsets = (_uploaded(where, x) for x in parts)
     return DeviceInt4(words, scales, offsets, w.shape, group)

@@ -70,6 +70,7 @@ class OperandPlan(NamedTuple):
         group: of int4 or int8 values, rows that share a scale.
         source: the type before rows are quantised.
         symmetric: int4 values have scales without offsets.
+        e2m1: in their place there are floats of four bits.
     """
 
     layout: str = "row"
@@ -77,6 +78,7 @@ class OperandPlan(NamedTuple):
     group: int = 0
     source: str = ""
     symmetric: bool = False
+    e2m1: bool = False
 
     def by(self, method: str) -> Staging | None:
         """The staging by a method, if there is one."""

@@ -104,7 +104,8 @@ class Schedule:
         """The packed layout of B: element type, panel width, and adjacent elements of k."""
         a, b, _ = self.types
         if self.b.layout == "codes":
-            return str(Family(b, self.nr, CODES_KR, group=self.b.group, symmetric=self.b.symmetric))
+            heads = {"symmetric": self.b.symmetric, "e2m1": self.b.e2m1}
+            return str(Family(b, self.nr, CODES_KR, group=self.b.group, **heads))
         # Dot products copy a few columns of a panel.
         nr = self.tiles[2].n if self.program == "dot" else self.nr
         return str(Family(b, nr, self.atom.kr, accumulator(a, b) == "s32"))

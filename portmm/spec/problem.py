@@ -37,6 +37,7 @@ class Family:
         group: for int4 values, rows that share a scale, a multiple of KR; 0 for all. Each group
             is a row of scales, a row of offsets if there are any, both f32, and its units.
         symmetric: offsets of int4 values are -8 times scales, and have no rows.
+        e2m1: in the place of int4 values, floats of four bits; scales are half of theirs, and there are no offsets.
     """
 
     dtype: str
@@ -45,15 +46,17 @@ class Family:
     sums: bool = False
     group: int = 0
     symmetric: bool = False
+    e2m1: bool = False
 
     def __str__(self) -> str:
         kr, group = f"k{self.kr}" if self.kr > 1 else "", f"g{self.group}" if self.dtype == "u4" else ""
-        return f"{self.dtype}x{self.nr}{kr}{group}{'c' if self.symmetric else ''}{'s' if self.sums else ''}"
+        heads = "e" if self.e2m1 else "c" if self.symmetric else ""
+        return f"{self.dtype}x{self.nr}{kr}{group}{heads}{'s' if self.sums else ''}"
 
     @property
     def heads(self) -> int:
         """Rows of a group of int4 values before its units: of scales, and of offsets."""
-        return 1 if self.symmetric else 2
+        return 1 if self.symmetric or self.e2m1 else 2
 
     def layout(self, k: int, n: int, items: int = 0) -> Layout:
         """Layout of a packed weight, of no int4 values."""
@@ -105,12 +108,12 @@ def family(name: str) -> Family:
         ValueError: `name` is no packed layout.
     """
     dtype, _, rest = name.partition("x")
-    of_groups = r"(?:g(?P<group>\d+)(?P<symmetric>c?))?"
+    of_groups = r"(?:g(?P<group>\d+)(?P<heads>[ce]?))?"
     match = re.fullmatch(rf"(?P<nr>[1-9]\d*)(?:k(?P<kr>[1-9]\d*))?{of_groups}(?P<sums>s?)", rest)
     if dtype not in BY_NAME or match is None:
         raise ValueError(f"{name!r} is no family of packed weights; one is called f32x32 or s8x32k4s")
     nr, kr, group = (int(match[x] or y) for x, y in (("nr", 1), ("kr", 1), ("group", 0)))
-    return Family(dtype, nr, kr, bool(match["sums"]), group, bool(match["symmetric"]))
+    return Family(dtype, nr, kr, bool(match["sums"]), group, match["heads"] == "c", match["heads"] == "e")
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,6 +227,11 @@ class Problem:
     def symmetric(self) -> bool:
         """Whether a B of int4 values has scales without offsets."""
         return self.b == "codes" and family(self.family).symmetric
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether B has floats of four bits."""
+        return self.b == "codes" and family(self.family).e2m1
 
     @property
     def flops(self) -> int:

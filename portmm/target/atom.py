@@ -27,6 +27,7 @@ PLACEHOLDERS = {
     "code": {"d", "a", "count"},
     "centred": {"d", "a", "count"},
     "below": {"d", "a", "count"},
+    "e2m1": {"d", "a", "count"},
     "amax": {"d", "a"},
     "real": {"d", "a"},
     "add": {"d", "a"},
@@ -85,6 +86,7 @@ class Atom:
             number; in units, with those that begin 8 bits further each.
         centred: {d} = the same minus 8, of floats, where that takes no more instructions.
         below: {d} = the same minus 16, of other floats.
+        e2m1: {d} = twice the e2m1 floats of the complements of these bits: as numbers, or of integers with 12 added.
         real: {d} = the s32 lanes of {a} as numbers of f32.
         add: {d} += {a}, both accumulators; as it is spelled for numbers and GNU vectors.
         hold: keep a right fragment {d} in its register: compilers may load it again for each use.
@@ -128,6 +130,7 @@ class Atom:
     code: str = ""
     centred: str = ""
     below: str = ""
+    e2m1: str = ""
     amax: str = ""
     real: str = ""
     add: str = "{d} += {a};"

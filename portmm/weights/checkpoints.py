@@ -12,13 +12,16 @@ from typing import TYPE_CHECKING, Any, Literal, overload
 import numpy as np
 
 from portmm.spec.layouts import row_major
+from portmm.weights.fp4 import powers_of_two
 from portmm.weights.quantized import FLOATS, Quantized, checked_bits
 
 if TYPE_CHECKING:
     from portmm.weights.safetensors import Array
 
-# QK4_0 and QK4_1 of llama.cpp: rows per block.
+# QK4_0, QK4_1 and QK_MXFP4 of llama.cpp: rows per block.
 GGUF_BLOCK = 32
+GGUF_KINDS = {"Q4_0": [("d", "<f2")], "Q4_1": [("d", "<f2"), ("m", "<f2")], "MXFP4": [("e", "u1")]}
+"""Types of four bits, with the fields of a block before its values."""
 
 
 @overload
@@ -139,30 +142,30 @@ def from_awq(qweight: Any, qzeros: Any, scales: Any, *, bits: int = 4, group: in
 
 
 def from_gguf(data: Any, shape: tuple[int, int], *, kind: str = "Q4_0") -> Quantized:
-    """A matrix of a GGUF file, of type Q4_0: w = d * (q - 8), or Q4_1: w = d * q + m.
+    """A matrix of a GGUF file, of type Q4_0: w = d * (q - 8), Q4_1: w = d * q + m, or MXFP4: floats of four bits.
 
     The layout is that of block_q4_0 and block_q4_1 in llama.cpp (ggml-common.h,
     ggml-quants.c). GGUF stores the transpose: rows are output features n, and blocks
     of 32 are along k. A block is d in float16, for Q4_1 also m, then 16 bytes with
-    elements 0 to 15 in the low nibbles and 16 to 31 in the high nibbles.
+    elements 0 to 15 in the low nibbles and 16 to 31 in the high nibbles. One of MXFP4 is a power of two, and these.
 
     Args:
         data: the tensor's bytes, or a contiguous buffer of them.
         shape: (k, n), which is the order of GGUF's own `ne`.
-        kind: "Q4_0" or "Q4_1".
+        kind: "Q4_0", "Q4_1" or "MXFP4".
 
     Raises:
-        ValueError: the kind is not supported, 32 does not divide k, or the number of bytes is not that of the shape.
+        ValueError: the kind is not supported, 32 does not divide k, the number of bytes is not that of the shape, or a
+            scale is no number.
     """
-    if kind not in ("Q4_0", "Q4_1"):
-        raise ValueError(f"kind is {kind!r}; known are Q4_0 and Q4_1")
+    if kind not in GGUF_KINDS:
+        raise ValueError(f"kind is {kind!r}; known are {', '.join(GGUF_KINDS)}")
     k, n = (operator.index(x) for x in shape)
     if k < 0 or n < 0 or k % GGUF_BLOCK:
         raise ValueError(f"shape is {(k, n)}; k must be a multiple of {GGUF_BLOCK}, the rows of a block")
     if max(k, 1) * max(n, 1) >= 1 << 63:  # too large also where the other extent is 0
         raise ValueError(f"shape is {(k, n)}, more than can be addressed")
-    fields = [("d", "<f2"), ("m", "<f2"), ("q", "u1", 16)]
-    block = np.dtype([f for f in fields if f[0] != "m" or kind == "Q4_1"])
+    block = np.dtype([*GGUF_KINDS[kind], ("q", "u1", 16)])
     raw = np.frombuffer(data, np.uint8) if memoryview(data).nbytes else np.empty(0, np.uint8)
     if raw.nbytes != n * (k // GGUF_BLOCK) * block.itemsize:
         raise ValueError(
@@ -171,6 +174,9 @@ def from_gguf(data: Any, shape: tuple[int, int], *, kind: str = "Q4_0") -> Quant
         )
     blocks = raw.view(block).reshape(n, k // GGUF_BLOCK)
     codes = np.concatenate([blocks["q"] & 15, blocks["q"] >> 4], axis=2).reshape(n, k).T
+    if kind == "MXFP4":
+        scales = powers_of_two(np.ascontiguousarray(blocks["e"].T))
+        return Quantized(codes, scales, np.zeros_like(scales), 4, GGUF_BLOCK, "e2m1")
     scales = blocks["d"].T.astype(np.float32)
     offsets = blocks["m"].T.astype(np.float32) if kind == "Q4_1" else -8 * scales
     return Quantized(codes, scales, offsets, 4, GGUF_BLOCK)

@@ -203,7 +203,7 @@ class GgufTensor:
     data: memoryview
 
     def quantized(self) -> Quantized:
-        """A matrix of type Q4_0 or Q4_1 as int4 values with scales, (inputs, outputs).
+        """A matrix of type Q4_0, Q4_1 or MXFP4 as values of four bits with scales, (inputs, outputs).
 
         Raises:
             ValueError: it is no matrix of these.

@@ -6,6 +6,7 @@ files. Has no kernels; formats of other libraries are read by `weights.checkpoin
 A weight w[k, n] is stored as codes q[k, n] (int4 or int8 values), with a scale and an
 offset for each column of a group of rows:
 w ~= scale[g, n] * q[k, n] + offset[g, n], g = k // group.
+Codes of 4 bits may be floats, e2m1, without offsets: those of MXFP4 and NVFP4.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from portmm.errors import PackError
-from portmm.spec.dtype import CODES_AT, CODES_KR
+from portmm.spec.dtype import CODES_AT, CODES_KR, E2M1
 from portmm.util.array_subclasses import refuse_class
 from portmm.util.records import dataclass
 from portmm.weights.kinds import ArrayLike, WeightKind
@@ -26,9 +27,13 @@ if TYPE_CHECKING:
     from portmm.weights.safetensors import Array, Location
 
 BITS = (4, 8)
+VALUES = ("int", "e2m1")
 FLOATS = ("float16", "bfloat16", "float32", "float64")
 FORMAT = "portmm.weights.quantized"
 VERSION = "1"
+
+_FLOATS = np.array(E2M1, np.float32) / 2
+"""The number of each code of e2m1."""
 
 # A smaller scale would be subnormal, with few bits, and zero where a kernel flushes subnormals.
 SMALLEST_SCALE = float(np.finfo(np.float32).tiny)
@@ -60,6 +65,8 @@ class Quantized(QuantizedMatrix):
         offsets: float32, (groups, n).
         bits: 4 or 8. Kernels multiply those of 4; those of 8 are for `dequantize`.
         group: rows per group; the last group is short where it does not divide k.
+        values: "int", or "e2m1": codes of 4 bits are floats, 0, 0.5, 1, 1.5, 2, 3, 4, 6, and with 8 added to the code
+            the same below 0; offsets are 0.
 
     Raises:
         ValueError: a dtype, a shape or a value is not as described here.
@@ -71,6 +78,7 @@ class Quantized(QuantizedMatrix):
     offsets: Array
     bits: int
     group: int
+    values: str = "int"
 
     def __post_init__(self) -> None:
         bits, group = checked_bits(self.bits), operator.index(self.group)
@@ -88,12 +96,21 @@ class Quantized(QuantizedMatrix):
                 )
         if codes.size and codes.max() >= 2**bits:
             raise ValueError(f"codes has a value {codes.max()}; codes of {bits} bits end at {2**bits - 1}")
+        if self.values not in VALUES or (self.e2m1 and (bits != 4 or offsets.any())):
+            raise ValueError(
+                f"values is {self.values!r}, with {bits} bits; use 'int', or 'e2m1' with 4 bits and without offsets"
+            )
         _check_finite(scales, offsets, bits)
-        for name, value in zip(self.__slots__, (codes, scales, offsets, bits, group), strict=True):
+        for name, value in zip(self.__slots__, (codes, scales, offsets, bits, group, self.values), strict=True):
             object.__setattr__(self, name, value)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Quantized, (self.codes, self.scales, self.offsets, self.bits, self.group)
+        return Quantized, (self.codes, self.scales, self.offsets, self.bits, self.group, self.values)
+
+    @property
+    def e2m1(self) -> bool:
+        """Whether codes are floats of four bits."""
+        return self.values == "e2m1"
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -108,8 +125,8 @@ class Quantized(QuantizedMatrix):
 
     @property
     def symmetric(self) -> bool:
-        """Whether all offsets are -2**(bits - 1) * scale exactly: signed codes without a zero point."""
-        return bool((self.offsets == -(2 ** (self.bits - 1)) * self.scales).all())
+        """Whether offsets follow from scales: exactly -2**(bits - 1) times these, or 0 where codes are floats."""
+        return self.e2m1 or bool((self.offsets == -(2 ** (self.bits - 1)) * self.scales).all())
 
     @property
     def nbytes(self) -> int:
@@ -241,7 +258,9 @@ def dequantize(q: Quantized, dtype: Any = np.float32) -> Array:
     out = np.empty(q.shape, to)
     for g in range(q.groups if q.codes.size else 0):
         rows = slice(g * q.group, (g + 1) * q.group)
-        out[rows] = q.codes[rows].astype(computed) * q.scales[g].astype(computed) + q.offsets[g]
+        codes = _FLOATS[q.codes[rows]].astype(computed) if q.e2m1 else q.codes[rows].astype(computed)
+        scaled = codes * q.scales[g].astype(computed)
+        out[rows] = scaled if q.e2m1 else scaled + q.offsets[g]
     return out
 
 
@@ -271,7 +290,7 @@ def save_quantized(q: Quantized, path: Location) -> None:
         codes = codes[0::2].copy()
         codes[: q.shape[0] // 2] |= q.codes[1::2] << 4
     tensors = {"codes": codes, "scales": q.scales} | ({} if q.symmetric else {"offsets": q.offsets})
-    numbers = {"bits": q.bits, "group": q.group, "rows": q.shape[0]}
+    numbers = {"bits": q.bits, "group": q.group, "rows": q.shape[0]} | ({"values": q.values} if q.e2m1 else {})
     about = {"format": FORMAT, "version": VERSION} | {name: str(x) for name, x in numbers.items()}
     safetensors.write(path, tensors, about)
 
@@ -304,5 +323,6 @@ def _restored(tensors: dict[str, Array], about: dict[str, str]) -> Quantized:
         raise ValueError(f"codes has {len(codes)} rows of bytes; {k} rows of {bits} bits need another number")
     if bits == 4:
         codes = np.stack([codes & 15, codes >> 4], axis=1).reshape(2 * len(codes), codes.shape[1])[:k]
-    offsets = tensors["offsets"] if "offsets" in tensors else -(2 ** (bits - 1)) * scales
-    return Quantized(codes, scales, offsets, bits, group)
+    values = about.get("values", "int")
+    zeros = np.zeros_like(scales) if values == "e2m1" else -(2 ** (bits - 1)) * scales
+    return Quantized(codes, scales, tensors.get("offsets", zeros), bits, group, values)

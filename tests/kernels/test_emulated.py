@@ -17,7 +17,7 @@ import pytest
 import support
 import test_fused
 from fused_cases import by_rows, every_operation, every_type, gemm_case, rows_case
-from kernels_of import folding, packing_of_all_bits
+from kernels_of import folding, fp4_products, packing_of_all_bits
 from rows_lowered import lower_rows
 from support import case, interpret, require, selection, small
 
@@ -30,6 +30,8 @@ pytestmark = pytest.mark.emulated
 ISAS = [name for name in support.ISAS if load_isa(name).arch in crossing.EMULATED]
 EVERY_ISA = [name for name in support.EVERY_ISA if load_isa(name).arch in crossing.EMULATED]
 NARROW = [(name, word) for name in EVERY_ISA for word in support.NARROW if load_isa(name).atom(word)]
+
+CODES = ("f32-u4-f32", "s8-u4-f32")
 
 
 @pytest.fixture(scope="module")
@@ -128,6 +130,19 @@ def test_scaled_sums_and_codes(name, foreign_driver):
     driver.check(
         foreign_driver(name), [(lower(s, isa), case(p, seed=i, floats=True), 2, s) for i, (p, s) in enumerate(chosen)]
     )
+
+
+@pytest.mark.parametrize("name", [name for name in EVERY_ISA if any(map(load_isa(name).atom, CODES))])
+def test_floats_of_four_bits(name, foreign_driver):
+    """MXFP4 and NVFP4, by the table that an instruction set has for them."""
+    target = small(name)
+    chosen = [(p, s) for p, s in fp4_products(target) if target.isa(s.isa).atom(p.dtype).e2m1]
+    if not chosen:
+        pytest.skip("its kernels have no floats of four bits")
+    jobs = [
+        (lower(s, target.isa(s.isa)), case(p, seed=i, floats=True), 1 + i % 2, s) for i, (p, s) in enumerate(chosen)
+    ]
+    driver.check(foreign_driver(name), jobs)
 
 
 @pytest.mark.parametrize("name", ISAS)

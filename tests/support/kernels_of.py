@@ -3,11 +3,23 @@
 from __future__ import annotations
 
 import numpy as np
-from support import Case, Extra, Laid, lay, load_isa, numpy_type, packed_families, panels_of, small, valid_of
+from support import (
+    Case,
+    Extra,
+    Laid,
+    coded,
+    lay,
+    load_isa,
+    numpy_type,
+    packed_families,
+    panels_of,
+    small,
+    valid_of,
+)
 
 from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.kernels.cpu.packing import transpose
-from portmm.schedule.candidates import PACKED_VECTORS
+from portmm.schedule.candidates import PACKED_VECTORS, candidates
 from portmm.spec.dtype import CODES_AT, CODES_KR
 from portmm.spec.problem import Family, Problem, family
 
@@ -19,6 +31,19 @@ def transposed(lines: np.ndarray) -> np.ndarray:
     for s in body:
         registers[s.d] = np.concatenate([registers[s.a], registers[s.b]])[list(s.pick)]
     return np.array([registers[name] for name in last])
+
+
+def fp4_products(target):
+    """Products with weights of floats of four bits on a machine, and schedules: all types, some groups and ways."""
+    isa, found = target.isas[0], []
+    for i, word in enumerate(("f32-u4-f32", "bf16-u4-bf16", "s8-u4-f32", "s8-u4-bf16", "f32-u4-f32")):
+        if isa.atom(word):
+            more = {"post": "scale"} if word.startswith("s8") else {}
+            more |= {"source": "f32"} if word == "s8-u4-bf16" else {}
+            p = coded((3 + 9 * i, 21, 45), word, 2 * isa.atom(word).n, (16, 32, 8, 0, 16)[i], e2m1=True, **more)
+            ways = list(candidates(p, target))
+            found += [(p, s) for s in ways[:: max(1, len(ways) // 4)]]
+    return found
 
 
 def folding(name, k, n, group, *, symmetric=False):

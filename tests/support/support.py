@@ -115,10 +115,11 @@ def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any,
 
 
 def coded(
-    size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "row", *, symmetric: bool = False, **more: Any
-) -> Problem:
+    size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "row", *, symmetric: bool = False,
+    e2m1: bool = False, **more: Any,
+) -> Problem:  # fmt: skip
     """A product with a weight of four bits."""
-    kept = Family("u4", nr, CODES_KR, group=group, symmetric=symmetric)
+    kept = Family("u4", nr, CODES_KR, group=group, symmetric=symmetric, e2m1=e2m1)
     return Problem(*size, word, a=a, b="codes", family=str(kept), **ended(word, more))
 
 
@@ -346,6 +347,10 @@ def by_rows(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return np.rint(wide * inverse[..., None]).astype(np.int8), (most / np.float32(127))[0].astype(np.float64)
 
 
+TWICE_E2M1 = [sign * x for sign in (1, -1) for x in (0, 1, 2, 3, 4, 6, 8, 12)]
+"""Floats of four bits, doubled, by their bits: sign, exponent and mantissa."""
+
+
 def folded(p: Problem, rng: Any) -> tuple[np.ndarray, int, np.ndarray]:
     """A random weight of four bits: its panels, where they start, and its values. Padding is NaN and ones."""
     kept = family(p.family)
@@ -353,7 +358,7 @@ def folded(p: Problem, rng: Any) -> tuple[np.ndarray, int, np.ndarray]:
     rows = np.arange(p.k) // kept.group if kept.group else np.zeros(p.k, int)
     codes = rng.integers(0, 16, (p.k, p.n))
     scales, offsets = (rng.standard_normal((groups, p.n)).astype(np.float32) for _ in range(2))
-    offsets = -8 * scales if kept.symmetric else offsets
+    offsets = -8 * scales if kept.symmetric else offsets * (not kept.e2m1)
     panels = []
     for first in range(0, p.n, nr):
         wide = min(nr, p.n - first)
@@ -362,12 +367,13 @@ def folded(p: Problem, rng: Any) -> tuple[np.ndarray, int, np.ndarray]:
                 row = np.full(nr, np.nan, np.float32)
                 row[:wide] = values[g, first : first + wide]
                 panels.append(row.view(np.int32))
-            mine = codes[rows == g, first : first + wide]
+            mine = codes[rows == g, first : first + wide] ^ (15 if kept.e2m1 else 0)
             for u in range(0, len(mine), CODES_KR):
                 word = np.full(nr, -1, np.int64)
                 word[:wide] = sum(x.astype(np.int64) << CODES_AT[e] for e, x in enumerate(mine[u : u + CODES_KR]))
                 panels.append(word.astype(np.uint32).view(np.int32))
-    values = scales[rows].astype(np.float64) * codes + offsets[rows]
+    numbers = np.array(TWICE_E2M1)[codes] if kept.e2m1 else codes
+    values = scales[rows].astype(np.float64) * numbers + offsets[rows]
     return np.concatenate(panels), 0, values[None]
 
 

@@ -1,0 +1,24 @@
+"""Kernels of weights of floats of four bits: in the interpreter, and built where this machine runs them."""
+
+from __future__ import annotations
+
+import pytest
+import support
+from kernels_of import fp4_products
+from support import HERE, case, check_built, interpret, load_isa, small
+
+from portmm.codegen.lower import lower
+
+NAMES = [name for name in support.EVERY_ISA if load_isa(name).atom("f32-u4-f32") or load_isa(name).atom("s8-u4-f32")]
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_products(name):
+    target = small(name)
+    found = [(p, s) for p, s in fp4_products(target) if target.isa(s.isa).atom(p.dtype).e2m1 or name.startswith("amx")]
+    assert found or name.startswith("rvv")
+    for i, (p, s) in enumerate(found):
+        kernel, k = lower(s, target.isa(s.isa)), case(p, seed=i, floats=True)
+        k.check(interpret(kernel, k, 1 + i % 2, shuffle=i), s)
+        if s.isa in HERE:
+            check_built(kernel, k, 2, s)
