@@ -2,9 +2,13 @@
 
 Each runtime has a process of its own, with as many threads, and they take turns; the figure is the median of their
 times. Results are compared with those of ONNX Runtime, as differences over the largest magnitude. PyTorch runs models
-that have a module (`unet`), as it is ("torch") and compiled ("inductor"), with channels last.
+that have a module, as it is ("torch") and compiled with its constants ("inductor"), images with channels last.
 
     python bench/models.py minilm resnet50 --rounds 9 --save models.json
+    python bench/models.py bert-base --precision bf16 --runtimes portmm,openvino,torch,inductor
+
+With `--precision bf16` portmm and OpenVINO multiply in bfloat16, and PyTorch's module is in that type; ONNX Runtime, if
+it is named, runs in float32.
 """
 
 from __future__ import annotations
@@ -29,24 +33,27 @@ BOUNDS = {"minilm": 1e-4, "bert-base": 1e-4, "vit-b16": 1e-4, "resnet50": 1e-4, 
 """Largest difference of a result over its largest magnitude. A code of a quantized activation that is rounded the other
 way moves all that follow: one part in 10**7 of a layer norm's weights moves ONNX Runtime's own results by 0.045. They
 differ by 0.1 from those in float32."""
+NARROW = 0.05
+"""The same in bfloat16, of results in float32."""
 
 
 LONG = 1.0
 """Seconds of a run that is so long that none has to warm the caches before it."""
 
 
-def ours(path: Path, threads: int) -> Any:
+def ours(path: Path, threads: int, precision: str) -> Any:
     """A function of inputs that runs portmm."""
     from portmm import onnx
     from portmm.dispatch import config
 
     config.set_num_threads(threads)
-    session = onnx.load(path)
+    session = onnx.load(path, precision=precision)
     return lambda feeds: session.run(None, feeds)[0]
 
 
-def onnx_runtime(path: Path, threads: int) -> Any:
-    """A function of inputs that runs ONNX Runtime."""
+def onnx_runtime(path: Path, threads: int, precision: str) -> Any:
+    """A function of inputs that runs ONNX Runtime, in float32."""
+    del precision
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
@@ -56,21 +63,18 @@ def onnx_runtime(path: Path, threads: int) -> Any:
     return lambda feeds: session.run(None, feeds)[0]
 
 
-def openvino(path: Path, threads: int) -> Any:
-    """A function of inputs that runs OpenVINO in float32."""
+def openvino(path: Path, threads: int, precision: str) -> Any:
+    """A function of inputs that runs OpenVINO."""
     import openvino as ov
 
-    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": "f32", "PERFORMANCE_HINT": "LATENCY"}
+    settings = {"INFERENCE_NUM_THREADS": threads, "INFERENCE_PRECISION_HINT": precision, "PERFORMANCE_HINT": "LATENCY"}
     model = ov.Core().compile_model(str(path), "CPU", settings)
     request = model.create_infer_request()
     return lambda feeds: request.infer(feeds)[0]
 
 
-def torch_module(path: Path, threads: int, *, backend: Any = "") -> Any:
+def torch_module(path: Path, threads: int, precision: str, *, backend: Any = "") -> Any:
     """A function of inputs that runs PyTorch's module of a model, compiled by a backend if one is named."""
-    if path.stem != "unet":
-        raise ImportError(f"{path.stem} has no module")
-    import diffusion
     import torch
 
     if backend == "portmm":
@@ -80,12 +84,27 @@ def torch_module(path: Path, threads: int, *, backend: Any = "") -> Any:
         config.set_num_threads(threads)
         backend = ours.compile_graph
     torch.set_num_threads(threads)
-    module = diffusion.step().to(memory_format=torch.channels_last)
+    if path.stem == "unet":
+        import diffusion
+
+        module = diffusion.step().to(memory_format=torch.channels_last)
+    else:
+        from model_modules import module_of
+
+        module = module_of(path)
+    kind = torch.bfloat16 if precision == "bf16" else torch.float32
+    module = module.to(kind)
+    if backend == "inductor":
+        import torch._inductor.config as settings
+
+        settings.freezing = True
     call = torch.compile(module, backend=backend) if backend else module
 
     def run(feeds: Any) -> Any:
-        with torch.inference_mode():
-            return call(*(torch.from_numpy(feeds[x]) for x in diffusion.NAMES)).numpy()
+        values = [torch.from_numpy(x) for x in feeds.values()]
+        values = [x.to(kind) if x.is_floating_point() else x for x in values]
+        with torch.inference_mode(), torch.no_grad():
+            return call(*values).float().numpy()
 
     return run
 
@@ -107,7 +126,7 @@ def serve(name: str, options: argparse.Namespace) -> None:
     for line in sys.stdin:
         try:
             if run is None:
-                run = RUNTIMES[options.serve](options.folder / f"{name}.onnx", options.threads)
+                run = RUNTIMES[options.serve](options.folder / f"{name}.onnx", options.threads, options.precision)
                 np.save(line.strip(), run(feeds))
             else:
                 begin = time.perf_counter()
@@ -123,6 +142,7 @@ class Worker:
 
     def __init__(self, name: str, runtime: str, folder: Path, options: argparse.Namespace) -> None:
         command = [sys.executable, __file__, name, "--serve", runtime, "--folder", str(folder)]
+        command += ["--precision", options.precision]
         command += ["--batch", str(options.batch), "--length", str(options.length), "--threads", str(options.threads)]
         self.process: Any = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
 
@@ -143,6 +163,7 @@ class Worker:
 def peak(name: str, runtime: str, path: Path, options: argparse.Namespace) -> float:
     """Mebibytes that a process of its own took at most for a runtime, a model and some runs."""
     command = [sys.executable, __file__, name, "--peak", runtime, "--folder", str(path.parent)]
+    command += ["--precision", options.precision]
     command += ["--batch", str(options.batch), "--length", str(options.length), "--threads", str(options.threads)]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout.split()[-1])
 
@@ -153,7 +174,7 @@ def print_peak(name: str, options: argparse.Namespace) -> None:
 
     path = options.folder / f"{name}.onnx"
     feeds = model_graphs.feeds_of(path, batch=options.batch, length=options.length)
-    run = RUNTIMES[options.peak](path, options.threads)
+    run = RUNTIMES[options.peak](path, options.threads, options.precision)
     for _ in range(3):
         run(feeds)
     status = Path("/proc/self/status").read_text()  # what getrusage says begins with the peak of the parent
@@ -200,14 +221,15 @@ def measured(name: str, options: argparse.Namespace, folder: Path) -> dict[str, 
     want = results.get("onnxruntime", results["portmm"])
     differences = {x: float(np.abs(y - want).max() / np.abs(want).max()) for x, y in results.items()}
     worst = max(differences[x] for x in OURS if x in differences)
-    if worst > BOUNDS[name]:
+    if worst > (BOUNDS[name] if options.precision == "f32" else NARROW):
         raise SystemExit(f"{name}: portmm differs by {worst:.2e} of the largest result")
     peers = [x for x in runs if x not in OURS]
     ratio = statistics.median(
         min(times[x][i] for x in peers) / times["portmm"][i] for i in range(options.rounds)
     ) if peers else None  # fmt: skip
     return {
-        "model": name, "batch": options.batch, "length": options.length, "threads": options.threads,
+        "model": name, "precision": options.precision, "batch": options.batch, "length": options.length,
+        "threads": options.threads,
         "milliseconds": {x: round(1e3 * statistics.median(y), 3) for x, y in times.items()},
         "peak_mebibytes": {x: peak(name, x, path, options) for x in runs} if options.memory else {},
         "ratio": ratio, "first_seconds": first, "differences": differences,
@@ -223,9 +245,10 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--length", type=int, default=128, help="tokens of an item")
     parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--precision", default="f32", choices=("f32", "bf16"))
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--warm", type=float, default=1.0, help="seconds of portmm's calls before the times")
-    parser.add_argument("--runtimes", default="portmm,onnxruntime,openvino,torch")
+    parser.add_argument("--runtimes", default="portmm,onnxruntime,openvino,torch,inductor")
     parser.add_argument("--folder", type=Path, help="where models are written; by default a temporary one")
     parser.add_argument("--save", type=Path)
     parser.add_argument("--memory", action="store_true", help="the peak of a process of each runtime, too")

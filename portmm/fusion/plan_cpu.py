@@ -13,10 +13,10 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.arrays.call import reduce_call
 from portmm.dispatch import config
-from portmm.errors import ScheduleError
+from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.fusion import plan_windows
 from portmm.fusion.plan import Builder
-from portmm.fusion.program import ARENA, ChangedError, Kernel, Writer
+from portmm.fusion.program import ARENA, TABLE, ChangedError, Kernel, Writer
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import spell
@@ -29,6 +29,7 @@ if TYPE_CHECKING:
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
     from portmm.fusion.plan import Expressions, Operands
+    from portmm.ops.attention import Launch
     from portmm.trace.buffers import Walk
 
 FOREVER = 1 << 30
@@ -197,6 +198,9 @@ class HostBuilder(Builder):
         Arrays of a call of their own are new memory in each, whose first touch may take longer than what is computed.
         """
         x, *items = unit.members
+        launch = getattr(x.plain, "launch", None)
+        if launch is not None and self.launched(x, launch):
+            return
         operands = [self.text(y) for y in x.inputs]
         if getattr(x.plain, "takes_out", False):
             to = self.buffers[x] = self.allocate(x)
@@ -211,6 +215,38 @@ class HostBuilder(Builder):
                 self.buffers[y] = Place(f"q{y.number}", 0, np.empty(y.shape, y.dtype), f"c{x.number}[{i}]")
         kind = "product" if x.kind == "matmul" else x.name if x.name in OWN else "numpy"
         self.kernels.append(Kernel(kind, x.name, (x.where,), tuple(x.note.split(", ")) if x.note else ()))
+
+    def launched(self, x: Node, launch_of: Callable[..., Launch]) -> bool:
+        """Add the launch of a function of portmm that is one kernel; False if it depends on more than addresses.
+
+        Operands are memory between kernels, or constants: those of a call may be less aligned.
+        """
+        places = [self.buffer_of(y) for y in x.inputs if y.kind not in ("weight", "number")]
+        if len(places) < len(x.inputs) or any(p.root != ARENA and not p.root.isdigit() for p in places):
+            return False
+        result = np.empty(x.shape, x.dtype)
+        try:
+            launch = launch_of(result, *(p.like for p in places))
+        except (BuildError, ScheduleError, TraceError):
+            return False
+        known = [*places, Place("", 0, result, "")]
+        at = [int(row[0]) + _first(y) for row, y in zip(launch.table, launch.arrays, strict=True)]
+        owners = [next((p for p in known if _holds(p.like, y)), None) for y in at]
+        if launch.scalars is not None or None in owners:
+            return False
+        to = self.buffers[x] = self.allocate(x)
+        start, w = len(self.writer.table), self.writer
+        for address, owner, (_, *strides) in zip(at, owners, launch.table.tolist(), strict=True):
+            assert owner is not None  # noqa: S101 - tested above
+            place = to if owner.like is result else owner
+            w.put("T", len(w.table), place.root, place.offset + address - _first(owner.like))
+            w.table += [0, *strides]
+        numbers = [y for i, y in enumerate(launch.numbers) if i not in (4, 8, 12)]
+        w.execute(launch.route, numbers, [None, None, None, (TABLE, 8 * start), None])
+        detail = " x ".join(map(str, (*places[0].like.shape[:-1], places[1].like.shape[-1], x.shape[-1])))
+        notes = tuple(x.note.split(", ")) if x.note else ()
+        self.kernels.append(Kernel(x.name, x.name, (x.where,), notes, detail=detail))
+        return True
 
     def weight(self, x: Node) -> Any:
         """The packed weight of a node, or None."""
@@ -277,6 +313,17 @@ class HostBuilder(Builder):
         addresses: list[Any] = [(y.root, y.offset + i * y.like.itemsize) for y, i in at] or [None] * 3
         table = self.writer.operands(fusing.buffers, fusing.strides, moved[len(operands) :])
         self.writer.execute(route, numbers, [*addresses, table, self.writer.pass_numbers(fusing.numbers)])
+
+
+def _first(x: Any) -> int:
+    """The address of the first element of an array."""
+    return int(x.__array_interface__["data"][0])
+
+
+def _holds(x: Any, address: int) -> bool:
+    """Whether an address is of an element of an array, or between elements."""
+    low, end = numpy_arrays.span_of(x.shape, x.strides, x.itemsize)
+    return low <= address - _first(x) < end
 
 
 def _left(a: Place, m: int, k: int, row: int) -> numpy_arrays.Operand:

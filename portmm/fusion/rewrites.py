@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.fusion.graph import FLOATS, Node
-from portmm.ops.attention import attention
+from portmm.ops.attention import Launch, attention, launch_of
 from portmm.spec.epilogue import argument, reduction
 from portmm.spec.expr import Expr, apply
 from portmm.trace.bind import filled
@@ -26,8 +26,9 @@ if TYPE_CHECKING:
     from portmm.fusion.graph import Graph
 
 Heads = tuple[tuple[int, ...], tuple[int, ...]]
-LEAST_SCORES = 1 << 18
-"""Scores from which one kernel is faster than three that run in one call of C."""
+LEAST_SCORES, LEAST_NARROW = 1 << 18, 1 << 12
+"""Scores from which one kernel is faster than three that run in one call of C: in float32, and of narrow operands,
+whose scores are stored in float32 otherwise."""
 MOST_AXES = 4
 """Dimensions of queries, with one for items; with one more, heads of queries are in groups of the same keys."""
 _FIRST, _SECOND = argument(0, "f32"), argument(1, "f32")
@@ -86,7 +87,7 @@ class _Softmax:
         if scores is None:
             return "scores are not an expression of one product"
         inverse = [y for y in users[total] if _is(y, _INVERSE)]
-        inside = {scores, *steps, *less, x, total, *inverse, values, values.inputs[0]} - {last}
+        inside = {scores, *steps, *less, x, total, *inverse, values, *_left(values)} - {last}
         for y in sorted(inside, key=lambda y: y.number):
             if y in outputs or any(z is not last and z not in inside for z in users[y]):
                 return f"{y.name} ({y.where}) is also read elsewhere, so that all scores must be stored"
@@ -101,7 +102,7 @@ class _Softmax:
             return "keys or values are a packed weight"
         if not q.dtype == k.dtype == v.dtype == self.last.dtype or q.dtype.name not in FLOATS:
             return f"operands are {q.dtype}, {k.dtype} and {v.dtype}, and the result {self.last.dtype}"
-        if self.scores.size < LEAST_SCORES:
+        if self.scores.size < (LEAST_SCORES if q.dtype == np.float32 else LEAST_NARROW):
             return f"{self.scores.size} scores fit in cache"
         if self.heads is None:
             return "batches of the products broadcast otherwise than over heads, or have more than two dimensions"
@@ -137,12 +138,20 @@ def _after(x: Node, users: dict[Node, list[Node]]) -> tuple[Node, Node, Node] | 
         return None
     if rest[0] is divided:
         after = users.get(divided, [])
+        if len(after) == 1 and after[0].kind == "map" and after[0].rounds:
+            after = users.get(after[0], [])
         values = last = after[0] if len(after) == 1 else divided
     else:
         values, last = rest[0], divided
     left = divided if last is values else x
-    fits = values.kind == "matmul" and values.inputs[0] is left and (last is values or divided.inputs[0] is values)
+    fits = values.kind == "matmul" and left in _left(values) and (last is values or divided.inputs[0] is values)
     return (total, values, last) if fits else None
+
+
+def _left(product: Node) -> tuple[Node, ...]:
+    """The left operand of a product, and the value that it was rounded from."""
+    x = product.inputs[0]
+    return (x, *x.inputs) if x.rounds and x.name == "astype" else (x,)
 
 
 def _chain(s: Node) -> tuple[Node | None, list[Node]]:
@@ -213,16 +222,27 @@ def _call(score: Callable[..., Any], heads: Heads, result: tuple[int, ...]) -> C
     """A call of attention with queries, transposed keys, values, and other operands of the scores."""
     batch, shared = heads
 
-    def run(q: Any, k: Any, v: Any, *others: Any) -> Any:
+    def operands(q: Any, k: Any, v: Any) -> tuple[Any, Any, Any]:
+        q, (k, v) = q.reshape((*batch, -1, q.shape[-1])), (x.reshape(shared + x.shape[-2:]) for x in (k, v))
+        return q, k.swapaxes(-1, -2), v
+
+    def scored_by(others: tuple[Any, ...]) -> Callable[..., Any]:
         others = tuple([_number(x) for x in others])
 
         @traced_through
         def scored(s: Any, i: Any) -> Any:  # noqa: ARG001 - arrays broadcast
             return score(s, others)
 
-        q, (k, v) = q.reshape((*batch, -1, q.shape[-1])), (x.reshape(shared + x.shape[-2:]) for x in (k, v))
-        return attention(q, k.swapaxes(-1, -2), v, score=scored).reshape(result)
+        return scored
 
+    def run(q: Any, k: Any, v: Any, *others: Any) -> Any:
+        return attention(*operands(q, k, v), score=scored_by(others)).reshape(result)
+
+    def launch(out: Any, q: Any, k: Any, v: Any, *others: Any) -> Launch:
+        q, k, v = operands(q, k, v)
+        return launch_of(q, k, v, scored_by(others), out.reshape((*q.shape[:-1], v.shape[-1])))
+
+    run.launch = launch  # type: ignore[attr-defined]
     return run
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,7 +104,7 @@ for _names, _function in (
 ):  # fmt: skip
     _simple(_names, _function, computed=True)
 for _names, _function in (
-    ("Exp", e.exp), ("Log", e.log), ("Sqrt", e.sqrt), ("Sigmoid", e.sigmoid), ("Tanh", e.tanh), ("Erf", e.erf),
+    ("Exp", e.exp), ("Log", e.log), ("Sqrt", e.sqrt), ("Sigmoid", e.sigmoid), ("Tanh", e.tanh),
     ("Softplus", e.softplus), ("Reciprocal", lambda x: 1.0 / x), ("HardSwish", e.hard_swish),
     ("Softsign", lambda x: x / (1.0 + abs(x))), ("Mish", lambda x: x * e.tanh(e.softplus(x))),
 ):  # fmt: skip
@@ -155,8 +156,21 @@ def _shrink(node: Node, x: Any) -> Any:
     return same_type(e.where(x < -lambd, x + bias, e.where(x > lambd, x - bias, 0.0)), x)
 
 
+@operator("Erf")
+def _erf(node: Node, x: Any) -> Any:
+    if x.dtype.name not in FLOATS:
+        raise UnsupportedError
+    return same_type((e.fast_erf if node.attribute(ROUNDED) else e.erf)(x), x)
+
+
+ROUNDED = "rounded"
+"""Attribute of nodes of `precision` whose results are parts of those that are rounded to a narrow type."""
+
+
 @operator("Gelu", domains=("", MICROSOFT))
 def _gelu(node: Node, x: Any) -> Any:
+    if node.attribute(ROUNDED) and node.attribute("approximate", "none") == "none":
+        return x * (e.fast_erf(x * math.sqrt(0.5)) * 0.5 + 0.5)
     return same_type((e.gelu_tanh if node.attribute("approximate", "none") == "tanh" else e.gelu)(x), x)
 
 

@@ -20,7 +20,15 @@ from portmm.onnx.arrays import ModelArrays
 from portmm.onnx.control_flow import run_node
 from portmm.onnx.model import free_names
 from portmm.onnx.precision import with_precision
-from portmm.onnx.rewrites import with_codes, with_epilogues, with_groups, with_integers, with_rounding, with_scales
+from portmm.onnx.rewrites import (
+    with_codes,
+    with_epilogues,
+    with_groups,
+    with_integers,
+    with_reciprocals,
+    with_rounding,
+    with_scales,
+)
 from portmm.trace.placeholders import Array as Traced
 from portmm.trace.placeholders import Placeholder
 from portmm.util.memo import Memory
@@ -107,7 +115,7 @@ class Executor:
         nodes = with_codes(computed_constants(graph, self.constants), self.outputs, self.constants)
         nodes = with_integers(nodes, self.outputs, self.constants)
         nodes = with_rounding(with_scales(nodes, self.outputs, self.constants), self.outputs, self.constants)
-        nodes = with_groups(nodes, self.outputs, self.constants)
+        nodes = with_groups(with_reciprocals(nodes, self.outputs, self.constants), self.outputs, self.constants)
         nodes = with_epilogues(nodes, self.outputs, self.constants)
         self.parts = self.divided(with_precision(nodes, self.outputs, self.constants, precision))
 

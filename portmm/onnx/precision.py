@@ -112,6 +112,8 @@ class _Rounding:
                 inputs[i] = f"{x}, read by {node.name}"
                 if inputs[i] not in inputs[:i]:
                     self.nodes.append(_converting("Widened", self.narrow[x], inputs[i], self.precision))
+        if node.op in ("Erf", "Gelu"):
+            attributes = attributes | {"rounded": True}
         self.nodes.append(replace(node, inputs=tuple(inputs), attributes=attributes))
 
     def _constant(self, x: str) -> str:

@@ -1,12 +1,12 @@
 """Rewrites of a graph before it is divided: what follows a convolution or a product of integers becomes a part of it.
 
-Owns `with_codes`, `with_integers`, `with_rounding`, `with_epilogues`, `with_groups` and `with_scales`. Pooling and
-reshapes of values that are dequantized before and quantized alike after them are those of codes. A product or a
-convolution of values that were dequantized, the right operand from constants, becomes one of their codes. Values that
-are quantized and only then dequantized are rounded in place. A product of dynamically quantized values and a constant
-matrix takes the conversion of its sums, their scales and the bias. A convolution takes the addition of another array
-of its shape, a residual, and a ReLU that alone read its result, or a depth-to-space. A group norm that was written as
-an instance norm of reshaped images is one operator.
+Owns `with_codes`, `with_integers`, `with_rounding`, `with_epilogues`, `with_groups`, `with_reciprocals` and
+`with_scales`. Pooling and reshapes of values that are dequantized before and quantized alike after them are those of
+codes. A product or a convolution of values that were dequantized, the right operand from constants, becomes one of
+their codes. Values that are quantized and only then dequantized are rounded in place. A product of dynamically
+quantized values and a constant matrix takes the conversion of its sums, their scales and the bias. A convolution takes
+the addition of another array of its shape, a residual, and a ReLU that alone read its result, or a depth-to-space. A
+group norm that was written as an instance norm of reshaped images is one operator.
 """
 
 from __future__ import annotations
@@ -100,6 +100,26 @@ def with_groups(nodes: list[Node], outputs: Collection[str], constants: Mapping[
             inputs=(first.inputs[0], first.inputs[1], *node.inputs[1:], second.inputs[1], by, plus),
         )  # fmt: skip
     return [groups.get(n.name, n) for n in nodes if n.name not in gone]
+
+
+def with_reciprocals(nodes: list[Node], outputs: Collection[str], constants: dict[str, Any]) -> list[Node]:
+    """The nodes, with multiplications in the place of divisions by a constant whose results only `Erf` reads.
+
+    The argument of an error function may differ by one unit in the last place; a division takes as long as the rest of
+    GELU.
+    """
+    _, user, _ = _links(nodes, outputs)
+    result: list[Node] = []
+    for node in nodes:
+        after = user.get(node.outputs[0]) if node.op == "Div" and not node.domain else None
+        by = constants.get(node.inputs[1]) if after is not None and after.op == "Erf" else None
+        if by is not None and by.size == 1 and by.dtype == np.float32 and by != 0 and node.inputs[0] not in constants:
+            name = f"1 / {node.inputs[1]}"
+            constants[name] = (1 / by.astype(np.float64)).astype(np.float32)
+            result.append(replace(node, op="Mul", inputs=(node.inputs[0], name)))
+        else:
+            result.append(node)
+    return result
 
 
 FULL = 4

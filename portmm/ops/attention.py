@@ -6,7 +6,7 @@ Owns `attention` in the host's memory: its options, its results, and NumPy in th
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -130,27 +130,21 @@ def _computed(shape: Shape, options: Options, out: Any) -> tuple[Array, Array | 
         if lse is not None:
             lse[...] = -np.inf
         return result, lse, None
-    kernel, captured, results = None, {}, [_four(result, shape)]
+    captured: dict[Any, Any] = {}
+    kernel, results = None, [_four(result, shape)]
     if options.plain:
         with suppress(BuildError):  # it is raised again below
             kernel = basic_kernel(shape, options.factor(shape.d), results[0], causal=causal)
     if kernel is None:
-        from portmm.ops.attention_kernel import make_kernel
-        from portmm.ops.attention_scores import by_numpy, function_of, values
-        from portmm.trace.bind import UserFunction
-
-        user_function = UserFunction(function_of(options, shape.d))
-        flags = (causal, window is None, options.lse, many is None, starts is None)
-        forms = tuple([(x.dtype, x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in operands])
-        key = ("attention", forms, flags, results[0].strides)
         try:
-            kernel = user_function.ready(key, lambda traced: make_kernel(traced, shape, flags, results[0]), values(), 4)
+            kernel, captured = _traced_kernel(shape, options, results[0])
         except BuildError as error:
+            from portmm.ops.attention_scores import by_numpy, function_of
+
             fall_back(error)
-            fallback = by_numpy(shape, user_function.function, causal, window, many, starts)
+            fallback = by_numpy(shape, function_of(options, shape.d), causal, window, many, starts)
             result[...] = fallback[0].reshape(shape.result)
             return result, fallback[1].reshape(shape.result[:-1]) if options.lse else None, None
-        captured = user_function.closure
         if result is out and any(np.may_share_memory(out, x) for x in captured.values() if isinstance(x, np.ndarray)):
             result = np.empty(shape.result, shape.dtype)  # scores would read what the kernel overwrites
             results = [_four(result, shape)]
@@ -158,6 +152,66 @@ def _computed(shape: Shape, options: Options, out: Any) -> tuple[Array, Array | 
     results += [x for x in (many, starts) if x is not None]
     kernel.execute(shape, operands, captured, results, shape.far(window))
     return result, lse, kernel
+
+
+def _traced_kernel(shape: Shape, options: Options, result: Array) -> tuple[AttentionKernel, dict[Any, Any]]:
+    """The kernel of a traced score, for a result (items, heads, rows, columns), and what the score captures.
+
+    Raises:
+        TraceError: the score cannot be traced.
+        ScheduleError: no unit of the target computes it.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    from portmm.ops.attention_kernel import make_kernel
+    from portmm.ops.attention_scores import function_of, values
+    from portmm.trace.bind import UserFunction
+
+    user_function = UserFunction(function_of(options, shape.d))
+    flags = (options.causal, options.window is None, options.lse, options.lengths is None, options.offset is None)
+    forms = tuple([(x.dtype, x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in shape.operands])
+    key = ("attention", forms, flags, result.strides)
+    kernel = user_function.ready(key, lambda traced: make_kernel(traced, shape, flags, result), values(), 4)
+    return kernel, user_function.closure
+
+
+class Launch(NamedTuple):
+    """The one launch of a call.
+
+    Attributes:
+        route: the kernel.
+        numbers: its 16 integers.
+        table: a row for each operand: the offset of its first element, in bytes, and strides.
+        scalars: numbers of the score, None if it has none.
+        arrays: the operands.
+    """
+
+    route: Any
+    numbers: tuple[int, ...]
+    table: Array
+    scalars: Any
+    arrays: tuple[Array, ...]
+
+
+def launch_of(q: Array, k: Array, v: Array, score: Callable[..., Any], out: Array) -> Launch:
+    """The launch of `attention(q, k, v, score=score, out=out)`, which does not run: programs of kernels contain it.
+
+    Raises:
+        TraceError: the score cannot be traced.
+        ScheduleError: no unit of the target computes it.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    shape = shape_of(*numpy_arrays.rows_of(q=q, k=k, v=v))
+    options = Options(score, None, None, False, None, None, None, lse=False)
+    result = _four(out, shape)
+    kernel, captured = _traced_kernel(shape, options, result)
+    q, k, v = shape.operands
+    q, k, d = kernel.readable(q, k)
+    sizes = shape.m, shape.n, d, shape.items * shape.heads, shape.heads, shape.group, shape.dv
+    table, scalars, *arrays = kernel.bound.fill(captured, [], [q, k, v, result])
+    scalars = scalars if kernel.bound.traced.numbers else None
+    return Launch(kernel.route, kernel.numbers(sizes, shape.far(None)), table, scalars, tuple(arrays))
 
 
 def _four(x: Array, shape: Shape) -> Array:

@@ -84,11 +84,12 @@ class AttentionKernel:
             far: how near a key must be.
             table: that of the operands, the numbers of the score, and the operands.
         """
+        runtime().execute(self.route, *self.numbers(sizes, far), None, *table)
+
+    def numbers(self, sizes: tuple[int, ...], far: int) -> tuple[int, ...]:
+        """The 16 integers of a launch; arguments are as those of `launch`."""
         m, n, d, batch, heads, group, dv = sizes
-        runtime().execute(
-            self.route, m, n, d, batch, 0, heads, group, 0,
-            0, far, self.step, 0, 0, n - m, dv, self.run, None, *table,
-        )  # fmt: skip
+        return (m, n, d, batch, 0, heads, group, 0, 0, far, self.step, 0, 0, n - m, dv, self.run)
 
 
 def readable(q: Array, k: Array, run: int, kr: int, k_step: int) -> tuple[Array, Array, int]:

@@ -142,6 +142,8 @@ exp, log, tanh, erf, sigmoid, sqrt, rsqrt, silu, gelu, gelu_tanh, fast_gelu, exp
     _either(name, meaning, traced, _quiet(plain)) for name, (meaning, traced, plain) in _expressions.items()
 )
 
+fast_erf = _either("fast_erf", "The error function to 2.5e-5, for rounded results.", vector_math.fast_erf, _quiet(_erf))
+
 
 @recorded
 def minimum(a: Any, b: Any) -> Any:

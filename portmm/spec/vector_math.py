@@ -52,6 +52,18 @@ _TANH = (-0.99999994, 0.6666617, -0.33334202, 0.1338666, -0.04429177)
 # erf(sqrt(u)) / sqrt(u) - 1 for u up to 1, and -erfc(x)**(1/5) for x from 1 to 4.
 _ERF = (0.12837912, -0.37612322, 0.11280146, -0.02671035, 0.00491644, -0.0005626936)
 _ERFC = (-1.0020765, 0.2363412, 0.07844388, 0.022317389, -0.034474004, 0.009681683, -0.0010584509, 3.598356e-05)
+# erf(sqrt(u)) / sqrt(u) for u up to 9, by absolute errors.
+_FAST_ERF = (
+    1.1282685,
+    -0.37531507,
+    0.11107957,
+    -0.025103003,
+    0.0042354739,
+    -0.00051104574,
+    4.1061503e-05,
+    -1.9448805e-06,
+    4.0743519e-08,
+)
 # (log(1 + x) - x) / x**2, for 1 + x from sqrt(1/2) to sqrt(2), and for x from 0 to 1.
 _LOG = (-0.4999999, 0.33333945, -0.25001776, 0.1996224, -0.16570312, 0.14916353, -0.14307743, 0.08738836)
 _LOG1P = (
@@ -226,6 +238,16 @@ def erf(x: Expr) -> Expr:
     square = root * root
     far = fma(root, square * square, 1.0)
     return _with_sign(select(size < 1.0, near, far), x)
+
+
+def fast_erf(x: Expr) -> Expr:
+    """The error function for results that are rounded to 11 bits or fewer, for all x.
+
+    Error: at most 2.5e-5, half of a unit of 2**-14 near 1; relative to results near 0 as much as 1.2e-4.
+    Method: x * p(x**2), with x no larger than 3, in a third of the operations of `erf`.
+    """
+    size = _at_least(_at_most(x, 3.0), -3.0)
+    return size * _poly(size * size, _FAST_ERF)
 
 
 def _gated(x: Expr, gate: Expr, open_from: float) -> Expr:

@@ -71,7 +71,8 @@ _INSTRUCTIONS = {
     ("vpmovzxwd %1, %0", "=v"): "widen", ("vpmovzxwd %1, %0", "=x"): "widen",
     ("vpmovzxwd %1, %0%{%2%}%{z%}", "=v"): "widen_some", ("vpmovdw %1, %0%{%2%}", "+m"): "narrow_some",
     ("vdpbf16ps %2, %1, %0", "+v"): "dot_pairs", ("vpermw %1, %2, %0", "=v"): "permute_pairs",
-    ("vcvtne2ps2bf16 %2, %1, %0", "=v"): "join_pairs",
+    ("vcvtne2ps2bf16 %2, %1, %0", "=v"): "join_pairs", ("vcvtneps2bf16 %1, %0", "=v"): "narrow",
+    ("vmovdqu16 %1, %0%{%2%}", "+m"): "store_halves",
 }  # fmt: skip
 """Instruction and constraint of its result -> its meaning on lanes, of the result and then the operands."""
 _NARROW = tuple((re.compile(x), y) for x, y in (

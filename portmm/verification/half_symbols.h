@@ -56,6 +56,13 @@ template <class S, class V, class M> static void narrow_some(S &to, const V &fro
   for (int i = 0; i < (int)(sizeof(V) / 4); ++i)
     if (lane(mask, i)) ((half_t *)&to)[i] = low_half(from.v[i]);
 }
+template <class R, class V> static void narrow(R &to, const V &from) {
+  for (int i = 0; i < (int)(sizeof(R) / 2); ++i) to[i] = narrowed(from.v[i]);
+}
+template <class S, class R, class M> static void store_halves(S &to, const R &from, const M &mask) {
+  for (int i = 0; i < (int)(sizeof(R) / 2); ++i)
+    if (lane(mask, i)) ((half_t *)&to)[i] = from[i];
+}
 /* Two products of bfloat16, added to a float. */
 template <class V, int N> static void dot_pairs(V &to, const Vec<I, N> &a, const Vec<I, N> &b) {
   for (int i = 0; i < N; ++i)

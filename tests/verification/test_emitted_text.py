@@ -108,8 +108,9 @@ def test_attention_of_bfloat16_by_its_unit():
 
 
 NARROW = {
-    "rounding to another place": ("zen5", "product", "0x7fff", "0x3fff"),
-    "rounding down": ("zen5", "product", "& ~nan) | ((u | 0x400000) & nan)", "& ~nan) | (u & nan)"),
+    "rounding to another place": ("zen5", "rows", "0x7fff", "0x3fff"),
+    "rounding down": ("zen5", "rows", "& ~nan) | ((u | 0x400000) & nan)", "& ~nan) | (u & nan)"),
+    "a rounded vector that is another": ("zen5", "product", '(halves) : "v"(t1)', '(halves) : "v"(t2)'),
     "a NaN that is none": ("zen5", "rows", "(u | 0x400000) & nan", "(u | 0x200000) & nan"),
     "halves of pairs exchanged": ("zen5", "product", "= x | y << 16;", "= y | x << 16;"),
     "a tail of k that is no zero": ("zen5", "product", "* 2 + e) = 0;", "* 2 + e) = *a;"),
