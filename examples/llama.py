@@ -12,13 +12,17 @@ and gates are kernels that `fuse` makes.
 from __future__ import annotations
 
 import argparse
+import sys
 import time
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 import portmm as pm
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
 
 KINDS = ("float32", "bfloat16", "int8", "int4", "int4-dynamic")
 """Of weights; activations are float32, and with int8 and int4-dynamic rounded to int8 by row."""
@@ -129,17 +133,32 @@ class Llama:
         cache.filled = end
         return self.head(self.added(x[:, -1], y[:, -1], self.norm)[1])
 
-    def generate(self, prompt: Any, count: int, *, temperature: float = 0.0, seed: int = 0) -> Any:
-        """The next tokens of prompts (batch, tokens): the likeliest ones, or samples at a temperature."""
+    def generate(self, prompt: Any, count: int, *, temperature: float = 0.0, seed: int = 0, progress: str = "") -> Any:
+        """The next tokens of prompts (batch, tokens): the likeliest ones, or samples at a temperature.
+
+        With a title `progress`, a terminal shows how many there are, and how many in a second.
+        """
         cache, rng = Cache(self.config, len(prompt), prompt.shape[1] + count), np.random.default_rng(seed)
         tokens, chosen = prompt, []
-        for _ in range(count):
+        for _ in counted(range(count), progress, len(prompt)):
             scores = self.logits(tokens, cache)
             if temperature:  # the largest of scores with Gumbel noise is a sample of their softmax
                 scores = scores / temperature + rng.gumbel(size=scores.shape)
             tokens = scores.argmax(-1)[:, None]
             chosen.append(tokens)
         return np.concatenate(chosen, 1)
+
+
+def counted(steps: Any, title: str, each: int = 1) -> Iterator[Any]:
+    """Steps one by one, and on a terminal, if there is a title, a bar of those that are done and their rate."""
+    shown, whole, start = bool(title) and sys.stderr.isatty(), len(steps), time.perf_counter()
+    for done, step in enumerate(steps, 1):
+        yield step
+        if shown:
+            rate = done * each / (time.perf_counter() - start)
+            bar = "#" * (30 * done // whole)
+            end = "\n" if done == whole else ""
+            print(f"\r{title:12} [{bar:30}] {done * each} of {whole * each}, {rate:.1f}/s", end=end, file=sys.stderr)
 
 
 def adder(epsilon: float) -> Any:
@@ -193,18 +212,19 @@ def random_weights(config: Config, seed: int = 0) -> dict[str, Any]:
 
 
 def side_by_side(weights: list[Any]) -> Any:
-    """One weight (inputs, outputs) of some (outputs, inputs), or of quantized ones (inputs, outputs)."""
-    if not isinstance(weights[0], pm.Quantized):
-        return np.concatenate(weights).T
+    """One weight (inputs, outputs) of some (outputs, inputs), or of quantized ones (inputs, outputs), alike or not."""
+    ways = {(w.values, w.group) if isinstance(w, pm.Quantized) else () for w in weights}
+    if len(ways) > 1 or () in ways:
+        return np.concatenate([pm.dequantize(w).T if isinstance(w, pm.Quantized) else w for w in weights]).T
     first, fields = weights[0], ("codes", "scales", "offsets")
     codes, scales, offsets = (np.concatenate([getattr(w, n) for w in weights], 1) for n in fields)
-    return pm.Quantized(codes, scales, offsets, first.bits, first.group)
+    return pm.Quantized(codes, scales, offsets, first.bits, first.group, first.values)
 
 
-def build(config: Config, weights: dict[str, Any], kind: str) -> Llama:
+def build(config: Config, weights: dict[str, Any], kind: str, *, progress: str = "") -> Llama:
     """A decoder of weights by the names of `transformers`, packed as a kind; the embedding stays float32."""
     layers = []
-    for i in range(config.layers):
+    for i in counted(range(config.layers), progress):
 
         def joined(*names: str, at: str = f"model.layers.{i}.") -> Product:
             return Product(side_by_side([weights[f"{at}{n}.weight"] for n in names]), kind)
@@ -273,7 +293,7 @@ def _halves(w: Any, heads: int) -> Any:
     order = np.arange(outputs).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
     if not isinstance(w, pm.Quantized):
         return w[order]
-    return pm.Quantized(w.codes[:, order], w.scales[:, order], w.offsets[:, order], w.bits, w.group)
+    return pm.Quantized(w.codes[:, order], w.scales[:, order], w.offsets[:, order], w.bits, w.group, w.values)
 
 
 def main() -> None:
@@ -290,12 +310,12 @@ def main() -> None:
     weights = random_weights(config)
     prompt = np.random.default_rng(1).integers(0, config.vocabulary, (options.batch, options.prompt))
     for kind in [options.kind] if options.kind else KINDS:
-        model = build(config, weights, kind)
+        model = build(config, weights, kind, progress="packing")
         model.generate(prompt, 4)  # kernels are compiled
         start = time.perf_counter()
         model.generate(prompt, 1)
         first = time.perf_counter() - start
-        model.generate(prompt, options.tokens, temperature=options.temperature)
+        model.generate(prompt, options.tokens, temperature=options.temperature, progress="tokens")
         each = (time.perf_counter() - start - 2 * first) / max(options.tokens - 1, 1)
         rates = f"prefill {options.batch * options.prompt / first:9.1f}, decoding {options.batch / each:8.1f} tokens/s"
         print(f"{options.size} {kind:12} {rates}")

@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 from places import ROOT
 
+import portmm as pm
+
 QUICKLY = True
 LOGITS = {"float32": 1e-5, "bfloat16": 0.02, "int8": 0.05, "int4": 0.45, "int4-dynamic": 0.45}
 
@@ -57,6 +59,21 @@ def test_tokens_are_those_of_transformers(llama):
             so_far = torch.cat([so_far, module(so_far).logits[:, -1].argmax(-1)[:, None]], 1)
     tokens = llama.from_module(module, "float32").generate(prompt.numpy(), 12)
     np.testing.assert_array_equal(tokens, so_far[:, 9:].numpy())
+
+
+def test_weights_of_floats_of_four_bits(llama):
+    """Side by side, and beside others."""
+    rng = np.random.default_rng(0)
+    w = [rng.standard_normal((64, 32)).astype(np.float32) for _ in range(3)]
+    small = [pm.quantize_fp4(x) for x in w]
+    for weights in (small, [small[0], pm.quantize(w[1], group=32), w[2].T]):
+        joined = llama.side_by_side(weights)
+        parts = [pm.dequantize(x) if isinstance(x, pm.Quantized) else x.T for x in weights]
+        got = pm.dequantize(joined) if isinstance(joined, pm.Quantized) else joined
+        np.testing.assert_array_equal(got, np.concatenate(parts, 1))
+    turned = llama._halves(small[0], 2)
+    assert turned.values == "e2m1"
+    np.testing.assert_array_equal(pm.dequantize(turned)[:, :4], pm.dequantize(small[0])[:, [0, 2, 4, 6]])
 
 
 def test_tokens_of_a_gguf_file_are_those_of_its_values(llama, tmp_path, monkeypatch):
