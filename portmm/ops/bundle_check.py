@@ -22,6 +22,8 @@ from portmm.ir.index import meaning, parsed
 from portmm.ops.bundle_build import SCHEDULES
 from portmm.ops.bundle_devices import check_cubins
 from portmm.ops.bundle_operands import job_of
+from portmm.runtime.cffi_launches import SYMBOLS
+from portmm.runtime.cpu import MODULE
 from portmm.schedule.text import parse
 from portmm.target.target import load_isa, load_target
 from portmm.util import system
@@ -33,9 +35,12 @@ if TYPE_CHECKING:
     from portmm.ops.bundle_operands import Job
     from portmm.target.isa import Isa
 
+CUDA = (190).to_bytes(2, "little")
+"""EM_CUDA, the machine of an ELF file that is a cubin."""
 MOST = 64
 """Kernels of one run of the driver."""
 CUBINS = "for CUDA not run: no device runs them here; each has its entry"
+OTHERS = "of packing, attention and fused functions not run: their digests were compared"
 RAN, OPERANDS, MACHINE = "correct", "not run: operands of unusual types", "not run: no machine here"
 LEAST = "neoverse_n1"
 """The processor for AArch64 that qemu knows by name; it has a hyphen for the underscore."""
@@ -53,10 +58,13 @@ def check(bundle: Bundle, report: Callable[[int, int, str], None] = lambda *_: N
     bundles.check(bundle)
     texts = bundle.answer(SCHEDULES) or []
     counts: Counter[str] = Counter()
+    products: set[int] = set()
     groups: dict[str, list[str]] = {}
     for text in filter(None, texts):
         with read(bundle):
             groups.setdefault(parse(text).isa, []).append(text)
+            number, *_ = bundle.answer(CODE + text) or [""]
+        products |= {int(number)} if number else set()
     done = 0
     with tempfile.TemporaryDirectory(prefix="portmm-check-") as folder:
         for name, every in groups.items():
@@ -69,9 +77,15 @@ def check(bundle: Bundle, report: Callable[[int, int, str], None] = lambda *_: N
                 counts[OPERANDS if command else MACHINE] += len(part) - ran
                 done += len(part)
     report(len(texts), len(texts), "done")
+    counts[OTHERS] = sum(map(_kernels, (bundle.load(x)[1] for x in range(bundle.objects) if x not in products)))
     if cubins := check_cubins(bundle):
         counts[CUBINS] = cubins
     return {text: number for text, number in counts.items() if number}
+
+
+def _kernels(code: bytes) -> bool:
+    """Whether an object is of kernels for processors, as neither the run time nor a cubin is."""
+    return code[18:20] != CUDA and not any(x.encode() in code for x in (SYMBOLS[0], f"PyInit_{MODULE}"))
 
 
 def _command(isa: Isa, folder: Path) -> list[str]:
