@@ -280,6 +280,30 @@ def minilm_int8() -> Any:
         return onnx.load(paths[1])
 
 
+def resnet50_int8() -> Any:
+    """ResNet-50 quantized by ONNX Runtime, its activations by some images: uint8 between filters of int8."""
+    import tempfile
+
+    from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
+
+    class Images(CalibrationDataReader):  # type: ignore[misc]
+        def __init__(self) -> None:
+            rng = np.random.default_rng(2)
+            self.images = iter([{"image": rng.standard_normal((1, 3, 224, 224)).astype(np.float32)} for _ in range(4)])
+
+        def get_next(self) -> Any:
+            return next(self.images, None)
+
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / x for x in ("float.onnx", "int8.onnx")]
+        onnx.save(resnet50(), paths[0])
+        quantize_static(
+            *paths, Images(), quant_format=QuantFormat.QDQ, per_channel=True, activation_type=QuantType.QUInt8,
+            weight_type=QuantType.QInt8,
+        )  # fmt: skip
+        return onnx.load(paths[1])
+
+
 def feeds(model: Any, *, batch: int = 1, length: int = 128, seed: int = 1) -> dict[str, Any]:
     """Inputs of a model of this module."""
     rng = np.random.default_rng(seed)
@@ -308,6 +332,7 @@ MODELS = {
     "bert-base": lambda: bert(BERT_BASE),
     "vit-b16": vit,
     "resnet50": resnet50,
+    "resnet50-int8": resnet50_int8,
     "unet": diffusion.write,
 }
 

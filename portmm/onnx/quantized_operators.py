@@ -50,7 +50,7 @@ def _quantize(node: Node, x: Any, scale: Any, zero: Any = None) -> Any:
         factor = along(x, scale, axis)
         # Between kernels a product takes the place of a quotient: a code that is next to a tie may be its neighbour.
         values = x / factor if is_traced(scale) or x.node.kind in LEAVES else x * (np.float32(1) / factor)
-        codes = nearest(e.clip(values, -LARGE, LARGE))
+        codes = nearest(values)  # large ones lose last places, and saturate
         return e.cast(codes if zero is None else codes + along(x, zero, axis).astype(np.float32), target)
     return quantized(x, along(x, scale, axis, block), zero is not None and along(x, zero, axis, block), target)
 
@@ -65,10 +65,6 @@ def _round(_: Node, x: Any, scale: Any, zero: Any) -> Any:
         values = x / step if x.node.kind in LEAVES else x * (np.float32(1) / step)
         return nearest(e.clip(values, limits.min - point, limits.max - point)) * step
     return np.clip(np.rint(x / step), limits.min - point, limits.max - point).astype(np.float32) * step
-
-
-LARGE = 2.0**20
-"""A magnitude beyond which codes saturate, whatever their zero point."""
 
 
 def quantized(x: Any, scale: Any, zero: Any, target: Any) -> Any:

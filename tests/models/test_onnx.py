@@ -583,6 +583,14 @@ def test_pooling_and_a_head_between_quantizations_are_of_codes(kind, swapped):
     assert report.operators["QuantizeLinear"] == report.operators["ScaledMatMulInteger"] == 1
 
 
+def test_large_values_saturate_between_kernels():
+    large = np.float32([-np.inf, -3e38, -(2.0**24), -(2.0**22), -300, 0, 300, 2.0**22, 2.0**24, 3e38, np.inf, 1])
+    nodes = [("Mul", ["x", "x1"], ["y"]), ("QuantizeLinear", ["y", "s", "z"], ["q"])]
+    made = model(nodes, [("x", FLOAT, [1, 12])], [("q", TensorProto.UINT8, None)],
+                 {"x1": np.float32(1), "s": np.float32(1), "z": np.uint8(7)}, opset=21)  # fmt: skip
+    np.testing.assert_array_equal(portmm.onnx.load(made).run({"x": large[None]})[0], [[0] * 5 + [7] + [255] * 5 + [8]])
+
+
 def test_pooling_of_values_that_are_quantized_otherwise_is_not_of_codes():
     arrays = {"s": np.float32(0.03), "t": np.float32(0.05), "z": np.uint8(128), "n": np.float32(-0.03)}
     for before, after in (("s", "t"), ("n", "n")):
