@@ -1,32 +1,40 @@
 """Parts of a function that has operations without terms: between these, each part is searched by itself.
 
-Owns `parts_of`, and `Parts`, which makes one program of the programs of all parts. Operations are in stages: a term
-follows, by a stage, what has no term and what it reads; a part is what is connected in a stage, of one type of floats.
-What has no term is fused as ever, stage by stage: calls of NumPy, conversions of types, integers, convolutions.
+Owns `in_parts`, the search, `parts_of`, and `Parts`, which makes one program of the programs of all parts. Operations
+are in stages: a term follows, by a stage, what has no term and what it reads; a part is what is connected in a stage,
+of one type of floats. What has no term is fused as ever, stage by stage: calls of NumPy, conversions of types,
+integers, convolutions.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import time
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from portmm.dispatch import config, program_database
+from portmm.fusion import turns
 from portmm.fusion.compilation import compiled_program
-from portmm.fusion.finding import Task
+from portmm.fusion.finding import Finding, Task
 from portmm.fusion.partition import live_nodes
 from portmm.fusion.program import ChangedError, Explained
 from portmm.fusion.recorder import WholeArrays
 from portmm.fusion.terms import TYPES, UnlabelledError, spelled, term_of, viewed
 from portmm.trace.placeholders import Array, Placeholder, rebuilt
 from portmm.util.records import replace
+from portmm.verification.certificate import together
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
-    from portmm.fusion.finding import Finding, Run
+    from portmm.fusion.finding import Run
     from portmm.fusion.graph import Node
+
+    Progress = Callable[[int, int, str], None]
+    Search = Callable[[Task, float, Progress], Finding]
 
 LEAVES = ("array", "number", "weight")
 
@@ -64,6 +72,69 @@ class Layout(NamedTuple):
     shape: tuple[int, ...]
     dtype: Any
     strides: tuple[int, ...]
+
+
+def in_parts(parts: Parts, optimize: Search, seconds: float, progress: Progress) -> Finding:
+    """Search each part of a function, and keep the program of all where it is faster than the function as it is.
+
+    An interrupt outside the search of a part leaves the function as it is; what is found for parts is stored.
+
+    Args:
+        parts: of the function.
+        optimize: the search of a part.
+        seconds: budget, as of `superoptimizer.optimize`.
+        progress: the same.
+    """
+    start = time.monotonic()
+    findings: dict[int, Finding] = {}
+    try:
+        best = _searched(parts, findings, optimize, seconds, progress)
+    except KeyboardInterrupt:
+        if seconds <= 0:  # there is no search that it could end
+            raise
+        best = _counted(parts, findings)._replace(interrupted=True)
+        best = best if best.forms else best._replace(note="")
+    return best._replace(elapsed=time.monotonic() - start)
+
+
+def _searched(
+    parts: Parts, findings: dict[int, Finding], optimize: Search, seconds: float, progress: Progress
+) -> Finding:
+    """Search each part, whose findings it adds, and the program of all."""
+    end = time.monotonic() + seconds
+    key, target, threads = parts.key(), config.target().name, config.get_num_threads()
+    if seconds <= 0 and program_database.find(key, target, threads) is None:
+        return Finding()
+    parts.build()
+    for i in parts.searched:
+        left = (end - time.monotonic()) / (len(parts.searched) - len(findings)) if seconds > 0 else 0.0
+        if any(x.interrupted for x in findings.values()):
+            left = 0.0
+        findings[i] = optimize(parts.task(i), max(0.0, left), progress)
+    every = tuple(findings.values())
+    certificates = [x.certificate for x in every if x.certificate is not None]
+    best = _counted(parts, findings)._replace(certificate=together(certificates))
+    if all(x.run is None for x in every):
+        return best
+    run, explained = parts.program(findings)
+    if seconds > 0:
+        times = turns.in_turns(parts.whole.before, run, parts.whole.arrays)
+        best = best._replace(before=times.before, seconds=times.seconds)
+        if not times.faster:
+            return best
+        program_database.store(key, target, threads, program_database.Entry((), {}, times.before / times.seconds))
+    path, stored = tuple(y for x in every for y in x.path), all(x.stored or x.run is None for x in every)
+    return best._replace(run=run, explained=explained, path=path, stored=stored)
+
+
+def _counted(parts: Parts, findings: dict[int, Finding]) -> Finding:
+    """The numbers of what the searches of parts have seen."""
+    every = tuple(findings.values())
+    return Finding(
+        forms=sum(x.forms for x in every), bounded=sum(x.bounded for x in every),
+        verified=sum(x.verified for x in every), parts=every, interrupted=any(x.interrupted for x in every),
+        note=f"split at {', '.join(parts.splits)} into {len(parts.searched)} parts that are searched",
+    )  # fmt: skip
 
 
 def parts_of(task: Task) -> Parts | None:

@@ -15,23 +15,24 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
+from portmm.fusion import turns
 from portmm.fusion.emitted import attentions, emitted, unlisted, with_threads
 from portmm.fusion.finding import Finding, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
 from portmm.fusion.program import ChangedError
-from portmm.fusion.split_search import Parts, parts_of
+from portmm.fusion.split_search import in_parts, parts_of
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted, predicted_kernel
 from portmm.fusion.term_kernels import Kernel, one_kernels
 from portmm.fusion.term_rewrites import alternatives, subterms
 from portmm.fusion.terms import Labelled, UnlabelledError, graph_of, term_of
 from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
-from portmm.verification.certificate import Emitted, certify, together
+from portmm.verification.certificate import Emitted, certify
 from portmm.verification.equivalence import check
 from portmm.verification.stability import judge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Callable
 
     from portmm.fusion.finding import Run
     from portmm.fusion.terms import Term
@@ -45,8 +46,6 @@ MEASURED = 10
 """Forms that are compiled and measured."""
 SLACK = 1.5
 """Largest ratio of a form's optimistic predicted time to the best predicted time at which the form is expanded."""
-FASTER = 0.97
-"""Time of a form over that of the program as it is, from which it takes its place."""
 LEAST_TRUST = 0.5
 """Least measured gain over the predicted one by which predictions for other sizes are multiplied."""
 FORMS_OF_KERNELS = 60
@@ -59,8 +58,6 @@ MOST_SCHEDULES = 3
 """Schedules of such a kernel that are measured."""
 REJECT_RATIO = 1.5
 """Time of three runs of a form over that of the best one, from which it is not measured further."""
-LONGEST = 0.4
-"""Seconds of all runs of one form."""
 Path = tuple[tuple[str, int], ...]
 
 
@@ -112,67 +109,10 @@ def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], Non
         unsearched = Finding(note=f"not searched: {error}")
         try:
             parts = parts_of(task)
-            return unsearched if parts is None else _split(parts, seconds, shown)
+            return unsearched if parts is None else in_parts(parts, optimize, seconds, shown)
         except (PortmmError, ByValueError, ChangedError, RecursionError):
             return unsearched
     return _Search(task, labelled, seconds, shown).run()
-
-
-def _split(parts: Parts, seconds: float, progress: Callable[[int, int, str], None]) -> Finding:
-    """Search each part of a function, and keep the program of all where it is faster than the function as it is.
-
-    An interrupt outside the search of a part leaves the function as it is; what is found for parts is stored.
-    """
-    start = time.monotonic()
-    findings: dict[int, Finding] = {}
-    try:
-        best = _in_parts(parts, findings, seconds, progress)
-    except KeyboardInterrupt:
-        if seconds <= 0:  # there is no search that it could end
-            raise
-        best = _counted(parts, findings)._replace(interrupted=True)
-        best = best if best.forms else best._replace(note="")
-    return best._replace(elapsed=time.monotonic() - start)
-
-
-def _in_parts(
-    parts: Parts, findings: dict[int, Finding], seconds: float, progress: Callable[[int, int, str], None]
-) -> Finding:
-    """Search each part, whose findings it adds, and the program of all."""
-    end = time.monotonic() + seconds
-    key, target, threads = parts.key(), config.target().name, config.get_num_threads()
-    if seconds <= 0 and program_database.find(key, target, threads) is None:
-        return Finding()
-    parts.build()
-    for i in parts.searched:
-        left = (end - time.monotonic()) / (len(parts.searched) - len(findings)) if seconds > 0 else 0.0
-        if any(x.interrupted for x in findings.values()):
-            left = 0.0
-        findings[i] = optimize(parts.task(i), max(0.0, left), progress)
-    every = tuple(findings.values())
-    certificates = [x.certificate for x in every if x.certificate is not None]
-    best = _counted(parts, findings)._replace(certificate=together(certificates))
-    if all(x.run is None for x in every):
-        return best
-    run, explained = parts.program(findings)
-    if seconds > 0:
-        before, after = timed(parts.whole.before, parts.whole.arrays), timed(run, parts.whole.arrays)
-        best = best._replace(before=before, seconds=after)
-        if after >= FASTER * before:
-            return best
-        program_database.store(key, target, threads, program_database.Entry((), {}, before / after))
-    path, stored = tuple(y for x in every for y in x.path), all(x.stored or x.run is None for x in every)
-    return best._replace(run=run, explained=explained, path=path, stored=stored)
-
-
-def _counted(parts: Parts, findings: dict[int, Finding]) -> Finding:
-    """The numbers of what the searches of parts have seen."""
-    every = tuple(findings.values())
-    return Finding(
-        forms=sum(x.forms for x in every), bounded=sum(x.bounded for x in every),
-        verified=sum(x.verified for x in every), parts=every, interrupted=any(x.interrupted for x in every),
-        note=f"split at {', '.join(parts.splits)} into {len(parts.searched)} parts that are searched",
-    )  # fmt: skip
 
 
 class _Search:
@@ -249,7 +189,7 @@ class _Search:
 
     def measure(self) -> None:
         """Verify and measure the most promising forms."""
-        before = timed(self.task.before, self.task.arrays)
+        before = turns.timed(self.task.before, self.task.arrays)
         self.best = Finding(before=before, seconds=before)
         ranked = sorted(self.forms, key=lambda x: x.seconds)[:MEASURED]
         self.steps = len(ranked) + KERNELS_MEASURED
@@ -270,14 +210,13 @@ class _Search:
 
         One that is far slower in three runs is not measured further.
         """
-        if timed(candidate.run, self.task.arrays, 0.0) > REJECT_RATIO * self.best.seconds:
+        if turns.timed(candidate.run, self.task.arrays, 0.0) > REJECT_RATIO * self.best.seconds:
             return
-        before, seconds = timed(self.task.before, self.task.arrays), timed(candidate.run, self.task.arrays)
-        if seconds < FASTER * min(before, self.best.before) and seconds < self.best.seconds:
+        times = turns.in_turns(self.task.before, candidate.run, self.task.arrays)
+        least = times.seconds
+        if times.faster and least < turns.FASTER * self.best.before and least < self.best.seconds:
             names = tuple(x for x, _ in path)
-            self.best = self.best._replace(
-                run=candidate.run, explained=candidate.explained, seconds=seconds, path=names
-            )
+            self.best = self.best._replace(run=candidate.run, explained=candidate.explained, seconds=least, path=names)
             self.selected = candidate, path
 
     def as_one(self) -> None:
@@ -352,7 +291,8 @@ class _Search:
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
             return Finding(note=note, forms=best.forms, kernel=best.kernel, graph=self.reference)
-        trust = max(LEAST_TRUST, best.before / best.seconds / self.promise(seconds))
+        promise, gain = self.promise(seconds), best.before / best.seconds
+        trust = max(LEAST_TRUST, min(gain, max(1.0, promise)) / promise)  # no loss is predicted to be a gain
         program_database.store(self.key, target.name, threads, program_database.Entry(path, certificate, trust))
         return best._replace(certificate=certificate, graph=with_threads(graph, certificate, target))
 
@@ -422,14 +362,3 @@ class _Search:
             return None
         programs = self.placed(kernels[i])
         return programs[j] if j < len(programs) and trust * self.promise(programs[j].predicted) >= 1 else None
-
-
-def timed(run: Run, arrays: Sequence[Any], longest: float = LONGEST) -> float:
-    """Least seconds of some runs of a program: of three, and of more until they took `longest` seconds."""
-    run(arrays)
-    least, began, runs = float("inf"), time.perf_counter(), 0
-    while runs < 3 or (time.perf_counter() - began < longest and runs < 200):
-        start = time.perf_counter()
-        run(arrays)
-        least, runs = min(least, time.perf_counter() - start), runs + 1
-    return least

@@ -302,14 +302,21 @@ def _output(source: str) -> bytes:
         path = Path(folder, "text.cpp")
         path.write_text(source, encoding="utf-8")
         words = [*compiler.argv, *_FLAGS, str(path), "-o", str(path.with_suffix(""))]
-        done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=folder)
+        try:
+            done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=folder)
+        except subprocess.TimeoutExpired:
+            raise UncompiledError(f"the compiler takes longer than {LIMIT:g} s with symbols for floats") from None
         if done.returncode:
             message = done.stderr.strip().splitlines()
             if "cc1plus" in done.stderr and "error:" in done.stderr:
                 raise UncompiledError("the compiler has no C++: install g++, or name clang by CC")
             error = next((x for x in message if "error" in x), "".join(message[-1:]))
             raise UncompiledError(f"the text does not compile with symbols for floats: {error}")
-        ran = subprocess.run([str(path.with_suffix(""))], capture_output=True, timeout=LIMIT, check=False, cwd=folder)
+        words = [str(path.with_suffix(""))]
+        try:
+            ran = subprocess.run(words, capture_output=True, timeout=LIMIT, check=False, cwd=folder)
+        except subprocess.TimeoutExpired:
+            raise BuildError(f"the text does not end within {LIMIT:g} s on symbols") from None
     if ran.returncode == DEPENDS:
         raise UnsupportedError("a mask of lanes depends on data")
     if ran.returncode == FULL:

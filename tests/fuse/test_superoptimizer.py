@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 import portmm as pm
 from portmm.cli.main import app
 from portmm.dispatch import config
-from portmm.fusion import superoptimizer
+from portmm.fusion import superoptimizer, turns
 from portmm.fusion.fuse import FusedFunction
 from portmm.fusion.program import ChangedError
 from portmm.fusion.split_search import Layout, Parts, _laid_out
@@ -172,7 +172,7 @@ def database(tmp_path, monkeypatch):
 
 def measure_one_form(monkeypatch):
     """One form is measured, and taken to be faster; no kernel is."""
-    monkeypatch.setattr(superoptimizer, "timed", last)
+    monkeypatch.setattr(turns, "timed", last)
     monkeypatch.setattr(superoptimizer, "MEASURED", 1)
     monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
 
@@ -308,7 +308,7 @@ def test_parts_are_of_one_type(database, monkeypatch):
 def test_what_no_form_is_faster_than_is_run_as_it_is(database, monkeypatch, name):
     """The program of greedy fusion itself, with a certificate of the kernels that it runs."""
     del database
-    monkeypatch.setattr(superoptimizer, "timed", lambda run, arrays, *_: run(arrays) is None or 1.0)
+    monkeypatch.setattr(turns, "timed", lambda run, arrays, *_: run(arrays) is None or 1.0)
     monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
     tasks = []
     optimize = superoptimizer.optimize
@@ -354,11 +354,11 @@ def test_an_interrupt_keeps_the_best(database, monkeypatch):
     def timed(run, arrays, *_):
         run(arrays)
         calls.append(run)
-        if len(calls) > 4:
+        if len(calls) > 2 + 2 * turns.TURNS:
             raise KeyboardInterrupt
         return 1.0 / len(calls)
 
-    monkeypatch.setattr(superoptimizer, "timed", timed)
+    monkeypatch.setattr(turns, "timed", timed)
     function, shapes, _ = CASES["grouped"]
     arrays = arrays_of(shapes)
     fused = pm.fuse(function, search=ENOUGH)
@@ -375,7 +375,7 @@ def test_one_kernel_is_run_kept_and_used_for_other_sizes(database, monkeypatch, 
     That of attention has a maximum along the keys, which sums of earlier keys are rescaled by.
     """
     del database
-    monkeypatch.setattr(superoptimizer, "timed", last)
+    monkeypatch.setattr(turns, "timed", last)
     function, shapes, _ = CASES[name]
     fused, arrays = pm.fuse(function, search=ENOUGH), arrays_of(shapes)
     np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-3)
@@ -415,7 +415,7 @@ def test_keys_are_split_among_threads(database, monkeypatch):
         return (e / e.sum(-1, keepdims=True)) @ v
 
     del database
-    monkeypatch.setattr(superoptimizer, "timed", last)
+    monkeypatch.setattr(turns, "timed", last)
     monkeypatch.setattr(superoptimizer, "MEASURED", 0)
     monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 1)
     monkeypatch.setattr(superoptimizer, "MOST_SCHEDULES", 1)

@@ -66,6 +66,16 @@ def test_wrong_texts_are_told(what):
     assert not verdict_of("lora", LORA, *WRONG[what])
 
 
+def test_a_text_that_does_not_end_is_told(monkeypatch):
+    """And a compiler that does not leaves a text uncompiled, whose loops are interpreted then."""
+    monkeypatch.setattr(emitted_text, "LIMIT", 5.0)
+    verdict = verdict_of("lora", LORA, "r < rows; ++r", "r < rows; r += 0")
+    assert "does not end" in verdict.reason or "takes longer" in verdict.reason, verdict
+    monkeypatch.setattr(emitted_text, "LIMIT", 0.001)
+    verdict = verdict_of("lora", LORA, "0 < loop_start);", "2);")
+    assert verdict.reason.startswith("UncompiledError: the compiler takes longer"), verdict
+
+
 @pytest.mark.parametrize(("old", "new"), [("0 < loop_start) {", "0) {"), ("<< 23", "<< 22")])
 def test_a_softmax_without_its_rescale_and_no_exponential_are_told(old, new):
     assert not verdict_of("online", ATTENTION, old, new)
