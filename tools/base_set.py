@@ -105,6 +105,8 @@ OVER_ROWS = ("softmax", "gelu", "silu", "layer_norm", "rms_norm", "quantize_rows
 LIBRARIES = {"gnu": "gnu.2.17", "musl": "musl"}
 """C libraries as zig spells them; glibc's is that of manylinux2014, the oldest that wheels are still made for."""
 PROCESSES = 3
+EACH = 100
+"""Kernels from one report to the next."""
 MOST_QUERIES, ALL_WIDTHS = 600, 1 << 30
 """Numbers of queries that are looked at for forms of attention; no width of a head is a multiple of the second."""
 
@@ -253,11 +255,13 @@ def link(maker, output, platform, report):
 
     questions = dict.fromkeys(job for job, _ in (*maker.codes.values(), *maker.kernels.values()))
     maker.linked = {question: f"k{i}" for i, question in enumerate(questions)}
-    report(0, len(questions), "linking kernels")
     with tempfile.TemporaryDirectory(prefix="portmm-link-") as folder:
         jobs = {symbol: maker.jobs.pop(question) for question, symbol in maker.linked.items()}
         jobs = dict(sorted(jobs.items(), key=lambda x: x[1].name))  # alike side by side: a seventh less in a wheel
-        c_library.link(Path(folder), output.name, platform, jobs, ("-fno-asynchronous-unwind-tables",))
+        flags = ("-fno-asynchronous-unwind-tables",)
+        c_library.link(
+            Path(folder), output.name, platform, jobs, flags, report=lambda i, *of: i % EACH or report(i, *of)
+        )
         shutil.copy(Path(folder, output.name), output)
 
 

@@ -177,7 +177,8 @@ def _libraries(
     processors, devices = targets
     archs = sorted({x.arch for x in processors})
     folders = {arch: folder if len(archs) == 1 else folder / arch for arch in archs}
-    written = [str(c_library.write(maker, folders[arch], arch, functions)) for arch in archs]
+    with progress("compiling the library") as report:
+        written = [str(c_library.write(maker, folders[arch], arch, functions, report)) for arch in archs]
     return written + [str(bundle_devices.write_cubins(maker, folder / "cuda"))] * bool(devices)
 
 

@@ -25,7 +25,7 @@ from portmm.util import system
 from portmm.util.templates import render
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Callable, Mapping, Sequence
 
     from portmm.build.compiler import Compiler
     from portmm.ops.bundle_build import AttentionCall, Call, Job, Maker
@@ -42,7 +42,13 @@ LINK = {"": ("-Wl,-z,noseparate-code",), system.MACOS: ()}
 HIDDEN = ("-fvisibility=hidden",)
 
 
-def write(maker: Maker, folder: Path, arch: str, functions: Sequence[Function] = ()) -> Path:
+def write(
+    maker: Maker,
+    folder: Path,
+    arch: str,
+    functions: Sequence[Function] = (),
+    report: Callable[[int, int, str], None] = lambda *_: None,
+) -> Path:
     """Write the sources of the library for an architecture, and build it.
 
     Args:
@@ -50,6 +56,7 @@ def write(maker: Maker, folder: Path, arch: str, functions: Sequence[Function] =
         folder: where to; it is made.
         arch: architecture.
         functions: functions by name, of programs for machines of the maker.
+        report: as of `link`.
 
     Returns:
         The library.
@@ -86,7 +93,7 @@ def write(maker: Maker, folder: Path, arch: str, functions: Sequence[Function] =
     (folder / "portmm.c").write_text(f'{run_time}#line 1 "portmm.h"\n{header}\n{tables}\n{code}', encoding="utf-8")
     kernels = {f"portmm_kernel_{i}": maker.jobs[question] for question, i in numbers.items()}
     own = object_command(_compiler(arch), (*HIDDEN, "-D_GNU_SOURCE", "-pthread"), "portmm")
-    link(folder, NAME, arch, kernels, HIDDEN, [own], ("-lm", "-lpthread", "-ldl"))
+    link(folder, NAME, arch, kernels, HIDDEN, [own], ("-lm", "-lpthread", "-ldl"), report=report)
     return folder / NAME
 
 
@@ -98,6 +105,8 @@ def link(  # noqa: PLR0917 - of a library
     flags: tuple[str, ...] = (),
     more: Sequence[tuple[str, ...]] = (),
     libraries: tuple[str, ...] = ("-nostdlib",),
+    *,
+    report: Callable[[int, int, str], None] = lambda *_: None,
 ) -> None:
     """Compile kernels and link them to one library; `build.sh` beside it has the commands.
 
@@ -109,6 +118,7 @@ def link(  # noqa: PLR0917 - of a library
         flags: for all kernels.
         more: commands for further objects, as of `object_command`.
         libraries: the last words of the link.
+        report: called with objects compiled, objects in all, and what is being done.
 
     Raises:
         NoCompilerError: there is no compiler.
@@ -127,7 +137,9 @@ def link(  # noqa: PLR0917 - of a library
     text = f"#!/bin/sh\n# Makes {name} of the sources beside this file.\nset -e\n{script}"
     (folder / "build.sh").write_text(text, encoding="utf-8")
     with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        list(pool.map(lambda x: _run(x, folder), commands))
+        for done, _ in enumerate(pool.map(lambda x: _run(x, folder), commands)):
+            report(done, len(commands), f"compiling {name}")
+    report(len(commands), len(commands), f"linking {name}")
     _run(last, folder)
 
 
