@@ -435,7 +435,12 @@ static __attribute__((noinline)) void finish(long rows, long columns, float *sum
       x = *(const v16f_u *)(sums + i * wide + j);
       l1 = *(const v16f_u *)(x0 + j);
       t2 = x + l1;
-      { const v16f_w m = (((v16f){0} + 0.0f) > t2) | (((v16f){0} + 0.0f) != ((v16f){0} + 0.0f)); t3 = (v16f)(((v16f_w)((v16f){0} + 0.0f) & m) | ((v16f_w)t2 & ~m)); }
+      {
+  v16f t;
+  __asm__("vmaxps %2, %1, %0" : "=v"(t) : "v"(((v16f){0} + 0.0f)), "v"(t2));
+  const v16f_w m = ((v16f){0} + 0.0f) != ((v16f){0} + 0.0f);
+  t3 = (v16f)(((v16f_w)((v16f){0} + 0.0f) & m) | ((v16f_w)t & ~m));
+}
       __asm__("vpmovzxwd %1, %0" : "=v"(l4) : "m"(*(const v16h_u *)(x1 + i * x1_m + j)));
 l4 = (v16f)((v16u)l4 << 16);
       t5 = t3 + l4;
@@ -454,7 +459,12 @@ l4 = (v16f)((v16u)l4 << 16);
       x = *(const v16f_u *)(sums + i * wide + j);
       __asm__("vmovups %1, %0%{%2%}%{z%}" : "=v"(l1) : "m"(*(const v16f_u *)(x0 + j)), "Yk"(few));
       t2 = x + l1;
-      { const v16f_w m = (((v16f){0} + 0.0f) > t2) | (((v16f){0} + 0.0f) != ((v16f){0} + 0.0f)); t3 = (v16f)(((v16f_w)((v16f){0} + 0.0f) & m) | ((v16f_w)t2 & ~m)); }
+      {
+  v16f t;
+  __asm__("vmaxps %2, %1, %0" : "=v"(t) : "v"(((v16f){0} + 0.0f)), "v"(t2));
+  const v16f_w m = ((v16f){0} + 0.0f) != ((v16f){0} + 0.0f);
+  t3 = (v16f)(((v16f_w)((v16f){0} + 0.0f) & m) | ((v16f_w)t & ~m));
+}
       __asm__("vpmovzxwd %1, %0%{%2%}%{z%}" : "=v"(l4) : "m"(*(const v16h_u *)(x1 + i * x1_m + j)), "Yk"(few));
 l4 = (v16f)((v16u)l4 << 16);
       t5 = t3 + l4;
