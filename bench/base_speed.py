@@ -15,6 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from pathlib import Path
 
 import numpy as np
@@ -65,9 +66,8 @@ def child(suite, bare):
                     from portmm.dispatch import cpu_background
 
                     cpu_background.wait()
-            start = time.perf_counter()
-            call()
-            repeats = max(1, int(ENOUGH / (time.perf_counter() - start)))
+            once = min(timeit.repeat(call, number=1, repeat=WARM))
+            repeats = max(1, int(ENOUGH / once))
         start = time.perf_counter()
         for _ in range(repeats):
             call()

@@ -12,9 +12,9 @@ import ctypes
 import os
 import sys
 from functools import cache
-from pathlib import Path
 
-from portmm.build.cache import digest, read_note, write_note
+from portmm.build.bundle import key_of
+from portmm.build.cache import read_note, write_note
 from portmm.util import system
 
 # Linux, Documentation/arch/x86/xstate.rst: arch_prctl requests the state of a feature by its bit in XCR0.
@@ -47,9 +47,13 @@ raise SystemExit(any(to))
 def _sandbox() -> str:
     """Restrictions of a sandbox on this process, as far as /proc shows them."""
     try:
-        lines = Path("/proc/self/status").read_text(encoding="utf-8").splitlines()
+        file = os.open("/proc/self/status", os.O_RDONLY)  # a third of the time of a file object
     except OSError:
         return ""
+    try:
+        lines = os.read(file, 1 << 16).decode("utf-8", "replace").splitlines()
+    finally:
+        os.close(file)
     return "\n".join(x for x in lines if x.startswith(("Seccomp", "NoNewPrivs")))
 
 
@@ -57,7 +61,7 @@ def _trial_succeeds() -> bool:
     """Whether a process like this one can use tiles: the cached result of a trial, or a new trial."""
     kernel = os.uname()
     words = (kernel.release, kernel.version, sys.executable, _sandbox(), _TRIAL)
-    note = "tiles-" + digest("\n".join(words).encode("utf-8", "surrogateescape"))
+    note = "tiles-" + key_of("\n".join(words).encode("utf-8", "surrogateescape").decode("latin-1")).hex()
     result = read_note(note)
     if result in ("yes", "no"):
         return result == "yes"
