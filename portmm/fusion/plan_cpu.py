@@ -219,10 +219,11 @@ class HostBuilder(Builder):
     def launched(self, x: Node, launch_of: Callable[..., Launch]) -> bool:
         """Add the launch of a function of portmm that is one kernel; False if it depends on more than addresses.
 
-        Operands are memory between kernels, or constants: those of a call may be less aligned.
+        Narrow operands are memory between kernels, or constants: those of a call may be less aligned.
         """
         places = [self.buffer_of(y) for y in x.inputs if y.kind not in ("weight", "number")]
-        if len(places) < len(x.inputs) or any(p.root != ARENA and not p.root.isdigit() for p in places):
+        narrow = any(p.like.dtype != np.float32 and p.root != ARENA and not p.root.isdigit() for p in places)
+        if len(places) < len(x.inputs) or narrow:
             return False
         result = np.empty(x.shape, x.dtype)
         try:

@@ -26,9 +26,8 @@ if TYPE_CHECKING:
     from portmm.fusion.graph import Graph
 
 Heads = tuple[tuple[int, ...], tuple[int, ...]]
-LEAST_SCORES, LEAST_NARROW = 1 << 18, 1 << 12
-"""Scores from which one kernel is faster than three that run in one call of C: in float32, and of narrow operands,
-whose scores are stored in float32 otherwise."""
+LEAST_SCORES, LEAST_CALLED = 1 << 12, 1 << 17
+"""Scores from which one kernel is faster than three: as one of a program's kernels, and called between them."""
 MOST_AXES = 4
 """Dimensions of queries, with one for items; with one more, heads of queries are in groups of the same keys."""
 _FIRST, _SECOND = argument(0, "f32"), argument(1, "f32")
@@ -102,7 +101,8 @@ class _Softmax:
             return "keys or values are a packed weight"
         if not q.dtype == k.dtype == v.dtype == self.last.dtype or q.dtype.name not in FLOATS:
             return f"operands are {q.dtype}, {k.dtype} and {v.dtype}, and the result {self.last.dtype}"
-        if self.scores.size < (LEAST_SCORES if q.dtype == np.float32 else LEAST_NARROW):
+        called = q.dtype != np.float32 and any(x.origin.kind == "array" for x in (q, k, v))
+        if self.scores.size < (LEAST_CALLED if called else LEAST_SCORES):
             return f"{self.scores.size} scores fit in cache"
         if self.heads is None:
             return "batches of the products broadcast otherwise than over heads, or have more than two dimensions"
