@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.fusion.finding import Run
+    from portmm.fusion.program import Kernel as Described
     from portmm.fusion.terms import Term
     from portmm.ir.mugraph import MuGraph
     from portmm.schedule.schedule import Schedule
@@ -201,9 +202,11 @@ class _Search:
                 continue
             self.verified += 1
             try:
-                self.compared(Placed(self.graph(form.roots), *self.compiled(form.roots), form.seconds), form.path)
+                run, explained = self.compiled(form.roots)
             except (PortmmError, ByValueError):
                 continue
+            if list(map(_work, explained.kernels)) != list(map(_work, self.task.kernels)):
+                self.compared(Placed(self.graph(form.roots), run, explained, form.seconds), form.path)
 
     def compared(self, candidate: Placed, path: Path) -> None:
         """Measure a candidate beside the program as it is, and keep it if it is the fastest so far.
@@ -362,3 +365,8 @@ class _Search:
             return None
         programs = self.placed(kernels[i])
         return programs[j] if j < len(programs) and trust * self.promise(programs[j].predicted) >= 1 else None
+
+
+def _work(x: Described) -> tuple[str, ...]:
+    """What a kernel of a program does: programs with the same kernels differ by the error of measurements alone."""
+    return x.kind, x.detail, x.text
