@@ -199,10 +199,15 @@ class Gemm(Operands):
         return For("i", const(0), var("slices"), const(1), (*bounds, *body))
 
     def pack_a(self) -> tuple[Stmt, ...]:
-        """Packing of the block of A, slice by slice."""
-        s = self.s
-        if not s.a.packed:
+        """Packing of the block of A, slice by slice; a sweep of panels packs each slice before they pass."""
+        if not self.s.a.packed:
             return ()
+        place = LetPtr("ap", self.private() + self.b_size, self.atom.left)
+        return (place,) if self.sweeps else (place, self.slices(self.pack_slice()))
+
+    def pack_slice(self) -> Stmt:
+        """Packing of the current slice of A."""
+        s = self.s
         types = (s.types[0], self.atom.left)
         end: tuple[Index, ...] = ()
         if self.view:
@@ -211,8 +216,7 @@ class Gemm(Operands):
         else:
             pack = pack_a(self.isa, self.move_atom, s.mr, s.a.layout, *types)
         elements = (self.filled(self.pc, var("kd")),) if s.atom.kr > 1 else ()
-        args = (var("kd"), *elements, var("h"), *end, *self.unpacked_a(), Ptr("ap", var("r") * var("kd")))
-        return (LetPtr("ap", self.private() + self.b_size, self.atom.left), self.slices(Call(pack, args)))
+        return Call(pack, (var("kd"), *elements, var("h"), *end, *self.unpacked_a(), self.packed_slice))
 
     def totals(self) -> tuple[Stmt, ...]:
         """Sums of A over quantization groups, computed once for all panels."""
@@ -253,7 +257,7 @@ class Gemm(Operands):
             Let("columns", minimum(N - var("column"), width)),
             LetPtr("bp", self.panel(), self.read_types[1], readonly=True),
             *self.across(panels),
-            self.slices(*self.visit(panels), *finish(self)),
+            self.slices(*((self.pack_slice(),) if s.a.packed and self.sweeps else ()), *self.visit(panels), *finish(self)),
         )
         if self.sweeps:
             return If(begin.lt(end), (Let("j", begin), *body))

@@ -86,10 +86,15 @@ class Operands(Workspace):
             return ("a", "b")
         return (() if s.a.packed else ("a",)) + (("b",) if self.panel_step is not None or not s.b.packed else ())
 
+    @property
+    def packed_slice(self) -> Ptr:
+        """Address of the current packed slice of A: of a block, or the only one in a sweep."""
+        return Ptr("ap", const(0) if self.sweeps else var("r") * var("kd"))
+
     def rows_of_a(self, before: Index) -> tuple[Index | Ptr, ...]:
         """Address and strides of the slice of A, from so many units on: packed, or in place."""
         if self.s.a.packed:
-            return (Ptr("ap", var("r") * var("kd") + before * var("h")),)
+            return (self.packed_slice + before * var("h"),)
         return self.left(var("row") + var("r"), self.pc + before)
 
     def panel(self) -> Ptr:

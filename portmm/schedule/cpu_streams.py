@@ -76,23 +76,30 @@ def shallow(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterat
 
 
 def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Iterator[Schedule]:
-    """Schedules whose slices of rows of A, in place, sweep panels of B that stay in L2, a run of k deep.
+    """Schedules whose slices of rows of A sweep panels of B that stay in L2, a run of k deep.
 
     Rows of C are stored in long runs, and B is packed once. Shallow rows of a B are better left in place. Slices of
     less than half of the largest tile have too few multiply-adds in a step (llvm-mca, Skylake: 6 x 32 0.85 of the peak,
-    14 x 32 0.93).
+    14 x 32 0.93). Slices in place have few rows, which wait for panels from L2 unless these are prefetched; the largest
+    are packed, each before its sweep.
     """
     depth, top = panel_depth(p.k), tallest(isa, atom, nr)
     # Rows of A that start in one set of L1 leave two ways to panels.
     mr = min(top, MODEL.in_place_rows, max(1, has.ways - 2))
-    near = panel_columns(depth, nr, p.elements[1].bytes, has) if 2 * mr >= top else 0
+    near = panel_columns(depth, nr, p.elements[1].bytes, has)
     if p.m <= mr or not near or p.fused or p.dtype not in UNCONVERTED or (p.b == "row" and depth < RUN):
         return
     if nr == 2 * isa.columns(atom) and a_in_place(p, isa, atom):
         ready = p.b == "packed"
         nc, packed = (near, 0) if ready else (ALL, near)
-        registers, l1, *outer = cache_tiles(mr, nr, depth, ALL, nc, least_of(mr), near=packed)
-        yield base_schedule("gemm", p, isa, (registers, l1._replace(n=ALL), *outer), False, not ready)
+        for rows, pack_a in ((mr, False), (top, True)):
+            if 2 * rows < top or p.m <= rows:
+                continue
+            registers, l1, *outer = cache_tiles(rows, nr, depth, ALL, nc, least_of(rows), near=packed)
+            s = base_schedule("gemm", p, isa, (registers, l1._replace(n=ALL), *outer), pack_a, not ready)
+            yield s
+            if not pack_a:
+                yield replace(s, b=s.b.prefetched(0, MODEL.steps_ahead * nr))
 
 
 def panel_depth(k: int) -> int:

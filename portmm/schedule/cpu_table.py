@@ -164,6 +164,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
     over_k, over_batch = s.parallel.over == "k", s.parallel.over == "batch"
     strided, in_place = s.b.layout == "row" and not pack_b, s.a.layout == "row" and not pack_a
     prefetches, sweeping = ahead or s.b.prefetch > 0, sweeps(s, atom)
+    over_panels = sweeping and not strided
     visit_n, b = s.nr * s.b.panels, sizes[1] * atom.k_pack if decodes else BY_NAME[right].bytes
     gathers, near = pack_b and not once and s.b.layout == "row", max(s.tiles[2].n, visit_n)
     lines, ways = max(1.0, visit_n * b / LINE), level.ways if level else WHOLE
@@ -182,8 +183,9 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "registers": isa.registers if isa else 0, "group": s.b.group, "panels": s.b.panels,
         "rate": macs_per_cycle(target, isa, atom, s.dtype),
         "steps": model.loop_cycles + model.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
-        + model.line_ahead * lines * (s.b.prefetch > 0 or s.b.along > 0),
-        "begins": model.panel_cycles if sweeping and not strided
+        + model.line_ahead * lines * (s.b.prefetch > 0 or (s.b.along > 0 and not over_panels))
+        + over_panels * lines * (model.panel_ahead if s.b.along else model.panel_waits),
+        "begins": model.panel_cycles if over_panels
         else model.sweep_cycles + model.sweep_line * lines * (not s.b.along) if sweeping
         else model.dot_cycles if dots else model.tile_cycles,
         "crowded": (thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
@@ -208,7 +210,9 @@ def _unhidden(s: Schedule, model: Model, sweeping: bool) -> float:
     """Time that reading B from its cache adds to blocks that are not prefetched, as a multiple."""
     if s.b.once:
         return float(model.unhidden_once)
-    if s.c.prefetch or sweeping:
+    if sweeping:
+        return float(model.unhidden_panels if s.b.layout == "packed" else 0.0)
+    if s.c.prefetch:
         return 0.0
     return float(model.unhidden if s.b.packed else model.unhidden_rows if s.b.layout == "row" else 0.0)
 

@@ -80,8 +80,8 @@ def _cannot_sweep(s: Schedule, atom: Atom) -> str:
     if not sweeps_panels(s):
         return ""
     why = ""
-    if not s.kc or s.static or s.b.panels > 1 or s.c.prefetch or s.b.prefetch or s.b.along:
-        why = "with all of k in a block, sizes compiled in, several panels at a time or prefetches"
+    if not s.kc or s.static or s.b.panels > 1 or s.c.prefetch or s.b.prefetch:
+        why = "with all of k in a block, sizes compiled in, several panels at a time or prefetches of rows"
     elif s.b.layout == "codes" or not (s.b.packed or s.b.layout == "packed"):
         why = "of quantized values or of a B in place"
     elif finishes(s, atom):
