@@ -26,8 +26,9 @@ from portmm.ir.index import Ptr, ceil_div, const, maximum, round_up, var
 from portmm.ir.nodes import Call, Configure, If, Let, LetPtr, Scratch
 from portmm.kernels.cpu.gemm import Gemm
 from portmm.kernels.cpu.gemm import build as build_loops
-from portmm.kernels.cpu.tile_microkernel import TALL, Grid, micro_kernel
+from portmm.kernels.cpu.tile_microkernel import LINE, TALL, Grid, micro_kernel
 from portmm.kernels.cpu.tile_packing import pack_lines, rest_of_b
+from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -127,4 +128,16 @@ class _Tiles(Gemm):
         args: list[Index | Ptr] = [var("kd"), self.slice_of_a(), TALL, Ptr("bp")]
         args += [self.panel_step or const(0)] if panels > 1 else []
         args += [Ptr("rest"), self.sums(const(0), const(0)), const(0).lt(self.pc) if self.s.kc else const(0)]
-        return (Call(micro_kernel(self.atom, self.grid, self.s.nr, panels, self.s.b.prefetch), tuple(args)),)
+        vector, follows = self.isa.sum_row_atom(self.atom), self.s.c.prefetch > 0
+        args += self.next_panels(panels) if follows else []
+        passing = "a" if self.s.kc and self.s.tiles[1].k == self.s.kc else ""
+        kernel = micro_kernel(self.atom, self.grid, self.s.nr, panels, self.s.b.prefetch, vector, follows=follows, passing=passing)
+        return (Call(kernel, tuple(args)),)
+
+    def next_panels(self, panels: int) -> list[Index | Ptr]:
+        """Address of this slice's share of the next panels of B, and the number of its lines for each step."""
+        size, slices, step = BY_NAME[self.atom.right].bytes, var("slices"), self.panel_step or const(0)
+        lines = ceil_div(const(self.atom.deep * self.s.nr * panels * size // LINE), slices)
+        more = (var("j") + panels).lt(var("last"))
+        share = var("i") * (lines * (var("kd") // self.atom.deep) * (LINE // size))
+        return [Ptr("bp", step * panels + share), more * lines]

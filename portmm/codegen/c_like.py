@@ -264,7 +264,8 @@ class Printer:
 
     def do_verb(self, s: Verb, depth: int) -> None:
         memory = self.points[s.p.name] if s.p else ""
-        text = self.isa.spelling(self.atom(s), s.name, memory, s.to)
+        atom = self.atom(s)
+        text = atom.stream if s.passing and atom.stream else self.isa.spelling(atom, s.name, memory, s.to)
         if not text:
             raise ScheduleError(f"{self.isa.name} has no {s.name} of {memory} for {self.atom(s).name} {s.to}")
         self.put(

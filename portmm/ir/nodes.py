@@ -138,6 +138,7 @@ class Verb(Stmt):
         step: stride of rows in elements, or units, for "load_rows", and for atoms of several rows.
         to: type of the register, where it is not the verb's default.
         of: name of the atom of this verb, where it is not the kernel's.
+        passing: of a load, whether it is spelled as "stream" where the atom has that.
     """
 
     name: str
@@ -150,6 +151,7 @@ class Verb(Stmt):
     step: Index | None = None
     to: str = ""
     of: str = ""
+    passing: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,6 +19,8 @@ from portmm.target.model import CPU as MODEL
 from portmm.target.summation import depth as whole_run
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from portmm.schedule.program import Footprint
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -92,6 +94,20 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
     near = max(1, min(MODEL.run_bytes // (nr * b), int(room // (kc * b) * MODEL.b_share) // nr)) * nr
     nc = max(near, int((l3 or 8 * l2) * MODEL.c_share) // c // mc // near * near)
     return cache_tiles(mr, nr, kc, mc, nc, least_of(mr), first=min(fits, kc), near=near)
+
+
+def resident(target: Target, atom: Atom, mr: int, nr: int) -> Iterator[tuple[Tile, ...]]:
+    """Tiles of caches for units that multiply tiles: a panel of B stays in L1, which tiles of A pass by from L2.
+
+    KC counts units of k. Sums of a block of C stay in L2 between blocks of k.
+    """
+    l1, l2 = capacity(target, "L1"), capacity(target, "L2")
+    a, b, c = (BY_NAME[x].bytes for x in (atom.left, atom.right, atom.acc))
+    kc = int(MODEL.resident_share * l1) // (nr * b) // atom.deep * atom.deep
+    mc = int(MODEL.passing_share * l2) // (max(1, kc) * a) // mr * mr
+    nc = int(MODEL.sums_share * l2) // (max(1, mc) * c) // (2 * nr) * (2 * nr)
+    if kc and mc and nc:
+        yield cache_tiles(mr, nr, kc, mc, nc, near=2 * nr)[1:]
 
 
 def whole_depth(p: Problem, depth: int, tiles: tuple[Tile, ...]) -> tuple[Tile, ...]:
@@ -173,7 +189,7 @@ def tile_bytes(tile: Tile, s: Schedule, p: Problem, atom: Atom) -> int:
     """Bytes that must stay in a tile's level while the tile is computed.
 
     L1 has a panel of B and a slice of A, or, of a panel that
-    is streamed from L2, as much of its depth as fits; L2
+    is streamed from L2, as much of its depth as fits; with tiles, of whose A a step is there, a panel. L2
     the block of A (MC x KC) and the panels of B that are packed together: Low et al., "Analytical Modeling
     Is Enough for High-Performance BLIS", ACM TOMS 43(2), 2016, section 4. L3
     has the block of C (MC x NC) between passes over k.
@@ -183,7 +199,8 @@ def tile_bytes(tile: Tile, s: Schedule, p: Problem, atom: Atom) -> int:
     tm, tn, tk = min(tile.m or m, m), min(tile.n or n, n), min(tile.k or depth, depth)
     a, b = (BY_NAME[x].bytes for x in s.element_types(atom))
     if tile.level == "L1":
-        return (s.mr * a + s.nr * s.b.panels * b) * tk
+        rows = s.mr * a * (min(tk, atom.deep) if s.program == "tiles" else tk)
+        return rows + s.nr * s.b.panels * b * tk
     if tile.level == "L2":
         return (tm * a + max(tn if tile.n else 0, s.nr * s.b.panels) * b) * tk
     return tm * tn * BY_NAME[atom.acc].bytes

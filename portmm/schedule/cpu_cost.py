@@ -131,9 +131,9 @@ class Extents:
         """The index of the nearest level with room for `size` bytes; that of memory is last."""
         return np.searchsorted(self.t.reach, size)
 
-    def outward(self, size: Array) -> Any:
-        """Cycles to move `size` bytes between a core and the nearest level with room for them."""
-        return size / np.choose(self.home(size), self.t.bandwidth)
+    def outward(self, size: Array, times: float = 1.0) -> Any:
+        """Cycles to move `size` bytes between a core and the nearest level with room for them, some times over."""
+        return size / np.choose(self.home(times * size), self.t.bandwidth)
 
 
 def reached(t: Table, n: int, k: int) -> dict[str, float]:
@@ -238,8 +238,8 @@ def packing_b(v: Extents) -> Any:
         streamed = t.strided & (v.n <= t.visit_n)
         cycles = cycles + ~streamed * t.unhidden * (np.where(t.once, 1.0, v.blocks) * v.outward(v.k * v.n * t.b_far))
     if "once" in t.some:
-        # The copy is written to, and read from, the level that it fits; half of that overlaps.
-        cycles = cycles + t.once * v.outward(v.k * v.n * t.b)
+        # The copy is written to, and read from, the level that it fits beside B; half of that overlaps.
+        cycles = cycles + t.once * v.outward(v.k * v.n * t.b, 2.0)
     return cycles
 
 
@@ -247,7 +247,8 @@ def _b_fits(v: Extents, name: str) -> Flags:
     """Whether a panel of B and a slice of A fit a level."""
     t, level = v.t, v.t.target.level(name)
     width = np.where(t.sweeps, np.minimum(v.n, t.swept), t.visit_n) if "sweeps" in t.some else t.visit_n
-    fits: Flags = (width * t.b + t.mr * t.a) * v.depth <= (level.bytes if level else WHOLE)
+    rows = t.mr * t.a * np.where(t.tiled & (name == "L1"), t.deep, v.depth)  # tiles of A pass by L1
+    fits: Flags = width * t.b * v.depth + rows <= (level.bytes if level else WHOLE)
     return fits
 
 

@@ -19,6 +19,7 @@ from portmm.schedule.cpu_blocking import (
     fits_l2,
     least_of,
     may_pack_once,
+    resident,
     tallest,
     whole_depth,
     widths,
@@ -320,12 +321,12 @@ def tiles(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) ->
                 base = replace(base, b=base.b.prefetched(MODEL.tiles_ahead))
             yield from _thin_tiles(base, p, isa, atom)
             continue
-        for depth in MODEL.tile_depths:
-            _, *levels = blocking(p, target, atom, mr, nr, depth)
+        # Panels of a B that is packed once, or before, come from an outer cache, and the next ones are prefetched.
+        for levels in (blocking(p, target, atom, mr, nr, MODEL.tile_depth)[1:], *resident(target, atom, mr, nr)):
             s = replace(base, tiles=(base.tiles[0], *levels))
-            yield s
+            yield replace(s, c=AHEAD) if p.b == "packed" else s
             if may_pack_once(p, atom):
-                yield replace(s, b=s.b.with_pack(PACKED_ONCE))
+                yield replace(s, b=s.b.with_pack(PACKED_ONCE), c=AHEAD)
 
 
 def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:

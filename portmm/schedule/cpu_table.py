@@ -184,10 +184,10 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "rate": macs_per_cycle(target, isa, atom, s.dtype),
         "steps": model.loop_cycles + model.ahead_cycles * ahead * (1.0 + (not pack_a) + (once or not pack_b))
         + model.line_ahead * lines * (s.b.prefetch > 0 or (s.b.along > 0 and not over_panels))
-        + over_panels * lines * (model.panel_ahead if s.b.along else model.panel_waits),
+        + over_panels * lines * (model.panel_line if s.b.along else model.panel_waits),
         "begins": model.panel_cycles if over_panels
         else model.sweep_cycles + model.sweep_line * lines * (not s.b.along) if sweeping
-        else model.dot_cycles if dots else model.tile_cycles,
+        else model.dot_cycles if dots else model.begin_tiles if atom.tiled else model.tile_cycles,
         "crowded": (thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "apart": 1.0 + model.apart / lines * (not sweeping),
         "sweeps": sweeping, "swept": (near if pack_b else s.nc or WHOLE) if sweeping else visit_n,
@@ -230,7 +230,8 @@ def _copying(s: Schedule, atom: Atom, model: Model, operand: str) -> float:
         each: float = model.copy_element
     else:
         # A transposed block of L x L elements takes L log2(L) shuffles, besides which loads and stores are made.
-        copy = model.copy_once if s.b.once and straight == "row" else model.copy_passing
+        once = model.copy_once_tiles if atom.tiled else model.copy_once
+        copy = once if s.b.once and straight == "row" else model.copy_passing
         # A vector takes instructions, its lines take bandwidth.
         line = min(1.0, atom.n * BY_NAME[atom.left if operand == "a" else atom.right].bytes / LINE)
         copy *= model.copy_vector + (1.0 - model.copy_vector) * line

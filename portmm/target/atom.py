@@ -16,6 +16,7 @@ PLACEHOLDERS = {
     "load_a": {"d", "p", "step"},
     "load_b": {"d", "p", "step"},
     "mac": {"d", "a", "b"},
+    "stream": {"d", "p", "step"},
     "load_c": {"d", "p", "step"},
     "store": {"d", "p", "step"},
     "mask": {"d", "count"},
@@ -69,6 +70,7 @@ class Atom:
         zero: clear an accumulator.
         load_a: load a left fragment (a broadcast for vector units).
         load_b: load a right fragment.
+        stream: load a left or right fragment that is not read again from L1, and takes no room there.
         mac: {d} += {a} . {b}.
         load_c: load an accumulator.
         store: store an accumulator.
@@ -135,6 +137,7 @@ class Atom:
     real: str = ""
     add: str = "{d} += {a};"
     hold: str = ""
+    stream: str = ""
     configure: str = ""
     release: str = ""
     unit: str = ""

@@ -42,6 +42,8 @@ typedef struct {
 #define TILE_ZERO(d) __asm__ volatile("tilezero %tmm" #d)
 #define TILE_LOAD(d, p, step) \
   __asm__ volatile("tileloadd (%0,%1), %%tmm" #d : : "r"(p), "r"((step) * (long)sizeof(*(p))) : "memory")
+#define TILE_STREAM(d, p, step) \
+  __asm__ volatile("tileloaddt1 (%0,%1), %%tmm" #d : : "r"(p), "r"((step) * (long)sizeof(*(p))) : "memory")
 #define TILE_STORE(d, p, step) \
   __asm__ volatile("tilestored %%tmm" #d ", (%0,%1)" : : "r"(p), "r"((step) * (long)sizeof(*(p))) : "memory")
 #define TILE_MAC(op, d, a, b) __asm__ volatile(#op " %tmm" #b ", %tmm" #a ", %tmm" #d)
@@ -124,6 +126,7 @@ static __attribute__((noinline)) void rest_1(long count, const int *b, int *to) 
 
 /* C[tall][32] (+)= A[tall][k] . B[k][32], in tiles */
 static __attribute__((noinline)) void ukr_2x2(long k, const int *a, long tall, const int *b, const int *rest, int *c, long accumulate) {
+  v16i zeros;
   if (accumulate) {
     TILE_LOAD(0, c, 32);
     TILE_LOAD(1, c + 16, 32);
@@ -136,14 +139,18 @@ static __attribute__((noinline)) void ukr_2x2(long k, const int *a, long tall, c
     TILE_ZERO(3);
   }
   for (long t = 0; t < k / 16; ++t) {
-    TILE_LOAD(4, a + t * (tall * 16), 16);
-    TILE_LOAD(5, a + t * (tall * 16) + (tall + 1) / 2 * 16, 16);
+    TILE_STREAM(4, a + t * (tall * 16), 16);
+    TILE_STREAM(5, a + t * (tall * 16) + (tall + 1) / 2 * 16, 16);
     TILE_LOAD(6, b + t * 512, 32);
     TILE_LOAD(7, b + t * 512 + 16, 32);
     TILE_MAC(tdpbusd, 0, 4, 6);
     TILE_MAC(tdpbusd, 2, 5, 6);
     TILE_MAC(tdpbusd, 1, 4, 7);
     TILE_MAC(tdpbusd, 3, 5, 7);
+    if (t % 8 == 7) {
+      zeros = (v16i){0};
+      *(v16i_u *)(c) = zeros;
+    }
   }
   if (k / 16 * 16 < k) {
     TILE_LOAD(4, a + k / 16 * (tall * 16), 16);
