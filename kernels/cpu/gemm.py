@@ -16,7 +16,7 @@ a block of C until it is complete, so that the passes over C stay in L3 and thre
 never wait for each other. While one tile is computed, the next is prefetched.
 
 Where the tile of L1 has all columns, a slice of A stays there while the panels pass, which stay in L2: the loop over
-panels is in the micro-kernel, inside that over slices (`sweep`).
+panels is in the micro-kernel, inside that over slices (`sweep`). A slice that is packed is packed right before.
 
 A tile extent of ALL omits its loop, and either operand may be read in
 place, so that small, thin and tall products are the same program with fewer

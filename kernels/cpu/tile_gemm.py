@@ -13,6 +13,10 @@ serves both: rows of a tile are NR units apart. A is packed here, slice by slice
 zeros, and the last units of a panel of B are copied to scratch and padded with zeros:
 memory behind a panel must not be read, and need not be finite.
 
+Blocks of k are either deep, and both operands come from L2, or such that a panel of B stays in L1 while tiles of A
+pass by, loaded with a hint that they are not read again. While a panel is multiplied, the next one is prefetched into
+L2 if it comes from an outer cache.
+
 The time of an instruction is proportional to the rows of A's tile. So tiles have just the rows
 of the tallest slice of a block, halved for R = 2; a slice that is one row shorter has an
 undefined row, whose sums are unused.
