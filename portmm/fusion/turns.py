@@ -1,4 +1,4 @@
-"""Times of two programs, which are measured in turns.
+"""Interleaved timing of two programs.
 
 Owns `timed` and `in_turns`.
 """

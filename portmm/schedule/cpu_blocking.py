@@ -96,14 +96,14 @@ def blocking(  # noqa: PLR0917 - a tile is two numbers
     return cache_tiles(mr, nr, kc, mc, nc, least_of(mr), first=min(fits, kc), near=near)
 
 
-def resident(target: Target, atom: Atom, mr: int, nr: int) -> Iterator[tuple[Tile, ...]]:
+def panel_in_l1(target: Target, atom: Atom, mr: int, nr: int) -> Iterator[tuple[Tile, ...]]:
     """Tiles of caches for units that multiply tiles: a panel of B stays in L1, which tiles of A pass by from L2.
 
     KC counts units of k. Sums of a block of C stay in L2 between blocks of k.
     """
     l1, l2 = capacity(target, "L1"), capacity(target, "L2")
     a, b, c = (BY_NAME[x].bytes for x in (atom.left, atom.right, atom.acc))
-    kc = int(MODEL.resident_share * l1) // (nr * b) // atom.deep * atom.deep
+    kc = int(MODEL.panel_l1_share * l1) // (nr * b) // atom.deep * atom.deep
     mc = int(MODEL.passing_share * l2) // (max(1, kc) * a) // mr * mr
     nc = int(MODEL.sums_share * l2) // (max(1, mc) * c) // (2 * nr) * (2 * nr)
     if kc and mc and nc:

@@ -19,7 +19,7 @@ from portmm.schedule.cpu_blocking import (
     fits_l2,
     least_of,
     may_pack_once,
-    resident,
+    panel_in_l1,
     tallest,
     whole_depth,
     widths,
@@ -322,7 +322,7 @@ def tiles(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) ->
             yield from _thin_tiles(base, p, isa, atom)
             continue
         # Panels of a B that is packed once, or before, come from an outer cache, and the next ones are prefetched.
-        for levels in (blocking(p, target, atom, mr, nr, MODEL.tile_depth)[1:], *resident(target, atom, mr, nr)):
+        for levels in (blocking(p, target, atom, mr, nr, MODEL.tile_depth)[1:], *panel_in_l1(target, atom, mr, nr)):
             s = replace(base, tiles=(base.tiles[0], *levels))
             yield replace(s, c=AHEAD) if p.b == "packed" else s
             if may_pack_once(p, atom):

@@ -99,6 +99,29 @@ def test_tiles_mean_the_product(name, word, more):
         assert {x[3:] for x in kinds} >= ways
 
 
+@pytest.mark.parametrize("b", ["row", "packed"])
+@pytest.mark.parametrize(("name", "word"), WORDS)
+def test_tiles_of_a_pass_a_panel_in_l1(name, word, b):
+    """Blocks of k in which stores are kept awake, of sums that are loaded again, and prefetches of the next panels."""
+    target = small(name)
+    l1 = replace(target.levels[0], name="L1", bytes=24 << 10)
+    target = replace(target, levels=(l1, replace(l1, name="L2", bytes=128 << 10)))
+    kr = target.isas[0].atom(word).k_pack
+    for i, size in enumerate([(70, 70, 300 * kr - 1), (33, 100, 128 * kr), (40, 33, 200 * kr)]):
+        p = pose(size, ("row", b, "row"), target, dtype=word)[0]
+        found = [s for s in candidates(p, target) if s.program == "tiles" and s.kc and s.tiles[1].k == s.kc]
+        assert found
+        k = case(p, seed=i)
+        for s in found:
+            kernel = lower(s, load_isa(name))
+            assert "TILE_STREAM(" in source(kernel)
+            k.check(interpret(kernel, k, 1 + i % 2), s)
+            if LINES_RUN:
+                check_built(kernel, k, 1 + i % 2, s, code=shimmed)
+            if support.runs_here(name):
+                check_built(kernel, k, 1 + i % 2, s, code=support.load, end=True)
+
+
 @pytest.mark.thin(2)
 @pytest.mark.parametrize(("name", "word"), WORDS)
 def test_tiles_of_every_height(name, word):

@@ -167,15 +167,17 @@ def test_sweeps_of_panels(name, dtype, b):
     lanes = target.isas[0].atom(dtype).n
     for i, k in enumerate((5, 64, 700) if b != "row" else (70, 700)):
         posed = pose((19 + i, 11 * 2 * lanes + 3, k), ("row", b, "row"), target, dtype=dtype)
-        p, s = next((p, s) for p in posed for s in candidates(p, target) if sweeps_panels(s))
+        p, found = next((p, x) for p in posed if (x := [s for s in candidates(p, target) if sweeps_panels(s)]))
+        assert {(s.a.packed, s.b.along > 0) for s in found} == {(False, False), (False, True), (True, False)}
         near = 3 if i else 9  # more than are packed at once
         level = "L3" if b == "packed" else "L2"
-        tiles = [t._replace(n=near * s.nr) if t.level == level else t for t in s.tiles]
-        s = replace(s, tiles=tuple(tiles))
-        kernel, problem = lower(s, target.isas[0]), case(p, seed=i)
-        problem.check(interpret(kernel, problem, 2), s)
-        if name in HERE:
-            check_built(kernel, problem, 1 + i % 2, s, end=True)
+        for s in found:
+            tiles = [t._replace(n=near * s.nr) if t.level == level else t for t in s.tiles]
+            swept = replace(s, tiles=tuple(tiles))
+            kernel, problem = lower(swept, target.isas[0]), case(p, seed=i)
+            problem.check(interpret(kernel, problem, 2), swept)
+            if name in HERE:
+                check_built(kernel, problem, 1 + i % 2, swept, end=True)
 
 
 def _with_l2(name):
@@ -188,7 +190,7 @@ def _with_l2(name):
 def test_what_no_sweep_of_panels_does_is_illegal():
     target = _with_l2("avx2")
     isa, p = target.isas[0], Problem(20, 40, 70)
-    (s,) = [s for s in candidates(p, target) if sweeps_panels(s)]
+    s = next(s for s in candidates(p, target) if sweeps_panels(s))
     for changed in (replace(s, c=AHEAD), replace(s, b=s.b.with_pack(None)), replace(s, b=s.b.covering(2))):
         assert "no kernel sweeps panels" in illegal(changed, p, isa, isa.atom("f32"), target)
     assert "sums in tiles" in illegal(replace(s, c=s.c.with_pack(PACKED)), p, isa, isa.atom("f32"), target)
