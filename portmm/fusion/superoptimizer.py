@@ -368,5 +368,5 @@ class _Search:
 
 
 def _work(x: Described) -> tuple[str, ...]:
-    """What a kernel of a program does: programs with the same kernels differ by the error of measurements alone."""
+    """The work of a kernel; programs whose kernels do the same differ by the error of measurements alone."""
     return x.kind, x.detail, x.text
