@@ -37,7 +37,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
-from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
+from portmm.ir.index import ceil_div, const, maximum, minimum, var
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Parallel, Switch
 from portmm.kernels.cpu import int4_in_place
 from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
@@ -252,12 +252,13 @@ class Gemm(Operands):
         """Loop over the register tiles of a run of panels."""
         s = self.s
         width = (end - begin) * s.nr if self.sweeps else const(panels * s.nr)
+        packed = (self.pack_slice(),) if s.a.packed and self.sweeps else ()
         body = (
             Let("column", var("j") * s.nr),
             Let("columns", minimum(N - var("column"), width)),
             LetPtr("bp", self.panel(), self.read_types[1], readonly=True),
             *self.across(panels),
-            self.slices(*((self.pack_slice(),) if s.a.packed and self.sweeps else ()), *self.visit(panels), *finish(self)),
+            self.slices(*packed, *self.visit(panels), *finish(self)),
         )
         if self.sweeps:
             return If(begin.lt(end), (Let("j", begin), *body))

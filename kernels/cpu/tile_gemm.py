@@ -133,9 +133,10 @@ class _Tiles(Gemm):
         args += [self.panel_step or const(0)] if panels > 1 else []
         args += [Ptr("rest"), self.sums(const(0), const(0)), const(0).lt(self.pc) if self.s.kc else const(0)]
         vector, follows = self.isa.sum_row_atom(self.atom), self.s.c.prefetch > 0
+        passing = bool(self.s.mc) and self.s.tiles[1].k == self.s.kc
         args += self.next_panels(panels) if follows else []
-        passing = "a" if self.s.kc and self.s.tiles[1].k == self.s.kc else ""
-        kernel = micro_kernel(self.atom, self.grid, self.s.nr, panels, self.s.b.prefetch, vector, follows=follows, passing=passing)
+        shape = self.atom, self.grid, self.s.nr, panels
+        kernel = micro_kernel(*shape, self.s.b.prefetch, vector, follows=follows, passing=passing)
         return (Call(kernel, tuple(args)),)
 
     def next_panels(self, panels: int) -> list[Index | Ptr]:

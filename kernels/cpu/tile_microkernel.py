@@ -101,7 +101,7 @@ class Outer:
         cut: first row of each tile of A.
         columns: tiles of C along n.
         by: the operands' strides.
-        passing: A, or B, whose tiles pass by, while the other operand's stay in L1; none of them if empty.
+        passing: tiles of A pass by a panel of B that stays in L1.
     """
 
     atom: Atom
@@ -109,7 +109,7 @@ class Outer:
     cut: tuple[Index, ...]
     columns: int
     by: Strides
-    passing: str = ""
+    passing: bool = False
 
     def sums(self, verb: str) -> tuple[Stmt, ...]:
         """Loads or stores of all tiles of C."""
@@ -129,11 +129,11 @@ class Outer:
         macs: list[Stmt] = []
         for r in range(self.grid.rows):
             at = Ptr("a", row * self.by.step + self.cut[r] * self.by.row)
-            loads.append(Verb("load_a", str(self.grid.a(r)), p=at, step=self.by.row, passing=self.passing == "a"))
+            loads.append(Verb("load_a", str(self.grid.a(r)), p=at, step=self.by.row, passing=self.passing))
         for v in range(self.columns):
             q, column = divmod(v * self.atom.n, panel)
             at = b + (self.by.b_next * v if self.by.b_next else (var("b_panel") * q if q else 0) + column)
-            load = Verb("load_b", str(self.grid.b(v)), p=at, step=const(self.by.b), passing=self.passing == "b")
+            load = Verb("load_b", str(self.grid.b(v)), p=at, step=const(self.by.b))
             # Loads before all products are faster by a tenth or more; registers in rotation must wait.
             (loads if self.columns <= self.grid.free else macs).append(load)
             macs += [
@@ -145,19 +145,19 @@ class Outer:
 
 def micro_kernel(  # noqa: PLR0917 - a geometry, and what is done besides
     atom: Atom, grid: Grid, nr: int, panels: int, ahead: int = 0, vector: Atom | None = None, *, follows: bool = False,
-    passing: str = "",
+    passing: bool = False,
 ) -> Function:  # fmt: skip
     """Micro-kernel C[tall][n] (+)= A . B over k units, of which those of a partial step are in `rest`.
 
-    Tiles of an operand `passing` by take no room in L1. Lines of B are prefetched some steps `ahead`: a tile's loads alone do not saturate memory. Where
-    others `follow`, some lines of the next panels are prefetched in each step. Stores of a `vector` of sums every few steps keep the path
-    of such stores awake, see `AWAKE`.
+    Where tiles of A are `passing` by, they take no room in L1. Lines of B are prefetched some steps `ahead`: a tile's
+    loads alone do not saturate memory. Where others `follow`, some lines of the next panels are prefetched in each
+    step. Stores of a `vector` of sums every few steps keep the path of such stores awake, see `AWAKE`.
     """
     n, step = nr * panels, atom.deep
     t, whole = var("t"), var("k") // step
     cut = (const(0), *grid.cut(TALL)[:-1])
     outer = Outer(atom, grid, cut, n // atom.n, Strides(const(step), TALL * step, nr, n), passing)
-    last = replace(outer, by=replace(outer.by, b=n), passing="")
+    last = replace(outer, by=replace(outer.by, b=n), passing=False)
     body = (
         outer.begin(),
         For(

@@ -46,7 +46,7 @@ class Workspace(Blocks):
 
     @property
     def a_size(self) -> Index:
-        """Number of elements of one worker's packed block of A, in a sweep of a slice; stores may go one vector beyond."""
+        """Number of elements of one worker's packed block of A, or slice; stores may go one vector beyond."""
         if not self.s.a.packed:
             return const(0)
         rows = minimum(self.block_rows, self.s.mr) if self.sweeps else self.block_rows

@@ -22,6 +22,7 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place
+from portmm.util.records import replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -219,12 +220,14 @@ class HostBuilder(Builder):
     def launched(self, x: Node, launch_of: Callable[..., Launch]) -> bool:
         """Add the launch of a function of portmm that is one kernel; False if it depends on more than addresses.
 
-        Narrow operands are memory between kernels, or constants: those of a call may be less aligned.
+        Narrow operands are memory between kernels, or constants: those of a call may be less aligned. Arguments of a
+        call may overlap, as those of the next may not, so memory of their own stands for them.
         """
         places = [self.buffer_of(y) for y in x.inputs if y.kind not in ("weight", "number")]
         narrow = any(p.like.dtype != np.float32 and p.root != ARENA and not p.root.isdigit() for p in places)
         if len(places) < len(x.inputs) or narrow:
             return False
+        places = [p if p.root == ARENA or p.root.isdigit() else replace(p, like=_stand_in(p.like)) for p in places]
         result = np.empty(x.shape, x.dtype)
         try:
             launch = launch_of(result, *(p.like for p in places))
@@ -319,6 +322,14 @@ class HostBuilder(Builder):
 def _first(x: Any) -> int:
     """The address of the first element of an array."""
     return int(x.__array_interface__["data"][0])
+
+
+def _stand_in(x: Any) -> Any:
+    """An array of the layout and the alignment of another, in memory of its own."""
+    low, end = numpy_arrays.span_of(x.shape, x.strides, x.itemsize)
+    space = np.empty(end - low + numpy_arrays.LINE, np.uint8)
+    start = (_first(x) + low - _first(space)) % numpy_arrays.LINE
+    return np.ndarray(x.shape, x.dtype, space, start - low, x.strides)
 
 
 def _holds(x: Any, address: int) -> bool:
