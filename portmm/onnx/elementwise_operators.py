@@ -160,16 +160,22 @@ def _shrink(node: Node, x: Any) -> Any:
 def _erf(node: Node, x: Any) -> Any:
     if x.dtype.name not in FLOATS:
         raise UnsupportedError
-    return same_type((e.fast_erf if node.attribute(ROUNDED) else e.erf)(x), x)
+    return same_type((e.fast_erf if _rounded(node, x) else e.erf)(x), x)
 
 
 ROUNDED = "rounded"
 """Attribute of nodes of `precision` whose results are parts of those that are rounded to a narrow type."""
 
 
+def _rounded(node: Node, x: Any) -> bool:
+    """Whether results are rounded: those of float64 are not."""
+    return bool(node.attribute(ROUNDED)) and x.dtype != np.float64
+
+
 @operator("Gelu", domains=("", MICROSOFT))
 def _gelu(node: Node, x: Any) -> Any:
-    if node.attribute(ROUNDED) and node.attribute("approximate", "none") == "none":
+    if _rounded(node, x) and node.attribute("approximate", "none") == "none":
+        x = e.maximum(x, -10.0)  # where the result is 0; -inf times 0 is NaN
         return x * (e.fast_erf(x * math.sqrt(0.5)) * 0.5 + 0.5)
     return same_type((e.gelu_tanh if node.attribute("approximate", "none") == "tanh" else e.gelu)(x), x)
 

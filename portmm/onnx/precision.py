@@ -26,6 +26,9 @@ PRODUCTS = ("MatMul", "Gemm", "Conv")
 SELECTING = ("Reshape", "Transpose", "Squeeze", "Unsqueeze", "Flatten", "Identity", "MaxPool")
 """Operators whose results are elements of their first operand: rounding before them is the same as after them."""
 
+EXACT = ("Add", "Sub", "Mul", "Neg")
+"""Operators by which an error below that of a rounding stays below it: their results are sums and products."""
+
 
 def checked(precision: str) -> str:
     """The name of a precision.
@@ -70,6 +73,7 @@ class _Rounding:
         self.narrow: dict[str, str] = {}
         maker = {x: n for n in nodes for x in n.outputs}
         roots = {self._root(x, maker) for n in nodes if _multiplies(n) for x in n.inputs[:2] if x not in constants}
+        self.rounded = _rounded_alone(nodes, roots, self.kept)
         for x in sorted(roots - set(maker)):
             self._round(x)
         for node in nodes:
@@ -112,7 +116,7 @@ class _Rounding:
                 inputs[i] = f"{x}, read by {node.name}"
                 if inputs[i] not in inputs[:i]:
                     self.nodes.append(_converting("Widened", self.narrow[x], inputs[i], self.precision))
-        if node.op in ("Erf", "Gelu"):
+        if node.op in ("Erf", "Gelu") and self.rounded.issuperset(node.outputs):
             attributes = attributes | {"rounded": True}
         self.nodes.append(replace(node, inputs=tuple(inputs), attributes=attributes))
 
@@ -124,6 +128,21 @@ class _Rounding:
         if name not in self.constants:
             self.constants[name] = value.astype(numpy_of(self.precision))
         return name
+
+
+def _rounded_alone(nodes: list[Node], roots: set[str], kept: set[str]) -> set[str]:
+    """Values that are read rounded, and no others: roots, and what goes only into sums and products that are."""
+    readers: dict[str, list[Node]] = {}
+    for n in nodes:
+        for x in n.inputs:
+            readers.setdefault(x, []).append(n)
+    alone = set[str]()
+    for x in (x for n in reversed(nodes) for x in n.outputs if x not in kept):
+        passed = all((_selects(n) or (n.op in EXACT and not n.domain)) and alone.issuperset(n.outputs)
+                     for n in readers.get(x, ()))  # fmt: skip
+        if x in roots or (passed and x in readers):
+            alone.add(x)
+    return alone
 
 
 def _multiplies(node: Node) -> bool:

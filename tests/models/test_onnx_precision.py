@@ -81,6 +81,30 @@ def test_error_functions_of_rounded_results_are_fast_ones():
     assert np.abs(portmm.onnx.load(made, precision="bf16").run({"x": grid})[0] - want).max() < 2.0**-8
 
 
+def test_fast_error_functions_end_at_one():
+    far = np.float32([3.01, 3.5, 9, 1e4, 1e30, np.inf])
+    for sign in (1, -1):
+        np.testing.assert_array_equal(pm.fuse(e.fast_erf)(sign * far), np.full(far.shape, sign, np.float32))
+    x = np.tile(np.float32([-np.inf, -1e30, -1e4, -9, -5, 0, 5, 9]), (8, 1))
+    made = model([("Gelu", ["x"], ["g"]), ("MatMul", ["g", "w"], ["y"])], [("x", FLOAT, [8, 8])],
+                 [("y", FLOAT, [8, 8])], {"w": np.eye(8, dtype=np.float32)}, opset=20)  # fmt: skip
+    want = np.tile(np.float32([0, 0, 0, 0, 0, 0, 5, 9]), (8, 1))
+    np.testing.assert_array_equal(portmm.onnx.load(made, precision="bf16").run({"x": x})[0], want)
+
+
+@pytest.mark.parametrize("op", ["Erf", "Gelu"])
+@pytest.mark.parametrize("read", ["g", "s", "z"])
+def test_error_functions_that_are_read_in_float32_are_exact(op, read):
+    """Also where a product reads them, rounded."""
+    nodes = [(op, ["x"], ["g"]), ("Add", ["g", "c"], ["s"]), ("MatMul", ["s", "w"], ["y"]), ("Softmax", ["g"], ["z"])]
+    made = model([n for n in nodes if n[0] != "Softmax" or read == "z"], [("x", FLOAT, [64, 64])],
+                 [(x, FLOAT, [64, 64]) for x in (read, "y")],
+                 {"c": np.float32(1), "w": np.eye(64, dtype=np.float32)}, opset=20)  # fmt: skip
+    x = {"x": np.linspace(-4, 4, 4096, dtype=np.float32).reshape(64, 64)}
+    want = portmm.onnx.load(made).run(x)[0]
+    np.testing.assert_allclose(portmm.onnx.load(made, precision="bf16").run(x)[0], want, rtol=1e-6, atol=1e-7)
+
+
 @pytest.mark.parametrize("dilation", [1, 2])
 @pytest.mark.parametrize("channels", [1, 3, 4])
 def test_filters_of_few_channels_have_zeros_to_whole_steps(channels, dilation):
