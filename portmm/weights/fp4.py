@@ -99,7 +99,8 @@ def quantize_fp4(w: Any, kind: str = "mxfp4") -> Quantized:
         ratio = np.where(scales[:, None] > 0, np.abs(parts) / scales[:, None].astype(np.float64), 0)
     below, at = (np.searchsorted(_BETWEEN, ratio, side=side).astype(np.uint8) for side in ("left", "right"))
     codes = np.where(below % 2 == 0, below, at) | (np.signbit(parts).astype(np.uint8) << 3)
-    return Quantized(codes.reshape(-1, n)[:k].astype(np.uint8), scales, np.zeros_like(scales), 4, rows, "e2m1")
+    codes = codes.reshape(groups * rows, n)[:k].astype(np.uint8)
+    return Quantized(codes, scales, np.zeros_like(scales), 4, rows, "e2m1")
 
 
 def _powers(largest: Array) -> Array:

@@ -100,7 +100,7 @@ class Quantized(QuantizedMatrix):
             raise ValueError(
                 f"values is {self.values!r}, with {bits} bits; use 'int', or 'e2m1' with 4 bits and without offsets"
             )
-        _check_finite(scales, offsets, bits)
+        _check_finite(scales, offsets, float(_FLOATS.max()) if self.e2m1 else 2**bits - 1)
         for name, value in zip(self.__slots__, (codes, scales, offsets, bits, group, self.values), strict=True):
             object.__setattr__(self, name, value)
 
@@ -158,16 +158,16 @@ def _matrix(name: str, x: Any, dtype: type[np.generic]) -> Array:
     return view
 
 
-def _check_finite(scales: Array, offsets: Array, bits: int) -> None:
-    # Weights are linear in the code, so only the extreme codes matter. A kernel without FMA rounds the product first.
+def _check_finite(scales: Array, offsets: Array, largest: float) -> None:
+    # Weights are linear in what codes stand for: only extremes matter. A kernel without FMA rounds the product first.
     with np.errstate(over="ignore", invalid="ignore"):
-        top = scales * np.float32(2**bits - 1)
+        top = scales * np.float32(largest)
         bad = ~(np.isfinite(top) & np.isfinite(offsets) & np.isfinite(top + offsets))
     if bad.any():
         g, j = (int(i) for i in np.argwhere(bad)[0])
         raise ValueError(
             f"group {g} of column {j} has scale {scales[g, j]} and offset {offsets[g, j]}, "
-            f"which yield no finite float32 weights for codes up to {2**bits - 1}"
+            f"which yield no finite float32 weights for values up to {largest:g}"
         )
 
 

@@ -60,6 +60,26 @@ def test_products_of_nvfp4(target):
                 np.testing.assert_array_equal(got, exact.astype(np.float32))
 
 
+def test_the_largest_value_decides_whether_weights_are_finite():
+    packed, most = np.full((1, 16), 0xF7, np.uint8), 2.0**125
+    q = pm.from_fp4(packed, np.full((1, 1), most, np.float32))
+    np.testing.assert_array_equal(pm.dequantize(q)[:, 0], np.tile(np.float32([6 * most, -6 * most]), 16))
+    x = np.zeros((1, 32), np.float32)
+    x[0, 0] = 0.5
+    np.testing.assert_array_equal(pm.matmul(x, pm.pack(q)), [[3 * most]])
+    with pytest.raises(ValueError, match="yield no finite float32 weights for values up to 6"):
+        pm.from_fp4(packed, np.full((1, 1), 2 * most, np.float32))
+    scales = np.full((1, 1), most, np.float32)
+    with pytest.raises(ValueError, match="values up to 15"):
+        pm.Quantized(np.zeros((32, 1), np.uint8), scales, scales, 4, 32)
+
+
+@pytest.mark.parametrize("kind", GROUP)
+@pytest.mark.parametrize("shape", [(4, 0), (0, 3), (0, 0)])
+def test_empty_weights(kind, shape):
+    assert pm.quantize_fp4(np.zeros(shape, np.float32), kind).shape == shape
+
+
 def test_mxfp4_of_gguf():
     k, n = 96, 21
     data = random.Random(0).randbytes(n * k // 32 * 17)  # noqa: S311 - the same bytes with any NumPy
