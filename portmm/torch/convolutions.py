@@ -117,7 +117,9 @@ def _convolution(
     shape = tuple(map(t.extent, t.now.meta["val"].shape))
     tail = tail_of(t, t.now, shape, images.dtype)
     tensors = [y for y in (weight, bias, *tail.norm[:4]) if y is not None]
-    panels, added = t.constants.panels(tensors, lambda: _packed(weight, bias, tail.norm, groups), "convolution", groups)
+    panels, added = t.constants.panels(
+        tensors, lambda: _packed(weight, bias, tail.norm, groups), "convolution", groups, *tail.norm[4:]
+    )
     options: dict[str, Any] = {"stride": tuple(stride), "padding": tuple(padding), "dilation": tuple(dilation)}
     layout, relu = LAYOUTS[images.ndim], tail.relu
     pixels = (shape[0], math.prod(shape[2:]), shape[1])

@@ -157,9 +157,11 @@ def _translated(
     )  # fmt: skip
     of_bytes = scales if kind == "int8-dynamic" else None
     vectors = [y for y in (of_bytes, bias, *tail.norm[:4]) if y is not None]
-    factor, added = (
-        t.constants.panels(vectors, lambda: _vectors(of_bytes, bias, tail.norm), "vectors") if vectors else (None, None)
-    )
+    factor, added = None, None
+    if vectors:
+        factor, added = t.constants.panels(
+            vectors, lambda: _vectors(of_bytes, bias, tail.norm), "vectors", *tail.norm[4:]
+        )
     options, relu = _options([*stride], [*padding], [*dilation]), tail.relu
     pixels = (shape[0], math.prod(shape[2:]), shape[1])
 

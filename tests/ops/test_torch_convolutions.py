@@ -141,6 +141,32 @@ def test_results_that_are_read_twice_stay():
     assert "a transposed convolution" in "\n".join(backend.reports())
 
 
+class Shared(nn.Module):
+    """A convolution before two normalisations of the same parameters."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.near, self.far = nn.Conv2d(16, 16, 1), nn.BatchNorm2d(16), nn.BatchNorm2d(16, eps=1.0)
+        for name in ("weight", "bias", "running_mean", "running_var"):
+            setattr(self.far, name, getattr(self.near, name))
+
+    def forward(self, x):
+        return self.near(self.conv(x)), self.far(self.conv(-x))
+
+
+@pytest.mark.parametrize("kind", ["", "bf16", "int8-dynamic", "int4"])
+def test_normalisations_that_differ_in_what_they_add_to_the_variance(kind):
+    model, x = Shared().eval(), torch.randn(2, 16, 6, 5)
+    if kind:
+        pt.quantize_(model, kind)
+    with torch.no_grad():
+        want = model(x)
+        assert (want[0] - want[1]).abs().max() > 0.1
+        got = torch.compile(model, backend=backend.compile_graph, fullgraph=True)(x)
+        for y, z in zip(got, want, strict=True):
+            torch.testing.assert_close(y, z, rtol=0.03, atol=0.03)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_narrow_types(dtype):
     model = nn.Sequential(nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 4, 1))
