@@ -76,6 +76,8 @@ static H selected(H mask, H x, H y) {
     if (same && by.op == MORE) return operation(BITS, make(MAX, b, a));
     if (same && by.op == LT) return operation(BITS, make(MIN, b, a));
   }
+  if (is(mask, NE) && nodes[mask].a == a && nodes[mask].b == a && is(b, GREATER) && nodes[b].a == a)
+    return operation(BITS, make(MAX, nodes[b].b, a));
   return make(SELECT, mask, x, y);
 }
 
