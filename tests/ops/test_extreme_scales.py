@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ml_dtypes  # noqa: F401 - names bfloat16
 import numpy as np
 import pytest
 from emulated_cuda import install
@@ -175,3 +176,13 @@ def test_on_a_device(monkeypatch):
 def test_an_int4_weight_without_columns():
     weight = pm.pack(pm.quantize(np.zeros((32, 0), np.float32), bits=4, group=32))
     assert pm.linear(np.ones((3, 32), np.int8), weight, x_scale=0.5).shape == (3, 0)
+
+
+@pytest.mark.parametrize("target", HERE)
+def test_bfloat16_results_of_subnormal_sums_are_the_nearest_or_zero(target):
+    """An instruction takes them for zero, also where they would round to the smallest normal number."""
+    a, sums = np.zeros((16, 64), "bfloat16"), np.full((16, 32), -1.1710435e-38, np.float32)
+    with pm.config(target=target):
+        y = pm.matmul(a, np.zeros((64, 32), "bfloat16"), dtype=a.dtype, epilogue=lambda acc, i: acc + sums[i.m, i.n])
+    (found,) = set(y.view(np.uint16).ravel().tolist())
+    assert found == 0x8000 if target == "amx_bf16" else found in (0x8000, 0x8080)
