@@ -6,7 +6,7 @@ import ml_dtypes  # noqa: F401 - names bfloat16
 import numpy as np
 import pytest
 from emulated_cuda import install
-from support import HERE
+from support import HERE, runs_here
 
 import portmm as pm
 from portmm.errors import BuildError
@@ -178,7 +178,7 @@ def test_an_int4_weight_without_columns():
     assert pm.linear(np.ones((3, 32), np.int8), weight, x_scale=0.5).shape == (3, 0)
 
 
-@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize("target", [*HERE, *(x for x in ("amx_bf16",) if runs_here(x))])
 def test_bfloat16_results_of_subnormal_sums_are_the_nearest_or_zero(target):
     """An instruction takes them for zero, also where they would round to the smallest normal number."""
     a, sums = np.zeros((16, 64), "bfloat16"), np.full((16, 32), -1.1710435e-38, np.float32)
