@@ -36,13 +36,22 @@ def add_attention(
     for target in machines:
         maker.add_machine(target)
         for threads in counts:
-            with launches_of(target) as recorder, config.config(threads=threads):
-                for shape in shapes:
-                    for queries in shape.queries:
-                        recorder.launches = []
-                        _run(shape, queries)
-                        (launch,) = recorder.launches
-                        maker.attentions.append(_call(maker, launch, shape, queries, (target, threads)))
+            for shape in shapes:
+                for queries in shape.queries:
+                    launch = _launch(shape, queries, target, threads)
+                    maker.attentions.append(_call(maker, launch, shape, queries, (target, threads)))
+
+
+def _launch(x: AttentionShape, queries: int, target: Target, threads: int) -> Any:
+    """The launch of a call on a machine: without tiles if their steps are longer than rows, which nobody pads there."""
+    with launches_of(target) as recorder, config.config(threads=threads):
+        recorder.launches = []
+        _run(x, queries)
+        (launch,) = recorder.launches
+    kernel, run = launch.route.kernel.kernel, launch.numbers[15]
+    if kernel.atom.tiled and not run and x.d % kernel.atom.k:
+        return _launch(x, queries, target.limited_to(kernel.isa.base.name), threads)
+    return launch
 
 
 def _run(x: AttentionShape, queries: int) -> None:
