@@ -167,6 +167,8 @@ def test_a_trial_may_end_in_any_way_and_is_made_once(monkeypatch, tmp_path: Path
 @pytest.mark.skipif(not X86, reason="asks for state of x86")
 def test_leave_agrees_with_what_this_host_shows(monkeypatch, tmp_path: Path) -> None:
     """The real trial: where the kernel names no AMX, it is refused, and this process lives on."""
+    if os.environ.get("TESTS_HOST"):
+        pytest.skip("a lesser host hides what Linux grants")
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
     amx_permission.tiles.cache_clear()
     found = amx_permission.tiles()

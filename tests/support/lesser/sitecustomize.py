@@ -50,9 +50,10 @@ def lesser_cpuinfo(text: str, kept: dict) -> str:
     if not text:
         return ""  # there is no such file
     words = {key.strip(): value.strip() for key, _, value in (line.partition(":") for line in text.splitlines())}
-    _, family, model = kept["models"].get(words.get("vendor_id", ""), (0, 0, 0))
+    signature, family, model = kept["models"].get(words.get("vendor_id", ""), (0, 0, 0))
     flags = [x for x in words.get("flags", "").split() if not x.startswith(kept["hidden"])]
     words |= {"flags": " ".join(flags), "cpu family": str(family), "model": str(model), "model name": "of a test"}
+    words["stepping"] = str(signature & 15)
     return "\n".join(f"{key}\t: {value}" for key, value in words.items())
 
 
