@@ -43,7 +43,7 @@ def add_attention(
 
 
 def _launch(x: AttentionShape, queries: int, target: Target, threads: int) -> Any:
-    """The launch of a call on a machine: without tiles if their steps are longer than rows, which nobody pads there."""
+    """Launch of a call on a machine, without tiles where rows are no whole steps of tiles: bundles pad none."""
     with launches_of(target) as recorder, config.config(threads=threads):
         recorder.launches = []
         _run(x, queries)
