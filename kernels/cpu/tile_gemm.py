@@ -30,9 +30,9 @@ from portmm.ir.index import Ptr, ceil_div, const, maximum, round_up, var
 from portmm.ir.nodes import Call, Configure, If, Let, LetPtr, Scratch
 from portmm.kernels.cpu.gemm import Gemm
 from portmm.kernels.cpu.gemm import build as build_loops
-from portmm.kernels.cpu.tile_microkernel import LINE, TALL, Grid, micro_kernel
+from portmm.kernels.cpu.packing import line_of
+from portmm.kernels.cpu.tile_microkernel import TALL, Grid, micro_kernel
 from portmm.kernels.cpu.tile_packing import pack_lines, rest_of_b
-from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -141,8 +141,8 @@ class _Tiles(Gemm):
 
     def next_panels(self, panels: int) -> list[Index | Ptr]:
         """Address of this slice's share of the next panels of B, and the number of its lines for each step."""
-        size, slices, step = BY_NAME[self.atom.right].bytes, var("slices"), self.panel_step or const(0)
-        lines = ceil_div(const(self.atom.deep * self.s.nr * panels * size // LINE), slices)
+        line, step = line_of(self.atom, self.atom.right), self.panel_step or const(0)
+        lines = ceil_div(const(self.atom.deep * self.s.nr * panels // line), var("slices"))
         more = (var("j") + panels).lt(var("last"))
-        share = var("i") * (lines * (var("kd") // self.atom.deep) * (LINE // size))
+        share = var("i") * (lines * (var("kd") // self.atom.deep) * line)
         return [Ptr("bp", step * panels + share), more * lines]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import TILES, For, Function, If, Param, Prefetch, Verb
-from portmm.spec.dtype import BY_NAME
+from portmm.kernels.cpu.packing import line_of
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -21,8 +21,6 @@ TALL = var("tall")
 """Number of rows of a slice in scratch, and of the R tiles of A together."""
 
 
-LINE = 64
-"""Bytes of a cache line."""
 AWAKE = 8
 """Steps between stores of a vector. Granite Rapids: without any store of 256 bits or more for about 0.7 us, the next
 one takes 0.3 us, which a tile's store at the end of 24 or more steps waits for: 32 steps 1.45 -> 1.85 TFLOP/s."""
@@ -193,7 +191,7 @@ def _prefetch(atom: Atom, nr: int, panels: int, ahead: int) -> tuple[Stmt, ...]:
     """Prefetches of the lines of B of a later step."""
     if not ahead:
         return ()
-    t, i, line = var("t"), var("i"), LINE // BY_NAME[atom.right].bytes
+    t, i, line = var("t"), var("i"), line_of(atom, atom.right)
     first = (t + ahead) * (atom.deep * nr) + i * line
     lines = tuple(
         Prefetch(Ptr("b", first + (var("b_panel") * q if q else const(0))), near=False) for q in range(panels)
@@ -203,7 +201,7 @@ def _prefetch(atom: Atom, nr: int, panels: int, ahead: int) -> tuple[Stmt, ...]:
 
 def _prefetch_next(atom: Atom) -> tuple[Stmt, ...]:
     """Prefetches into L2 of some lines of the next panels."""
-    at = (var("t") * var("lines") + var("i")) * (LINE // BY_NAME[atom.right].bytes)
+    at = (var("t") * var("lines") + var("i")) * (line_of(atom, atom.right))
     return (For("i", const(0), var("lines"), const(1), (Prefetch(Ptr("b_next", at), near=False),)),)
 
 

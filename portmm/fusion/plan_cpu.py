@@ -227,7 +227,7 @@ class HostBuilder(Builder):
         narrow = any(p.like.dtype != np.float32 and p.root != ARENA and not p.root.isdigit() for p in places)
         if len(places) < len(x.inputs) or narrow:
             return False
-        places = [p if p.root == ARENA or p.root.isdigit() else replace(p, like=_stand_in(p.like)) for p in places]
+        places = [p if p.root == ARENA or p.root.isdigit() else replace(p, like=_disjoint(p.like)) for p in places]
         result = np.empty(x.shape, x.dtype)
         try:
             launch = launch_of(result, *(p.like for p in places))
@@ -324,7 +324,7 @@ def _first(x: Any) -> int:
     return int(x.__array_interface__["data"][0])
 
 
-def _stand_in(x: Any) -> Any:
+def _disjoint(x: Any) -> Any:
     """An array of the layout and the alignment of another, in memory of its own."""
     low, end = numpy_arrays.span_of(x.shape, x.strides, x.itemsize)
     space = np.empty(end - low + numpy_arrays.LINE, np.uint8)

@@ -189,7 +189,7 @@ def tile_bytes(tile: Tile, s: Schedule, p: Problem, atom: Atom) -> int:
     """Bytes that must stay in a tile's level while the tile is computed.
 
     L1 has a panel of B and a slice of A, or, of a panel that
-    is streamed from L2, as much of its depth as fits; with tiles, of whose A a step is there, a panel. L2
+    is streamed from L2, as much of its depth as fits; for units that multiply tiles, a panel and one step of A. L2
     the block of A (MC x KC) and the panels of B that are packed together: Low et al., "Analytical Modeling
     Is Enough for High-Performance BLIS", ACM TOMS 43(2), 2016, section 4. L3
     has the block of C (MC x NC) between passes over k.

@@ -77,7 +77,7 @@ ZERO_CODE = 8
 E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)
 """Floats of four bits, of two bits of exponent and one of mantissa, doubled: whole numbers, by their bits."""
 ZERO_E2M1 = 12
-"""What is added to them where they are unsigned."""
+"""Zero point of doubled e2m1 values that are stored as unsigned integers."""
 CODES_AT = (0, 8, 16, 24, 4, 12, 20, 28)
 """Bit offset of each int4 value in a word: those of four neighbours along k are the lower, or the upper, halves of
 the four bytes, so that a mask yields operands of instructions for units of four bytes."""

@@ -62,7 +62,7 @@ def _panels(codes: Any, scales: Any, offsets: Any, kind: str, group: int, kernel
 
 def _filters(codes: Any, scales: Any, offsets: Any, kind: str, group: int, kernel: list[int], groups: int,
              activations: Any) -> PackedConv:  # fmt: skip
-    """Those panels, made once."""
+    """Packed panels of the filters, made once."""
     images = torch.int8 if kind == "int8-dynamic" else activations
     make = lambda: _panels(codes, scales, offsets, kind, group, kernel, groups, images)  # noqa: E731
     panels: PackedConv = kept((codes, scales, offsets), (images, groups, *kernel), make)
