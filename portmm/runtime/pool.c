@@ -17,6 +17,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { POOL_MAX = 1024, LINE = 64, SPIN_NS = 40000, SPIN_BATCH = 32 };
+enum { APART_MAX = 16, APART_NS = 1000000 }; /* see keep_apart */
 #define GATE_INSIDE 0x7fffu
 #define GATE_CLOSED 0x8000u
 #define GATE_JOB(g) ((uint32_t)((g) >> 32))
@@ -34,15 +35,18 @@ static struct {
   task_body body;
   const long *ctx;
   long tasks, workers;
+  long home;        /* the processor of the caller that workers are kept off, -1 for none */
+  int64_t home_set; /* when they were told */
   _Atomic long spawned; /* workers 1..spawned exist */
   _Atomic long spin_ns; /* 0 when there are more threads than processors */
-} pool;
+} pool = {.home = -1};
 
 /* Of each worker: whether it sleeps, and how many tasks of its share are handed out, below the number of their job.
  * Shares of a job are all handed out before it ends, so that only those of workers that the last job lacked have other
  * numbers. */
 static struct {
   _Alignas(LINE) _Atomic uint32_t asleep;
+  pthread_t thread;
   _Alignas(LINE) _Atomic uint64_t taken;
 } sleepers[POOL_MAX];
 
@@ -212,13 +216,26 @@ static void spawn(long workers) {
   sigfillset(&all); /* signals are the interpreter's business */
   pthread_sigmask(SIG_SETMASK, &all, &old);
   for (; have < workers - 1; have++) {
-    pthread_t thread;
-    if (pthread_create(&thread, &attr, worker_main, (void *)(intptr_t)(have + 1))) break;
+    if (pthread_create(&sleepers[have + 1].thread, &attr, worker_main, (void *)(intptr_t)(have + 1))) break;
   }
   pthread_sigmask(SIG_SETMASK, &old, NULL);
   pthread_attr_destroy(&attr);
   atomic_store(&pool.spawned, have);
+  pool.home = -1;
   atomic_store(&pool.spin_ns, have + 1 <= processors() ? SPIN_NS : 0);
+}
+
+/* A system may wake a sleeper at the processor of the thread that wakes it, although others are idle, and let it wait
+ * there until the job is done (Linux, two processors: a third of all jobs of a millisecond). So the few workers of a
+ * small machine are kept off the processor of the caller. It moves seldom; several callers in turns do it often. */
+static void keep_apart(void) {
+  const long here = processor(), workers = atomic_load_explicit(&pool.spawned, memory_order_relaxed);
+  if (here == pool.home || here < 0 || workers > APART_MAX) return;
+  const int64_t now = now_ns();
+  if (pool.home >= 0 && now - pool.home_set < APART_NS) return;
+  pool.home = here;
+  pool.home_set = now;
+  for (long i = 1; i <= workers; i++) keep_off(sleepers[i].thread, here);
 }
 
 static void await_empty(void) {
@@ -243,6 +260,7 @@ static void pool_parallel(void *unused, task_body body, const long *ctx, long ta
   }
   s->inside = 1;
   spawn(workers);
+  keep_apart();
   pool.body = body;
   pool.ctx = ctx;
   pool.tasks = tasks;
@@ -265,6 +283,7 @@ static void after_fork(void) {
   pool.workers = 0; /* numbers of jobs begin again */
   atomic_store(&pool.waiting, 0);
   atomic_store(&pool.spawned, 0);
+  pool.home = -1;
   atomic_store(&pool.busy, 0);
   renew_sleep();
   /* spaces that other threads' calls had are lost, and their memory is shared with the parent */

@@ -23,3 +23,15 @@ static long processors(void) {
   if (sched_getaffinity(0, sizeof set, &set) == 0) return CPU_COUNT(&set);
   return sysconf(_SC_NPROCESSORS_ONLN);
 }
+
+/* The processor that this thread runs on; -1 if it is not known. */
+static long processor(void) { return sched_getcpu(); }
+
+/* Let a thread run on the processors that this one may use, but for one of them; they stay as they are if no other is
+ * left. */
+static void keep_off(pthread_t thread, long one) {
+  cpu_set_t set;
+  if (sched_getaffinity(0, sizeof set, &set) || one >= CPU_SETSIZE) return;
+  CPU_CLR(one, &set);
+  if (CPU_COUNT(&set)) pthread_setaffinity_np(thread, sizeof set, &set);
+}

@@ -36,3 +36,10 @@ static void renew_sleep(void) {
 
 /* The processors of the machine; no thread is bound to some of them. */
 static long processors(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
+
+/* Threads are left where the system puts them. */
+static long processor(void) { return -1; }
+static void keep_off(pthread_t thread, long one) {
+  (void)thread;
+  (void)one;
+}

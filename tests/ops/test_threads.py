@@ -187,3 +187,27 @@ def test_a_target_is_a_string():
 
 def test_the_most_threads_are_what_the_pool_has_room_for():
     assert f"POOL_MAX = {config.MOST_THREADS}," in cpu_runtime.source(python=False)
+
+
+WORKERS = """
+import os, numpy as np, portmm as pm
+before = os.sched_getaffinity(0)
+a = np.ones((256, 256), np.float32)
+known = set(os.listdir("/proc/self/task"))
+pm.set_num_threads(2)
+assert (pm.matmul(a, a) == 256).all()
+(worker,) = set(os.listdir("/proc/self/task")) - known
+assert os.sched_getaffinity(0) == before
+allowed = os.sched_getaffinity(int(worker))
+assert allowed < before and len(allowed) == len(before) - 1, (before, allowed)
+os.sched_setaffinity(0, allowed)
+assert (pm.matmul(a, a) == 256).all()
+"""
+
+
+@pytest.mark.skipif(
+    sys.platform != "linux" or len(os.sched_getaffinity(0)) < 2, reason="takes Linux and two processors"
+)
+def test_workers_are_kept_off_the_processor_of_the_caller():
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PORTMM_RACE": "off"}
+    subprocess.run([sys.executable, "-c", WORKERS], env=environment, check=True, timeout=120)
