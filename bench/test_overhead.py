@@ -144,10 +144,13 @@ def test_a_sweep(benchmark, smoke):
 
 
 def test_wheel(benchmark, tmp_path):
-    # A copy, because a build leaves its own directory in the source tree.
-    built = shutil.ignore_patterns(".*", "build", "*.egg-info")
+    # A copy, because a build leaves its own directory in the source tree; others may write compiled modules there.
+    built, compiled = shutil.ignore_patterns(".*", "build", "*.egg-info"), shutil.ignore_patterns("__pycache__")
     tree = shutil.copytree(
-        ROOT, tmp_path / "tree", symlinks=True, ignore=lambda at, names: built(at, names) if Path(at) == ROOT else ()
+        ROOT,
+        tmp_path / "tree",
+        symlinks=True,
+        ignore=lambda at, names: (built if Path(at) == ROOT else compiled)(at, names),
     )
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation", "-w", str(tmp_path)]
     benchmark.pedantic(lambda: subprocess.run([*pip, str(tree)], check=True), rounds=1)
