@@ -7,12 +7,8 @@ before it (a packed weight, the run time) made outside of the time. The first pr
 left out. `--base` names a folder of `tools/base_set.py`; else the installed wheel has the base set.
 """
 
-import argparse
 import os
-import statistics
-import subprocess
 import sys
-import tempfile
 import time
 
 import numpy as np
@@ -74,15 +70,16 @@ def child(name):
 
 def main():
     """Run the processes and print the table."""
+    import argparse  # here, as what these load is no longer part of a child's first call
+    import statistics
+    import subprocess
+    import tempfile
+
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("names", nargs="*", default=list(CALLS))
     parser.add_argument("--base", help="folder of a base set")
     parser.add_argument("--processes", type=int, default=15)
-    parser.add_argument("--child", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.child:
-        child(options.child)
-        return
     with tempfile.TemporaryDirectory() as folder:
         env = {k: v for k, v in os.environ.items() if k not in ("CC", "PYTHONDONTWRITEBYTECODE")}
         env |= {"PATH": folder, "PORTMM_CACHE": os.path.join(folder, "none")}  # noqa: PTH118 - a string is wanted
@@ -99,4 +96,7 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1:2] == ["--child"]:
+        child(sys.argv[2])
+    else:
+        main()

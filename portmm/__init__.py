@@ -4,6 +4,7 @@ The import does no work: nothing is detected, compiled or started before the
 first call.
 """
 
+import os
 from typing import TYPE_CHECKING
 
 from portmm.dispatch.config import config, get_num_threads, set_num_threads
@@ -217,6 +218,11 @@ are functions of elements."""
 
 _PACKAGES = ("array_api", "dask", "jax", "onnx", "torch")
 """Packages for other libraries, which need no import of their own: `pm.dask.matmul`."""
+
+
+if os.path.isdir(f"{__path__[0]}/base"):  # noqa: PTH112 - faster
+    # A wheel with kernels: the modules of its first calls would be half of their 2 ms. They load nothing else.
+    from portmm.ops.attention import attention
 
 
 def __getattr__(name: str) -> object:

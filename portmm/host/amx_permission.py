@@ -22,6 +22,8 @@ SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA = 158, 0x1023, 18
 
 TRIAL_SECONDS = 20.0
 """Time limit of the trial process, which takes tens of milliseconds."""
+STATUS_BYTES = 1 << 13
+"""Bytes of /proc/self/status that are read, of some 1500; with many groups or processors it is longer."""
 
 # void try(const void *shapes, void *to), System V x86-64: endbr64; ldtilecfg (rdi); mov eax, 64; tilezero tmm0;
 # tilestored (rsi + rax), tmm0; tilerelease; ret
@@ -51,10 +53,10 @@ def _sandbox() -> str:
     except OSError:
         return ""
     try:
-        lines = os.read(file, 1 << 16).decode("utf-8", "replace").splitlines()
+        lines = os.read(file, STATUS_BYTES).decode("utf-8", "replace").splitlines()
     finally:
         os.close(file)
-    return "\n".join(x for x in lines if x.startswith(("Seccomp", "NoNewPrivs")))
+    return "\n".join([x for x in lines if x.startswith(("Seccomp", "NoNewPrivs"))])
 
 
 def _trial_succeeds() -> bool:
@@ -90,6 +92,6 @@ def tiles() -> bool:
     """
     if system.machine() != "x86_64" or not sys.executable or not _trial_succeeds():
         return False
-    syscall = ctypes.CDLL(None).syscall
+    syscall = ctypes.pythonapi.syscall  # of a library that is loaded: another takes a twentieth of a first call
     syscall.argtypes = (ctypes.c_long, ctypes.c_long, ctypes.c_long)
     return int(syscall(SYS_ARCH_PRCTL, ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA)) == 0

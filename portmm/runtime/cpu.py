@@ -125,11 +125,13 @@ def load_extension(code: bytes = b"", path: Path | None = None) -> Runtime:
 
 
 def _extension_at(where: str) -> Any:
+    # As `importlib.util.module_from_spec`, whose module takes a millisecond to import.
     from importlib.machinery import ExtensionFileLoader, ModuleSpec
-    from importlib.util import module_from_spec
 
     loader = ExtensionFileLoader(MODULE, where)
-    module: Any = module_from_spec(ModuleSpec(MODULE, loader, origin=where))
+    spec = ModuleSpec(MODULE, loader, origin=where)
+    module: Any = loader.create_module(spec)
+    module.__spec__, module.__loader__ = spec, loader
     loader.exec_module(module)
     return module
 

@@ -16,6 +16,8 @@ SLOW_PACKAGES = (
 )
 MOST_MODULES = 42
 """Modules that `import portmm` loads, of 0.1 to 1 ms each; what a product from the cache does not need comes later."""
+MORE_MODULES = 9
+"""Those that a wheel with kernels loads in addition, for its first products and attention."""
 
 
 def test_imports_keep_the_contracts():
@@ -71,4 +73,17 @@ assert len(loaded) <= {MOST_MODULES}, loaded
 def test_import_does_no_work():
     """It starts nothing, writes nothing, and loads nothing slow that NumPy has not loaded."""
     done = subprocess.run([sys.executable, "-B", "-c", IMPORT], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_wheel_with_kernels_loads_what_their_first_calls_take(tmp_path):
+    package = tmp_path / "portmm"
+    (package / "base").mkdir(parents=True)
+    for path in Path(portmm.__file__).parent.iterdir():
+        if path.name not in ("base", "__pycache__"):
+            (package / path.name).symlink_to(path)
+    code = IMPORT.replace(f"<= {MOST_MODULES}", f"<= {MOST_MODULES + MORE_MODULES}")
+    code += "before = set(sys.modules)\nportmm.attention\nassert set(sys.modules) == before\n"
+    words = [sys.executable, "-P", "-B", "-c", code]
+    done = subprocess.run(words, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
