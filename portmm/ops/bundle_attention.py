@@ -13,6 +13,7 @@ from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.ops.attention import attention
 from portmm.ops.bundle_build import AttentionCall
+from portmm.ops.bundle_runs import attention_text
 from portmm.ops.recorded_kernels import launches_of
 from portmm.schedule.cpu_attention import packs_values
 from portmm.spec.dtype import BY_NAME
@@ -74,5 +75,6 @@ def _call(maker: Maker, launch: Any, x: AttentionShape, queries: int, on: tuple[
     align = atom.k_pack * BY_NAME[x.dtype].bytes if not run else BY_NAME[x.dtype].bytes
     workspace = kernel.workspace * BY_NAME[atom.acc].bytes
     question = maker.add_source(kernel, target.arch)
+    maker.runs[question, attention_text(isa.name, x, queries, (step, run), workspace)] = None
     least = atom.m if atom.tiled else 1
     return AttentionCall(target.name, threads, x, queries, question, workspace, step, run, least, units, align)

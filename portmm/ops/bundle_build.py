@@ -23,6 +23,7 @@ from portmm.dispatch.schedule_choice import select_for_class
 from portmm.dispatch.stored_kernels import CODE, MACHINES, THREADS
 from portmm.errors import BundleError, ScheduleError
 from portmm.ir.index import spelled
+from portmm.ops.bundle_runs import packing_text
 from portmm.ops.bundle_shapes import problem_of
 from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.text import spell
@@ -46,6 +47,8 @@ SMALL = ("-s", "-Wl,-z,noseparate-code", "-Wl,--build-id=none")
 """Options of the linker for objects of a third of the size; zig knows the first."""
 SCHEDULES = "schedules"
 """The question for the spelling of all schedules of a bundle."""
+RUN, RUNS = "run ", "runs"
+"""The beginning of questions for kernels with texts of `bundle_runs`, which numbers end, and that for their number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,6 +171,7 @@ class Maker:
         objects: compiled objects, by question.
         facts: answers without an object, by question.
         linked: symbols of kernels in the bundle's library, by question.
+        runs: how kernels of packing and attention are run, by the question of their source and the text.
         machines: instruction sets by name of a machine.
         targets: the machines.
         system: what objects are for, as `util.system` spells it; Linux if empty.
@@ -186,6 +190,7 @@ class Maker:
         self.objects: dict[str, bytes] = {}
         self.facts: dict[str, tuple[str, ...]] = {}
         self.linked: dict[str, str] = {}
+        self.runs: dict[tuple[str, str], None] = {}
         self.machines: dict[str, tuple[str, ...]] = {}
         self.targets: list[Target] = []
 
@@ -244,13 +249,18 @@ class Maker:
         if layout.dtype == "u4":
             with suppress(ScheduleError):
                 isa = cpu_kernels.int4_unit(target)[0]
-                every = [self.add_source(lower_int4_repack(isa, x), target.arch) for x in _with_and_without(layout)]
+                forms = _with_and_without(layout)
+                every = [self.add_source(lower_int4_repack(isa, x), target.arch) for x in forms]
                 self.packings[target.name, dtype] = layout, every[0], every[0]
+                for question, x in zip(every, forms, strict=True):
+                    self.runs[question, packing_text(isa.name, dtype, str(x), "row")] = None
             return
         isa, _ = cpu_kernels.packing_unit(dtype, target)
         nr = layout.nr
         every = [self.add_source(lower_pack(isa, dtype, nr, x), target.arch) for x in ("row", "col")]
         self.packings[target.name, dtype] = (layout, every[0], every[1])
+        for question, x in zip(every, ("row", "col"), strict=True):
+            self.runs[question, packing_text(isa.name, dtype, str(layout), x)] = None
 
     def add_run_time(self, arch: str, headers: Path | None = None, libc: str = "gnu") -> None:
         """Add the run time: the extension for a version of Python, and that of cffi.
@@ -290,6 +300,10 @@ class Maker:
             job, about = self.codes[text]
             answers[question] = objects[job], (*about, one)
         answers |= {question: (None, fields) for question, fields in self.facts.items()}
+        for i, (question, text) in enumerate(self.runs):
+            answers[f"{RUN}{i}"] = objects[question], (self.jobs[question].name, text)
+        if self.runs:
+            answers[RUNS] = None, (str(len(self.runs)),)
         answers[MACHINES] = None, tuple(f"{name}={','.join(isas)}" for name, isas in sorted(self.machines.items()))
         answers[THREADS] = None, tuple(map(str, counts))
         answers[SCHEDULES] = None, tuple(sorted(self.codes))

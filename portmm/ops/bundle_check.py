@@ -1,7 +1,8 @@
 """Checks of bundles: contents against their digests, and kernels by running them, here or under an emulator.
 
-Owns the runs and the comparison; operands are those of `bundle_operands`. An emulated processor has no more than an
-instruction set needs: kernels for a Neoverse N1 run as on one, those with SVE on vectors as long as theirs.
+Owns the runs and the comparison; operands are those of `bundle_operands` and `bundle_runs`. An emulated processor has
+no more than an instruction set needs: kernels for a Neoverse N1 run as on one, those with SVE on vectors as long as
+theirs.
 """
 
 from __future__ import annotations
@@ -10,8 +11,9 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.build import bundle as bundles
 from portmm.dispatch.stored_kernels import CODE, read
@@ -19,7 +21,8 @@ from portmm.errors import BundleError, ScheduleError
 from portmm.host import detect
 from portmm.ir.abi import ARGS
 from portmm.ir.index import meaning, parsed
-from portmm.ops.bundle_build import SCHEDULES
+from portmm.ops import bundle_runs
+from portmm.ops.bundle_build import RUN, RUNS, SCHEDULES
 from portmm.ops.bundle_devices import check_cubins
 from portmm.ops.bundle_operands import job_of
 from portmm.runtime.cffi_launches import SYMBOLS
@@ -40,8 +43,9 @@ CUDA = (190).to_bytes(2, "little")
 MOST = 64
 """Kernels of one run of the driver."""
 CUBINS = "for CUDA not run: no device runs them here; each has its entry"
-OTHERS = "of packing, attention and fused functions not run: their digests were compared"
+OTHERS = "of fused functions not run: their digests were compared"
 RAN, OPERANDS, MACHINE = "correct", "not run: operands of unusual types", "not run: no machine here"
+RAN_TOO, MACHINE_TOO = "of packing and attention correct", "of packing and attention not run: no machine here"
 LEAST = "neoverse_n1"
 """The processor for AArch64 that qemu knows by name; it has a hyphen for the underscore."""
 
@@ -56,31 +60,68 @@ def check(bundle: Bundle, report: Callable[[int, int, str], None] = lambda *_: N
         BundleError: contents are damaged, or a kernel computes another result.
     """
     bundles.check(bundle)
-    texts = bundle.answer(SCHEDULES) or []
     counts: Counter[str] = Counter()
-    products: set[int] = set()
-    groups: dict[str, list[str]] = {}
-    for text in filter(None, texts):
-        with read(bundle):
-            groups.setdefault(parse(text).isa, []).append(text)
-            number, *_ = bundle.answer(CODE + text) or [""]
-        products |= {int(number)} if number else set()
-    done = 0
+    groups = (_products(bundle), RAN, MACHINE), (_others(bundle), RAN_TOO, MACHINE_TOO)
+    every, done = [x for runs, *_ in groups for x in runs], 0
     with tempfile.TemporaryDirectory(prefix="portmm-check-") as folder:
-        for name, every in groups.items():
-            command = _command(load_isa(name), Path(folder))
-            for at in range(0, len(every), MOST):
-                report(done, len(texts), f"{name} kernels" if command else f"{name} has no machine here")
-                part = every[at : at + MOST]
-                ran = _run(bundle, part, command, Path(folder)) if command else 0
-                counts[RAN] += ran
-                counts[OPERANDS if command else MACHINE] += len(part) - ran
-                done += len(part)
-    report(len(texts), len(texts), "done")
-    counts[OTHERS] = sum(map(_kernels, (bundle.load(x)[1] for x in range(bundle.objects) if x not in products)))
+        for runs, correct, missing in groups:
+            for name in dict.fromkeys(x.isa for x in runs):
+                command, some, ran = _command(load_isa(name), Path(folder)), [x for x in runs if x.isa == name], set()
+                for at in range(0, len(some), MOST):
+                    report(done, len(every), f"{name} kernels" if command else f"{name} has no machine here")
+                    part = some[at : at + MOST]
+                    ran |= _run(bundle, part, command, Path(folder)) if command else set()
+                    done += len(part)
+                counts[correct] += len(ran)
+                counts[OPERANDS if command else missing] += len({x.kernel for x in some} - ran)
+    report(len(every), len(every), "done")
+    known = {int(x.number) for x in every if x.number}
+    counts[OTHERS] = sum(map(_kernels, (bundle.load(x)[1] for x in range(bundle.objects) if x not in known)))
     if cubins := check_cubins(bundle):
         counts[CUBINS] = cubins
     return {text: number for text, number in counts.items() if number}
+
+
+class _Run(NamedTuple):
+    """A run of a kernel.
+
+    Attributes:
+        text: what is run.
+        kernel: what it is counted by.
+        isa: instruction set.
+        number: of its object; empty for one of the bundle's library.
+        symbol: of its function.
+        job: makes operands and results, or raises `ScheduleError`.
+    """
+
+    text: str
+    kernel: str
+    isa: str
+    number: str
+    symbol: str
+    job: Callable[[], Job]
+
+
+def _products(bundle: Bundle) -> list[_Run]:
+    """Runs of the kernels of all schedules."""
+    runs = []
+    for text in filter(None, bundle.answer(SCHEDULES) or []):
+        with read(bundle):
+            number, symbol, swap, size, scratch, *_ = bundle.answer(CODE + text) or [""]
+            s, workspace = parse(text), meaning(parsed(scratch))
+            job = partial(job_of, s, workspace, int(size), swap=swap == "1")
+            runs.append(_Run(text, text, s.isa, number, symbol, job))
+    return runs
+
+
+def _others(bundle: Bundle) -> list[_Run]:
+    """Runs of the kernels that pack weights, and of those of attention."""
+    runs = []
+    with read(bundle):
+        for i in range(int((bundle.answer(RUNS) or ["0"])[0])):
+            number, symbol, text = bundle.answer(f"{RUN}{i}") or []
+            runs.append(_Run(text, number, bundle_runs.isa_of(text), number, symbol, partial(bundle_runs.job_of, text)))
+    return runs
 
 
 def _kernels(code: bytes) -> bool:
@@ -128,43 +169,41 @@ def _processor(isa: Isa) -> str:
     return f"max,sve-default-vector-length={isa.vector_bytes}" if isa.name.startswith("sve") else "max"
 
 
-def _run(bundle: Bundle, texts: Sequence[str], command: Sequence[str], folder: Path) -> int:
-    """Run kernels and compare their results; returns how many have operands here.
+def _run(bundle: Bundle, runs: Sequence[_Run], command: Sequence[str], folder: Path) -> set[str]:
+    """Run kernels and compare their results; returns those that have operands here.
 
     Raises:
         BundleError: one computes another result, or ends the driver.
     """
     words: list[str] = []
-    jobs: list[tuple[str, Job]] = []
-    for text in texts:
+    jobs: list[tuple[_Run, Job]] = []
+    for x in runs:
         path = bundle.library
         with read(bundle):
-            fields = bundle.answer(CODE + text) or []
-            number, symbol, swap, size, scratch, *_ = fields
-            if number:
-                entry, code = bundle.load(int(number))
+            if x.number:
+                entry, code = bundle.load(int(x.number))
                 path = folder / f"{entry.key}.so"
                 path.write_bytes(code)
             try:
-                jobs.append((text, job_of(parse(text), meaning(parsed(scratch)), int(size), swap=swap == "1")))
+                jobs.append((x, x.job()))
             except ScheduleError:
                 continue
-        words += [str(path), symbol]
+        words += [str(path), x.symbol]
     data = b"".join(job.data for _, job in jobs)
     done = subprocess.run([*command, *words], input=data, capture_output=True, check=False)
     at = 0
-    for text, job in jobs:
+    for x, job in jobs:
         for result in job.results:
             memory = done.stdout[at : at + result.nbytes]
             at += result.nbytes
             if len(memory) < result.nbytes:
                 raise BundleError(
-                    f"{text} of {bundle.path} did not run: {command[0]} ended with status {done.returncode}: "
+                    f"{x.text} of {bundle.path} did not run: {command[0]} ended with status {done.returncode}: "
                     f"{done.stderr[:500].decode(errors='replace')}; build the bundle again with another compiler (CC)"
                 )
             if wrong := result.differing(memory):
                 raise BundleError(
-                    f"{text} of {bundle.path} computes another product: {wrong} elements differ; do not use the "
+                    f"{x.text} of {bundle.path} computes another result: {wrong} elements differ; do not use the "
                     "bundle, build it again with another compiler (CC), and report it if that does not help"
                 )
-    return len(jobs)
+    return {x.kernel for x, _ in jobs}

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from portmm.spec.epilogue import Fused, Operand
 
 Array = np.ndarray[Any, Any]
-HEAD, OPERAND = struct.Struct("17l"), struct.Struct("6l")
+HEAD, OPERAND = struct.Struct("20l"), struct.Struct("6l")
 PLAIN = {"f32": np.float32, "f64": np.float64, "f16": np.float16, "s8": np.int8, "u8": np.uint8, "s32": np.int32}
 POWERS = np.array([0.5, 1, 2], np.float32)
 """Scales, and numbers of expressions."""
@@ -45,26 +45,32 @@ class Result(NamedTuple):
         dtype: type of the elements.
         columns: the memory is by columns.
         exact: values have to be equal.
+        least: the difference that values near zero may have, by the largest value.
+        where: which elements are compared; by default all.
     """
 
     values: Array
     dtype: str
     columns: bool = False
     exact: bool = False
+    least: float = 1e-5
+    where: Array | None = None
 
     @property
     def nbytes(self) -> int:
         """Bytes of its memory."""
-        return int(self.values.size * _encoded(np.zeros(1, int), self.dtype).itemsize)
+        return int(self.values.size * encoded(np.zeros(1, int), self.dtype).itemsize)
 
     def differing(self, memory: bytes) -> int:
         """The number of elements that differ in what a kernel wrote."""
-        words = np.frombuffer(memory, _encoded(np.zeros(1, int), self.dtype).dtype)
+        words = np.frombuffer(memory, encoded(np.zeros(1, int), self.dtype).dtype)
         wanted = self.values
-        got = _values(words).reshape(wanted.shape[::-1]).T if self.columns else _values(words).reshape(wanted.shape)
+        got = values_of(words).reshape(wanted.shape[::-1]).T if self.columns else values_of(words).reshape(wanted.shape)
+        if self.where is not None:
+            got, wanted = got[self.where], wanted[self.where]
         if self.exact:
             return int(np.sum(got != wanted))
-        least = 1e-5 * max(1.0, float(np.abs(wanted).max(initial=0)))
+        least = self.least * max(1.0, float(np.abs(wanted).max(initial=0)))
         least += self.dtype[0] in "su"  # a half may be rounded to either side
         return int(np.sum(~np.isclose(got.astype(float), wanted, rtol=ROUNDING.get(self.dtype, 0), atol=least)))
 
@@ -106,7 +112,7 @@ def job_of(s: Schedule, workspace: Callable[[Mapping[str, int]], int], size: int
         a_type, b_type = b_type, a_type
     rng = np.random.default_rng(m * n)
     a: Array = rng.integers(0 if a_type == "u8" else -1, 2, (m, k))
-    left, a_steps = _laid(a, s.a.source or a_type, a_layout)
+    left, a_steps = laid(a, s.a.source or a_type, a_layout)
     inner: dict[str, Array] = {}
     if s.a.source:
         a, inner["row_scale"] = numpy_fallback.quantized_rows(a)
@@ -125,7 +131,8 @@ def job_of(s: Schedule, workspace: Callable[[Mapping[str, int]], int], size: int
     every = (first, *(Result(x, operands[i][0].dtype) for i, x in sorted(results.items())))
     c_steps = (1, m) if swap else (n, 1)
     lengths = (len(left), len(right), first.nbytes, scratch)
-    head = HEAD.pack(m, n, k, 2, *lengths, *a_steps, *b_steps, *c_steps, len(operands), len(numbers), 0)
+    steps = (*a_steps, 0, *b_steps, 0, *c_steps, 0)
+    head = HEAD.pack(m, n, k, 1, 2, *lengths, *steps, len(operands), len(numbers))
     tail = b"".join(_operand(x, y, i in results) for i, (x, y) in enumerate(operands))
     return Job(head + left + right + tail + numbers.tobytes(), every)
 
@@ -144,9 +151,9 @@ def _weight(s: Schedule, shape: tuple[int, int], dtype: str, layout: str, rng: A
         return codes * scales[which] + offsets[which].astype(float), panels_of(q, of).tobytes(), (of.nr, of.panel(k))
     b = rng.integers(0 if dtype == "u8" else -1, 2, shape)
     if layout != "packed":
-        return b, *_laid(b, dtype, layout)
+        return b, *laid(b, dtype, layout)
     of = family(s.family)
-    words = _encoded(b, dtype)
+    words = encoded(b, dtype)
     owner = np.zeros(-(-n // of.nr) * of.panel(k) * of.kr, words.dtype)
     numpy_fallback.pack(words, owner, of)
     return b, owner.tobytes(), (of.nr, of.panel(k))
@@ -175,7 +182,7 @@ def _operand(x: Operand, values: Array, written: bool) -> bytes:
     step = 1 if x.dense or written else 2
     spread = np.zeros((*values.shape, step), int if values.dtype.kind == "i" else float)
     spread[..., 0] = values
-    memory = _encoded(spread, x.dtype).tobytes()
+    memory = encoded(spread, x.dtype).tobytes()
     steps = {"m": values.shape[1] * step, "n": step}
     return OPERAND.pack(len(memory), *(steps.get(y, 0) if y in x.axes else 0 for y in AXES), int(written)) + memory
 
@@ -208,20 +215,20 @@ def _results(
     return {i: np.broadcast_to(known[x], operands[i][1].shape if i != C else shape) for i, x in fused.results}
 
 
-def _laid(x: Array, dtype: str, layout: str) -> tuple[bytes, tuple[int, int]]:
+def laid(x: Array, dtype: str, layout: str) -> tuple[bytes, tuple[int, int]]:
     """A matrix in a layout, with its strides."""
-    words = _encoded(x, dtype)
+    words = encoded(x, dtype)
     rows, columns = x.shape
     return (words.tobytes(), (columns, 1)) if layout == "row" else (words.T.tobytes(), (1, rows))
 
 
-def _encoded(x: Array, dtype: str) -> Array:
+def encoded(x: Array, dtype: str) -> Array:
     """Numbers as elements of a type; bfloat16, of which these are, as words of 16 bits."""
     if dtype == "bf16":
         return (x.astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
     return x.astype(PLAIN[dtype])
 
 
-def _values(x: Array) -> Array:
+def values_of(x: Array) -> Array:
     """Elements as numbers, of words of 16 bits as of bfloat16."""
     return (x.astype(np.uint32) << 16).view(np.float32) if x.dtype == np.uint16 else x

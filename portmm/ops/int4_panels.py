@@ -167,19 +167,19 @@ def _pack_by_kernel(q: Quantized, layout: Family, owner: Array, route: Any) -> N
         from portmm.dispatch.cpu_routes import int4_repack_route
 
         route = int4_repack_route(layout, config.target(), config.get_num_threads())
-    rows, kept = _heads(q, layout), _codes(q, layout)
+    rows, kept = heads_of(q, layout), codes_of(q, layout)
     (k, n), (codes, c) = q.shape, (x.ctypes.data for x in (kept, owner))
     heads = [(x.ctypes.data, *(0,) * len(AXES)) for x in rows]
     numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *pages.page_ends(owner, owner.itemsize), 0)
     runtime().execute(route, *numbers, None, np.array(heads), None)
 
 
-def _codes(q: Quantized, layout: Family) -> Array:
+def codes_of(q: Quantized, layout: Family) -> Array:
     """The codes as panels have them."""
     return q.codes ^ np.uint8(15) if layout.e2m1 else q.codes
 
 
-def _heads(q: Quantized, layout: Family) -> tuple[Array, ...]:
+def heads_of(q: Quantized, layout: Family) -> tuple[Array, ...]:
     """The scales, and the offsets if there are any, as panels have them."""
     return (q.scales * np.float32(0.5),) if layout.e2m1 else (q.scales, q.offsets)[: layout.heads]
 
@@ -195,8 +195,8 @@ def _pack_by_numpy(q: Quantized, layout: Family, owner: Array) -> None:
     """The same without a compiler, ten times slower."""
     k, n = q.shape
     owner[...] = 0
-    heads = _heads(q, layout)
-    for part, values in zip(layout.parts(k, n), (*heads, int4_words(_codes(q, layout))), strict=True):
+    heads = heads_of(q, layout)
+    for part, values in zip(layout.parts(k, n), (*heads, int4_words(codes_of(q, layout))), strict=True):
         owner[part.offsets()] = values.view(np.int32)
 
 

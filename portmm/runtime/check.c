@@ -1,8 +1,8 @@
-/* Runs kernels without Python. Arguments: pairs of a shared object and its symbol. For each, 17 longs on standard input:
- * m, n, k, workers, bytes of A, B, C and scratch, the strides of A, B and C along rows and columns, how many operands
- * and numbers expressions have, 1 unused; then A and B; of each operand 6 longs, its bytes, its strides along a batch,
- * rows, columns and heads, and whether it is a result, and its memory; and the numbers, as floats. C and results of
- * expressions go to standard output. Tasks run on one thread, last first. */
+/* Runs kernels without Python. Arguments: pairs of a shared object and its symbol. For each, 20 longs on standard input:
+ * m, n, k, batch, workers, bytes of A, B, C and scratch, the three strides of A, B and C, how many operands and numbers
+ * expressions have; then A and B; of each operand 6 longs, its bytes, its strides along a batch, rows, columns and
+ * heads, and whether it is a result, and its memory; and the numbers, as floats. C and results of expressions go to
+ * standard output. Tasks run on one thread, last first. */
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -38,24 +38,24 @@ int main(int argc, char **argv) {
   (void)syscall(SYS_arch_prctl, 0x1023, 18);
 #endif
   for (int i = 1; i + 1 < argc; i += 2) {
-    long s[17], about[MOST][6];
+    long s[20], about[MOST][6];
     portmm_operand operands[MOST];
     void *library = dlopen(argv[i], RTLD_NOW);
     void (*kernel)(const portmm_args *) = library ? dlsym(library, argv[i + 1]) : NULL;
     if (!kernel) return fprintf(stderr, "%s\n", dlerror()), 92;
-    if (fread(s, sizeof s, 1, stdin) != 1 || s[14] > MOST) return 91;
-    char *a = place(s[4], 1), *b = place(s[5], 1), *c = place(s[6], 0), *work = place(s[7], 0);
-    for (long j = 0; j < s[14]; j++) {
+    if (fread(s, sizeof s, 1, stdin) != 1 || s[18] > MOST) return 91;
+    char *a = place(s[5], 1), *b = place(s[6], 1), *c = place(s[7], 0), *work = place(s[8], 0);
+    for (long j = 0; j < s[18]; j++) {
       long *x = about[j];
       if (fread(x, sizeof about[j], 1, stdin) != 1) return 91;
       operands[j] = (portmm_operand){place(x[0], 1), x[1], x[2], x[3], x[4]};
     }
-    float *numbers = (float *)place(s[15] * (long)sizeof *numbers, 1);
-    portmm_args args = {s[0], s[1], s[2], 1, a, s[8], s[9], 0, b, s[10], s[11], 0, c, s[12], s[13], 0,
-                        work, s[3], NULL, spread, operands, numbers};
+    float *numbers = (float *)place(s[19] * (long)sizeof *numbers, 1);
+    portmm_args args = {s[0], s[1], s[2], s[3], a, s[9], s[10], s[11], b, s[12], s[13], s[14], c, s[15], s[16], s[17],
+                        work, s[4], NULL, spread, operands, numbers};
     kernel(&args);
-    give(c, s[6]);
-    for (long j = 0; j < s[14]; j++) {
+    give(c, s[7]);
+    for (long j = 0; j < s[18]; j++) {
       if (about[j][5]) give(operands[j].p, about[j][0]);
       free(operands[j].p);
     }

@@ -20,7 +20,7 @@ from portmm.dispatch import stored_kernels
 from portmm.dispatch.stored_kernels import CODE, THREADS, count
 from portmm.errors import BundleError, NoCompilerError, PortmmError
 from portmm.host.detect import host, missing
-from portmm.ops import bundle_build, bundle_check, bundle_shapes
+from portmm.ops import bundle_attention, bundle_build, bundle_check, bundle_shapes
 from portmm.target.target import load_isa, load_target
 from portmm.version import VERSION
 
@@ -233,7 +233,7 @@ def test_the_command_makes_and_checks_kernels_of_other_machines(tmp_path, capsys
 
     program_compiler("aarch64")
     shapes = tmp_path / "shapes.txt"
-    shapes.write_text("1,70 24 40\n5 24 40 s8-s8-s32 packed\n")
+    shapes.write_text("1,70 24 40\n5 24 40 s8-s8-s32 packed\nattention 3,40 50 8 f32 heads=4 kv_heads=2 causal\n")
     path = tmp_path / "arm.bundle"
     words = ["bundle", str(path), "--shapes", str(shapes), "--for", "c6g,c7g", "--threads", "1", "--check"]
     app(words, standalone_mode=False)
@@ -243,7 +243,7 @@ def test_the_command_makes_and_checks_kernels_of_other_machines(tmp_path, capsys
     assert "kernels correct" in out
     bundle = open_bundle(path)
     counts = bundle_check.check(bundle)
-    assert counts.pop(bundle_check.OTHERS)
+    assert counts.pop(bundle_check.RAN_TOO) >= 8  # two layouts of a weight and two forms of attention, on two chips
     assert counts == {bundle_check.RAN: len(bundle.answer(bundle_build.SCHEDULES))}
 
 
@@ -258,15 +258,57 @@ def test_kernels_of_tiles_are_run(tmp_path):
     bundle = open_bundle(path)
     assert any("amx" in x.kernel for x in built)
     counts = bundle_check.check(bundle)
-    assert counts.pop(bundle_check.OTHERS)
+    assert counts.pop(bundle_check.RAN_TOO)
     assert counts == {bundle_check.RAN: len(bundle.answer(bundle_build.SCHEDULES))}
+
+
+def _of_packing_and_attention(lines, path):
+    """A bundle for this machine with shapes, on one thread, and the texts by which kernels are run."""
+    maker = bundle_build.Maker()
+    bundle_build.add_shapes(maker, bundle_shapes.shapes_of(lines, empty=True), [host()], (1,))
+    bundle_attention.add_attention(maker, bundle_shapes.attention_of(lines, ""), [host()], (1,))
+    path.write_bytes(maker.pack((1,), lambda *_: None))
+    bundle = open_bundle(path)
+    number = int(bundle.answer(bundle_build.RUNS)[0])
+    return bundle, [bundle.answer(f"{bundle_build.RUN}{i}") for i in range(number)]
+
+
+def test_kernels_that_pack_are_run(tmp_path):
+    lines = "3 40 60 f32 packed\n3 40 60 bf16 packed\n3 40 60 s8-s8-s32 packed\n3 40 256 f32-u4-f32 packed\n"
+    bundle, runs = _of_packing_and_attention(lines, tmp_path / "packing.bundle")
+    assert {tuple(text.split()[2::2]) for *_, text in runs} >= {("f32", "row"), ("bf16", "col"), ("f32-u4-f32", "row")}
+    counts = bundle_check.check(bundle)
+    assert counts[bundle_check.RAN_TOO] == len({number for number, *_ in runs}) == len(runs)
+    assert bundle_check.OTHERS not in counts
+
+
+def test_kernels_of_attention_are_run(tmp_path):
+    lines = "attention 1,40 300 24 f32 heads=4 kv_heads=2\nattention 1,40 300 24 f32 causal lse\n"
+    lines += "attention 7 90 33 bf16 window dv=21\n"
+    bundle, runs = _of_packing_and_attention(lines, tmp_path / "attention.bundle")
+    counts = bundle_check.check(bundle)
+    assert counts[bundle_check.RAN_TOO] == len({number for number, *_ in runs}) >= 3
+    assert bundle_check.OTHERS not in counts
+
+
+@pytest.mark.parametrize("change", [("row", "col"), (" 40 24 24 2 0 ", " 40 24 24 2 1 "), ("pack ", "fold ")])
+def test_wrong_kernels_of_packing_and_attention_are_noticed(tmp_path, change):
+    """A kernel that packs columns is taken for one of rows, one of attention for a causal one, and none for one."""
+    lines = "3 40 60 f32 packed\nattention 40 300 24 f32 heads=4 kv_heads=2\n"
+    bundle, runs = _of_packing_and_attention(lines, tmp_path / "right.bundle")
+    (number, symbol, text), *_ = [x for x in runs if change[0] in x[-1]]
+    lie = bundle.load(int(number))[1], (symbol, text.replace(*change))
+    path = tmp_path / "wrong.bundle"
+    path.write_bytes(packed({f"{bundle_build.RUN}0": lie, bundle_build.RUNS: (None, ("1",))}))
+    with pytest.raises(BundleError, match="damaged" if "fold " in change else "another result"):
+        bundle_check.check(open_bundle(path))
 
 
 def test_a_wrong_kernel_is_noticed(made, tmp_path):
     bundle = open_bundle(made[0])
     texts = bundle.answer(bundle_build.SCHEDULES)
     counts = bundle_check.check(bundle)
-    assert counts.pop(bundle_check.OTHERS)  # they pack the weight
+    assert counts.pop(bundle_check.RAN_TOO) == 2  # they pack the weight
     assert sum(counts.values()) == len(texts)
     fields = {x: bundle.answer(f"code {x}") for x in texts}
     tall = max(texts, key=lambda x: int(x.split(":")[3].split("x")[0]))
