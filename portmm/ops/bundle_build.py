@@ -252,8 +252,8 @@ class Maker:
                 forms = _with_and_without(layout)
                 every = [self.add_source(lower_int4_repack(isa, x), target.arch) for x in forms]
                 self.packings[target.name, dtype] = layout, every[0], every[0]
-                for question, x in zip(every, forms, strict=True):
-                    self.runs[question, packing_text(isa.name, dtype, str(x), "row")] = None
+                for question, form in zip(every, forms, strict=True):
+                    self.runs[question, packing_text(isa.name, dtype, str(form), "row")] = None
             return
         isa, _ = cpu_kernels.packing_unit(dtype, target)
         nr = layout.nr
