@@ -75,11 +75,6 @@ class _Frame:
         return _Frame(self.atom, dict(self.ints), dict(self.ptrs), self.regs)
 
 
-@cache
-def _method(node: str) -> str:
-    return f"do_{node.lower()}"
-
-
 def _declares(body: tuple[Stmt, ...]) -> bool:
     """Whether a block has names of its own."""
     return any(isinstance(s, Let | LetPtr | Read | Scratch | UntilAligned) for s in body)
@@ -150,6 +145,8 @@ class _Machine:
     """Tile -> its rows, as configured by the current task."""
     meanings: dict[int, tuple[Callable[[Mapping[str, int]], int], Index]] = field(default_factory=dict)
     """Identity of an expression -> its function, and the expression, which keeps the identity unique."""
+    steps: dict[type, Callable[[Any, _Frame], None]] = field(default_factory=dict)
+    """Class of statements -> the method that executes them."""
 
     def call(self, f: Function, ints: dict[str, int], ptrs: dict[str, Typed]) -> None:
         has_block = f.kind != "inner"
@@ -158,8 +155,12 @@ class _Machine:
         self.body(f.body, frame)
 
     def body(self, body: tuple[Stmt, ...], f: _Frame) -> None:
+        steps = self.steps
         for s in body:
-            getattr(self, _method(type(s).__name__))(s, f)
+            step = steps.get(type(s))
+            if step is None:
+                step = steps[type(s)] = getattr(self, f"do_{type(s).__name__.lower()}")
+            step(s, f)
 
     def value(self, x: Index, f: _Frame) -> int:
         """The value of an integer expression of the kernel."""
@@ -226,20 +227,23 @@ class _Machine:
 
     def _memory(self, s: Verb, f: _Frame, atom: Atom) -> None:
         assert s.p is not None  # noqa: S101 - a malformed node is a bug of the lowering
-        keep = int(np.count_nonzero(f.regs[s.mask])) if s.mask else (1 if s.name == "load_a" else atom.n)
+        one = s.name == "load_a"
+        keep = int(np.count_nonzero(f.regs[s.mask])) if s.mask else 1 if one else atom.n
         array, at, memory = self.at(s.p, f, keep)
         pack = BY_NAME[memory].pack
         if s.name in ("store", "store_mask"):
             array[at : at + keep * pack] = converted(f.regs[s.d][:keep].ravel(), _of(f.regs[s.d].dtype), memory)
             return
-        own = atom.left if s.name == "load_a" else atom.right if s.name in ("load_b", "load_mask") else atom.acc
-        register = s.to or own
-        x = converted(array[at : at + keep * pack], memory, register)
-        if s.name == "load_a":
+        own = atom.left if one else atom.right if s.name in ("load_b", "load_mask") else atom.acc
+        x = converted(array[at : at + keep * pack], memory, s.to or own)
+        if one:
             f.regs[s.d] = x.copy() if pack > 1 else x[0]
             return
-        whole = np.zeros(atom.n * pack, x.dtype)
-        whole[: keep * pack] = x
+        if keep == atom.n:
+            whole = x.copy()
+        else:
+            whole = np.zeros(atom.n * pack, x.dtype)
+            whole[: keep * pack] = x
         f.regs[s.d] = whole.reshape(atom.n, pack) if pack > 1 else whole
 
     def _rows(self, s: Verb, f: _Frame, atom: Atom) -> None:

@@ -37,6 +37,8 @@ def numpy_type(name: str) -> np.dtype:
 
 def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
     """Elements of one type converted to another: see `isa.Transfer`."""
+    if memory == register:
+        return x
     m, r = BY_NAME[memory].base or memory, BY_NAME[register].base or register
     if m == r:
         return x
@@ -47,15 +49,22 @@ def converted(x: np.ndarray, memory: str, register: str) -> np.ndarray:
         whole: np.ndarray = np.clip(np.rint(x), info.min, info.max)
         with np.errstate(invalid="ignore"):
             return whole.astype(numpy_type(r))
+    wanted = numpy_type(r)
+    if wanted.itemsize > x.itemsize:
+        return x.astype(wanted)
     with np.errstate(over="ignore"):
-        return x.astype(numpy_type(r))
+        return x.astype(wanted)
 
 
 def multiplied(d: np.ndarray, a: np.ndarray, b: np.ndarray, pack: int) -> np.ndarray:
     """D + a . b on each lane, of units of `pack` elements; integers wrap around at the accumulator's width."""
+    total: np.ndarray
+    if pack == 1 and a.dtype is b.dtype is d.dtype and d.dtype.kind == "f":
+        total = d + a * b  # most are such, and a conversion to the same type takes as long as the product
+        return total
     exact = _exact(d)
     product = a.astype(exact, copy=False) * b.astype(exact, copy=False)
-    total: np.ndarray = d + (product.sum(-1) if pack > 1 else product)
+    total = d + (product.sum(-1) if pack > 1 else product)
     return total.astype(d.dtype, copy=False)
 
 

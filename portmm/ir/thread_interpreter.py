@@ -69,11 +69,13 @@ def run_grid(
     whole = {x.name: int(numbers[x.name]) for x in kernel.arguments if x.kind in ("int", "long")}
     real = {x.name: np.full(1, numbers[x.name], np.float32) for x in kernel.arguments if x.kind == "float"}
     blocks, slices = (range(evaluate(x, numbers)) for x in kernel.grid)
+    word: Any = cache(kernel.isa.word)
+    meanings: dict[int, Any] = {}
     for part, block in product(slices, blocks):
         meet = _Block(kernel, numbers, arrays)
         at = [whole | {"block": block, "slice": part, "thread": i} for i in range(kernel.threads)]
         make = _Thread if machine is None else machine
-        each = [make(kernel, cache(kernel.isa.word), x, pointers, None, meet=meet) for x in at]
+        each = [make(kernel, word, x, pointers, None, meanings=meanings, meet=meet) for x in at]
         threads = [Thread(target=x.run, args=(real,)) for x in each]
         for x in threads:
             x.start()
