@@ -19,7 +19,8 @@ if TYPE_CHECKING:
 def multiply(g: Operands, shape: Shape, row: Index, column: Index) -> Stmt:
     """Call of the micro-kernel on the register tile at a row and a column of C."""
     result = (g.result(row, column), g.c_step, var("columns"))
-    args = (var("k"), *g.rows_of_a(const(0)), Ptr("bp"), *_sums(g), g.groups_of_k, *result)
+    step = (var("b_n"),) if shape.panels > 1 else ()
+    args = (var("k"), *g.rows_of_a(const(0)), Ptr("bp"), *step, *_sums(g), g.groups_of_k, *result)
     return Call(int4_micro_kernel(g.isa, g.atom, family(g.s.family), shape), args)
 
 

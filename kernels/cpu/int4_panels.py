@@ -29,7 +29,7 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.lane_nodes import Map
-from portmm.ir.nodes import Add, For, Function, If, Let, LetPtr, Move, Param, Scratch, Verb
+from portmm.ir.nodes import Add, For, Function, If, Let, LetPtr, Move, Param, Prefetch, Scratch, Verb
 from portmm.kernels.cpu.microkernel import Shape, acc_of, element_of_a, params_of_a, spare, write_back
 from portmm.spec.dtype import CODES_AT, CODES_KR, ZERO_CODE, ZERO_E2M1, base
 from portmm.target.summation import RUN, STEP, BlockOfK, chained
@@ -193,17 +193,19 @@ def int4_micro_kernel(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
     )
     zero = tuple(Verb("zero", acc_of(i, v)) for i, v in tile.cells)
     s = replace(s, block_of_k=BlockOfK.RUN)
-    end: tuple[Stmt, ...] = write_back(real, s, edge=True)
-    if not real.mask_free:
+    end: tuple[Stmt, ...] = write_back(real, s, edge=s.panels == 1)  # several panels are whole
+    if not real.mask_free and s.panels == 1:
         end = (If(var("columns").lt(nr), end, write_back(real, s, edge=False)),)
     run, first = max(1, RUN // kept.group) if kept.group else 1, var("g_run")
     few = For("g", first, minimum(var("groups"), first + run), const(1), group)
     loop = For("g_run", const(0), var("groups"), const(run), (Let("accumulate", const(0).lt(first)), *zero, few, *end))
-    params = [*params_of_a(s), Param("b", "s32", readonly=True), Param("totals", "f32", readonly=True)]
+    params = [*params_of_a(s), Param("b", "s32", readonly=True), *([Param("b_panel")] if s.panels > 1 else [])]
+    params.append(Param("totals", "f32", readonly=True))
     params += [*_starts(atom, kept), Param("groups"), Param("c", "f32"), Param("c_m"), Param("columns")]
-    comment = f"C[{s.rows}][columns] = A[{s.rows}][k] . B[k][{nr}], codes of four bits"
-    body = (*spare(real, s), loop)
-    return Function(f"decode_{s.rows}x{nr}", "inner", tuple(params), body, comment, of=real.name)
+    n = s.panels * nr
+    comment = f"C[{s.rows}][columns] = A[{s.rows}][k] . B[k][{n}], codes of four bits"
+    body = (*(spare(real, s) if s.panels == 1 else ()), loop)
+    return Function(f"decode_{s.rows}x{n}", "inner", tuple(params), body, comment, of=real.name)
 
 
 class _Tile:
@@ -214,7 +216,7 @@ class _Tile:
         assert words is not None  # noqa: S101 - else the atom would not support int4
         self.atom, self.real, self.words, self.nr, self.s = atom, real, words, kept.nr, s
         self.offsets, self.e2m1 = kept.heads > 1, kept.e2m1
-        self.vectors, self.rows = range(self.nr // atom.n), range(s.rows)
+        self.vectors, self.rows = range(s.panels * self.nr // atom.n), range(s.rows)
         self.cells = [(i, v) for i in self.rows for v in self.vectors]
         self.exact = atom.acc == "s32"
         self.starts, self.centred = starts_of_group(atom, kept), centred(atom, kept)
@@ -253,10 +255,20 @@ class _Tile:
         body.append(For("u", at, minimum(full, at + WORDS), const(1), self.word(u)))
         return (For("u_part", first, last, const(WORDS), tuple(body)),)
 
+    def at(self, name: str, row: Index, v: int) -> Ptr:
+        """Address of vector v of a row of the group in each panel."""
+        panel, column = divmod(v * self.atom.n, self.nr)
+        return Ptr(name, (var("b_panel") * panel if panel else const(0)) + row + column)
+
     def load(self, u: Index) -> list[Stmt]:
         """Loads of word u of the group, for every column."""
-        at = [Ptr("words", u * self.nr + v * self.atom.n) for v in self.vectors]
-        return [Verb("load_b", f"w{v}", p=p, of=self.words.name, to="s32") for v, p in enumerate(at)]
+        at = [self.at("words", u * self.nr, v) for v in self.vectors]
+        loads = [Verb("load_b", f"w{v}", p=p, of=self.words.name, to="s32") for v, p in enumerate(at)]
+        return [*self.prefetch(at), *loads]
+
+    def prefetch(self, at: list[Ptr]) -> list[Stmt]:
+        """Prefetches further along the panel of what is at some addresses."""
+        return [Prefetch(p + self.s.along) for p in at] if self.s.along else []
 
     def step(self, p: Index, bit: Index, verb: str = "code") -> list[Stmt]:
         """Multiply-adds of the int4 values that begin at `bit` by the unit of A at p."""
@@ -292,8 +304,10 @@ class _Tile:
         if g is not None:
             out.append(Map("literal", "zero_code", (float(ZERO_CODE),), "f32", "f32", self.real.name))
             out += [Verb("load_a", f"t{i}", p=Ptr("totals", const(i) * var("groups") + g)) for i in self.rows]
+        heads = range(2 if self.offsets else 1)
+        out += self.prefetch([self.at("scales", const(x * self.nr), v) for x in heads for v in self.vectors])
         for v in self.vectors:
-            scale, offset = (Ptr("scales", const(x * self.nr + v * self.atom.n)) for x in (0, 1))
+            scale, offset = (self.at("scales", const(x * self.nr), v) for x in (0, 1))
             out.append(Verb("load_b", f"s{v}", p=scale))
             if g is not None:
                 centre = Map("fma", f"c{v}", (f"s{v}", "zero_code", f"o{v}"), "f32", "f32", self.real.name)

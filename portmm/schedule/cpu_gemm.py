@@ -62,7 +62,7 @@ def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vector
     if atom.tiled:
         return
     if p.b == "codes" and atom.takes_int4:
-        yield from _int4_interleaved(p, isa, atom)
+        yield from _int4_interleaved(p, isa, atom, target)
         return
     if p.static or (p.batch > 1 and fits_l2(p, target)):
         yield from _whole(p, isa, atom, target)
@@ -182,7 +182,7 @@ def _thin(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule
     if p.m > MODEL.thin_rows:
         return
     if p.b == "codes" and not p.deterministic:
-        yield from _decoded(p, isa, atom)
+        yield from _decoded(p, isa, atom, target)
     every = widths(isa, atom, p)
     # B is read twice by two slices: of three vectors, one with all rows is faster than two that are wider.
     whole = any(p.m <= tallest(isa, atom, nr) and nr >= 3 * isa.columns(atom) for nr in every)
@@ -252,17 +252,17 @@ def _swept(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int) ->
             yield replace(s, parallel=OVER_K)
 
 
-def _decoded(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+def _decoded(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Schedules for an M of a few rows, times quantized values without repacking, a few rows at a time."""
     for nr in widths(isa, atom, p):
         for mr in range(min(p.m, MODEL.decoded_rows), 0, -1):  # illegal ones, of too many registers, are dropped later
-            base = _int4_schedule(p, isa, mr, nr)
-            yield base
-            if p.a == "row" and a_in_place(p, isa, atom):
-                yield replace(base, a=base.a.with_pack(None))
+            for base in _int4_schedules(p, isa, target, mr, nr):
+                yield base
+                if p.a == "row" and a_in_place(p, isa, atom):
+                    yield replace(base, a=base.a.with_pack(None))
 
 
-def _int4_interleaved(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+def _int4_interleaved(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
     """Schedules for any M, times quantized values without repacking: units of integers or of bf16.
 
     The unused part of the last word along k has values of zero, so the integers of A there
@@ -270,14 +270,26 @@ def _int4_interleaved(p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """
     for nr in widths(isa, atom, p):
         for mr in dict.fromkeys(min(p.m, x) for x in INT4_ROWS):
-            yield _int4_schedule(p, isa, mr, nr)
+            yield from _int4_schedules(p, isa, target, mr, nr)
             if p.m > MODEL.int4_block:
-                yield _int4_schedule(p, isa, mr, nr, MODEL.int4_block // mr * mr)
+                yield from _int4_schedules(p, isa, target, mr, nr, MODEL.int4_block // mr * mr)
 
 
-def _int4_schedule(p: Problem, isa: Isa, mr: int, nr: int, mc: int = ALL) -> Schedule:
+def _int4_schedules(  # noqa: PLR0917 - two callers
+    p: Problem, isa: Isa, target: Target, mr: int, nr: int, mc: int = ALL
+) -> Iterator[Schedule]:
+    """Schedules of register tiles by panels of int4 values.
+
+    Panels that exceed L2, and that one tile alone reads, are prefetched, perhaps two at once: memory is read faster in
+    two places.
+    """
     tiles = cache_tiles(mr, nr, ALL, mc, ALL, 0 if p.m <= mr else least_of(mr))
-    return base_schedule("gemm", p, isa, tiles, True, False)
+    s = base_schedule("gemm", p, isa, tiles, True, False)
+    if p.m > mr or p.k * p.n * BY_NAME[p.types[1]].bytes <= capacity(target, "L2"):
+        yield s
+        return
+    for panels in (1, 2):
+        yield replace(s, b=s.b.prefetched(0, MODEL.int4_ahead // BY_NAME["s32"].bytes).covering(panels))
 
 
 def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
