@@ -286,7 +286,7 @@ def resnet50_int8() -> Any:
 
     from onnxruntime.quantization import CalibrationDataReader, QuantFormat, QuantType, quantize_static
 
-    class Images(CalibrationDataReader):  # type: ignore[misc]
+    class Images(CalibrationDataReader):
         def __init__(self) -> None:
             rng = np.random.default_rng(2)
             self.images = iter([{"image": rng.standard_normal((1, 3, 224, 224)).astype(np.float32)} for _ in range(4)])

@@ -203,7 +203,7 @@ class Gemm(Operands):
         if not self.s.a.packed:
             return ()
         place = LetPtr("ap", self.private() + self.b_size, self.atom.left)
-        return (place,) if self.sweeps else (place, self.slices(self.pack_slice()))
+        return (place,) if self.packs_slices else (place, self.slices(self.pack_slice()))
 
     def pack_slice(self) -> Stmt:
         """Packing of the current slice of A."""
@@ -252,7 +252,7 @@ class Gemm(Operands):
         """Loop over the register tiles of a run of panels."""
         s = self.s
         width = (end - begin) * s.nr if self.sweeps else const(panels * s.nr)
-        packed = (self.pack_slice(),) if s.a.packed and self.sweeps else ()
+        packed = (self.pack_slice(),) if self.packs_slices else ()
         body = (
             Let("column", var("j") * s.nr),
             Let("columns", minimum(N - var("column"), width)),

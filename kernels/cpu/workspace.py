@@ -49,7 +49,7 @@ class Workspace(Blocks):
         """Number of elements of one worker's packed block of A, or slice; stores may go one vector beyond."""
         if not self.s.a.packed:
             return const(0)
-        rows = minimum(self.block_rows, self.s.mr) if self.sweeps else self.block_rows
+        rows = minimum(self.block_rows, self.s.mr) if self.packs_slices else self.block_rows
         return round_up((rows * self.kb + self.atom.n) * self.scaled("a"), 64)
 
     @property
