@@ -1,9 +1,10 @@
 """Convolutions of ResNet-50, of Stable Diffusion's U-Net, and of groups, one by one, beside oneDNN and ONNX Runtime.
 
-    python bench/convolutions.py [--only resnet] [--rounds 7] [--seconds 110] [--save FILE]
+    python bench/convolutions.py [--only resnet] [--type bf16] [--rounds 7] [--seconds 110] [--save FILE]
 
-Images are float32, channels last; filters are prepacked by each library. Each library has a process of its own, and
-rounds alternate between them, so that both see the same clock; a case's ratio is the median over rounds of the best
+Images are float32, bfloat16 or unsigned bytes (`--type`), channels last, results of bytes in float32 after a scale;
+filters are prepacked by each library. ONNX Runtime is a peer in float32 only. Each library has a process of its own,
+and rounds alternate between them, so that both see the same clock; a case's ratio is the median over rounds of the best
 peer's time over portmm's. Results are compared with PyTorch's in float64 where that takes less than a second. Peak
 memory is portmm's resident set beyond images, filters and result. oneDNN is called through PyTorch, with filters in
 the layout that it asks for; ONNX Runtime gets a model of one node.
@@ -109,41 +110,78 @@ CASES = [
 ]  # fmt: skip
 
 
-def operands(case):
+def operands(case, kind="f32"):
     """Images, channels last, and filters."""
     rng = np.random.default_rng(0)
-    x = rng.standard_normal((case.batch, case.size, case.size, case.channels), np.float32)
+    at = (case.batch, case.size, case.size, case.channels)
     shape = (case.outputs, case.channels // case.groups, case.kernel, case.kernel)
-    return x, rng.standard_normal(shape, np.float32) / math.sqrt(math.prod(shape[1:]))
+    if kind == "u8":
+        return rng.integers(0, 256, at, np.uint8), rng.integers(-127, 128, shape, np.int8)
+    x = rng.standard_normal(at, np.float32)
+    w = rng.standard_normal(shape, np.float32) / math.sqrt(math.prod(shape[1:]))
+    if kind == "bf16":
+        import ml_dtypes
+
+        return x.astype(ml_dtypes.bfloat16), w.astype(ml_dtypes.bfloat16)
+    return x, w
+
+
+SCALE = 2.0**-12
+"""Of sums of bytes."""
 
 
 # -- libraries -------------------------------------------------------------------
 
 
-def open_portmm():
+def options_of(case):
+    """Options of portmm's call."""
+    return {"stride": case.stride, "padding": case.padding, "groups": case.groups}
+
+
+def scaled(acc, i):
+    """The epilogue of sums of bytes."""
+    del i
+    return acc * SCALE
+
+
+def open_portmm(kind):
     """Prepared calls of portmm."""
     import portmm as pm
 
     pm.set_num_threads(1)
 
     def prepare(case):
-        x, w = operands(case)
-        packed = pm.pack_conv(w, groups=case.groups)
-        how = {"stride": case.stride, "padding": case.padding, "groups": case.groups}
+        x, w = operands(case, kind)
+        packed, how = pm.pack_conv(w, groups=case.groups, activations=x.dtype), options_of(case)
+        if kind == "u8":
+            return lambda: pm.conv(x, packed, dtype=np.float32, epilogue=scaled, **how)
         return lambda: pm.conv(x, packed, **how)
 
     return prepare
 
 
-def open_torch():
+def open_torch(kind):
     """Prepared calls of oneDNN through PyTorch."""
     import torch
 
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
 
+    def of_bytes(case):
+        x, w = (torch.from_numpy(y) for y in operands(case, kind))
+        x = x.permute(0, 3, 1, 2)
+        pads, strides, ones = ([y, y] for y in (case.padding, case.stride, 1))
+        scales, zeros = torch.full((case.outputs,), SCALE), torch.zeros(case.outputs, dtype=torch.int32)
+        ops = torch.ops.onednn
+        packed = ops.qconv_prepack(w, scales, 1.0, 0, strides, pads, ones, case.groups, list(x.shape))
+        how = (strides, pads, ones, case.groups, 1.0, 0, torch.float32, "none", [], "")
+        return lambda: ops.qconv2d_pointwise(x, 1.0, 0, packed, scales, zeros, None, *how).permute(0, 2, 3, 1)
+
     def prepare(case):
-        x, w = (torch.from_numpy(y) for y in operands(case))
+        if kind == "u8":
+            return of_bytes(case)
+        x, w = (torch.from_numpy(np.asarray(y, np.float32)) for y in operands(case, kind))
+        x, w = (y.to(torch.bfloat16) for y in (x, w)) if kind == "bf16" else (x, w)
         x = x.permute(0, 3, 1, 2)
         pads, strides, ones = ([y, y] for y in (case.padding, case.stride, 1))
         reorder, call = (
@@ -155,8 +193,9 @@ def open_torch():
     return prepare
 
 
-def open_onnxruntime():
-    """Prepared calls of ONNX Runtime, whose images have channels first."""
+def open_onnxruntime(kind):
+    """Prepared calls of ONNX Runtime, whose images have channels first, in float32."""
+    assert kind == "f32"
     import onnx
     import onnxruntime as ort
     from onnx import TensorProto, helper, numpy_helper
@@ -183,9 +222,9 @@ def open_onnxruntime():
 LIBRARIES = {"portmm": open_portmm, "onednn": open_torch, "onnxruntime": open_onnxruntime}
 
 
-def serve(name):
+def serve(name, kind):
     """Answer requests, one a line: prepare a case, time it for some seconds, write its result, or peak memory."""
-    prepare, call = LIBRARIES[name](), None
+    prepare, call = LIBRARIES[name](kind), None
     for line in sys.stdin:
         word, value = json.loads(line)
         answer = None
@@ -202,17 +241,18 @@ def serve(name):
                 if now > end:
                     break
         elif word == "result":
-            np.save(value, np.asarray(call()))
+            result = call()
+            np.save(value, np.asarray(result.float() if hasattr(result, "float") else result).astype(np.float32))
         print(json.dumps(answer), flush=True)
 
 
 class Worker:
     """A library in a process of its own."""
 
-    def __init__(self, name):
+    def __init__(self, name, kind):
         self.process = subprocess.Popen(
-            [sys.executable, __file__, "--serve", name], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            [sys.executable, __file__, "--serve", name, "--type", kind], stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
 
     def ask(self, word, value):
@@ -265,7 +305,7 @@ def worst_error(workers, folder):
     return max(np.abs(x - found[0]).max() for x in found) / np.abs(found[0]).max()
 
 
-def memory(index):
+def memory(index, kind):
     """MiB of portmm's peak resident set beyond images, packed filters and the result."""
     code = """
 import sys
@@ -278,11 +318,13 @@ from portmm.runtime.cpu import runtime
 def of_status(name):
     return next(int(x.split()[1]) for x in open("/proc/self/status") if x.startswith(name))
 
-case = convolutions.CASES[int(sys.argv[2])]
+case, kind = convolutions.CASES[int(sys.argv[2])], sys.argv[3]
 pm.set_num_threads(1)
-x, w = convolutions.operands(case)
-packed, how = pm.pack_conv(w, groups=case.groups), {"stride": case.stride, "padding": case.padding}
-out = np.zeros((case.batch, case.out, case.out, case.outputs), np.float32)
+x, w = convolutions.operands(case, kind)
+packed, how = pm.pack_conv(w, groups=case.groups, activations=x.dtype), convolutions.options_of(case)
+if kind == "u8":
+    how |= {"epilogue": convolutions.scaled}
+out = np.zeros((case.batch, case.out, case.out, case.outputs), np.float32 if kind == "u8" else x.dtype)
 pm.conv(x, packed, out, **how)
 runtime().set_scratch(0)  # workspaces are given back after each call, so that the next one has them anew
 pm.conv(x, packed, out, **how)
@@ -291,7 +333,7 @@ open("/proc/self/clear_refs", "w").write("5")
 pm.conv(x, packed, out, **how)
 print((of_status("VmHWM") - before) / 1024)
 """
-    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(index)]
+    command = [sys.executable, "-c", code, str(Path(__file__).parent), str(index), kind]
     return float(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
 
@@ -309,6 +351,7 @@ def main():
     """Measure, and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of the names of cases")
+    parser.add_argument("--type", default="f32", choices=("f32", "bf16", "u8"), help="of images")
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seconds", type=float, default=110, help="after which no further case begins")
     parser.add_argument("--peers", default="onednn,onnxruntime")
@@ -317,17 +360,18 @@ def main():
     parser.add_argument("--serve", default="", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.serve:
-        serve(args.serve)
+        serve(args.serve, args.type)
         return
     wanted = [i for i, x in enumerate(CASES) if args.only in x.name]
     if args.memory:
         for i in wanted:
-            print(f"{CASES[i].name:34} {memory(i):6.1f} MiB")
+            print(f"{CASES[i].name:34} {memory(i, args.type):6.1f} MiB")
         return
     path = Path(args.save or os.devnull)
     rows = json.loads(path.read_text()) if args.save and path.exists() else {}
     begin = time.monotonic()
-    workers = {name: Worker(name) for name in ["portmm", *filter(None, args.peers.split(","))]}
+    peers = [x for x in args.peers.split(",") if x and (args.type == "f32" or x != "onnxruntime")]
+    workers = {name: Worker(name, args.type) for name in ["portmm", *peers]}
     folder = tempfile.mkdtemp()
     for i in wanted:
         case = CASES[i]

@@ -79,6 +79,7 @@ class Strides:
         c: sums between rows of C.
         b_next: units between tiles of B along n, if they are not contiguous in rows.
         c_next: sums between tiles of C along n, likewise.
+        a_next: units between the tiles of A, if these are not of neighbouring rows.
     """
 
     row: Index
@@ -87,6 +88,7 @@ class Strides:
     c: int
     b_next: Index | None = None
     c_next: Index | None = None
+    a_next: Index | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +102,8 @@ class Outer:
         columns: tiles of C along n.
         by: the operands' strides.
         passing: tiles of A pass by a panel of B that stays in L1.
+        left: the pointer to A.
+        flowing: tiles of B pass by rows of A that stay in L1.
     """
 
     atom: Atom
@@ -108,6 +112,8 @@ class Outer:
     columns: int
     by: Strides
     passing: bool = False
+    left: str = "a"
+    flowing: bool = False
 
     def sums(self, verb: str) -> tuple[Stmt, ...]:
         """Loads or stores of all tiles of C."""
@@ -126,12 +132,13 @@ class Outer:
         loads: list[Stmt] = []
         macs: list[Stmt] = []
         for r in range(self.grid.rows):
-            at = Ptr("a", row * self.by.step + self.cut[r] * self.by.row)
+            below = self.by.a_next * r if self.by.a_next else self.cut[r] * self.by.row
+            at = Ptr(self.left, row * self.by.step + below)
             loads.append(Verb("load_a", str(self.grid.a(r)), p=at, step=self.by.row, passing=self.passing))
         for v in range(self.columns):
             q, column = divmod(v * self.atom.n, panel)
             at = b + (self.by.b_next * v if self.by.b_next else (var("b_panel") * q if q else 0) + column)
-            load = Verb("load_b", str(self.grid.b(v)), p=at, step=const(self.by.b))
+            load = Verb("load_b", str(self.grid.b(v)), p=at, step=const(self.by.b), passing=self.flowing)
             # Loads before all products are faster by a tenth or more; registers in rotation must wait.
             (loads if self.columns <= self.grid.free else macs).append(load)
             macs += [
@@ -165,9 +172,9 @@ def micro_kernel(  # noqa: PLR0917 - a geometry, and what is done besides
             const(1),
             (
                 *_prefetch(atom, nr, panels, ahead),
-                *(_prefetch_next(atom) if follows else ()),
+                *(prefetch_next(atom) if follows else ()),
                 *outer.step(t, nr, Ptr("b", t * (step * nr))),
-                *(_awake(vector) if vector else ()),
+                *(awake(vector) if vector else ()),
             ),
         ),
         If((whole * step).lt(var("k")), last.step(whole, n, Ptr("rest"))),
@@ -181,7 +188,7 @@ def micro_kernel(  # noqa: PLR0917 - a geometry, and what is done besides
     return Function(name, "inner", tuple(params), body, f"C[tall][{n}] (+)= A[tall][k] . B[k][{n}], in tiles")
 
 
-def _awake(vector: Atom) -> tuple[Stmt, ...]:
+def awake(vector: Atom) -> tuple[Stmt, ...]:
     """A store of zeros, once in `AWAKE` steps, to sums that are in tiles and will be stored there."""
     store = Verb("zero", "zeros", of=vector.name), Verb("store", "zeros", p=Ptr("c"), of=vector.name)
     return (If((var("t") % AWAKE).eq(AWAKE - 1), store),)
@@ -199,7 +206,7 @@ def _prefetch(atom: Atom, nr: int, panels: int, ahead: int) -> tuple[Stmt, ...]:
     return (For("i", const(0), const(atom.deep * nr // line), const(1), lines, 16),)
 
 
-def _prefetch_next(atom: Atom) -> tuple[Stmt, ...]:
+def prefetch_next(atom: Atom) -> tuple[Stmt, ...]:
     """Prefetches into L2 of some lines of the next panels."""
     at = (var("t") * var("lines") + var("i")) * (line_of(atom, atom.right))
     return (For("i", const(0), var("lines"), const(1), (Prefetch(Ptr("b_next", at), near=False),)),)

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from portmm.schedule.direct_convolution import Direct
     from portmm.schedule.grouped_convolution import Grouped
     from portmm.schedule.schedule import Schedule
+    from portmm.schedule.tile_convolution import Tiled
     from portmm.spec.layout import Layout
     from portmm.spec.layouts import Views
     from portmm.spec.problem import Family
@@ -112,6 +113,18 @@ def lower_direct(s: Schedule, isa: Isa, sizes: Direct) -> Kernel:
     """
     kernel: Kernel = _builder("cpu.convolution").build(s, isa, atom_of(isa, s.dtype, s.atom.lanes), sizes)
     text = f"direct convolution, {sizes.rows} rows by {s.nr} columns, register tiles of {s.mr} by {s.nr}"
+    return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.conv on {isa.title}"))
+
+
+def lower_tiled(s: Schedule, isa: Isa, sizes: Tiled) -> Kernel:
+    """The kernel of a convolution on tile units, by the panels of a schedule.
+
+    Raises:
+        ScheduleError: the schedule is not of tiles, or the ISA lacks the type.
+    """
+    kernel: Kernel = _builder("cpu.tile_convolution").build(s, isa, atom_of(isa, s.dtype, s.atom.lanes), sizes)
+    rows = f"{sizes.rows} rows by {s.nr} columns"
+    text = f"direct convolution, {rows}, register tiles of {sizes.tall * (1 + sizes.paired)} by {s.nr}"
     return replace(kernel, header=_header(kernel.name, isa, text, f"portmm.conv on {isa.title}"))
 
 

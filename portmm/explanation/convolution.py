@@ -14,19 +14,18 @@ from portmm.arrays.operand import WIDEST, result_type
 from portmm.codegen.lower import atom_of, lower_grid
 from portmm.dispatch import config, device_routes
 from portmm.dispatch.cpu_kernels import family, isa_of, vector_unit
-from portmm.dispatch.view_routes import schedule_of
+from portmm.dispatch.view_routes import in_place, schedule_of
 from portmm.errors import ConvolutionError
 from portmm.explanation.product import explained, target_called
 from portmm.explanation.record import Explanation
-from portmm.ops.convolution_kernel import LEAST_ROW_OF_CODES
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
 from portmm.ops.convolution_weights import grouped_panels, is_depthwise
 from portmm.ops.depthwise import parts
-from portmm.schedule.direct_convolution import direct
 from portmm.schedule.grouped_convolution import grouped
 from portmm.schedule.program import device_of
+from portmm.schedule.tile_convolution import Tiled
 from portmm.spec.convolution import planes, windows
-from portmm.spec.dtype import BY_NAME, UNCONVERTED, accumulator
+from portmm.spec.dtype import BY_NAME, accumulator
 from portmm.spec.layout import Layout
 from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
@@ -35,7 +34,9 @@ from portmm.util.text import number
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.schedule.direct_convolution import Direct
     from portmm.schedule.grouped_convolution import Panels
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.convolution import Convolution
     from portmm.target.target import Target
 
@@ -180,22 +181,30 @@ def _on_cores(
         p = Problem(
             images * size.pixels, size.outputs, size.depth, dtype, a="any", b="packed", family=family(dtype, target)
         )
-        s, _ = schedule_of(p, Views(), target, threads)
-        rows = dtype in UNCONVERTED or (dtype.startswith("u8-") and size.out[-1] >= LEAST_ROW_OF_CODES)
-        blocks, kr = direct(size, tuple(strides), s, target) if rows else None, s.atom.kr
-        if blocks is not None:
-            loops = "blocks of k around panels" if blocks.k_outer else "panels around blocks of k"
-            where = f"a strip of {blocks.strip_size * kr} elements" if blocks.copies else "in place"
-            runs, of_block = number(blocks.runs, "run"), number(blocks.of_block, "run")
-            return [
-                f"direct: register tiles of {s.mr} pixels of a row by {s.nr}, read {where}, {loops}",
-                f"  {runs} of {blocks.run * kr}, blocks of {of_block}, k of {blocks.kc * kr}",
-            ]
+        if (plan := in_place(p, size, tuple(strides), target, threads)) is not None:
+            return _in_place(*plan)
         s, _ = schedule_of(p, Views(a=view), target, threads)
     else:
         p = Problem(size.outputs, size.pixels, size.depth, dtype, images, a="row", b="any")
         s, _ = schedule_of(p, Views(b=view), target, threads)
     return [f"packed by runs: {s.name(atom_of(isa_of(s, target), s.dtype, s.atom.lanes))}, {s}"]
+
+
+def _in_place(s: Schedule, blocks: Direct | Tiled) -> list[str]:
+    """The program of a direct convolution."""
+    kr = s.atom.kr
+    where = f"a strip of {blocks.strip_size * kr} elements" if blocks.copies else "in place"
+    if isinstance(blocks, Tiled):
+        pixels = f"{blocks.tall} pixels of {'two rows' if blocks.paired else 'a row'}"
+        loops = "rows around panels" if blocks.by_rows else "panels around rows"
+        runs = number(blocks.kernel[0] * blocks.runs_of_row, "run")
+        return [f"direct: tiles of {pixels} by {s.nr}, read {where}, {loops}", f"  {runs} of {blocks.run * kr}"]
+    loops = "blocks of k around panels" if blocks.k_outer else "panels around blocks of k"
+    runs, of_block = number(blocks.runs, "run"), number(blocks.of_block, "run")
+    return [
+        f"direct: register tiles of {s.mr} pixels of a row by {s.nr}, read {where}, {loops}",
+        f"  {runs} of {blocks.run * kr}, blocks of {of_block}, k of {blocks.kc * kr}",
+    ]
 
 
 def _on_device(size: Convolution, images: int, view: Layout, target: Target, *, last: bool, dtype: str) -> Explanation:

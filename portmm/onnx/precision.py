@@ -1,7 +1,8 @@
 """Precision of products: a float32 graph whose products and convolutions multiply in a narrower type.
 
 Owns `with_precision`. Operands of products are rounded once, where they are computed, and all that reads them reads the
-narrow array; weights are narrow; sums, and the operators between products, are in float32 in registers.
+narrow array; weights are narrow; sums, and the operators between products, are in float32 in registers. Residuals that
+another product computes go through memory, rounded as well.
 """
 
 from __future__ import annotations
@@ -73,6 +74,7 @@ class _Rounding:
         self.narrow: dict[str, str] = {}
         maker = {x: n for n in nodes for x in n.outputs}
         roots = {self._root(x, maker) for n in nodes if _multiplies(n) for x in n.inputs[:2] if x not in constants}
+        roots |= {x for n in nodes if _multiplies(n) for x in n.inputs[3:4] if x in maker and _multiplies(maker[x])}
         self.rounded = _rounded_alone(nodes, roots, self.kept)
         for x in sorted(roots - set(maker)):
             self._round(x)

@@ -41,9 +41,6 @@ FEW_PIXELS = 32
 """Pixels below which products of few rows are faster than register tiles along a row of a result."""
 LEAST_ROW = 6
 """Pixels of a row of a result from which register tiles have enough rows; pixels of several rows are packed else."""
-LEAST_ROW_OF_CODES = 28
-"""The same of images of bytes. Zen 5, ResNet-50: rows of 56 and 112 pixels take 0.45 to 0.92 of the time of packed
-ones, rows of 28 0.96 to 1, rows of 14 and 7 1 to 1.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -252,8 +249,9 @@ class HostConvolution(HostProduct):
             raise ScheduleError("only direct convolutions write pixels that are not equally far apart")
         if plain:
             return p, routes.route(p), strides
-        views = Views(a=windows(size, own), padding=size.padding)
-        views = views if self.last else Views(b=planes(size, own[1:]), padding=size.padding)
+        fill = size.padding if any((*size.before, *size.after)) else 0
+        views = Views(a=windows(size, own), padding=fill)
+        views = views if self.last else Views(b=planes(size, own[1:]), padding=fill)
         return p, view_route(p, views, target, threads), strides
 
     def _in_rows(self) -> bool:
@@ -261,8 +259,6 @@ class HostConvolution(HostProduct):
         size = self.convolution
         if size.pointwise and size.pixels < FEW_PIXELS:
             return False
-        if self.x.itemsize == 1:
-            return size.out[-1] >= LEAST_ROW_OF_CODES
         return size.out[-1] >= LEAST_ROW or (self.images == 1 < size.pixels and not size.pointwise)
 
     def _plain(self, steps: Sequence[int], batch: int) -> bool:

@@ -1,0 +1,300 @@
+"""Convolution on tile units (AMX): tiles of A are loaded from images where they lie, with channels last.
+
+    for each few rows of a result, and a share of its columns    <- threads
+      strip of the images, with padding on all sides              (L2)
+      for each panel of filters
+        for each row of the result, or two
+          for each few pixels
+            micro-kernel over all taps
+
+Rows of a tile of A are pixels of a row of the result, equally far apart in an image; its columns are a step of a run of
+k. Where rows of the result are short, each tile has pixels of a row of its own. Pixels of a row are in slices of one
+height, of which the last may begin within the one before: its first sums are computed twice and written once. Sums stay
+in tiles over all of k, then pass scratch to the epilogue. Images without padding are read in place.
+
+While a panel is multiplied the next one is prefetched into L2.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from portmm.errors import ScheduleError
+from portmm.ir.index import Ptr, ceil_div, const, minimum, var
+from portmm.ir.nodes import (
+    Call,
+    Configure,
+    For,
+    Function,
+    If,
+    Kernel,
+    Let,
+    LetPtr,
+    Move,
+    Parallel,
+    Param,
+    Scratch,
+    Verb,
+)
+from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
+from portmm.kernels.cpu.elementwise import arguments
+from portmm.kernels.cpu.epilogue import finish
+from portmm.kernels.cpu.packing import line_of
+from portmm.kernels.cpu.tile_microkernel import Grid, Outer, Strides, awake, prefetch_next
+from portmm.spec.dtype import base
+from portmm.spec.epilogue import operand_types
+
+if TYPE_CHECKING:
+    from portmm.ir.index import Index
+    from portmm.ir.nodes import Stmt
+    from portmm.schedule.schedule import Schedule
+    from portmm.schedule.tile_convolution import Tiled
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
+
+IMAGE, FIRST, LAST, LOW, Y = var("image"), var("first_row"), var("last_row"), var("low"), var("y")
+"""The image of a block, its first row of the result and that after its last, the first row of the strip, and a row."""
+
+
+def build(s: Schedule, isa: Isa, atom: Atom, sizes: Tiled) -> Kernel:
+    """Kernel of a convolution by a schedule for panels, and sizes of blocks.
+
+    Raises:
+        ScheduleError: the schedule is not of tiles, or filters are not in panels.
+    """
+    if s.b.layout != "packed" or s.b.packed or not atom.tiled or base(atom.left) != s.types[0]:
+        raise ScheduleError(f"a convolution by tiles reads A in place and filters in panels; {s.name(atom)} does not")
+    g = _Loops(s, isa, atom, sizes)
+    entry = Function("entry", "entry", (), g.entry(), "All images")
+    types = (("a", s.types[0]), ("b", atom.right), ("c", s.types[2]))
+    work = g.own_size * WORKERS + 64
+    return Kernel(str(s.name(atom)), isa, atom, entry, work, types=types, operands=operand_types(s.fused))
+
+
+@dataclass(frozen=True, slots=True)
+class _Loops:
+    """Loops of one kernel."""
+
+    s: Schedule
+    isa: Isa
+    atom: Atom
+    x: Tiled
+
+    @property
+    def blocks(self) -> Index:
+        """Blocks of rows of the result, of one image."""
+        return const(-(-self.x.out[0] // self.x.rows))
+
+    @property
+    def chunks(self) -> Index:
+        """Shares of panels, so that every thread has work, as much as the others where blocks are few."""
+        blocks = M // self.x.pixels * self.blocks
+        fewest = ceil_div((WORKERS - 1) * TASKS_PER_WORKER + 1, blocks)
+        uneven = minimum(1, blocks % WORKERS) * blocks.lt(WORKERS * TASKS_PER_WORKER)
+        return minimum(ceil_div(N, self.s.nr), fewest + uneven * (ceil_div(fewest, WORKERS) * WORKERS - fewest))
+
+    @property
+    def grid(self) -> Grid:
+        """Tiles of a register tile."""
+        return Grid(2, self.s.nr // self.atom.n)
+
+    @property
+    def heights(self) -> tuple[int, int]:
+        """Rows of the two tiles of A."""
+        tall = self.x.tall
+        return (tall, tall) if self.x.paired else ((tall + 1) // 2, tall // 2)
+
+    @property
+    def sums_size(self) -> int:
+        """Elements of the sums of a register tile."""
+        return -(-sum(self.heights) * self.s.nr // 64) * 64
+
+    @property
+    def own_size(self) -> Index:
+        """Elements of a worker's scratch: sums, and a strip."""
+        return const(self.sums_size + -(-self.x.strip_size // 64) * 64)
+
+    def entry(self) -> tuple[Stmt, ...]:
+        """Loop over the items of the batch."""
+        task = Function("block", "task", (Param("item"),), self.block(), "Rows of the result by some panels")
+        tasks = M // self.x.pixels * self.blocks * self.chunks
+        return (For("item", const(0), var("batch"), const(1), (Parallel(task, tasks, (var("item"),)),)),)
+
+    def block(self) -> tuple[Stmt, ...]:
+        """Statements for one block."""
+        x, task, chunks, number = self.x, var("task"), var("chunks"), var("number")
+        panels, own = ceil_div(N, self.s.nr), Ptr("work", var("worker") * self.own_size)
+        image = Ptr("a", var("item") * var("a_batch") + IMAGE * (x.image * self.s.atom.kr))
+        high, low = self.grid.tile_rows(self.atom), self.heights
+        cut = {self.grid.c(r, v): low[r] for r in range(2) for v in range(self.grid.columns)}
+        cut |= {self.grid.a(r): low[r] for r in range(2)}
+        return (
+            Let("chunks", self.chunks),
+            Let("index", task // chunks),
+            Let("image", var("index") // self.blocks),
+            Let("number", var("index") % self.blocks),
+            Let("first_row", number * x.out[0] // self.blocks),
+            Let("last_row", (number + 1) * x.out[0] // self.blocks),
+            Let("low", FIRST * x.stride[0]),
+            LetPtr("sums", own, self.atom.acc),
+            LetPtr("source", image, self.atom.left, readonly=True),
+            *self.strip(own + self.sums_size),
+            Configure(tuple(const(cut[i]) if i in cut else rows for i, rows in enumerate(high))),
+            Let("last", panels * (task % chunks + 1) // chunks),
+            Let("first", panels * (task % chunks) // chunks),
+            *self.products(),
+            Configure(()),
+        )
+
+    # -- strip -----------------------------------------------------------------
+
+    def strip(self, place: Ptr) -> tuple[Stmt, ...]:
+        """Copy of the rows of an image that a block reads, with its padding, from which rows count."""
+        x, kind = self.x, self.atom.left
+        if not x.copies:
+            return (LetPtr("strip", Ptr("source", LOW * x.steps[0]), kind, readonly=True),)
+        inside = 1 - Y.lt(x.before[0])
+        inside = inside * Y.lt(x.before[0] + x.spatial[0])
+        left, width = x.before[1] * x.channels, x.spatial[1] * x.channels
+        right = x.row - left - width
+        copy = (
+            LetPtr("line", Ptr("source", (Y - x.before[0]) * x.steps[0]), kind, readonly=True),
+            *self.filled(0, left),
+            *self.copied(left, width),
+            *self.filled(left + width, right),
+        )
+        each = (LetPtr("to", Ptr("padded", (Y - LOW) * x.row), kind), If(inside, copy, self.filled(0, x.row)))
+        high = (LAST - 1) * x.stride[0] + x.reach[0]
+        body = (*self._padding(), For("y", LOW, var("high"), const(1), each))
+        lines = self.move_atom.name
+        strip = Function("strip", "inner", self._params(), body, "Rows of an image with their padding", of=lines)
+        return (
+            LetPtr("padded", place, kind),
+            Call(strip, (LOW, high, Ptr("source"), Ptr("padded"))),
+            LetPtr("strip", Ptr("padded"), kind, readonly=True),
+        )
+
+    def _params(self) -> tuple[Param, ...]:
+        kind = self.atom.left
+        return (Param("low"), Param("high"), Param("source", kind, readonly=True), Param("padded", kind))
+
+    @property
+    def move_atom(self) -> Atom:
+        """The atom whose vectors move units, a cache line at a time."""
+        return self.isa.row_atom(self.atom) or self.atom
+
+    def _padding(self) -> tuple[Stmt, ...]:
+        """A vector of padding."""
+        elements, kind = self.move_atom.n * self.s.atom.kr, base(self.atom.left)
+        one = Move(Ptr("fill", var("e")), None, self.x.fill)
+        return (
+            Scratch("fill", elements, kind),
+            For("e", const(0), const(elements), const(1), (one,)),
+            LetPtr("padding", Ptr("fill"), self.atom.left, readonly=True),
+            Verb("load_b", "z", p=Ptr("padding"), to=self.atom.left),
+        )
+
+    def filled(self, begin: int, count: int) -> tuple[Stmt, ...]:
+        """Padding in a row of the strip."""
+        vector = (Verb("store", "z", p=Ptr("to", var("e") + begin), to=self.atom.left),)
+        one = (Move(Ptr("to", var("e") + begin), Ptr("padding")),)
+        return self._vectors(count, vector, one)
+
+    def copied(self, begin: int, count: int) -> tuple[Stmt, ...]:
+        """Pixels of an image in a row of the strip."""
+        x, e, kind = self.x, var("e"), self.atom.left
+
+        def moved(line: str, to: Ptr, count: int) -> tuple[Stmt, ...]:
+            load = Verb("load_b", "x", p=Ptr(line, e), to=kind), Verb("store", "x", p=to + e, to=kind)
+            return self._vectors(count, load, (Move(to + e, Ptr(line, e)),))
+
+        if x.steps[1] == x.channels:
+            return moved("line", Ptr("to", const(begin)), count)
+        at = LetPtr("pixel", Ptr("line", var("z") * x.steps[1]), kind, readonly=True)
+        pixel = moved("pixel", Ptr("to", var("z") * x.channels + begin), x.channels)
+        return (For("z", const(0), const(x.spatial[1]), const(1), (at, *pixel)),)
+
+    def _vectors(self, count: int, vector: tuple[Stmt, ...], one: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+        """Loops over the vectors of some units, and over those that remain."""
+        lanes = self.move_atom.n
+        whole = count // lanes * lanes
+        loops = (For("e", const(0), const(whole), const(lanes), vector, 2),) if whole else ()
+        return loops if whole == count else (*loops, For("e", const(whole), const(count), const(1), one))
+
+    # -- products --------------------------------------------------------------
+
+    def products(self) -> tuple[Stmt, ...]:
+        """Loops over panels, rows and slices of rows."""
+        x, s, j = self.x, self.s, var("j")
+        steps = x.kernel[0] * x.kernel[1] * x.channels // self.atom.deep
+        lines = const(self.atom.deep * s.nr // line_of(self.atom, self.atom.right))
+        tiles = const(x.slices) if x.by_rows else (LAST - FIRST) * x.slices
+        panel = (
+            Let("column", j * s.nr),
+            Let("columns", minimum(s.nr, N - var("column"))),
+            LetPtr("bp", Ptr("b", var("item") * var("b_batch") + j * var("b_n")), self.atom.right, readonly=True),
+        )
+        follow = (j + 1).lt(var("last")) * var("lines")
+        if x.by_rows:
+            follow = follow * Y.eq(FIRST)
+        slices = For("slice", const(0), const(x.slices), const(1), self.tile(steps))
+        step = const(2 if x.paired else 1)
+        panels = ("j", var("first"), var("last"), const(1))
+        named = (*panel, Let("follow", follow))
+        loops: tuple[Stmt, ...] = (For(*panels, (*named, For("y", FIRST, LAST, step, (slices,)))),)
+        if x.by_rows:
+            loops = (For("y", FIRST, LAST, step, (For(*panels, (*named, slices)),)),)
+        return (Let("lines", ceil_div(lines, tiles)), *loops)
+
+    def tile(self, steps: int) -> tuple[Stmt, ...]:
+        """Micro-kernel and epilogue of a register tile."""
+        x, s, number = self.x, self.s, var("slice")
+        first = minimum(number * x.tall, x.out[1] - x.tall)
+        apart = const(self.heights[0] * x.stride[1] * x.pixel)
+        count, skipped = const(x.tall) - (number * x.tall - var("z")), number * x.tall - var("z")
+        if x.paired:
+            rows = minimum(2, LAST - Y)
+            apart, count, skipped = (rows - 1) * (x.stride[0] * x.row), rows * x.tall, const(0)
+        done = number if x.by_rows else (Y - FIRST) * x.slices + number
+        ahead = Ptr("bp", var("b_n") + done * (var("lines") * steps * line_of(self.atom, self.atom.right)))
+        a = Ptr("strip", (Y * x.stride[0] - LOW) * x.row + var("z") * (x.stride[1] * x.pixel))
+        row = IMAGE * x.pixels + Y * x.out[1] + var("z") + skipped
+        place = (var("item"), var("row"), var("column"))
+        more: tuple[Index | Ptr, ...] = (*place, *arguments(s.fused, *place)) if s.fused else ()
+        into = Ptr("c", var("item") * var("c_batch") + (var("row") * var("c_m") + var("column"))), var("c_m")
+        sums = (Ptr("sums", skipped * s.nr), const(s.nr))
+        end = finish(self.isa, self.isa.sum_row_atom(self.atom) or self.atom, self.atom.acc, s.types[2], s.fused)
+        return (
+            Let("z", first),
+            Let("row", row),
+            Call(self.micro_kernel(), (a, apart, Ptr("bp"), Ptr("sums"), ahead, var("follow"))),
+            Call(end, (count, var("columns"), *sums, *into, *more)),
+        )
+
+    def micro_kernel(self) -> Function:
+        """Micro-kernel C[tall][nr] = A . B over all taps."""
+        x, atom, deep, nr = self.x, self.atom, self.atom.deep, self.s.nr
+        steps, per = x.run // deep, x.runs_of_row
+        by = Strides(const(x.stride[1] * x.pixel), const(deep), nr, nr, a_next=var("apart"))
+        cut = (const(0), const(self.heights[0]))
+        outer = Outer(atom, self.grid, cut, self.grid.columns, by, passing=x.near, left="line", flowing=x.by_rows)
+        tap, run, step = var("tap"), var("run"), var("step")
+        at = tap * (x.dilation[0] * x.row) + run * (x.dilation[1] * x.pixel)
+        vector = self.isa.sum_row_atom(atom)
+        body = (
+            Let("t", (tap * per + run) * steps + step),
+            *prefetch_next(atom),
+            *outer.step(step, nr, Ptr("b", var("t") * (deep * nr))),
+            *(awake(vector) if vector else ()),
+        )
+        line = LetPtr("line", Ptr("a", at), atom.left, readonly=True)
+        runs = For("run", const(0), const(per), const(1), (line, For("step", const(0), const(steps), const(1), body)))
+        params = (
+            Param("a", atom.left, readonly=True), Param("apart"), Param("b", atom.right, readonly=True),
+            Param("c", atom.acc), Param("b_next", atom.right, readonly=True), Param("lines"),
+        )  # fmt: skip
+        zero = tuple(Verb("zero", str(self.grid.c(r, v))) for r in range(2) for v in range(self.grid.columns))
+        loops = For("tap", const(0), const(x.kernel[0]), const(1), (runs,))
+        comment = f"C[{sum(self.heights)}][{nr}] = A[..][k] . B[k][{nr}], in tiles"
+        return Function("ukr_conv", "inner", params, (*zero, loops, *outer.sums("store")), comment)

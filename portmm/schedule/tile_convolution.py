@@ -1,0 +1,152 @@
+"""Blocks of a convolution on tile units (AMX): rows of a result, pixels of a register tile, and a strip of the images.
+
+Owns `Tiled`, the sizes that its kernel has as constants, and `tiled`, which selects them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING
+
+from portmm.schedule.direct_convolution import FILTERS, PANEL, PIXELS, STRIP
+from portmm.spec.dtype import BY_NAME
+from portmm.util.records import dataclass
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.convolution import Convolution
+    from portmm.target.atom import Atom
+    from portmm.target.target import Target
+
+STAYS = 0.6
+"""Share of L2 up to which all filters stay there while rows of pixels pass."""
+LEAST_ROW = 9
+"""Pixels of a row of a result from which a tile has enough rows. Granite Rapids, ResNet-50, of packed windows: rows of
+14, 28 and 56 take 0.7, 0.6 and 0.4 of the time, rows of 7 1.2."""
+WIDEST = 2
+"""Tiles of C along a panel, at most: with two tiles of A all of a step are loaded before they are multiplied."""
+
+
+@dataclass(frozen=True, slots=True)
+class Tiled:
+    """Sizes of a convolution over two dimensions, channels last.
+
+    Elements of images and filters are units of neighbouring channels.
+
+    Attributes:
+        spatial: extents of an image.
+        out: extents of a result.
+        kernel: extents of a filter.
+        stride: of windows.
+        dilation: of taps.
+        before: padding before the first element, along each dimension.
+        channels: of a pixel.
+        image: units from an image to the next.
+        steps: units from a row of an image to the next, and from a pixel to the next.
+        copies: a block's rows of an image are copied to a strip, with padding on all sides.
+        row: units from a row to the next, of the strip or in place.
+        pixel: likewise of a pixel.
+        run: units of a run of k: the channels of a tap, or of all taps of a row, where these are contiguous.
+        rows: of the result in a block, at most.
+        tall: pixels of a register tile.
+        paired: a register tile is of two rows of the result, with `tall` pixels of each.
+        near: a panel of filters stays in L1 while tiles of pixels pass by, whose lines are of one row each.
+        by_rows: rows of pixels stay in L1 while panels of filters pass by, which stay in L2.
+        fill: value of padding.
+    """
+
+    spatial: tuple[int, ...]
+    out: tuple[int, ...]
+    kernel: tuple[int, ...]
+    stride: tuple[int, ...]
+    dilation: tuple[int, ...]
+    before: tuple[int, ...]
+    channels: int
+    image: int
+    steps: tuple[int, int]
+    copies: bool
+    row: int
+    pixel: int
+    run: int
+    rows: int
+    tall: int
+    paired: bool
+    near: bool
+    by_rows: bool
+    fill: int = 0
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of a result."""
+        return self.out[0] * self.out[1]
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """Extents of a window."""
+        return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
+
+    @property
+    def runs_of_row(self) -> int:
+        """Runs of a row of taps."""
+        return self.kernel[1] * self.channels // self.run
+
+    @property
+    def slices(self) -> int:
+        """Register tiles of a row of the result, or of two; the last may begin within the one before."""
+        return -(-self.out[1] // self.tall)
+
+    @property
+    def strip_size(self) -> int:
+        """Units of a strip."""
+        return ((self.rows - 1) * self.stride[0] + self.reach[0]) * self.row if self.copies else 0
+
+
+def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, target: Target) -> Tiled | None:
+    """Blocks of a convolution on tile units; None for one that needs another program.
+
+    Args:
+        x: the convolution.
+        strides: of images (n, *spatial, c), in elements.
+        s: a schedule for its panels.
+        atom: the tile unit.
+        target: the machine.
+    """
+    kr, flat = s.atom.kr, len(strides) == 3  # one dimension: images of one row
+    if len(strides) > 4 or strides[-1] != 1 or x.channels % kr or any(y % kr for y in strides[:-1]):
+        return None
+    if s.nr > WIDEST * atom.n or not {"L1", "L2"} <= {y.name for y in target.levels}:
+        return None
+    channels, (image, *inner) = x.channels // kr, (y // kr for y in strides[:-1])
+    spatial, out, kernel = (((1, *y) if flat else y) for y in (x.spatial, x.out, x.kernel))
+    stride, dilation = (((1, *y) if flat else y) for y in (x.stride, x.dilation))
+    before, after = (((0, *y) if flat else y) for y in (x.before, x.after))
+    copies = any((*before, *after))
+    width = max(spatial[1] + before[1], (out[1] - 1) * stride[1] + (kernel[1] - 1) * dilation[1] + 1)
+    own = (0, inner[0]) if flat else (inner[0], inner[1])
+    row, pixel = (width * channels, channels) if copies else own
+    together = kernel[1] == 1 or (dilation[1] == 1 and pixel == channels)
+    run = channels * kernel[1] if together else channels
+    if run % atom.deep or pixel < 1 or (row < 1 and not flat):
+        return None
+    if (out[1] < LEAST_ROW or math.prod(kernel) == 1) and not (copies and x.padding):
+        return None  # windows are packed instead, if their padding is zero
+    paired = out[1] <= atom.m
+    tall = out[1] if paired else -(-out[1] // -(-out[1] // (2 * atom.m)))
+    size = BY_NAME[s.types[0]].bytes * kr
+    levels = {y.name: y.bytes for y in target.levels}
+    depth = channels * math.prod(kernel)
+    fits = depth * s.nr * size <= PANEL * levels["L1"]
+    near = fits and stride[1] * pixel >= atom.deep
+    by_rows = not fits and depth * x.outputs * size <= STAYS * levels["L2"]
+    rows = out[0] if depth * x.outputs * size > FILTERS * levels["L2"] else min(out[0], -(-PIXELS // out[1]))
+    reach = (kernel[0] - 1) * dilation[0] + 1
+    while rows > 1 and ((rows - 1) * stride[0] + reach) * max(row, 1) * size > STRIP * levels["L2"]:
+        rows -= 1
+    rows = -(-out[0] // -(-out[0] // rows))
+    rows += paired and rows % 2 and rows < out[0]
+    return Tiled(
+        spatial, out, kernel, stride, dilation, before, channels, image, own, copies, row, pixel, run, rows, tall,
+        paired, near, by_rows, x.padding,
+    )  # fmt: skip
