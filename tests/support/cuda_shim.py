@@ -257,12 +257,15 @@ def _run(argv: list[Any], folder: Path) -> None:
 
 
 def _made(name: str, text: str, flags: tuple[str, ...], make: Any) -> Path:
-    """The file that `make(folder, source)` leaves, kept under the hash of all that it comes from."""
+    """The file that `make(folder, source)` leaves, kept under the hash of all that it comes from.
+
+    It is kept in the cache, or in $PORTMM_TEST_SHIM, where later sessions find it: no host has other kernels of CUDA.
+    """
     compiler = Path(require("g++")).resolve()
     version = f"{compiler} {compiler.stat().st_mtime_ns}"
     headers = "".join(p.read_text(encoding="utf-8") for p in sorted(SOURCES.iterdir()))
     key = digest("\0".join([text, headers, version, *flags]).encode())[:32]
-    kept = cache_dir().absolute() / "shim" / f"{key}-{name}"
+    kept = Path(os.environ.get("PORTMM_TEST_SHIM") or cache_dir().absolute() / "shim") / f"{key}-{name}"
     if not kept.exists():
         kept.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=kept.parent) as folder:
