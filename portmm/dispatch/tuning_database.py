@@ -26,6 +26,7 @@ from portmm.dispatch.tuned_schedule import (
     read_toml,
 )
 from portmm.errors import DatabaseError
+from portmm.util import locks
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
@@ -58,7 +59,9 @@ def opened(path: Path, *, write: bool = False) -> Iterator[Connection]:
         if write:
             path.parent.mkdir(parents=True, exist_ok=True)
         mode = "rwc" if write else "ro"
-        with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode={mode}", uri=True, timeout=PATIENCE)) as base:
+        place = f"{path.absolute().as_uri()}?mode={mode}"
+        # A fork waits: a child would find locks of SQLite's held for ever.
+        with locks.starting, closing(sqlite3.connect(place, uri=True, timeout=PATIENCE)) as base:
             if write:
                 base.isolation_level = None
                 base.execute("BEGIN IMMEDIATE")

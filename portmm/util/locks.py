@@ -7,7 +7,8 @@ for ever, so every lock is reinitialized in a child. That is sound because all s
 changed by single assignments: the locks keep work from being done twice, they do not hide intermediate states.
 
 A fork also waits while another thread starts a program: its child would inherit the pipes of the program, and the
-thread would wait for their end until that child ends.
+thread would wait for their end until that child ends. So it does while another thread has a database open: SQLite has
+locks of its own.
 
 CPython reinitializes its global import lock, but not the lock of a module that another thread was importing: the
 child would wait for it for ever, too. First calls import modules, so a fork waits until imports of `PACKAGES` have
@@ -39,7 +40,7 @@ POLL_SECONDS = 0.0002
 
 _locks: WeakSet[Any] = WeakSet()
 starting = _thread.RLock()
-"""Held while a program is started, and during a fork."""
+"""Held while a program is started, or a database open, and during a fork."""
 _importing: dict[str, Any] = getattr(_bootstrap, "_module_locks", {})
 
 

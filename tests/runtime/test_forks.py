@@ -107,6 +107,35 @@ print("done")
 """
 )
 
+READING = """
+import os, signal, sys, threading
+from pathlib import Path
+from portmm.dispatch.tuning_database import opened
+path = Path(sys.argv[1])
+def look():
+    with opened(path, write=not path.exists()) as base:
+        base.execute("SELECT count(*) FROM findings").fetchone()
+look()
+stop = threading.Event()
+def read():
+    while not stop.is_set():
+        look()
+threads = [threading.Thread(target=read, daemon=True) for _ in range(3)]
+for x in threads:
+    x.start()
+for _ in range(60):
+    pid = os.fork()
+    if not pid:
+        signal.alarm(20)
+        look()
+        os._exit(0)
+    assert os.waitpid(pid, 0)[1] == 0
+stop.set()
+for x in threads:
+    x.join()
+print("done")
+"""
+
 BUILDING = """
 import os, threading, time
 from portmm.build.build_lock import build_lock
@@ -154,6 +183,11 @@ def test_a_child_finds_locks_free_that_another_thread_holds():
 
 def test_a_fork_waits_for_another_threads_import(tmp_path):
     run(IMPORTING, str(tmp_path))
+
+
+def test_a_fork_waits_for_another_threads_database(tmp_path):
+    """SQLite has locks of its own, which a child would find held for ever."""
+    run(READING, str(tmp_path / "tuned.sqlite"))
 
 
 def test_every_lock_is_of_the_kind_that_children_find_free():
