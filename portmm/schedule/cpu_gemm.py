@@ -211,13 +211,16 @@ def _of_panels(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target)
     """Schedules with all rows in registers by panels of all of k, those from afar perhaps prefetched along the panel.
 
     A core's window of instructions holds the fewer lines of B the more rows multiply each, and of one whose elements
-    are widened, for any number of rows.
+    are widened, for any number of rows: several panels of these are prefetched from L3, too.
     """
     if atom.k_pack > 1 and p.b == "row":
         return
-    yield from _packings(base, p, isa, atom)
     size, few = p.elements[1].bytes, p.m <= MODEL.panel_rows
-    if few and size >= BY_NAME[atom.right].bytes:
+    widened = size < BY_NAME[atom.right].bytes
+    if few and widened and p.b == "packed" and base.b.panels > 1 and p.k * p.n * size > capacity(target, "L2"):
+        base = replace(base, b=base.b.prefetched(0, MODEL.several_ahead // (size * atom.k_pack)))
+    yield from _packings(base, p, isa, atom)
+    if few and not widened:
         return
     if p.b == "packed" and base.b.panels == 1 and p.k * p.n * size > caches(target).far:
         ahead = base.b.prefetched(0, (MODEL.widened_ahead if few else MODEL.panel_ahead) // (size * atom.k_pack))
@@ -289,7 +292,7 @@ def _int4_schedules(  # noqa: PLR0917 - two callers
         yield s
         return
     for panels in (1, 2):
-        yield replace(s, b=s.b.prefetched(0, MODEL.int4_ahead // BY_NAME["s32"].bytes).covering(panels))
+        yield replace(s, b=s.b.prefetched(0, MODEL.several_ahead // BY_NAME["s32"].bytes).covering(panels))
 
 
 def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedule]:
