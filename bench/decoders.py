@@ -77,7 +77,7 @@ class Portmm:
         self.llama, self.model = llama, llama.from_gguf(path, kind)
 
     def start(self, batch, most):
-        self.cache = self.llama.Cache(self.model.config, batch, most)
+        self.cache = self.llama.Cache(self.model.config, batch, most, self.model.kind)
 
     def step(self, tokens):
         return self.model.logits(tokens, self.cache)

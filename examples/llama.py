@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 KINDS = ("float32", "bfloat16", "int8", "int4", "int4-dynamic")
-"""Of weights; activations are float32, and with int8 and int4-dynamic rounded to int8 by row."""
+"""Of weights; activations are float32, bfloat16 where weights are, and rounded to int8 with int8 and int4-dynamic."""
 
 
 @dataclass(frozen=True)
@@ -62,24 +62,24 @@ class Product:
         elif kind.startswith("int4"):
             self.weight = pm.pack(w if isinstance(w, pm.Quantized) else pm.quantize(w, bits=4, group=32))
         else:
-            narrow = w.astype(_dtype(kind))
-            self.weight = pm.pack(narrow, activations=np.float32)
+            self.weight = pm.pack(w.astype(activations(kind)), activations=activations(kind))
 
-    def __call__(self, x: Any) -> Any:
-        """Rows times the weight."""
+    def __call__(self, x: Any, dtype: Any = None) -> Any:
+        """Rows times the weight, of the type of the rows or of another."""
         if self.kind == "int8":
             return pm.linear(x, self.weight, w_scale=self.scales, dynamic=True)
         if self.kind == "int4-dynamic":
             return pm.linear(x, self.weight, dynamic=True)
-        return pm.matmul(x, self.weight)
+        return pm.matmul(x, self.weight, dtype=dtype)
 
 
-def _dtype(kind: str) -> Any:
+def activations(kind: str) -> Any:
+    """The type of activations; sums of layers and norms are float32."""
     if kind == "bfloat16":
         import ml_dtypes
 
         return np.dtype(ml_dtypes.bfloat16)
-    return np.dtype(kind)
+    return np.dtype(np.float32)
 
 
 @dataclass
@@ -101,9 +101,9 @@ class Cache:
         turns: cosines and sines of the angles of all positions.
     """
 
-    def __init__(self, config: Config, batch: int, most: int) -> None:
+    def __init__(self, config: Config, batch: int, most: int, kind: str = "float32") -> None:
         shape = (config.layers, batch, config.key_heads, most, config.head)
-        self.keys, self.values, self.filled = np.zeros(shape, np.float32), np.zeros(shape, np.float32), 0
+        self.keys, self.values, self.filled = np.zeros(shape, activations(kind)), np.zeros(shape, activations(kind)), 0
         self.turns = rotation(config, most)
 
 
@@ -112,14 +112,15 @@ class Llama:
 
     def __init__(self, config: Config, layers: list[Layer], embedding: Any, norm: Any, head: Product) -> None:
         self.config, self.layers, self.embedding, self.norm, self.head = config, layers, embedding, norm, head
-        self.added = adder(config.epsilon)
+        self.kind = head.kind
+        self.added = adder(config.epsilon, activations(self.kind))
 
     def logits(self, tokens: Any, cache: Cache) -> Any:
         """The logits after the last of some more tokens (batch, tokens); their keys and values join the cache."""
         c, start = self.config, cache.filled
         end, shape = start + tokens.shape[1], (*tokens.shape, c.heads + 2 * c.key_heads, c.head)
         x, turns = self.embedding[tokens], [angle[start:end] for angle in cache.turns]
-        y = np.zeros_like(x)
+        y = np.zeros(x.shape, activations(self.kind))
         for i, layer in enumerate(self.layers):
             x, normed = self.added(x, y, layer.norm)
             q, k, v = np.split(layer.qkv(normed).reshape(shape), (c.heads, c.heads + c.key_heads), 2)
@@ -131,14 +132,15 @@ class Llama:
             x, normed = self.added(x, layer.out(y.swapaxes(1, 2).reshape(x.shape)), layer.inner_norm)
             y = layer.down(gated(layer.gate_up(normed)))
         cache.filled = end
-        return self.head(self.added(x[:, -1], y[:, -1], self.norm)[1])
+        return self.head(self.added(x[:, -1], y[:, -1], self.norm)[1], np.float32)
 
     def generate(self, prompt: Any, count: int, *, temperature: float = 0.0, seed: int = 0, progress: str = "") -> Any:
         """The next tokens of prompts (batch, tokens): the likeliest ones, or samples at a temperature.
 
         With a title `progress`, a terminal shows how many there are, and how many in a second.
         """
-        cache, rng = Cache(self.config, len(prompt), prompt.shape[1] + count), np.random.default_rng(seed)
+        most = prompt.shape[1] + count
+        cache, rng = Cache(self.config, len(prompt), most, self.kind), np.random.default_rng(seed)
         tokens, chosen = prompt, []
         for _ in counted(range(count), progress, len(prompt)):
             scores = self.logits(tokens, cache)
@@ -161,13 +163,13 @@ def counted(steps: Any, title: str, each: int = 1) -> Iterator[Any]:
             print(f"\r{title:12} [{bar:30}] {done * each} of {whole * each}, {rate:.1f}/s", end=end, file=sys.stderr)
 
 
-def adder(epsilon: float) -> Any:
-    """The function that adds two arrays, and scales rows of the sum by RMSNorm."""
+def adder(epsilon: float, dtype: Any) -> Any:
+    """The function that adds two arrays, and scales rows of the sum by RMSNorm, as activations of a type."""
 
     @pm.fuse
     def added(x: Any, y: Any, weight: Any) -> tuple[Any, Any]:
         total = x + y
-        return total, pm.rms_norm(total, weight, epsilon)
+        return total, pm.rms_norm(total, weight, epsilon).astype(dtype)
 
     return added
 
@@ -183,7 +185,7 @@ def gated(joined: Any) -> Any:
 def rotated(heads: Any, cosines: Any, sines: Any) -> Any:
     """Heads (batch, positions, heads, elements) turned by the angles of their positions."""
     halves = heads.reshape(*heads.shape[:-1], 2, heads.shape[-1] // 2)
-    return (halves * cosines + halves[..., ::-1, :] * sines).reshape(heads.shape)
+    return (halves * cosines + halves[..., ::-1, :] * sines).reshape(heads.shape).astype(heads.dtype)
 
 
 def rotation(config: Config, count: int) -> tuple[Any, Any]:

@@ -33,7 +33,7 @@ def test_the_cache_changes_no_token(llama):
         np.testing.assert_array_equal(logits.argmax(-1), tokens[:, i])
         so_far = np.concatenate([so_far, tokens[:, i : i + 1]], 1)
     for kind, bound in LOGITS.items():
-        got = llama.build(config, weights, kind).logits(so_far, llama.Cache(config, 2, 12))
+        got = llama.build(config, weights, kind).logits(so_far, llama.Cache(config, 2, 12, kind))
         want = exact.logits(so_far, llama.Cache(config, 2, 12))
         assert np.linalg.norm(got - want) <= bound * np.linalg.norm(want)
     sampled = exact.generate(prompt, 5, temperature=2.0)
