@@ -166,10 +166,10 @@ def test_sweeps_of_panels(name, dtype, b):
     target = _with_l2(name)
     lanes = target.isas[0].atom(dtype).n
     for i, k in enumerate((5, 64, 700) if b != "row" else (70, 700)):
-        posed = pose((19 + i, 11 * 2 * lanes + 3, k), ("row", b, "row"), target, dtype=dtype)
+        near = 3 if i else 9  # more than are packed at once
+        posed = pose((19 + i, (near + 2) * 2 * lanes + 3, k), ("row", b, "row"), target, dtype=dtype)
         p, found = next((p, x) for p in posed if (x := [s for s in candidates(p, target) if sweeps_panels(s)]))
         assert {(s.a.packed, s.b.along > 0) for s in found} == {(False, False), (False, True), (True, False)}
-        near = 3 if i else 9  # more than are packed at once
         level = "L3" if b == "packed" else "L2"
         for s in found:
             tiles = [t._replace(n=near * s.nr) if t.level == level else t for t in s.tiles]
