@@ -118,7 +118,7 @@ def _searched(
         return best
     run, explained = parts.program(findings)
     if seconds > 0:
-        times = turns.in_turns(parts.whole.before, run, parts.whole.arrays)
+        (times,) = turns.drawn(parts.whole.before, [run], parts.whole.arrays)
         best = best._replace(before=times.before, seconds=times.seconds)
         if not times.faster:
             return best

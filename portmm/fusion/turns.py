@@ -1,6 +1,6 @@
-"""Interleaved timing of two programs.
+"""Interleaved timing of programs.
 
-Owns `timed` and `in_turns`.
+Owns `timed`, `in_turns`, of a program beside another one, and `drawn`, of the last few beside it.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ if TYPE_CHECKING:
 LONGEST = 0.2
 """Seconds of all runs of a program in a turn."""
 TURNS = 3
+FINAL, SHORT = 5, 0.1
+"""Turns of the last draw, and seconds of all runs of a program in one of them."""
 FASTER = 0.97
 """Time of a program over that of the program as it is, from which it takes its place."""
 CLEAR = 1.1
@@ -28,7 +30,7 @@ class Times(NamedTuple):
 
     Attributes:
         before, seconds: the least of all turns.
-        ratio: of the second program's time over that of the first one, the median of those of each turn.
+        ratio: of the second program's time over that of the first one, of a turn that stands for the others.
     """
 
     before: float
@@ -48,6 +50,22 @@ def in_turns(before: Run, run: Run, arrays: Sequence[Any]) -> Times:
         turns.append((timed(before, arrays), timed(run, arrays)))
     first, second = (min(x) for x in zip(*turns, strict=True))
     return Times(first, second, statistics.median(y / x for x, y in turns))
+
+
+def drawn(before: Run, runs: Sequence[Run], arrays: Sequence[Any]) -> list[Times]:
+    """The times of each of some programs beside the program as it is, each turn in another order.
+
+    Their ratio is one that all turns but one stay below, so that a program is faster by few chances.
+    """
+    every = [before, *runs]
+    turns: list[list[float]] = []
+    for i in range(FINAL):
+        order = [(i + j) % len(every) for j in range(len(every))]
+        took = {j: timed(every[j], arrays, SHORT) for j in (order if i % 2 else order[::-1])}
+        turns.append([took[j] for j in range(len(every))])
+    first, *others = zip(*turns, strict=True)
+    ratios = [sorted(y / x for x, y in zip(first, other, strict=True)) for other in others]
+    return [Times(min(first), min(x), y[-2]) for x, y in zip(others, ratios, strict=True)]
 
 
 def timed(run: Run, arrays: Sequence[Any], longest: float = LONGEST) -> float:
