@@ -16,7 +16,7 @@ from portmm.verification.functions import NAMES, decaying, function_of
 from portmm.verification.values import LOWEST, Residues, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
+    from collections.abc import Iterator, Mapping, Sequence
 
     from portmm.spec.expr import Expr
 
@@ -115,10 +115,20 @@ def unguarded_exponential(roots: Sequence[Expr]) -> str:
 
     The same function over the fields, it overflows in floats.
     """
-    every = (decaying(x) for (_, op, *_), group, _ in levels(roots) if op in NAMES for x in group)
-    if any(x is not None and not _at_most_zero(x) for x in every):
+    if not all(map(_at_most_zero, _decaying_in(roots))):
         return "an exponential of what may be positive is spelled as one of what is not: it would overflow"
     return ""
+
+
+def decays(roots: Sequence[Expr]) -> bool:
+    """Whether exponentials are spelled for differences from a maximum."""
+    return any(True for _ in _decaying_in(roots))
+
+
+def _decaying_in(roots: Sequence[Expr]) -> Iterator[Expr]:
+    """The arguments of such exponentials."""
+    every = (decaying(x) for (_, op, *_), group, _ in levels(roots) if op in NAMES for x in group)
+    return (x for x in every if x is not None)
 
 
 def _at_most_zero(x: Expr) -> bool:

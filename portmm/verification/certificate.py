@@ -256,7 +256,7 @@ def on_device(data: Mapping[str, Any], name: str) -> list[Outcome]:
             outcomes.append(Outcome(f"not checked: {what}", True, str(error)))
             continue
         for x in kernels_of:
-            verdict = check_kernel(program, x.kernel, x.extents, text=x.text, further=x.further, runs=x.runs)
+            verdict = x.check(program)
             which = f"{what} ({x.what})" if x.what else what
             passed_by = _unsupported(verdict)
             name_of = f"not checked: {which}" if passed_by else f"compiled text of {which}"

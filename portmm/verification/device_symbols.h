@@ -34,7 +34,15 @@ static Fiber *fibers;
 static ucontext_t home;
 static char *stacks;
 static void (*kernel_call)();
-alignas(1024) static unsigned char shared_area[SHARED + 1];
+static unsigned char *const shared_area = (unsigned char *)placed((SHARED + 1023) / 1024 * 1024);
+static struct { void *at; unsigned long bytes; } shared_arrays[64];
+static int shared_count;
+
+/* An array of shared memory, which ends at a page of its own that cannot be touched. */
+static void *shared_array(unsigned long bytes) {
+  if (shared_count == 64) exit(STUCK);
+  return (shared_arrays[shared_count++] = {placed(bytes), bytes}).at;
+}
 
 static Fiber &self() { return fibers[threadIdx.x]; }
 static void meet(Wait wait) {
@@ -55,7 +63,8 @@ static bool release(int first, int last, Wait wait) {
 }
 
 static void run_block(int threads, bool backwards) {
-  for (int i = 0; i < SHARED; ++i) shared_area[i] = 0xff;
+  memset(shared_area, 0xff, SHARED);
+  for (int i = 0; i < shared_count; ++i) memset(shared_arrays[i].at, 0xff, shared_arrays[i].bytes);
   for (int i = 0; i < threads; ++i) {
     Fiber &x = fibers[i];
     x.wait = RUNS, x.shuffles = x.group = x.copies = 0;
@@ -128,6 +137,21 @@ static void copy_async_wait_0() { arrive(0); }
 static void copy_async_wait_1() { arrive(1); }
 static void copy_async_wait_2() { arrive(2); }
 static void copy_async_wait_3() { arrive(3); }
+
+/* An array of registers: elements that it lacks are told, by an index or by what lies around it. */
+template <int n> struct Held {
+  F before[4], at[n], behind[4];
+  ~Held() {
+    for (int i = 0; i < 4; ++i)
+      if ((before[i].h & behind[i].h) != POISON) __builtin_trap();
+  }
+  template <class T> F &operator[](T i) {
+    if (i < 0 || i >= n) __builtin_trap();
+    return at[i];
+  }
+  operator F *() { return at; }
+  template <class T> explicit operator T *() { return (T *)at; }
+};
 
 static I __float_as_int(F x) { return I::of(operation(BITS, x.h)); }
 static F __int_as_float(I x) { return F::of(operation(FROM_BITS, x.h)); }

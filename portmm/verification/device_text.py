@@ -37,6 +37,10 @@ _SHARED = re.compile(
     r"(?: __attribute__\(\(aligned\((\d+)\)\)\))?;"
 )
 _REGISTERS = re.compile(r"^( *)int (\w+(?:, \w+)*);$", re.MULTILINE)
+_HELD = re.compile(
+    r"^( +)(?:__align__\(\d+\) )?float (\w+)\[(\d+)\](?: __attribute__\(\(aligned\(\d+\)\)\))?;$", re.MULTILINE
+)
+"""Arrays of registers."""
 _HEADS = re.compile(r"\bint (bits_of_f32)\(|(f32_of_bits)\(int ")
 _SHIFT = re.compile(r"\(int\)\(\(unsigned\)(\w+) << (\d+)\)")
 _WRAPPED = re.compile(r"\(int\)\(\(unsigned\)(\w+) ([+-]) \(unsigned\)(\w+)\)")
@@ -76,7 +80,7 @@ def program(kernels: Sequence[tuple[GridKernel, str]], ints: Mapping[str, int], 
 
 
 def cpp(text: str) -> tuple[str, int]:
-    """A text in C++, and the bytes of its shared memory."""
+    """A text in C++, and the bytes of its shared memory where the hardware loads fragments from it by address."""
     if "wgmma" in text or "TensorMap" in text:
         raise UncompiledError("products of warpgroups have no meaning on symbols")
     for pattern, meaning in _ROUNDING:
@@ -86,12 +90,15 @@ def cpp(text: str) -> tuple[str, int]:
 
     def placed(x: re.Match[str]) -> str:
         nonlocal end
+        if "ldmatrix" not in text:
+            return f"static {x[1]} *const {x[2]} = ({x[1]} *)shared_array({BYTES[x[1]] * int(x[3])});"
         align = int(x[4] or 16)
         at = -(-end // align) * align
         end = at + BYTES[x[1]] * int(x[3])
         return f"{x[1]} *const {x[2]} = ({x[1]} *)(shared_area + {at});"
 
     text = _SHARED.sub(placed, text)
+    text = _HELD.sub(r"\1Held<\3> \2;", text)
     text = _REGISTERS.sub(r"\1I \2;", text)
     text = _HEADS.sub(lambda x: f"I {x[1]}(" if x[1] else f"{x[2]}(I ", text)
     text = _SHIFT.sub(r"shifted(\1, \2)", text)
@@ -112,19 +119,17 @@ def _main(kernels: Sequence[tuple[GridKernel, str]], ints: Mapping[str, int], ar
         blocks, slices = (evaluate(x, ints) for x in kernel.grid)
         for backwards, calls in launches.items():
             calls.append(f"  launch(call_{i}, {blocks}, {slices}, {kernel.threads}, {str(backwards).lower()});")
-    lines += ["int main() {", *filled(sizes, arrays), *launches[False]]
+    lines += ["int main() {", *filled(arrays), *launches[False]]
     if arrays.scratch:
-        lines.append(f"  for (int i = 0; i < {arrays.scratch}; ++i) array_work[GUARD + i] = F();")
+        lines.append(f"  for (int i = 0; i < {arrays.scratch}; ++i) array_work[i] = F();")
     for x in arrays.results:
         none = "UNSET" if x in arrays.narrow else "F()"
         lines.append(f"  for (int i = 0; i < {sizes[x]}; ++i)")
-        lines.append(f"    first_{x}[i] = array_{x}[GUARD + i], array_{x}[GUARD + i] = {none};")
+        lines.append(f"    first_{x}[i] = array_{x}[i], array_{x}[i] = {none};")
     lines += launches[True]
     for x in arrays.results:
         lines.append(f"  for (int i = 0; i < {sizes[x]}; ++i)")
-        lines.append(
-            f"    if ({number_of(x, arrays) % 'GUARD + i'} != {number_of(x, arrays, 'first') % 'i'}) return {ORDER};"
-        )
+        lines.append(f"    if ({number_of(x, arrays) % 'i'} != {number_of(x, arrays, 'first') % 'i'}) return {ORDER};")
     return "\n".join([*lines, *checks(sizes, arrays), *written(arrays)])
 
 
@@ -137,7 +142,7 @@ def _passed(x: Argument, ints: Mapping[str, int], of: tuple[Mapping[str, int], A
     sizes, arrays = of
     dtype = NARROW if x.name in arrays.narrow else ("f32",)
     if x.kind == "pointer" and x.dtype in dtype and x.name in sizes:
-        return f"array_{x.name} + GUARD" + ", 0" * buffers
+        return f"array_{x.name}" + ", 0" * buffers
     if x.kind not in ("int", "long") or x.name not in ints:
         raise UncompiledError(f"{x.name}, an argument of {x.dtype or x.kind}, is no array of floats")
     return str(ints[x.name])

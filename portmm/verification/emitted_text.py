@@ -46,8 +46,14 @@ has more different elements of 16 bits than these have numbers."""
 NARROW = ("bf16", "f16")
 """Types whose elements are numbers of 16 bits."""
 GUARD = 64
-"""Elements around an array that hold nothing; a multiple of a cache line."""
-_FLAGS = ("-x", "c++", "-std=c++17", "-O0", "-w", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fwrapv")
+"""Elements before an array that hold nothing; behind it is a page that cannot be touched."""
+LINE = 64
+"""Bytes of a line: of an array without elements of its own, as scratch, the first one begins there."""
+_FLAGS = (
+    "-x", "c++", "-std=c++17", "-O0", "-w", "-fno-exceptions", "-fno-rtti", "-fno-strict-aliasing", "-fwrapv",
+    "-fno-threadsafe-statics",
+    "-fsanitize=bounds", "-fsanitize-undefined-trap-on-error",  # of arrays of registers
+)  # fmt: skip
 _COUNTS = tuple(
     0 if x in ("real", "integer", "mask", "element")
     else 1 if x in ("neg", "not", "bits", "from_bits", "float", "int", "abs", "sqrt", "exp2")
@@ -220,39 +226,36 @@ def _main(kernel: Kernel, ints: Mapping[str, int], arrays: Arrays) -> str:
     lines = declared(sizes, arrays)
     lines.append("static void each(void *, void (*body)(const long *, long, long), const long *ctx, long n, long k) {")
     lines.append("  for (long i = 0; i < n; ++i) body(ctx, i, i % k);\n}\nint main() {")
-    lines += filled(sizes, arrays)
+    lines += filled(arrays)
     lines.append(f"  static portmm_operand operands[{len(extra) + 1}];\n  static portmm_args g;")
     for i, x in enumerate(extra):
-        lines.append(f"  operands[{i}].p = array_{x} + GUARD;")
+        lines.append(f"  operands[{i}].p = array_{x};")
         lines += [f"  operands[{i}].{axis} = {strides[f'{x}_{axis}']};" for axis in AXES]
     lines += [f"  g.{x} = {ints[x]};" for x in FIELDS]
-    lines += [f"  g.{x} = {'(char *)' if x == 'work' else ''}(array_{x} + GUARD);" for x in OPERANDS]
+    lines += [f"  g.{x} = {'(char *)' if x == 'work' else ''}array_{x};" for x in OPERANDS]
     lines.append(f"  g.parallel = each;\n  g.operands = operands;\n  {kernel.name}(&g);")
     return "\n".join([*lines, *checks(sizes, arrays), *written(arrays)])
 
 
 def declared(sizes: Mapping[str, int], arrays: Arrays) -> list[str]:
-    """Declarations of arrays, with guards around them."""
+    """Declarations of arrays, which hold nothing; those of elements end at a page that cannot be touched."""
     types = {x: "half_t" if x in arrays.narrow else "F" for x in sizes}
-    return [
-        f"enum {{ GUARD = {GUARD} }};",
-        *(f"alignas(64) static {types[x]} array_{x}[{n} + 2 * GUARD];" for x, n in sizes.items()),
-    ]
+    lines = [f"enum {{ GUARD = {GUARD} }};"]
+    for x, n in sizes.items():
+        bytes_of = f"{n} * sizeof({types[x]})"
+        whole = bytes_of if x in arrays.shapes else f"({bytes_of} + {LINE - 1}) / {LINE} * {LINE}"
+        lines.append(f"static {types[x]} *const array_{x} = ({types[x]} *)placed({whole});")
+    return lines
 
 
-def filled(sizes: Mapping[str, int], arrays: Arrays) -> list[str]:
+def filled(arrays: Arrays) -> list[str]:
     """Statements that fill operands that are read; zero is the first of all numbers."""
     lines = ["  narrowed(F::of(real(0)));"]
-    lines += [
-        f"  for (int i = 0; i < {n} + 2 * GUARD; ++i) array_{x}[i] = UNSET;"
-        for x, n in sizes.items()
-        if x in arrays.narrow
-    ]
     for i, (x, n) in enumerate(arrays.shapes.items()):
         if x not in arrays.results:
             value = f"F::of(make(ELEMENT, {i}, i))"
             value = f"narrowed({value})" if x in arrays.narrow else value
-            lines.append(f"  for (int i = 0; i < {n}; ++i) array_{x}[GUARD + i] = {value};")
+            lines.append(f"  for (int i = 0; i < {n}; ++i) array_{x}[i] = {value};")
     return lines
 
 
@@ -264,14 +267,13 @@ def number_of(x: str, arrays: Arrays, name: str = "array") -> str:
 def checks(sizes: Mapping[str, int], arrays: Arrays) -> list[str]:
     """Statements that end a program that wrote outside of its results."""
     lines = []
-    for name, n in sizes.items():
-        number = number_of(name, arrays)
-        lines.append("  for (int i = 0; i < GUARD; ++i)")
-        lines.append(f"    if (({number % 'i'} & {number % f'{n} + GUARD + i'}) != POISON) return {OUTSIDE};")
+    for name in sizes:
+        lines.append("  for (int i = 1; i <= GUARD; ++i)")
+        lines.append(f"    if ({number_of(name, arrays) % '-i'} != POISON) return {OUTSIDE};")
     for i, (name, n) in enumerate(arrays.shapes.items()):
         if name not in arrays.results:
             lines.append(f"  for (int i = 0; i < {n}; ++i)")
-            lines.append(f"    if ({number_of(name, arrays) % 'GUARD + i'} != make(ELEMENT, {i}, i)) return {OUTSIDE};")
+            lines.append(f"    if ({number_of(name, arrays) % 'i'} != make(ELEMENT, {i}, i)) return {OUTSIDE};")
     return lines
 
 
@@ -280,7 +282,7 @@ def written(arrays: Arrays) -> list[str]:
     lines = ["  fwrite(&count, 4, 1, stdout);\n  fwrite(nodes, 16, count, stdout);"]
     for x in arrays.results:
         lines.append(f"  for (int i = 0; i < {arrays.shapes[x]}; ++i) {{")
-        number = number_of(x, arrays) % "GUARD + i"
+        number = number_of(x, arrays) % "i"
         lines.append(f"    const H number = {number};\n    fwrite(&number, 4, 1, stdout);\n  }}")
     return [*lines, "  fflush(stdout);\n  return 0;\n}\n"]
 

@@ -8,7 +8,7 @@ text is judged in the same way, compiled with symbols for floats.
 from __future__ import annotations
 
 import gc
-import math
+import itertools
 import secrets
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -26,7 +26,7 @@ from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
 from portmm.spec.expr import ordered
 from portmm.spec.problem import AXES
 from portmm.verification import device_text, emitted_text, symbolic
-from portmm.verification.batches import evaluate_all, unguarded_exponential
+from portmm.verification.batches import decays, evaluate_all, unguarded_exponential
 from portmm.verification.bounds import REDRAWS, element_sizes, sizes, tests_for
 from portmm.verification.emitted_text import NARROW, Arrays
 from portmm.verification.equivalence import Verdict, fields
@@ -45,6 +45,8 @@ ATTENTION = ("portmm_attention_", "portmm_mma_attention_")
 """Starts of the names of kernels of attention on devices."""
 KEYS = 4
 """Keys of a block of attention."""
+GAP = 4
+"""Elements between rows of an operand, of which each has its own multiples: no two strides are alike."""
 
 
 class Call(NamedTuple):
@@ -59,6 +61,47 @@ class Call(NamedTuple):
     names: tuple[str, ...]
     ints: dict[str, int]
     scratch: int = 0
+
+
+class Layout(NamedTuple):
+    """Operands with gaps between their rows, so that no two strides are alike.
+
+    Attributes:
+        program, extents: of the operands.
+        dense: operands that have none.
+    """
+
+    program: BlockProgram
+    extents: Mapping[str, int]
+    dense: frozenset[int] = frozenset()
+
+    @classmethod
+    def of(cls, program: BlockProgram, extents: Mapping[str, int], kernel: Kernel | GridKernel) -> Layout:
+        """The layout of a kernel's call: that of attention has dense logarithms, and for few queries dense rows."""
+        if not _attends(program) or kernel.name.startswith(PREFIX):
+            return cls(program, extents)
+        at = attention_of(program).at
+        few = program.loop == "n" and not isinstance(kernel, GridKernel)
+        return cls(program, extents, frozenset(x for x in (at.lse, *(at.q, at.o) * few) if x is not None))
+
+    def strides(self, operand: int) -> dict[str, int]:
+        """Strides of an operand, by label."""
+        strides, step = {}, 1
+        for i, x in enumerate(reversed(self.program.operands[operand].axes), 1):
+            strides[x.lower()] = step
+            step = step * self.extents[x] + (GAP * (operand + i) if operand not in self.dense else 0)
+        return strides
+
+    def places(self, operand: int) -> list[int]:
+        """The place of each element of an operand."""
+        strides, axes = self.strides(operand), self.program.operands[operand].axes
+        steps = [range(0, self.extents[x] * strides[x.lower()], strides[x.lower()]) for x in axes]
+        return [sum(x) for x in itertools.product(*steps)]
+
+
+def _attends(program: BlockProgram) -> bool:
+    """Whether a record has the products of attention: more than one."""
+    return sum(isinstance(x, TileGemm) for one in program.passes for x in one) > 1
 
 
 def check_kernel(
@@ -110,23 +153,30 @@ class _Texts(NamedTuple):
 def _checked(program: BlockProgram, texts: _Texts, extents: dict[str, int], seed: int) -> Verdict:
     _spellings()
     shapes = [tuple(extents[x] for x in y.axes) for y in program.operands]
+    layout = Layout.of(program, extents, texts.kernel)
+    places = [layout.places(i) for i in range(len(shapes))]
     if any(x.dtype not in ("f32", *NARROW) for x in program.operands):
         raise UnsupportedError("operands of other types than f32, bf16 and f16 are no symbols")
     if program.fused.numbers:
         raise UnsupportedError("scalar arguments are no symbols yet")
     kernel = texts.kernel
-    call = call_of(program, extents, kernel.name)
+    call = call_of(layout, kernel.name)
     if isinstance(kernel, GridKernel):
         attends = kernel.name.startswith(ATTENTION)
-        on_device = _attention_on_device(program, extents, texts.runs) if attends else call
+        on_device = _attention_on_device(layout, texts.runs) if attends else call
         call = on_device._replace(names=tuple(f"{x}_all" if x.startswith("x") else x for x in on_device.names))
     written = dict(program.fused.results)
     arrays = Arrays(
-        {call.names[i]: math.prod(x) for i, x in enumerate(shapes)}, [call.names[i] for i in written],
+        {call.names[i]: 1 + max(x, default=-1) for i, x in enumerate(places)}, [call.names[i] for i in written],
         frozenset(call.names[i] for i, x in enumerate(program.operands) if x.dtype in NARROW), call.scratch,
         _literals(program),
     )  # fmt: skip
     expressions = texts.expressions(call, arrays)
+    for i in written:
+        every = expressions[call.names[i]]
+        expressions[call.names[i]] = [every[at] for at in places[i]]
+        if sum(x is not None for x in every) > len(places[i]):
+            return Verdict(equal=False, reason="what is between the rows of a result is written", seed=seed)
     if any(x is None for y in expressions.values() for x in y):
         return Verdict(equal=False, reason="an element of a result is not written", seed=seed)
     if why := next(filter(None, map(unguarded_exponential, expressions.values())), ""):
@@ -134,9 +184,9 @@ def _checked(program: BlockProgram, texts: _Texts, extents: dict[str, int], seed
     pairs = _sizes(program, expressions, call, extents)
     tests, bits = tests_for(pairs)
     for i in range(REDRAWS):
-        numbers = Residues(fields(seed + i, tests))
+        numbers = Residues(fields(seed + i, tests), keeps=not any(map(decays, expressions.values())))
         try:
-            why = _difference(program, (call, expressions), shapes, numbers)
+            why = _difference(program, (call, expressions, places), shapes, numbers)
         except ZeroDivisionError:
             continue
         primes = tuple(int(x) for x in numbers.field.p)
@@ -145,28 +195,32 @@ def _checked(program: BlockProgram, texts: _Texts, extents: dict[str, int], seed
 
 
 def _difference(
-    program: BlockProgram, of: tuple[Call, dict[str, list[Expr]]], shapes: list[tuple[int, ...]], numbers: Residues
-) -> str:
+    program: BlockProgram, of: tuple[Call, dict[str, list[Expr]], list[list[int]]], shapes: list[tuple[int, ...]],
+    numbers: Residues,
+) -> str:  # fmt: skip
     """The first result that differs, or an empty string."""
-    call, expressions = of
+    call, expressions, places = of
     written = dict(program.fused.results)
     operands = [
         numbers.empty(x, f"result {i}") if i in written else numbers.drawn(x, f"input {i}")
         for i, x in enumerate(shapes)
     ]
     block_meaning.run(program, operands, None, (), numbers)
+    exponents = numbers.exponents()
     order = {name: i for i, name in enumerate(call.names)}
     leaves: dict[Expr, tuple[Any, int]] = {}
     for i, x in enumerate(operands):
         if i not in written:
             rows = Value.of(y.reshape(-1, y.shape[-1]) for y in x.parts())
-            leaves |= {symbolic.element(i, j): (rows, j) for j in range(len(rows.p))}
+            leaves |= {symbolic.element(i, at): (rows, j) for j, at in enumerate(places[i])}
     for name, elements in expressions.items():
         got, meant = evaluate_all(elements, leaves, numbers), operands[order[name]]
         want, low = (x.reshape(-1, x.shape[-1]) for x in (meant.p, meant.low))
         same = (got.low == low) & np.where(low, got.low, got.p == want)
         if not same.all():
             return f"operand {order[name]} differs in {np.count_nonzero(~same.all(-1))} of {len(same)} elements"
+    if numbers.exponents() - exponents:
+        return "an exponential has another argument than the record's have: it may overflow"
     return ""
 
 
@@ -188,63 +242,58 @@ def graph_of(program: BlockProgram) -> MuGraph:
     return MuGraph(tensors, (Step(program, tuple(map(Binding, range(len(tensors))))),), inputs, tuple(written))
 
 
-def call_of(program: BlockProgram, extents: Mapping[str, int], name: str = "") -> Call:
+def call_of(layout: Layout, name: str = "") -> Call:
     """A call of the kernel of a record, which has this name if it is one of a general block program."""
     if name.startswith(PREFIX):
-        return _block(program, extents)
-    gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
-    return (_attention if gemms > 1 else _product if gemms else _rows)(program, extents)
+        return _block(layout)
+    gemms = sum(isinstance(x, TileGemm) for one in layout.program.passes for x in one)
+    return (_attention if gemms > 1 else _product if gemms else _rows)(layout)
 
 
-def _block(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+def _block(layout: Layout) -> Call:
     """A call of the kernel of a general block program."""
+    program, extents, _ = layout
     ints = dict.fromkeys(FIELDS, 0) | {"workers": 2}
     ints |= {field: extents[x] for x, field in extent_fields(program).items()}
     for i, x in enumerate(program.operands):
-        strides = _strides(x.axes, extents)
+        strides = layout.strides(i)
         ints |= {f"x{i}_{field}": strides[y] for y in x.axes if (field := stride_field(x.axes, y))}
     return Call(tuple(f"x{i}" for i in range(len(program.operands))), ints)
 
 
-def _strides(axes: str, extents: Mapping[str, int]) -> dict[str, int]:
-    """Strides of a dense array, by label."""
-    strides, step = {}, 1
-    for x in reversed(axes):
-        strides[x.lower()] = step
-        step *= extents[x]
-    return strides
-
-
-def _further(program: BlockProgram, numbers: Mapping[int, str], extents: Mapping[str, int]) -> dict[str, int]:
+def _further(layout: Layout, numbers: Mapping[int, str]) -> dict[str, int]:
     """Strides of the operands of expressions."""
     ints: dict[str, int] = {}
     for i, name in numbers.items():
-        strides = _strides(program.operands[i].axes, extents)
+        strides = layout.strides(i)
         ints |= {f"{name}_{x}": strides.get(x, 0) for x in AXES}
     return ints
 
 
-def _rows(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+def _rows(layout: Layout) -> Call:
+    program, extents, _ = layout
     names = {i: f"x{i}" for i in range(len(program.operands))}
     ints = {"m": extents.get("m", 1), "n": extents.get("n", 1), "k": 1, "batch": extents.get("b", 1), "workers": 2}
     ints |= {f"{x}_{y}": 0 for x in "abc" for y in ("m", "n", "k", "batch")}
-    return Call(tuple(names.values()), ints | _further(program, names, extents))
+    return Call(tuple(names.values()), ints | _further(layout, names))
 
 
-def _product(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+def _product(layout: Layout) -> Call:
+    program, extents, _ = layout
     parts = product_of(program)
     c = parts.results[0][0]
     rest = {i: f"x{j}" for j, i in enumerate((*parts.reads, *(i for i, _ in parts.results[1:])))}
     names = {parts.a: "a", parts.b: "b", c: "c"} | rest
     ints = {"m": extents["m"], "n": extents["n"], "k": extents["k"], "batch": extents.get("b", 1), "workers": 2}
     for i, name in ((parts.a, "a"), (parts.b, "b"), (c, "c")):
-        strides = _strides(program.operands[i].axes, extents)
+        strides = layout.strides(i)
         ints |= {f"{name}_{'batch' if x == 'b' else x}": strides.get(x, 0) for x in "bmnk"}
     ints["rows"] = extents["m"]
-    return Call(tuple(names[i] for i in range(len(names))), ints | _further(program, rest, extents))
+    return Call(tuple(names[i] for i in range(len(names))), ints | _further(layout, rest))
 
 
-def _attention(program: BlockProgram, extents: Mapping[str, int]) -> Call:
+def _attention(layout: Layout) -> Call:
+    program, extents, _ = layout
     parts = attention_of(program)
     if parts.form.score.operands or parts.form.lengths or parts.form.starts or parts.form.bounds.window:
         raise UnsupportedError("operands of scores and of items are no symbols yet")
@@ -257,7 +306,7 @@ def _attention(program: BlockProgram, extents: Mapping[str, int]) -> Call:
     ints |= {"a_k": heads // few, "b_n": KEYS, "c_m": n - m, "c_n": extents["e"], "c_batch": 2 * KEYS}
     for i, name in names.items():
         axes = program.operands[i].axes
-        strides = _strides(axes, extents)
+        strides = layout.strides(i)
         rows = "m" if program.loop == "n" else "n"
         row, column = (rows, "e" if i in (at.v, at.o) else "d") if i in (at.q, at.o) else (program.loop, axes[-1])
         if i == at.lse:
@@ -273,14 +322,15 @@ def _literals(program: BlockProgram) -> frozenset[float]:
     return frozenset(float(x.args[0]) for x in every if x.op == "const" and x.dtype == "f32")
 
 
-def _attention_on_device(program: BlockProgram, extents: Mapping[str, int], runs: int) -> Call:
+def _attention_on_device(layout: Layout, runs: int) -> Call:
+    program, extents, _ = layout
     at, queries = attention_of(program).at, "nm"["nm".index(program.loop) - 1]
     heads, few, m, n = extents["h"], extents.get("H", extents["h"]), extents[queries], extents[program.loop]
     ints = {"m": m, "n": n, "heads": heads, "group": heads // few, "few": few, "items": extents["b"]}
     ints |= {"window": 0, "offset": n - m}
     names = {at.q: "q", at.k: "k", at.v: "v", at.o: "o"} | ({} if at.lse is None else {at.lse: "lse"})
     for i, name in names.items():
-        strides = _strides(program.operands[i].axes, extents)
+        strides = layout.strides(i)
         row = "n" if name in ("k", "v") else "m"
         ints |= {f"{name}_b": strides["b"], f"{name}_h": strides["h"]}
         ints[f"{name}_{row}"] = strides[program.loop if row == "n" else queries]

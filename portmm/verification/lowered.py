@@ -28,7 +28,9 @@ from portmm.schedule.rows import candidates as candidates_of_rows
 from portmm.schedule.rows import core_schedule
 from portmm.spec.epilogue import summed
 from portmm.spec.problem import Problem
+from portmm.target.summation import RUN
 from portmm.target.target import load_isa
+from portmm.verification.kernels import check_kernel
 
 if TYPE_CHECKING:
     from portmm.ir.block_program import BlockProgram
@@ -36,6 +38,7 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Kernel
     from portmm.schedule.schedule import Schedule
     from portmm.target.target import Target
+    from portmm.verification.equivalence import Verdict
 
 DEPTH = 4
 """Block of k."""
@@ -79,6 +82,7 @@ class OnDevice(NamedTuple):
         further: kernels that are launched after it, and their texts.
         runs: into which keys are split.
         what: the kernel has of its own, for messages.
+        more: further extents: whole tiles, and sums or groups that the first ones are too small for.
     """
 
     kernel: GridKernel
@@ -87,6 +91,17 @@ class OnDevice(NamedTuple):
     further: tuple[tuple[GridKernel, str], ...] = ()
     runs: int = 1
     what: str = ""
+    more: tuple[dict[str, int], ...] = ()
+
+    def check(self, program: BlockProgram, *, seed: int | None = None) -> Verdict:
+        """Check the texts at all extents: the first verdict that they are wrong, or that of the first extents."""
+        verdicts = []
+        for extents in (self.extents, *self.more):
+            of = program, self.kernel, extents
+            verdicts.append(check_kernel(*of, seed=seed, text=self.text, further=self.further, runs=self.runs))
+            if not verdicts[-1]:
+                return verdicts[-1]
+        return verdicts[0]
 
 
 def every_on_device(program: BlockProgram, target: Target) -> list[OnDevice]:
@@ -116,18 +131,29 @@ def lowered_on_device(program: BlockProgram, target: Target) -> OnDevice:
         raise ScheduleError("texts of devices are checked of products, of attention, and of expressions over rows")
     if gemms:
         s = _of_threads(program, target)
-        extents = {"m": s.block.m + 1, "n": s.block.n + 5, "k": max(1, s.block.k) * s.atom.kr * SHORT + 1, "b": 2}
+        (rows, columns, depth), first = (s.block.m, s.block.n, max(1, s.block.k) * s.atom.kr), {"b": 2}
+        first |= {"m": rows + 1, "n": columns + 5, "k": depth * SHORT + 1}
+        groups = {"b": 1, "m": s.tile("L2").m + rows, "n": 2 * columns, "k": depth}
+        long = [{"b": 1, "m": m, "n": n, "k": RUN + 9} for m, n in ((rows, columns), (1, 3))]
+        every = first, groups, *long
     else:
         listed = candidates_of_rows(program, (3, 37, 2), target, exchange=language == "cuda")
         if not listed:
             raise ScheduleError("a device has no rows of a record without them")
-        s, extents = listed[0], {"b": 2, "m": 3, "n": 37}
+        s = listed[0]
+        most = s.tile("L2").n or 2 * s.block.n
+        every = (
+            {"b": 2, "m": 3, "n": 37},
+            {"b": 1, "m": s.block.m + 1, "n": most - 3},
+            {"b": 1, "m": s.block.m, "n": most},
+        )
     isa = next(x for x in target.isas if x.name == s.isa) if s.isa else load_isa("simt")
     if s.program != "rows":
         s = replace(s, epilogue="", static=None)
     (kernel,) = lower_program(program, s, isa)
     text = import_module(f"portmm.codegen.{language}").source(kernel)
-    return OnDevice(kernel, text, _labelled(program, extents))
+    extents, *more = (_labelled(program, x) for x in every)
+    return OnDevice(kernel, text, extents, more=tuple(more))
 
 
 def attention_on_device(program: BlockProgram, target: Target, which: str = "") -> OnDevice:
@@ -161,10 +187,12 @@ def attention_on_device(program: BlockProgram, target: Target, which: str = "") 
     runs = SPLITS if split else 1
     keys = columns * runs + ragged
     extents = {queries: many, program.loop: keys, "d": head, "e": head, "b": 2, "h": 2, "H": 1}
+    whole = extents | {queries: rows // 2 if split else rows, program.loop: columns * runs, "b": 1, "h": 4, "H": 2}
     write = import_module(f"portmm.codegen.{language}").source
     kernels = lower_program(program, s, isa, atom)
     further = tuple((x, write(x)) for x in kernels[1:])
-    return OnDevice(kernels[0], write(kernels[0]), _labelled(program, extents), further, runs, which)
+    more = (_labelled(program, whole),)
+    return OnDevice(kernels[0], write(kernels[0]), _labelled(program, extents), further, runs, which, more)
 
 
 def _of_threads(program: BlockProgram, target: Target) -> Schedule:

@@ -9,6 +9,19 @@ struct _IO_FILE;
 extern struct _IO_FILE *stdout;
 unsigned long fwrite(const void *, unsigned long, unsigned long, struct _IO_FILE *);
 int fflush(struct _IO_FILE *);
+void *mmap(void *, unsigned long, int, int, int, long);
+int mprotect(void *, unsigned long, int);
+int getpagesize(void);
+void *memset(void *, int, unsigned long);
+}
+
+/* Memory that holds nothing, after a page that does so too, and before one that cannot be touched. */
+static void *placed(unsigned long bytes) {
+  const unsigned long page = getpagesize(), whole = page + (bytes + page - 1) / page * page;
+  char *const x = (char *)mmap(0, whole + page, 3 /* read, write */, 0x22 /* private, anonymous */, -1, 0);
+  if ((long)x == -1 || mprotect(x + whole, page, 0)) exit(1);
+  memset(x, 0xff, whole);
+  return x + whole - bytes;
 }
 
 typedef unsigned H;

@@ -74,10 +74,15 @@ class Value:
 
 
 class Residues:
-    """The arithmetic of some tests: see `block_meaning.Arithmetic`."""
+    """The arithmetic of some tests: see `block_meaning.Arithmetic`.
 
-    def __init__(self, field: Field) -> None:
+    Attributes:
+        seen: residues of the arguments of exponentials, if these are to be kept.
+    """
+
+    def __init__(self, field: Field, *, keeps: bool = False) -> None:
         self.field = field
+        self.seen: list[Array] | None = [] if keeps else None
 
     # Values.
 
@@ -256,7 +261,15 @@ class Residues:
         inverse = self._plain(self.field.inverse(b.p), q_inverse(b.q), positive=b.positive)
         return self._mul(a, inverse)
 
+    def exponents(self) -> set[bytes]:
+        """The arguments of exponentials since the last call, by their residues."""
+        rows = {y.tobytes() for x in self.seen or () for y in np.ascontiguousarray(x)}
+        self.seen = None if self.seen is None else []
+        return rows
+
     def _exp(self, a: Value) -> Any:
+        if self.seen is not None:
+            self.seen.append(np.broadcast_to(a.q % Q, a.p.shape)[~np.broadcast_to(a.low, a.p.shape).all(-1)])
         p = np.where(a.low, np.uint64(0), self.field.power(np.broadcast_to(a.q, a.p.shape)))
         q = self.field.exponent(self.field.random("exp", p))
         return self._plain(p, np.where(a.low, 0, q), positive=True)

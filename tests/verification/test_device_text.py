@@ -194,6 +194,33 @@ def test_wrong_texts_are_told(what):
     assert not check_kernel(program, kernel, extents, seed=SEED, text=text.replace(old, new))
 
 
+ONCE_ACCEPTED = {
+    "a group of tiles": (PRODUCT, "opencl_gpu", "/ high * 16", "/ high * 15"),
+    "a second run of sums": (PRODUCT, "opencl_gpu", "run_begin += run", "run_begin += k"),
+    "whole tiles": (PRODUCT, "h100", "(n + 31) >> 5", "(n + 32) >> 5"),
+    "the stride of another operand": (PRODUCT, "h100", "row * x1_m", "row * c_m"),
+    "registers that are not there": (PRODUCT, "opencl_gpu", "i < 1; ++i) run_acc", "i <= 1; ++i) run_acc"),
+    "elements beyond the last": (PRODUCT, "h100", "m - 1) * a_m", "m + 1) * a_m"),
+    "shared memory that is not there": (softmax(""), "opencl_gpu", "of_r1[128]", "of_r1[64]"),
+    "a row of the greatest length": (softmax(""), "h100", "c < 4", "c < 3"),
+    "exponents that may overflow": (softmax(""), "opencl_gpu", "other > all_r0", "other < all_r0"),
+}
+
+
+@pytest.mark.parametrize("what", ONCE_ACCEPTED)
+def test_texts_are_told_that_are_wrong_at_some_sizes(what):
+    """Wrong at other sizes than the first that are tested, with other strides, or in what a result does not show."""
+    program, chip, old, new = ONCE_ACCEPTED[what]
+    x = lowered_on_device(program, load_target(chip))
+    assert old in x.text
+    assert not x._replace(text=x.text.replace(old, new)).check(program, seed=SEED)
+
+
+def test_further_sizes_of_a_text():
+    for program in (PRODUCT, softmax("")):
+        assert lowered_on_device(program, load_target("opencl_gpu")).check(program, seed=SEED)
+
+
 def test_texts_of_a_certificate(tmp_path):
     path = tmp_path / "certificate.json"
     path.write_text(json.dumps(certify(g.product(), g.one_product(), "haswell")))

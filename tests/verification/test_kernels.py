@@ -24,7 +24,7 @@ from portmm.spec.elementwise import exp
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, reduction
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
-from portmm.verification.kernels import call_of, check_kernel
+from portmm.verification.kernels import Layout, call_of, check_kernel
 from portmm.verification.lowered import lowered, small
 
 SEED = 5
@@ -146,19 +146,20 @@ class Mutator:
 
 def same_in_floats(program, kernel, extents):
     """Whether a kernel agrees with its record on floats; it may also leave its arrays."""
-    rng, call = np.random.default_rng(0), call_of(program, extents, kernel.name)
+    rng, layout = np.random.default_rng(0), Layout.of(program, extents, kernel)
+    call = call_of(layout, kernel.name)
     arrays = [rng.normal(size=[extents[x] for x in y.axes]).astype("f4") for y in program.operands]
-    got = [x.copy() for x in arrays]
-    written = dict(program.fused.results)
-    for i in written:
-        got[i][...] = np.nan
+    places, written = [layout.places(i) for i in range(len(arrays))], dict(program.fused.results)
+    got = [np.full(max(x) + 1, np.nan, "f4") for x in places]
+    for i, x in enumerate(arrays):
+        got[i][places[i]] = np.nan if i in written else x.ravel()
     block_meaning.run(program, arrays)
     try:
         with np.errstate(all="ignore"):
-            interpreter.run(kernel, call.ints, {n: (x.reshape(-1), 0) for n, x in zip(call.names, got, strict=True)})
+            interpreter.run(kernel, call.ints, {n: (x, 0) for n, x in zip(call.names, got, strict=True)})
     except (IndexError, KeyError, ValueError):
         return False
-    return all(np.allclose(got[i], arrays[i], rtol=1e-3, atol=1e-5) for i in written)
+    return all(np.allclose(got[i][places[i]], arrays[i].ravel(), rtol=1e-3, atol=1e-5) for i in written)
 
 
 def sites_of(kernel):
