@@ -46,7 +46,10 @@ def build(arch: str, libc: str, output: Path, pythons: str, made: Path | None) -
         words = [sys.executable, str(ROOT / "tools" / "base_set.py"), arch, str(base), "--libc", libc]
         if made:
             base.mkdir()
-            for path in made.glob(f"{arch}.*"):
+            kept = sorted(made.glob(f"{arch}.*"))
+            if f"{arch}.bundle" not in [x.name for x in kept]:
+                sys.exit(f"--base: {made} has no {arch}.bundle; `python tools/base_set.py {arch} {made}` makes it")
+            for path in kept:
                 shutil.copy(path, base)
             words.append("--run-time")
         every = [Path(x) for x in pythons.split(os.pathsep) if x]
@@ -63,9 +66,18 @@ def build(arch: str, libc: str, output: Path, pythons: str, made: Path | None) -
 
 
 def headers_of(named: Path, folder: Path, arch: str = "") -> Path:
-    """The headers of a version of Python: a directory, or that of the build with the lock, changed, in a folder."""
+    """The headers of a version of Python: a directory, or that of the build with the lock, changed, in a folder.
+
+    Raises:
+        SystemExit: neither has headers.
+    """
     usual = named.with_name(named.name.removesuffix("t"))
-    there = named if named.is_dir() or not usual.is_dir() else usual
+    there = next((x for x in (named, usual) if (x / "Python.h").is_file()), None)
+    if there is None:
+        sys.exit(
+            f"--pythons: no Python.h in {' or '.join(map(str, dict.fromkeys((named, usual))))}; name directories of "
+            "headers of Python for any Linux of 64 bits, as of python3-dev packages, with pyconfig.h among them"
+        )
     changes = [CHANGES[x] for x, needed in (("t", there != named), (MACOS, arch == MACOS)) if needed]
     if not changes:
         return named

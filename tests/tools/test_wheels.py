@@ -4,6 +4,8 @@ import sys
 import tomllib
 from pathlib import Path
 
+import pytest
+
 from portmm.target.target import load_target
 
 ROOT = Path(__file__).parents[2]
@@ -28,7 +30,16 @@ def test_headers_of_a_build_without_the_lock_are_those_of_the_other_with_its_def
     assert build_wheels.headers_of(usual, tmp_path / "macos", build_wheels.MACOS).name == "python3.14"
     assert "HAVE_CRYPT_H" in (tmp_path / "macos" / "headers" / "python3.14" / "pyconfig.h").read_text()
     (there := usual.with_name("python3.13t")).mkdir()
+    (there / "Python.h").touch()
     assert build_wheels.headers_of(there, tmp_path) == there
+
+
+def test_headers_and_kernels_that_are_not_there_are_refused(tmp_path):
+    for name in ("python3.12", "python3.14t"):
+        with pytest.raises(SystemExit, match=r"no Python\.h in .*python3\.1"):
+            build_wheels.headers_of(tmp_path / name, tmp_path)
+    with pytest.raises(SystemExit, match=r"has no aarch64\.bundle"):
+        build_wheels.build("aarch64", "gnu", tmp_path, "", tmp_path)
 
 
 def test_the_configuration_of_cibuildwheel_runs_the_script_of_the_base_set():
