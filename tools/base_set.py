@@ -100,8 +100,11 @@ class AttentionForm(NamedTuple):
     step: str
 
 
-OVER_ROWS = ("softmax", "gelu", "silu", "layer_norm", "rms_norm", "quantize_rows")
-"""Functions over rows, as of a fused function that is nothing else."""
+OVER_ROWS = (
+    ("softmax", 0), ("gelu", 0), ("silu", 0), ("layer_norm", 0), ("layer_norm", 2), ("rms_norm", 0), ("rms_norm", 1),
+    ("quantize_rows", 0),
+)  # fmt: skip
+"""Functions over rows, as of a fused function that is nothing else, and how many vectors they take."""
 LIBRARIES = {"gnu": "gnu.2.17", "musl": "musl"}
 """C libraries as zig spells them; glibc's is that of manylinux2014, the oldest that wheels are still made for."""
 PROCESSES = 3
@@ -112,19 +115,29 @@ MOST_QUERIES, ALL_WIDTHS = 600, 1 << 30
 
 
 def fused_rows(target):
-    """The kernels over rows of common functions on a target, each with the text of its expressions."""
+    """The kernels over rows of common functions on a target, for any number of columns, each with its expressions."""
     import portmm as pm
+    from portmm.dispatch.base_kernels import of_any_columns
+    from portmm.dispatch.cpu_routes import expressions_route
+    from portmm.spec.epilogue import parse
 
-    x = np.random.default_rng(0).random((40, 256), np.float32)
-    for function in (getattr(pm, name) for name in OVER_ROWS):
+    n = 256
+    x, vector = np.random.default_rng(0).random((40, n), np.float32), np.ones(n, np.float32)
+    for name, vectors in OVER_ROWS:
         with recorded(target) as kernels:
             try:
-                explained = pm.fuse(function).explain(x)
+                explained = pm.fuse(getattr(pm, name)).explain(x, *[vector] * vectors)
             except Exception as error:  # noqa: BLE001 - an operation that this level lacks
                 print(f"  {target.name}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
                 continue
-        texts = [x.text for x in explained.kernels if x.kind == "rows"]
-        yield from ((kernel, question, text) for (kernel, question), text in zip(kernels, texts, strict=True))
+            texts = [x.text for x in explained.kernels if x.kind == "rows"]
+            every = {text: of_any_columns(text, n) for text in texts}
+            for text in filter(None, every.values()):
+                expressions_route(parse(text), (*x.shape, 1))
+        texts += filter(None, every.values())
+        for (kernel, question), text in zip(kernels, texts, strict=True):
+            if not every.get(text):
+                yield kernel, question, text
 
 
 def make(folder, platform, libc, levels, kinds, *, report=lambda *_: None):

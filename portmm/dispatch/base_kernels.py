@@ -200,6 +200,19 @@ def rows_route(text: str, size: tuple[int, int, int], operands: int) -> Any:
     return cpu_runtime.runtime().make_route(code.code, work, workers, "f32")
 
 
+def of_any_columns(text: str, n: int) -> str:
+    """The spelling of expressions over rows whose first argument is the number of columns; empty if they have none.
+
+    Those of a mean divide by it: a kernel that is passed it serves rows of any length.
+
+    Args:
+        text: of the expressions, without arguments.
+        n: the number of columns.
+    """
+    changed = text.replace(f" const f32 {float(n)};", " number 0;")
+    return changed if changed != text else ""
+
+
 def _serves(schedule: str, served: tuple[int, int]) -> bool:
     """Whether register tiles of a schedule make up all numbers of rows of a class: see `Schedule.heights`.
 

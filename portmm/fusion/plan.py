@@ -53,6 +53,7 @@ class Expressions:
         self.written: list[Place] = []
         self.values: list[Expr] = []
         self.numbers: list[int] = []
+        self.fixed: tuple[float, ...] = ()
         self.operands: list[Operand] = []
         self.strides: list[tuple[int, int, int]] = []
         self.repeats: list[tuple[int, ...]] = []

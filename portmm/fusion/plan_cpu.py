@@ -288,6 +288,10 @@ class HostBuilder(Builder):
         route = None
         if base_kernels.active():
             route = base_kernels.rows_route(text, size, len(fusing.operands))
+            any_columns = None if route or fusing.numbers else base_kernels.of_any_columns(text, size[1])
+            if any_columns:
+                route = base_kernels.rows_route(any_columns, size, len(fusing.operands))
+                fusing.fixed = (float(size[1]),) if route else ()
         if route is None:
             from portmm.dispatch import cpu_routes
             from portmm.spec.epilogue import parse
@@ -316,7 +320,7 @@ class HostBuilder(Builder):
         (route, numbers), at = kernel, zip(operands, moved, strict=False)
         addresses: list[Any] = [(y.root, y.offset + i * y.like.itemsize) for y, i in at] or [None] * 3
         table = self.writer.operands(fusing.buffers, fusing.strides, moved[len(operands) :])
-        self.writer.execute(route, numbers, [*addresses, table, self.writer.pass_numbers(fusing.numbers)])
+        self.writer.execute(route, numbers, [*addresses, table, self.writer.pass_numbers(fusing.numbers, fusing.fixed)])
 
 
 def _first(x: Any) -> int:

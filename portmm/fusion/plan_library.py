@@ -116,12 +116,13 @@ class LibraryWriter(Writer):
             self.rows.append((at, (*step, *(0,) * (ROW - 1 - len(step)))))
         return TABLE, start if buffers else -1
 
-    def pass_numbers(self, leaves: list[int]) -> tuple[str, int] | None:
-        """Add the scalars of a kernel, and return the first."""
-        if not leaves:
+    def pass_numbers(self, leaves: list[int], fixed: tuple[float, ...] = ()) -> tuple[str, int] | None:
+        """Add the scalars of a kernel, and then fixed ones, and return the first."""
+        if not leaves and not fixed:
             return None
         start = len(self.values)
         self.values += [f"v[{self.floats(i)}]" if i < self.arguments else float(self.leaves[i]) for i in leaves]
+        self.values += fixed
         return NUMBERS, start
 
     def floats(self, leaf: int) -> int:

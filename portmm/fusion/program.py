@@ -200,13 +200,14 @@ class Writer(Text):
             self.table += [0, *step, *(0,) * (ROW - 1 - len(step))]
         return TABLE, 8 * start
 
-    def pass_numbers(self, leaves: list[int]) -> tuple[str, int] | None:
-        """Add the scalars of a kernel to the table of numbers; their address in it."""
-        if not leaves:
+    def pass_numbers(self, leaves: list[int], fixed: tuple[float, ...] = ()) -> tuple[str, int] | None:
+        """Add the scalars of a kernel to the table of numbers, and then fixed ones; their address in it."""
+        words = [*(f"L{i}" for i in leaves), *map(repr, fixed)]
+        if not words:
             return None
         start = self.numbers
-        for i in leaves:
-            self.lines.append(f"N[{self.numbers}] = L{i}")
+        for word in words:
+            self.lines.append(f"N[{self.numbers}] = {word}")
             self.numbers += 1
         return NUMBERS, 4 * start
 

@@ -68,7 +68,7 @@ def made(tmp_path_factory):
     folder = tmp_path_factory.mktemp("base")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(base_set, "ProcessPoolExecutor", ThreadPoolExecutor)
-        patch.setattr(base_set, "OVER_ROWS", ("softmax",))
+        patch.setattr(base_set, "OVER_ROWS", (("softmax", 0), ("rms_norm", 1)))
         patch.setattr(base_set, "run_time", run_time)
         for axis, values in (("MS", (*range(1, 9), 12, 64)), ("NS", (63,)), ("NS_OF_WIDE", (63,)), ("KS", (63,))):
             patch.setattr(base_products, axis, values)
@@ -117,6 +117,11 @@ with warnings.catch_warnings(record=True) as heard:
         wrong.append(not np.allclose(pm.attention(q[:, :, :1], q, q), attended(s)[:, :, :1], rtol=1e-5))
     f = pm.fuse(pm.softmax)
     wrong += [not np.allclose(f(y), np.exp(y) / np.exp(y).sum(-1, keepdims=True)) for y in (x, x[:3], x[0])]
+    f = pm.fuse(pm.rms_norm)  # its kernel is passed the number of columns
+    for y in (x, x[:3], x[:, :33].copy(), np.full((5, 7), 1e-3, np.float32)):
+        w = r.random(y.shape[-1], np.float32)
+        for _ in range(2):
+            wrong.append(not np.allclose(f(y, w), y / np.sqrt((y * y).mean(-1, keepdims=True) + 1e-6) * w, rtol=1e-5))
 late = ("portmm.codegen.c_kernel", "portmm.target.target")
 print(json.dumps([any(wrong), [str(x.message) for x in heard], any(x in sys.modules for x in late)]))
 """
