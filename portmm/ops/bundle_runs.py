@@ -59,12 +59,12 @@ class Form(NamedTuple):
 
 
 def packing_text(isa: str, dtype: str, packed: str, layout: str) -> str:
-    """How a kernel is run that packs weights of products of types into a layout, from rows or columns."""
+    """The text for a kernel that packs weights of products of types into a layout, from rows or columns."""
     return f"{PACK} {isa} {dtype} {packed} {layout}"
 
 
 def attention_text(isa: str, x: AttentionShape, queries: int, blocks: tuple[int, int], workspace: Index) -> str:
-    """How a kernel of attention is run.
+    """The text for a kernel of attention.
 
     Args:
         isa: instruction set.
