@@ -223,6 +223,7 @@ _PACKAGES = ("array_api", "dask", "jax", "onnx", "torch")
 if os.path.isdir(f"{__path__[0]}/base"):  # noqa: PTH112 - faster
     # A wheel with kernels: the modules of its first calls would be half of their 2 ms. They load nothing else.
     from portmm.ops.attention import attention
+    from portmm.ops.linear import linear
 
 
 def __getattr__(name: str) -> object:
