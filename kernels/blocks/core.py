@@ -69,7 +69,8 @@ def kernel_of(  # noqa: PLR0917 - three callers
 
 def row_function(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> Function:
     """Function for all passes over one row."""
-    each = _Core(program, Elements(isa, real, program.fused, row=var("row")), chains=s.nr // real.n, run=s.tile("L1").n)
+    at = Elements(isa, real, program.fused, row=var("row"), ahead=s.b.along)
+    each = _Core(program, at, chains=s.nr // real.n, run=s.tile("L1").n)
     lane = [Scratch("lane", real.n, "f32")] if each.totals else []
     body = (*each.at.scratch(), *each.scratch(), *lane, *each.passes())
     params = [Param("m"), Param("n"), Param("item"), Param("row"), *parameters(each.at.fused)]
@@ -101,9 +102,12 @@ class _Core(Lowering):
         del wanted, written
         n, lanes = var("n"), self.at.real.n
         if not reduced:
-            return vectors(self.at, const(0), n, step)
+            each = vectors(self.at, const(0), n, step)
+            self.at.ahead = 0  # in later passes a row is in a cache
+            return each
         several = n - n % (self.chains * lanes)
         side = tuple(s for e in range(self.chains) for s in step(var("j") + e * lanes, "", e))
+        self.at.ahead = 0
         sums = [f"{self.totals[x]}_{e}" for x in reduced if x.args[0] == "add" for e in range(self.chains)]
         return [*_runs(self, sums, several, side), *vectors(self.at, several, n, step)]
 

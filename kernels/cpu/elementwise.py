@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 from portmm.errors import ScheduleError
 from portmm.ir.index import Index, Ptr, const, var
 from portmm.ir.lane_nodes import Map
-from portmm.ir.nodes import For, If, Let, Move, Param, Scratch, Verb
+from portmm.ir.nodes import For, If, Let, Move, Param, Prefetch, Scratch, Verb
 from portmm.kernels.cpu.packing import keep
+from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import varies
 from portmm.spec.expr_ops import OPS
 
@@ -49,6 +50,7 @@ class Elements:
         cell: index of the current column in such scratch, if not its own number.
         parts: operand -> address of its current element, where vectors of it are loaded or stored by the caller.
         further: axes besides those of products and heads -> the current index along each.
+        ahead: prefetch distance of operands that vary by row, in elements of f32; 0 for none.
     """
 
     isa: Isa
@@ -62,6 +64,7 @@ class Elements:
     cell: Index | None = None
     parts: dict[int, Ptr] = field(default_factory=dict)
     further: dict[str, Index] = field(default_factory=dict)
+    ahead: int = 0
     numbered: dict[Expr, str] = field(default_factory=dict)
     axes: dict[Expr, frozenset[str]] = field(init=False)
 
@@ -170,7 +173,11 @@ class Elements:
         of = self.isa.vector("s32", self.real.n) if whole else self.real
         assert of is not None  # noqa: S101 - `lacks` has checked it
         if operand.dense and not few:
-            return (Verb("load_c", d, p=self.parts.get(number, here + j), of=of.name),)
+            load = Verb("load_c", d, p=self.parts.get(number, here + j), of=of.name)
+            if not self.ahead or "m" not in operand.axes:
+                return (load,)
+            far = here + (j + self.ahead * BY_NAME["f32"].bytes // BY_NAME[operand.dtype].bytes)
+            return (Prefetch(far), load)
         if operand.dense and self.isa.spelling(of, "load_mask", operand.dtype):
             return (Verb("load_mask", d, p=here + j, mask="few", of=of.name),)
         e, scratch = var("e"), f"few_{operand.dtype}"

@@ -258,14 +258,16 @@ def rows_route(program: BlockProgram, size: tuple[int, int, int], target: Target
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    from portmm.schedule.rows import core_schedule
+    from portmm.schedule.rows import core_schedule, work
 
     isa, atom = unit_for(program.fused, target)
     real = isa.vector("f32", atom.n)
     assert real is not None  # noqa: S101 - `unit_for` finds it
     m, n, batch = size
     fields = {"m": m, "n": n, "batch": batch, "workers": workers}
-    return program_route(program, core_schedule(program, isa, real), isa, real, fields)
+    l2 = target.level("L2")
+    far = l2 is not None and work(program, size).counts["memory"] > l2.bytes
+    return program_route(program, core_schedule(program, isa, real, far=far), isa, real, fields)
 
 
 def expressions_route(fused: Fused, size: tuple[int, int, int]) -> Any:

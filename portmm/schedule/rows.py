@@ -12,6 +12,7 @@ from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, SHUFFLE, Operand
 from portmm.schedule.program import Program, capacities_of, device_of, exceeded, footprint_of, on_gpu
 from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import Schedule
+from portmm.spec.dtype import BY_NAME
 from portmm.target.device import CUDA_WARP
 from portmm.target.model import CPU, DEVICE
 
@@ -30,8 +31,11 @@ MOST_SLICES = 65535
 """CUDA C++ Programming Guide: blocks along the second axis of a grid."""
 
 
-def core_schedule(program: BlockProgram, isa: Isa, real: Atom) -> Schedule:
-    """The schedule of cores: chains of vectors along a row, in runs; or vectors of columns, in groups."""
+def core_schedule(program: BlockProgram, isa: Isa, real: Atom, *, far: bool = False) -> Schedule:
+    """The schedule of cores: chains of vectors along a row, in runs; or vectors of columns, in groups.
+
+    The first pass over rows of operands that are `far`, beyond L2, prefetches them.
+    """
     if program.loop == "m":
         near = (Tile(REGISTERS, 1, real.n, 1), Tile("L1", ALL, real.n, ALL), Tile("L2", ALL, CPU.column_group, ALL))
     else:
@@ -39,7 +43,8 @@ def core_schedule(program: BlockProgram, isa: Isa, real: Atom) -> Schedule:
         run = Tile("L1", 1, CPU.run_vectors * width, ALL)
         near = (Tile(REGISTERS, 1, width, 1), run, Tile("L2", 1, ALL, ALL))
     tiles, name = (*near, Tile("L3", ALL, ALL, ALL)), "columns" if program.loop == "m" else "rows"
-    return Schedule(name, isa.name, "f32", tiles, parallel=Parallel("batch"))
+    b = OperandPlan().prefetched(0, CPU.rows_ahead // BY_NAME["f32"].bytes if far and program.loop == "n" else 0)
+    return Schedule(name, isa.name, "f32", tiles, b=b, parallel=Parallel("batch"))
 
 
 def rows_schedule(  # noqa: PLR0917 - parts of one record

@@ -78,7 +78,12 @@ def bf16_values(weight: torch.Tensor) -> torch.Tensor:
     """A weight rounded to bfloat16."""
     if weight.device.type != "cpu":
         return weight.detach().to(torch.bfloat16)
-    return _empty(weight, weight.shape, np.uint16).view(torch.bfloat16).copy_(weight.detach())
+    values = _empty(weight, weight.shape, np.uint16).view(torch.bfloat16)
+    if _scratch(weight) is not None or weight.is_meta or not weight.numel():
+        return values.copy_(weight.detach())
+    into = as_numpy(values)
+    over_rows(_same, (as_numpy(weight.detach()),), NAMES, into, into.dtype)
+    return values
 
 
 def int8_values(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -161,6 +166,10 @@ def _rounded(function: Callable[[Any], Any], values: torch.Tensor, codes: torch.
     """Codes and scales of rows by a function of them."""
     (_, steps), _ = over_rows(function, (as_numpy(values),), NAMES, as_numpy(codes), np.float32)
     as_numpy(scales)[...] = steps[:, 0]
+
+
+def _same(x: Any) -> Any:
+    return x
 
 
 def _int4_rows(x: Any) -> tuple[Any, Any]:

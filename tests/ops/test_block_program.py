@@ -150,8 +150,9 @@ def test_schedules_of_rows_are_schedules():
     """Cores have them as threads do: as text they are the same again, and the registry knows their program."""
     isa = load_isa("avx2")
     for program in (BlockProgram("bm", "n", (Operand("f32", "bmn"),) * 2, ((TileTransfer(1, X),),)), COLUMNS):
-        s = core_schedule(program, isa, isa.atom("f32"))
-        assert parse(spell(s)) == s
+        for far in (False, True):
+            s = core_schedule(program, isa, isa.atom("f32"), far=far)
+            assert parse(spell(s)) == s
         (found,) = PROGRAMS[s.program].candidates(program, (64, 4096, 1), load_target("h100"), exchange=True)
         assert found.program == s.program
         assert parse(spell(found)) == found
