@@ -76,7 +76,8 @@ def timed(v: Extents, workers: int, among: Partition) -> Cost:
         waiting = waiting + t.sweeps * (rows * v.passes * (column_blocks - 1.0))
     added = {"tiles": waiting * (share * scale), "packing": packing * scale / packers}
     if "over_k" in t.some:
-        sums = 2 * v.outward(v.m * v.n * tasks * t.c)
+        size = v.m * v.n * tasks * t.c
+        sums = np.where(threads > 1, size / t.model.between_cores, 2 * v.outward(size))
         added["sums"] = t.over_k * (sums * scale / np.minimum(threads, v.m * np.ceil(v.n / t.model.sum_columns)))
     if workers > 1:
         phases = np.where(t.over_batch, 1.0, np.where(t.over_k, 2.0 * v.batch, v.batch)) + t.once * v.batch
