@@ -6,16 +6,18 @@ Memory behind an operand must not be read, and need not be finite.
 from __future__ import annotations
 
 from functools import reduce
+from math import inf
 from operator import mul
 from typing import TYPE_CHECKING
 
 from portmm.ir.address import offset, tests, value
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
-from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Verb
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.packing import transpose
 from portmm.kernels.cpu.tile_microkernel import TALL
 from portmm.kernels.cpu.view_packing import moved
-from portmm.spec.dtype import BY_NAME, base
+from portmm.spec.dtype import BY_NAME, base, parts
 from portmm.spec.layout_runs import runs
 from portmm.spec.layouts import operand
 
@@ -81,6 +83,65 @@ def pack_lines(  # noqa: PLR0917 - the order of a packer's geometry is the same 
     )
     comment = f"to[step][tall][{BY_NAME[atom.left].bytes * atom.deep} bytes] = A[rows][elements], {layout} layout"
     return Function("pack_lines", "inner", params, body, comment, of=lines.name)
+
+
+def pack_parts(isa: Isa, atom: Atom, layout: str, storage: str) -> Function:
+    """Function to[step][part][row] = parts of A[row] for a step: bits from the first to the last, zeros past k.
+
+    An infinity or a NaN is the first part, and others are 0.
+    """
+    real, count, line = isa.vector("f32", atom.n), parts(storage, atom.a), atom.k
+    assert real is not None  # noqa: S101 - else the atom would not support int4
+    whole = ELEMENTS // line
+    element = Ptr("a", ROW * var("a_m") + (STEP * line + ELEMENT) * var("a_k"))
+    fill = (
+        For("e", const(0), minimum(line, ELEMENTS - STEP * line), const(1), (Move(Ptr("line", ELEMENT), element),)),
+        For("e", minimum(line, ELEMENTS - STEP * line), const(line), const(1), (Move(Ptr("line", ELEMENT), None),)),
+        *_split(real, atom, count, Ptr("line")),
+    )
+    first = const(0)
+    steps: tuple[Stmt, ...] = ()
+    if layout == "row":
+        first = whole
+        at = Ptr("a", ROW * var("a_m") + STEP * line)
+        steps = (For("t", const(0), whole, const(1), tuple(_split(real, atom, count, at))),)
+    steps += (For("t", first, ceil_div(ELEMENTS, line), const(1), fill),)
+    literals = (("upper", -(1 << 16), "s32"), ("infinite", inf, "f32"), ("none", 0.0, "f32"))
+    body = (
+        LetPtr("to_parts", Ptr("to"), base(atom.left)),
+        Scratch("line", line, storage),
+        *(Map("literal", name, (value,), kind, kind, real.name) for name, value, kind in literals),
+        For("i", const(0), ROWS, const(1), steps),
+    )
+    params = (
+        Param("elements"), Param("rows"), Param("tall"), Param("a", storage, readonly=True), Param("a_m"), Param("a_k"),
+        Param("to", atom.left),
+    )  # fmt: skip
+    comment = f"to[step][{count}][tall][{line}] = A[rows][elements] in {count} parts, {layout} layout"
+    return Function("pack_parts", "inner", params, body, comment, of=real.name)
+
+
+def _split(real: Atom, atom: Atom, count: int, p: Ptr) -> list[Stmt]:
+    """Statements that cut the elements of a step at p into parts."""
+    out: list[Stmt] = []
+    for at in range(0, atom.k, real.n):
+        out.append(Verb("load_b", "x", p=p + at))
+        for q in range(count):
+            place = ((STEP * count + q) * TALL + ROW) * atom.k + at
+            part = "x" if q == count - 1 else "part"
+            if q < count - 1:
+                out += [
+                    Map("bits", "number", ("x",), "s32", "f32", real.name),
+                    Map("and", "number", ("number", "upper"), "s32", "s32", real.name),
+                    Map("from_bits", "part", ("number",), "f32", "s32", real.name),
+                    Map("sub", "rest", ("x", "part"), "f32", "f32", real.name),
+                    Map("abs", "size", ("x",), "f32", "f32", real.name),
+                    Map("lt", "finite", ("size", "infinite"), "mask", "f32", real.name),
+                    Map("select", "part", ("finite", "part", "x"), "f32", "f32", real.name),
+                    Map("select", "x", ("finite", "rest", "none"), "f32", "f32", real.name),
+                ]
+            out.append(Verb("store", part, p=Ptr("to_parts", place)))
+    return out
 
 
 def _unit(atom: Atom, row: Index) -> Index:

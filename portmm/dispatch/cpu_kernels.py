@@ -83,12 +83,13 @@ def vector_unit(dtype: str, target: Target, channels: int = 0) -> tuple[Isa, Ato
 
 
 def int4_unit(target: Target) -> tuple[Isa, Atom]:
-    """The unit that int4 weights are packed for.
+    """The unit of vectors that int4 weights are packed for, in panels that tiles read as well.
 
     Raises:
         ScheduleError: no atom of the target multiplies int4 values.
     """
-    return units("f32-u4-f32", target)[0]
+    pairs = units("f32-u4-f32", target)
+    return next((x for x in pairs if not x[1].tiled), pairs[0])
 
 
 def family(dtype: str, target: Target) -> str:

@@ -180,4 +180,5 @@ def _packs(s: Schedule, views: Views) -> bool:
     programs = ("gemm",) if views.b is not None or views.padding else ("gemm", "tiles")
     if s.program not in programs or s.atom.swap or s.static:
         return False
-    return (views.a is None or s.a.packed) and (views.b is None or s.b.packed)
+    in_parts = s.program == "tiles" and s.b.layout == "codes" and not s.b.packed and s.types[0] in {"f32", "f16"}
+    return (views.a is None or (s.a.packed and not in_parts)) and (views.b is None or s.b.packed)

@@ -136,7 +136,9 @@ class _Kind:
             streams_near(elements, m, n, k, has),
             (least, k > least, k > MODEL.near_depth),
             crowds_l2(elements, m, n, has),
-            m if m <= self.max_m else (m <= MODEL.few_rows, m <= MODEL.apart_rows, m <= MODEL.int4_block),
+            m
+            if m <= self.max_m
+            else (m <= MODEL.few_rows, m <= MODEL.apart_rows, m <= MODEL.int4_tile_block, m <= MODEL.int4_block),
             n if n <= self.max_n else -gcd(n, self.n_divisor),
             *(min(-(-m // strip), 3) for strip in self.strips),
             *(-(-k // pack) * n * each <= MODEL.most_packed for pack, each in self.packs),

@@ -155,7 +155,9 @@ def compute(v: Extents) -> Array:
     strips = np.ceil(mr / t.strip_rows) if "strips" in t.some else mr
     macs = strips * (t.vectors / np.where(t.tiled, t.m, 1.0))
     if "decodes" in t.some:
-        macs = np.where(t.decodes, mr * t.vectors * (1 + _group_ends(v)) + t.model.decode * t.vectors + mr, macs)
+        decoded = mr * t.vectors * (1 + _group_ends(v)) + t.model.decode * t.vectors + mr
+        more = (t.parts - 1) * np.maximum(strips, t.model.tile_least)
+        macs = np.where(t.decodes & ~t.tiled, decoded, macs + more * (t.vectors / np.where(t.tiled, t.m, 1.0)))
     if t.some & {"left", "right"}:
         macs = macs + t.model.convert * (mr * t.left + t.vectors * t.right) * t.rate
     loads = (strips + t.vectors * t.deep) / t.model.loads_per_cycle
@@ -163,7 +165,7 @@ def compute(v: Extents) -> Array:
         loads = np.where(t.dots, loads * t.model.dot_loads, loads)
     # A chain advances one step per latency, however far it is unrolled.
     step = np.maximum(np.maximum(macs / t.rate, loads), t.latency) + t.model.conflicts * loads
-    cycles: Array = (v.counts * (step + t.steps)).sum(axis=0) * (v.visits * np.ceil(v.k / t.covers))
+    cycles: Array = (v.counts * (step + t.steps + _tile_decoding(v))).sum(axis=0) * (v.visits * np.ceil(v.k / t.covers))
     if "tiled" in t.some:
         cycles = cycles * np.where(t.tiled & ~_b_fits(v, "L1"), t.model.both_far, 1.0)
     return cycles * _crowding(v) * np.where(_short(v), t.apart, 1.0)
@@ -175,6 +177,16 @@ def _group_ends(v: Extents) -> Array:
     waiting = 2 * v.mr_variants * np.floor(t.vectors / t.panels) > t.registers
     ends = t.model.group_end + t.model.group_waits * waiting
     return np.where(t.spans, ends * t.k_pack / np.maximum(t.group, 1.0), 0.0)
+
+
+def _tile_decoding(v: Extents) -> Any:
+    """Cycles of a step of tiles in which int4 values are converted, and its share of scaling a group's sums."""
+    t = v.t
+    if not ("decodes" in t.some and "tiled" in t.some):
+        return 0.0
+    ends = np.where(t.group > 0, t.covers * t.k_pack / np.maximum(t.group, 1.0), 0.0)
+    each = t.model.decode_tile * t.deep + t.model.tile_group_end * v.mr_variants * ends
+    return t.decodes * t.tiled * (t.vectors * each)
 
 
 def _short(v: Extents) -> Any:

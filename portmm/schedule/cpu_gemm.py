@@ -19,7 +19,6 @@ from portmm.schedule.cpu_blocking import (
     fits_l2,
     least_of,
     may_pack_once,
-    panel_in_l1,
     tallest,
     whole_depth,
     widths,
@@ -308,48 +307,3 @@ def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
             least = p.m // slices if p.static or slices == 1 else least_of(mr)
             base = base_schedule("gemm", p, isa, cache_tiles(mr, nr, ALL, ALL, ALL, least), False, False, "batch")
             yield from _packings(replace(base, c=AHEAD) if ahead else base, p, isa, atom)
-
-
-# -- units that multiply tiles ---------------------------------------------------
-
-
-def tiles(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
-    """Schedules of units that multiply tiles: R by V of sums, R of A and at least one of B."""
-    del vectors
-    ready = p.b in ("packed", "codes")
-    sizes = [family(p.family).nr] if ready else [atom.n, 2 * atom.n][: -(-p.n // atom.n)]
-    for nr in sizes if atom.tiled else ():
-        v, odd = divmod(nr, atom.n)
-        if odd:
-            continue
-        rows = min(-(-p.m // atom.m), 2, (isa.registers - 1) // (v + 1))
-        if rows < 1:
-            continue
-        mr = rows * atom.m
-        base = base_schedule("tiles", p, isa, cache_tiles(mr, nr, ALL, ALL, ALL, 1), True, p.b != "packed")
-        if p.static or (p.batch > 1 and fits_l2(p, target)):
-            yield replace(base, parallel=Parallel("batch"))
-        if p.static:
-            continue
-        if p.m <= mr:
-            if p.b == "packed" and p.k * p.n * BY_NAME[p.types[1]].bytes > capacity(target, "L2"):
-                base = replace(base, b=base.b.prefetched(MODEL.tiles_ahead))
-            yield from _thin_tiles(base, p, isa, atom)
-            continue
-        # Panels of a B that is packed once, or before, come from an outer cache, and the next ones are prefetched.
-        for levels in (blocking(p, target, atom, mr, nr, MODEL.tile_depth)[1:], *panel_in_l1(target, atom, mr, nr)):
-            s = replace(base, tiles=(base.tiles[0], *levels))
-            yield replace(s, c=AHEAD) if p.b == "packed" else s
-            if may_pack_once(p, atom):
-                yield replace(s, b=s.b.with_pack(PACKED_ONCE), c=AHEAD)
-
-
-def _thin_tiles(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
-    """Schedules for an M of one register tile."""
-    yield base
-    rows, v = base.mr // atom.m, base.nr // atom.n
-    if p.b == "codes":
-        yield replace(base, tiles=cache_tiles(base.mr, base.nr, MODEL.repack_steps * atom.deep, ALL, ALL, 1))
-    # The sums of two panels' columns are not adjacent.
-    if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "column_sum" not in p.fused:
-        yield replace(base, b=base.b.covering(2))

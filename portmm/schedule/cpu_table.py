@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.schedule.schedule import finishes, sweeps
-from portmm.spec.dtype import BY_NAME, size
+from portmm.spec.dtype import BY_NAME, parts, size
 from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
@@ -75,6 +75,7 @@ class Table:
         registers: of the instruction set.
         group: rows of int4 or int8 values that share a scale, 0 for none.
         panels: panels of B that one call of the micro-kernel covers.
+        parts: parts of an element of A, of which each is multiplied.
         rate: multiply-add instructions per cycle.
         steps: cycles of a step besides its multiply-adds and loads.
         begins: cycles to start and leave a register tile.
@@ -165,6 +166,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
     strided, in_place = s.b.layout == "row" and not pack_b, s.a.layout == "row" and not pack_a
     prefetches, sweeping = ahead or s.b.prefetch > 0, sweeps(s, atom)
     over_panels = sweeping and not strided
+    cut = parts(s.types[0], atom.a) if atom.tiled and decodes else 1
     visit_n, b = s.nr * s.b.panels, sizes[1] * atom.k_pack if decodes else BY_NAME[right].bytes
     gathers, near = pack_b and not once and s.b.layout == "row", max(s.tiles[2].n, visit_n)
     lines, ways = max(1.0, visit_n * b / LINE), level.ways if level else WHOLE
@@ -178,7 +180,8 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "kc": s.kc or WHOLE, "nc": s.nc or WHOLE, "visit_n": visit_n,
         "vectors": s.nr if dots else s.nr // atom.n * s.b.panels, "covers": atom.n if dots else atom.deep,
         "deep": atom.deep, "m": atom.m, "strip_rows": 1 if atom.tiled else atom.m, "k_pack": atom.k_pack,
-        "latency": atom.latency, "vector": isa.columns(atom) if isa else atom.n, "a": BY_NAME[left].bytes, "b": b,
+        "latency": atom.latency, "vector": isa.columns(atom) if isa else atom.n, "a": BY_NAME[left].bytes * cut, "b": b,
+        "parts": cut,
         "c": BY_NAME[atom.acc].bytes, "a_far": sizes[0] * atom.k_pack, "b_far": sizes[1] * atom.k_pack,
         "registers": isa.registers if isa else 0, "group": s.b.group, "panels": s.b.panels,
         "rate": macs_per_cycle(target, isa, atom, s.dtype),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from portmm.schedule import cpu_gemm, gpu_gemv, gpu_mma, gpu_simt, gpu_w4a16, gpu_wgmma
+from portmm.schedule import cpu_gemm, cpu_tiles, gpu_gemv, gpu_mma, gpu_simt, gpu_w4a16, gpu_wgmma
 from portmm.schedule.cpu_blocking import footprint
 from portmm.schedule.cpu_cost import work
 from portmm.schedule.program import Program
@@ -32,7 +32,7 @@ PROGRAMS = Registry(
     {
         "gemm": Program("cpu.gemm", cpu_gemm.candidates, footprint, work),
         "dot": Program("cpu.dot", cpu_gemm.dots, footprint, work),
-        "tiles": Program("cpu.tile_gemm", cpu_gemm.tiles, footprint, work),
+        "tiles": Program("cpu.tile_gemm", cpu_tiles.tiles, footprint, work),
         "simt": gpu_simt.SIMT,
         "direct": gpu_simt.NAIVE,
         "stream": gpu_gemv.PROGRAM,

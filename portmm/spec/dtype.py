@@ -8,6 +8,7 @@ generator supports no other types.
 from __future__ import annotations
 
 from functools import cache
+from math import ceil, log2
 
 from portmm.util.records import dataclass
 
@@ -130,6 +131,12 @@ def types(word: str) -> tuple[str, str, str]:
     a, b, c = parts
     accumulator(a, b)
     return a, b, c
+
+
+def parts(of: str, narrow: str) -> int:
+    """Number of floats of a `narrow` type that sum up to any float `of` another, each with some of its bits."""
+    bits = (-log2(BY_NAME[x].eps) for x in (of, narrow))
+    return ceil(next(bits) / next(bits)) if BY_NAME[of].eps else 1
 
 
 def accumulator(a: str, b: str) -> str:

@@ -203,7 +203,8 @@ class Isa:
             return True
         if atom.m > 1:
             by_rows = self.sum_row_atom(atom)
-            fits = (a, b) == (atom.a, atom.b) or (b == "u4" and atom.tiled and self._repacks(atom, a))
+            quantized = b == "u4" and atom.tiled and (self._repacks(atom, a) or self.decodes_tiles(atom, a))
+            fits = (a, b) == (atom.a, atom.b) or quantized
             return fits and by_rows is not None and self._stores(by_rows, c)
         kr = atom.k_pack
         if b == "u4":
@@ -222,6 +223,22 @@ class Isa:
         if a != atom.a or atom.acc != "f32" or by_rows is None or real is None or not real.code:
             return False
         return bool(self.spelling(real, "store", atom.b) and self.spelling(by_rows, "load_rows", atom.b, atom.right))
+
+    def decodes_tiles(self, atom: Atom, a: str) -> bool:
+        """Whether int4 values can be converted to tiles of B, without scales, for an A of `a`, perhaps in parts."""
+        by_rows, words, real = self.code_atom(atom), self.vector("s32", atom.n), self.vector("f32", atom.n)
+        if self.row_atom(atom) is None or by_rows is None or words is None or real is None:
+            return False
+        if atom.acc == "s32":
+            return bool(a == atom.a and real.real)
+        return bool(BY_NAME[a].eps and self.spelling(real, "load_b", a) and self.spelling(real, "store", atom.b))
+
+    def code_atom(self, atom: Atom) -> Atom | None:
+        """The atom of one row that converts int4 values to rows of this one's right operand, of this ISA or a base."""
+        kind = (1, atom.acc, atom.n, atom.k_pack)
+        alike = (t for t in self.atoms if (t.m, t.acc, t.n, t.k_pack) == kind and t.e2m1)
+        own = (t for t in alike if (t.code and t.b == "u4" if t.acc == "s32" else t.centred and t.b == atom.b))
+        return next(own, None) or (self.base.code_atom(atom) if self.base else None)
 
     def _decodes(self, atom: Atom, a: str) -> bool:
         """Whether an atom supports words of int4 values, multiplied by elements of `a`."""

@@ -264,7 +264,7 @@ def test_panels_of_other_widths(packed):
 
 
 def test_types_that_tiles_do_not_multiply_go_to_vectors():
-    for word in ("f32", "f32-bf16-f32", "bf16-s8-bf16", "f32-u4-f32"):
+    for word in ("f32", "f32-bf16-f32", "bf16-s8-bf16"):
         assert not any(load_isa(name).atom(word) for name in ISAS), word
     own = {"amx_bf16": "bf16", "amx_int8": "s8", "amx_fp16": "f16"}
     assert all(bool(load_isa(name).atom(word)) == (own[name] == word) for name in ISAS for word in own.values())

@@ -9,7 +9,9 @@ from support import HERE, case, check_built, interpret, load_isa, small
 
 from portmm.codegen.lower import lower
 
-NAMES = [name for name in support.EVERY_ISA if load_isa(name).atom("f32-u4-f32") or load_isa(name).atom("s8-u4-f32")]
+WORDS = ("f32-u4-f32", "bf16-u4-bf16", "s8-u4-f32")
+NAMES = [x for x in support.EVERY_ISA if x != "amx_int8" and any(load_isa(x).atom(word) for word in WORDS)]
+"""Integers by tiles, in groups of whole steps alone, are in test_int4_tiles.py."""
 
 
 @pytest.mark.parametrize("name", NAMES)

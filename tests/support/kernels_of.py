@@ -18,9 +18,13 @@ from support import (
 )
 
 from portmm.codegen.lower import lower_int4_repack, lower_pack
+from portmm.ir.index import Ptr, const, var
+from portmm.ir.interpreter import run
+from portmm.ir.nodes import Call, Function, Kernel
 from portmm.kernels.cpu.packing import transpose
+from portmm.kernels.cpu.tile_packing import pack_parts
 from portmm.schedule.candidates import PACKED_VECTORS, candidates
-from portmm.spec.dtype import CODES_AT, CODES_KR
+from portmm.spec.dtype import CODES_AT, CODES_KR, parts
 from portmm.spec.problem import Family, Problem, family
 
 
@@ -41,6 +45,8 @@ def fp4_products(target):
             more = {"post": "scale"} if word.startswith("s8") else {}
             more |= {"source": "f32"} if word == "s8-u4-bf16" else {}
             p = coded((3 + 9 * i, 21, 45), word, 2 * isa.atom(word).n, (16, 32, 8, 0, 16)[i], e2m1=True, **more)
+            if isa.atom(word).tiled and (word[:4] != "bf16" or p.group % isa.atom(word).k):
+                continue  # of other groups, tiles multiply only what is repacked to their own elements
             ways = list(candidates(p, target))
             found += [(p, s) for s in ways[:: max(1, len(ways) // 4)]]
     return found
@@ -85,3 +91,18 @@ def packing_of_all_bits(name, word, layout):
     none = np.zeros(1, np.float32)
     case = Case(Problem(1, n, k), fields, none, 0, laid.flat, laid.offset, c, want, np.zeros(1))
     return lower_pack(isa, word, kept.nr, layout), case, want, valid_of(kept, k, n)
+
+
+def packed_parts(isa, a: np.ndarray, layout: str, storage: str) -> np.ndarray:
+    """The parts of elements [row][part][k, to whole steps] as numbers, packed for the tiles of an instruction set."""
+    (m, k), laid = a.shape, lay(a[np.newaxis], layout, 3)
+    atom = next(x for x in isa.atoms if x.tiled)
+    count, steps = parts(storage, atom.a), -(-k // atom.k)
+    args = (var("k"), var("m"), var("m"), Ptr("a"), var("a_m"), var("a_k"), Ptr("c"))
+    entry = Function("entry", "entry", (), (Call(pack_parts(isa, atom, layout, storage), args),), "Parts of A")
+    kernel = Kernel("parts", isa, atom, entry, const(64), types=(("a", storage), ("c", atom.left)))
+    c = np.full(steps * count * m * atom.k, 7, numpy_type(atom.a))
+    fields = dict.fromkeys(["a_batch", "b_k", "b_n", "b_batch", "c_m", "c_n", "c_batch"], 0) | {"workers": 1}
+    fields |= {"m": m, "n": 1, "k": k, "batch": 1, "a_m": laid.row, "a_k": laid.col}
+    run(kernel, fields, {"a": (laid.flat, laid.offset), "c": (c, 0)})
+    return c.astype(np.float64).reshape(steps, count, m, atom.k).transpose(2, 1, 0, 3).reshape(m, count, -1)
