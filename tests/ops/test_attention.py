@@ -2,28 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import cover
 import numpy as np
 import pytest
-import test_amx
-from support import HERE, TINY, guarded, small
+from support import HERE, guarded
 
 import portmm as pm
 from portmm.arrays import numpy_fallback
-from portmm.codegen.lower import lower_program
-from portmm.dispatch import cpu_kernels, cpu_routes
+from portmm.dispatch import cpu_routes
 from portmm.errors import NoCompilerError, TraceError
-from portmm.ir.attention_program import Bounds, Form, of_attention
-from portmm.ir.interpreter import run
-from portmm.ops import attention_fastpath, attention_kernel, attention_launch
+from portmm.ops import attention_fastpath
 from portmm.runtime import cpu as cpu_runtime
-from portmm.schedule.cpu_attention import Geometry, attention_schedule
-from portmm.spec.epilogue import C, Fused, acc, number, parse
-from portmm.target.target import load_isa, load_target
 from portmm.trace import bind
-from portmm.util import memo
 
 pytestmark = pytest.mark.calls
 
@@ -269,122 +259,6 @@ def test_without_a_compiler(monkeypatch):
         np.testing.assert_allclose(got[1], lse, rtol=1e-5, atol=2e-5)
 
 
-# -- classes of queries and keys ---------------------------------------------------
-
-
-@pytest.fixture
-def made(monkeypatch):
-    """The sizes of calls that a kernel is sought for; nothing is remembered before."""
-    memo.forget_all()
-    cpu_runtime.clear_memo()
-    found, make = [], attention_kernel.make_kernel
-
-    def counted(traced, shape, flags, result):
-        found.append((shape.m, shape.n))
-        return make(traced, shape, flags, result)
-
-    monkeypatch.setattr(attention_kernel, "make_kernel", counted)
-    return found
-
-
-SIZES = {
-    "prefill": ((200, 200), (193, 199), (199, 193), (196, 200)),
-    "largest last": ((193, 193), (196, 193), (200, 200)),
-    "decode": ((1, 1344), (1, 1281), (1, 1300)),
-    "few": ((7, 47), (7, 48)),
-}
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("sizes", SIZES.values(), ids=SIZES)
-@pytest.mark.parametrize("how", [{}, {"causal": True, "window": 33}], ids=str)
-@pytest.mark.parametrize("heads", [(2, 4, 2, 10, 12), (1, 1, 1, 64, 64)], ids=str)
-def test_a_class_of_queries_and_keys_has_one_kernel(made, dtype, sizes, how, heads):
-    items, h, few, d, dv = heads
-    for seed, (m, n) in enumerate(sizes):
-        x = operands((items, h, few, m, n, d, dv), BF16 if dtype == "bfloat16" else dtype, seed)
-        check(*x, exact(*x, **how), **how)
-        if items == 1:
-            want = exact(*x, **how)
-            check(*(y[0] for y in x), tuple(y[0] for y in want), **how)
-    assert len(made) == 2  # with logarithms and without
-
-
-def test_rows_beyond_a_class_are_another(made):
-    for m, n in ((200, 200), (201, 200), (200, 201), (192, 200)):
-        x = operands((1, 2, 1, m, n, 16, 16))
-        check(*x, exact(*x))
-    assert sorted(set(made)) == [(192, 200), (200, 200), (200, 201), (201, 200)]
-
-
-def test_what_is_not_dense_is_of_no_class(made):
-    x = operands((2, 2, 2, 200, 200, 16, 16))
-    check(*x, exact(*x))
-    for m in (199, 198):
-        y = tuple(z[:, :, :m] for z in x)
-        check(*y, exact(*y))
-    assert len(made) == 6
-    y = tuple(np.ascontiguousarray(z[:, :, :198]) for z in x)
-    check(*y, exact(*y))
-    assert len(made) == 6
-
-
-@pytest.mark.parametrize("m", [1, 40])
-def test_keys_of_a_cache_are_of_classes(made, m):
-    """A cache that fills has one kernel for all numbers of keys of a class, though it is not dense."""
-    q, k, v = operands((2, 2, 2, m, 300, 16, 12))
-    for n in (193, 200, 196):
-        x = (q, k[:, :, :n], v[:, :, :n])
-        check(*x, exact(*x))
-    assert len(made) == 2
-    with pytest.raises(ValueError, match="fit"):
-        pm.attention(q, k[:, :, :199], v[:, :, :200])
-    x = (q, k[:, :, :201], v[:, :, :201])
-    check(*x, exact(*x))
-    assert len(made) == 4
-
-
-@pytest.mark.parametrize(("d", "wide"), [(33, 33), (64, 65)])
-def test_keys_that_are_copied_have_strides_of_their_number(d, wide):
-    """Units of k need whole steps of aligned columns: other keys of a cache are copied."""
-    rng = np.random.default_rng(d)
-    q, cache, values = (rng.standard_normal((2, 3, n, x)).astype(BF16) for n, x in ((40, d), (200, wide), (200, 16)))
-    for n in (104, 101, 103):
-        k, v = cache[:, :, :n, :d], values[:, :, :n]
-        wide_q, wide_k, wide_v = (x.astype(np.float64) for x in (q, k, v))
-        scores = np.exp(wide_q @ wide_k.swapaxes(-1, -2) / np.sqrt(d))
-        want = scores / scores.sum(-1, keepdims=True) @ wide_v
-        assert np.abs(pm.attention(q, k, v).astype(np.float64) - want).max() < 0.02
-
-
-@pytest.mark.usefixtures("made")
-def test_a_known_class_refuses_what_it_did():
-    q, k, v = operands((1, 2, 1, 200, 200, 16, 16))
-    pm.attention(q, k, v)
-    for wrong in ((q, k, v[:, :, :199]), (q, k[..., :8].copy(), v), (q, k[0], v[0]), (q[:, :, :, :8].copy(), k, v)):
-        with pytest.raises(ValueError, match=r"fit|columns"):
-            pm.attention(*wrong)
-    with pytest.raises(TypeError, match="dtypes"):
-        pm.attention(q, k, v.astype(np.float16))
-    with pytest.raises(TypeError, match="masked"):
-        pm.attention(np.ma.asarray(q), k, v)
-    assert pm.attention(q[:, :, :0], k, v).shape == (1, 2, 0, 16)
-    assert not pm.attention(q, k[:, :, :0], v[:, :, :0]).any()
-
-
-def test_threads_of_small_and_of_large_calls_of_a_class(made):
-    """Calls of a class may lie on both sides of where work is shared out."""
-    pm.set_num_threads(2)
-    try:
-        for n in (1056, 1025, 1040):
-            x = operands((1, 1, 1, 60, n, 8, 8))
-            check(*x, exact(*x))
-        assert len({60 * n * 16 > attention_launch.FORK for n in (1056, 1025)}) == 2
-        assert len(made) == 4
-    finally:
-        pm.set_num_threads(0)
-
-
 # -- arrays ------------------------------------------------------------------------
 
 
@@ -483,94 +357,3 @@ def test_other_types_are_named():
         pm.attention(q, k, v, lengths=[1.0])
     with pytest.raises(TraceError, match="line"):
         pm.attention(q, k, v, score=lambda s, i: s if s > 0 else -s)  # noqa: ARG005
-
-
-# -- the interpreter -------------------------------------------------------------------
-
-
-def interpreted(target, dtype, shape, how, step, *, few=False):
-    """The interpreter's result of a kernel."""
-    x = operands(shape, dtype)
-    b, h, kv, m, n, d, dv = shape
-    scored = acc() * number(0)
-    text = str(Fused((), ((C, scored),)))
-    held = {"float32": "f32", "bfloat16": "bf16"}[np.dtype(dtype).name]
-    isa, atom, real = cpu_kernels.attention_unit(held, parse(text), target, m)
-    wide = Geometry(attention_schedule(isa, atom)).pv_n
-    bounds = Bounds(how.get("causal", False), "window" in how)
-    packs = not few and (atom.k_pack > 1 or atom.m > 1 or not (isa.spelling(atom, "load_mask", held) or dv % wide == 0))
-    form = Form(parse(text), held, held, bounds, lse=True)
-    unit = real if few else atom
-    s = attention_schedule(isa, unit, packs=packs)
-    (kernel,) = lower_program(of_attention(form, "n" if few else "m"), s, isa, unit)
-    fields = dict.fromkeys("a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch".split(), 0)  # noqa: SIM905
-    fields |= {"m": m, "n": n, "k": d, "batch": b * h, "workers": 2, "a_m": h, "a_k": h // kv}
-    fields |= {"b_k": how.get("window", n), "b_n": step, "c_m": n - m, "c_n": dv, "c_batch": 2 * step}
-    out, lse = np.full((b, h, m, dv), 7, x[0].dtype), np.full((b, h, m), 7, np.float32)
-    arrays = {"numbers": (np.float32([d**-0.5]), 0)}
-    for i, y in enumerate((*x, out, lse[..., None])):
-        arrays[f"x{i}"] = (y.reshape(-1), 0)
-        for axis, stride in zip("bhmn", y.strides, strict=True):
-            fields[f"x{i}_{axis}"] = stride // y.itemsize
-    run(kernel, fields, arrays, shuffle=1)
-    want = exact(*x, **how)
-    tolerance = TOLERANCE[out.dtype.name]
-    np.testing.assert_allclose(out.astype(np.float64), want[0], rtol=tolerance, atol=tolerance)
-    np.testing.assert_allclose(lse, want[1], rtol=1e-5, atol=2e-5)
-    return atom.name, real.acc
-
-
-@pytest.mark.parametrize("few", [False, True])
-@pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window": 5}], ids=str)
-def test_its_meaning_on_a_tiny_machine(how, few):
-    interpreted(TINY, np.float32, (1, 2, 1, 5, 11, 3, 3), how, 4, few=few)
-
-
-@pytest.mark.parametrize("few", [False, True])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("isa", ["neon", "sse2", "avx512", "avx512bf16"])
-def test_its_meaning_in_vectors(isa, dtype, few):
-    dtype = BF16 if dtype == "bfloat16" else dtype
-    machine = small(isa.removesuffix("bf16"))
-    machine = replace(machine, isas=(load_isa(isa), *machine.isas)) if isa.endswith("bf16") else machine
-    interpreted(machine, dtype, (1, 2, 1, 3, 15, 6, 5), {"causal": True}, 8, few=few)
-
-
-TILED = [(1, 2, 1, 20, 70, 32, 40), (1, 1, 1, 70, 33, 64, 16), (2, 1, 1, 33, 130, 32, 33), (1, 2, 2, 65, 66, 32, 1)]
-"""Shapes whose heads are whole steps of a tile."""
-
-
-@pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window": 5}, {"window": 40}], ids=str)
-def test_its_meaning_in_tiles(how):
-    for i, shape in enumerate(x for x in TILED if not how or x[3] <= x[4]):
-        assert interpreted(small("amx_bf16"), BF16, shape, how, 32 * (1 + i % 2)) == ("amx_bf16", "f32")
-
-
-@pytest.mark.parametrize("how", [{}, {"causal": True}, {"causal": True, "window": 9}, {"lengths": [33, 0]}], ids=str)
-def test_tiles_that_are_arrays(how, monkeypatch):
-    """Kernels for tiles, built with tiles in C: heads of any size, operands beside pages that cannot be touched."""
-    amx = [load_isa(x) for x in ("amx_bf16", "avx512")]
-    if not test_amx.LINES_RUN:
-        pytest.skip("lines are moved by AVX-512")
-    machine = replace(load_target("sapphire_rapids"), isas=(amx[0], *(x for x in amx[0].below)))
-    monkeypatch.setattr(cpu_kernels, "loaded", test_amx.shimmed)
-    monkeypatch.setattr(attention_kernel.config, "target", lambda: machine)
-    cpu_kernels.forget()
-    for shape in [(2, 4, 2, 33, 70, 64, 64), (2, 2, 1, 70, 130, 40, 72), (2, 1, 1, 17, 37, 7, 5)]:
-        x = [guarded(y.reshape(-1)).reshape(y.shape) for y in operands(shape, BF16)]
-        want = exact(*x, **how)
-        for item, most in enumerate(how.get("lengths", ())):
-            x[1][item, :, most:] = x[2][item, :, most:] = np.nan
-        check(*x, want, **how)
-    cpu_kernels.forget()
-
-
-@pytest.mark.parametrize("d", [1, 2, 3])
-def test_operands_by_columns_with_short_heads(d):
-    rng = np.random.default_rng(0)
-    shapes = (2, 3, 20, d), (2, 3, 5, d), (2, 3, 5, 4)
-    q, k, v = (rng.standard_normal(s).astype(BF16) for s in shapes)
-    want = pm.attention(q, k, v).astype(np.float32)
-    for x in (q, np.asfortranarray(q)):
-        for y in (k, np.asfortranarray(k)):
-            np.testing.assert_allclose(pm.attention(x, y, v).astype(np.float32), want, rtol=0.02, atol=0.02)

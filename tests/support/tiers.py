@@ -26,9 +26,10 @@ if TYPE_CHECKING:
 THIN = {
     2: "fuse/test_fuse_device kernels/test_device_codes kernels/test_grid_attention kernels/test_mma_attention "
     "kernels/test_mma_types meaning/test_accuracy meaning/test_amx meaning/test_device_accuracy meaning/test_fused "
-    "meaning/test_meaning meaning/test_two_rows ops/test_attention ops/test_determinism ops/test_device_calls "
-    "ops/test_folded ops/test_grouped_device ops/test_prepack ops/test_rows_on_device ops/test_scaled_device "
-    "ops/test_without_compiler schedule/test_cost_tape schedule/test_schedule schedule/test_textbook",
+    "meaning/test_meaning meaning/test_two_rows ops/test_attention ops/test_attention_classes "
+    "ops/test_attention_meaning ops/test_determinism ops/test_device_calls ops/test_folded ops/test_grouped_device "
+    "ops/test_prepack ops/test_rows_on_device ops/test_scaled_device ops/test_without_compiler schedule/test_cost_tape "
+    "schedule/test_schedule schedule/test_textbook",
     3: "meaning/test_narrow",
 }
 """Of each function of these modules, the fast tier has each n-th of the cases that its mark leaves."""
