@@ -37,7 +37,7 @@ _SHARED = re.compile(
     r"(?: __attribute__\(\(aligned\((\d+)\)\)\))?;"
 )
 _REGISTERS = re.compile(r"^( *)int (\w+(?:, \w+)*);$", re.MULTILINE)
-_BOUNDED = re.compile(
+_REGISTER_ARRAYS = re.compile(
     r"^( +)(?:__align__\(\d+\) )?float (\w+)\[(\d+)\](?: __attribute__\(\(aligned\(\d+\)\)\))?;$", re.MULTILINE
 )
 """Arrays of registers."""
@@ -98,7 +98,7 @@ def cpp(text: str) -> tuple[str, int]:
         return f"{x[1]} *const {x[2]} = ({x[1]} *)(shared_area + {at});"
 
     text = _SHARED.sub(placed, text)
-    text = _BOUNDED.sub(r"\1Held<\3> \2;", text)
+    text = _REGISTER_ARRAYS.sub(r"\1Held<\3> \2;", text)
     text = _REGISTERS.sub(r"\1I \2;", text)
     text = _HEADS.sub(lambda x: f"I {x[1]}(" if x[1] else f"{x[2]}(I ", text)
     text = _SHIFT.sub(r"shifted(\1, \2)", text)
