@@ -122,6 +122,7 @@ class _Loops:
         chunk, number, windows = task % chunks, var("number"), const(x.panels.windows)
         own = Ptr("work", var("worker") * self.own_size)
         panels = For("j", const(0), const(x.panels.of_window), const(x.vectors), self.panel())
+        top, end = FIRST * x.stride[0] - x.before[0], (LAST - 1) * x.stride[0] - x.before[0] + x.reach[0]
         return (
             Let("chunks", self.chunks),
             Let("index", task // chunks),
@@ -129,8 +130,8 @@ class _Loops:
             Let("number", var("index") % self.blocks),
             Let("first_row", number * x.out[0] // self.blocks),
             Let("last_row", (number + 1) * x.out[0] // self.blocks),
-            Let("low", maximum(0, FIRST * x.stride[0] - x.before[0])),
-            Let("high", minimum(x.spatial[0], (LAST - 1) * x.stride[0] - x.before[0] + x.reach[0])),
+            Let("low", top if x.fill else maximum(0, top)),
+            Let("high", end if x.fill else minimum(x.spatial[0], end)),
             Let("first", windows * chunk // chunks),
             Let("last", windows * (chunk + 1) // chunks),
             LetPtr("strip", own, self.atom.acc),
@@ -143,14 +144,14 @@ class _Loops:
     # -- strip -----------------------------------------------------------------
 
     def line(self) -> tuple[Stmt, ...]:
-        """Copy of a row of an image to the strips of all groups of a block, with zeros at its ends."""
+        """Copy of a row of an image to the strips of all groups of a block, with padding at its ends."""
         x, z, channels = self.x, var("z"), self.x.panels.together * self.x.panels.channels
         left = min(x.before[1], x.width)
         pixels = max(0, min(x.spatial[1], x.width - left))
         row = Ptr("strip", (var("window") - var("first")) * x.of_window + (var("y") - LOW) * (x.width * x.pixel))
         ends = (
-            *self.zeros(row, left * x.pixel),
-            *self.zeros(row + (left + pixels) * x.pixel, (x.width - left - pixels) * x.pixel),
+            *self.filled(row, left * x.pixel),
+            *self.filled(row + (left + pixels) * x.pixel, (x.width - left - pixels) * x.pixel),
         )
         one = (
             LetPtr("to", row + (left + z) * x.pixel, self.atom.acc),
@@ -158,11 +159,15 @@ class _Loops:
             *self.channels(),
         )
         groups = (For("window", var("first"), var("last"), const(1), one),)
-        return (
+        copy = (
             LetPtr("line", Ptr("source", var("y") * x.steps[0]), self.types[0], readonly=True),
             *((For("window", var("first"), var("last"), const(1), ends),) if ends else ()),
             For("z", const(0), const(pixels), const(1), groups),
         )
+        if not x.fill:
+            return copy
+        outside = For("window", var("first"), var("last"), const(1), self.filled(row, x.width * x.pixel))
+        return (If((1 - var("y").lt(0)) * var("y").lt(x.spatial[0]), copy, (outside,)),)
 
     @property
     def read(self) -> str:
@@ -177,9 +182,11 @@ class _Loops:
             return whole
         return (If(var("window").eq(y.windows - 1), self.copied(few * y.depth), whole),)
 
-    def zeros(self, row: Ptr, count: int) -> tuple[Stmt, ...]:
-        """Zeros in a row of the strip."""
-        return (For("e", const(0), const(count), const(1), (Move(row + var("e"), None),)),) if count else ()
+    def filled(self, row: Ptr, count: int) -> tuple[Stmt, ...]:
+        """Padding in a row of the strip: units of a byte are words."""
+        word = int.from_bytes(bytes([self.x.fill & 255] * 4), "little", signed=True)
+        one = Move(row + var("e"), None, word)
+        return (For("e", const(0), const(count), const(1), (one,)),) if count else ()
 
     def copied(self, count: int) -> tuple[Stmt, ...]:
         """Copy of contiguous words, by vectors."""
@@ -226,6 +233,8 @@ class _Loops:
             Let("tap", maximum(0, ceil_div(const(x.before[0]) - var("y") * x.stride[0], x.dilation[0]))),
             Let("end", minimum(x.panels.kernel[0], ceil_div(const(x.spatial[0]) - top, x.dilation[0]))),
         ]
+        if x.fill:
+            body = [Let("tap", const(0)), Let("end", const(x.panels.kernel[0]))]
         for rows, begin, end in ((height + 1, 0, edge), (height, edge, x.out[1])):
             if begin < end:
                 tile = (Let("row", IMAGE * x.pixels + var("y") * x.out[1] + var("z")), *self.tile(rows, top))
@@ -300,7 +309,7 @@ class _Loops:
             if y.together > 1:
                 pick = [lane // y.outputs * y.depth + shuffled for lane in range(y.together * y.outputs)]
                 pick += [0] * (atom.n - len(pick))
-                stmts.append(Verb("load_b", "x", p=Ptr("pixels", const(pixel * x.pixel))))
+                stmts.append(Verb("load_b", "x", p=Ptr("pixels", const(pixel * x.pixel)), to=atom.left))
                 stmts.append(Shuffle("t", "x", "x", tuple(pick)))
             else:
                 stmts.append(Verb("load_a", "t", p=Ptr("pixels", channel + pixel * x.pixel)))

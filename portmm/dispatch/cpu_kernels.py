@@ -23,7 +23,7 @@ from portmm.schedule.candidates import PACKED_VECTORS, units
 from portmm.schedule.cpu_table import macs_per_cycle
 from portmm.schedule.schedule import Schedule
 from portmm.schedule.text import spell
-from portmm.spec.dtype import BY_NAME, CODES_KR, types
+from portmm.spec.dtype import BY_NAME, CODES_KR, types, unit
 from portmm.spec.problem import Family
 from portmm.target.atom import Atom
 from portmm.target.isa import Isa
@@ -80,6 +80,25 @@ def vector_unit(dtype: str, target: Target, channels: int = 0) -> tuple[Isa, Ato
     if not fits:
         raise ScheduleError(f"{target.name} has no vectors for {dtype}")
     return max(fits, key=lambda x: _rate(x, "f32" if x[1].k_pack == 1 else dtype, target))
+
+
+def group_unit(image: str, filters: str, target: Target, channels: int) -> tuple[Isa, Atom]:
+    """The fastest vectors for groups of few channels: of bytes, those that multiply units of them in place.
+
+    Raises:
+        ScheduleError: there are none.
+    """
+    if filters != "s8":
+        return vector_unit(filters, target, channels)
+    dtype = f"{image}-s8-s32"
+    fits = [
+        (isa, x) for isa, x in units(dtype, target)
+        if x.m == 1 < x.k_pack and not x.tiled and channels % x.k_pack == 0
+        and (x.left, x.right) == (unit(image, x.k_pack), unit("s8", x.k_pack))
+    ]  # fmt: skip
+    if not fits:
+        raise ScheduleError(f"{target.name} has no vectors for units of {image}")
+    return max(fits, key=lambda x: _rate(x, dtype, target))
 
 
 def int4_unit(target: Target) -> tuple[Isa, Atom]:

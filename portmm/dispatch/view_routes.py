@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import atom_of, lower_direct, lower_grouped, lower_tiled, lower_view
-from portmm.dispatch.cpu_kernels import isa_of, loaded_program, vector_unit
+from portmm.dispatch.cpu_kernels import group_unit, isa_of, loaded_program
 from portmm.dispatch.schedule_choice import choose
 from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
@@ -133,7 +133,7 @@ def grouped_route(  # noqa: PLR0917 - what a kernel is made for
 def _new_grouped_route(  # noqa: PLR0917
     p: Problem, x: Convolution, strides: tuple[int, ...], panels: Panels, target: Target, threads: int
 ) -> Any:
-    isa, atom = vector_unit(panels.dtype, target, panels.channels)
+    isa, atom = group_unit(p.types[0], panels.dtype, target, panels.channels)
     if (atom.n, atom.k_pack) != (panels.lanes, panels.unit):
         raise ScheduleError(f"filters in vectors of {panels.lanes} are for another machine than {target.name}")
     sizes, (image, _, result) = grouped(x, strides, panels, isa, target), p.types

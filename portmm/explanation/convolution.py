@@ -13,19 +13,20 @@ from portmm.arrays.grid_call import settings
 from portmm.arrays.operand import WIDEST, result_type
 from portmm.codegen.lower import atom_of, lower_grid
 from portmm.dispatch import config, device_routes
-from portmm.dispatch.cpu_kernels import family, isa_of, vector_unit
+from portmm.dispatch.cpu_kernels import family, group_unit, isa_of
 from portmm.dispatch.view_routes import in_place, schedule_of
 from portmm.errors import ConvolutionError
 from portmm.explanation.product import explained, target_called
 from portmm.explanation.record import Explanation
+from portmm.ops.convolution_groups import grouped_panels, groups_in_tiles
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
-from portmm.ops.convolution_weights import grouped_panels, is_depthwise
+from portmm.ops.convolution_weights import is_depthwise, whole_groups
 from portmm.ops.depthwise import parts
 from portmm.schedule.grouped_convolution import grouped
 from portmm.schedule.program import device_of
 from portmm.schedule.tile_convolution import Tiled
 from portmm.spec.convolution import planes, windows
-from portmm.spec.dtype import BY_NAME, accumulator
+from portmm.spec.dtype import BY_NAME, accumulator, types
 from portmm.spec.layout import Layout
 from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
@@ -134,11 +135,14 @@ def explain_conv(
         program = _transfers(product, size, last=last)
     elif is_depthwise(tuple(w), groups, dtype):
         program = _depthwise(size, last=last)
-    elif (panels := grouped_panels(tuple(w), groups, dtype, machine, last=last)) is not None:
-        program = _grouped(size, strides, panels, machine)
+    elif (panels := grouped_panels(tuple(w), groups, types(dtype)[:2], machine, last=last)) is not None:
+        program = _grouped(size, strides, (types(dtype)[0], panels), machine)
     else:
         threads = config.get_num_threads() if target is None else machine.cores
-        program = _on_cores(size, x[0], (view, strides), (machine, threads), last=last, dtype=dtype)
+        together = groups_in_tiles(tuple(w), groups, types(dtype)[:2], machine, last=last)
+        size = whole_groups(size, max(1, together))
+        program = [f"{together} groups together, with zeros between their filters"] if together > 1 else []
+        program += _on_cores(size, x[0], (view, strides), (machine, threads), last=last, dtype=dtype)
     matrix = "A, (image pixel, tap channel)" if last else "B, (channel tap, pixel)"
     return ConvolutionExplanation(str(size), matrix, tuple(lines), tuple(after), tuple(program), product)
 
@@ -153,9 +157,10 @@ def _depthwise(size: Convolution, *, last: bool) -> list[str]:
     return lines + [f"  {number(padded, 'part')} of the result: from strips, copied with padding"] * bool(padded)
 
 
-def _grouped(size: Convolution, strides: Sequence[int], panels: Panels, target: Target) -> list[str]:
-    """The program of groups of few channels."""
-    isa, atom = vector_unit(panels.dtype, target, panels.channels)
+def _grouped(size: Convolution, strides: Sequence[int], of: tuple[str, Panels], target: Target) -> list[str]:
+    """The program of groups of few channels, of a type of images and filters in panels."""
+    image, panels = of
+    isa, atom = group_unit(image, panels.dtype, target, panels.channels)
     x = grouped(size, strides, panels, isa, target)
     lanes = f"{number(panels.together, 'group')} in a vector of {atom.n} outputs"
     if panels.together == 1:

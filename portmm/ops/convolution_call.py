@@ -13,7 +13,7 @@ from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
 from portmm.ops import host_matmul
 from portmm.ops.convolution_kernel import HostConvolution
-from portmm.ops.convolution_weights import unpack_conv
+from portmm.ops.convolution_weights import single_groups, unpack_conv, whole_groups
 from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, NOT_F64, VALUES, VALUES_FIRST
 from portmm.ops.product_kernel import first_type
 from portmm.trace.bind import UserFunction
@@ -105,7 +105,7 @@ def _writes(kernel: Any, to: Array, closure: Any) -> bool:
 
 def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: bool) -> HostConvolution:
     """The convolution, with results of the requested type where kernels write them; others are converted afterwards."""
-    (out, dtype), kind = wanted, _kind_of(w)
+    (out, dtype), kind, size = wanted, _kind_of(w), whole_groups(size, w.together)
     first = first_type(out, dtype)
     if fused:
         return kind(x, w, size, dtype, first)
@@ -165,7 +165,7 @@ class Repeated:
         """The record of a call that was made; None where it is not to be repeated like this."""
         if readable(x, w) is not x:
             return None
-        call = _kind_of(w)(x, w, size, None if dtype is None else np.dtype(dtype), None)
+        call = _kind_of(w)(x, w, whole_groups(size, w.together), None if dtype is None else np.dtype(dtype), None)
         if 0 in (*call.shape, size.depth) or not (dtype is None or call.writes()):
             return None
         strides = _dense(call.shape)
@@ -285,7 +285,8 @@ def _split(call: HostConvolution, epilogue: Any) -> tuple[list[Array], bool]:
     if sums == "f64":
         raise TypeError(NOT_F64)
     whole = np.dtype(np.int32 if sums == "s32" and not call.int4 else np.float32)
-    product = convolved(call.x, call.w, call.convolution, (None, whole), None).reshape(call.shape)
+    size = single_groups(call.convolution, call.w)
+    product = convolved(call.x, call.w, size, (None, whole), None).reshape(call.shape)
     names = NAMES if call.last else CHANNELS_FIRST
     usual = call.usual()
     results, several = over_rows(
@@ -299,7 +300,7 @@ def _by_numpy(call: HostConvolution, epilogue: Any) -> tuple[Sequence[Array], bo
     from portmm.spec.convolution import windows
     from portmm.spec.layout import Layout
 
-    size, x = call.convolution, call.x if call.last else np.moveaxis(call.x, 1, -1)
+    size, x = single_groups(call.convolution, call.w), call.x if call.last else np.moveaxis(call.x, 1, -1)
     filters, acc = unpack_conv(call.w), numpy_arrays.numpy_of(call.sums())
     sums = np.zeros((call.images * size.pixels, size.groups * size.outputs), acc)
     if sums.size and size.depth:

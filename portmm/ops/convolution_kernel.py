@@ -53,11 +53,13 @@ class ConvolutionKernel:
         size: m, n, k and items of the product of one group.
         strides: of its operands, a_m to b_batch; those of C follow from the array that it is written to.
         steps: bytes from a group to the next, of images, and elements, of C.
+        ends: the same of the last group, which may have channels of the one before.
         bound: operands of the epilogue, or None.
         indexed: place among the numbers of the first channel of a group, as bits; -1 if it is not read.
         along: place of the axis of channels in the table of operands.
         types: of the operands.
         several: the function returns a tuple.
+        channels: of a result.
     """
 
     route: Any
@@ -65,11 +67,13 @@ class ConvolutionKernel:
     size: tuple[int, int, int, int]
     strides: tuple[int, ...]
     steps: tuple[int, int]
+    ends: tuple[int, int]
     bound: Bound | None = None
     indexed: int = -1
     along: int = 3
     types: tuple[str, ...] = ()
     several: bool = False
+    channels: int = 0
 
     def run(self, x: Array, w: PackedConv, c: _Memory, closure: Any = None, more: Sequence[Array] = ()) -> None:
         """Compute all groups.
@@ -91,8 +95,8 @@ class ConvolutionKernel:
         for group, weight in enumerate(w.weight):
             image, to, filters = x, out, getattr(weight, "owner", weight)
             if group:
-                image = x.__array_interface__["data"][0] + group * self.steps[0]
-                to = out.__array_interface__["data"][0] + group * self.steps[1] * out.itemsize
+                image = x.__array_interface__["data"][0] + min(group * self.steps[0], self.ends[0])
+                to = out.__array_interface__["data"][0] + min(group * self.steps[1], self.ends[1]) * out.itemsize
             a, b = (image, filters) if last else (filters, image)
             operands = (m, n, k, batch, a, a_m, a_k, a_batch, b, b_k, b_n, b_batch, to, row, 1, item, None)
             if self.bound is None:
@@ -104,7 +108,8 @@ class ConvolutionKernel:
         """The table of operands, and the numbers, of a group."""
         if not group and self.indexed < 0:
             return table, numbers
-        first = group * self.size[0 if self.along == 2 else 1]
+        size = self.size[0 if self.along == 2 else 1]
+        first = min(group * size, self.channels - size)
         at = (0, first, 0) if self.along == 2 else (0, 0, first)
         return of_part(table, numbers, self.types, at, (self.indexed, (first,)))
 
@@ -132,7 +137,7 @@ class HostConvolution(HostProduct):
     @property
     def shape(self) -> tuple[int, int, int]:
         """Shape of a result: (image, pixel, channel), or with channels first (image, channel, pixel)."""
-        channels, pixels = self.convolution.groups * self.convolution.outputs, self.convolution.pixels
+        channels, pixels = self.w.shape[0], self.convolution.pixels
         return (self.images, pixels, channels) if self.last else (self.images, channels, pixels)
 
     @property
@@ -188,15 +193,28 @@ class HostConvolution(HostProduct):
         m, n = (m, n) if self.last else (n, m)
         batch = 1 if merged else self.images
         _, route, strides = self.routed_view((m, n, batch), step, to)
-        steps = (size.channels * self.x.strides[self._channel], size.outputs * (1 if self.last else c[0]))
+        channel, row = self.x.strides[self._channel], 1 if self.last else c[0]
+        steps = (size.channels * channel, size.outputs * row)
+        ends = ((self.x.shape[self._channel] - size.channels) * channel, (self.w.shape[0] - size.outputs) * row)
         dims = (m, n, size.depth, batch)
         if step is None:
-            return ConvolutionKernel(route, ((self.shape, self.types()[2]),), dims, strides, steps)
+            return ConvolutionKernel(route, ((self.shape, self.types()[2]),), dims, strides, steps, ends)
         bound, results = self._bound(step)
         types = tuple(x.dtype for x in step.fused.operands)
         along = 3 if self.last else 2
         return ConvolutionKernel(
-            route, results, dims, strides, steps, bound, indexed, along, types, step.traced.several
+            route,
+            results,
+            dims,
+            strides,
+            steps,
+            ends,
+            bound,
+            indexed,
+            along,
+            types,
+            step.traced.several,
+            self.w.shape[0],
         )
 
     @property

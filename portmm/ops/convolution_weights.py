@@ -16,49 +16,30 @@ import numpy as np
 
 from portmm.arrays import libraries, numpy_arrays
 from portmm.dispatch import config
-from portmm.dispatch.cpu_kernels import vector_unit
-from portmm.errors import ConvolutionError, ScheduleError
+from portmm.errors import ConvolutionError
+from portmm.ops.convolution_groups import (
+    GroupPanels,
+    grouped_panels,
+    groups_in_tiles,
+    joined,
+    pack_groups,
+    separate,
+    unpack_groups,
+)
 from portmm.ops.convolution_options import LAYOUTS, layout_of
 from portmm.ops.prepack import in_panels, pack
 from portmm.schedule.candidates import PACKED_VECTORS
-from portmm.schedule.grouped_convolution import panels_of
 from portmm.spec.dtype import BY_NAME, UNCONVERTED
 from portmm.spec.problem import family
 from portmm.weights.kinds import ArrayLike, OnDevice, WeightKind
 
 if TYPE_CHECKING:
     from portmm.arrays.operand import Operand
-    from portmm.schedule.grouped_convolution import Panels
-    from portmm.target.target import Target
+    from portmm.spec.convolution import Convolution
 
 Array = np.ndarray[Any, Any]
 MOST_TAPS = 64
 """Taps of filters of single channels that one kernel over rows reads; larger ones are products."""
-OF_GROUPS = ("f32", "bf16", "f16")
-"""Types of images and filters of groups of few channels, which are summed in float32."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class GroupPanels:
-    """Filters of groups of few channels.
-
-    Attributes:
-        owner: the panels, one after the other.
-        panels: their layout.
-    """
-
-    owner: Array
-    panels: Panels
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the panels."""
-        return int(self.owner.nbytes)
-
-    @property
-    def family(self) -> str:
-        """The name of the layout."""
-        return self.panels.family
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -67,11 +48,13 @@ class PackedConv(ArrayLike):
 
     Attributes:
         weight: of each group, a packed one; with channels first the dense rows. Where each channel has a filter of its
-            own, one array (tap, channel); of groups of few channels one `GroupPanels`.
+            own, one array (tap, channel); of groups of few channels one `GroupPanels`, or of several groups together
+            a matrix with zeros where channels and outputs are of different ones.
         shape: (outputs, channels of a group, *kernel).
         groups: of channels.
         layout: of the images.
         dtype: NumPy's type of the elements; of int4 values uint8.
+        together: groups of a matrix.
         kind: what kernels depend on.
     """
 
@@ -81,11 +64,13 @@ class PackedConv(ArrayLike):
     groups: int
     layout: str
     dtype: np.dtype[Any]
+    together: int = 1
     kind: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         family = getattr(self.weight[0], "family", "") if self.weight else ""
-        object.__setattr__(self, "kind", (self.shape, self.groups, self.layout, self.dtype, family, self.depthwise))
+        kind = (self.shape, self.groups, self.layout, self.dtype, family, self.depthwise, self.together)
+        object.__setattr__(self, "kind", kind)
 
     @property
     def nbytes(self) -> int:
@@ -105,7 +90,7 @@ class PackedConv(ArrayLike):
     @property
     def depthwise(self) -> bool:
         """Whether each channel is convolved by itself, by a kernel over rows."""
-        return 1 == len(self.weight) < self.groups and not self.grouped
+        return 1 == len(self.weight) < self.groups and not self.grouped and self.together == 1
 
     @property
     def grouped(self) -> bool:
@@ -156,24 +141,28 @@ def pack_conv(
         return _pack_for_device(w, groups, layout, last)
     outputs, channels = array.shape[0] // groups, array.shape[1]
     by_group = array.reshape(groups, outputs, channels, *array.shape[2:])
-    depth = channels * math.prod(array.shape[2:])
+    depth, together = channels * math.prod(array.shape[2:]), 1
     dtype = array.dtype.newbyteorder("=")
+    images = dtype if activations is None else np.dtype(activations).newbyteorder("=")
+    kind = (tuple(array.shape), groups, (numpy_arrays.name_of(images), numpy_arrays.name_of(dtype)))
     if bits is None and is_depthwise(array.shape, groups, numpy_arrays.name_of(dtype)):
         taps = np.array(array.reshape(groups, depth).T, dtype, order="C")
         taps.flags.writeable = False
         weight: tuple[Any, ...] = (taps,)
-    elif bits is None and (panels := _panels(array.shape, groups, dtype, activations, layout)) is not None:
+    elif bits is None and (panels := grouped_panels(*kind, config.target(), last=last)) is not None:
         weight = (pack_groups(by_group, panels),)
     elif not last:
         rows = np.array(by_group.reshape(groups, outputs, depth), dtype, order="C")
         rows.flags.writeable = False
         weight = tuple(rows)
     else:
+        together = 1 if bits is not None else max(1, groups_in_tiles(*kind, config.target(), last=last))
+        by_group = joined(by_group, together) if together > 1 else by_group
         order = (0, *range(3, 3 + spatial), 2, 1)
-        matrices = by_group.transpose(order).reshape(groups, depth, outputs)
+        matrices = by_group.transpose(order).reshape(len(by_group), -1, outputs * together)
         weight = tuple(_packed(x, activations) if bits is None else _int4(x, group) for x in matrices)
         dtype = dtype if bits is None else np.dtype(np.uint8)
-    return PackedConv(weight, tuple(array.shape), groups, layout, dtype)
+    return PackedConv(weight, tuple(array.shape), groups, layout, dtype, together)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -228,49 +217,19 @@ def is_depthwise(w: tuple[int, ...], groups: int, dtype: str) -> bool:
     return groups == w[0] > 1 == w[1] and dtype != "f64" and math.prod(w[2:]) <= MOST_TAPS
 
 
-def _panels(w: tuple[int, ...], groups: int, dtype: np.dtype[Any], activations: Any, layout: str) -> Panels | None:
-    """The layout of panels of filters of few channels; None for others."""
-    if groups == 1 or (activations is not None and np.dtype(activations).newbyteorder("=") != dtype):
-        return None
-    return grouped_panels(w, groups, numpy_arrays.name_of(dtype), config.target(), last=layout_of(layout)[1])
+def whole_groups(size: Convolution, n: int) -> Convolution:
+    """The convolution with so many groups together, as matrices of filters have them."""
+    if n == 1:
+        return size
+    return replace(size, groups=-(-size.groups // n), channels=size.channels * n, outputs=size.outputs * n)
 
 
-def grouped_panels(w: tuple[int, ...], groups: int, dtype: str, target: Target, *, last: bool) -> Panels | None:
-    """The layout of panels of filters of a shape and a type, of few channels, for a machine; None for others."""
-    if groups == 1 or not last or dtype not in OF_GROUPS or 0 in w:
-        return None
-    try:
-        isa, atom = vector_unit(dtype, target, w[1])
-    except ScheduleError:
-        return None
-    if atom.k_pack == 1 and not isa.spelling(atom, "load_b", dtype, "f32"):
-        return None
-    return panels_of(groups, w[1], w[0] // groups, w[2:], isa, atom)
-
-
-def pack_groups(filters: Array, x: Panels) -> GroupPanels:
-    """Filters (group, output, channel, *kernel) in panels."""
-    wide = np.zeros((x.windows, x.of_window * x.lanes, x.channels, math.prod(x.kernel)), np.float32)
-    flat = filters.reshape(x.groups, x.outputs, x.channels, -1)
-    for group in range(x.groups):
-        window, first = group // x.together, group % x.together * x.outputs
-        wide[window, first : first + x.outputs] = flat[group]
-    every = wide.reshape(x.windows, x.of_window, x.lanes, x.depth, x.unit, *x.kernel).transpose(0, 1, 5, 3, 6, 2, 4)
-    panels = numpy_arrays.aligned_empty(every.size, numpy_arrays.numpy_of(x.dtype))
-    panels.reshape(every.shape)[...] = every
-    panels.flags.writeable = False
-    return GroupPanels(panels, x)
-
-
-def unpack_groups(w: PackedConv) -> Array:
-    """The filters of groups of few channels, as an array."""
-    packed = w.weight[0]
-    x = packed.panels
-    shape = (x.windows, x.of_window, x.kernel[0], x.depth, x.kernel[1], x.lanes, x.unit)
-    wide = packed.owner.reshape(shape).transpose(0, 1, 5, 3, 6, 2, 4)
-    flat = wide.reshape(x.windows, x.of_window * x.lanes, x.channels, *x.kernel)[:, : x.together * x.outputs]
-    every: Array = flat.reshape(x.windows * x.together * x.outputs, *flat.shape[2:])[: x.groups * x.outputs]
-    return every.reshape(w.shape).astype(w.dtype)
+def single_groups(size: Convolution, w: PackedConv) -> Convolution:
+    """The convolution of groups as users have them."""
+    n = w.together
+    if n == 1:
+        return size
+    return replace(size, groups=w.groups, channels=size.channels // n, outputs=size.outputs // n)
 
 
 def filter_type(w: Any, images: np.dtype[Any], layout: str) -> np.dtype[Any]:
@@ -312,9 +271,13 @@ def misfits(w: PackedConv, images: np.dtype[Any]) -> bool:
     """Whether filters of groups are in panels of another machine than the current one, or in units of other images."""
     if not w.grouped:
         return False
-    panels = w.weight[0].panels
-    here = grouped_panels(w.shape, w.groups, numpy_arrays.name_of(w.dtype), config.target(), last=True)
-    return bool(here != panels) or (panels.unit > 1 and images.newbyteorder("=") != w.dtype)
+    panels, of, image = (
+        w.weight[0].panels,
+        numpy_arrays.name_of(w.dtype),
+        numpy_arrays.name_of(images.newbyteorder("=")),
+    )
+    here = grouped_panels(w.shape, w.groups, (image if of == "s8" else of, of), config.target(), last=True)
+    return bool(here != panels) or (panels.unit > 1 and image != of != "s8")
 
 
 def unpack_conv(w: PackedConv) -> Array:
@@ -322,12 +285,14 @@ def unpack_conv(w: PackedConv) -> Array:
     from portmm.ops.result_dtype import numbers
 
     if w.grouped:
-        return unpack_groups(w)
+        return unpack_groups(w.weight[0]).reshape(w.shape).astype(w.dtype)
     outputs, channels, *kernel = w.shape
     each = outputs // w.groups
     if w.depthwise:
         return np.ascontiguousarray(w.weight[0].T).reshape(w.shape)
     matrices = list(map(numbers, w.weight))
+    if w.together > 1:
+        matrices = separate(matrices, (w.groups, channels, each), w.together)
     if not w.channels_last:
         return np.concatenate(matrices).reshape(w.shape)
     every = np.stack(matrices).reshape(w.groups, *kernel, channels, each)

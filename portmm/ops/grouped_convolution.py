@@ -1,6 +1,6 @@
 """Convolutions of groups of few channels in the host's memory: one kernel for all groups.
 
-Owns `HostGrouped`, one call. Filters are in panels of several groups (`convolution_weights.GroupPanels`).
+Owns `HostGrouped`, one call. Filters are in panels of several groups (`convolution_groups.GroupPanels`).
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ class HostGrouped(HostConvolution):
         route = grouped_route(p, size, steps, panels, config.target(), threads)
         dims, strides = (m, self.n, size.depth, batch), (0, 0, steps[0] if batch > 1 else 0, 0, 0, 0)
         if step is None:
-            return ConvolutionKernel(route, ((self.shape, result),), dims, strides, (0, 0))
+            return ConvolutionKernel(route, ((self.shape, result),), dims, strides, (0, 0), (0, 0))
         bound, results = self._bound(step)
         types = tuple(x.dtype for x in step.fused.operands)
         return ConvolutionKernel(
-            route, results, dims, strides, (0, 0), bound, types=types, several=step.traced.several
+            route, results, dims, strides, (0, 0), (0, 0), bound, types=types, several=step.traced.several
         )  # fmt: skip

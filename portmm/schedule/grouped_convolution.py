@@ -110,6 +110,7 @@ class Grouped:
         most: shares of the channels in a strip, at most.
         height: pixels of a register tile, at most.
         vectors: of a register tile, of panels of the same groups.
+        fill: value of padding, of bytes; where it is not zero a strip has rows of it, too.
     """
 
     panels: Panels
@@ -124,6 +125,7 @@ class Grouped:
     most: int
     height: int
     vectors: int
+    fill: int = 0
 
     @property
     def reach(self) -> tuple[int, int]:
@@ -145,7 +147,8 @@ class Grouped:
     @property
     def of_window(self) -> int:
         """Units of a strip for one share of the channels."""
-        high = min(self.spatial[0], (self.rows - 1) * self.stride[0] + self.reach[0])
+        reached = (self.rows - 1) * self.stride[0] + self.reach[0]
+        high = reached if self.fill else min(self.spatial[0], reached)
         return -(-high * self.width * self.pixel // 64) * 64
 
     @property
@@ -196,12 +199,13 @@ def grouped(x: Convolution, strides: Sequence[int], panels: Panels, isa: Isa, ta
     vectors = max(y for y, height in fits.items() if y == 1 or across < min(CHAINS, height + 1))
     height = fits[vectors]
     known = {y.name: y.bytes for y in target.levels}
+    fill = x.padding if any((*x.before, *x.after)) else 0
     budget = int(STRIP * known.get("L2", known["L1"])) // (BY_NAME[panels.dtype].bytes * panels.unit)
 
     def sizes(rows: int, most: int) -> Grouped:
         return Grouped(
             panels, (high, wide), (down, across), _pair(x.stride, 1), _pair(x.dilation, 1), _pair(x.before, 0),
-            strides[0], (row, strides[-2]), rows, most, height, vectors,
+            strides[0], (row, strides[-2]), rows, most, height, vectors, fill,
         )  # fmt: skip
 
     rows = max(1, min(down, -(-PIXELS // across)))

@@ -25,6 +25,8 @@ STAYS = 0.6
 LEAST_ROW = 9
 """Pixels of a row of a result from which a tile has enough rows. Granite Rapids, ResNet-50, of packed windows: rows of
 14, 28 and 56 take 0.7, 0.6 and 0.4 of the time, rows of 7 1.2."""
+FEWEST = 5
+"""The same where a panel of filters stays in L1."""
 WIDEST = 2
 """Tiles of C along a panel, at most: with two tiles of A all of a step are loaded before they are multiplied."""
 
@@ -130,8 +132,6 @@ def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, targe
     run = channels * kernel[1] if together else channels
     if run % atom.deep or pixel < 1 or (row < 1 and not flat):
         return None
-    if (out[1] < LEAST_ROW or math.prod(kernel) == 1) and not (copies and x.padding):
-        return None  # windows are packed instead, if their padding is zero
     paired = out[1] <= atom.m
     tall = out[1] if paired else -(-out[1] // -(-out[1] // (2 * atom.m)))
     size = BY_NAME[s.types[0]].bytes * kr
@@ -139,6 +139,9 @@ def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, targe
     depth = channels * math.prod(kernel)
     fits = depth * s.nr * size <= PANEL * levels["L1"]
     near = fits and stride[1] * pixel >= atom.deep
+    short = out[1] < (FEWEST if fits else LEAST_ROW)
+    if (short or math.prod(kernel) == 1) and not (copies and x.padding):
+        return None  # windows are packed instead, if their padding is zero
     by_rows = not fits and depth * x.outputs * size <= STAYS * levels["L2"]
     rows = out[0] if depth * x.outputs * size > FILTERS * levels["L2"] else min(out[0], -(-PIXELS // out[1]))
     reach = (kernel[0] - 1) * dilation[0] + 1

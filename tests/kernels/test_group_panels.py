@@ -11,8 +11,8 @@ from convolved import convolved
 from support import EVERY_ISA, HERE, TINY, case, check_built, interpret, load, runs_here, small
 
 from portmm.codegen.lower import lower_grouped
-from portmm.dispatch.cpu_kernels import vector_unit
-from portmm.ops.convolution_weights import pack_groups
+from portmm.dispatch.cpu_kernels import group_unit, vector_unit
+from portmm.ops.convolution_groups import pack_groups
 from portmm.schedule.grouped_convolution import grouped, panels_of
 from portmm.spec.convolution import Convolution
 from portmm.spec.problem import Problem
@@ -127,3 +127,38 @@ def test_vectors_are_of_whole_groups():
     assert panels_of(2, 32, 20, (1, 1), isa, atom) is None
     assert panels_of(9, 4, 4, (3, 3, 3), isa, atom) is None
     assert panels_of(9, 8, 8, (3, 31), isa, atom) is None
+
+
+BYTES = {
+    "words": (5, 4, 4, (7, 6), (3, 3), {"padding": 1}, 0),
+    "word vectors": (3, 8, 20, (4, 7), (2, 3), {"padding": ((1, 0), (2, 1)), "stride": 2}, 4),
+}
+
+
+@pytest.mark.parametrize("fill", [0, 9, 200])
+@pytest.mark.parametrize("name", BYTES)
+@pytest.mark.parametrize("isa", ["avx512vnni", "avxvnni"])
+def test_bytes_are_units_and_padding_a_zero_point(isa, name, fill):
+    groups, channels, outputs, spatial, kernel, how, gap = BYTES[name]
+    target = small(isa)
+    unit = group_unit("u8", "s8", target, channels)
+    panels = panels_of(groups, channels, outputs, kernel, *unit)
+    rng, pads = np.random.default_rng(5), [(y, y) if isinstance(y, int) else y for y in (how["padding"],) * 2]
+    pads = list(how["padding"]) if isinstance(how["padding"], tuple) else pads
+    x = rng.integers(0, 256, (2, *spatial, groups * channels + gap), np.uint8)
+    w = rng.integers(-128, 128, (groups * outputs, channels, *kernel), np.int8)
+    seen = np.pad(x[..., : groups * channels], ((0, 0), *pads, (0, 0)), constant_values=fill).astype(np.float64)
+    want = convolved(seen, w.astype(np.float64), groups=groups, stride=how.get("stride", 1))
+    stride = (how.get("stride", 1),) * 2
+    size = Convolution(groups, channels, outputs, spatial, kernel, stride, (1, 1), *zip(*pads, strict=True), fill)
+    p = Problem(2 * size.pixels, groups * outputs, size.depth, "u8-s8-s32", a="any", b="packed", family=panels.family)
+    one = case(p, seed=3)
+    filters = pack_groups(w.reshape(groups, outputs, channels, *kernel), panels).owner
+    fields = one.fields | dict.fromkeys(("a_m", "a_k", "a_batch", "b_k", "b_n", "b_batch"), 0)
+    memory = x.ravel()[: x.size - gap].copy()
+    one = replace(one, a=memory, a_offset=0, b=filters, b_offset=0, fields=fields, want=want.reshape(1, p.m, p.n))
+    sizes = grouped(size, x.strides, panels, unit[0], target)
+    code = lower_grouped(*unit, sizes, ("u8", "s32"), "")
+    one.check(interpret(code, one, 3), sizes)
+    if runs_here(isa):
+        check_built(code, one, 2, sizes, code=load)

@@ -12,8 +12,9 @@ from support import guarded
 
 import portmm as pm
 from portmm.dispatch import config
-from portmm.ops import grouped_convolution
+from portmm.ops import convolution_groups, convolution_weights, grouped_convolution
 from portmm.ops.convolution_weights import unpack_conv
+from portmm.target.target import load_target
 
 pytestmark = pytest.mark.calls
 
@@ -30,7 +31,9 @@ def values(shape, dtype=np.float32, seed=0):
 
 @pytest.fixture
 def made(monkeypatch):
-    """The kernels that calls select."""
+    """The kernels of several groups in a vector that calls select, where tile units do not multiply these."""
+    for module in (convolution_groups, convolution_weights):
+        monkeypatch.setattr(module, "groups_in_tiles", lambda *_, **__: 0)
     kernels, own = [], grouped_convolution.HostGrouped.selected
 
     def selected(*call):
@@ -100,6 +103,28 @@ def test_narrow_floats_are_summed_in_float32(made, dtype):
     np.testing.assert_array_equal(pm.conv(odd[..., 1:], packed, **HOW, dtype=np.float32), want)
 
 
+@pytest.mark.parametrize("point", [0, 131])
+@pytest.mark.parametrize(("channels", "outputs", "groups"), [(36, 36, 9), (48, 24, 3), (64, 160, 4)])
+def test_bytes_are_summed_in_units(made, point, channels, outputs, groups):
+    """Of several groups in a vector and of one; padding is a zero point."""
+    rng = np.random.default_rng(3)
+    x = rng.integers(0, 256, (2, 7, 9, channels), np.uint8)
+    w = rng.integers(-128, 128, (outputs, channels // groups, 3, 3), np.int8)
+    seen = np.pad(x, ((0, 0), (1, 1), (1, 1), (0, 0)), constant_values=point)
+    want = convolved(seen.astype(np.float64), w.astype(np.float64), groups=groups)
+    how = {"padding": 1, "groups": groups, "padding_value": point}
+    packed = pm.pack_conv(w, groups=groups, activations=np.uint8)
+    np.testing.assert_array_equal(unpack_conv(packed), w)
+    for filters in (w, packed):
+        np.testing.assert_array_equal(pm.conv(x, filters, **how), want)
+    halves = pm.conv(x, packed, **how, epilogue=lambda acc: pm.relu(acc * 0.5))
+    np.testing.assert_array_equal(halves, np.maximum(want * 0.5, 0).astype(np.float32))
+    signed = (x.astype(np.int16) - 128).astype(np.int8)  # perhaps packed again
+    less = convolved(signed.astype(np.float64), w.astype(np.float64), groups=groups, padding=1)
+    np.testing.assert_array_equal(pm.conv(signed, packed, padding=1, groups=groups), less)
+    assert bool(made) == packed.grouped
+
+
 def test_other_types_and_layouts_are_products(made, posed):
     x, w, want = posed
     packed = pm.pack_conv(w, groups=9)
@@ -145,3 +170,48 @@ def test_filters_of_another_machine_are_packed_again(made, posed):
         np.testing.assert_array_equal(pm.conv(x, packed, **HOW), want)
     np.testing.assert_array_equal(pm.conv(x, packed, **HOW), want)
     assert made
+
+
+@pytest.mark.parametrize("kind", ["f32", "bf16", "bytes"])
+@pytest.mark.parametrize(
+    ("sizes", "together"), [((48, 48, 3), 2), ((64, 32, 8), 4), ((64, 96, 2), 2), ((40, 40, 5), 4)]
+)
+def test_matrices_of_several_groups(monkeypatch, kind, sizes, together):
+    """Where groups are no whole number of matrices, the last has some of the one before."""
+    monkeypatch.setattr(convolution_groups, "groups_in_tiles", lambda *_, **__: together)
+    monkeypatch.setattr(convolution_weights, "groups_in_tiles", lambda *_, **__: together)
+    channels, outputs, groups = sizes
+    of = {"f32": (np.float32, np.float32), "bf16": (BF16, BF16), "bytes": (np.uint8, np.int8)}[kind]
+    x = np.abs(values((2, 6, 9, channels))).astype(of[0])
+    w = values((outputs, channels // groups, 3, 3), of[1], 1)
+    how = {"groups": groups, "padding": 1}
+    want = convolved(x.astype(np.float64), w.astype(np.float64), **how)
+    bias, rest = values(outputs, seed=2), values((2, 54, outputs), seed=3)
+    ending = bias + np.arange(outputs) + rest
+    packed = pm.pack_conv(w, activations=x.dtype, groups=groups)
+    assert packed.together == together
+    np.testing.assert_array_equal(unpack_conv(packed), w)
+
+    def added(acc, i):
+        return acc + bias[i.n] + rest[i.b, i.m, i.n] + i.n
+
+    for filters in (packed, pickle.loads(pickle.dumps(packed))):  # noqa: S301 - its own
+        out = pm.conv(x, filters, **how, dtype=np.float32, epilogue=added)
+        np.testing.assert_array_equal(out.reshape(ending.shape), want.reshape(ending.shape) + ending)
+        less = pm.conv(x, filters, **how, dtype=np.float32, epilogue=lambda acc: acc - pm.max(acc))
+        np.testing.assert_array_equal(less, want - want.max(-1, keepdims=True))
+        got = pm.conv(x, filters, **how).astype(np.float64)
+        np.testing.assert_array_equal(got, want.astype(BF16).astype(np.float64) if kind == "bf16" else want)
+
+
+def test_groups_that_tile_units_multiply_together():
+    target = load_target("granite-rapids")
+
+    def together(channels, groups, image, filters="", kernel=(3, 3), *, last=True):
+        w = (8 * groups, channels, *kernel)
+        return convolution_groups.groups_in_tiles(w, groups, (image, filters or image), target, last=last)
+
+    assert [together(x, 32, "bf16") for x in (4, 8, 16, 24, 32, 48, 64)] == [8, 4, 2, 4, 1, 2, 1]
+    assert [together(x, 32, "u8", "s8") for x in (4, 8, 16, 24, 32, 64)] == [16, 8, 4, 0, 0, 1]
+    assert together(8, 3, "bf16") == together(8, 32, "f32") == together(8, 32, "bf16", kernel=(1, 1)) == 0
+    assert together(8, 32, "bf16", last=False) == 0
