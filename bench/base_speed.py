@@ -62,10 +62,9 @@ def child(suite, bare):
             call = call_of(pm, line.strip(), suite)
             for _ in range(WARM):
                 call()
-                if not bare:
-                    from portmm.dispatch import cpu_background
+                from portmm.dispatch import cpu_background
 
-                    cpu_background.wait()
+                cpu_background.wait()  # by the base set calls are slow until it has found no compiler
             once = min(timeit.repeat(call, number=1, repeat=WARM))
             repeats = max(1, int(ENOUGH / once))
         start = time.perf_counter()
