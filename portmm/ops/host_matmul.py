@@ -309,6 +309,12 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
 
 def _general(a: Any, b: Any, out: Any) -> Any:
     """The general path: any product that NumPy accepts."""
+    if config.overridden():
+        from portmm.ops import settings_plans
+
+        planned = settings_plans.multiply(_planner, a, b, out)
+        if planned is not None:
+            return planned
     out = numpy_arrays.single(out)
     if where := libraries.place_of(a, b, out):
         return _elsewhere(where, a, b, out)

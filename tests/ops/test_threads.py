@@ -211,3 +211,25 @@ assert (pm.matmul(a, a) == 256).all()
 def test_workers_are_kept_off_the_processor_of_the_caller():
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "PORTMM_RACE": "off"}
     subprocess.run([sys.executable, "-c", WORKERS], env=environment, check=True, timeout=120)
+
+
+def test_products_in_a_block_of_settings_have_plans_of_their_own(monkeypatch):
+    from portmm.ops import settings_plans
+
+    rng, made = np.random.default_rng(0), []
+    monkeypatch.setattr(host_matmul, "_planner", lambda *x, of=host_matmul._planner: made.append(x) or of(*x))
+    settings_plans._plans.clear()
+    a, b = rng.standard_normal((5, 7)).astype(np.float32), rng.standard_normal((7, 3)).astype(np.float32)
+    packed, out = pm.pack(b), np.empty((5, 3), np.float32)
+    for threads in (1, 2):
+        with pm.config(threads=threads):
+            for _ in range(3):
+                close(pm.matmul(a, b), a, b)
+                assert pm.matmul(a, packed, out=out) is out
+                close(out, a, b)
+            assert len(made) == 2 * threads
+    square = rng.standard_normal((4, 4)).astype(np.float32)
+    want = square @ square
+    with pm.config(threads=1):
+        np.testing.assert_allclose(pm.matmul(square, square, out=square), want, rtol=1e-5)
+        assert len(made) == 4, "out overlaps its operands: no plan"
