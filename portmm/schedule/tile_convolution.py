@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
 STAYS = 0.6
 """Share of L2 up to which all filters stay there while rows of pixels pass."""
+DEEPEST = 0.5
+"""Share of L2 that a panel of filters may have, which all pixels of a block pass."""
 LEAST_ROW = 9
 """Pixels of a row of a result from which a tile has enough rows. Granite Rapids, ResNet-50, of packed windows: rows of
 14, 28 and 56 take 0.7, 0.6 and 0.4 of the time, rows of 7 1.2."""
@@ -139,8 +141,8 @@ def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, targe
     depth = channels * math.prod(kernel)
     fits = depth * s.nr * size <= PANEL * levels["L1"]
     near = fits and stride[1] * pixel >= atom.deep
-    short = out[1] < (FEWEST if fits else LEAST_ROW)
-    if (short or math.prod(kernel) == 1) and not (copies and x.padding):
+    other = out[1] < (FEWEST if fits else LEAST_ROW) or depth * s.nr * size > DEEPEST * levels["L2"]
+    if (other or math.prod(kernel) == 1) and not (copies and x.padding):
         return None  # windows are packed instead, if their padding is zero
     by_rows = not fits and depth * x.outputs * size <= STAYS * levels["L2"]
     rows = out[0] if depth * x.outputs * size > FILTERS * levels["L2"] else min(out[0], -(-PIXELS // out[1]))
