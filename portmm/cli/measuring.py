@@ -239,7 +239,7 @@ def tuned(
 ) -> None:
     """List the schedules that `portmm tune` found; merge, export or remove them."""
     from portmm.build.cache import tuned_database
-    from portmm.dispatch import tuned_schedule, tuning_database
+    from portmm.dispatch import program_database, tuned_schedule, tuning_database
 
     path = database or tuned_database()
     if path is None:
@@ -259,10 +259,10 @@ def tuned(
     elif as_json:
         print_json([x.row() for x in findings])
     elif not merge:
-        console().print(_view(findings, path))
+        console().print(_view(findings, program_database.count(path) if path.exists() else 0, path))
 
 
-def _view(findings: list[Tuned], path: Path) -> RenderableType:
+def _view(findings: list[Tuned], programs: int, path: Path) -> RenderableType:
     from rich.console import Group
     from rich.markup import escape
 
@@ -275,7 +275,8 @@ def _view(findings: list[Tuned], path: Path) -> RenderableType:
     ]  # fmt: skip
     head = ("chip", "problem", "threads", "time", "gain", "schedule")
     listed = [table("", head, rows, words=("chip", "problem", "schedule"))] if findings else []
-    return Group(*listed, f"{escape(str(path))}: {len(findings)} findings")
+    searched = f", {programs} programs of `portmm superoptimize`" if programs else ""
+    return Group(*listed, f"{escape(str(path))}: {len(findings)} findings{searched}")
 
 
 def probe(

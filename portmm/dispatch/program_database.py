@@ -72,6 +72,14 @@ def _has_programs(file: Path) -> bool:
     return False
 
 
+def count(file: Path) -> int:
+    """The number of programs in a database."""
+    with suppress(DatabaseError, OSError), opened(file) as base:
+        if base.execute("SELECT count(*) FROM sqlite_master WHERE name = 'found_programs'").fetchone()[0]:
+            return int(base.execute("SELECT count(*) FROM found_programs").fetchone()[0])
+    return 0
+
+
 def find(key: str, chip: str, threads: int) -> Entry | None:
     """The program of a structure on a chip, or None."""
     file = tuned_database()

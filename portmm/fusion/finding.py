@@ -71,7 +71,8 @@ class Finding(NamedTuple):
             return self.note or "interrupted before a form was measured"
         more = [f"one kernel has a loop along {self.kernel.loop}, {self.kernel.passes} passes"] if self.kernel else []
         more += [self.note] * bool(self.note)
-        more += ["interrupted: the best so far is kept"] * self.interrupted
+        kept = "what ran before remains" if self.run is None else "the best so far is kept"
+        more += [f"interrupted: {kept}"] * self.interrupted
         if self.run is None:
             first = f"no faster form among {self.counted}, in {self.elapsed:.1f} s"
             return "; ".join([first, *more])

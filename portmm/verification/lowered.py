@@ -125,6 +125,7 @@ def lowered_on_device(program: BlockProgram, target: Target) -> OnDevice:
     """
     gemms = sum(isinstance(x, TileGemm) for one in program.passes for x in one)
     language = target.device.language if target.device is not None else "opencl"
+    every: tuple[dict[str, int], ...]
     if gemms > 1:
         return attention_on_device(program, target)
     if any(isinstance(x, TileReduce) and summed(x.value) != "n" for one in program.passes for x in one):
@@ -133,9 +134,9 @@ def lowered_on_device(program: BlockProgram, target: Target) -> OnDevice:
         s = _of_threads(program, target)
         (rows, columns, depth), first = (s.block.m, s.block.n, max(1, s.block.k) * s.atom.kr), {"b": 2}
         first |= {"m": rows + 1, "n": columns + 5, "k": depth * SHORT + 1}
-        groups = {"b": 1, "m": s.tile("L2").m + rows, "n": 2 * columns, "k": depth}
-        long = [{"b": 1, "m": m, "n": n, "k": RUN + 9} for m, n in ((rows, columns), (1, 3))]
-        every = first, groups, *long
+        groups = {"b": 1, "m": s.tile("L2").m + rows, "n": 2 * columns, "k": 1}
+        runs = {"b": 1, "m": rows, "n": columns, "k": RUN + 9}
+        every = first, groups, runs, {"b": 1, "m": 1, "n": 3, "k": -(-(RUN + 1) // depth) * depth}
     else:
         listed = candidates_of_rows(program, (3, 37, 2), target, exchange=language == "cuda")
         if not listed:
@@ -187,11 +188,12 @@ def attention_on_device(program: BlockProgram, target: Target, which: str = "") 
     runs = SPLITS if split else 1
     keys = columns * runs + ragged
     extents = {queries: many, program.loop: keys, "d": head, "e": head, "b": 2, "h": 2, "H": 1}
-    whole = extents | {queries: rows // 2 if split else rows, program.loop: columns * runs, "b": 1, "h": 4, "H": 2}
+    whole = extents | {queries: rows, program.loop: 2 * columns * runs, "b": 1, "h": 1, "H": 1}
+    groups = extents | {queries: 2, "b": 1, "h": 4, "H": 2}
     write = import_module(f"portmm.codegen.{language}").source
     kernels = lower_program(program, s, isa, atom)
     further = tuple((x, write(x)) for x in kernels[1:])
-    more = (_labelled(program, whole),)
+    more = tuple(_labelled(program, x) for x in (whole, groups))
     return OnDevice(kernels[0], write(kernels[0]), _labelled(program, extents), further, runs, which, more)
 
 

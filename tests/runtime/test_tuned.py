@@ -14,7 +14,15 @@ from typer.testing import CliRunner
 
 import portmm as pm
 from portmm.cli.main import app
-from portmm.dispatch import cpu_kernels, cpu_routes, overrides, schedule_choice, tuned_schedule, tuning_database
+from portmm.dispatch import (
+    cpu_kernels,
+    cpu_routes,
+    overrides,
+    program_database,
+    schedule_choice,
+    tuned_schedule,
+    tuning_database,
+)
 from portmm.dispatch.tuned_schedule import Tuned
 from portmm.errors import DatabaseError, ScheduleError
 from portmm.host.detect import host
@@ -337,7 +345,10 @@ def test_command(base, tmp_path):
     assert "1.50" in run().output
     assert run("--export", text).exit_code == 0
     assert tuned_schedule.from_toml(text.read_text()) == [finding()]
+    program_database.store("key", "sapphire_rapids", 1, program_database.Entry((), {}, 1.0))
+    assert "1 findings, 1 programs" in " ".join(run().output.split())
     assert "1 findings removed" in run("--clear").output
+    assert "programs" not in run().output
     assert tuning_database.rows(base) == []
 
 

@@ -194,12 +194,15 @@ def test_wrong_texts_are_told(what):
     assert not check_kernel(program, kernel, extents, seed=SEED, text=text.replace(old, new))
 
 
+NEXT_KEYS = "if (key + 16 < end) {\n        #pragma unroll\n        for (int turn = 0; turn < 4; ++turn) {\n"
 ONCE_ACCEPTED = {
     "a group of tiles": (PRODUCT, "opencl_gpu", "/ high * 16", "/ high * 15"),
     "a second run of sums": (PRODUCT, "opencl_gpu", "run_begin += run", "run_begin += k"),
     "whole tiles": (PRODUCT, "h100", "(n + 31) >> 5", "(n + 32) >> 5"),
     "the stride of another operand": (PRODUCT, "h100", "row * x1_m", "row * c_m"),
     "registers that are not there": (PRODUCT, "opencl_gpu", "i < 1; ++i) run_acc", "i <= 1; ++i) run_acc"),
+    "a row beyond the last": (PRODUCT, "h100", "b_at < k_end", "b_at <= k_end"),
+    "keys of the next block": (of_attention(SCALED), "opencl_gpu", NEXT_KEYS, NEXT_KEYS.replace("4", "2")),
     "elements beyond the last": (PRODUCT, "h100", "m - 1) * a_m", "m + 1) * a_m"),
     "shared memory that is not there": (softmax(""), "opencl_gpu", "of_r1[128]", "of_r1[64]"),
     "a row of the greatest length": (softmax(""), "h100", "c < 4", "c < 3"),
