@@ -6,10 +6,10 @@ One wheel of an architecture serves all versions of Python whose headers are nam
 the kernels in `portmm/base`. Headers of a free-threaded build that are not there, as `.../python3.14t`, are those of
 `.../python3.14` with `Py_GIL_DISABLED`, in which the two differ. Kernels are compiled by gcc where there is one for the
 architecture, and else by zig; the run time by zig against the oldest C library. `--base` takes kernels that were made
-before, and makes the run time for the versions that are named; that for others, through cffi, is in such kernels' bundle,
-for the C library that they were made for. `--audit` has auditwheel look at all shared objects of a wheel, and `--repair` has it
-write the wheel again (it needs patchelf), under the platforms that it finds. For macOS all is compiled by zig, against
-Linux's headers of Python without what only Linux has.
+before, and makes the run time for the versions that are named; that for others, through cffi, is in the bundle of these
+kernels, for the C library that they were made for. `--audit` has auditwheel look at all shared objects of a wheel, and
+`--repair` has it write the wheel again (it needs patchelf), under the platforms that it finds. For macOS all is
+compiled by zig, against Linux's headers of Python without what only Linux has.
 """
 
 from __future__ import annotations
