@@ -51,6 +51,27 @@ def _value(x: Any) -> Any:
     return x.broadcast_() if type(x) is not Expr and hasattr(x, "broadcast_") else x
 
 
+def widened(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A wrapper of a function of arrays that computes floats of 16 bits in float32, as kernels do, and rounds once."""
+
+    @wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        values = (*args, *options.values())
+        arrays = () if _traced(*values) else tuple(x for x in values if isinstance(x, np.ndarray))
+        if not any(_narrow(x) for x in arrays):
+            return function(*args, **options)
+        wide = [x.astype(np.float32) if _narrow(x) else x for x in args]
+        named = {name: x.astype(np.float32) if _narrow(x) else x for name, x in options.items()}
+        return function(*wide, **named).astype(np.result_type(*(x.dtype for x in arrays)))
+
+    return call
+
+
+def _narrow(x: Any) -> bool:
+    """Whether an array has floats of 16 bits."""
+    return isinstance(x, np.ndarray) and x.dtype.itemsize == 2 and x.dtype.name in {"float16", "bfloat16"}
+
+
 def recorded(function: Callable[..., Any]) -> Callable[..., Any]:
     """A wrapper of a function that traced arrays record, to call it with values of a tile later.
 
@@ -289,7 +310,7 @@ def sum(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
     """The sum along the last axis, or axis -2, which is kept with extent 1."""
     if _traced(x):
         return _reduced("add", x, axis)
-    return np.sum(x, axis=axis, keepdims=True)
+    return _summed(np.sum, x, axis)
 
 
 @recorded
@@ -311,9 +332,15 @@ def mean(x: Any, axis: int = -1) -> Any:
     """The mean along the last axis, which is kept with extent 1."""
     if _traced(x):
         return sum(x, axis) / real(extent("n" if axis == -1 else "m"))
-    return np.mean(x, axis=axis, keepdims=True)
+    return _summed(np.mean, x, axis)
 
 
+def _summed(function: Any, x: Any, axis: int) -> Any:
+    """A sum or a mean of an array, of floats of 16 bits in float32."""
+    return widened(function)(x, axis=axis, keepdims=True)
+
+
+@widened
 def softmax(x: Any) -> Any:
     """exp(x) divided by its sum along the last axis; NaN for a row of -inf."""
     e = exp(x - max(x))
@@ -321,6 +348,7 @@ def softmax(x: Any) -> Any:
     return e * (1.0 / total) if _traced(total) else e / total  # in kernels, one division a row
 
 
+@widened
 def logsumexp(x: Any) -> Any:
     """The logarithm of the sum of exponentials along the last axis, with extent 1."""
     most = max(x)
@@ -328,16 +356,19 @@ def logsumexp(x: Any) -> Any:
     return log(sum(exp(x - safe))) + safe
 
 
+@widened
 def log_softmax(x: Any) -> Any:
     """X minus its `logsumexp`."""
     return x - logsumexp(x)
 
 
+@widened
 def rms_norm(x: Any, weight: Any = 1.0, eps: float = 1e-6) -> Any:
     """X divided by the root of its mean square along the last axis, times `weight`."""
     return x * rsqrt(mean(x * x) + eps) * weight
 
 
+@widened
 def layer_norm(x: Any, weight: Any = 1.0, bias: Any = 0.0, eps: float = 1e-5) -> Any:
     """X minus its mean, divided by its standard deviation along the last axis, times `weight`, plus `bias`."""
     centred = x - mean(x)
