@@ -98,9 +98,13 @@ def convolved(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, epilog
 
 
 def _writes(kernel: Any, to: Array, closure: Any) -> bool:
-    """Whether a kernel writes its first result to an array: of its type, and apart from the epilogue's operands."""
+    """Whether a kernel writes its first result to an array: of its type, and apart from the epilogue's operands.
+
+    Where channels are computed twice no operand is the result itself.
+    """
     bound = kernel.bound
-    return bool(to.dtype == kernel.results[0][1] and (not bound or bound.apart(to, ("b", "m", "n"), closure or {})))
+    places = () if getattr(kernel, "overlaps", False) else ("b", "m", "n")
+    return bool(to.dtype == kernel.results[0][1] and (not bound or bound.apart(to, places, closure or {})))
 
 
 def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: bool) -> HostConvolution:

@@ -1,8 +1,9 @@
 """Filters of groups of channels: in panels of several groups, or as matrices of several groups for tile units.
 
 A group of few channels fills no vector of outputs and no step of a tile. Vectors have several groups side by side
-(`schedule.grouped_convolution`); tile units multiply so much faster that they take matrices of several groups, with
-zeros where channels and outputs are of different ones.
+(`schedule.grouped_convolution`); tile units multiply bytes so much faster that they take matrices of several groups,
+with zeros where channels and outputs are of different ones. Floats of groups that are no whole steps are left to
+vectors: zero times an infinity of one group would be a NaN of another.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MOST_TOGETHER = 16
 """Groups that tile units multiply together at most."""
 FEW_BYTES = 16
 """Channels of bytes of a group up to which tile units multiply several groups together. Granite Rapids, 3 x 3: of 4, 8
-and 16 channels 0.6 to 0.9 of the time of vectors, of 24, 32 and 48 1 to 1.7; in bfloat16 all are faster so."""
+and 16 channels 0.6 to 0.9 of the time of vectors, of 24, 32 and 48 1 to 1.7."""
 OF_GROUPS = ("f32", "bf16", "f16", "s8")
 """Types of images and filters of groups of few channels, which are summed in float32."""
 
@@ -73,7 +74,7 @@ def groups_in_tiles(w: tuple[int, ...], groups: int, dtypes: tuple[str, str], ta
     except ScheduleError:
         return 0
     together = atom.k // math.gcd(atom.k, w[1])
-    if dtypes[1] == "s8" and together > 1 and w[1] > FEW_BYTES:
+    if together > 1 and (dtypes[1] == "bf16" or w[1] > FEW_BYTES):
         return 0
     return together if atom.tiled and together <= min(MOST_TOGETHER, groups) else 0
 

@@ -75,6 +75,11 @@ class ConvolutionKernel:
     several: bool = False
     channels: int = 0
 
+    @property
+    def overlaps(self) -> bool:
+        """Whether the last matrix of groups has channels of the one before, which are computed twice."""
+        return bool(self.steps[1] and self.ends[1] % self.steps[1])
+
     def run(self, x: Array, w: PackedConv, c: _Memory, closure: Any = None, more: Sequence[Array] = ()) -> None:
         """Compute all groups.
 
