@@ -17,7 +17,7 @@
 #define INLINE static inline __attribute__((always_inline))
 
 enum { POOL_MAX = 1024, LINE = 64, SPIN_NS = 40000, SPIN_BATCH = 32 };
-enum { APART_MAX = 16, APART_NS = 1000000 }; /* see keep_apart */
+enum { APART_NS = 1000000 }; /* see keep_apart */
 #define GATE_INSIDE 0x7fffu
 #define GATE_CLOSED 0x8000u
 #define GATE_JOB(g) ((uint32_t)((g) >> 32))
@@ -235,7 +235,7 @@ static void keep_apart(void) {
   if (pool.home >= 0 && now - pool.home_set < APART_NS) return;
   pool.home = here;
   pool.home_set = now;
-  for (long i = 1; i <= workers; i++) keep_off(sleepers[i].thread, here);
+  for (long i = 1; i <= workers; i++) keep_off(i, sleepers[i].thread, here);
 }
 
 static void await_empty(void) {
@@ -284,6 +284,7 @@ static void after_fork(void) {
   atomic_store(&pool.waiting, 0);
   atomic_store(&pool.spawned, 0);
   pool.home = -1;
+  forget_kept_off();
   atomic_store(&pool.busy, 0);
   renew_sleep();
   /* spaces that other threads' calls had are lost, and their memory is shared with the parent */

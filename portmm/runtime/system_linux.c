@@ -27,11 +27,22 @@ static long processors(void) {
 /* The processor that this thread runs on; -1 if it is not known. */
 static long processor(void) { return sched_getcpu(); }
 
-/* Let a thread run on the processors that this one may use, but for one of them; they stay as they are if no other is
- * left. */
-static void keep_off(pthread_t thread, long one) {
-  cpu_set_t set;
-  if (sched_getaffinity(0, sizeof set, &set) || one >= CPU_SETSIZE) return;
-  CPU_CLR(one, &set);
-  if (CPU_COUNT(&set)) pthread_setaffinity_np(thread, sizeof set, &set);
+enum { APART_MAX = 16 };
+/* Of each of the first workers: the processors that it may use, as far as others decide, and what it was given here. */
+static struct {
+  cpu_set_t own, given;
+} kept_off[APART_MAX + 1];
+
+/* Let a worker run on its processors, but for one of them; on all of them if no other is left. */
+static void keep_off(long worker, pthread_t thread, long one) {
+  cpu_set_t now, *own = &kept_off[worker].own, *given = &kept_off[worker].given;
+  if (one >= CPU_SETSIZE || pthread_getaffinity_np(thread, sizeof now, &now)) return;
+  if (!CPU_EQUAL(&now, given)) *own = now; /* the first time, or somebody else has bound it meanwhile */
+  *given = *own;
+  CPU_CLR(one, given);
+  if (!CPU_COUNT(given)) *given = *own;
+  if (!CPU_EQUAL(&now, given)) pthread_setaffinity_np(thread, sizeof *given, given);
 }
+
+/* Threads of a new pool have the affinity of the thread that makes them. */
+static void forget_kept_off(void) { memset(kept_off, 0, sizeof kept_off); }

@@ -38,8 +38,11 @@ static void renew_sleep(void) {
 static long processors(void) { return sysconf(_SC_NPROCESSORS_ONLN); }
 
 /* Threads are left where the system puts them. */
+enum { APART_MAX = 0 };
 static long processor(void) { return -1; }
-static void keep_off(pthread_t thread, long one) {
+static void keep_off(long worker, pthread_t thread, long one) {
+  (void)worker;
   (void)thread;
   (void)one;
 }
+static void forget_kept_off(void) {}

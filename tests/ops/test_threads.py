@@ -190,7 +190,7 @@ def test_the_most_threads_are_what_the_pool_has_room_for():
 
 
 WORKERS = """
-import os, numpy as np, portmm as pm
+import os, time, numpy as np, portmm as pm
 before = os.sched_getaffinity(0)
 a = np.ones((256, 256), np.float32)
 known = set(os.listdir("/proc/self/task"))
@@ -200,8 +200,17 @@ assert (pm.matmul(a, a) == 256).all()
 assert os.sched_getaffinity(0) == before
 allowed = os.sched_getaffinity(int(worker))
 assert allowed < before and len(allowed) == len(before) - 1, (before, allowed)
-os.sched_setaffinity(0, allowed)
+time.sleep(0.002)
+os.sched_setaffinity(0, allowed)  # the caller moves to where the worker was
 assert (pm.matmul(a, a) == 256).all()
+if len(allowed) == 1:
+    assert os.sched_getaffinity(int(worker)) == before - allowed
+os.sched_setaffinity(int(worker), allowed)  # somebody else binds the worker: it is not widened
+for own in (before - allowed, allowed):
+    time.sleep(0.002)
+    os.sched_setaffinity(0, own)
+    assert (pm.matmul(a, a) == 256).all()
+    assert os.sched_getaffinity(int(worker)) <= allowed
 """
 
 
