@@ -125,22 +125,25 @@ def _split(real: Atom, atom: Atom, count: int, p: Ptr) -> list[Stmt]:
     """Statements that cut the elements of a step at p into parts."""
     out: list[Stmt] = []
     for at in range(0, atom.k, real.n):
-        out.append(Verb("load_b", "x", p=p + at))
+        out.append(Verb("load_b", "x0", p=p + at))
         for q in range(count):
             place = ((STEP * count + q) * TALL + ROW) * atom.k + at
-            part = "x" if q == count - 1 else "part"
+            x, rest = f"x{q}", f"x{q + 1}"
             if q < count - 1:
                 out += [
-                    Map("bits", "number", ("x",), "s32", "f32", real.name),
+                    Map("bits", "number", (x,), "s32", "f32", real.name),
                     Map("and", "number", ("number", "upper"), "s32", "s32", real.name),
                     Map("from_bits", "part", ("number",), "f32", "s32", real.name),
-                    Map("sub", "rest", ("x", "part"), "f32", "f32", real.name),
-                    Map("abs", "size", ("x",), "f32", "f32", real.name),
-                    Map("lt", "finite", ("size", "infinite"), "mask", "f32", real.name),
-                    Map("select", "part", ("finite", "part", "x"), "f32", "f32", real.name),
-                    Map("select", "x", ("finite", "rest", "none"), "f32", "f32", real.name),
+                    Map("sub", rest, (x, "part"), "f32", "f32", real.name),
                 ]
-            out.append(Verb("store", part, p=Ptr("to_parts", place)))
+            if q == 0:  # what remains is finite
+                out += [
+                    Map("abs", "size", (x,), "f32", "f32", real.name),
+                    Map("lt", "finite", ("size", "infinite"), "mask", "f32", real.name),
+                    Map("select", "part", ("finite", "part", x), "f32", "f32", real.name),
+                    Map("select", rest, ("finite", rest, "none"), "f32", "f32", real.name),
+                ]
+            out.append(Verb("store", x if q == count - 1 else "part", p=Ptr("to_parts", place)))
     return out
 
 

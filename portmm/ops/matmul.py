@@ -53,9 +53,11 @@ def matmul(
         b: as `a`, (..., k, n) or (k,), but no uint8 with integers; or a weight
             from `pack`. Floats of two types, and floats by int8 or uint8, multiply
             without copies. An int4 weight is scale * code + offset
-            in float32, which AMX tiles round to bfloat16 if `a` is bfloat16, and a device's
+            in float32, which AMX tiles of many rows round to bfloat16 if `a` is bfloat16, and a device's
             tensor cores, of many rows, to the type of `a` where that is the result's, too;
-            with one, an infinity in `a` may give NaN.
+            with one, an infinity in `a` may give NaN. AMX multiplies codes by float32 elements without rounding
+            them, but for what these have below 2**-126; sums of elements by codes may overflow where they
+            are within the largest float32 by a group's length times 8.
         out: the array of the result or a tuple of it; may overlap an input. The operands broadcast with
             its leading dimensions. Kernels write float32, float16 and bfloat16 results of narrow floats directly.
         dtype: type of the result, before the copy to `out`. As in NumPy, sums have that precision: for a wider

@@ -231,7 +231,13 @@ class Isa:
             return False
         if atom.acc == "s32":
             return bool(a == atom.a and real.real)
-        return bool(BY_NAME[a].eps and self.spelling(real, "load_b", a) and self.spelling(real, "store", atom.b))
+        # Parts are cut at the bits of bf16.
+        return bool(
+            atom.b == "bf16"
+            and BY_NAME[a].eps
+            and self.spelling(real, "load_b", a)
+            and self.spelling(real, "store", "bf16")
+        )
 
     def code_atom(self, atom: Atom) -> Atom | None:
         """The atom of one row that converts int4 values to rows of this one's right operand, of this ISA or a base."""
