@@ -37,6 +37,8 @@ def multiply(planner: Callable[[Any, Any, Any], Any], a: Any, b: Any, out: Any) 
         return None
     if out is not None and (np.may_share_memory(out, a) or np.may_share_memory(out, right)):
         return None
+    if packed and out is not None and out.strides[-1:] != (out.itemsize,):
+        return None  # panels give rows
     kind = (weight.family, weight.shape) if packed else None
     key = (config.current(), config.limit(), kind, *(_form(x) for x in (a, right, out)))
     if key not in _plans:

@@ -177,7 +177,7 @@ def posed(monkeypatch):
 @pytest.mark.parametrize("case", CASES)
 def test_the_problem_is_the_one_that_matmul_poses(case, posed):
     a, b, out = CASES[case]()
-    # Inside a block of settings every call takes the general way, where nothing is remembered.
+    # Inside a block of settings every call takes the general way, and what has no plan yet is posed.
     with pm.config(threads=1):
         found = pm.explain(a, b, out=out)
         pm.matmul(a, b, out)
