@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import subprocess
+from itertools import product
 
 import fused_cases
 import numpy as np
@@ -166,7 +167,9 @@ def products(name, word, kind):
 
 
 EPILOGUES = epilogues()
-SERVED = [(name, word) for name in EVERY_ISA for word in WORDS if load_isa(name).atom(word)]
+OWN = {("amx_bf16", "f32-u4-f32")}
+"""Products by groups of whole steps alone: in test_int4_tiles.py."""
+SERVED = [x for x in product(EVERY_ISA, WORDS) if load_isa(x[0]).atom(x[1]) and x not in OWN]
 
 
 @pytest.mark.thin(4)
