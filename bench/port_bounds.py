@@ -154,9 +154,12 @@ def bound(chip, kind, tool):
             kept = family(dtype, target)
         elif b == "codes":
             kept = str(family_of_codes(target, 32))
-        s = choose(Problem(*SIZES, dtype, b=b, family=kept), target, tuned=False).schedule
+        choice = choose(Problem(*SIZES, dtype, b=b, family=kept), target, tuned=False)
     except ScheduleError:
         return None
+    s = choice.schedule
+    if b == "codes":  # a single row is multiplied by vectors where others are by tiles
+        s = next(x for x in (s, *(x for x, _ in choice.runners_up)) if x.program != "tiles")
     kernel = lower(s, isa_of(s, target))
     if kernel.atom.tiled:
         return None

@@ -243,7 +243,8 @@ def test_the_command_makes_and_checks_kernels_of_other_machines(tmp_path, capsys
     assert "kernels correct" in out
     bundle = open_bundle(path)
     counts = bundle_check.check(bundle)
-    assert counts.pop(bundle_check.RAN_TOO) >= 8  # two layouts of a weight and two forms of attention, on two chips
+    # Two layouts of a weight on each chip, and two forms of attention, whose kernels are those of both.
+    assert counts.pop(bundle_check.RAN_TOO) == 6
     assert counts == {bundle_check.RAN: len(bundle.answer(bundle_build.SCHEDULES))}
 
 
