@@ -23,8 +23,9 @@ from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Parallel, Param, Verb
-from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Verb
+from portmm.kernels.cpu.blocking import WORKERS, M, N
+from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, blocks_of, chunks_of, entry, rows_of_task
 from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.epilogue import finish
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
@@ -39,9 +40,6 @@ if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
-
-IMAGE, FIRST, LAST, LOW = var("image"), var("first_row"), var("last_row"), var("low")
-"""The image of a block, its first row of the result and that after its last, and the first row of the strip."""
 
 
 def build(s: Schedule, isa: Isa, atom: Atom, direct: Direct) -> Kernel:
@@ -71,7 +69,7 @@ class _Loops:
     @property
     def blocks(self) -> Index:
         """Blocks of rows of the result, of one image."""
-        return const(-(-self.x.out[0] // self.x.rows))
+        return blocks_of(self.x.out, self.x.rows)
 
     @property
     def panels(self) -> Index:
@@ -80,11 +78,8 @@ class _Loops:
 
     @property
     def chunks(self) -> Index:
-        """Shares of panels, so that every thread has work, as much as the others where blocks are few."""
-        blocks = M // self.x.pixels * self.blocks
-        fewest = ceil_div((WORKERS - 1) * TASKS_PER_WORKER + 1, blocks)
-        uneven = minimum(1, blocks % WORKERS) * blocks.lt(WORKERS * TASKS_PER_WORKER)
-        return minimum(self.panels, fewest + uneven * (ceil_div(fewest, WORKERS) * WORKERS - fewest))
+        """Shares of panels: see `chunks_of`."""
+        return chunks_of(self.panels, self.blocks, self.x.pixels)
 
     @property
     def of_panel(self) -> int:
@@ -103,23 +98,15 @@ class _Loops:
 
     def entry(self) -> tuple[Stmt, ...]:
         """Loop over the items of the batch."""
-        task = Function("block", "task", (Param("item"),), self.block(), "Rows of the result by some panels")
-        tasks = M // self.x.pixels * self.blocks * self.chunks
-        return (For("item", const(0), var("batch"), const(1), (Parallel(task, tasks, (var("item"),)),)),)
+        return entry(self.block(), M // self.x.pixels * self.blocks * self.chunks, "Rows of the result by some panels")
 
     def block(self) -> tuple[Stmt, ...]:
         """Statements for one block."""
         x, task, chunks = self.x, var("task"), var("chunks")
-        index, chunk = task // chunks, task % chunks
-        number = var("number")
+        chunk = task % chunks
         own = Ptr("work", var("worker") * self.own_size)
         return (
-            Let("chunks", self.chunks),
-            Let("index", index),
-            Let("image", var("index") // self.blocks),
-            Let("number", var("index") % self.blocks),
-            Let("first_row", number * x.out[0] // self.blocks),
-            Let("last_row", (number + 1) * x.out[0] // self.blocks),
+            *rows_of_task(self.chunks, self.blocks, x.out),
             Let("low", maximum(0, FIRST * x.stride[0] - x.before[0])),
             Let("high", minimum(x.spatial[0], (LAST - 1) * x.stride[0] - x.before[0] + x.reach[0])),
             LetPtr("scratch", own, self.atom.acc),

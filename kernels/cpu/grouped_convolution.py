@@ -22,8 +22,9 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.lane_nodes import Shuffle
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Parallel, Param, Verb
+from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Param, Verb
 from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
+from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, entry, rows_of_task
 from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.epilogue import finish
 from portmm.kernels.cpu.microkernel import Shape, acc_of, spare, stored
@@ -38,9 +39,6 @@ if TYPE_CHECKING:
     from portmm.spec.epilogue import Fused
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
-
-IMAGE, FIRST, LAST, LOW = var("image"), var("first_row"), var("last_row"), var("low")
-"""The image of a block, its first row of the result and that after its last, and the first row of the strip."""
 
 
 def build(isa: Isa, atom: Atom, sizes: Grouped, types: tuple[str, str], fused: Fused | None) -> Kernel:
@@ -112,24 +110,17 @@ class _Loops:
 
     def entry(self) -> tuple[Stmt, ...]:
         """Loop over the items of the batch."""
-        task = Function("block", "task", (Param("item"),), self.block(), "Rows of the result of some groups")
-        tasks = M // self.x.pixels * self.blocks * self.chunks
-        return (For("item", const(0), var("batch"), const(1), (Parallel(task, tasks, (var("item"),)),)),)
+        return entry(self.block(), M // self.x.pixels * self.blocks * self.chunks, "Rows of the result of some groups")
 
     def block(self) -> tuple[Stmt, ...]:
         """Statements for one block."""
         x, task, chunks = self.x, var("task"), var("chunks")
-        chunk, number, windows = task % chunks, var("number"), const(x.panels.windows)
+        chunk, windows = task % chunks, const(x.panels.windows)
         own = Ptr("work", var("worker") * self.own_size)
         panels = For("j", const(0), const(x.panels.of_window), const(x.vectors), self.panel())
         top, end = FIRST * x.stride[0] - x.before[0], (LAST - 1) * x.stride[0] - x.before[0] + x.reach[0]
         return (
-            Let("chunks", self.chunks),
-            Let("index", task // chunks),
-            Let("image", var("index") // self.blocks),
-            Let("number", var("index") % self.blocks),
-            Let("first_row", number * x.out[0] // self.blocks),
-            Let("last_row", (number + 1) * x.out[0] // self.blocks),
+            *rows_of_task(self.chunks, self.blocks, x.out),
             Let("low", top if x.fill else maximum(0, top)),
             Let("high", end if x.fill else minimum(x.spatial[0], end)),
             Let("first", windows * chunk // chunks),

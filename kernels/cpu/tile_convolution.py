@@ -32,12 +32,12 @@ from portmm.ir.nodes import (
     Let,
     LetPtr,
     Move,
-    Parallel,
     Param,
     Scratch,
     Verb,
 )
-from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
+from portmm.kernels.cpu.blocking import WORKERS, M, N
+from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, blocks_of, chunks_of, entry, rows_of_task
 from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.epilogue import finish
 from portmm.kernels.cpu.packing import line_of
@@ -53,8 +53,8 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
-IMAGE, FIRST, LAST, LOW, Y = var("image"), var("first_row"), var("last_row"), var("low"), var("y")
-"""The image of a block, its first row of the result and that after its last, the first row of the strip, and a row."""
+Y = var("y")
+"""Row of an image, or of the result."""
 
 
 def build(s: Schedule, isa: Isa, atom: Atom, sizes: Tiled) -> Kernel:
@@ -84,15 +84,12 @@ class _Loops:
     @property
     def blocks(self) -> Index:
         """Blocks of rows of the result, of one image."""
-        return const(-(-self.x.out[0] // self.x.rows))
+        return blocks_of(self.x.out, self.x.rows)
 
     @property
     def chunks(self) -> Index:
-        """Shares of panels, so that every thread has work, as much as the others where blocks are few."""
-        blocks = M // self.x.pixels * self.blocks
-        fewest = ceil_div((WORKERS - 1) * TASKS_PER_WORKER + 1, blocks)
-        uneven = minimum(1, blocks % WORKERS) * blocks.lt(WORKERS * TASKS_PER_WORKER)
-        return minimum(ceil_div(N, self.s.nr), fewest + uneven * (ceil_div(fewest, WORKERS) * WORKERS - fewest))
+        """Shares of panels: see `chunks_of`."""
+        return chunks_of(ceil_div(N, self.s.nr), self.blocks, self.x.pixels)
 
     @property
     def grid(self) -> Grid:
@@ -117,25 +114,18 @@ class _Loops:
 
     def entry(self) -> tuple[Stmt, ...]:
         """Loop over the items of the batch."""
-        task = Function("block", "task", (Param("item"),), self.block(), "Rows of the result by some panels")
-        tasks = M // self.x.pixels * self.blocks * self.chunks
-        return (For("item", const(0), var("batch"), const(1), (Parallel(task, tasks, (var("item"),)),)),)
+        return entry(self.block(), M // self.x.pixels * self.blocks * self.chunks, "Rows of the result by some panels")
 
     def block(self) -> tuple[Stmt, ...]:
         """Statements for one block."""
-        x, task, chunks, number = self.x, var("task"), var("chunks"), var("number")
+        x, task, chunks = self.x, var("task"), var("chunks")
         panels, own = ceil_div(N, self.s.nr), Ptr("work", var("worker") * self.own_size)
         image = Ptr("a", var("item") * var("a_batch") + IMAGE * (x.image * self.s.atom.kr))
         high, low = self.grid.tile_rows(self.atom), self.heights
         cut = {self.grid.c(r, v): low[r] for r in range(2) for v in range(self.grid.columns)}
         cut |= {self.grid.a(r): low[r] for r in range(2)}
         return (
-            Let("chunks", self.chunks),
-            Let("index", task // chunks),
-            Let("image", var("index") // self.blocks),
-            Let("number", var("index") % self.blocks),
-            Let("first_row", number * x.out[0] // self.blocks),
-            Let("last_row", (number + 1) * x.out[0] // self.blocks),
+            *rows_of_task(self.chunks, self.blocks, x.out),
             Let("low", FIRST * x.stride[0]),
             LetPtr("sums", own, self.atom.acc),
             LetPtr("source", image, self.atom.left, readonly=True),

@@ -163,12 +163,16 @@ class Int4Tile:
         """The panel of each tile along n, and its first column there."""
         return [divmod(at, self.kept.nr) for at in range(0, self.width, self.atom.n)]
 
+    def at(self, name: str, row: Index, panel: int, column: int) -> Ptr:
+        """Address of a column of a panel, `row` elements into the group."""
+        return Ptr(name, row + column + (var("b_panel") * panel if panel else const(0)))
+
     def word(self, u: Index, at: Index, count: Index) -> Stmt:
         """Conversion of `count` words from u on, of all columns, to rows of tiles at `at` in scratch."""
         w, kr, body = var("w"), self.atom.k_pack, []
         verb = "e2m1" if self.kept.e2m1 else "code" if self.exact else "centred"
         for v, (q, column) in enumerate(self.columns):
-            place = Ptr("words", (u + w) * self.kept.nr + column + (var("b_panel") * q if q else const(0)))
+            place = self.at("words", (u + w) * self.kept.nr, q, column)
             body.append(Verb("load_b", "word", p=place, of=self.words.name, to="s32"))
             for e in range(0, CODES_KR, kr):
                 row = at + (w * (CODES_KR // kr) + e // kr) * self.atom.n + v * self.tile
@@ -193,10 +197,10 @@ class Int4Tile:
             heads.append(Map("literal", "zero_code", (float(ZERO_CODE),), "f32", "f32", real.name))
             body.append(Verb("load_a", "total", p=Ptr("totals", at_group), of=real.name))
         for v, (q, column) in enumerate(self.columns):
-            at = const(column) + (var("b_panel") * q if q else const(0))
-            heads.append(Verb("load_b", f"s{v}", p=Ptr("scales", at), of=real.name))
+            scale = self.at("scales", const(0), q, column)
+            heads.append(Verb("load_b", f"s{v}", p=scale, of=real.name))
             if offsets:
-                offset = Ptr("scales", at + self.kept.nr)
+                offset = scale + self.kept.nr
                 centre = Map("fma", f"o{v}", (f"s{v}", "zero_code", f"o{v}"), "f32", "f32", real.name)
                 heads += [Verb("load_b", f"o{v}", p=offset, of=real.name), centre]
             sums, group = (Ptr(x, i * self.width + v * self.atom.n) for x in ("sums", "c"))

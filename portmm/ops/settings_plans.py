@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 MOST_PLANS = 1024
 _plans = Memory(MOST_PLANS, "calls")
+_NEW = object()
+"""In place of the plan of a form that has not come yet."""
 
 
 def multiply(planner: Callable[[Any, Any, Any], Any], a: Any, b: Any, out: Any) -> Any:
@@ -41,9 +43,9 @@ def multiply(planner: Callable[[Any, Any, Any], Any], a: Any, b: Any, out: Any) 
         return None  # panels give rows
     kind = (weight.family, weight.shape) if packed else None
     key = (config.current(), config.limit(), kind, *(_form(x) for x in (a, right, out)))
-    if key not in _plans:
-        _plans.keep(key, planner(a, weight, out))
-    plan = _plans.get(key)
+    plan = _plans.get(key, _NEW)
+    if plan is _NEW:
+        plan = _plans.keep(key, planner(a, weight, out))
     return None if plan is None else plan(a, right) if out is None else plan(a, right, out)
 
 

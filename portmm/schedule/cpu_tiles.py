@@ -40,7 +40,7 @@ def tiles(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) ->
     if not atom.tiled:
         return
     if p.b == "codes" and not p.deterministic and isa.decodes_tiles(atom, p.types[0]):
-        yield from _decoded(p, atom, isa)
+        yield from _converted(p, atom, isa)
     if p.b != "codes" or (p.types[0] == atom.a and atom.acc == "f32"):
         yield from _panels(p, isa, atom, target)
 
@@ -64,7 +64,7 @@ def _panels(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedu
         if p.m <= mr:
             if p.b == "packed" and p.k * p.n * BY_NAME[p.types[1]].bytes > capacity(target, "L2"):
                 base = replace(base, b=base.b.prefetched(MODEL.tiles_ahead))
-            yield from _thin(base, p, isa, atom)
+            yield from _one_tile(base, p, isa, atom)
             continue
         # Panels of a B that is packed once, or before, come from an outer cache, and the next ones are prefetched.
         for levels in (blocking(p, target, atom, mr, nr, MODEL.tile_depth)[1:], *panel_in_l1(target, atom, mr, nr)):
@@ -74,7 +74,7 @@ def _panels(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedu
                 yield replace(s, b=s.b.with_pack(PACKED_ONCE), c=AHEAD)
 
 
-def _decoded(p: Problem, atom: Atom, isa: Isa) -> Iterator[Schedule]:
+def _converted(p: Problem, atom: Atom, isa: Isa) -> Iterator[Schedule]:
     """Schedules times quantized values that are converted in tiles, four tiles of sums at a time."""
     nr = family(p.family).nr
     if nr % atom.n or (p.group and p.group % atom.k) or p.static:
@@ -90,7 +90,7 @@ def _decoded(p: Problem, atom: Atom, isa: Isa) -> Iterator[Schedule]:
             yield replace(base, b=base.b.covering(panels))
 
 
-def _thin(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
+def _one_tile(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
     """Schedules for an M of one register tile."""
     yield base
     rows, v = base.mr // atom.m, base.nr // atom.n

@@ -135,8 +135,8 @@ def types(word: str) -> tuple[str, str, str]:
 
 def parts(of: str, narrow: str) -> int:
     """Number of floats of a `narrow` type that sum up to any float `of` another, each with some of its bits."""
-    bits = (-log2(BY_NAME[x].eps) for x in (of, narrow))
-    return ceil(next(bits) / next(bits)) if BY_NAME[of].eps else 1
+    wide = BY_NAME[of].eps
+    return ceil(log2(wide) / log2(BY_NAME[narrow].eps)) if wide else 1
 
 
 def accumulator(a: str, b: str) -> str:

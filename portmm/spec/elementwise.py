@@ -305,12 +305,15 @@ def _reduced(kind: str, x: Any, axis: Any) -> Expr:
     raise TraceError(f"a reduction along axis {axis!r} cannot be traced; use -1, along rows, or -2, down columns")
 
 
+_wide_sum, _wide_mean = widened(np.sum), widened(np.mean)
+
+
 @recorded
 def sum(x: Any, axis: int = -1) -> Any:  # noqa: A001 - as NumPy calls it
     """The sum along the last axis, or axis -2, which is kept with extent 1."""
     if _traced(x):
         return _reduced("add", x, axis)
-    return _summed(np.sum, x, axis)
+    return _wide_sum(x, axis=axis, keepdims=True)
 
 
 @recorded
@@ -332,12 +335,7 @@ def mean(x: Any, axis: int = -1) -> Any:
     """The mean along the last axis, which is kept with extent 1."""
     if _traced(x):
         return sum(x, axis) / real(extent("n" if axis == -1 else "m"))
-    return _summed(np.mean, x, axis)
-
-
-def _summed(function: Any, x: Any, axis: int) -> Any:
-    """A sum or a mean of an array, of floats of 16 bits in float32."""
-    return widened(function)(x, axis=axis, keepdims=True)
+    return _wide_mean(x, axis=axis, keepdims=True)
 
 
 @widened

@@ -1,4 +1,4 @@
-"""What fused functions leave to NumPy, and refuse: each answer names the line."""
+"""Operations that `fuse` leaves to NumPy or refuses: each message names the line."""
 
 import math
 from pathlib import Path

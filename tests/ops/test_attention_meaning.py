@@ -40,7 +40,7 @@ def interpreted(target, dtype, shape, how, step, *, few=False):
     unit = real if few else atom
     s = attention_schedule(isa, unit, packs=packs)
     (kernel,) = lower_program(of_attention(form, "n" if few else "m"), s, isa, unit)
-    fields = dict.fromkeys("a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch".split(), 0)  # noqa: SIM905
+    fields = dict.fromkeys("a_m a_k a_batch b_k b_n b_batch c_m c_n c_batch".split(), 0)  # noqa: SIM905 - reads as the struct
     fields |= {"m": m, "n": n, "k": d, "batch": b * h, "workers": 2, "a_m": h, "a_k": h // kv}
     fields |= {"b_k": how.get("window", n), "b_n": step, "c_m": n - m, "c_n": dv, "c_batch": 2 * step}
     out, lse = np.full((b, h, m, dv), 7, x[0].dtype), np.full((b, h, m), 7, np.float32)

@@ -17,7 +17,7 @@ SLOW_PACKAGES = (
 MOST_MODULES = 42
 """Modules that `import portmm` loads, of 0.1 to 1 ms each; what a product from the cache does not need comes later."""
 MORE_MODULES = 14
-"""Those that a wheel with kernels loads in addition, for its first products, layers and attention."""
+"""Modules that a wheel with kernels loads in addition, for its first products, layers and attention."""
 
 
 def test_imports_keep_the_contracts():
