@@ -23,15 +23,11 @@ from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Verb
-from portmm.kernels.cpu.blocking import WORKERS, M, N
-from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, blocks_of, chunks_of, entry, rows_of_task
-from portmm.kernels.cpu.elementwise import arguments
-from portmm.kernels.cpu.epilogue import finish
+from portmm.ir.nodes import Call, For, If, Kernel, Let, LetPtr, Move, Verb
+from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, Loops, finished, rows_of_task, share
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.packing import line_of
 from portmm.spec.dtype import unit
-from portmm.spec.epilogue import operand_types
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -51,35 +47,14 @@ def build(s: Schedule, isa: Isa, atom: Atom, direct: Direct) -> Kernel:
     if s.b.layout != "packed" or s.b.packed or unit(s.types[0], s.atom.kr) != atom.left or atom.m != 1:
         raise ScheduleError(f"a direct convolution reads A in place and filters in panels; {s.name(atom)} does not")
     g = _Loops(s, isa, atom, direct)
-    entry = Function("entry", "entry", (), g.entry(), "All images")
-    types = (("a", s.types[0]), ("b", atom.right), ("c", s.types[2]))
-    work = g.own_size * WORKERS + 64
-    return Kernel(str(s.name(atom)), isa, atom, entry, work, types=types, operands=operand_types(s.fused))
+    return g.kernel(g.block(), g.own_size)
 
 
 @dataclass(frozen=True, slots=True)
-class _Loops:
+class _Loops(Loops):
     """Loops of one kernel."""
 
-    s: Schedule
-    isa: Isa
-    atom: Atom
     x: Direct
-
-    @property
-    def blocks(self) -> Index:
-        """Blocks of rows of the result, of one image."""
-        return blocks_of(self.x.out, self.x.rows)
-
-    @property
-    def panels(self) -> Index:
-        """Panels of filters."""
-        return ceil_div(N, self.s.nr)
-
-    @property
-    def chunks(self) -> Index:
-        """Shares of panels: see `chunks_of`."""
-        return chunks_of(self.panels, self.blocks, self.x.pixels)
 
     @property
     def of_panel(self) -> int:
@@ -96,14 +71,9 @@ class _Loops:
         """Elements of a worker's scratch: sums, and a strip."""
         return self.sums_size + -(-self.x.strip_size // 64) * 64
 
-    def entry(self) -> tuple[Stmt, ...]:
-        """Loop over the items of the batch."""
-        return entry(self.block(), M // self.x.pixels * self.blocks * self.chunks, "Rows of the result by some panels")
-
     def block(self) -> tuple[Stmt, ...]:
         """Statements for one block."""
-        x, task, chunks = self.x, var("task"), var("chunks")
-        chunk = task % chunks
+        x, (first, last) = self.x, share(self.panels)
         own = Ptr("work", var("worker") * self.own_size)
         return (
             *rows_of_task(self.chunks, self.blocks, x.out),
@@ -112,15 +82,10 @@ class _Loops:
             LetPtr("scratch", own, self.atom.acc),
             LetPtr("source", self.image, self.atom.left, readonly=True),
             *self.strip(own + self.sums_size),
-            Let("first", self.panels * chunk // chunks),
-            Let("last", self.panels * (chunk + 1) // chunks),
+            Let("first", first),
+            Let("last", last),
             *self.products(),
         )
-
-    @property
-    def image(self) -> Ptr:
-        """Address of an image, in elements."""
-        return Ptr("a", var("item") * var("a_batch") + IMAGE * (self.x.image * self.s.atom.kr))
 
     # -- strip -----------------------------------------------------------------
 
@@ -176,9 +141,11 @@ class _Loops:
     def products(self) -> tuple[Stmt, ...]:
         """Loops over panels and blocks of k."""
         rows = For("y", FIRST, LAST, const(1), self.row())
+        kept = (var("j") - var("first")) * self.of_panel if self.x.k_outer else const(0)
 
         def panels(inside: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
-            return (For("j", var("first"), var("last"), const(1), (*self.panel(), *inside)),)
+            body = (*self.panel, LetPtr("sums", Ptr("scratch", kept), self.atom.acc), *inside)
+            return (For("j", var("first"), var("last"), const(1), body),)
 
         return self.over_k(panels((rows,))) if self.x.k_outer else panels(self.over_k((rows,)))
 
@@ -192,18 +159,6 @@ class _Loops:
             inside = (Let("part", const(0)), Let("depth", const(x.run)), *inside)
         taps = Let("taps", minimum(x.of_block, const(x.runs) - var("tap")))
         return (For("tap", const(0), const(x.runs), const(x.of_block), (taps, *inside)),)
-
-    def panel(self) -> tuple[Stmt, ...]:
-        """Names of a panel: its columns, filters and sums."""
-        s, j = self.s, var("j")
-        filters = Ptr("b", var("item") * var("b_batch") + j * var("b_n"))
-        kept = (j - var("first")) * self.of_panel if self.x.k_outer else const(0)
-        return (
-            Let("column", j * s.nr),
-            Let("columns", minimum(s.nr, N - var("column"))),
-            LetPtr("bp", filters, self.atom.right, readonly=True),
-            LetPtr("sums", Ptr("scratch", kept), self.atom.acc),
-        )
 
     def row(self) -> tuple[Stmt, ...]:
         """Products of one row of the result, with the taps of a block that lie within the image."""
@@ -274,13 +229,7 @@ class _Loops:
         kernel = micro_kernel(self.atom, shape)
         if self.in_place:
             return (Call(kernel, (*args, *into, columns, const(0), *self.ahead(into[0], rows))),)
-        more: tuple[Index | Ptr, ...] = ()
-        if s.fused:
-            place = (var("item"), var("row"), var("column"))
-            more = (*place, *arguments(s.fused, *place))
-        atom = self.isa.sum_row_atom(self.atom) or self.atom
-        end = finish(self.isa, atom, self.atom.acc, s.types[2], s.fused)
-        call = Call(end, (const(rows), columns, *sums, *into, *more))
+        call = finished(self.isa, self.atom, s.types[2], s.fused, const(rows), sums, into)
         return (
             Call(kernel, (*args, *sums, columns, var("again"), *self.ahead(sums[0], rows))),
             If(var("done"), (call,)),

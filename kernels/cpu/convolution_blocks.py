@@ -2,36 +2,49 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from portmm.ir.index import Index, ceil_div, const, minimum, var
-from portmm.ir.nodes import For, Function, Let, Parallel, Param
-from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M
+from portmm.ir.index import Index, Ptr, ceil_div, const, minimum, var
+from portmm.ir.nodes import Call, For, Function, Kernel, Let, LetPtr, Parallel, Param
+from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
+from portmm.kernels.cpu.elementwise import arguments
+from portmm.kernels.cpu.epilogue import finish
+from portmm.spec.epilogue import operand_types
 
 if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
+    from portmm.schedule.direct_convolution import Strip
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.epilogue import Fused
+    from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 IMAGE, FIRST, LAST, LOW = var("image"), var("first_row"), var("last_row"), var("low")
 """The image of a block, its first row of the result and that after its last, and the first row of the strip."""
 
 
-def blocks_of(out: tuple[int, ...], rows: int) -> Index:
-    """Number of blocks of `rows` rows at most, of one image's result."""
-    return const(-(-out[0] // rows))
-
-
-def chunks_of(panels: Index, blocks: Index, pixels: int) -> Index:
-    """Shares of panels, so that every thread has work, as much as the others where blocks are few."""
-    every = M // pixels * blocks
-    fewest = ceil_div((WORKERS - 1) * TASKS_PER_WORKER + 1, every)
-    uneven = minimum(1, every % WORKERS) * every.lt(WORKERS * TASKS_PER_WORKER)
-    return minimum(panels, fewest + uneven * (ceil_div(fewest, WORKERS) * WORKERS - fewest))
-
-
-def entry(block: tuple[Stmt, ...], tasks: Index, comment: str) -> tuple[Stmt, ...]:
+def entry(block: tuple[Stmt, ...], tasks: Index, comment: str) -> Function:
     """Loop over the items of the batch, whose blocks are tasks."""
     task = Function("block", "task", (Param("item"),), block, comment)
-    return (For("item", const(0), var("batch"), const(1), (Parallel(task, tasks, (var("item"),)),)),)
+    items = For("item", const(0), var("batch"), const(1), (Parallel(task, tasks, (var("item"),)),))
+    return Function("entry", "entry", (), (items,), "All images")
+
+
+def share(panels: Index) -> tuple[Index, Index]:
+    """The first panel of a task, and that after its last."""
+    chunk, chunks = var("task") % var("chunks"), var("chunks")
+    return panels * chunk // chunks, panels * (chunk + 1) // chunks
+
+
+def finished(  # noqa: PLR0917 - what is written, and where
+    isa: Isa, atom: Atom, kind: str, fused: Fused | None, rows: Index, sums: tuple[Ptr, Index], into: tuple[Ptr, Index]
+) -> Call:
+    """The epilogue of a tile of sums, in the type `kind`."""
+    place = (var("item"), var("row"), var("column"))
+    more = (*place, *arguments(fused, *place)) if fused else ()
+    end = finish(isa, isa.sum_row_atom(atom) or atom, atom.acc, kind, fused)
+    return Call(end, (rows, var("columns"), *sums, *into, *more))
 
 
 def rows_of_task(chunks: Index, blocks: Index | int, out: tuple[int, ...]) -> tuple[Stmt, ...]:
@@ -45,3 +58,61 @@ def rows_of_task(chunks: Index, blocks: Index | int, out: tuple[int, ...]) -> tu
         Let("first_row", number * out[0] // blocks),
         Let("last_row", (number + 1) * out[0] // blocks),
     )
+
+
+@dataclass(frozen=True, slots=True)
+class Loops:
+    """Loops of one kernel whose filters are in panels.
+
+    Attributes:
+        s: a schedule for panels and register tiles.
+        isa: the instruction set.
+        atom: its multiply-adds.
+        x: sizes of blocks.
+    """
+
+    s: Schedule
+    isa: Isa
+    atom: Atom
+    x: Strip
+
+    def kernel(self, block: tuple[Stmt, ...], own_size: Index) -> Kernel:
+        """The kernel, of the statements for one block and the elements of a worker's scratch."""
+        s, tasks = self.s, M // self.x.pixels * self.blocks * self.chunks
+        types = (("a", s.types[0]), ("b", self.atom.right), ("c", s.types[2]))
+        items = entry(block, tasks, "Rows of the result by some panels")
+        more: dict[str, Any] = {"types": types, "operands": operand_types(s.fused)}
+        return Kernel(str(s.name(self.atom)), self.isa, self.atom, items, own_size * WORKERS + 64, **more)
+
+    @property
+    def blocks(self) -> Index:
+        """Number of blocks of rows of the result, of one image."""
+        return const(-(-self.x.out[0] // self.x.rows))
+
+    @property
+    def panels(self) -> Index:
+        """Panels of filters."""
+        return ceil_div(N, self.s.nr)
+
+    @property
+    def chunks(self) -> Index:
+        """Shares of panels, so that every thread has work, as much as the others where blocks are few."""
+        every = M // self.x.pixels * self.blocks
+        fewest = ceil_div((WORKERS - 1) * TASKS_PER_WORKER + 1, every)
+        uneven = minimum(1, every % WORKERS) * every.lt(WORKERS * TASKS_PER_WORKER)
+        return minimum(self.panels, fewest + uneven * (ceil_div(fewest, WORKERS) * WORKERS - fewest))
+
+    @property
+    def image(self) -> Ptr:
+        """Address of an image, in elements."""
+        return Ptr("a", var("item") * var("a_batch") + IMAGE * (self.x.image * self.s.atom.kr))
+
+    @property
+    def panel(self) -> tuple[Stmt, ...]:
+        """Names of the columns and the filters of a panel."""
+        filters = Ptr("b", var("item") * var("b_batch") + var("j") * var("b_n"))
+        return (
+            Let("column", var("j") * self.s.nr),
+            Let("columns", minimum(self.s.nr, N - var("column"))),
+            LetPtr("bp", filters, self.atom.right, readonly=True),
+        )

@@ -24,9 +24,7 @@ from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.lane_nodes import Shuffle
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Param, Verb
 from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
-from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, entry, rows_of_task
-from portmm.kernels.cpu.elementwise import arguments
-from portmm.kernels.cpu.epilogue import finish
+from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, entry, finished, rows_of_task, share
 from portmm.kernels.cpu.microkernel import Shape, acc_of, spare, stored
 from portmm.kernels.cpu.packing import keep
 from portmm.schedule.grouped_convolution import TAPS
@@ -52,10 +50,11 @@ def build(isa: Isa, atom: Atom, sizes: Grouped, types: tuple[str, str], fused: F
         fused: the epilogue.
     """
     g = _Loops(isa, atom, sizes, types, fused)
-    entry = Function("entry", "entry", (), g.entry(), "All images")
+    tasks = M // sizes.pixels * g.blocks * g.chunks
+    items = entry(g.block(), tasks, "Rows of the result of some groups")
     kinds = (("a", types[0]), ("b", atom.right), ("c", types[1]))
     name = f"portmm_groups_{atom.name}"
-    return Kernel(name, isa, atom, entry, WORKERS * g.own_size + 64, types=kinds, operands=operand_types(fused))
+    return Kernel(name, isa, atom, items, WORKERS * g.own_size + 64, types=kinds, operands=operand_types(fused))
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,14 +107,9 @@ class _Loops:
         """Elements of a worker's scratch: a strip, and sums."""
         return self.x.most * self.x.of_window + self.of_tile
 
-    def entry(self) -> tuple[Stmt, ...]:
-        """Loop over the items of the batch."""
-        return entry(self.block(), M // self.x.pixels * self.blocks * self.chunks, "Rows of the result of some groups")
-
     def block(self) -> tuple[Stmt, ...]:
         """Statements for one block."""
-        x, task, chunks = self.x, var("task"), var("chunks")
-        chunk, windows = task % chunks, const(x.panels.windows)
+        x, (first, last) = self.x, share(const(self.x.panels.windows))
         own = Ptr("work", var("worker") * self.own_size)
         panels = For("j", const(0), const(x.panels.of_window), const(x.vectors), self.panel())
         top, end = FIRST * x.stride[0] - x.before[0], (LAST - 1) * x.stride[0] - x.before[0] + x.reach[0]
@@ -123,8 +117,8 @@ class _Loops:
             *rows_of_task(self.chunks, self.blocks, x.out),
             Let("low", top if x.fill else maximum(0, top)),
             Let("high", end if x.fill else minimum(x.spatial[0], end)),
-            Let("first", windows * chunk // chunks),
-            Let("last", windows * (chunk + 1) // chunks),
+            Let("first", first),
+            Let("last", last),
             LetPtr("strip", own, self.atom.acc),
             LetPtr("source", Ptr("a", var("item") * var("a_batch") + IMAGE * x.image), self.types[0], readonly=True),
             *(() if self.in_place else (LetPtr("sums", own + x.most * x.of_window, self.atom.acc),)),
@@ -240,13 +234,10 @@ class _Loops:
         args = (var("tap"), var("end"), a, Ptr("bp"))
         if self.in_place:
             return (Call(self.micro_kernel(rows), (*args, *into, columns)),)
-        place = (var("item"), var("row"), var("column"))
-        more = (*place, *arguments(self.fused, *place)) if self.fused else ()
-        by_rows = self.isa.sum_row_atom(self.atom) or self.atom
-        end = finish(self.isa, by_rows, self.atom.acc, self.types[1], self.fused)
+        sums = (Ptr("sums"), const(self.nr))
         return (
-            Call(self.micro_kernel(rows), (*args, Ptr("sums"), const(self.nr), columns)),
-            Call(end, (const(rows), columns, Ptr("sums"), const(self.nr), *into, *more)),
+            Call(self.micro_kernel(rows), (*args, *sums, columns)),
+            finished(self.isa, self.atom, self.types[1], self.fused, const(rows), sums, into),
         )
 
     def micro_kernel(self, rows: int) -> Function:

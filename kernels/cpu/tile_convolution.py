@@ -36,14 +36,10 @@ from portmm.ir.nodes import (
     Scratch,
     Verb,
 )
-from portmm.kernels.cpu.blocking import WORKERS, M, N
-from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, blocks_of, chunks_of, entry, rows_of_task
-from portmm.kernels.cpu.elementwise import arguments
-from portmm.kernels.cpu.epilogue import finish
+from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, Loops, finished, rows_of_task, share
 from portmm.kernels.cpu.packing import line_of
 from portmm.kernels.cpu.tile_microkernel import Grid, Outer, Strides, awake, prefetch_next
 from portmm.spec.dtype import base
-from portmm.spec.epilogue import operand_types
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -66,30 +62,14 @@ def build(s: Schedule, isa: Isa, atom: Atom, sizes: Tiled) -> Kernel:
     if s.b.layout != "packed" or s.b.packed or not atom.tiled or base(atom.left) != s.types[0]:
         raise ScheduleError(f"a convolution by tiles reads A in place and filters in panels; {s.name(atom)} does not")
     g = _Loops(s, isa, atom, sizes)
-    entry = Function("entry", "entry", (), g.entry(), "All images")
-    types = (("a", s.types[0]), ("b", atom.right), ("c", s.types[2]))
-    work = g.own_size * WORKERS + 64
-    return Kernel(str(s.name(atom)), isa, atom, entry, work, types=types, operands=operand_types(s.fused))
+    return g.kernel(g.block(), g.own_size)
 
 
 @dataclass(frozen=True, slots=True)
-class _Loops:
+class _Loops(Loops):
     """Loops of one kernel."""
 
-    s: Schedule
-    isa: Isa
-    atom: Atom
     x: Tiled
-
-    @property
-    def blocks(self) -> Index:
-        """Blocks of rows of the result, of one image."""
-        return blocks_of(self.x.out, self.x.rows)
-
-    @property
-    def chunks(self) -> Index:
-        """Shares of panels: see `chunks_of`."""
-        return chunks_of(ceil_div(N, self.s.nr), self.blocks, self.x.pixels)
 
     @property
     def grid(self) -> Grid:
@@ -112,15 +92,10 @@ class _Loops:
         """Elements of a worker's scratch: sums, and a strip."""
         return const(self.sums_size + -(-self.x.strip_size // 64) * 64)
 
-    def entry(self) -> tuple[Stmt, ...]:
-        """Loop over the items of the batch."""
-        return entry(self.block(), M // self.x.pixels * self.blocks * self.chunks, "Rows of the result by some panels")
-
     def block(self) -> tuple[Stmt, ...]:
         """Statements for one block."""
-        x, task, chunks = self.x, var("task"), var("chunks")
-        panels, own = ceil_div(N, self.s.nr), Ptr("work", var("worker") * self.own_size)
-        image = Ptr("a", var("item") * var("a_batch") + IMAGE * (x.image * self.s.atom.kr))
+        x, (first, last) = self.x, share(self.panels)
+        own = Ptr("work", var("worker") * self.own_size)
         high, low = self.grid.tile_rows(self.atom), self.heights
         cut = {self.grid.c(r, v): low[r] for r in range(2) for v in range(self.grid.columns)}
         cut |= {self.grid.a(r): low[r] for r in range(2)}
@@ -128,11 +103,11 @@ class _Loops:
             *rows_of_task(self.chunks, self.blocks, x.out),
             Let("low", FIRST * x.stride[0]),
             LetPtr("sums", own, self.atom.acc),
-            LetPtr("source", image, self.atom.left, readonly=True),
+            LetPtr("source", self.image, self.atom.left, readonly=True),
             *self.strip(own + self.sums_size),
             Configure(tuple(const(cut[i]) if i in cut else rows for i, rows in enumerate(high))),
-            Let("last", panels * (task % chunks + 1) // chunks),
-            Let("first", panels * (task % chunks) // chunks),
+            Let("last", last),
+            Let("first", first),
             *self.products(),
             Configure(()),
         )
@@ -216,22 +191,17 @@ class _Loops:
 
     def products(self) -> tuple[Stmt, ...]:
         """Loops over panels, rows and slices of rows."""
-        x, s, j = self.x, self.s, var("j")
+        x, s = self.x, self.s
         steps = x.kernel[0] * x.kernel[1] * x.channels // self.atom.deep
         lines = const(self.atom.deep * s.nr // line_of(self.atom, self.atom.right))
         tiles = const(x.slices) if x.by_rows else (LAST - FIRST) * x.slices
-        panel = (
-            Let("column", j * s.nr),
-            Let("columns", minimum(s.nr, N - var("column"))),
-            LetPtr("bp", Ptr("b", var("item") * var("b_batch") + j * var("b_n")), self.atom.right, readonly=True),
-        )
-        follow = (j + 1).lt(var("last")) * var("lines")
+        follow = (var("j") + 1).lt(var("last")) * var("lines")
         if x.by_rows:
             follow = follow * Y.eq(FIRST)
         slices = For("slice", const(0), const(x.slices), const(1), self.tile(steps))
         step = const(2 if x.paired else 1)
         panels = ("j", var("first"), var("last"), const(1))
-        named = (*panel, Let("follow", follow))
+        named = (*self.panel, Let("follow", follow))
         loops: tuple[Stmt, ...] = (For(*panels, (*named, For("y", FIRST, LAST, step, (slices,)))),)
         if x.by_rows:
             loops = (For("y", FIRST, LAST, step, (For(*panels, (*named, slices)),)),)
@@ -250,16 +220,13 @@ class _Loops:
         ahead = Ptr("bp", var("b_n") + done * (var("lines") * steps * line_of(self.atom, self.atom.right)))
         a = Ptr("strip", (Y * x.stride[0] - LOW) * x.row + var("z") * (x.stride[1] * x.pixel))
         row = IMAGE * x.pixels + Y * x.out[1] + var("z") + skipped
-        place = (var("item"), var("row"), var("column"))
-        more: tuple[Index | Ptr, ...] = (*place, *arguments(s.fused, *place)) if s.fused else ()
         into = Ptr("c", var("item") * var("c_batch") + (var("row") * var("c_m") + var("column"))), var("c_m")
         sums = (Ptr("sums", skipped * s.nr), const(s.nr))
-        end = finish(self.isa, self.isa.sum_row_atom(self.atom) or self.atom, self.atom.acc, s.types[2], s.fused)
         return (
             Let("z", first),
             Let("row", row),
             Call(self.micro_kernel(), (a, apart, Ptr("bp"), Ptr("sums"), ahead, var("follow"))),
-            Call(end, (count, var("columns"), *sums, *into, *more)),
+            finished(self.isa, self.atom, s.types[2], s.fused, count, sums, into),
         )
 
     def micro_kernel(self) -> Function:

@@ -22,6 +22,7 @@ from portmm.ops import host_matmul
 from portmm.ops.convolution_kernel import HostConvolution
 from portmm.ops.epilogues import NOT_F64
 from portmm.runtime.cpu import runtime
+from portmm.spec.convolution import Windows
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Operand, acc, index, load, number
 from portmm.spec.expr import apply
@@ -57,38 +58,11 @@ class Part(NamedTuple):
     inside: bool
 
 
-class Axes(NamedTuple):
-    """Sizes of a convolution, as if over three dimensions.
-
-    Attributes:
-        spatial: extents of an image.
-        out: extents of a result.
-        kernel: extents of a filter.
-        stride: of windows.
-        dilation: of taps.
-        before: padding.
-    """
-
-    spatial: tuple[int, ...]
-    out: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    before: tuple[int, ...]
-
-    @classmethod
-    def of(cls, x: Convolution) -> Axes:
-        """The sizes of a convolution."""
-        ones, zeros = (1,) * (3 - len(x.spatial)), (0,) * (3 - len(x.spatial))
-        extents = (ones + x.spatial, ones + x.out, ones + x.kernel)
-        return cls(*extents, ones + x.stride, ones + x.dilation, zeros + x.before)
-
-
 def parts(x: Convolution) -> list[Part]:
     """Boxes that cover a result: the interior, and what is before and after it along each dimension."""
-    sizes = Axes.of(x)
+    sizes = Windows.of(x, 3)
     bounds: list[tuple[int, int]] = []
-    for n, out, kernel, stride, dilation, before in zip(*sizes, strict=True):
+    for n, out, kernel, stride, dilation, before in zip(*sizes.sizes, strict=True):
         low = min(out, -(-before // stride))
         high = min(out, (n - 1 + before - (kernel - 1) * dilation) // stride + 1)
         bounds.append((low, max(low, high)))
@@ -111,7 +85,7 @@ class DepthwiseKernel:
     Attributes:
         route: the kernel.
         results: shapes, of (image, pixel, channel) or with channels first (image, channel, pixel), and types.
-        axes: the sizes of the convolution.
+        axes: the windows of the convolution, over three dimensions.
         padding: value of padding.
         parts: of the result.
         bound: captured operands and results of the epilogue, by image, row and column of the product.
@@ -122,7 +96,7 @@ class DepthwiseKernel:
 
     route: Any
     results: tuple[tuple[tuple[int, ...], np.dtype[Any]], ...]
-    axes: Axes
+    axes: Windows
     padding: int
     parts: tuple[Part, ...]
     bound: Bound
@@ -248,7 +222,7 @@ class HostDepthwise(HostConvolution):
         most = (columns, x.shape[-1], rows) if last else (rows, columns, x.shape[1])
         results, route = tuple(zip(shapes, step.types, strict=True)), cpu_routes.expressions_route(step.fused, most)
         return DepthwiseKernel(
-            route, results, Axes.of(size), size.padding, every, bound,
+            route, results, Windows.of(size, 3), size.padding, every, bound,
             np.array([BY_NAME[y.dtype].bytes for y in step.fused.operands[len(places) :]], np.int64), counted,
             traced is not None and traced.several,
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """Blocks of a direct convolution: rows of a result, taps, and a strip of the images, on one chip.
 
-Owns `Direct`, the sizes that its kernel has as constants, and `direct`, which selects them.
+Owns `Strip`, sizes of convolutions that read images in place, `Direct`, those that its kernel has as constants, and
+`direct`, which selects them.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from portmm.spec.convolution import Windows
 from portmm.spec.dtype import BY_NAME
 from portmm.util.records import dataclass
 
@@ -29,42 +31,22 @@ PIXELS = 512
 
 
 @dataclass(frozen=True, slots=True)
-class Direct:
-    """Sizes of a direct convolution over two dimensions, channels last.
+class Strip(Windows):
+    """Sizes of a convolution over two dimensions, channels last, with a strip of the images for some rows of a result.
 
     Elements of images and filters are units of neighbouring channels where an atom multiplies those.
 
     Attributes:
-        spatial: extents of an image.
-        out: extents of a result.
-        kernel: extents of a filter.
-        stride: of windows.
-        dilation: of taps.
-        before: zeros before the first element, along each dimension.
-        after: zeros that windows reach at the ends of rows.
         channels: of a group.
         image: elements from an image to the next.
         steps: elements from a row of an image to the next, and from a pixel to the next.
-        copies: rows are copied to a strip, with padding.
+        copies: a block's rows of an image are copied to a strip, with padding.
         row: elements from a row to the next, of the strip or in place.
         pixel: likewise of a pixel.
         run: elements of a run of k: the channels of a tap, or of all taps of a row, where these are contiguous.
-        runs: number of runs.
-        of_block: runs in a block of k.
-        kc: elements of a block of k, where that is a part of a run.
         rows: of the result in a block, at most.
-        k_outer: blocks of k are the outer loop, panels the inner one: filters are read once for each block of rows.
-        to: elements from a row of a result to the next, and from a pixel to the next, where pixels of neighbouring rows
-            are otherwise apart than those of a row; the images of a result are items then.
     """
 
-    spatial: tuple[int, ...]
-    out: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    before: tuple[int, ...]
-    after: int
     channels: int
     image: int
     steps: tuple[int, int]
@@ -72,22 +54,42 @@ class Direct:
     row: int
     pixel: int
     run: int
-    runs: int
+    rows: int
+
+    @property
+    def runs_of_row(self) -> int:
+        """Runs of a row of taps."""
+        return self.kernel[1] * self.channels // self.run
+
+    @property
+    def reached(self) -> int:
+        """Rows of an image, with padding, that windows of a block reach."""
+        return (self.rows - 1) * self.stride[0] + self.reach[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Direct(Strip):
+    """Sizes of a direct convolution, in whose strip rows have padding at their ends.
+
+    Attributes:
+        after: zeros that windows reach at the ends of rows.
+        of_block: runs in a block of k.
+        kc: elements of a block of k, where that is a part of a run.
+        k_outer: blocks of k are the outer loop, panels the inner one: filters are read once for each block of rows.
+        to: elements from a row of a result to the next, and from a pixel to the next, where pixels of neighbouring rows
+            are otherwise apart than those of a row; the images of a result are items then.
+    """
+
+    after: int
     of_block: int
     kc: int
-    rows: int
     k_outer: bool
     to: tuple[int, int] | None = None
 
     @property
-    def pixels(self) -> int:
-        """Pixels of a result."""
-        return self.out[0] * self.out[1]
-
-    @property
-    def reach(self) -> tuple[int, ...]:
-        """Extents of a window."""
-        return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
+    def runs(self) -> int:
+        """Number of runs."""
+        return self.kernel[0] * self.runs_of_row
 
     @property
     def whole(self) -> bool:
@@ -95,15 +97,9 @@ class Direct:
         return self.kc == self.run and self.of_block >= self.runs
 
     @property
-    def runs_of_row(self) -> int:
-        """Runs of a row of taps."""
-        return self.runs // self.kernel[0]
-
-    @property
     def strip_size(self) -> int:
         """Elements of a strip."""
-        high = min(self.spatial[0], (self.rows - 1) * self.stride[0] + self.reach[0])
-        return high * self.row if self.copies else 0
+        return min(self.spatial[0], self.reached) * self.row if self.copies else 0
 
 
 def direct(
@@ -126,10 +122,9 @@ def direct(
             return None
         x, strides = replace(x, channels=x.channels // kr), (*(y // kr for y in strides[:-1]), 1)
     flat = len(strides) == 3  # one dimension: images of one row
-    spatial, out, kernel = (((1, *y) if flat else y) for y in (x.spatial, x.out, x.kernel))
-    stride, dilation = (((1, *y) if flat else y) for y in (x.stride, x.dilation))
-    before, after = (((0, *y) if flat else y) for y in (x.before, x.after))
-    reach = [(k - 1) * d + 1 for k, d in zip(kernel, dilation, strict=True)]
+    windows = Windows.of(x, 2)
+    spatial, out, kernel, stride, dilation, before = windows.sizes
+    after, reach = ((0, *x.after) if flat else x.after), windows.reach
     straddles = kernel[0] > 1 and dilation[0] > spatial[0]
     if before[0] >= reach[0] or after[0] >= reach[0] or straddles or x.channels < 1:
         return None  # windows of zeros alone, the last ones with taps above and below the image
@@ -162,6 +157,5 @@ def direct(
     blocks = -(-out[0] // rows)
     rows = -(-out[0] // blocks)
     return Direct(
-        spatial, out, kernel, stride, dilation, before, beyond, x.channels, image, (row, pixel), copies, *steps,
-        run, runs, of_block, kc, rows, k_outer, to,
+        *windows.sizes, x.channels, image, (row, pixel), copies, *steps, run, rows, beyond, of_block, kc, k_outer, to,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from portmm.spec.convolution import Windows
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Family
 from portmm.util.records import dataclass
@@ -94,16 +95,11 @@ class Panels:
 
 
 @dataclass(frozen=True, slots=True)
-class Grouped:
+class Grouped(Windows):
     """Sizes of a convolution of groups of few channels over two dimensions, channels last.
 
     Attributes:
         panels: the layout of filters.
-        spatial: extents of an image.
-        out: extents of a result.
-        stride: of windows.
-        dilation: of taps.
-        before: zeros before the first element, along each dimension.
         image: elements from an image to the next.
         steps: elements from a row of an image to the next, and from a pixel to the next.
         rows: of the result in a block, at most.
@@ -114,11 +110,6 @@ class Grouped:
     """
 
     panels: Panels
-    spatial: tuple[int, int]
-    out: tuple[int, int]
-    stride: tuple[int, int]
-    dilation: tuple[int, int]
-    before: tuple[int, int]
     image: int
     steps: tuple[int, int]
     rows: int
@@ -126,12 +117,6 @@ class Grouped:
     height: int
     vectors: int
     fill: int = 0
-
-    @property
-    def reach(self) -> tuple[int, int]:
-        """Extents of a window."""
-        (high, wide), (down, across) = self.panels.kernel, self.dilation
-        return (high - 1) * down + 1, (wide - 1) * across + 1
 
     @property
     def width(self) -> int:
@@ -150,11 +135,6 @@ class Grouped:
         reached = (self.rows - 1) * self.stride[0] + self.reach[0]
         high = reached if self.fill else min(self.spatial[0], reached)
         return -(-high * self.width * self.pixel // 64) * 64
-
-    @property
-    def pixels(self) -> int:
-        """Pixels of a result."""
-        return self.out[0] * self.out[1]
 
 
 def panels_of(  # noqa: PLR0917 - sizes of filters
@@ -193,7 +173,8 @@ def grouped(x: Convolution, strides: Sequence[int], panels: Panels, isa: Isa, ta
         isa: the instruction set.
         target: the machine.
     """
-    (high, wide), (down, across) = _pair(x.spatial, 1), _pair(x.out, 1)
+    windows = Windows.of(x, 2)
+    down, across = windows.out
     row = strides[-3] if len(x.spatial) > 1 else 0
     fits = {y: _height(y, panels, isa) for y in range(1, panels.of_window + 1) if panels.of_window % y == 0}
     vectors = max(y for y, height in fits.items() if y == 1 or across < min(CHAINS, height + 1))
@@ -203,10 +184,8 @@ def grouped(x: Convolution, strides: Sequence[int], panels: Panels, isa: Isa, ta
     budget = int(STRIP * known.get("L2", known["L1"])) // (BY_NAME[panels.dtype].bytes * panels.unit)
 
     def sizes(rows: int, most: int) -> Grouped:
-        return Grouped(
-            panels, (high, wide), (down, across), _pair(x.stride, 1), _pair(x.dilation, 1), _pair(x.before, 0),
-            strides[0], (row, strides[-2]), rows, most, height, vectors, fill,
-        )  # fmt: skip
+        image, steps = strides[0], (row, strides[-2])
+        return Grouped(*windows.sizes, panels, image, steps, rows, most, height, vectors, fill)
 
     rows = max(1, min(down, -(-PIXELS // across)))
     while rows > 1 and sizes(rows, 1).of_window > budget:
@@ -218,8 +197,3 @@ def grouped(x: Convolution, strides: Sequence[int], panels: Panels, isa: Isa, ta
 def _height(vectors: int, panels: Panels, isa: Isa) -> int:
     """Pixels of a register tile, beside filters of some taps and two temporaries."""
     return max(1, (isa.registers - 2) // vectors - min(TAPS, panels.kernel[1]))
-
-
-def _pair(x: tuple[int, ...], first: int) -> tuple[int, int]:
-    """Numbers of two dimensions; of one, images are of one row."""
-    return (first, x[0]) if len(x) == 1 else (x[0], x[1])

@@ -8,7 +8,8 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from portmm.schedule.direct_convolution import FILTERS, PANEL, PIXELS, STRIP
+from portmm.schedule.direct_convolution import FILTERS, PANEL, PIXELS, STRIP, Strip
+from portmm.spec.convolution import Windows
 from portmm.spec.dtype import BY_NAME
 from portmm.util.records import dataclass
 
@@ -34,26 +35,10 @@ WIDEST = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Tiled:
-    """Sizes of a convolution over two dimensions, channels last.
-
-    Elements of images and filters are units of neighbouring channels.
+class Tiled(Strip):
+    """Sizes of a convolution by tiles, in whose strip there is padding on all sides.
 
     Attributes:
-        spatial: extents of an image.
-        out: extents of a result.
-        kernel: extents of a filter.
-        stride: of windows.
-        dilation: of taps.
-        before: padding before the first element, along each dimension.
-        channels: of a pixel.
-        image: units from an image to the next.
-        steps: units from a row of an image to the next, and from a pixel to the next.
-        copies: a block's rows of an image are copied to a strip, with padding on all sides.
-        row: units from a row to the next, of the strip or in place.
-        pixel: likewise of a pixel.
-        run: units of a run of k: the channels of a tap, or of all taps of a row, where these are contiguous.
-        rows: of the result in a block, at most.
         tall: pixels of a register tile.
         paired: a register tile is of two rows of the result, with `tall` pixels of each.
         near: a panel of filters stays in L1 while tiles of pixels pass by, whose lines are of one row each.
@@ -61,40 +46,11 @@ class Tiled:
         fill: value of padding.
     """
 
-    spatial: tuple[int, ...]
-    out: tuple[int, ...]
-    kernel: tuple[int, ...]
-    stride: tuple[int, ...]
-    dilation: tuple[int, ...]
-    before: tuple[int, ...]
-    channels: int
-    image: int
-    steps: tuple[int, int]
-    copies: bool
-    row: int
-    pixel: int
-    run: int
-    rows: int
     tall: int
     paired: bool
     near: bool
     by_rows: bool
     fill: int = 0
-
-    @property
-    def pixels(self) -> int:
-        """Pixels of a result."""
-        return self.out[0] * self.out[1]
-
-    @property
-    def reach(self) -> tuple[int, ...]:
-        """Extents of a window."""
-        return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
-
-    @property
-    def runs_of_row(self) -> int:
-        """Runs of a row of taps."""
-        return self.kernel[1] * self.channels // self.run
 
     @property
     def slices(self) -> int:
@@ -104,7 +60,7 @@ class Tiled:
     @property
     def strip_size(self) -> int:
         """Units of a strip."""
-        return ((self.rows - 1) * self.stride[0] + self.reach[0]) * self.row if self.copies else 0
+        return self.reached * self.row if self.copies else 0
 
 
 def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, target: Target) -> Tiled | None:
@@ -123,11 +79,10 @@ def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, targe
     if s.nr > WIDEST * atom.n or not {"L1", "L2"} <= {y.name for y in target.levels}:
         return None
     channels, (image, *inner) = x.channels // kr, (y // kr for y in strides[:-1])
-    spatial, out, kernel = (((1, *y) if flat else y) for y in (x.spatial, x.out, x.kernel))
-    stride, dilation = (((1, *y) if flat else y) for y in (x.stride, x.dilation))
-    before, after = (((0, *y) if flat else y) for y in (x.before, x.after))
-    copies = any((*before, *after))
-    width = max(spatial[1] + before[1], (out[1] - 1) * stride[1] + (kernel[1] - 1) * dilation[1] + 1)
+    windows = Windows.of(x, 2)
+    spatial, out, kernel, stride, dilation, before = windows.sizes
+    copies = any((*x.before, *x.after))
+    width = max(spatial[1] + before[1], (out[1] - 1) * stride[1] + windows.reach[1])
     own = (0, inner[0]) if flat else (inner[0], inner[1])
     row, pixel = (width * channels, channels) if copies else own
     together = kernel[1] == 1 or (dilation[1] == 1 and pixel == channels)
@@ -146,12 +101,10 @@ def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, targe
         return None  # windows are packed instead, if their padding is zero
     by_rows = not fits and depth * x.outputs * size <= STAYS * levels["L2"]
     rows = out[0] if depth * x.outputs * size > FILTERS * levels["L2"] else min(out[0], -(-PIXELS // out[1]))
-    reach = (kernel[0] - 1) * dilation[0] + 1
-    while rows > 1 and ((rows - 1) * stride[0] + reach) * max(row, 1) * size > STRIP * levels["L2"]:
+    while rows > 1 and ((rows - 1) * stride[0] + windows.reach[0]) * max(row, 1) * size > STRIP * levels["L2"]:
         rows -= 1
     rows = -(-out[0] // -(-out[0] // rows))
     rows += paired and rows % 2 and rows < out[0]
     return Tiled(
-        spatial, out, kernel, stride, dilation, before, channels, image, own, copies, row, pixel, run, rows, tall,
-        paired, near, by_rows, x.padding,
+        *windows.sizes, channels, image, own, copies, row, pixel, run, rows, tall, paired, near, by_rows, x.padding,
     )  # fmt: skip

@@ -1,8 +1,9 @@
 """Convolution as a product: the windows of images are a matrix, as a view of their memory.
 
-Owns `Convolution`, the sizes of one convolution, and the layouts of its windows: pad, embed, permute and merge, as in
-Composable Kernel's implicit GEMM. With channels last, windows are A: their rows are the pixels of all images, and
-columns are (tap, channel). With channels first, they are B: rows are (channel, tap), columns the pixels of one image.
+Owns `Convolution`, the sizes of one convolution, `Windows`, those of its windows as of more dimensions, and the layouts
+of its windows: pad, embed, permute and merge, as in Composable Kernel's implicit GEMM. With channels last, windows are
+A: their rows are the pixels of all images, and columns are (tap, channel). With channels first, they are B: rows are
+(channel, tap), columns the pixels of one image.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from portmm.util.records import dataclass
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+Extents = tuple[int, ...]
 IMAGES = "images"
 """Name of the number of images in the layout of windows of all of them, which kernels do not depend on."""
 
@@ -85,6 +87,49 @@ class Convolution:
         along = " x ".join(_along(*x) for x in sizes)
         groups = f", {self.groups} groups" if self.groups > 1 else ""
         return f"{self.channels} to {self.outputs} channels{groups}, {along}"
+
+
+@dataclass(frozen=True, slots=True)
+class Windows:
+    """Windows of a convolution, as if over some dimensions: images of fewer have an extent of 1 along the first.
+
+    Attributes:
+        spatial: extents of an image.
+        out: extents of a result.
+        kernel: extents of a filter.
+        stride: of windows.
+        dilation: of taps.
+        before: padding before the first element, along each dimension.
+    """
+
+    spatial: Extents
+    out: Extents
+    kernel: Extents
+    stride: Extents
+    dilation: Extents
+    before: Extents
+
+    @classmethod
+    def of(cls, x: Convolution, count: int) -> Windows:
+        """The windows of a convolution over `count` dimensions at most."""
+        ones, zeros = (1,) * (count - len(x.spatial)), (0,) * (count - len(x.spatial))
+        extents = (ones + x.spatial, ones + x.out, ones + x.kernel)
+        return Windows(*extents, ones + x.stride, ones + x.dilation, zeros + x.before)
+
+    @property
+    def sizes(self) -> tuple[Extents, Extents, Extents, Extents, Extents, Extents]:
+        """All of these."""
+        return self.spatial, self.out, self.kernel, self.stride, self.dilation, self.before
+
+    @property
+    def pixels(self) -> int:
+        """Pixels of a result."""
+        return math.prod(self.out)
+
+    @property
+    def reach(self) -> tuple[int, ...]:
+        """Extents of a window."""
+        return tuple((k - 1) * d + 1 for k, d in zip(self.kernel, self.dilation, strict=True))
 
 
 def _along(*sizes: int) -> str:

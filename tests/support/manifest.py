@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import manifest_chosen
+import manifest_convolutions
 import manifest_devices
 import manifest_host
 from manifest_case import Case
@@ -55,6 +56,7 @@ FAMILIES: dict[str, Callable[[], Iterable[Case]]] = {
     **{name: partial(manifest_host.cases, name) for name in names_of("cpu", "isa")},
     **{name: partial(manifest_devices.cases, name) for name in manifest_devices.FAMILIES},
     **{f"chip {name}": partial(manifest_chosen.cases, name) for name in (*names_of("cpu"), *names_of("device"))},
+    "convolutions": manifest_convolutions.cases,
     "run time": _runtime,
 }
 
