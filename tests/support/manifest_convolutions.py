@@ -32,7 +32,7 @@ FUSED = ("f32", "bf16", "u8-s8-f32")
 IMAGES = 2
 
 
-def _conv(sizes: tuple[int, int, int], spatial: tuple[int, ...], kernel: int, more: tuple[int, int, int]) -> Convolution:
+def _conv(sizes: tuple[int, ...], spatial: tuple[int, ...], kernel: int, more: tuple[int, int, int]) -> Convolution:
     """A convolution of groups, channels and outputs; more is a stride, a dilation and padding."""
     every = ((x,) * len(spatial) for x in (kernel, *more, more[2]))
     return Convolution(*sizes, spatial, *every)
