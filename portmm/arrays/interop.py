@@ -194,11 +194,7 @@ def from_torch(x: Any) -> Operand | None:
 
 
 def _checked(x: Any) -> Any:
-    """PyTorch, if portmm can read a tensor of it.
-
-    Raises:
-        TypeError: it requires gradients, or its layout is unknown to portmm.
-    """
+    """PyTorch, if portmm can read a tensor of it."""
     torch = sys.modules["torch"]
     if getattr(x, "requires_grad", False) and torch.is_grad_enabled():
         raise TypeError(

@@ -241,11 +241,7 @@ def build(
 def _loaded_or_built(  # noqa: PLR0917 - as `_make`
     source: str, compiler: Compiler, argv: tuple[str, ...], key: str, stem: str, symbols: tuple[str, ...]
 ) -> tuple[cache.Entry, bytes, bool]:
-    """The entry of a key, its code, and whether it was there.
-
-    Raises:
-        BuildError: the compiler failed, now or recently.
-    """
+    """The entry of a key, its code, and whether it was there."""
     loaded = cache.load(key)
     if loaded is not None:
         return (*loaded, True)

@@ -62,11 +62,7 @@ def _built(s: Schedule, isa: Isa, atom: Atom, *more: Any) -> Any:
 
 
 def _check(s: Schedule, *, device: bool) -> None:
-    """Check that a schedule is of a program of CPUs, or of devices.
-
-    Raises:
-        ScheduleError: it is not.
-    """
+    """Check that a schedule is of a program of CPUs, or of devices."""
     known = [name for name, x in PROGRAMS.items() if x.device == device]
     if s.program not in known:
         where = "devices have" if device else "known are"
@@ -263,11 +259,7 @@ def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:
 
 
 def _one(isa: Isa) -> Atom:
-    """The atom of f32 of one thread.
-
-    Raises:
-        ScheduleError: there is none.
-    """
+    """The atom of f32 of one thread."""
     real = isa.vector("f32", 1)
     if real is None:
         raise ScheduleError(f"{isa.name} has no threads of one element")

@@ -261,11 +261,7 @@ def torch_library(on: TorchArrays, *, cold: int = 0) -> Library:
 
 
 def _torch_ways(torch: Any, case: Case, on: TorchArrays) -> Ways:
-    """PyTorch's methods for a case.
-
-    Raises:
-        UnsupportedError: there is none.
-    """
+    """PyTorch's methods for a case."""
     if case.types[0] in FP8 and case.types[2] == "bf16" and case.batch == 1:
         one = on.put(np.ones((), np.float32))
         scaled = partial(torch._scaled_mm, scale_a=one, scale_b=one, out_dtype=torch.bfloat16)  # noqa: SLF001

@@ -126,11 +126,7 @@ def _graph_inputs(graph: Any) -> list[Any]:
 
 
 def _set_dimensions(proto: Any, sizes: dict[str, int], path: Path) -> None:
-    """Write sizes into the inputs.
-
-    Raises:
-        ValueError: a dimension has no size, or a size names no open dimension.
-    """
+    """Write sizes into the inputs."""
     open_: dict[str, None] = {}
     graph = proto.graph
     for value in _graph_inputs(graph):
@@ -188,12 +184,7 @@ def _unknown(model: _Model) -> list[str]:
 
 
 def _run(model: _Model) -> None:
-    """Read the shapes of tensors that inference left unknown from one run.
-
-    Raises:
-        ImportError: onnxruntime is not installed.
-        ValueError: the model does not run.
-    """
+    """Read the shapes of tensors that inference left unknown from one run."""
     runtime = _package("onnxruntime", "finds the shapes that a model does not tell")
     wanted = _unknown(model)
     proto = model.onnx.load(str(model.path))

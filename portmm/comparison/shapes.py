@@ -48,11 +48,7 @@ def case(**values: Any) -> Case:
 
 
 def _check_types(own: Case) -> None:
-    """Check that the types are multiplied, and the fields that weights of four bits need.
-
-    Raises:
-        ValueError: they are not, or a field is missing.
-    """
+    """Check that the types are multiplied, and the fields that weights of four bits need."""
     int4 = own.types[1] == "u4"
     if int4 and not (own.packed and own.block):
         raise ValueError(f"{own.dtype} needs weights that are packed, and block, the rows of k that share a scale")

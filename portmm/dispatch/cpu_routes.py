@@ -104,11 +104,7 @@ class _Building(NamedTuple):
     later: Callable[[Any, tuple[int, int]], None] | None
 
     def route(self, best: ClassSelection, p: Problem, rows: int | None = None) -> Any:
-        """The route of a selection for at most `rows` rows, or a `StandIn` while its code is built in the background.
-
-        Raises:
-            BuildError: the compiler failed.
-        """
+        """The route of a selection for at most `rows` rows, or a `StandIn` while its code is built elsewhere."""
         if self.later is not None and known_code(best.schedule, self.target, self.kept) is None:
             other = self._begin(best, p, rows)
             if other is not None:
@@ -116,12 +112,7 @@ class _Building(NamedTuple):
         return _route(self._code(best, p), p, best.workers, rows)
 
     def _code(self, best: ClassSelection, p: Problem) -> Code:
-        """The code of the selected schedule, or without a compiler that of the fastest one that was built before.
-
-        Raises:
-            NoCompilerError: there is no compiler, and none of the candidates was built.
-            BuildError: the compiler failed.
-        """
+        """The code of the selected schedule, or without a compiler that of the fastest one that was built before."""
         try:
             return code_of(best.schedule, self.target, self.kept)
         except NoCompilerError as error:

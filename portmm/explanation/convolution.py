@@ -176,11 +176,7 @@ def _on_cores(
     size: Convolution, images: int, of_images: tuple[Layout, Sequence[int]], on: tuple[Target, int],
     *, last: bool, dtype: str,
 ) -> list[str]:  # fmt: skip
-    """The program on cores: direct, or packed windows.
-
-    Raises:
-        ScheduleError: there is none.
-    """
+    """The program on cores: direct, or packed windows."""
     (view, strides), (target, threads) = of_images, on
     if last:
         p = Problem(
@@ -213,11 +209,7 @@ def _in_place(s: Schedule, blocks: Direct | Tiled) -> list[str]:
 
 
 def _on_device(size: Convolution, images: int, view: Layout, target: Target, *, last: bool, dtype: str) -> Explanation:
-    """The explanation of the product of one group on a device, of dense and aligned arrays.
-
-    Raises:
-        ScheduleError: the device has no schedule for it.
-    """
+    """The explanation of the product of one group on a device, of dense and aligned arrays."""
     from portmm.dispatch.machine import source
 
     width, k = WIDEST // BY_NAME[dtype].bytes, size.depth

@@ -52,11 +52,7 @@ def target_called(name: str | Target | None) -> Target:
 
 
 def _positive(threads: int) -> int:
-    """A number of threads.
-
-    Raises:
-        ValueError: it is negative.
-    """
+    """A number of threads."""
     if threads < 0:
         raise ValueError(f"threads is {threads}; give a positive number, or 0 for every core")
     return threads
@@ -201,12 +197,7 @@ def _explained(
 
 
 def _of_arrays(a: Any, b: Any, out: Any, epilogue: Any, *, grouped: bool = False) -> Explanation:
-    """The explanation for arrays on a device, with their device and layouts.
-
-    Raises:
-        TypeError: one of them is in the host's memory.
-        ValueError: the product is empty.
-    """
+    """The explanation for arrays on a device, with their device and layouts."""
     from portmm.arrays import grid_call
     from portmm.dispatch.machine import machine_of
     from portmm.ops.grid_product import adopted, question

@@ -234,11 +234,7 @@ def add_convolution(builder: Any, unit: Unit) -> None:
 
 
 def _of_pixels(unit: Unit, steps: list[Ints], size: Convolution) -> tuple[Walk, None]:
-    """The loops over the pixels of a result, of the strides of its arrays; of each image, where pixels are counted.
-
-    Raises:
-        ScheduleError: an array has pixels at no equal distances.
-    """
+    """The loops over the pixels of a result, of the strides of its arrays; of each image, where pixels are counted."""
     shape = unit.members[0].shape
     w = walk(shape[:-1], [s[:-1] for s in steps], whole=counts(unit))
     m, items = w.rows[0], w.batch[0]
@@ -248,11 +244,7 @@ def _of_pixels(unit: Unit, steps: list[Ints], size: Convolution) -> tuple[Walk, 
 
 
 def _of_blocks(shape: Ints, steps: list[Ints]) -> tuple[Walk, tuple[int, int]]:
-    """The loops over the pixels of one row of each block, and the strides of rows and pixels of the result.
-
-    Raises:
-        ScheduleError: an array of the epilogue varies along pixels.
-    """
+    """The loops over the pixels of one row of each block, and the strides of rows and pixels of the result."""
     (image, row, _, pixel, _), *others = steps
     if any(s[axis] for s in others for axis in (0, 1, 3)):
         raise ScheduleError("an operand of its epilogue varies along pixels, which are blocks of the result")

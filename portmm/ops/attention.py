@@ -155,14 +155,7 @@ def _computed(shape: Shape, options: Options, out: Any) -> tuple[Array, Array | 
 
 
 def _traced_kernel(shape: Shape, options: Options, result: Array) -> tuple[AttentionKernel, dict[Any, Any]]:
-    """The kernel of a traced score, for a result (items, heads, rows, columns), and what the score captures.
-
-    Raises:
-        TraceError: the score cannot be traced.
-        ScheduleError: no unit of the target computes it.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """The kernel of a traced score, for a result (items, heads, rows, columns), and what the score captures."""
     from portmm.ops.attention_kernel import make_kernel
     from portmm.ops.attention_scores import function_of, values
     from portmm.trace.bind import UserFunction

@@ -170,11 +170,7 @@ def _processor(isa: Isa) -> str:
 
 
 def _run(bundle: Bundle, runs: Sequence[_Run], command: Sequence[str], folder: Path) -> set[str]:
-    """Run kernels and compare their results; returns those that have operands here.
-
-    Raises:
-        BundleError: one computes another result, or ends the driver.
-    """
+    """Run kernels and compare their results; returns those that have operands here."""
     words: list[str] = []
     jobs: list[tuple[_Run, Job]] = []
     for x in runs:

@@ -160,11 +160,7 @@ def _weight(s: Schedule, shape: tuple[int, int], dtype: str, layout: str, rng: A
 
 
 def _drawn(fused: Fused | None, shape: tuple[int, int], rng: Any) -> tuple[list[tuple[Operand, Array]], Array]:
-    """Values of the operands of an epilogue, and its numbers.
-
-    Raises:
-        ScheduleError: an operand has a type that has no elements here.
-    """
+    """Values of the operands of an epilogue, and its numbers."""
     if fused is None:
         return [], np.empty(0, np.float32)
     operands = []

@@ -147,11 +147,7 @@ def attention_of(text: str, where: str) -> list[AttentionShape]:
 
 
 def _lines(text: str, where: str, make: Callable[..., Any], kind: str, example: str) -> list[Any]:
-    """Records of the lines of one kind, of attention or of other shapes.
-
-    Raises:
-        BundleError: a line is none.
-    """
+    """Records of the lines of one kind, of attention or of other shapes."""
     records = []
     for number, line in enumerate(text.splitlines(), 1):
         words = line.partition("#")[0].split()

@@ -142,11 +142,7 @@ def _phases(out: int, kernel: int, stride: int, before: int, dilation: int) -> l
 def _transposed(  # noqa: PLR0917 - operands and options
     x: Array, w: Array, how: tuple[Any, Any, Any], out: list[int], groups: int, layout: str
 ) -> Any:
-    """The sum over taps that reach each pixel of the result, phase by phase.
-
-    Raises:
-        ConvolutionError: channels are not in groups, or a result has no pixels.
-    """
+    """The sum over taps that reach each pixel of the result, phase by phase."""
     last = layout_of(layout)[1]
     channels = x.shape[-1] if last else x.shape[1]
     if groups < 1 or channels % groups or w.shape[0] != channels or min(out, default=1) < 1:

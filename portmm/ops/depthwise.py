@@ -229,11 +229,7 @@ class HostDepthwise(HostConvolution):
 
 
 def _step(call: HostConvolution, traced: Traced, usual: np.dtype[Any], *, inside: bool) -> tuple[Step, int]:
-    """The expressions of the kernel, and the number of numbers before those of indices, -1 if there are none.
-
-    Raises:
-        ScheduleError: a kernel over rows cannot compute them.
-    """
+    """The expressions of the kernel, and the number of numbers before those of indices, -1 if there are none."""
     if call.sums() == "f64":
         raise ScheduleError(NOT_F64)
     size, last, count, indexed = call.convolution, call.last, len(traced.numbers), False

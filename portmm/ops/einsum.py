@@ -94,11 +94,7 @@ def _on_device(*_: Any, **__: Any) -> Any:
 
 
 def _from_lists(values: tuple[Any, ...]) -> tuple[str, tuple[Any, ...]]:
-    """Subscripts and operands of a call with lists of integers.
-
-    Raises:
-        TypeError: what should be such a list is none.
-    """
+    """Subscripts and operands of a call with lists of integers."""
 
     def term(labels: Any) -> str:
         try:

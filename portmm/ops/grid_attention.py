@@ -95,12 +95,7 @@ def _long_type(x: Operand) -> str:
 def _by_item(
     x: Any, name: str, lead: tuple[int, ...], limits: tuple[int, int], usual: int
 ) -> tuple[int, Operand | None]:
-    """One integer for all items, or an array on the device of one for each.
-
-    Raises:
-        TypeError: it is neither.
-        ValueError: it is out of range, or of another shape.
-    """
+    """One integer for all items, or an array on the device of one for each."""
     if x is None:
         return usual, None
     if isinstance(x, (int, np.integer)) and not isinstance(x, bool):
@@ -117,11 +112,7 @@ def _by_item(
 
 
 def _layout(x: Operand, name: str) -> tuple[tuple[int, int, int, int], int]:
-    """Strides of items, heads, rows and columns, in elements, and elements of the widest vector access.
-
-    Raises:
-        ValueError: its items are not evenly strided.
-    """
+    """Strides of items, heads, rows and columns, in elements, and elements of the widest vector access."""
     item, (*_, head, row, column) = operand.item_step(x, 3), operand.elements(x)
     if item is None:
         raise ValueError(f"the items of {name} are not evenly strided: shape {x.shape}, strides {x.strides}; copy it")
@@ -134,13 +125,7 @@ def _layout(x: Operand, name: str) -> tuple[tuple[int, int, int, int], int]:
 
 
 def _prepare(shape: Shape, parts: _Parts, out: Operand | None, options: Options, traced: Traced) -> KernelCall:
-    """The kernels of a kind of call.
-
-    Raises:
-        TypeError: a captured array is in the host's memory, or of an unsupported type.
-        TraceError: a score is a tuple.
-        ScheduleError: the device has too little shared memory.
-    """
+    """The kernels of a kind of call."""
     q, lse = parts["q"], options.lse
     to = (q if out is None else out).dtype
     items, heads, group, m, n, d, dv = shape.items, shape.heads, shape.group, shape.m, shape.n, shape.d, shape.dv

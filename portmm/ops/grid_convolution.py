@@ -258,11 +258,7 @@ class GridConvolution(GridProduct):
     def _problem(
         self, to: Operand, place: tuple[int, int], text: str, *, merged: bool
     ) -> tuple[Problem, tuple[int, int, int], Views, dict[str, int]]:
-        """The problem of one group, vectors of its operands, the view of the windows, and the numbers of a kernel.
-
-        Raises:
-            ScheduleError: an image is too large.
-        """
+        """The problem of one group, vectors of its operands, the view of the windows, and the numbers of a kernel."""
         size, steps, (row, item) = self.convolution, self._steps(), place
         count, (images, filters), k = self.images.shape[0], (self.images, self.filters), size.depth
         if _span(images.shape[1:], operand.elements(images)[1:]) > MOST_OFFSET:

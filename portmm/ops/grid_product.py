@@ -74,11 +74,7 @@ def adopted(a: Any, b: Any, out: Any = None, ends: Any = None) -> Product:
 
 
 def _check_groups(a: tuple[int, ...], b: tuple[int, ...], ends: int) -> None:
-    """Check the shapes of rows and matrices.
-
-    Raises:
-        ValueError: they do not match.
-    """
+    """Check the shapes of rows and matrices."""
     if len(a) != 2 or len(b) != 3:
         raise ValueError(f"a has shape {a} and b {b}; groups take (rows, k) and (groups, k, n)")
     if a[1] != b[1]:

@@ -125,12 +125,7 @@ class _Groups:
 
 
 def _groups(a: Any, b: Any, ends: Any) -> _Groups:
-    """The operands of a call.
-
-    Raises:
-        TypeError: a type is not supported.
-        ValueError: their shapes do not match.
-    """
+    """The operands of a call."""
     left = numpy_arrays.as_operand(a, "a", matrix=False)
     if isinstance(b, (list, tuple)):
         weights = [operand_b(x) for x in b]
@@ -152,12 +147,7 @@ def _groups(a: Any, b: Any, ends: Any) -> _Groups:
 
 
 def _ends(ends: Any, groups: int, rows: int) -> list[int]:
-    """The ends of groups.
-
-    Raises:
-        TypeError: they are not integers.
-        ValueError: their number is not that of groups, or they descend, or exceed the rows.
-    """
+    """The ends of groups."""
     refuse_class(ends, "ends")
     values = np.asarray(ends)
     if values.dtype.kind not in "iu":
@@ -245,11 +235,7 @@ def _by_numpy(x: _Groups, out: Any, dtype: np.dtype[Any] | None, epilogue: Calla
 
 
 def _of_one_family(weights: list[Any]) -> list[Any]:
-    """Weights as one kernel reads them: int4 values have offsets in all panels or in none.
-
-    Raises:
-        ValueError: they are packed in different ways.
-    """
+    """Weights as one kernel reads them: int4 values have offsets in all panels or in none."""
     families = {getattr(w, "family", "") for w in weights}
     if len(families) == 1:
         return weights
@@ -262,11 +248,7 @@ def _of_one_family(weights: list[Any]) -> list[Any]:
 
 
 def _ready(traced: Traced, call: Any, groups: int) -> _Ready:
-    """The expressions of an epilogue, and its operands.
-
-    Raises:
-        ScheduleError: it reduces, or the sums are in float64.
-    """
+    """The expressions of an epilogue, and its operands."""
     step, places = call.step_of_part(traced, "mb")
     size = (call.m, call.n, groups)
     bound = Bound(traced, size, [], [(0, *dense(axes, size)[1:]) for axes in step.axes[1:]])

@@ -255,11 +255,7 @@ class GridRows:
 
 
 def _readable(x: Operand) -> Operand:
-    """The array, if expressions read its type.
-
-    Raises:
-        TypeError: they do not.
-    """
+    """The array, if expressions read its type."""
     if x.dtype not in WRITTEN:
         raise TypeError(f"expressions on a device read {', '.join(WRITTEN)}, not {x.dtype}: convert the array first")
     return x
@@ -276,12 +272,7 @@ def flat(x: Operand, size: tuple[int, int, int]) -> Operand:
 
 
 def _takes(out: Operand, kernel: KernelCall, operands: list[Operand]) -> bool:
-    """Whether kernels can write their first result to `out`: dense, aligned, and no overlap with operands.
-
-    Raises:
-        TypeError: it cannot take the type of the result.
-        ValueError: it cannot take the result at all.
-    """
+    """Whether kernels can write their first result to `out`: dense, aligned, and no overlap with operands."""
     _, shape, dtype = kernel.results[0]
     operand.check_out(out, shape)
     operand.check_type(out, dtype)

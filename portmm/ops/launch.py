@@ -89,11 +89,7 @@ def launch(kernel: Kernel | GridKernel | BlockProgram, a: Any, b: Any = None, c:
 
 
 def _fields(*operands: tuple[tuple[int, ...], Sequence[int]]) -> dict[str, int]:
-    """The sizes and strides of a product, by name, from the shapes and strides of A, B and C.
-
-    Raises:
-        ValueError: shapes do not match.
-    """
+    """The sizes and strides of a product, by name, from the shapes and strides of A, B and C."""
     a, b, c = (shape for shape, _ in operands)
     if min(map(len, (a, b, c))) < 2:
         raise ValueError(f"a {a}, b {b} and c {c} are not all matrices")
@@ -122,11 +118,6 @@ def _on_device(kernel: GridKernel, *arrays: Any) -> None:
 
     The kernel's parameters are named a, b and c, m, n, k and batch, and strides are: a_m, a_k, a_batch, b_k,
     b_n, b_batch, c_m, c_n, c_batch; it has those that it needs, in any order.
-
-    Raises:
-        TypeError: an array is of another type than the kernel's, or in the host's memory, or the kernel has
-            other parameters.
-        ValueError: shapes do not match, or `c` cannot be written.
     """
     from portmm.arrays import interop, operand
     from portmm.dispatch.machine import bind, machine_of

@@ -73,13 +73,7 @@ class _Launch:
     there: list[Operand]
 
     def check(self, *, dimensions: bool) -> None:
-        """Check of types, of memory, and, of a program with contractions, of dimensions.
-
-        Raises:
-            ScheduleError: the program takes numbers.
-            TypeError: an array is of another type than its operand.
-            ValueError: extents along a label differ; or an array cannot be read, or written.
-        """
+        """Check of types, of memory, and, of a program with contractions, of dimensions."""
         program, extents = self.program, dict[str, int]()
         if program.fused.numbers:
             raise ScheduleError("a program that is launched takes no numbers: read an array")
@@ -102,11 +96,7 @@ class _Launch:
             self._check_overlap(i, whole=not dimensions)
 
     def _check_overlap(self, i: int, *, whole: bool) -> None:
-        """Check that an array that is written shares no memory with another one; `whole`: or all of it.
-
-        Raises:
-            ValueError: it shares a part.
-        """
+        """Check that an array that is written shares no memory with another one; `whole`: or all of it."""
         to = self.views[i]
         for j, x in enumerate(self.views):
             if self.there:
@@ -152,12 +142,7 @@ def _laid(x: Array) -> tuple[Any, ...]:
 
 
 def _check_operand(i: int, x: epilogue.Operand, view: Any) -> None:
-    """Check that a block program can read an array.
-
-    Raises:
-        TypeError: it is of another type than its operand, or of a class that is refused.
-        ValueError: it is not addressable.
-    """
+    """Check that a block program can read an array."""
     if not isinstance(view, np.ndarray) or numpy_arrays.name_of(view.dtype) != x.dtype:
         actual = view.dtype if isinstance(view, np.ndarray) else f"a {type(view).__name__}"
         raise TypeError(f"array {i} is of {actual}; the operand is an array of {x.dtype}, on the first one's device")
@@ -181,11 +166,7 @@ def _rows(x: _Launch) -> None:
 
 
 def _broadcast(program: BlockProgram, views: list[Any]) -> tuple[tuple[int, ...], list[tuple[int, ...]]]:
-    """The extents of a batch, rows and columns, and the strides of each operand along them, in elements.
-
-    Raises:
-        ValueError: shapes do not match, or elements along n are not neighbours in memory.
-    """
+    """The extents of a batch, rows and columns, and the strides of each operand along them, in elements."""
     if deep := [i for i, x in enumerate(views) if x.ndim > 3]:
         raise ValueError(f"array {deep[0]} has shape {views[deep[0]].shape}; a block program takes (batch, m, n)")
     shape, strides = np.broadcast_shapes((1, 1, 1), *(x.shape for x in views)), []

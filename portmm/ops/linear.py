@@ -259,12 +259,7 @@ def _weight(w: Any, activations: np.dtype[Any]) -> Any:
 def _on_device(
     x: Any, w: Any, bias: Any, *, dtype: Any, out: Any, epilogue: Callable[..., Any] | None, **options: Any
 ) -> Any:
-    """The same for arrays on one device: scales and a bias are an epilogue of an integer product.
-
-    Raises:
-        TypeError: an operand is in the host's memory or of another type, or there are zero points.
-        ValueError: shapes do not match, or `out_scale` is passed with an epilogue.
-    """
+    """The same for arrays on one device: scales and a bias are an epilogue of an integer product."""
     from portmm.arrays import interop
     from portmm.ops import grid_product
     from portmm.ops.epilogues import NAMES

@@ -216,11 +216,7 @@ def in_panels(array: np.ndarray[Any, Any], word: str, vectors: int = 0) -> Any:
 
 
 def _layout(word: str, vectors: int) -> Family:
-    """The packed layout on the target, of panels of some vectors, by default the usual.
-
-    Raises:
-        ScheduleError: no unit of the target multiplies these types.
-    """
+    """The packed layout on the target, of panels of some vectors, by default the usual."""
     from portmm.dispatch import cpu_kernels
     from portmm.schedule.candidates import PACKED_VECTORS
 
@@ -320,9 +316,6 @@ def _pack_for_device(weight: Any) -> DevicePacked:
     """A weight on a device, for products on it: a dense copy.
 
     Kernels arrange tiles in shared memory, whatever the strides, and need vector accesses of 16 bytes.
-
-    Raises:
-        ValueError: it has fewer than two dimensions.
     """
     from portmm.arrays import interop, operand
     from portmm.ops.kernel_call import contiguous

@@ -177,12 +177,7 @@ class HostProduct:
         return bound, tuple(zip(shapes, step.types, strict=True))
 
     def _routed(self, p: Problem, *, repacks: bool) -> tuple[Any, bool | None, Any]:
-        """A route, as of `routes.routed_first`, and B, if that was packed on another machine and is packed again.
-
-        Raises:
-            ScheduleError: no schedule is legal.
-            BuildError: the kernel cannot be compiled.
-        """
+        """A route, as of `routes.routed_first`, and B, if that was packed on another machine and is packed again."""
         try:
             return (*routes.routed_first(p), None)
         except ScheduleError:

@@ -134,12 +134,7 @@ def int4_product(a: Any, w: PackedInt4, out: Any, multiply: Callable[[Any, Any, 
 
 
 def _by_int4(left: Array, w: PackedInt4, wanted: np.dtype[Any] | None) -> HostProduct:
-    """The product of a call.
-
-    Raises:
-        TypeError: activations are no floats that kernels multiply.
-        ValueError: shapes do not match.
-    """
+    """The product of a call."""
     floats = ("f32", "f16", "bf16")
     if numpy_arrays.name_of(left.dtype) not in floats:
         raise TypeError(

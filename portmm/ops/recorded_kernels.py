@@ -158,11 +158,7 @@ def launches_of(target: Target) -> Iterator[Recorder]:
 
 
 def _uncompiled(kernel: Kernel, _: str) -> Uncompiled:
-    """The stand-in of a kernel that does not pack.
-
-    Raises:
-        BuildError: it packs.
-    """
+    """The stand-in of a kernel that does not pack."""
     if kernel.name.startswith(("portmm_pack_", "portmm_fold_")):
         raise BuildError(f"{kernel.name} does not run here")
     return Uncompiled(kernel)

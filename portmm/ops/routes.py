@@ -187,12 +187,7 @@ def route_of_rows(p: Problem) -> Any:
 
 
 def _of_other_rows(p: Problem, first: Problem, schedules: list[Schedule]) -> Any:
-    """A route by one of the schedules that are compiled for problems like `p`, which came `first`, or by another.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        BuildError: it cannot be compiled.
-    """
+    """A route by one of the schedules that are compiled for problems like `p`, which came `first`, or by another."""
     from portmm.dispatch import cpu_routes, schedule_choice
 
     target, threads = config.target(), config.get_num_threads()

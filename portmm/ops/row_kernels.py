@@ -107,11 +107,7 @@ def over(
 
 
 def _kernels(there: Any, traced: Traced, usual: np.dtype[Any], closure: dict[Any, Any]) -> _Kernels:
-    """The kernels of a function.
-
-    Raises:
-        TraceError: columns would have to be reduced twice.
-    """
+    """The kernels of a function."""
     try:
         split = split_column_reductions(traced, len(there.values), usual)
         if split is None:

@@ -81,12 +81,7 @@ def warmup(shapes: Any, dtype: Any = "f32", *, b: str = "row", device: Any = Non
 
 
 def _shapes(shapes: Any) -> list[tuple[int, int, int, int]]:
-    """Batch, m, n and k of each shape.
-
-    Raises:
-        TypeError: they are not iterable.
-        ValueError: a shape is invalid.
-    """
+    """Batch, m, n and k of each shape."""
     if isinstance(shapes, str) or not isinstance(shapes, Iterable):
         raise TypeError(f"shapes is {shapes!r}; pass (m, n, k), or a list of them")
     every = list(shapes)
@@ -103,11 +98,7 @@ def _shapes(shapes: Any) -> list[tuple[int, int, int, int]]:
 
 
 def _word(dtype: Any) -> str:
-    """The types of A, B and C.
-
-    Raises:
-        TypeError: they are not supported.
-    """
+    """The types of A, B and C."""
     text = str(dtype).removeprefix("torch.")
     if not isinstance(dtype, str) and text not in BY_NUMPY:
         text = named(dtype)
@@ -170,12 +161,7 @@ def _on_device(shapes: list[tuple[int, int, int, int]], word: str, b: str, devic
 
 
 def _machine(device: Any) -> tuple[Operand, Machine]:
-    """A device, and an array as an example of those on it.
-
-    Raises:
-        ValueError: the name is unknown.
-        NoDeviceError: it is not there.
-    """
+    """A device, and an array as an example of those on it."""
     if not isinstance(device, str):
         array = interop.adopt(device)
         if array is None:

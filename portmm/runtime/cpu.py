@@ -243,11 +243,7 @@ def runtime(code: bytes = b"", path: Path | None = None) -> Runtime:
 
 
 def _load(code: bytes, path: Path | None) -> Runtime:
-    """Load the run time; a failure is cached in memory, since even its lookup on disk takes a millisecond.
-
-    Raises:
-        BuildError: it cannot be built, now or at the last attempt.
-    """
+    """Load the run time; a failure is cached in memory, since even its lookup on disk takes a millisecond."""
     import time
 
     from portmm.errors import BuildError

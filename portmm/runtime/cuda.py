@@ -332,11 +332,7 @@ def counters(device: int, count: int, stream: int) -> int:
 
 
 def _bank(device: int, wanted: int, *, captured: bool) -> _Bank:
-    """A bank of zeros on a device with `wanted` unreserved ones; a new bank synchronizes with the device.
-
-    Raises:
-        DeviceError: a new bank is needed while a stream is being captured.
-    """
+    """A bank of zeros on a device with `wanted` unreserved ones; a new bank synchronizes with the device."""
     bank = _banks.get(device)
     if bank is not None and bank.reserved + wanted <= _KEPT:
         return bank

@@ -31,11 +31,7 @@ _PLAIN, _PROMOTED, _ZEROS = 0, 3, 0
 
 @cache
 def _driver() -> Any:
-    """The library of CUDA's driver.
-
-    Raises:
-        NoDeviceError: there is none.
-    """
+    """The library of CUDA's driver."""
     import ctypes
 
     try:

@@ -172,11 +172,7 @@ class Problem:
             raise ValueError(f"negative dimension in {self.m}x{self.n}x{self.k}, batch {self.batch}")
 
     def _check_epilogue(self) -> None:
-        """Check of the epilogue against the types and the layout of B.
-
-        Raises:
-            ValueError: they do not agree.
-        """
+        """Check of the epilogue against the types and the layout of B."""
         (_, b, c), whole, text = types(self.dtype), self.acc == "s32", self.fused
         if whole and b == "u4" and c == "s32":
             raise ValueError(f"{self.dtype} has groups with scales: its result is f32, f16 or bf16, or int8 values")

@@ -62,11 +62,7 @@ class Values:
 
 
 def _need(tensors: Tensors, *names: str) -> list[Array]:
-    """Tensors of a layer.
-
-    Raises:
-        ValueError: one is missing.
-    """
+    """Tensors of a layer."""
     missing = [n for n in names if n not in tensors]
     if missing:
         raise ValueError(f"it has no tensor {missing[0]}; there are {', '.join(sorted(tensors))}")
