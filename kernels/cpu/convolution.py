@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING
 from portmm.errors import ScheduleError
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.nodes import Call, For, If, Kernel, Let, LetPtr, Move, Verb
-from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, Loops, finished, rows_of_task, share
+from portmm.kernels.cpu.convolution_blocks import FIRST, LAST, LOW, Loops, finished, rows_of_task, share, slices
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
 from portmm.kernels.cpu.packing import line_of
 from portmm.spec.dtype import unit
@@ -188,22 +188,9 @@ class _Loops(Loops):
             Let("again", 1 - (first.eq(start) * var("part").eq(0))),
             LetPtr("ap", a, self.atom.left, readonly=True),
             LetPtr("filters", b, self.atom.right, readonly=True),
-            *self.slices(),
+            *slices(x, self.s.mr, self.multiply),
         )
         return (*bounds, If(first.lt(last), body))
-
-    def slices(self) -> tuple[Stmt, ...]:
-        """Micro-kernels for the pixels of a row: slices of nearly equal heights."""
-        x, s = self.x, self.s
-        count = -(-x.out[1] // s.mr)
-        height, taller = divmod(x.out[1], count)
-        edge = taller * (height + 1)
-        loops: list[Stmt] = []
-        for rows, begin, end in ((height + 1, 0, edge), (height, edge, x.out[1])):
-            tile = (Let("row", IMAGE * x.pixels + var("y") * x.out[1] + var("z")), *self.multiply(rows))
-            if begin < end:
-                loops.append(For("z", const(begin), const(end), const(rows), tile))
-        return tuple(loops)
 
     @property
     def in_place(self) -> bool:

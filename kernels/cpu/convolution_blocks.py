@@ -13,9 +13,12 @@ from portmm.kernels.cpu.epilogue import finish
 from portmm.spec.epilogue import operand_types
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.ir.nodes import Stmt
     from portmm.schedule.direct_convolution import Strip
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.convolution import Windows
     from portmm.spec.epilogue import Fused
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -35,6 +38,16 @@ def share(panels: Index) -> tuple[Index, Index]:
     """The first panel of a task, and that after its last."""
     chunk, chunks = var("task") % var("chunks"), var("chunks")
     return panels * chunk // chunks, panels * (chunk + 1) // chunks
+
+
+def slices(x: Windows, tallest: int, tile: Callable[[int], tuple[Stmt, ...]]) -> list[Stmt]:
+    """Loops over a row of the result: register tiles of nearly equal heights, which a function makes for a height."""
+    count = -(-x.out[1] // tallest)
+    height, taller = divmod(x.out[1], count)
+    edge = taller * (height + 1)
+    row = Let("row", IMAGE * x.pixels + var("y") * x.out[1] + var("z"))
+    parts = ((height + 1, 0, edge), (height, edge, x.out[1]))
+    return [For("z", const(a), const(b), const(rows), (row, *tile(rows))) for rows, a, b in parts if a < b]
 
 
 def finished(  # noqa: PLR0917 - what is written, and where

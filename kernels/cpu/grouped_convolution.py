@@ -24,7 +24,7 @@ from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.lane_nodes import Shuffle
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, LetPtr, Move, Param, Verb
 from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
-from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, entry, finished, rows_of_task, share
+from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, entry, finished, rows_of_task, share, slices
 from portmm.kernels.cpu.microkernel import Shape, acc_of, spare, stored
 from portmm.kernels.cpu.packing import keep
 from portmm.schedule.grouped_convolution import TAPS
@@ -211,20 +211,13 @@ class _Loops:
         """Register tiles of one row of the result, with the taps that lie within the image: of nearly equal heights."""
         x = self.x
         top = var("y") * x.stride[0] - x.before[0]
-        count = -(-x.out[1] // x.height)
-        height, taller = divmod(x.out[1], count)
-        edge = taller * (height + 1)
         body: list[Stmt] = [
             Let("tap", maximum(0, ceil_div(const(x.before[0]) - var("y") * x.stride[0], x.dilation[0]))),
             Let("end", minimum(x.panels.kernel[0], ceil_div(const(x.spatial[0]) - top, x.dilation[0]))),
         ]
         if x.fill:
             body = [Let("tap", const(0)), Let("end", const(x.panels.kernel[0]))]
-        for rows, begin, end in ((height + 1, 0, edge), (height, edge, x.out[1])):
-            if begin < end:
-                tile = (Let("row", IMAGE * x.pixels + var("y") * x.out[1] + var("z")), *self.tile(rows, top))
-                body.append(For("z", const(begin), const(end), const(rows), tile))
-        return tuple(body)
+        return (*body, *slices(x, x.height, lambda rows: self.tile(rows, top)))
 
     def tile(self, rows: int, top: Index) -> tuple[Stmt, ...]:
         """Micro-kernel, and epilogue, of some pixels."""

@@ -21,6 +21,7 @@ from dask.highlevelgraph import HighLevelGraph
 
 from portmm.arrays.numpy_arrays import as_operand, product_shape, types_of
 from portmm.ops.einsum import einsum as array_einsum
+from portmm.ops.einsum import wide
 from portmm.ops.einsum_plan import ELLIPSIS, extents_of, order_of, pairs_of, parsed, spelled, type_of_product
 from portmm.ops.linear import linear as array_linear
 from portmm.ops.matmul import matmul as array_matmul
@@ -132,7 +133,7 @@ def _product(
     steps = list(combinations(*(range(grid[i]) for i in summed)))
     places = list(combinations(*(range(grid[i]) for i in result)))
     name = f"portmm-{tokenize(function, left, right, result, dtype)}"
-    inner = dtype if len(steps) == 1 else _sums(dtype)
+    inner = dtype if len(steps) == 1 else wide(dtype)
     tasks: dict[Any, Any] = {}
 
     def pair(place: tuple[int, ...], step: tuple[int, ...]) -> Iterator[Any]:
@@ -154,11 +155,6 @@ def _product(
         tasks[(name, *place)] = (partial(_total, dtype), ends)
     graph = HighLevelGraph.from_collections(name, tasks, dependencies=[left, right])
     return da.Array(graph, name, tuple(chunks[i] for i in result), dtype=dtype)
-
-
-def _sums(dtype: np.dtype[Any]) -> np.dtype[Any]:
-    """The type of partial sums: float32 for narrow floats."""
-    return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
 def _first(function: Callable[..., Any], dtype: np.dtype[Any], a: Array, b: Array) -> Any:

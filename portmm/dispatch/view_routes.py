@@ -16,12 +16,14 @@ from portmm.runtime.cpu import runtime
 from portmm.schedule.direct_convolution import direct
 from portmm.schedule.grouped_convolution import grouped
 from portmm.schedule.tile_convolution import Tiled, tiled
-from portmm.spec.dtype import UNCONVERTED, base, unit
+from portmm.spec.dtype import UNCONVERTED, base, parts, unit
 from portmm.spec.layouts import Views
 from portmm.spec.row_classes import of_class
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.schedule.direct_convolution import Direct
     from portmm.schedule.grouped_convolution import Panels
     from portmm.schedule.schedule import Schedule
@@ -63,22 +65,32 @@ def direct_route(  # noqa: PLR0917 - what a kernel is made for
     """
     if p.deterministic or p.b != "packed":
         return None
-    key = (p, x, strides, id(target), threads, to)
+    return _kept(_new_direct_route, p, target, threads, x, strides, to)
+
+
+def _kept(make: Callable[..., Any], p: Problem, target: Target, threads: int, *more: Any) -> Any:
+    """The route that a function makes of these, remembered; the entry keeps the target alive."""
+    key = (p, *more, id(target), threads)
     entry = _routes.get(key)
     if entry is None:
-        entry = _routes.keep(key, (target, _new_direct_route(p, x, strides, target, threads, to)))
+        entry = _routes.keep(key, (target, make(p, target, threads, *more)))
     return entry[1]
 
 
+def _route(code: Any, p: Problem, threads: int) -> Any:
+    """The route of a kernel for a problem."""
+    return runtime().make_route(code.code, code.scratch(p, p.m, threads), threads, p.storage, p.unit)
+
+
 def _new_direct_route(  # noqa: PLR0917
-    p: Problem, x: Convolution, strides: tuple[int, ...], target: Target, threads: int, to: tuple[int, int] | None
+    p: Problem, target: Target, threads: int, x: Convolution, strides: tuple[int, ...], to: tuple[int, int] | None
 ) -> Any:
     plan = in_place(p, x, strides, target, threads, to)
     if plan is None:
         return None
     s, sizes = plan
-    code = loaded_program(lower_tiled if isinstance(sizes, Tiled) else lower_direct, s, isa_of(s, target), sizes)
-    return runtime().make_route(code.code, code.scratch(p, p.m, threads), threads, p.storage, p.unit)
+    lower = lower_tiled if isinstance(sizes, Tiled) else lower_direct
+    return _route(loaded_program(lower, s, isa_of(s, target), sizes), p, threads)
 
 
 def in_place(  # noqa: PLR0917
@@ -123,22 +135,17 @@ def grouped_route(  # noqa: PLR0917 - what a kernel is made for
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    key = (p, x, strides, panels, id(target), threads)
-    entry = _routes.get(key)
-    if entry is None:
-        entry = _routes.keep(key, (target, _new_grouped_route(p, x, strides, panels, target, threads)))
-    return entry[1]
+    return _kept(_new_grouped_route, p, target, threads, x, strides, panels)
 
 
 def _new_grouped_route(  # noqa: PLR0917
-    p: Problem, x: Convolution, strides: tuple[int, ...], panels: Panels, target: Target, threads: int
+    p: Problem, target: Target, threads: int, x: Convolution, strides: tuple[int, ...], panels: Panels
 ) -> Any:
     isa, atom = group_unit(p.types[0], panels.dtype, target, panels.channels)
     if (atom.n, atom.k_pack) != (panels.lanes, panels.unit):
         raise ScheduleError(f"filters in vectors of {panels.lanes} are for another machine than {target.name}")
     sizes, (image, _, result) = grouped(x, strides, panels, isa, target), p.types
-    code = loaded_program(lower_grouped, isa, atom, sizes, (image, result), p.fused)
-    return runtime().make_route(code.code, code.scratch(p, p.m, threads), threads, p.storage, p.unit)
+    return _route(loaded_program(lower_grouped, isa, atom, sizes, (image, result), p.fused), p, threads)
 
 
 def view_route(p: Problem, views: Views, target: Target, threads: int) -> Any:
@@ -149,17 +156,12 @@ def view_route(p: Problem, views: Views, target: Target, threads: int) -> Any:
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
     """
-    key = (p, views, id(target), threads)
-    entry = _routes.get(key)
-    if entry is None:
-        entry = _routes.keep(key, (target, _new_route(p, views, target, threads)))  # the entry keeps the target alive
-    return entry[1]
+    return _kept(_new_route, p, target, threads, views)
 
 
-def _new_route(p: Problem, views: Views, target: Target, threads: int) -> Any:
+def _new_route(p: Problem, target: Target, threads: int, views: Views) -> Any:
     s, workers = schedule_of(p, views, target, threads)
-    code = loaded_program(lower_view, s, isa_of(s, target), *views)
-    return runtime().make_route(code.code, code.scratch(p, p.m, workers), workers, p.storage, p.unit)
+    return _route(loaded_program(lower_view, s, isa_of(s, target), *views), p, workers)
 
 
 def schedule_of(p: Problem, views: Views, target: Target, threads: int) -> tuple[Schedule, int]:
@@ -170,15 +172,16 @@ def schedule_of(p: Problem, views: Views, target: Target, threads: int) -> tuple
     """
     choice = choose(of_class(p), target, threads, tuned=False)
     for s in (choice.schedule, *(s for s, _ in choice.runners_up)):
-        if _packs(s, views):
+        if _packs(s, views, target):
             return s, choice.workers
     raise ScheduleError(f"no schedule of {p} packs its view on {target.name}")
 
 
-def _packs(s: Schedule, views: Views) -> bool:
+def _packs(s: Schedule, views: Views, target: Target) -> bool:
     """Whether a schedule packs the operands that are views."""
     programs = ("gemm",) if views.b is not None or views.padding else ("gemm", "tiles")
     if s.program not in programs or s.atom.swap or s.static:
         return False
-    in_parts = s.program == "tiles" and s.b.layout == "codes" and not s.b.packed and s.types[0] in {"f32", "f16"}
+    by_tiles = s.program == "tiles" and s.b.layout == "codes" and not s.b.packed
+    in_parts = by_tiles and parts(s.types[0], atom_of(isa_of(s, target), s.dtype, s.atom.lanes).a) > 1
     return (views.a is None or (s.a.packed and not in_parts)) and (views.b is None or s.b.packed)

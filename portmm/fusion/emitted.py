@@ -15,7 +15,7 @@ from portmm.dispatch.cpu_kernels import attention_unit
 from portmm.dispatch.schedule_choice import select_for_class
 from portmm.errors import ScheduleError
 from portmm.ir.attention_program import attention_of, of_attention
-from portmm.ir.block_program import TileGemm, program_of
+from portmm.ir.block_program import program_of
 from portmm.ir.mugraph import Threads, program_to_json
 from portmm.ir.product_program import RESULT, A, B, of_product
 from portmm.schedule.cpu_attention import attention_schedule, packs_values
@@ -58,7 +58,7 @@ def attentions(graph: MuGraph, target: Target) -> list[Emitted]:
     """Attention in a graph: both kernels that its calls have, of few queries and of many."""
     every = []
     for x in graph.steps:
-        if _is_attention(x.program):
+        if x.program.is_attention:
             with suppress(ScheduleError):
                 form = attention_of(x.program).form
                 few, many = (_by_unit(form, target, few=few) for few in (True, False))
@@ -77,18 +77,13 @@ def _by_unit(form: Form, target: Target, *, few: bool) -> dict[str, Any]:
     return {"schedule": schedule, "unit": VECTORS if few else PRODUCTS}
 
 
-def _is_attention(program: BlockProgram) -> bool:
-    """Whether a record has the products of attention: more than one."""
-    return sum(isinstance(y, TileGemm) for one in program.passes for y in one) > 1
-
-
 def unlisted(kernels: Iterable[Kernel], graph: MuGraph | None) -> list[tuple[str, str]]:
     """Kernels that a program runs and neither `emitted` nor a step of its graph has, and the reason.
 
     A step of attention has the kernel of its record, as a call of `attention` does.
     """
     steps = () if graph is None else graph.steps
-    calls = any(_is_attention(x.program) for x in steps)
+    calls = any(x.program.is_attention for x in steps)
     reasons = {"product": "its weight is packed, or its rows are quantized", "rows": "it has no text of expressions"}
     every = [(i, x) for i, x in enumerate(kernels, 1) if not (x.kind == "block" or (x.kind == "attention" and calls))]
     listed = [(i, x) for i, x in every if not emitted_alone(x)]

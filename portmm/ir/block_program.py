@@ -159,6 +159,11 @@ class BlockProgram:
         return [x for x in self.fused.steps if x.op in REDUCED]
 
     @property
+    def is_attention(self) -> bool:
+        """Whether there are the products of attention: more than one."""
+        return sum(isinstance(x, TileGemm) for one in self.passes for x in one) > 1
+
+    @property
     def tiles(self) -> list[Expr]:
         """The values of all passes that later ones read, elements of operands last."""
         values = (x.value for one in self.passes for x in one if isinstance(x, TileMap))

@@ -107,15 +107,7 @@ class DepthwiseKernel:
     def run(
         self, x: Array, w: PackedConv, c: tuple[Array, int, int], closure: Any = None, more: Sequence[Array] = ()
     ) -> None:
-        """Compute all images.
-
-        Args:
-            x: the images.
-            w: the filters.
-            c: memory of the first result, with its strides, of rows and of items.
-            closure: arrays and numbers that the epilogue captures.
-            more: memory of further results.
-        """
+        """Compute all images: see `ConvolutionKernel.run`."""
         out, row, item = c
         last, filters, address = w.channels_last, w.weight[0], runtime().address
         images, taps = _five(x, last=last), len(filters)

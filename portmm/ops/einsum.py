@@ -115,7 +115,7 @@ def _of_one(subscripts: str, x: Array, out: Array | None, dtype: np.dtype[Any] |
     if name_of(x.dtype) not in EXTENSION_TYPES:
         more: dict[str, Any] = {} if dtype is None else {"dtype": dtype, "casting": "same_kind"}
         return np.einsum(subscripts, x, out=out, **more)
-    result = np.asarray(np.einsum(subscripts, x.astype(_wide(x.dtype))), dtype=dtype or x.dtype)
+    result = np.asarray(np.einsum(subscripts, x.astype(wide(x.dtype))), dtype=dtype or x.dtype)
     if out is None:
         return result[()]
     put(check_out(out, result.shape, result.dtype), result)
@@ -163,20 +163,20 @@ def _single(x: Array, labels: Labels, once: Labels, sums: np.dtype[Any]) -> Arra
         x = np.einsum(x, [numbers[i] for i in long], list(range(len(every))))
     axes = tuple([j for j, i in enumerate(every) if i not in once])
     if axes:
-        x = x.sum(axes, dtype=_wide(sums)).astype(sums, copy=False)
+        x = x.sum(axes, dtype=wide(sums)).astype(sums, copy=False)
     left = [i for i in every if i in once]
     return x.transpose([left.index(i) for i in once])
 
 
-def _wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
+def wide(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The type that NumPy computes with for a type: float32 for narrow floats."""
     return np.dtype(np.float32) if dtype.name in ("float16", "bfloat16") else dtype
 
 
 def _by_numpy(step: Step, x: Array, y: Array) -> Array:
     """The product of two operands by NumPy."""
-    wide = _wide(step.dtype)
-    x, y = x.astype(wide, copy=False), y.astype(wide, copy=False)
+    of_sums = wide(step.dtype)
+    x, y = x.astype(of_sums, copy=False), y.astype(of_sums, copy=False)
     numbers: dict[int, int] = {}
     for i in (*step.labels[0], *step.labels[1]):
         numbers.setdefault(i, len(numbers))

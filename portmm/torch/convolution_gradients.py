@@ -40,17 +40,14 @@ def conv_input_gradient(
 
 
 @conv_input_gradient.register_fake
-def _(
-    dy: Tensor, w: Tensor, spatial: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int
-) -> Tensor:
-    del stride, padding, dilation
-    return dy.new_empty((dy.shape[0], w.shape[1] * groups, *spatial))
+def _(dy: Tensor, w: Tensor, spatial: list[int], *options: Any) -> Tensor:
+    return dy.new_empty((dy.shape[0], w.shape[1] * options[-1], *spatial))
 
 
-def _save_input(ctx: Any, inputs: Any, output: Any) -> None:
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
     del output
-    dy, w, _, *ctx.options = inputs
-    ctx.save_for_backward(dy, w)
+    ctx.options = inputs[3:]
+    ctx.save_for_backward(*inputs[:2])
 
 
 def _input_backward(ctx: Any, g: Tensor) -> Any:
@@ -62,7 +59,7 @@ def _input_backward(ctx: Any, g: Tensor) -> Any:
     return of_dy, of_w, None, None, None, None, None
 
 
-conv_input_gradient.register_autograd(_input_backward, setup_context=_save_input)
+conv_input_gradient.register_autograd(_input_backward, setup_context=_save)
 
 
 @custom_op("portmm::conv_filter_gradient", mutates_args=())
@@ -76,17 +73,8 @@ def conv_filter_gradient(
 
 
 @conv_filter_gradient.register_fake
-def _(
-    x: Tensor, dy: Tensor, kernel: list[int], stride: list[int], padding: list[int], dilation: list[int], groups: int
-) -> Tensor:
-    del stride, padding, dilation
-    return x.new_empty((dy.shape[1], x.shape[1] // groups, *kernel))
-
-
-def _save_filter(ctx: Any, inputs: Any, output: Any) -> None:
-    del output
-    x, dy, _, *ctx.options = inputs
-    ctx.save_for_backward(x, dy)
+def _(x: Tensor, dy: Tensor, kernel: list[int], *options: Any) -> Tensor:
+    return x.new_empty((dy.shape[1], x.shape[1] // options[-1], *kernel))
 
 
 def _filter_backward(ctx: Any, g: Tensor) -> Any:
@@ -98,4 +86,4 @@ def _filter_backward(ctx: Any, g: Tensor) -> Any:
     return of_x, of_dy, None, None, None, None, None
 
 
-conv_filter_gradient.register_autograd(_filter_backward, setup_context=_save_filter)
+conv_filter_gradient.register_autograd(_filter_backward, setup_context=_save)

@@ -78,7 +78,7 @@ class Layout(NamedTuple):
     @classmethod
     def of(cls, program: BlockProgram, extents: Mapping[str, int], kernel: Kernel | GridKernel) -> Layout:
         """The layout of a kernel's call: that of attention has dense logarithms, and for few queries dense rows."""
-        if not _attends(program) or kernel.name.startswith(PREFIX):
+        if not program.is_attention or kernel.name.startswith(PREFIX):
             return cls(program, extents)
         at = attention_of(program).at
         few = program.loop == "n" and not isinstance(kernel, GridKernel)
@@ -97,11 +97,6 @@ class Layout(NamedTuple):
         strides, axes = self.strides(operand), self.program.operands[operand].axes
         steps = [range(0, self.extents[x] * strides[x.lower()], strides[x.lower()]) for x in axes]
         return [sum(x) for x in itertools.product(*steps)]
-
-
-def _attends(program: BlockProgram) -> bool:
-    """Whether a record has the products of attention: more than one."""
-    return sum(isinstance(x, TileGemm) for one in program.passes for x in one) > 1
 
 
 def check_kernel(
