@@ -222,6 +222,10 @@ _PACKAGES = ("array_api", "dask", "jax", "onnx", "torch")
 
 if os.path.isdir(f"{__path__[0]}/base"):  # noqa: PTH112 - faster
     # A wheel with kernels: the modules of its first calls would be half of their 2 ms. They load nothing else.
+    import portmm.host.amx_permission
+    import portmm.ops.outlined_rows
+    import portmm.spec.elementwise  # noqa: F401 - loaded, as these two
+    from portmm.fusion.fuse import fuse
     from portmm.ops.attention import attention
     from portmm.ops.linear import linear
 

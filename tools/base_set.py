@@ -28,7 +28,9 @@ from portmm.build.compiler import variable_of, zig_target
 from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.dispatch.base_kernels import FIRST, ROWS, grid_question
 from portmm.ir.prefix import value
+from portmm.ops.outlined_matmul import OUTLINE
 from portmm.ops.outlined_matmul import question as question_of_outline
+from portmm.ops.outlined_rows import outline
 from portmm.ops.recorded_kernels import recorded
 from portmm.util import system
 
@@ -115,7 +117,7 @@ MOST_QUERIES, ALL_WIDTHS = 600, 1 << 30
 
 
 def fused_rows(target):
-    """The kernels over rows of common functions on a target, for any number of columns, each with its expressions."""
+    """The kernels over rows of common functions on a target, for any number of columns: expressions, and outlines."""
     import portmm as pm
     from portmm.dispatch.base_kernels import of_any_columns
     from portmm.dispatch.cpu_routes import expressions_route
@@ -126,7 +128,8 @@ def fused_rows(target):
     for name, vectors in OVER_ROWS:
         with recorded(target) as kernels:
             try:
-                explained = pm.fuse(getattr(pm, name)).explain(x, *[vector] * vectors)
+                function, after = getattr(pm, name), [vector.copy() for _ in range(vectors)]
+                explained, outlined = pm.fuse(function).explain(x, *after), outline(function, n, tuple(after))
             except Exception as error:  # noqa: BLE001 - an operation that this level lacks
                 print(f"  {target.name}: {type(error).__name__}: {str(error)[:100]}", file=sys.stderr)
                 continue
@@ -137,7 +140,7 @@ def fused_rows(target):
         texts += filter(None, every.values())
         for (kernel, question), text in zip(kernels, texts, strict=True):
             if not every.get(text):
-                yield kernel, question, text
+                yield kernel, question, text, outlined[0]
 
 
 def make(folder, platform, libc, levels, kinds, *, report=lambda *_: None):
@@ -164,9 +167,10 @@ def make(folder, platform, libc, levels, kinds, *, report=lambda *_: None):
             maker.facts[grid_question(level, p)] = (*words, numbers, *texts)
         add_packings(maker, target, level, kinds)
         add_attention(maker, target, level, kinds)
-        for kernel, question, text in fused_rows(target):
+        for kernel, question, text, outlined in fused_rows(target):
             maker.add_kernel(kernel, arch, question)
             maker.add_kernel(kernel, arch, f"{ROWS}{level} {text}")
+            maker.facts[f"{OUTLINE}{outlined}"] = (text,)
     for dtype, name in dict.fromkeys((x.dtype, *x.steps) for x in kinds if x.steps and x.steps[0] in EPILOGUES):
         text, outlined = epilogue(name, dtype)
         maker.facts[question_of_outline(dtype, outlined)] = (text,)

@@ -19,6 +19,7 @@ from portmm.errors import BundleError, PortmmError, ScheduleError
 from portmm.fusion import compilation
 from portmm.fusion.fuse import FusedFunction, fuse
 from portmm.fusion.plan_library import LibraryBuilder
+from portmm.fusion.tracing import traced
 from portmm.ops.c_programs import C_TYPES, Function, Parameter
 from portmm.ops.recorded_kernels import launches_of
 from portmm.trace.placeholders import ByValueError
@@ -161,9 +162,9 @@ def _function(x: Line, programs: list[Function]) -> None:
     names = _names(getattr(code, "co_varnames", ())[: len(arguments)], len(arguments))
     with _recorded(x.name, names, leaves, programs):
         try:
-            fused.compiled(arguments, {}, kept, by_value=False)
+            traced(fused, arguments, {}, kept, by_value=False)
         except ByValueError:
-            fused.compiled(arguments, {}, kept, by_value=True)
+            traced(fused, arguments, {}, kept, by_value=True)
 
 
 def _names(names: Sequence[str], count: int) -> list[str]:

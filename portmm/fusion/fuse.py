@@ -1,7 +1,8 @@
 """Fusion of functions of arrays into few kernels.
 
 Owns `fuse` and the function that it returns, `FusedFunction`: it is traced once for each kind of
-arguments, and from then on runs as a program of few kernels.
+arguments, and from then on runs as a program of few kernels. What traces and compiles, `tracing`, is loaded by the
+first call that needs it: functions over rows have kernels in the base set of a wheel.
 """
 
 from __future__ import annotations
@@ -9,37 +10,25 @@ from __future__ import annotations
 import functools
 import sys
 import types
-from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
-import numpy as np
-
-from portmm.arrays.interop import through
 from portmm.arrays.libraries import any_tensor, on_device
 from portmm.dispatch import config as settings
-from portmm.dispatch import cpu_race, program_database
 from portmm.errors import TraceError
-from portmm.fusion.captures import arguments, placeholder
-from portmm.fusion.compilation import compiled_program
-from portmm.fusion.group_norm import needs_constants
-from portmm.fusion.program import ChangedError, Explained, Kernel
-from portmm.fusion.recorder import WholeArrays
+from portmm.fusion.changed import ChangedError
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
-from portmm.trace.captures import Captures
-from portmm.trace.guards import find, remember
-from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
-from portmm.trace.recorder import run
 from portmm.util import locks
 from portmm.util.memo import Memory
-from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.fusion.graph import Graph, Node
-    from portmm.trace.guards import Guards
+    from portmm.fusion.graph import Graph
+    from portmm.fusion.program import Explained
+    from portmm.fusion.tracing import Program
+    from portmm.trace.captures import Captures
 
 MOST_KINDS = 256
 """Kinds of arguments whose programs a function caches before it drops them all."""
@@ -49,36 +38,13 @@ KIND = 4
 """Memory of a program besides its kernels, counted in kernels."""
 
 
-@dataclass(eq=False, slots=True)
-class Program:
-    """A compiled program for one kind of arguments.
-
-    Attributes:
-        run: the function that runs it, of the arrays of a call.
-        guards: on captured values.
-        kept: objects that the cache key names by identity.
-        explained: the result of `explain`.
-        cacheable: later calls may run it too.
-        simple: its inputs are the arguments, without captured values.
-        by_value: never, see `guards.Way`.
-    """
-
-    run: Callable[[Any], Any]
-    guards: Guards
-    kept: list[Any]
-    explained: Explained
-    cacheable: bool
-    simple: bool = False
-    by_value: bool = False
-
-
 class FusedFunction:
     """A callable that runs a function as few kernels. See `fuse`."""
 
     def __init__(self, function: Callable[..., Any], *, strict: bool, search: float = 0.0) -> None:
         functools.update_wrapper(self, function)
         self.__wrapped__ = function
-        self.strict, self.search = strict, search
+        self.strict, self.search, self.seen = strict, search, False
         self.memo = Memory(MOST_KINDS, "calls")
         self.fast_path: tuple[Any, Memory] = (None, Memory(MOST_KINDS, "calls"))
         self.describe: Callable[[Any], bytes | None] = self.begin
@@ -121,16 +87,38 @@ class FusedFunction:
                     except ChangedError:
                         return self.again(args, options)
         if description is None and any_tensor((args, options)):
+            from portmm.arrays.interop import through
+
             return through(self, *args, **options)
+        if not (self.seen or options or self.search):
+            from portmm.ops import outlined_rows
+
+            self.seen = True
+            result = outlined_rows.results(self.__wrapped__, args)
+            if result is not None:
+                return result
+        return self.run(args, options, description, (config, fast_path))
+
+    def run(self, args: Any, options: Any, description: bytes | None, recent: tuple[Any, Memory]) -> Any:
+        """Run the program of a call that is not on the fast path.
+
+        Args:
+            args: positional arguments.
+            options: arguments by name.
+            description: of the arguments; None if they have none.
+            recent: the programs on the fast path, after their settings.
+        """
+        from portmm.trace.guards import find
+
         key, leaves, kept = self.kind(args, options)
         program, captured = find(self.memo, key, None, leaves)
         if program is None:
             program, leaves = self.make(args, options, key, leaves, kept, by_value=captured is not None)
             captured = []
         elif description is not None:
-            if settings.current() is not config:
-                self.fast_path = config, fast_path = settings.current(), Memory(MOST_KINDS, "calls")
-            fast_path.keep(description, program)
+            if settings.current() is not recent[0]:
+                self.fast_path = recent = settings.current(), Memory(MOST_KINDS, "calls")
+            recent[1].keep(description, program)
             program.simple = not program.guards.returned and not any(type(x) is int for x in args)
         try:
             return program.run([*leaves, *captured])
@@ -149,17 +137,24 @@ class FusedFunction:
 
     def explain(self, *args: Any, **options: Any) -> Explained:
         """An explanation of a call with these arguments: kernels, fused operations, lines of those not fused."""
+        from portmm.fusion import tracing
+        from portmm.trace.guards import find
+
         if any_tensor((args, options)):
+            from portmm.arrays.interop import through
+
             explained: Explained = through(self.explain, *args, **options)
             return explained
         key, leaves, kept = self.kind(args, options)
         program, now = find(self.memo, key, None, leaves)
         program = program or self.make(args, options, key, leaves, kept, by_value=now is not None)[0]
-        return replace(program.explained, kernels=tuple(map(_raced, program.explained.kernels)))
+        return tracing.with_races(program.explained)
 
     @staticmethod
     def kind(args: tuple[Any, ...], options: dict[str, Any]) -> tuple[Any, list[Any], list[Any]]:
         """The cache key of a call, the values that vary per call, and objects that the key names by identity."""
+        from portmm.fusion.captures import arguments
+
         kinds: list[Any] = []
         leaves: list[Any] = []
         kept: list[Any] = []
@@ -173,116 +168,20 @@ class FusedFunction:
         self, args: Any, options: Any, key: Any, leaves: list[Any], kept: list[Any], *, by_value: bool
     ) -> tuple[Program, list[Any]]:
         """Trace the function, compile a program, and cache it."""
-        try:
-            graph, program = self.compiled(args, options, kept, by_value=by_value)
-        except ByValueError:
-            if by_value:
-                raise
-            by_value = True
-            graph, program = self.compiled(args, options, kept, by_value=True)
-        if program.cacheable and (self.search or program_database.present()):
-            self.superoptimize(program, args, options, by_value=by_value)
+        from portmm.fusion import tracing
+        from portmm.trace.guards import remember
+
+        program, traced, by_value = tracing.program_of(self, args, options, kept, by_value=by_value)
         if program.cacheable:
             _make_room(len(program.explained.kernels) + KIND)
             remember(self.memo, key, program, None, leaves, by_value=by_value)
-        leaves, graph.leaves, graph.values = graph.leaves, [], {}  # a cached program must not keep arrays alive
-        return program, leaves
-
-    def line(self) -> tuple[str, int] | None:
-        """File and first line of the function, if it has any."""
-        code = getattr(self.__wrapped__, "__code__", None)
-        return None if code is None else (code.co_filename, code.co_firstlineno)
-
-    def superoptimize(self, program: Program, args: Any, options: Any, *, by_value: bool) -> None:
-        """Search a faster program, which takes the place of one if there is one: see `superoptimizer.optimize`."""
-        from contextlib import nullcontext
-
-        from portmm.fusion import superoptimizer
-        from portmm.fusion.finding import Finding, Task
-        from portmm.util.console import progress
-
-        graph, result, _ = self.trace(args, options, by_value=by_value)
-        finding = Finding(note="not searched: it reads other values than arrays and numbers")
-        if all(type(x) in (np.ndarray, float) for x in graph.leaves):
-            outputs: list[Node] = []
-            rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
-            compiled, kernels = partial(_compiled, line=self.line()), program.explained.kernels
-            task = Task(graph, outputs, result, list(graph.leaves), program.run, compiled, _described, kernels)
-            shows = self.search and sys.stderr.isatty()
-            with progress("superoptimize", self.search) if shows else nullcontext() as shown:
-                finding = superoptimizer.optimize(task, self.search, shown)
-        explained = finding.explained or program.explained
-        if finding.run is not None:
-            program.run = finding.run
-        if not self.search and finding.run is None:
-            return
-        notes = (*explained.notes, f"search: {finding}")
-        program.explained = replace(explained, name=program.explained.name, notes=notes, finding=finding)
+        return program, traced
 
     def trace(self, args: Any, options: Any, *, by_value: bool) -> tuple[Graph, Any, Captures]:
         """Run the function on traced values, which record its operations."""
-        graph = WholeArrays(strict=self.strict)
-        captures = Captures(graph, by_value=by_value, fresh=False)
-        function = self.__wrapped__
-        names = getattr(getattr(function, "__code__", None), "co_varnames", ())
-        names = (*names[: len(args)], *(f"argument {i}" for i in range(len(names), len(args))))
-        positional = [placeholder(captures, x, name) for x, name in zip(args, names, strict=True)]
-        named = {n: placeholder(captures, x, n) for n, x in options.items()}
-        bound = captures.outermost(function)
-        return graph, run(lambda: bound(*positional, **named)), captures
+        from portmm.fusion import tracing
 
-    def compiled(self, args: Any, options: Any, kept: list[Any], *, by_value: bool) -> tuple[Graph, Program]:
-        """The graph of a call, and its program."""
-        graph, result, captures = self.trace(args, options, by_value=by_value)
-        outputs: list[Node] = []
-
-        def seen(x: Any) -> Any:
-            if isinstance(x, Placeholder):
-                outputs.append(x.node)
-            elif isinstance(x, np.ndarray):
-                graph.lasting = False
-            return x
-
-        rebuilt(result, seen)
-        if any(x.kind == "number" for x in outputs):
-            raise ByValueError("a number is returned")
-        if not by_value and needs_constants(graph, outputs, len(self.kind(args, options)[1])):
-            raise ByValueError("kernels of group norms are made for what is added to variances")
-        run, kernels, _, apart, source, notes = compiled_program(graph, outputs, result)
-        if not graph.lasting and not notes:
-            notes.append(
-                "arrays are created while the function is traced, or captured where a later call cannot look them up: "
-                "each call traces it again"
-            )
-        blocked = tuple(dict.fromkeys([*graph.blocked, *apart]))
-        explained = Explained(getattr(self, "__name__", "function"), tuple(kernels), blocked, tuple(notes), source)
-        return graph, Program(run, captures.finished(), kept, explained, graph.lasting)
-
-
-def _described(kernels: tuple[Kernel, ...], source: str) -> Explained:
-    """The explanation of a program of some kernels."""
-    return Explained("function", kernels, (), (), source)
-
-
-def _compiled(
-    leaves: list[Any], function: Callable[..., Any], line: tuple[str, int] | None = None
-) -> tuple[Any, Explained]:
-    """The program of a function of portmm's on arrays and numbers, and its explanation, which names the line."""
-    graph = WholeArrays(strict=False, line=line)
-    captures = Captures(graph, by_value=False, fresh=False)
-    positional = [placeholder(captures, x, f"argument {i}") for i, x in enumerate(leaves)]
-    result = run(lambda: function(*positional))
-    outputs: list[Node] = []
-    rebuilt(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
-    program, kernels, _, apart, source, notes = compiled_program(graph, outputs, result)
-    graph.leaves, graph.values = [], {}
-    return program, Explained("function", tuple(kernels), tuple(dict.fromkeys(apart)), tuple(notes), source)
-
-
-def _raced(x: Kernel) -> Kernel:
-    """A kernel with a remark on the race of its product, if there was one."""
-    race = "" if x.problem is None else cpu_race.result_of(x.problem)[0]
-    return replace(x, notes=(*x.notes, race)) if race else x
+        return tracing.trace(self.__wrapped__, args, options, strict=self.strict, by_value=by_value)
 
 
 _WITHIN = ".__wrapped__"
@@ -373,4 +272,4 @@ def fuse(
     return FusedFunction(function, strict=on_unfusable == "error", search=seconds)
 
 
-__all__ = ["Explained", "FusedFunction", "TraceError", "fuse"]
+__all__ = ["FusedFunction", "TraceError", "fuse"]

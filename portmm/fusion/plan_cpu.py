@@ -15,8 +15,9 @@ from portmm.arrays.call import reduce_call
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.fusion import plan_windows
+from portmm.fusion.changed import ChangedError
 from portmm.fusion.plan import Builder
-from portmm.fusion.program import ARENA, TABLE, ChangedError, Kernel, Writer
+from portmm.fusion.program import ARENA, TABLE, Kernel, Writer
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import spell

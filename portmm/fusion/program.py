@@ -37,10 +37,6 @@ _APART = str.maketrans(dict.fromkeys("()[]{},.:;=+-*/%<>!&|^~@'\"", " "))
 """Separators of names -> spaces; a regular expression takes longer to compile than a program to write."""
 
 
-class ChangedError(Exception):
-    """Raised when a call of NumPy between kernels returns another shape or type than before."""
-
-
 @dataclass(eq=False, slots=True)
 class Kernel:
     """One step of a program.

@@ -17,10 +17,11 @@ import numpy as np
 
 from portmm.dispatch import config, program_database
 from portmm.fusion import turns
+from portmm.fusion.changed import ChangedError
 from portmm.fusion.compilation import compiled_program
 from portmm.fusion.finding import Finding, Task
 from portmm.fusion.partition import live_nodes
-from portmm.fusion.program import ChangedError, Explained
+from portmm.fusion.program import Explained
 from portmm.fusion.recorder import WholeArrays
 from portmm.fusion.terms import TYPES, UnlabelledError, spelled, term_of, viewed
 from portmm.trace.placeholders import Array, Placeholder, rebuilt

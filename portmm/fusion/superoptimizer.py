@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
 from portmm.fusion import turns
+from portmm.fusion.changed import ChangedError
 from portmm.fusion.emitted import attentions, emitted, unlisted, with_threads
 from portmm.fusion.finding import Finding, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
-from portmm.fusion.program import ChangedError
 from portmm.fusion.split_search import in_parts, parts_of
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted, predicted_kernel

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays.pages import Chunk, adjoining
+from portmm.fusion.changed import ChangedError
 from portmm.fusion.compilation import compiled_program
-from portmm.fusion.program import ChangedError
 from portmm.onnx import operators
 from portmm.onnx.arrays import ModelArrays
 from portmm.onnx.control_flow import run_node

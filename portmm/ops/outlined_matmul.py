@@ -105,28 +105,9 @@ def outline(function: types.FunctionType, n: int) -> tuple[str, list[Array]] | N
         function: of an element's sum, and of its indices if it takes a second argument.
         n: columns of the result.
     """
-    code = function.__code__
-    if function.__defaults__ or function.__kwdefaults__ or vars(function):
-        return None
-    # A handler of exceptions could hide from us that a stand-in has refused.
-    if code.co_flags & NOT_PLAIN or code.co_kwonlyargcount or code.co_argcount > 2 or code.co_exceptiontable:
-        return None
     steps = Steps(n)
-    try:
-        outer = function.__globals__
-        names = {x: outer[x] for x in code.co_names if x in outer}  # some may be names of attributes
-        namespace = {x: y for x, y in zip(names, map(steps.standin, names.values()), strict=True) if y is not None}
-        cells = [steps.standin(x.cell_contents) for x in function.__closure__ or ()]
-        if None in cells:
-            return None
-        closure = tuple([types.CellType(x) for x in cells])
-        copy = types.FunctionType(code, namespace | {"__builtins__": {}}, closure=closure or None)
-        result = copy(*(steps.add("acc"), Indices())[: code.co_argcount])
-    except Exception:  # noqa: BLE001 - a user's function; the tracer says what is wrong with it
-        return None
-    if type(result) is not Value or result.number != len(steps.texts) - 1:
-        return None
-    return "; ".join(steps.texts), steps.operands
+    result = steps.result(function, (steps.add("acc"), Indices()))
+    return None if result is None else ("; ".join(steps.texts), steps.operands)
 
 
 NOT_PLAIN = 0x04 | 0x08 | 0x20 | 0x80 | 0x200
@@ -146,6 +127,35 @@ class Steps:
         self.n = n
         self.texts: list[str] = []
         self.operands: list[Array] = []
+
+    def result(self, function: types.FunctionType, values: tuple[Any, ...]) -> Value | None:
+        """The value that a function returns, if it is that of the last step; None if it does what is not known.
+
+        Args:
+            function: the function.
+            values: its arguments; it may take fewer.
+        """
+        code = function.__code__
+        if function.__defaults__ or function.__kwdefaults__ or vars(function):
+            return None
+        # A handler of exceptions could hide from us that a stand-in has refused.
+        if code.co_flags & NOT_PLAIN or code.co_kwonlyargcount or code.co_exceptiontable:
+            return None
+        if code.co_argcount > len(values):
+            return None
+        try:
+            outer = function.__globals__
+            names = {x: outer[x] for x in code.co_names if x in outer}  # some may be names of attributes
+            namespace = {x: y for x, y in zip(names, map(self.standin, names.values()), strict=True) if y is not None}
+            cells = [self.standin(x.cell_contents) for x in function.__closure__ or ()]
+            if None in cells:
+                return None
+            closure = tuple([types.CellType(x) for x in cells])
+            copy = types.FunctionType(code, namespace | {"__builtins__": {}}, closure=closure or None)
+            result = copy(*values[: code.co_argcount])
+        except Exception:  # noqa: BLE001 - a user's function; the tracer says what is wrong with it
+            return None
+        return result if type(result) is Value and result.number == len(self.texts) - 1 else None
 
     def add(self, text: str) -> Value:
         """The value of a step."""

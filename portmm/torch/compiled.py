@@ -15,7 +15,7 @@ import torch
 
 from portmm.arrays.interop import as_numpy, as_tensor
 from portmm.fusion.compilation import compiled_program
-from portmm.fusion.fuse import Explained
+from portmm.fusion.program import Explained
 from portmm.torch.aten import Unsupported
 from portmm.torch.repetitions import merge
 from portmm.torch.translation import Constants, Translator

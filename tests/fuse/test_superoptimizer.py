@@ -14,8 +14,8 @@ import portmm as pm
 from portmm.cli.main import app
 from portmm.dispatch import config
 from portmm.fusion import superoptimizer, turns
+from portmm.fusion.changed import ChangedError
 from portmm.fusion.fuse import FusedFunction
-from portmm.fusion.program import ChangedError
 from portmm.fusion.split_search import Layout, Parts, _laid_out
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_kernels import one_kernels

@@ -153,10 +153,27 @@ def multiplied():
 counts = [first(multiplied), "portmm.trace.tracer" in sys.modules, first(lambda: pm.attention(q, q, q))]
 multiplied()
 counts += ["portmm.ops.attention_scores" in sys.modules, "portmm.trace.tracer" in sys.modules, np.array_equal(*made)]
-fused = pm.fuse(pm.softmax)
-print(json.dumps([*counts, first(lambda: fused(x))]))
+fused, rows = pm.fuse(pm.softmax), []
+counts.append(first(lambda: rows.append(fused(x))))
+counts.append("portmm.fusion.tracing" in sys.modules)
+def scaled(x):
+    return pm.rms_norm(x, weight)
+def scaled_as_well(x, weight):
+    return pm.rms_norm(x, weight)
+weight = r.random(96, np.float32)
+for f, args in ((pm.fuse(scaled), ()), (pm.fuse(scaled_as_well), (weight,)), (pm.fuse(pm.rms_norm), (weight,))):
+    rows.append(f(x, *args))
+counts.append("portmm.fusion.tracing" in sys.modules)
+other = pm.fuse(lambda x: pm.softmax(x) * 2), pm.fuse(lambda x: pm.rms_norm(x, weight[::2]))
+doubled, short = other[0](x), other[1](x[:, :48])
+counts.append("portmm.fusion.tracing" in sys.modules)
+weight = weight * 2  # what a function captures is looked up in each call
+again = [fused(x), pm.fuse(scaled)(x), rows[1] * 2]
+same = [np.array_equal(rows[0], again[0]), np.array_equal(again[1], again[2])]
+same += [np.array_equal(rows[1], y) for y in rows[2:]] + [np.allclose(doubled, 2 * rows[0])]
+print(json.dumps([*counts, all(same)]))
 """
-MOST = (220, 290, 1900)
+MOST = (220, 290, 160)
 """Calls of Python, of modules as they are defined as well, in first calls with an epilogue, of attention and of a fused
 softmax, beside what the first call of all loads."""
 
@@ -188,7 +205,11 @@ def test_packed_weights_epilogues_and_attention_need_no_source(made, tmp_path):
 
 
 def test_first_calls_of_other_operations_take_few_calls(made, tmp_path):
-    epilogue, traced, attention, scored, traced_again, same, rows = run(made, tmp_path, bare=True, calls=FIRST)
+    epilogue, traced, attention, scored, traced_again, same, rows, *late, equal = run(
+        made, tmp_path, bare=True, calls=FIRST
+    )
+    assert late == [False, False, True]
+    assert equal
     assert not traced
     assert not scored
     assert traced_again
