@@ -13,6 +13,7 @@ the left operand of the product with V in its layout.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -112,20 +113,22 @@ def operations(x: Expr) -> int:
 def tile(isa: Isa, real: Atom, scores: Fused, bounds: Bounds) -> Function:
     """Function that turns s[keys][queries] into weights, and updates `most`, `sums` and `change`.
 
-    `scores` is the expression of the score. Earlier sums of weights are to be multiplied by `change`.
+    `scores` is the expression of the score, and of a factor of each weight that is stored, if it has one. Earlier sums
+    of weights are to be multiplied by `change`.
     """
-    ((_, score),) = scores.results
+    score, *factors = (x for _, x in scores.results)
     score = select(bounds.seen(index("p"), index("m"), index("w")), score, float("-inf")) if bounds else score
     keeps = operations(score) >= WORTH_KEEPING
     weighed = weight(KEPT if keeps else score, MOST)
-    wanted = [score, weighed, weight(BEFORE, MOST)]
+    stored = math.prod(factors, start=weighed)
+    wanted = [score, weighed, weight(BEFORE, MOST), stored]
     fused = Fused(scores.operands, tuple((C, x) for x in wanted))
     many = any(x.registers >= 32 for x in (isa, *isa.below))  # vector registers; tiles are counted apart
     each = [_Scores(isa, real, fused, e) for e in range(4 if many else 2)]
     at = each[0]
-    walk = _Walk(each, score, weighed, wanted[2], keeps)
+    walk = _Walk(each, score, weighed, stored, wanted[2], keeps)
     lanes, columns = real.n, var("columns")
-    fixed: tuple[Stmt, ...] = at.once(wanted[:2], "bhw")
+    fixed: tuple[Stmt, ...] = at.once([score, weighed, stored], "bhw")
     walk.fixed = dict(at.names)
     short = any("n" in x.axes for x in scores.operands) and lanes > 1
     end = columns - columns % lanes if short else round_up(columns, lanes)
@@ -150,6 +153,7 @@ class _Walk:
     each: list[_Scores]
     score: Expr
     weighed: Expr
+    stored: Expr
     change: Expr
     keeps: bool
     fixed: dict[Expr, str] = field(default_factory=dict)
@@ -164,7 +168,7 @@ class _Walk:
         at.names = dict(self.fixed)
         most = [f"most{e}" for e in range(count)]
         stmts: list[Stmt] = [Verb("load_c", x, p=Ptr("mosts", j), of=real) for x in ("before", *most)]
-        stmts += at.once([self.score, self.weighed], "bhnpw", j, few)
+        stmts += at.once([self.score, self.weighed, self.stored], "bhnpw", j, few)
         registers = at.names | {MOST: most[0], BEFORE: "before"}
         stmts += self.rows(lambda x: self.largest(x, registers, j, few))
         stmts += [y for x in most[1:] for y in self.larger(most[0], x)]
@@ -214,9 +218,9 @@ class _Walk:
     def weights(self, at: _Scores, registers: dict[Expr, str], j: Index, few: str) -> tuple[Stmt, ...]:
         """Second pass: a weight, and the sum of weights."""
         at.names = dict(registers)
-        stmts = [self.load(at, KEPT if self.keeps else acc(), j), *at.compute([self.weighed], j, few)]
+        stmts = [self.load(at, KEPT if self.keeps else acc(), j), *at.compute([self.weighed, self.stored], j, few)]
         value, into = at.names[self.weighed], f"sum{at.number}"
-        store = Verb("store", value, p=self.place(at, j), of=self.real)
+        store = Verb("store", at.names[self.stored], p=self.place(at, j), of=self.real)
         return (*stmts, Map("add", into, (into, value), "f32", "f32", self.real), store)
 
 

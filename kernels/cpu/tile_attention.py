@@ -6,6 +6,9 @@
 So weights become an operand by the same interleaving of rows as for vectors, and nothing in a block is transposed
 but the result, after all keys. Tiles always have all their rows: keys that do not fill a tile are copied to a buffer
 where rows behind them may be read, whose scores are unused, and weights behind them are zeros.
+
+Where the result is of float32 and the operands of bfloat16, weights are cut into parts of as many bits as these have
+(see `tile_int4`), and V is multiplied by all parts.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, round_up, var
-from portmm.ir.nodes import TILES, Call, Configure, For, Function, Move, Param, Verb
+from portmm.ir.lane_nodes import Map
+from portmm.ir.nodes import TILES, Call, Configure, For, Function, LetPtr, Move, Param, Verb
 from portmm.kernels.cpu.attention import Attention
 from portmm.kernels.cpu.attention import build as build_loops
 from portmm.kernels.cpu.attention_geometry import D
@@ -22,6 +26,7 @@ from portmm.kernels.cpu.online_softmax import rescale_strips
 from portmm.kernels.cpu.packing import transpose
 from portmm.kernels.cpu.tile_microkernel import Grid, strip_kernel
 from portmm.kernels.cpu.tile_packing import pack_lines
+from portmm.spec.dtype import parts
 
 if TYPE_CHECKING:
     from portmm.ir.attention_program import Form
@@ -51,8 +56,16 @@ class TiledAttention(Attention):
 
     def sizes(self) -> dict[str, Index]:
         """Number of elements of each buffer of a worker's scratch, by name."""
-        sums = self.across * self.g.queries
-        return super().sizes() | {"turned": round_up(sums, 64), "rest": round_up(self.depth * self.g.mr, 64)}
+        sums, sizes = self.across * self.g.queries, super().sizes()
+        sizes |= {"turned": round_up(sums, 64), "rest": round_up(self.depth * self.g.mr, 64)}
+        if self.parts > 1:
+            sizes["units"] *= self.parts
+        return sizes
+
+    @property
+    def parts(self) -> int:
+        """Number of parts of a weight: of bfloat16, whose bits are the upper ones of a float."""
+        return parts(self.form.to, self.form.dtype) if self.form.dtype == "bf16" else 1
 
     @property
     def o_size(self) -> Index:
@@ -111,10 +124,18 @@ class TiledAttention(Attention):
         """Weights interleaved in units of two keys, padded with zeros to a step of k."""
         n, p, j, e = self.atom.n, var("p"), var("j"), var("e")
         strip, whole = j * var("step"), round_up(var("keys"), self.atom.k)
-        interleave = self.interleave(strip + p * (n * self.kr), n, strip // self.kr + p * n)
         fill = For("e", var("keys") * n, whole * n, const(1), (Move(Ptr("s", strip + e), None),))
-        every = For("p", const(0), whole // self.kr, const(1), interleave, 4)
+        interleave = self.interleave(strip + p * (n * self.kr), n, strip // self.kr + p * n)
+        every: Stmt = For("p", const(0), whole // self.kr, const(1), interleave, 4)
+        if self.parts > 1:
+            cut = interleave_parts(self.isa, self.real, self.parts, self.types["units"])
+            every = Call(cut, (whole // self.kr, self.part, Ptr("s", strip), Ptr("units", strip // self.kr)))
         return (For("j", const(0), var("rows"), const(n), (fill, every)),)
+
+    @property
+    def part(self) -> Index:
+        """Number of units of a part of all weights."""
+        return super().sizes()["units"]
 
     def values(self) -> tuple[Stmt, ...]:
         """Second product: o[column][query] += V^T . weights."""
@@ -125,9 +146,12 @@ class TiledAttention(Attention):
         left = Ptr("work", (item + i) * self.panel + var("key") // self.kr * g.pv_n)
         units = round_up(var("keys"), self.atom.k) // self.kr
         to = Ptr("o", i * (g.pv_n * n) + c * (self.across * n))
-        args = (units, left, const(k), const(k * g.pv_n), Ptr("units", c * strip), strip, to, self.across * n)
-        call = Call(f, (*args, var("first").lt(var("key"))))
-        inner = For("c", const(0), var("count"), const(GRID.columns), (call,))
+        calls = []
+        for q in range(self.parts):
+            right = Ptr("units", self.part * q + c * strip)
+            args = (units, left, const(k), const(k * g.pv_n), right, strip, to, self.across * n)
+            calls.append(Call(f, (*args, const(1) if q else var("first").lt(var("key")))))
+        inner = For("c", const(0), var("count"), const(GRID.columns), tuple(calls))
         return (For("i", const(0), panels, const(1), (inner,)),)
 
     def finish(self) -> tuple[Stmt, ...]:
@@ -136,6 +160,34 @@ class TiledAttention(Attention):
             Call(transpose_strips(self.real), (self.across, var("rows"), Ptr("o"), Ptr("turned"))),
             *super().finish(),
         )
+
+
+def interleave_parts(isa: Isa, real: Atom, count: int, narrow: str) -> Function:
+    """Function to[part][pair][lane] = parts of two rows of s, the upper bits first, side by side; parts are `apart`."""
+    words, n, of = isa.vector("s32", real.n), real.n, real.name
+    assert words is not None  # noqa: S101 - tile units have vectors beside them
+    body: list[Stmt] = [
+        Verb("load_c", f"{x}0", p=Ptr("s", var("p") * (2 * n) + e * n), of=of) for e, x in enumerate("xy")
+    ]
+    for q in range(count):
+        for x in "xy":
+            body.append(Map("bits", f"bits_{x}", (f"{x}{q}",), "s32", "f32", of))
+            body.append(Map("and", f"upper_{x}", (f"bits_{x}", "upper"), "s32", "s32", of))
+            if q < count - 1:
+                body.append(Map("from_bits", f"part_{x}", (f"upper_{x}",), "f32", "s32", of))
+                body.append(Map("sub", f"{x}{q + 1}", (f"{x}{q}", f"part_{x}"), "f32", "f32", of))
+        body += [
+            Map("shr", "lower", ("bits_x", "half"), "s32", "s32", of),  # with copies of the sign above
+            Map("and", "lower", ("lower", "below"), "s32", "s32", of),
+            Map("or", "pair", ("lower", "upper_y"), "s32", "s32", of),
+            Verb("store", "pair", p=Ptr("words", var("apart") * q + var("p") * n), of=words.name),
+        ]
+    numbers = {"upper": -(1 << 16), "below": (1 << 16) - 1, "half": 16}
+    literals = (Map("literal", name, (x,), "s32", "s32", of) for name, x in numbers.items())
+    pairs = For("p", const(0), var("pairs"), const(1), tuple(body), 2)
+    params = (Param("pairs"), Param("apart"), Param("s", "f32", readonly=True), Param("to", narrow))
+    comment = f"to[{count}][pairs][{n}] = pairs of rows of s, in parts of fewer bits"
+    return Function("cut", "inner", params, (LetPtr("words", Ptr("to"), "s32"), *literals, pairs), comment, of=of)
 
 
 def transpose_strips(real: Atom) -> Function:

@@ -246,6 +246,8 @@ def _attention(form: Form, s: Schedule, isa: Isa, atom: Atom, loop: str) -> tupl
     name = PROGRAMS[s.program].builder
     if s.program == "attention" and (loop == "n" or atom.tiled):
         name = "cpu.flash_decoding" if loop == "n" else "cpu.tile_attention"
+    if len(form.score.results) > 1 and name not in ("cpu.tile_attention", "attention", "cpu.attention"):
+        raise ScheduleError("kernels of few queries, and of devices, have no factors of values")
     split = s.parallel.over == "keys"
     join = (_builder("gpu.simt_attention").join(form, s, isa, atom),) if split else ()
     return (_builder(name).build(form, s, isa, atom), *join)

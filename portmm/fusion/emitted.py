@@ -61,6 +61,8 @@ def attentions(graph: MuGraph, target: Target) -> list[Emitted]:
         if x.program.is_attention:
             with suppress(ScheduleError):
                 form = attention_of(x.program).form
+                if form.score.operands:
+                    continue  # of tile units alone, whose texts are not checked
                 few, many = (_by_unit(form, target, few=few) for few in (True, False))
                 every.append(Emitted("attention, few queries", x.program, **few))
                 every.append(Emitted("attention, many queries", of_attention(form, "m"), **many))
@@ -85,6 +87,7 @@ def unlisted(kernels: Iterable[Kernel], graph: MuGraph | None) -> list[tuple[str
     steps = () if graph is None else graph.steps
     calls = any(x.program.is_attention for x in steps)
     reasons = {"product": "its weight is packed, or its rows are quantized", "rows": "it has no text of expressions"}
+    reasons["attention_by_factors"] = "texts of attention by tiles, which are configured, are not checked"
     every = [(i, x) for i, x in enumerate(kernels, 1) if not (x.kind == "block" or (x.kind == "attention" and calls))]
     listed = [(i, x) for i, x in every if not emitted_alone(x)]
     return [(f"kernel {i}, {x.what}", reasons.get(x.kind, "greedy fusion made it of several steps")) for i, x in listed]

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from portmm.trace.buffers import Walk
 
 FOREVER = 1 << 30
-OWN = ("attention", "linear", "grouped_matmul", "conv", "copy")
+OWN = ("attention", "attention_by_factors", "linear", "grouped_matmul", "conv", "copy")
 """Functions of portmm that are a step by themselves."""
 
 

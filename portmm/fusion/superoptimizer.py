@@ -304,7 +304,11 @@ class _Search:
                 for view in views:
                     x = view(x)
                 inputs.append(x)
-            ends = iter(compute(roots, labelled.axes, inputs, labelled.extents, labelled.dtype))
+            every = compute(roots, labelled.axes, inputs, labelled.extents, labelled.dtype)
+            types = labelled.types[len(inputs) :]
+            if types:
+                every = [x if x.dtype == y else x.astype(y) for x, y in zip(every, types, strict=True)]
+            ends = iter(every)
             return rebuilt(result, lambda x: next(ends) if isinstance(x, Placeholder) else x)
 
         return self.task.compiled(self.task.arrays, function)

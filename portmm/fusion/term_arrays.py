@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.fusion.term_rewrites import joined_extents
+from portmm.ops.matmul import matmul
 from portmm.spec import elementwise
 from portmm.verification.functions import NAMES
 
@@ -37,9 +38,11 @@ def compute(
         axes: labels of each result's dimensions.
         arrays: inputs, whose dimensions of extent 1 are dropped.
         extents: of labels.
-        dtype: of all arrays, and of literals, which then widen none.
+        dtype: of all arrays, and of literals, which then widen none; or "mixed": what is computed of arrays, and of
+            literals, is float32, and products take narrow arrays as they are.
     """
-    literal_type = np.dtype(dtype).type
+    mixed = dtype == "mixed"
+    literal_type = np.dtype(dtype.replace("mixed", "float32")).type
     known: dict[Term, tuple[Any, str]] = {}
     extents = joined_extents(tuple(results), extents)
 
@@ -51,21 +54,24 @@ def compute(
     def whole(x: Term) -> Any:
         return _aligned(*value(x), x.labels)
 
+    def wide(x: Term) -> tuple[Any, str]:
+        return _float32(*value(x)) if mixed else value(x)
+
     def build(x: Term) -> tuple[Any, str]:
         """An array and its axes: after a reduction, a last one of extent 1 remains, as kernels over rows have it."""
         if x.op == "input":
             return _shaped(arrays[x.data], tuple(extents[y] for y in x.labels)), x.labels
         if x.op in ("sum", "most"):
-            moved = _aligned(*value(x.args[0]), x.labels + x.data)
+            moved = _aligned(*wide(x.args[0]), x.labels + x.data)
             return (moved.sum if x.op == "sum" else moved.max)(-1, keepdims=True), f"{x.labels}1"
         if x.op == "dot":
-            return _product(x, whole(x.args[0]), whole(x.args[1]), extents), x.labels
+            return _product(x, whole(x.args[0]), whole(x.args[1]), extents, mixed=mixed), x.labels
         if x.op in ("attention", "concat"):
             function = _attended if x.op == "attention" else _concatenated
-            return function(x, [whole(y) for y in x.args], extents), x.labels
+            return function(x, _of_one_type([value(y) if y.labels else None for y in x.args], x), extents), x.labels
         of = [value(y)[1] for y in x.args if y.labels]
         axes_ = x.labels + "1" * all(y.endswith("1") for y in of)
-        values = (literal_type(y.data) if y.op == "const" else _aligned(*value(y), axes_) for y in x.args)
+        values = (literal_type(y.data) if y.op == "const" else _aligned(*wide(y), axes_) for y in x.args)
         return _ARRAYS[x.op](*values), axes_
 
     ends = []
@@ -112,12 +118,33 @@ def _merged(x: Any, labels: str, groups: Sequence[str], extents: dict[str, int])
     return _shaped(x, tuple(int(np.prod([extents[y] for y in group], dtype=np.int64)) for group in groups))
 
 
-def _product(x: Term, a: Any, b: Any, extents: dict[str, int]) -> Any:
-    """A product as `@` of matrices, in which the dimensions of one operand alone are one."""
+def _float32(x: Any, axes: str) -> tuple[Any, str]:
+    """A value of float32, and its axes."""
+    return (x.astype(np.float32) if _narrow(x) else x), axes
+
+
+def _of_one_type(values: list[tuple[Any, str] | None], x: Term) -> list[Any]:
+    """The operands of attention, or of a concatenation, of one type; its factors are of float32, or None."""
+    every = values[:3] if x.op == "attention" else values
+    first = every if len({y[0].dtype for y in every if y}) == 1 else [y and _float32(*y) for y in every]
+    both = zip([*first, *(y and _float32(*y) for y in values[len(every) :])], x.args, strict=True)
+    return [y and _aligned(*y, of.labels) for y, of in both]
+
+
+def _narrow(x: Any) -> bool:
+    """Whether a value is an array of another type than float32."""
+    return not isinstance(x, float) and bool(x.dtype != np.float32)
+
+
+def _product(x: Term, a: Any, b: Any, extents: dict[str, int], *, mixed: bool) -> Any:
+    """A product as `@` of matrices, in which the dimensions of one operand alone are one; of float32, if `mixed`."""
     left, right = (y.labels for y in x.args)
     both = [y for y in left if y in right and y != x.data]
     rows, columns = ("".join(y for y in z if y not in w) for z, w in ((left, right), (right, left)))
-    product = _merged(a, left, [*both, rows, x.data], extents) @ _merged(b, right, [*both, x.data, columns], extents)
+    a, b = _merged(a, left, [*both, rows, x.data], extents), _merged(b, right, [*both, x.data, columns], extents)
+    if mixed and _narrow(a) and not _narrow(b):
+        a = a.astype(np.float32)
+    product = matmul(a, b, dtype=np.float32) if mixed and _narrow(a) else a @ b
     return _shaped(product, tuple(extents[y] for y in x.labels))
 
 
@@ -130,11 +157,23 @@ def _concatenated(x: Term, arrays: list[Any], _: dict[str, int]) -> Any:
 
 
 def _attended(x: Term, arrays: list[Any], extents: dict[str, int]) -> Any:
-    """A call of attention."""
+    """A call of attention; with factors of queries, of keys and of values, of which some may be None."""
     from portmm.ops.attention import attention as attend
+    from portmm.ops.attention_factors import attention_by_factors
 
     h: Heads = x.data
-    groups = ([h.heads + h.groups, h.queries, h.elements], [h.heads, h.keys, h.elements], [h.heads, h.keys, h.columns])
-    q, k, v = (_merged(y, of.labels, group, extents) for y, of, group in zip(arrays, x.args, groups, strict=True))
-    result = attend(q[None], k[None], v[None], scale=h.scale)
+    (q, k, v), factors = _heads(x, arrays, extents), arrays[3:]
+    if factors:
+        each = zip(x.args[3:], factors, (h.queries, h.keys, h.keys), strict=True)
+        rows, keys, values = (y if y is None else _merged(y, of.labels, [h.heads, row], extents) for of, y, row in each)
+        result = attention_by_factors(q, k, v, (rows, keys, values), scale=h.scale)
+    else:
+        result = attend(q[None], k[None], v[None], scale=h.scale)
     return _shaped(result, tuple(extents[y] for y in x.labels))
+
+
+def _heads(x: Term, arrays: list[Any], extents: dict[str, int]) -> list[Any]:
+    """Queries, keys and values, of heads and rows."""
+    h: Heads = x.data
+    groups = ([h.heads + h.groups, h.queries, h.elements], [h.heads, h.keys, h.elements], [h.heads, h.keys, h.columns])
+    return [_merged(y, of.labels, group, extents) for y, of, group in zip(arrays, x.args, groups, strict=False)]

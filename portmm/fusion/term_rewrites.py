@@ -23,7 +23,7 @@ def rebuilt(x: Term, args: tuple[Term, ...]) -> Term:
     if x.op in ("sum", "most"):
         return reduced(x.op, x.data, *args)
     if x.op == "attention":
-        return attention(args[0], args[1], args[2], x.data)
+        return attention(args[0], args[1], args[2], x.data, *args[3:])
     if x.op == "concat":
         return concat(x.data[1:], *args)
     return elementwise_term(x.op, *args)
@@ -200,6 +200,19 @@ def _attentions(scores: Term, v: Term, n: str, scale: float) -> Iterator[Term]:
         return
     for i in range(len(rest) + 1):
         yield attention(q, k, v, Heads(heads, rest[:i], rest[i:], n, d, columns, scale))
+    parts = [_factor_of_rows(x, y, heads + z) for x, y, z in ((q, d, rest), (k, d, n), (v, columns, n))]
+    if len(rest) == 1 and any(factor.labels for _, factor in parts):
+        (q, a), (k, b), (v, c) = parts
+        yield attention(q, k, v, Heads(heads, "", rest, n, d, columns, scale), a, b, c)
+
+
+def _factor_of_rows(x: Term, along: str, rows: str) -> tuple[Term, Term]:
+    """The factor of a term that varies with its rows, but not along them, or 1; before it what remains."""
+    one = literal(1.0)
+    for op, inner, factor in _factors(x, along):
+        if set(factor.labels) == set(rows):
+            return inner, factor if op == "mul" else elementwise_term("div", one, factor)
+    return x, one
 
 
 def inverse(x: Term) -> Iterator[Term]:

@@ -16,7 +16,7 @@ from portmm.errors import TraceError
 from portmm.ir.attention_program import Form, of_attention
 from portmm.ir.mugraph import Binding, Builder, Step, to_json
 from portmm.spec import vector_math
-from portmm.spec.epilogue import C, Fused, acc, argument
+from portmm.spec.epilogue import C, Fused, Operand, acc, argument, load
 from portmm.spec.expr import Expr, apply, const, ordered
 from portmm.verification.functions import NAMES, function_of
 
@@ -30,6 +30,8 @@ OPERATORS = ("add", "sub", "mul", "div", "neg", "sqrt", "abs", "max", "min", "se
 """Operations that terms have by themselves."""
 TYPES = ("float32", "bfloat16")
 """Types of arrays of terms, which are equivalent over the reals."""
+MIXED = "mixed"
+"""Type of terms of arrays of several types: what is computed of them is float32."""
 _LETTERS = "abcdefghijklmnopqrstuvwxyz"
 
 
@@ -120,7 +122,8 @@ class Labelled(NamedTuple):
         axes: the label of each dimension of each result; "1" for one of extent 1.
         leaves: for each input, the number of an argument and its views.
         extents: of labels.
-        dtype: the name of the type of all arrays.
+        dtype: the name of the type of all arrays, or `MIXED`.
+        types: names of the types of all inputs, then of all results, where they are mixed.
     """
 
     results: tuple[Term, ...]
@@ -128,6 +131,7 @@ class Labelled(NamedTuple):
     leaves: tuple[tuple[int, tuple[Callable[[Any], Any], ...]], ...]
     extents: dict[str, int]
     dtype: str = "float32"
+    types: tuple[str, ...] = ()
 
     @property
     def inputs(self) -> tuple[str, ...]:
@@ -144,7 +148,8 @@ class Labelled(NamedTuple):
     def structure(self) -> str:
         """The text of what is computed, without sizes; float32 is not named."""
         graph = graph_of(self.results, self.axes, self.inputs)
-        return json.dumps(to_json(graph), sort_keys=True) + self.dtype.replace("float32", "")
+        types = " ".join(self.types) or self.dtype.replace("float32", "")
+        return json.dumps(to_json(graph), sort_keys=True) + types
 
 
 class _Labels:
@@ -192,6 +197,7 @@ class _Reader:
     def __init__(self, graph: Graph) -> None:
         self.graph, self.labels = graph, _Labels()
         self.dtype = ""
+        self.types: dict[Node, str] = {}
         self.dims: dict[Node, list[int]] = {}
         self.leaves: list[tuple[int, tuple[Callable[[Any], Any], ...]]] = []
         self.inputs: dict[Node, int] = {}
@@ -210,7 +216,13 @@ class _Reader:
             raise UnlabelledError("two dimensions of a result are one, as in x @ x")
         extents = {name: self.labels.sizes[root] for root, name in self.names.items()}
         results = tuple(self.terms[x] for x in outputs)
-        return Labelled(results, axes, tuple(self.leaves), extents, self.dtype or "float32")
+        dtype, types = self.dtype or "float32", ()
+        if len({*self.types.values()}) > 1:
+            if bad := next((x for x in every if x.rounds), None):
+                raise UnlabelledError(f"{bad.name} ({bad.where}) rounds to {bad.dtype}")
+            leaves = (self.types.get(x, "") for x in self.inputs)
+            dtype, types = MIXED, (*leaves, *(np.dtype(x.dtype).name for x in outputs))
+        return Labelled(results, axes, tuple(self.leaves), extents, dtype, types)
 
     def letter(self, i: int) -> str:
         """The label of a dimension."""
@@ -226,15 +238,15 @@ class _Reader:
     def dimensions(self, x: Node) -> list[int]:
         """The dimensions of a node."""
         if x.kind in ("array", "number") or (x.kind == "view" and _leaf(x) is not None):
-            if x.dtype is not None and not self.alike(x):
-                raise UnlabelledError(f"{x.name} is of {x.dtype}{f', others are of {self.dtype}' * bool(self.dtype)}")
+            if x.dtype is not None and not self.real(x):
+                raise UnlabelledError(f"{x.name} is of {x.dtype}")
             return [self.labels.new(n) for n in x.shape]
         inner = [self.dims[y] for y in x.inputs]
-        if x.kind == "map" and self.alike(x):
+        if x.kind == "map" and self.real(x):
             return self.broadcast(inner, len(x.shape))
         if x.kind == "reduce":
             return [*inner[0][:-1], -1]
-        if x.kind == "matmul" and self.alike(x) and x.inputs[1].kind != "weight":
+        if x.kind == "matmul" and self.real(x) and x.inputs[1].kind != "weight":
             a, b = inner
             self.labels.join(a[-1], b[-2])
             return [*self.broadcast([a[:-2], b[:-2]], len(x.shape) - 2), a[-2], b[-1]]
@@ -242,12 +254,11 @@ class _Reader:
             return viewed(x, inner[0])
         raise UnlabelledError(f"{x.name} ({x.where}) is no operation of terms")
 
-    def alike(self, x: Node) -> bool:
-        """Whether a node has the type of all arrays: that of the first one, if it is of real numbers."""
+    def real(self, x: Node) -> bool:
+        """Whether a node is of a type of real numbers."""
         name = np.dtype(x.dtype).name
-        if not self.dtype and name in TYPES:
-            self.dtype = name
-        return bool(name == self.dtype)
+        self.types[x], self.dtype = name, self.dtype or name
+        return name in TYPES
 
     def broadcast(self, every: list[list[int]], count: int) -> list[int]:
         """The dimensions of operands that are broadcast."""
@@ -266,6 +277,7 @@ class _Reader:
             return self.terms[x.inputs[0]]
         if x.kind in ("array", "number", "view"):
             self.leaves.append(_leaf(x) or (x.leaf, ()))
+            self.inputs[x] = len(self.leaves) - 1
             return Term("input", (), labels, len(self.leaves) - 1)
         inner = [self.terms[y] for y in x.inputs]
         if x.kind == "map":
@@ -385,7 +397,9 @@ def graph_of(results: Sequence[Term], axes: Sequence[str], inputs: Sequence[str]
         if x.op == "dot":
             return b.matmul(tensor(x.args[0]), tensor(x.args[1]), x.data, x.labels)
         if x.op in ("attention", "concat"):
-            return (_attention if x.op == "attention" else _concat)(b, x, [tensor(y) for y in x.args])
+            return (_attention if x.op == "attention" else _concat)(
+                b, x, [tensor(y) if y.op != "const" else -1 for y in x.args]
+            )
         of = [y for y in x.args if y.op != "const"]
         positions = iter(range(len(of)))
         values = [const(y.data) if y.op == "const" else argument(next(positions), "f32") for y in x.args]
@@ -423,9 +437,13 @@ class Heads(NamedTuple):
     scale: float
 
 
-def attention(q: Term, k: Term, v: Term, h: Heads) -> Term:
-    """Attention of queries, keys and values."""
-    return Term("attention", (q, k, v), h.heads + h.groups + h.queries + h.columns, h)
+VALUES = 2
+"""Number of the factor of values among those of attention."""
+
+
+def attention(q: Term, k: Term, v: Term, h: Heads, *factors: Term) -> Term:
+    """Attention of queries, keys and values; with factors of queries and of keys, of scores, and of values."""
+    return Term("attention", (q, k, v, *factors), h.heads + h.groups + h.queries + h.columns, h)
 
 
 def _concat(b: Builder, x: Term, of: list[int]) -> int:
@@ -440,12 +458,26 @@ def _concat(b: Builder, x: Term, of: list[int]) -> int:
 def _attention(b: Builder, x: Term, of: list[int]) -> int:
     """A step of attention: heads of keys serve groups of heads of queries, in equal blocks."""
     h: Heads = x.data
-    program = of_attention(Form(Fused((), ((C, acc() * h.scale if h.scale != 1 else acc()),)), "f32", "f32"))
-    to = b.tensor(f"attention{len(b.tensors)}", x.labels)
-    wanted = ((h.heads + h.groups, h.queries, h.elements), (h.heads, h.keys, h.elements), (h.heads, h.keys, h.columns),
-              (h.heads + h.groups, h.queries, h.columns))  # fmt: skip
+    score: Expr = acc() * h.scale if h.scale != 1 else acc()
+    operands: list[Operand] = []
+    heads = h.heads + h.groups
+    values: list[Expr] = []
+    wanted: list[tuple[str, ...]] = [(heads, h.queries, h.elements), (h.heads, h.keys, h.elements)]
+    wanted += [(h.heads, h.keys, h.columns), (heads, h.queries, h.columns)]
+    places = [*of[:3], to := b.tensor(f"attention{len(b.tensors)}", x.labels)]
+    for i, label, term, number in zip(range(3), "mnn", x.args[3:], of[3:], strict=False):
+        if term.labels:
+            factor = load(len(operands), "f32")
+            wanted.insert(len(operands), (h.heads, h.queries if label == "m" else h.keys))
+            places.insert(len(operands), number)
+            operands.append(Operand("f32", f"bh{label}"))
+            if i == VALUES:
+                values.append(factor)
+            else:
+                score *= factor
+    program = of_attention(Form(Fused(tuple(operands), tuple((C, y) for y in (score, *values))), "f32", "f32"))
     at = []
-    for i, groups in zip((*of, to), wanted, strict=True):
+    for i, groups in zip(places, wanted, strict=True):
         axes = b.tensors[i].axes
         at.append(Binding(i, ((), *(tuple(axes.index(y) for y in group) for group in groups))))
     b.steps.append(Step(program, tuple(at)))

@@ -6,6 +6,7 @@ read of a record.
 
 from __future__ import annotations
 
+import math
 from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,6 +21,8 @@ from portmm.spec.vector_math import exp, log
 from portmm.util.memo import cached
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from portmm.ir.block_program import Pass
     from portmm.ir.index import Index
 
@@ -77,9 +80,10 @@ class Form(NamedTuple):
     """Kind of attention that a kernel computes.
 
     Attributes:
-        score: expression of a score in terms of its product, and the operands that it reads.
+        score: expression of a score in terms of its product, and the operands that it reads; after it there may be that
+            of a factor of each key's values, which the sum of weights does not have.
         dtype: type of Q, K and V.
-        to: type of the result.
+        to: type of the result; weights are as exact.
         bounds: the mask of keys.
         lengths: each item has a number of keys of its own.
         starts: each item has a position of its own for its first query.
@@ -131,14 +135,17 @@ def of_attention(form: Form, loop: str = "n", window: int | None = None) -> Bloc
         more.append(len(operands) if there else None)
         operands += [Operand(dtype, axes)] if there else []
     at = Places(first, first + 1, first + 2, first + 3, *more)
-    score = form.score.results[0][1]
+    score, *factors = (x for _, x in form.score.results)
     width = extent("w") if window is None else const(window, "s32")
-    program = BlockProgram(f"bh{queries}", loop, tuple(operands), _passes(score, form, at, width, loop))
+    passes = _passes(score, form, at, width, loop, factors=factors)
+    program = BlockProgram(f"bh{queries}", loop, tuple(operands), passes)
     program.__dict__["attention"] = Attention(form, at, tuple(range(first)), window)
     return program
 
 
-def _passes(score: Expr, form: Form, at: Places, width: Expr, loop: str, *, guarded: bool = True) -> tuple[Pass, ...]:
+def _passes(
+    score: Expr, form: Form, at: Places, width: Expr, loop: str, *, guarded: bool = True, factors: Iterable[Expr] = ()
+) -> tuple[Pass, ...]:  # fmt: skip
     """The passes of attention; `guarded`: a query that sees no key has a result of zeros."""
     queries, one = "nm"["nm".index(loop) - 1], REDUCED["nm".index(loop)]
     dot = contraction(load(at.q, form.dtype), load(at.k, form.dtype), "d")
@@ -154,7 +161,7 @@ def _passes(score: Expr, form: Form, at: Places, width: Expr, loop: str, *, guar
     most = apply("max", top, LOWEST) if guarded else top
     weight = exp(score - most)
     total = node(one, ("add", weight), "f32")
-    mixed = contraction(weight, load(at.v, form.dtype), loop)
+    mixed = contraction(math.prod(factors, start=weight), load(at.v, form.dtype), loop)
     result = mixed / (select(total > 0.0, total, 1.0) if guarded else total)
     stores = [TileTransfer(at.o, result), *([] if at.lse is None else [TileTransfer(at.lse, most + log(total))])]
     return (TileGemm(dot), TileReduce(top), TileReduce(total, most), TileGemm(mixed, most)), tuple(stores)

@@ -21,6 +21,8 @@ from portmm.ops.attention_shapes import Options, Shape, by_item, count, refuse_o
 if TYPE_CHECKING:
     from collections.abc import Callable
 
+    from portmm.trace.tracer import Traced
+
 Array = np.ndarray[Any, Any]
 
 _met: list[bool] = []
@@ -163,8 +165,12 @@ def _traced_kernel(shape: Shape, options: Options, result: Array) -> tuple[Atten
     user_function = UserFunction(function_of(options, shape.d))
     flags = (options.causal, options.window is None, options.lse, options.lengths is None, options.offset is None)
     forms = tuple([(x.dtype, x.shape, x.strides, x.__array_interface__["data"][0] % 4) for x in shape.operands])
-    key = ("attention", forms, flags, result.strides)
-    kernel = user_function.ready(key, lambda traced: make_kernel(traced, shape, flags, result), values(), 4)
+    key = ("attention", forms, flags, result.strides, result.dtype)
+
+    def make(traced: Traced) -> AttentionKernel:
+        return make_kernel(traced, shape, flags, result, factors=options.factors)
+
+    kernel = user_function.ready(key, make, values(), 4)
     return kernel, user_function.closure
 
 
@@ -186,8 +192,12 @@ class Launch(NamedTuple):
     arrays: tuple[Array, ...]
 
 
-def launch_of(q: Array, k: Array, v: Array, score: Callable[..., Any], out: Array) -> Launch:
+def launch_of(
+    q: Array, k: Array, v: Array, score: Callable[..., Any], out: Array, *, factors: bool = False
+) -> Launch:  # fmt: skip
     """The launch of `attention(q, k, v, score=score, out=out)`, which does not run: programs of kernels contain it.
+
+    With `factors` the score may be two values, see `attention_program.Form`.
 
     Raises:
         TraceError: the score cannot be traced.
@@ -196,7 +206,7 @@ def launch_of(q: Array, k: Array, v: Array, score: Callable[..., Any], out: Arra
         BuildError: the compiler failed.
     """
     shape = shape_of(*numpy_arrays.rows_of(q=q, k=k, v=v))
-    options = Options(score, None, None, False, None, None, None, lse=False)
+    options = Options(score, None, None, False, None, None, None, lse=False, factors=factors)
     result = _four(out, shape)
     kernel, captured = _traced_kernel(shape, options, result)
     q, k, v = shape.operands

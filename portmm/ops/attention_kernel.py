@@ -11,7 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.arrays.numpy_arrays import name_of
 from portmm.dispatch import config
+from portmm.errors import ScheduleError
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ops.attention_launch import FEW, KEYS_OF_FEW, AttentionKernel, begin, prepared, strides
 from portmm.ops.attention_scores import score_expression
@@ -31,7 +33,9 @@ Array = np.ndarray[Any, Any]
 _TRANSPOSED = {"m": "n", "n": "m"}
 
 
-def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array) -> AttentionKernel:
+def make_kernel(
+    traced: Traced, shape: Shape, flags: tuple[bool, ...], result: Array, *, factors: bool = False
+) -> AttentionKernel:  # fmt: skip
     """The kernel for calls of a kind.
 
     Args:
@@ -39,9 +43,10 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
         shape: of the operands.
         flags: causal; no window; logarithms are returned; all keys are read; positions are the default.
         result: an array like the result.
+        factors: the score may be two values, see `Form`.
 
     Raises:
-        TraceError: the score is several values.
+        TraceError: the score is more values.
         ScheduleError: no unit of the target computes it.
         NoCompilerError: there is no compiler.
         BuildError: the compiler failed.
@@ -49,10 +54,13 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     from portmm.dispatch import cpu_kernels, cpu_routes
     from portmm.schedule.cpu_attention import attention_schedule, keys_of, packs_values
 
-    fused, target, dtype = score_expression(traced), config.target(), shape.element
+    target, dtype, to = config.target(), shape.element, name_of(result.dtype)
+    fused = score_expression(traced, factors=factors)
     begin(shape)
     isa, atom, lanes = cpu_kernels.attention_unit(dtype, fused, target, last_of_class(shape.m))
-    few = shape.m <= FEW // atom.k_pack
+    if to != dtype and not (atom.tiled and dtype == "bf16"):
+        raise ScheduleError("tile units alone have exact weights of results of float32, of operands of bfloat16")
+    few = shape.m <= FEW // atom.k_pack and len(fused.results) == 1
     function = traced if few else _transposed(traced)
     unit = lanes if few else atom
     schedule = attention_schedule(isa, unit)
@@ -61,7 +69,8 @@ def make_kernel(traced: Traced, shape: Shape, flags: tuple[bool, ...], result: A
     step = KEYS_OF_FEW if few else keys_of(schedule, target, max(shape.d, shape.dv))
     causal, no_window, with_lse, all_keys, no_starts = flags
     bounds = Bounds(causal, not no_window)
-    form = Form(score_expression(function), dtype, dtype, bounds, not all_keys, not no_starts, with_lse)
+    score = score_expression(function, factors=factors)
+    form = Form(score, dtype, to, bounds, not all_keys, not no_starts, with_lse)
     program = of_attention(form, "n" if few else "m")
 
     def bound_of(*operands: Array) -> Bound:

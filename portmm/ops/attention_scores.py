@@ -65,15 +65,15 @@ def _scored(score: Any, factor: float | None) -> Callable[..., Any]:
     return traced_through(function)
 
 
-def score_expression(traced: Traced) -> Fused:
-    """The traced score as an epilogue expression, of f32.
+def score_expression(traced: Traced, *, factors: bool = False) -> Fused:
+    """The traced score as an epilogue expression, of f32; with `factors`, that of a key's values follows it.
 
     Raises:
-        TraceError: it is several values.
+        TraceError: it is more values.
     """
-    if len(traced.results) > 1:
+    if len(traced.results) > 1 + factors:
         raise TraceError("a score is one value, not a tuple")
-    return Fused(traced.operands, ((C, real(traced.results[0][0])),))
+    return Fused(traced.operands, tuple((C, real(x)) for x, _ in traced.results))
 
 
 def by_numpy(  # noqa: PLR0917 - the options of attention

@@ -55,7 +55,10 @@ class Shape:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """The options of an attention call: arguments of `attention.attention`."""
+    """The options of an attention call: arguments of `attention.attention`.
+
+    With `factors` the score may be two values, see `attention_program.Form`.
+    """
 
     score: Callable[..., Any] | None
     mask: Callable[..., Any] | None
@@ -65,6 +68,7 @@ class Options:
     lengths: Any
     offset: Any
     lse: bool
+    factors: bool = False
 
     @property
     def plain(self) -> bool:
