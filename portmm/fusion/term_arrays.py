@@ -67,8 +67,7 @@ def compute(
         if x.op == "dot":
             return _product(x, whole(x.args[0]), whole(x.args[1]), extents, mixed=mixed), x.labels
         if x.op in ("attention", "concat"):
-            function = _attended if x.op == "attention" else _concatenated
-            return function(x, _of_one_type([value(y) if y.labels else None for y in x.args], x), extents), x.labels
+            return _joined(x, [value(y) if y.labels else None for y in x.args], extents), x.labels
         of = [value(y)[1] for y in x.args if y.labels]
         axes_ = x.labels + "1" * all(y.endswith("1") for y in of)
         values = (literal_type(y.data) if y.op == "const" else _aligned(*wide(y), axes_) for y in x.args)
@@ -123,12 +122,13 @@ def _float32(x: Any, axes: str) -> tuple[Any, str]:
     return (x.astype(np.float32) if _narrow(x) else x), axes
 
 
-def _of_one_type(values: list[tuple[Any, str] | None], x: Term) -> list[Any]:
-    """The operands of attention, or of a concatenation, of one type; its factors are of float32, or None."""
+def _joined(x: Term, values: list[tuple[Any, str] | None], extents: dict[str, int]) -> Any:
+    """Attention, or a concatenation, of operands of one type; factors are of float32, or None."""
     every = values[:3] if x.op == "attention" else values
     first = every if len({y[0].dtype for y in every if y}) == 1 else [y and _float32(*y) for y in every]
     both = zip([*first, *(y and _float32(*y) for y in values[len(every) :])], x.args, strict=True)
-    return [y and _aligned(*y, of.labels) for y, of in both]
+    arrays = [y and _aligned(*y, of.labels) for y, of in both]
+    return (_attended if x.op == "attention" else _concatenated)(x, arrays, extents)
 
 
 def _narrow(x: Any) -> bool:
