@@ -13,11 +13,14 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import shutil
 import sys
 import tempfile
+from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
-from itertools import product
+from dataclasses import replace
+from itertools import pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -109,7 +112,11 @@ OVER_ROWS = (
 """Functions over rows, as of a fused function that is nothing else, and how many vectors they take."""
 LIBRARIES = {"gnu": "gnu.2.17", "musl": "musl"}
 """C libraries as zig spells them; glibc's is that of manylinux2014, the oldest that wheels are still made for."""
+SMALL = ("v2",)
+"""Levels that are compiled for size, a fifth less: in clouds, Google's oldest n1 alone have no better one."""
 PROCESSES = 3
+SHARED, MOST_PHRASES = 40, 160
+"""Uses of a pair of words for which it is one, and phrases of a base set: each takes a first call 0.1 us."""
 EACH = 100
 """Kernels from one report to the next."""
 MOST_QUERIES, ALL_WIDTHS = 600, 1 << 30
@@ -158,6 +165,7 @@ def make(folder, platform, libc, levels, kinds, *, report=lambda *_: None):
         target = load_target(chip)
         maker.machines[chip] = tuple(isa.name for isa in target.isas)
         report(number, len(levels), f"selecting for {level}")
+        before = set(maker.jobs)
         for _, schedules, table, p, axes in found[number].result():
             if not schedules:
                 continue
@@ -171,13 +179,42 @@ def make(folder, platform, libc, levels, kinds, *, report=lambda *_: None):
             maker.add_kernel(kernel, arch, question)
             maker.add_kernel(kernel, arch, f"{ROWS}{level} {text}")
             maker.facts[f"{OUTLINE}{outlined}"] = (text,)
+        if level in SMALL:
+            maker.jobs |= {x: replace(y, flags=(*y.flags, "-Os")) for x, y in maker.jobs.items() if x not in before}
     for dtype, name in dict.fromkeys((x.dtype, *x.steps) for x in kinds if x.steps and x.steps[0] in EPILOGUES):
         text, outlined = epilogue(name, dtype)
         maker.facts[question_of_outline(dtype, outlined)] = (text,)
     maker.facts["levels"] = tuple(f"{name}={','.join(words.split())}" for name, (_, words) in levels.items())
     link(maker, folder / f"{platform}.so", platform, report)
+    maker.phrases = phrases
     (folder / f"{platform}.bundle").write_bytes(maker.pack((1,), report))
     return maker
+
+
+def phrases(texts):
+    """The phrases whose abbreviation makes some texts shortest, the longest first: by pairs of neighbours, joined."""
+    lines = [re.findall(r"[^ ,;:\t]*[ ,;:\t]|[^ ,;:\t]+", x) for x in dict.fromkeys(texts)]
+    while True:
+        pairs = Counter(pair for line in lines for pair in pairwise(line))
+        (pair, times), *_ = pairs.most_common(1) or [((), 0)]
+        if times < SHARED:
+            break
+        lines = [joined(line, pair) if pair[0] in line else line for line in lines]
+    saved = Counter(x for line in lines for x in line)
+    saved = {x: times * (len(x) - 2) - len(x) for x, times in saved.items()}
+    best = sorted((x for x in saved if saved[x] > 0), key=lambda x: (-saved[x], x))[:MOST_PHRASES]
+    return sorted(best, key=lambda x: (-len(x), x))
+
+
+def joined(line, pair):
+    """A line of words in which a pair of neighbours is one word."""
+    words = []
+    for x in line:
+        if words and (words[-1], x) == pair:
+            words[-1] += x
+        else:
+            words.append(x)
+    return words
 
 
 def add_packings(maker, target, level, kinds):

@@ -6,7 +6,7 @@ Owns the format. A file has four parts, all little-endian:
   begin, CRC-32 of the index, and its SHA-256;
 - the index: rows, sorted by the key of a question, of 16 bytes, each with where its answer is, and a table of the
   objects: where each is, its sizes packed and unpacked, and its SHA-256;
-- the text of answers, each once;
+- the text of answers, each once, in which characters from U+0080 on are phrases of many answers, which a row has;
 - the objects, compressed by zlib.
 
 An answer is fields separated by tabs, of which the first may be the number of an object. The same contents give the
@@ -30,13 +30,15 @@ from portmm.util.records import dataclass
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
+    from collections.abc import Mapping, Sequence
 
-MAGIC, FORMAT = b"portmm\0\1", 2
+MAGIC, FORMAT = b"portmm\0\1", 3
 HEADER = struct.Struct("<8sIIIIQQI4x32s16s")
 ROW = struct.Struct("<16sII")
 OBJECT = struct.Struct("<QII32s")
 KEY_BYTES = 16
+PHRASES, FIRST_PHRASE = "phrases", 0x80
+"""The question for the phrases that are abbreviated, with a line for each, and the character of the first."""
 MODULUS = 0xA43F6A8885A308D313198A2E03707299
 """A prime of 128 bits (those of pi, nearly), so that no two questions share a remainder: see `key_of`."""
 
@@ -62,6 +64,7 @@ class Bundle:
         code: offset of the objects.
         signature: SHA-256 of the index, which has those of all objects.
         version: portmm's that wrote it.
+        phrases: by the character that abbreviates each.
     """
 
     path: Path
@@ -72,6 +75,7 @@ class Bundle:
     code: int
     signature: str
     version: str
+    phrases: dict[int, str]
 
     @property
     def library(self) -> Path:
@@ -83,6 +87,15 @@ class Bundle:
 
         Raises:
             BundleError: the answer is damaged.
+        """
+        text = self.text_of(question)
+        return None if text is None else text.translate(self.phrases).split("\t")
+
+    def text_of(self, question: str) -> str | None:
+        """The answer to a question as it is written; None if it has none.
+
+        Raises:
+            BundleError: it is damaged.
         """
         key = key_of(question)
         low, high = 0, self.rows
@@ -98,7 +111,7 @@ class Bundle:
         same, start, size = ROW.unpack_from(self.data, HEADER.size + low * ROW.size)
         start += self.text
         try:
-            return self.data[start : start + size].decode().split("\t") if same == key else None
+            return self.data[start : start + size].decode() if same == key else None
         except UnicodeDecodeError as error:
             raise self.damaged(f"an answer is no text: {error}") from error
 
@@ -168,7 +181,11 @@ def _opened(at: Path, data: Any, *, verify: bool) -> Bundle:
     tables = HEADER.size + rows * ROW.size + objects * OBJECT.size  # the checksum is not of the header
     if not tables == text <= code <= len(data) or (verify and _checksum(data[HEADER.size : code]) != crc):
         raise BundleError(f"{at} is damaged: its index has another checksum; copy or make it again")
-    return Bundle(at, data, rows, objects, text, code, sha.hex(), release.rstrip(b"\0").decode("ascii", "replace"))
+    by = release.rstrip(b"\0").decode("ascii", "replace")
+    bundle = Bundle(at, data, rows, objects, text, code, sha.hex(), by, {})
+    if (phrases := bundle.text_of(PHRASES)) is not None:
+        bundle.phrases.update(enumerate(phrases.split("\n"), FIRST_PHRASE))
+    return bundle
 
 
 def _checksum(data: bytes) -> int:
@@ -189,23 +206,30 @@ def check(bundle: Bundle) -> None:
         bundle.load(number)
 
 
-def packed(answers: Mapping[str, tuple[bytes | None, tuple[str, ...]]]) -> bytes:
+def packed(answers: Mapping[str, tuple[bytes | None, tuple[str, ...]]], phrases: Sequence[str] = ()) -> bytes:
     """The bytes of a bundle; the same for the same contents.
 
     Args:
         answers: by question the object that the answer's first field is to name, or None, and the other fields.
+        phrases: to abbreviate, in lines of their own, in this order.
     """
     import zlib
 
     codes = sorted({code for code, _ in answers.values() if code is not None}, key=digest)
     numbers = {code: i for i, code in enumerate(codes)}
-    if len({key_of(x) for x in answers}) < len(answers):
+    texts = {x: "\t".join(y if code is None else (str(numbers[code]), *y)) for x, (code, y) in answers.items()}
+    if not all(map(str.isascii, texts.values())):
+        raise ValueError("an answer has other characters than those of ASCII, which stand for phrases")
+    for i, phrase in enumerate(phrases, FIRST_PHRASE):
+        texts = {x: y.replace(phrase, chr(i)) for x, y in texts.items()}
+    if phrases:
+        texts[PHRASES] = "\n".join(phrases)
+    if len({key_of(x) for x in texts}) < len(texts):
         raise ValueError("two questions have one key: take another modulus")
     text, rows, blob, table = bytearray(), [], bytearray(), bytearray()
     places: dict[bytes, int] = {}
-    for key, question in sorted((key_of(x), x) for x in answers):
-        code, fields = answers[question]
-        answer = "\t".join(fields if code is None else (str(numbers[code]), *fields)).encode()
+    for key, question in sorted((key_of(x), x) for x in texts):
+        answer = texts[question].encode()
         if answer not in places:
             places[answer] = len(text)
             text += answer

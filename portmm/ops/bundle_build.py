@@ -175,6 +175,7 @@ class Maker:
         machines: instruction sets by name of a machine.
         targets: the machines.
         system: what objects are for, as `util.system` spells it; Linux if empty.
+        phrases: those that the texts of answers have in common, to be abbreviated.
     """
 
     def __init__(self, of: str = "") -> None:
@@ -193,6 +194,7 @@ class Maker:
         self.runs: dict[tuple[str, str], None] = {}
         self.machines: dict[str, tuple[str, ...]] = {}
         self.targets: list[Target] = []
+        self.phrases: Callable[[list[str]], Sequence[str]] = lambda _: ()
 
     def add_machine(self, target: Target) -> None:
         """Add a machine."""
@@ -307,7 +309,7 @@ class Maker:
         answers[MACHINES] = None, tuple(f"{name}={','.join(isas)}" for name, isas in sorted(self.machines.items()))
         answers[THREADS] = None, tuple(map(str, counts))
         answers[SCHEDULES] = None, tuple(sorted(self.codes))
-        return packed(answers)
+        return packed(answers, self.phrases(["\t".join(fields) for _, fields in answers.values()]))
 
     def _compiled(self, report: Callable[[int, int, str], None], processes: int) -> Iterator[tuple[str, bytes]]:
         done, jobs = 0, list(self.jobs.items())

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from zlib import crc32
 
 import numpy as np
@@ -89,6 +90,30 @@ def test_bytes_are_reproducible_and_checked(tmp_path):
     check(bundle)
     with pytest.raises(BundleError, match="no number 2"):
         bundle.load(2)
+
+
+def test_phrases_are_abbreviated(tmp_path):
+    sys.path.insert(0, str(Path(__file__).parents[2] / "tools"))
+    import base_set
+
+    answers = {f"q{i}": (None, (f"gemm:avx2:{i},over=tiles,lanes=0", f"+ * {i} / m", "")) for i in range(90)}
+    answers |= {"none": (None, ()), "code": (b"code", ("over=tiles,lanes=0",))}
+    texts = ["\t".join(fields) for _, fields in answers.values()]
+    phrases = base_set.phrases(texts)
+    assert phrases == base_set.phrases(texts)
+    assert any("over=tiles,lanes=0" in x for x in phrases)
+    data = packed(answers, phrases)
+    assert len(data) < len(packed(answers)) - 1000
+    path = tmp_path / "short.bundle"
+    path.write_bytes(data)
+    bundle = open_bundle(path)
+    assert {x: tuple(bundle.answer(x)) for x in answers} == {
+        x: fields if code is None else ("0", *fields) for x, (code, fields) in answers.items()
+    } | {"none": ("",)}
+    check(bundle)
+    assert base_set.joined(["a", "a", "a", "b", "a", "b"], ("a", "b")) == ["a", "a", "ab", "ab"]
+    with pytest.raises(ValueError, match="ASCII"):
+        packed({"one": (None, ("\x80",))}, phrases)
 
 
 def test_questions_with_one_key_are_refused(monkeypatch):

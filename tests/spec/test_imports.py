@@ -83,7 +83,8 @@ def test_a_wheel_with_kernels_loads_what_their_first_calls_take(tmp_path):
         if path.name not in ("base", "__pycache__"):
             (package / path.name).symlink_to(path)
     code = IMPORT.replace(f"<= {MOST_MODULES}", f"<= {MOST_MODULES + MORE_MODULES}")
-    code += "before = set(sys.modules)\nportmm.attention, portmm.linear, portmm.fuse, portmm.softmax\nassert set(sys.modules) == before\n"
+    code += "before = set(sys.modules)\nportmm.attention, portmm.linear, portmm.fuse, portmm.softmax\n"
+    code += "assert set(sys.modules) == before\n"
     words = [sys.executable, "-P", "-B", "-c", code]
     done = subprocess.run(words, capture_output=True, text=True, check=False, env={"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
