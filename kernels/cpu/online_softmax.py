@@ -24,7 +24,6 @@ from portmm.kernels.cpu.elementwise import Elements, parameters, vectors
 from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, acc, argument, index
 from portmm.spec.expr import Expr, ordered
-from portmm.spec.expr import const as literal
 from portmm.spec.expr_functions import bits, fma, from_bits, select
 from portmm.spec.expr_ops import OPS
 
@@ -47,17 +46,7 @@ ENDED = select(TOTAL > 0.0, 1.0 / TOTAL, TOTAL * 0.0), MOST + vector_math.log(TO
 
 LEAST = -87.0
 """Least difference of a score from the largest: below, the weight would be subnormal, and is 0."""
-LOG2E = 1.4426950408889634
 _WHOLE = 1.5 * 2**23 + 127  # added to a small number, it leaves its integer part in the last bits: an exponent
-_EXP2 = (
-    1.0,
-    0.6931472,
-    0.24022648,
-    0.0555036,
-    0.009618506,
-    0.0013390807,
-    0.00015326461,
-)  # 2**x up to 1/2
 
 
 def weight(x: Expr, most: Expr) -> Expr:
@@ -72,11 +61,9 @@ def weight(x: Expr, most: Expr) -> Expr:
 
 def decay(less: Expr) -> Expr:
     """The exponential of a difference that is not positive; 0 where it would be subnormal."""
-    shifted = fma(less, LOG2E, _WHOLE)
-    rest = fma(less, LOG2E, -(shifted - _WHOLE))
-    power: Expr = literal(_EXP2[-1])
-    for c in reversed(_EXP2[:-1]):
-        power = fma(power, rest, c)
+    shifted = fma(less, vector_math.LOG2E, _WHOLE)
+    rest = fma(less, vector_math.LOG2E, -(shifted - _WHOLE))
+    power = vector_math.poly(rest, vector_math.EXP2)
     return select(less < LEAST, 0.0, power * from_bits(bits(shifted) << 23))
 
 

@@ -15,12 +15,13 @@ from portmm.ir.fragment_index import Registers, coordinate, in_row, row_masks
 from portmm.ir.index import Ptr, const, var
 from portmm.ir.nodes import For, If, Let, LetPtr
 from portmm.ir.thread_nodes import Apply, Barrier, Exchange, Vector
-from portmm.kernels.cpu.online_softmax import BEFORE, ENDED, KEPT, LOG2E, MOST, TOTAL, scaled
+from portmm.kernels.cpu.online_softmax import BEFORE, ENDED, KEPT, MOST, TOTAL, scaled
 from portmm.kernels.gpu.attention_scores import Scores
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.parameters import integers, longs, read
 from portmm.spec.expr_functions import fma
+from portmm.spec.vector_math import LOG2E
 from portmm.util.locks import once
 
 if TYPE_CHECKING:

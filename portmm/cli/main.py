@@ -18,11 +18,10 @@ from portmm.cli.measuring import compare, probe, report, tune, tuned
 from portmm.cli.models import run
 from portmm.cli.programs import superoptimize, verify
 from portmm.errors import PortmmError
+from portmm.target.device import LANGUAGES
 from portmm.util.console import Json, Threads, console, print_json, progress
 
 TARGET = "A chip, an ISA, a .toml file or a cloud instance."
-LANGUAGES = ("cuda", "opencl")
-"""Languages of kernels for devices."""
 
 app = typer.Typer(
     name="portmm",

@@ -18,8 +18,7 @@ from portmm.comparison.peers import MissingError, UnsupportedError
 from portmm.errors import PortmmError
 from portmm.runtime import cuda, opencl
 from portmm.spec.dtype import BY_NAME
-
-LANGUAGES = ("cuda", "opencl")
+from portmm.target.device import LANGUAGES
 
 
 def parsed(device: str) -> tuple[str, int | None]:

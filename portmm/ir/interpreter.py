@@ -46,6 +46,7 @@ from portmm.ir.nodes import (
 )
 from portmm.ir.register_values import WRITTEN, converted, numpy_type
 from portmm.spec.dtype import BY_NAME, CODES_KR
+from portmm.spec.expr_ops import NUMPY
 from portmm.spec.problem import AXES
 
 if TYPE_CHECKING:
@@ -297,7 +298,7 @@ class _Machine:
     def do_map(self, s: Map, f: _Frame) -> None:
         lanes, count = self.word(s.of).n, self.value(s.count, f) if s.count else 0
         result = register_values.mapped(s, f.regs, lanes, count)
-        if result.dtype != register_values.KINDS[s.dtype]:
+        if result.dtype != NUMPY[s.dtype]:
             raise ValueError(f"{self.kernel.name}: {s.op} gives {result.dtype}, not {s.dtype}")
         f.regs[s.d] = result
 

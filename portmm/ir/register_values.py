@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from portmm.spec.dtype import BY_NAME, CODES_AT, E2M1, EXTENSION_TYPES, ZERO_CODE, ZERO_E2M1, base
-from portmm.spec.expr_ops import OPS
+from portmm.spec.expr_ops import NUMPY, OPS
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +17,6 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Verb
     from portmm.target.atom import Atom
 
-KINDS = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}
-"""Type of an element-wise operation's result -> that of its lanes."""
 LESS = {"code": 0, "centred": ZERO_CODE, "below": 2 * ZERO_CODE}
 """Verb -> the number that it subtracts from an int4 value."""
 
@@ -103,9 +101,9 @@ def mapped(s: Map, registers: Mapping[str, np.ndarray], lanes: int, count: int) 
     """The result of an element-wise operation."""
     if s.op in ("lanes", "whole"):
         return np.int32(count) + np.arange(lanes, dtype=np.int32) * (s.op == "lanes")
-    args = [registers[x] if isinstance(x, str) else KINDS[s.operand](x) for x in s.args]
+    args = [registers[x] if isinstance(x, str) else NUMPY[s.operand](x) for x in s.args]
     if s.op in ("literal", "splat"):
-        return np.full(lanes, args[0], KINDS[s.dtype] if s.op == "literal" else np.float32)
+        return np.full(lanes, args[0], NUMPY[s.dtype] if s.op == "literal" else np.float32)
     with np.errstate(all="ignore"):
         return np.broadcast_to(OPS[s.op].plain(*args), lanes)
 

@@ -38,14 +38,14 @@ _EXPONENT = 127  # of 1, as it is stored
 # The product of the high part and a count of up to eight bits is exact.
 _LN2_HIGH = float.fromhex("0x1.62e4p-1")
 _LN2_LOW = float.fromhex("0x1.7f7d1cp-20")
-_LOG2E = 1.4426950408889634
+LOG2E = 1.4426950408889634
 _LN2 = 0.6931471805599453
 
 _WHOLE = 1.5 * 2**23  # added to a float32 below 2**22 it leaves the nearest integer in the last bits
 
 # exp(x) for |x| up to ln 2, and 2**x for |x| up to 1/2.
 _EXP = (1.0, 1.0, 0.50000036, 0.16666618, 0.04166123, 0.008335929, 0.0014104752, 0.00019630798)
-_EXP2 = (1.0, 0.6931472, 0.24022648, 0.0555036, 0.009618506, 0.0013390807, 0.00015326461)
+EXP2 = (1.0, 0.6931472, 0.24022648, 0.0555036, 0.009618506, 0.0013390807, 0.00015326461)
 # (1 - exp(-x) - x) / x**2 for |x| up to ln 2 / 2, and ((1 - exp(-2x)) / 2 - x) / x**2 up to half of it.
 _EXPM1 = (-0.49999997, 0.16666546, -0.041667443, 0.008366252, -0.0013869958)
 _TANH = (-0.99999994, 0.6666617, -0.33334202, 0.1338666, -0.04429177)
@@ -98,7 +98,7 @@ _GELU = (
 _SCALE = 40
 
 
-def _poly(x: Expr, coefficients: Sequence[float]) -> Expr:
+def poly(x: Expr, coefficients: Sequence[float]) -> Expr:
     """A polynomial, its constant first, by Horner's rule."""
     result: Expr = const(coefficients[-1])
     for c in reversed(coefficients[:-1]):
@@ -128,7 +128,7 @@ def _reduced(x: Expr, rate: float, exponent: int = 0) -> tuple[Expr, Expr]:
         r, of at most ln2 / |rate| / 2, and 2.0**(n + exponent).
     """
     whole = _WHOLE + _EXPONENT + exponent
-    shifted = fma(x, _LOG2E * rate, whole)
+    shifted = fma(x, LOG2E * rate, whole)
     # Where n is 0 it is +0, and its product with a negative number -0: r keeps the sign of x.
     n = shifted - whole if rate > 0 else whole - shifted
     part = 1.0 / abs(rate)
@@ -138,7 +138,7 @@ def _reduced(x: Expr, rate: float, exponent: int = 0) -> tuple[Expr, Expr]:
 
 def _lost(r: Expr, coefficients: Sequence[float]) -> Expr:
     """1 - exp(-r), or half of 1 - exp(-2 * r): r minus a product, so that a zero keeps its sign."""
-    return fma(r * r, _poly(r, coefficients), r)
+    return fma(r * r, poly(r, coefficients), r)
 
 
 def exp(x: Expr) -> Expr:
@@ -149,7 +149,7 @@ def exp(x: Expr) -> Expr:
     with no overflow or subnormal number in between.
     """
     r, root = _reduced(_at_least(_at_most(x, 89.0), -104.0), 0.5)
-    return _poly(r, _EXP) * root * root
+    return poly(r, _EXP) * root * root
 
 
 def expm1(x: Expr) -> Expr:
@@ -175,7 +175,7 @@ def log(x: Expr) -> Expr:
     shifted = bits(select(low, x * 2.0**24, x)) - select(low, const(root + (24 << 23), "s32"), const(root, "s32"))
     f = from_bits((shifted & 0x7FFFFF) + root) - 1.0
     e = apply("float", shifted >> 23)
-    result = fma(e, _LN2, fma(f * f, _poly(f, _LOG), f))
+    result = fma(e, _LN2, fma(f * f, poly(f, _LOG), f))
     return select(x > 0.0, select(x < _INF, result, x), select(x == 0.0, -_INF, _NAN))
 
 
@@ -189,7 +189,7 @@ def softplus(x: Expr) -> Expr:
     r, power = _reduced(_at_most(abs(x), 110.0), -1.0, _SCALE)
     scaled = (1.0 - _lost(r, _EXPM1)) * power
     e = scaled * 2.0**-_SCALE
-    tail = fma(scaled * e, _poly(e, _LOG1P), scaled)
+    tail = fma(scaled * e, poly(e, _LOG1P), scaled)
     return fma(tail, 2.0**-_SCALE, select(x < 0.0, 0.0, x))
 
 
@@ -233,8 +233,8 @@ def erf(x: Expr) -> Expr:
     stay small (Abramowitz and Stegun, 7.1.28, have such a power in a denominator).
     """
     size = _at_most(abs(x), 4.0)
-    near = fma(x, _poly(x * x, _ERF), x)
-    root = _poly(size, _ERFC)
+    near = fma(x, poly(x * x, _ERF), x)
+    root = poly(size, _ERFC)
     square = root * root
     far = fma(root, square * square, 1.0)
     return _with_sign(select(size < 1.0, near, far), x)
@@ -248,7 +248,7 @@ def fast_erf(x: Expr) -> Expr:
     Method: x * p(x**2), in a third of the operations of `erf`. The product grows without end where it is above 1, and
     is limited to it.
     """
-    return _at_least(_at_most(x * _poly(x * x, _FAST_ERF), 1.0), -1.0)
+    return _at_least(_at_most(x * poly(x * x, _FAST_ERF), 1.0), -1.0)
 
 
 def _gated(x: Expr, gate: Expr, open_from: float) -> Expr:
@@ -294,9 +294,9 @@ def gelu(x: Expr) -> Expr:
     Method: max(x, 0) - |x| * 2**t / 2, where t = log2(erfc(|x| / sqrt(2))) = |x| * h(|x|) by a polynomial.
     """
     size = _at_most(abs(x), 14.5)
-    h = _poly(size, _GELU)
+    h = poly(size, _GELU)
     whole = _WHOLE + _EXPONENT + _SCALE
     shifted = fma(size, h, whole)
     f = fma(size, h, whole - shifted)
-    tail = size * _poly(f, _EXP2) * from_bits(bits(shifted) << 23)
+    tail = size * poly(f, EXP2) * from_bits(bits(shifted) << 23)
     return fma(tail, -(2.0 ** -(_SCALE + 1)), select(x < 0.0, 0.0, x))

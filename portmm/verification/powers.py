@@ -12,8 +12,9 @@ from contextlib import suppress
 
 import numpy as np
 
-from portmm.kernels.cpu.online_softmax import LOG2E, decay
+from portmm.kernels.cpu.online_softmax import decay
 from portmm.spec.expr import Expr, apply, const
+from portmm.spec.vector_math import LOG2E
 from portmm.verification.values import LOWEST, UnsupportedError
 
 
