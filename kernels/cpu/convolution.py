@@ -80,7 +80,7 @@ class _Loops(Loops):
             Let("low", maximum(0, FIRST * x.stride[0] - x.before[0])),
             Let("high", minimum(x.spatial[0], (LAST - 1) * x.stride[0] - x.before[0] + x.reach[0])),
             LetPtr("scratch", own, self.atom.acc),
-            LetPtr("source", self.image, self.atom.left, readonly=True),
+            LetPtr("source", self.image, self.read, readonly=True),
             *self.strip(own + self.sums_size),
             Let("first", first),
             Let("last", last),
@@ -98,9 +98,11 @@ class _Loops(Loops):
         width = x.spatial[1] * x.channels
         copies: tuple[Stmt, ...] = (
             LetPtr("to", row + x.before[1] * x.channels, kind),
-            LetPtr("line", Ptr("source", var("y") * x.steps[0]), kind, readonly=True),
+            LetPtr("line", Ptr("source", var("y") * x.steps[0]), self.read if x.few else kind, readonly=True),
         )
-        if x.steps[1] == x.channels:
+        if x.few:
+            copies += self.spread(0)
+        elif x.steps[1] == x.channels:
             copies += self.copied("line", "to", width)
         else:
             of_pixel = (

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm.ir.index import Index, Ptr, ceil_div, const, minimum, var
-from portmm.ir.nodes import Call, For, Function, Kernel, Let, LetPtr, Parallel, Param
+from portmm.ir.nodes import Call, For, Function, Kernel, Let, LetPtr, Move, Parallel, Param
 from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, WORKERS, M, N
 from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.epilogue import finish
@@ -118,7 +118,21 @@ class Loops:
     @property
     def image(self) -> Ptr:
         """Address of an image, in elements."""
-        return Ptr("a", var("item") * var("a_batch") + IMAGE * (self.x.image * self.s.atom.kr))
+        return Ptr("a", var("item") * var("a_batch") + IMAGE * (self.x.image * (1 if self.x.few else self.s.atom.kr)))
+
+    @property
+    def read(self) -> str:
+        """The type that images are read as."""
+        return self.s.types[0] if self.x.few else self.atom.left
+
+    def spread(self, begin: int) -> tuple[Stmt, ...]:
+        """Copy of a row of pixels, with zeros behind channels that are no whole units, to `to` from unit `begin`."""
+        x, z, channels = self.x, var("z"), self.x.channels * self.s.atom.kr
+        at = LetPtr("pixel", Ptr("line", z * x.steps[1]), self.read, readonly=True)
+        to = LetPtr("to_pixel", Ptr("to", z * x.channels + begin), self.read)
+        moves = [Move(Ptr("to_pixel", const(c)), Ptr("pixel", const(c))) for c in range(x.few)]
+        moves += [Move(Ptr("to_pixel", const(c)), None) for c in range(x.few, channels)]
+        return (For("z", const(0), const(x.spatial[1]), const(1), (at, to, *moves), 4),)
 
     @property
     def panel(self) -> tuple[Stmt, ...]:

@@ -96,21 +96,32 @@ class _Loops(Loops):
         """Statements for one block."""
         x, (first, last) = self.x, share(self.panels)
         own = Ptr("work", var("worker") * self.own_size)
-        high, low = self.grid.tile_rows(self.atom), self.heights
-        cut = {self.grid.c(r, v): low[r] for r in range(2) for v in range(self.grid.columns)}
-        cut |= {self.grid.a(r): low[r] for r in range(2)}
         return (
             *rows_of_task(self.chunks, self.blocks, x.out),
             Let("low", FIRST * x.stride[0]),
             LetPtr("sums", own, self.atom.acc),
-            LetPtr("source", self.image, self.atom.left, readonly=True),
+            LetPtr("source", self.image, self.read, readonly=True),
             *self.strip(own + self.sums_size),
-            Configure(tuple(const(cut[i]) if i in cut else rows for i, rows in enumerate(high))),
+            self.configured(),
             Let("last", last),
             Let("first", first),
             *self.products(),
             Configure(()),
         )
+
+    def configured(self) -> Configure:
+        """Shapes of tiles: of A of the two heights, and of a step of k."""
+        atom, grid, deep = self.atom, self.grid, self.x.deep
+        rows, words = list(grid.tile_rows(atom)), [atom.n] * len(grid.tile_rows(atom))
+        for r, height in enumerate(self.heights):
+            for i in (*(grid.c(r, v) for v in range(grid.columns)), grid.a(r)):
+                rows[i] = const(height)
+            words[grid.a(r)] = deep
+        if deep == atom.deep:
+            return Configure(tuple(rows))
+        for v in range(grid.columns):
+            rows[grid.b(v)] = const(deep)
+        return Configure(tuple(rows), tuple(words))
 
     # -- strip -----------------------------------------------------------------
 
@@ -124,7 +135,7 @@ class _Loops(Loops):
         left, width = x.before[1] * x.channels, x.spatial[1] * x.channels
         right = x.row - left - width
         copy = (
-            LetPtr("line", Ptr("source", (Y - x.before[0]) * x.steps[0]), kind, readonly=True),
+            LetPtr("line", Ptr("source", (Y - x.before[0]) * x.steps[0]), self.read, readonly=True),
             *self.filled(0, left),
             *self.copied(left, width),
             *self.filled(left + width, right),
@@ -142,7 +153,7 @@ class _Loops(Loops):
 
     def _params(self) -> tuple[Param, ...]:
         kind = self.atom.left
-        return (Param("low"), Param("high"), Param("source", kind, readonly=True), Param("padded", kind))
+        return (Param("low"), Param("high"), Param("source", self.read, readonly=True), Param("padded", kind))
 
     @property
     def move_atom(self) -> Atom:
@@ -174,6 +185,8 @@ class _Loops(Loops):
             load = Verb("load_b", "x", p=Ptr(line, e), to=kind), Verb("store", "x", p=to + e, to=kind)
             return self._vectors(count, load, (Move(to + e, Ptr(line, e)),))
 
+        if x.few:
+            return self.spread(begin)
         if x.steps[1] == x.channels:
             return moved("line", Ptr("to", const(begin)), count)
         at = LetPtr("pixel", Ptr("line", var("z") * x.steps[1]), kind, readonly=True)
@@ -192,19 +205,23 @@ class _Loops(Loops):
     def products(self) -> tuple[Stmt, ...]:
         """Loops over panels, rows and slices of rows."""
         x, s = self.x, self.s
-        steps = x.kernel[0] * x.kernel[1] * x.channels // self.atom.deep
-        lines = const(self.atom.deep * s.nr // line_of(self.atom, self.atom.right))
+        steps = x.kernel[0] * x.kernel[1] * x.channels // x.deep
+        lines = const(x.deep * s.nr // line_of(self.atom, self.atom.right))
         tiles = const(x.slices) if x.by_rows else (LAST - FIRST) * x.slices
         follow = (var("j") + 1).lt(var("last")) * var("lines")
         if x.by_rows:
             follow = follow * Y.eq(FIRST)
-        slices = For("slice", const(0), const(x.slices), const(1), self.tile(steps))
+        slices = ("slice", const(0), const(x.slices), const(1))
+        whole = For(*slices, self.tile(steps))
         step = const(2 if x.paired else 1)
         panels = ("j", var("first"), var("last"), const(1))
         named = (*self.panel, Let("follow", follow))
-        loops: tuple[Stmt, ...] = (For(*panels, (*named, For("y", FIRST, LAST, step, (slices,)))),)
+        loops: tuple[Stmt, ...] = (For(*panels, (*named, For("y", FIRST, LAST, step, (whole,)))),)
         if x.by_rows:
-            loops = (For("y", FIRST, LAST, step, (For(*panels, (*named, slices)),)),)
+            loops = (For("y", FIRST, LAST, step, (For(*panels, (*named, whole)),)),)
+        if x.by_slices:
+            of_slice = For(*slices, (For(*panels, (*named, *self.tile(steps))),))
+            loops = (For("y", FIRST, LAST, step, (of_slice,)),)
         return (Let("lines", ceil_div(lines, tiles)), *loops)
 
     def tile(self, steps: int) -> tuple[Stmt, ...]:
@@ -231,7 +248,7 @@ class _Loops(Loops):
 
     def micro_kernel(self) -> Function:
         """Micro-kernel C[tall][nr] = A . B over all taps."""
-        x, atom, deep, nr = self.x, self.atom, self.atom.deep, self.s.nr
+        x, atom, deep, nr = self.x, self.atom, self.x.deep, self.s.nr
         steps, per = x.run // deep, x.runs_of_row
         by = Strides(const(x.stride[1] * x.pixel), const(deep), nr, nr, a_next=var("apart"))
         cut = (const(0), const(self.heights[0]))

@@ -173,8 +173,11 @@ class _Printer(Printer):
                     self.put(1, f"const long x{i}_{axis} = g->operands[{i}].{axis};")
 
     def do_configure(self, s: Configure, depth: int) -> None:
-        text = self.own.configure if s.rows else self.own.release
-        self.put(depth, text.format(rows=", ".join(self.index(x) for x in s.rows)))
+        rows = ", ".join(self.index(x) for x in s.rows)
+        if s.words:
+            self.put(depth, self.own.shape.format(rows=rows, bytes=", ".join(str(4 * x) for x in s.words)))
+            return
+        self.put(depth, (self.own.configure if s.rows else self.own.release).format(rows=rows))
 
     def do_total(self, s: Total, depth: int) -> None:
         name = f"{'sum' if s.kind == 'add' else 'most'}_{s.count}"

@@ -110,7 +110,7 @@ def in_place(  # noqa: PLR0917
     atom = atom_of(isa_of(s, target), s.dtype, s.atom.lanes)
     sizes: Direct | Tiled | None = None
     rows = p.dtype in UNCONVERTED or (p.types[0] == "u8" and x.out[-1] >= LEAST_ROW_OF_CODES)
-    if s.program == "tiles" and p.a == "any" and to is None and base(atom.left) == s.types[0]:
+    if s.program == "tiles" and to is None and base(atom.left) == s.types[0]:
         sizes = tiled(x, strides, s, atom, target)
     elif s.program == "gemm" and rows and unit(s.types[0], s.atom.kr) == atom.left:
         sizes = direct(x, strides, s, target, to)

@@ -6,7 +6,7 @@ Owns `explain_conv`, and `ConvolutionExplanation`, the record that it returns, w
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays.grid_call import settings
@@ -18,7 +18,7 @@ from portmm.dispatch.view_routes import in_place, schedule_of
 from portmm.errors import ConvolutionError
 from portmm.explanation.product import explained, target_called
 from portmm.explanation.record import Explanation
-from portmm.ops.convolution_groups import grouped_panels, groups_in_tiles
+from portmm.ops.convolution_groups import channels_to_units, grouped_panels, groups_in_tiles
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
 from portmm.ops.convolution_weights import is_depthwise, whole_groups
 from portmm.ops.depthwise import parts
@@ -142,6 +142,10 @@ def explain_conv(
         together = groups_in_tiles(tuple(w), groups, types(dtype)[:2], machine, last=last)
         size = whole_groups(size, max(1, together))
         program = [f"{together} groups together, with zeros between their filters"] if together > 1 else []
+        filler = channels_to_units(tuple(w), types(dtype)[:2], machine) if last and together < 2 else 0
+        if filler:
+            size = replace(size, filler=filler)
+            program = [f"{filler} of {size.channels + filler} channels are zeros, in filters and strips of images"]
         program += _on_cores(size, x[0], (view, strides), (machine, threads), last=last, dtype=dtype)
     matrix = "A, (image pixel, tap channel)" if last else "B, (channel tap, pixel)"
     return ConvolutionExplanation(str(size), matrix, tuple(lines), tuple(after), tuple(program), product)
@@ -184,7 +188,7 @@ def _on_cores(
         )
         if (plan := in_place(p, size, tuple(strides), target, threads)) is not None:
             return _in_place(*plan)
-        s, _ = schedule_of(p, Views(a=view), target, threads)
+        s, _ = schedule_of(p, Views(a=windows(size, strides) if size.filler else view), target, threads)
     else:
         p = Problem(size.outputs, size.pixels, size.depth, dtype, images, a="row", b="any")
         s, _ = schedule_of(p, Views(b=view), target, threads)

@@ -19,6 +19,7 @@ from portmm.errors import ScheduleError
 from portmm.fusion.plan import Expressions, counts
 from portmm.fusion.program import Kernel
 from portmm.ops.convolution_kernel import HostConvolution
+from portmm.ops.convolution_weights import of_filters
 from portmm.spec.expr import apply
 from portmm.trace.buffers import Place, Walk, looked, walk
 
@@ -206,6 +207,7 @@ def add_convolution(builder: Any, unit: Unit) -> None:
     """
     x = unit.members[0]
     weight, size, blocks = builder.graph.windows[x]
+    size = of_filters(size, weight)
     image = builder.buffer_of(x.inputs[0])
     adjacent = image.like.strides[-1] == image.like.itemsize or x.inputs[0].shape[-1] == 1
     if not adjacent or min(image.like.strides) < 0:

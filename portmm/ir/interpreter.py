@@ -144,6 +144,8 @@ class _Machine:
     order: np.random.Generator | None
     tiles: dict[str, int] = field(default_factory=dict)
     """Tile -> its rows, as configured by the current task."""
+    words: dict[str, int] = field(default_factory=dict)
+    """Tile -> words of a row, if not all."""
     meanings: dict[int, tuple[Callable[[Mapping[str, int]], int], Index]] = field(default_factory=dict)
     """Identity of an expression -> its function, and the expression, which keeps the identity unique."""
     steps: dict[type, Callable[[Any, _Frame], None]] = field(default_factory=dict)
@@ -262,6 +264,7 @@ class _Machine:
         if bool(s.rows) == bool(self.tiles):
             raise ValueError(f"{self.kernel.name} {'configures' if s.rows else 'releases'} its tiles twice")
         self.tiles = {str(i): self.value(x, f) for i, x in enumerate(s.rows)}
+        self.words = {str(i): x for i, x in enumerate(s.words)}
         if len(s.rows) > TILES or not set(self.tiles.values()) <= set(range(1, f.atom.m + 1)):
             raise ValueError(f"{self.kernel.name} configures tiles of {self.tiles} rows")
 
@@ -283,6 +286,7 @@ class _Machine:
         assert s.p is not None  # noqa: S101 - as above
         assert s.step is not None or rows == 1  # noqa: S101 - as above
         step, columns = self.value(s.step, f) if s.step else 0, atom.deep if s.name == "load_a" else atom.n
+        columns = self.words.get(s.d, columns)
         register = {"load_a": atom.left, "load_b": atom.right}.get(s.name, atom.acc)
         pointers = [self.at(s.p, f, columns, step * r) for r in range(rows)]
         if {memory for _, _, memory in pointers} != {register}:
@@ -325,7 +329,8 @@ class _Machine:
             to[i] = s.value
         else:
             src, j, memory = self.at(s.src, f, 1)
-            to[i] = converted(src[j : j + 1], memory, into)[0]
+            count = BY_NAME[into].pack
+            to[i : i + count] = converted(src[j : j + count], memory, into)
 
     def do_add(self, s: Add, f: _Frame) -> None:
         (to, i, _), (src, j, _) = self.at(s.to, f, 1), self.at(s.src, f, 1)

@@ -156,9 +156,15 @@ class Verb(Stmt):
 
 @dataclass(frozen=True, slots=True)
 class Configure(Stmt):
-    """Configuration of the rows of the kernel's tiles, which are called "0", "1" and so on; none: release of all."""
+    """Configuration of the kernel's tiles, which are called "0", "1" and so on.
+
+    Attributes:
+        rows: of each tile; none: release of all.
+        words: of a row of each tile, of four bytes; none: all that a row has.
+    """
 
     rows: tuple[Index, ...]
+    words: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
 from portmm.ops import host_matmul
 from portmm.ops.convolution_kernel import HostConvolution
-from portmm.ops.convolution_weights import single_groups, unpack_conv, whole_groups
+from portmm.ops.convolution_weights import of_filters, single_groups, unpack_conv
 from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, NOT_F64, VALUES, VALUES_FIRST
 from portmm.ops.product_kernel import first_type
 from portmm.trace.bind import UserFunction
@@ -109,7 +109,7 @@ def _writes(kernel: Any, to: Array, closure: Any) -> bool:
 
 def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: bool) -> HostConvolution:
     """The convolution, with results of the requested type where kernels write them; others are converted afterwards."""
-    (out, dtype), kind, size = wanted, _kind_of(w), whole_groups(size, w.together)
+    (out, dtype), kind, size = wanted, _kind_of(w), of_filters(size, w)
     first = first_type(out, dtype)
     if fused:
         return kind(x, w, size, dtype, first)
@@ -169,7 +169,7 @@ class Repeated:
         """The record of a call that was made; None where it is not to be repeated like this."""
         if readable(x, w) is not x:
             return None
-        call = _kind_of(w)(x, w, whole_groups(size, w.together), None if dtype is None else np.dtype(dtype), None)
+        call = _kind_of(w)(x, w, of_filters(size, w), None if dtype is None else np.dtype(dtype), None)
         if 0 in (*call.shape, size.depth) or not (dtype is None or call.writes()):
             return None
         strides = _dense(call.shape)

@@ -18,10 +18,10 @@ from portmm.arrays import numpy_arrays
 from portmm.dispatch.cpu_kernels import group_unit, packing_unit
 from portmm.errors import ScheduleError
 from portmm.schedule.grouped_convolution import panels_of
-from portmm.spec.dtype import spell
 
 if TYPE_CHECKING:
     from portmm.schedule.grouped_convolution import Panels
+    from portmm.target.atom import Atom
     from portmm.target.target import Target
 
 Array = np.ndarray[Any, Any]
@@ -69,14 +69,30 @@ def groups_in_tiles(w: tuple[int, ...], groups: int, dtypes: tuple[str, str], ta
     """
     if groups == 1 or not last or dtypes[1] not in {"bf16", "s8"} or 0 in w or math.prod(w[2:]) == 1:
         return 0
-    try:
-        _, atom = packing_unit(spell(*dtypes, "s32" if dtypes[1] == "s8" else dtypes[0]), target)
-    except ScheduleError:
+    if (atom := _unit_of(dtypes, target)) is None:
         return 0
     together = atom.k // math.gcd(atom.k, w[1])
     if together > 1 and (dtypes[1] == "bf16" or w[1] > FEW_BYTES):
         return 0
     return together if atom.tiled and together <= min(MOST_TOGETHER, groups) else 0
+
+
+def channels_to_units(w: tuple[int, ...], dtypes: tuple[str, str], target: Target) -> int:
+    """The channels of zeros behind those of a group that make them whole units of the machine's products.
+
+    Windows of one tap have none: they are matrices, read in place.
+    """
+    atom = None if 0 in w or math.prod(w[2:]) == 1 else _unit_of(dtypes, target)
+    return 0 if atom is None else -w[1] % atom.k_pack
+
+
+def _unit_of(dtypes: tuple[str, str], target: Target) -> Atom | None:
+    """The fastest unit for products of images and filters; None if there is none."""
+    image, filters = map(numpy_arrays.numpy_of, dtypes)
+    try:
+        return packing_unit(numpy_arrays.word(numpy_arrays.types_of(image, filters)), target)[1]
+    except ScheduleError:
+        return None
 
 
 def joined(by_group: Array, together: int) -> Array:

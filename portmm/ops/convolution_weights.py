@@ -19,6 +19,7 @@ from portmm.dispatch import config
 from portmm.errors import ConvolutionError
 from portmm.ops.convolution_groups import (
     GroupPanels,
+    channels_to_units,
     grouped_panels,
     groups_in_tiles,
     joined,
@@ -55,6 +56,7 @@ class PackedConv(ArrayLike):
         layout: of the images.
         dtype: NumPy's type of the elements; of int4 values uint8.
         together: groups of a matrix.
+        filler: channels of zeros behind those of a group in its matrix, so that channels are whole units.
         kind: what kernels depend on.
     """
 
@@ -65,11 +67,12 @@ class PackedConv(ArrayLike):
     layout: str
     dtype: np.dtype[Any]
     together: int = 1
+    filler: int = 0
     kind: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         family = getattr(self.weight[0], "family", "") if self.weight else ""
-        kind = (self.shape, self.groups, self.layout, self.dtype, family, self.depthwise, self.together)
+        kind = (self.shape, self.groups, self.layout, self.dtype, family, self.depthwise, self.together, self.filler)
         object.__setattr__(self, "kind", kind)
 
     @property
@@ -141,7 +144,7 @@ def pack_conv(
         return _pack_for_device(w, groups, layout, last)
     outputs, channels = array.shape[0] // groups, array.shape[1]
     by_group = array.reshape(groups, outputs, channels, *array.shape[2:])
-    depth, together = channels * math.prod(array.shape[2:]), 1
+    depth, together, filler = channels * math.prod(array.shape[2:]), 1, 0
     dtype = array.dtype.newbyteorder("=")
     images = dtype if activations is None else np.dtype(activations).newbyteorder("=")
     kind = (tuple(array.shape), groups, (numpy_arrays.name_of(images), numpy_arrays.name_of(dtype)))
@@ -156,13 +159,12 @@ def pack_conv(
         rows.flags.writeable = False
         weight = tuple(rows)
     else:
-        together = 1 if bits is not None else max(1, groups_in_tiles(*kind, config.target(), last=last))
-        by_group = joined(by_group, together) if together > 1 else by_group
+        by_group, together, filler = _of_units(by_group, kind, bits)
         order = (0, *range(3, 3 + spatial), 2, 1)
         matrices = by_group.transpose(order).reshape(len(by_group), -1, outputs * together)
         weight = tuple(_packed(x, activations) if bits is None else _int4(x, group) for x in matrices)
         dtype = dtype if bits is None else np.dtype(np.uint8)
-    return PackedConv(weight, tuple(array.shape), groups, layout, dtype, together)
+    return PackedConv(weight, tuple(array.shape), groups, layout, dtype, together, filler)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,8 +219,13 @@ def is_depthwise(w: tuple[int, ...], groups: int, dtype: str) -> bool:
     return groups == w[0] > 1 == w[1] and dtype != "f64" and math.prod(w[2:]) <= MOST_TAPS
 
 
+def of_filters(size: Convolution, w: PackedConv) -> Convolution:
+    """The convolution with so many groups together, and channels of zeros, as matrices of filters have them."""
+    return replace(size, filler=w.filler) if w.filler else whole_groups(size, w.together)
+
+
 def whole_groups(size: Convolution, n: int) -> Convolution:
-    """The convolution with so many groups together, as matrices of filters have them."""
+    """The convolution with so many groups together."""
     if n == 1:
         return size
     return replace(size, groups=-(-size.groups // n), channels=size.channels * n, outputs=size.outputs * n)
@@ -228,7 +235,7 @@ def single_groups(size: Convolution, w: PackedConv) -> Convolution:
     """The convolution of groups as users have them."""
     n = w.together
     if n == 1:
-        return size
+        return replace(size, filler=0) if size.filler else size
     return replace(size, groups=w.groups, channels=size.channels // n, outputs=size.outputs // n)
 
 
@@ -246,6 +253,26 @@ def filter_type(w: Any, images: np.dtype[Any], layout: str) -> np.dtype[Any]:
     # With channels first filters are A; images of bytes are swapped to channels last later.
     first = last or images == np.uint8 or getattr(w, "depthwise", False)
     return numpy_arrays.types_of(images, dtype)[1] if first else numpy_arrays.types_of(dtype, images)[0]
+
+
+def _of_units(
+    by_group: Array, kind: tuple[tuple[int, ...], int, tuple[str, str]], bits: int | None
+) -> tuple[Array, int, int]:
+    """Filters (group, output, channel, *kernel) of whole units, the groups of a matrix, and channels that were added.
+
+    Args:
+        by_group: the filters.
+        kind: their shape, groups, and names of the types of images and filters.
+        bits: of elements that are quantized, which are taken as they are.
+    """
+    if bits is not None:
+        return by_group, 1, 0
+    together = max(1, groups_in_tiles(*kind, config.target(), last=True))
+    if together > 1:
+        return joined(by_group, together), together, 0
+    filler = channels_to_units(kind[0], kind[2], config.target())
+    behind = ((0, 0), (0, 0), (0, filler), *[(0, 0)] * (by_group.ndim - 3))
+    return (np.pad(by_group, behind) if filler else by_group), 1, filler
 
 
 def _int4(matrix: Array, group: int | None) -> Any:
@@ -295,6 +322,6 @@ def unpack_conv(w: PackedConv) -> Array:
         matrices = separate(matrices, (w.groups, channels, each), w.together)
     if not w.channels_last:
         return np.concatenate(matrices).reshape(w.shape)
-    every = np.stack(matrices).reshape(w.groups, *kernel, channels, each)
+    every = np.stack(matrices).reshape(w.groups, *kernel, channels + w.filler, each)[..., :channels, :]
     order = (0, every.ndim - 1, every.ndim - 2, *range(1, every.ndim - 2))
     return np.ascontiguousarray(every.transpose(order)).reshape(w.shape)

@@ -26,6 +26,8 @@ FILTERS = 0.5
 """Share of L2 up to which filters stay there from a block of rows to the next."""
 PANEL = 0.75
 """Share of L1 that a block of a panel of filters may have, beside pixels."""
+AGAIN = 8
+"""Part of a strip whose rows the next block copies again, where they are copied element by element."""
 PIXELS = 512
 """Pixels of a block: by then loading a panel to L1 is less than a twentieth of the work with it."""
 
@@ -45,6 +47,8 @@ class Strip(Windows):
         pixel: likewise of a pixel.
         run: elements of a run of k: the channels of a tap, or of all taps of a row, where these are contiguous.
         rows: of the result in a block, at most.
+        few: channels of images that are no whole units, in elements, as `image` and `steps` are then; or 0. The strip
+            has zeros behind them.
     """
 
     channels: int
@@ -55,6 +59,7 @@ class Strip(Windows):
     pixel: int
     run: int
     rows: int
+    few: int
 
     @property
     def runs_of_row(self) -> int:
@@ -102,6 +107,11 @@ class Direct(Strip):
         return min(self.spatial[0], self.reached) * self.row if self.copies else 0
 
 
+def rows_of_few(out: int, reach: int, stride: int) -> int:
+    """Rows of a result in a block, so that few of its strip are copied again: see `AGAIN`."""
+    return min(out, AGAIN * -(-max(0, reach - stride) // stride))
+
+
 def direct(
     x: Convolution, strides: Sequence[int], s: Schedule, target: Target, to: tuple[int, int] | None = None
 ) -> Direct | None:
@@ -116,11 +126,14 @@ def direct(
     """
     if len(strides) > 4 or strides[-1] != 1:
         return None
-    if (kr := s.atom.kr) > 1:
+    kr, few = s.atom.kr, x.channels if x.filler else 0
+    if kr > 1:
         padded = x.padding and any((*x.before, *x.after))
-        if padded or x.channels % kr or any(y % kr for y in strides[:-1]):
+        whole = not (x.channels % kr or any(y % kr for y in strides[:-1]))
+        if padded or not (whole or few):
             return None
-        x, strides = replace(x, channels=x.channels // kr), (*(y // kr for y in strides[:-1]), 1)
+        x = replace(x, channels=(x.channels + x.filler) // kr, filler=0)
+        strides = strides if few else (*(y // kr for y in strides[:-1]), 1)
     flat = len(strides) == 3  # one dimension: images of one row
     windows = Windows.of(x, 2)
     spatial, out, kernel, stride, dilation, before = windows.sizes
@@ -132,7 +145,7 @@ def direct(
     image = strides[0]
     beyond = max(0, (out[1] - 1) * stride[1] - before[1] + reach[1] - spatial[1])
     together = dilation[1] == 1
-    copies = bool(before[1] or beyond or (together and kernel[1] > 1 and pixel != x.channels))
+    copies = bool(few or before[1] or beyond or (together and kernel[1] > 1 and pixel != x.channels))
     width = spatial[1] + before[1] + beyond
     steps = (width * x.channels, x.channels) if copies else (row, pixel)
     if steps[1] < 1 or (steps[0] < 1 and not flat):
@@ -150,6 +163,8 @@ def direct(
     of_block = min(runs, max(1, most // run)) if runs == kernel[0] else 1
     budget = int(STRIP * levels["L2"]) // size
     rows = max(1, min(out[0], -(-PIXELS // out[1])))
+    if few:
+        rows = max(rows, rows_of_few(out[0], reach[0], stride[0]))
     k_outer = x.depth * x.outputs * size > FILTERS * levels["L2"]
     per_row = out[1] * kc * of_block * stride[1] if k_outer else max(steps[0], 1)
     while rows > 1 and (rows if k_outer else min(spatial[0], (rows - 1) * stride[0] + reach[0])) * per_row > budget:
@@ -157,5 +172,6 @@ def direct(
     blocks = -(-out[0] // rows)
     rows = -(-out[0] // blocks)
     return Direct(
-        *windows.sizes, x.channels, image, (row, pixel), copies, *steps, run, rows, beyond, of_block, kc, k_outer, to,
+        *windows.sizes, x.channels, image, (row, pixel), copies, *steps, run, rows, few, beyond, of_block, kc, k_outer,
+        to,
     )  # fmt: skip

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from portmm.schedule.direct_convolution import FILTERS, PANEL, PIXELS, STRIP, Strip
+from portmm.schedule.direct_convolution import FILTERS, PANEL, PIXELS, STRIP, Strip, rows_of_few
 from portmm.spec.convolution import Windows
 from portmm.spec.dtype import BY_NAME
 from portmm.util.records import dataclass
@@ -28,8 +28,15 @@ DEEPEST = 0.5
 LEAST_ROW = 9
 """Pixels of a row of a result from which a tile has enough rows. Granite Rapids, ResNet-50, of packed windows: rows of
 14, 28 and 56 take 0.7, 0.6 and 0.4 of the time, rows of 7 1.2."""
+OF_SINGLE = 1 / 4
+"""Share of L2 that filters of single taps may have. Granite Rapids, ResNet-50 and a U-Net, of a product that packs A:
+with 8 to 512 KiB of filters 0.75 to 1.1, with more 0.8 to 1.7."""
+ROW = 0.6
+"""Share of L1 that a row of pixels may have, or two, past which all panels go; parts of longer ones do it singly."""
 FEWEST = 5
 """The same where a panel of filters stays in L1."""
+LEAST_STEP = 2
+"""Part of the units of a tile's rows that a step of k has at least, or of a run if that is shorter."""
 WIDEST = 2
 """Tiles of C along a panel, at most: with two tiles of A all of a step are loaded before they are multiplied."""
 
@@ -39,17 +46,21 @@ class Tiled(Strip):
     """Sizes of a convolution by tiles, in whose strip there is padding on all sides.
 
     Attributes:
+        deep: units of a step of k, of equal steps of a run.
         tall: pixels of a register tile.
         paired: a register tile is of two rows of the result, with `tall` pixels of each.
         near: a panel of filters stays in L1 while tiles of pixels pass by, whose lines are of one row each.
         by_rows: rows of pixels stay in L1 while panels of filters pass by, which stay in L2.
+        by_slices: register tiles of pixels do so, one by one.
         fill: value of padding.
     """
 
+    deep: int
     tall: int
     paired: bool
     near: bool
     by_rows: bool
+    by_slices: bool = False
     fill: int = 0
 
     @property
@@ -74,20 +85,23 @@ def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, targe
         target: the machine.
     """
     kr, flat = s.atom.kr, len(strides) == 3  # one dimension: images of one row
-    if len(strides) > 4 or strides[-1] != 1 or x.channels % kr or any(y % kr for y in strides[:-1]):
+    few = x.channels if x.filler else 0
+    whole = not (x.channels % kr or any(y % kr for y in strides[:-1]))
+    if len(strides) > 4 or strides[-1] != 1 or not (whole or few):
         return None
     if s.nr > WIDEST * atom.n or not {"L1", "L2"} <= {y.name for y in target.levels}:
         return None
-    channels, (image, *inner) = x.channels // kr, (y // kr for y in strides[:-1])
+    channels, (image, *inner) = (x.channels + x.filler) // kr, (y if few else y // kr for y in strides[:-1])
     windows = Windows.of(x, 2)
     spatial, out, kernel, stride, dilation, before = windows.sizes
-    copies = any((*x.before, *x.after))
+    copies = any((*x.before, *x.after)) or few > 0
     width = max(spatial[1] + before[1], (out[1] - 1) * stride[1] + windows.reach[1])
     own = (0, inner[0]) if flat else (inner[0], inner[1])
     row, pixel = (width * channels, channels) if copies else own
     together = kernel[1] == 1 or (dilation[1] == 1 and pixel == channels)
     run = channels * kernel[1] if together else channels
-    if run % atom.deep or pixel < 1 or (row < 1 and not flat):
+    deep = _step(run, atom.deep)
+    if deep * LEAST_STEP < min(run, atom.deep) or pixel < 1 or (row < 1 and not flat):
         return None
     paired = out[1] <= atom.m
     tall = out[1] if paired else -(-out[1] // -(-out[1] // (2 * atom.m)))
@@ -95,16 +109,25 @@ def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, targe
     levels = {y.name: y.bytes for y in target.levels}
     depth = channels * math.prod(kernel)
     fits = depth * s.nr * size <= PANEL * levels["L1"]
-    near = fits and stride[1] * pixel >= atom.deep
+    filters, single = depth * x.outputs * size, math.prod(kernel) == 1
+    by_rows = single or (not fits and filters <= STAYS * levels["L2"])
+    near = fits and not by_rows and stride[1] * pixel >= deep
     other = out[1] < (FEWEST if fits else LEAST_ROW) or depth * s.nr * size > DEEPEST * levels["L2"]
-    if (other or math.prod(kernel) == 1) and not (copies and x.padding):
+    if (other or (single and filters > OF_SINGLE * levels["L2"])) and not (copies and (x.padding or few)):
         return None  # windows are packed instead, if their padding is zero
-    by_rows = not fits and depth * x.outputs * size <= STAYS * levels["L2"]
-    rows = out[0] if depth * x.outputs * size > FILTERS * levels["L2"] else min(out[0], -(-PIXELS // out[1]))
+    rows = out[0] if filters > FILTERS * levels["L2"] else min(out[0], -(-PIXELS // out[1]))
+    rows = max(rows, rows_of_few(out[0], windows.reach[0], stride[0])) if few else rows
     while rows > 1 and ((rows - 1) * stride[0] + windows.reach[0]) * max(row, 1) * size > STRIP * levels["L2"]:
         rows -= 1
     rows = -(-out[0] // -(-out[0] // rows))
     rows += paired and rows % 2 and rows < out[0]
+    by_slices = by_rows and not paired and out[1] * stride[1] * pixel * size > ROW * levels["L1"]
     return Tiled(
-        *windows.sizes, channels, image, own, copies, row, pixel, run, rows, tall, paired, near, by_rows, x.padding,
+        *windows.sizes, channels, image, own, copies, row, pixel, run, rows, few, deep, tall, paired, near, by_rows,
+        by_slices, x.padding,
     )  # fmt: skip
+
+
+def _step(run: int, most: int) -> int:
+    """Units of the fewest equal steps of a run."""
+    return next(run // y for y in range(-(-run // most), run + 1) if run % y == 0)

@@ -38,6 +38,7 @@ class Convolution:
         before: zeros before the first element, along each dimension.
         after: zeros after the last.
         padding: value of padding, if not zero: the zero point of integers.
+        filler: channels of filters beyond those of images, which are zero: filters are whole units of channels.
         out: extents of a result; 0 where no window fits.
         pixels: elements of a channel of a result.
     """
@@ -53,6 +54,7 @@ class Convolution:
     after: tuple[int, ...]
 
     padding: int = 0
+    filler: int = 0
     out: tuple[int, ...] = field(init=False)
     pixels: int = field(init=False)
 
@@ -75,7 +77,7 @@ class Convolution:
     @property
     def depth(self) -> int:
         """Number of products of each sum."""
-        return self.taps * self.channels
+        return self.taps * (self.channels + self.filler)
 
     @property
     def pointwise(self) -> bool:
@@ -147,7 +149,7 @@ def _embedded(view: Layout, x: Convolution) -> Layout:
         axis = 1 + i
         view = view.pad(axis, x.before[i], x.after[i]) if x.before[i] or x.after[i] else view
         view = view.embed(axis, (x.out[i], x.kernel[i]), (x.stride[i], x.dilation[i]))
-    return view
+    return view.pad(1 + 2 * len(x.spatial), 0, x.filler) if x.filler else view
 
 
 def windows(x: Convolution, strides: Sequence[int]) -> Layout:

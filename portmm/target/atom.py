@@ -34,6 +34,7 @@ PLACEHOLDERS = {
     "add": {"d", "a"},
     "hold": {"d"},
     "configure": {"rows"},
+    "shape": {"rows", "bytes"},
     "release": set(),
 }
 """Field of an atom -> placeholders that its text may have."""
@@ -93,6 +94,7 @@ class Atom:
         add: {d} += {a}, both accumulators; as it is spelled for numbers and GNU vectors.
         hold: keep a right fragment {d} in its register: compilers may load it again for each use.
         configure: set the rows of the tiles to {rows}, a number for each of them, and clear them.
+        shape: the same, and the bytes of their rows to {bytes}.
         release: release all tiles.
         unit: of a device, the scope of the instruction: "warp" or "warpgroup", whose lanes have the fragments;
             empty: each thread alone.
@@ -139,6 +141,7 @@ class Atom:
     hold: str = ""
     stream: str = ""
     configure: str = ""
+    shape: str = ""
     release: str = ""
     unit: str = ""
     rounds: bool = False

@@ -49,6 +49,8 @@ OF_BYTES = {
     "in place": (conv(12, (6, 7), (3, 1), before=(1, 0)), 0, 0),
     "pixels": (conv(20, (4, 5), 1), 0, 0),
     "gaps": (conv(8, (6, 7), 3, before=1), 4, 8),
+    "three channels": (replace(conv(3, (9, 14), (3, 5), stride=2, before=2), filler=1), 0, 0),
+    "five channels": (replace(conv(5, (4, 6), (2, 2)), filler=3), 1, 2),
     "zero points where nothing is padded": (replace(conv(4, (9, 9), 3), padding=7), 0, 0),
 }
 """The same of bytes, whose units are four channels."""
@@ -90,7 +92,7 @@ def test_windows_are_read_in_place(name, k_outer):
 def test_windows_of_bytes_are_read_in_units(isa, name):
     target = small(isa)
     k, s, sizes = posed(name, target, dtype="u8-s8-s32")
-    assert sizes.channels * s.atom.kr == OF_BYTES[name][0].channels
+    assert sizes.channels * s.atom.kr == OF_BYTES[name][0].channels + OF_BYTES[name][0].filler
     kernel = lower_direct(s, target.isa(s.isa), sizes)
     k.check(interpret(kernel, k, 3), s)
     if isa in HERE:

@@ -35,6 +35,11 @@ CASES = {
     "slices that overlap": (conv(32, (3, 35), (3, 1), before=(1, 0)), 0, 0),
     "in place": (conv(32, (4, 19), (2, 3)), 0, 0),
     "few channels": (conv(4, (5, 41), (3, 8), stride=2), 0, 0),
+    "shorter steps": (conv(12, (4, 19), 3, before=1), 0, 0),
+    "pixels": (conv(32, (3, 20), 1), 0, 0),
+    "every other pixel": (conv(64, (7, 25), 1, stride=2), 32, 64),
+    "three channels": (replace(conv(3, (9, 31), (4, 7), stride=2, before=(2, 3), after=(1, 4)), filler=1), 0, 0),
+    "three channels in place": (replace(conv(3, (4, 12), 3), filler=1), 1, 5),
     "gaps": (conv(32, (4, 10), 3, before=1), 2, 6),
     "gaps in place": (conv(32, (4, 12), (2, 2)), 2, 6),
     "one dimension": (conv(32, (23,), 3, stride=2, before=1), 0, 0),
@@ -77,7 +82,8 @@ def test_tiles_are_loaded_from_images(name, by_rows):
     target = small("amx_bf16")
     k, s, sizes = posed(name, target, "bf16-bf16-f32")
     for i, workers in enumerate((1, 3)):
-        kernel = lower_tiled(s, target.isa(s.isa), replace(sizes, by_rows=by_rows, near=not by_rows))
+        order = {"by_rows": by_rows, "by_slices": by_rows and i > 0, "near": not by_rows}
+        kernel = lower_tiled(s, target.isa(s.isa), replace(sizes, **order))
         k.check(interpret(kernel, k, workers, shuffle=i), s)
 
 
@@ -110,6 +116,9 @@ def test_rows_of_a_register_tile():
     assert (sizes["slices that overlap"].tall, sizes["slices that overlap"].slices) == (18, 2)
     assert (sizes["few channels"].run, sizes["few channels"].near) == (16, False)
     assert not sizes["in place"].copies
+    assert (sizes["pixels"].by_rows, sizes["pixels"].by_slices, sizes["pixels"].near) == (True, False, False)
+    assert (sizes["shorter steps"].run, sizes["shorter steps"].deep) == (18, 9)
+    assert (sizes["three channels"].run, sizes["three channels"].deep, sizes["three channels"].copies) == (14, 14, True)
 
 
 def test_what_is_packed_instead():
@@ -120,9 +129,10 @@ def test_what_is_packed_instead():
     def none(x, *strides):
         return tiled(x, strides, s, atom, target) is None
 
-    assert none(conv(32, (20, 20), 1, stride=2), 12800, 640, 32, 1)  # single taps
+    deep = 32 * 2**11  # single taps by filters that fill L2
+    assert none(conv(deep, (20, 20), 1, stride=2), 400 * deep, 20 * deep, deep, 1)
     assert none(conv(32, (4, 4), 3, before=1), 512, 128, 32, 1)  # short rows
-    assert none(conv(24, (20, 20), 3, dilation=2), 9600, 480, 24, 1)  # runs that are no whole steps
+    assert none(conv(34, (20, 20), 3, dilation=2), 13600, 680, 34, 1)  # runs that are no equal steps
     assert none(conv(32, (20, 20), 3), 12800, 640, 32, 2)  # channels that are not contiguous
     assert none(conv(32, (20, 20), 3), 13860, 693, 33, 1)  # pixels that are no whole number of units apart
 

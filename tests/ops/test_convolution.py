@@ -13,6 +13,7 @@ from support import guarded
 import portmm as pm
 from portmm.errors import ConvolutionError, NoCompilerError, PortmmError
 from portmm.ops.convolution_kernel import HostConvolution
+from portmm.ops.convolution_weights import unpack_conv
 from portmm.spec.convolution import Convolution
 
 pytestmark = pytest.mark.calls
@@ -73,6 +74,38 @@ def test_long_rows_of_bytes(x_type, width, kernel, stride, padding):
         np.testing.assert_array_equal(pm.conv(image, packed, **how, layout="NHWC"), want)
     scaled = pm.conv(x, packed, **how, layout="NHWC", epilogue=lambda acc, _: acc * 0.5)
     np.testing.assert_array_equal(scaled, np.float32(want * 0.5))
+
+
+@pytest.mark.parametrize("value", [0, 131])
+@pytest.mark.parametrize("x_type", [np.uint8, BF16], ids=str)
+@pytest.mark.parametrize(("channels", "kernel", "how"), [
+    (3, (7, 7), {"stride": 2, "padding": 3}), (3, (3, 3), {"padding": 1, "dilation": 2}), (5, (3, 2), {"padding": 1}),
+    (1, (5, 3), {}), (42, (3, 3), {"padding": 1, "groups": 2}),
+])  # fmt: skip
+def test_channels_that_are_no_whole_units(channels, kernel, how, x_type, value):
+    if x_type is BF16 and value:
+        pytest.skip("padding of floats is zero")
+    x = values((2, 21, 33, channels), x_type)
+    w = values((40, channels // how.get("groups", 1), *kernel), np.int8 if x_type is np.uint8 else x_type, 1)
+    pads = how.get("padding", 0)
+    padded = np.pad(x, ((0, 0), (pads, pads), (pads, pads), (0, 0)), constant_values=value)
+    want = convolved(padded, w, **how | {"padding": 0})
+    packed = pm.pack_conv(w, groups=how.get("groups", 1), activations=x_type)
+    np.testing.assert_array_equal(unpack_conv(packed), w)
+    for end in (True, False):
+        image = guarded(x.ravel(), end=end).reshape(x.shape)
+        got = pm.conv(image, packed, dtype=np.float32, padding_value=value, epilogue=lambda acc: acc * 0.5, **how)
+        np.testing.assert_array_equal(got, (want * 0.5).astype(np.float32))
+    other = values((1, 9, 12, 2 * channels), x_type)[..., ::2]
+    np.testing.assert_array_equal(pm.conv(other, packed, **how), pm.conv(np.ascontiguousarray(other), packed, **how))
+
+
+def test_an_infinity_stays_in_its_windows():
+    x, w = values((1, 12, 40, 3), BF16), values((16, 3, 3, 7), BF16, 1)
+    x[0, 5, 17, 2] = np.inf
+    with np.errstate(invalid="ignore"):
+        want, got = convolved(x, w, padding=1), pm.conv(x, w, padding=1, dtype=np.float32)
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))
 
 
 @pytest.mark.parametrize("seed", range(30, 42))
