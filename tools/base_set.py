@@ -279,7 +279,7 @@ def attention_forms(target, dtype):
     forms = []
     for m in range(1, MOST_QUERIES):
         isa, atom, _ = cpu_kernels.attention_unit(dtype, score, target, last_of_class(m))
-        few, step, columns = m <= FEW // atom.k_pack, str(KEYS_OF_FEW), 0
+        few, step, columns = not atom.tiled and m <= FEW // atom.k_pack, str(KEYS_OF_FEW), 0
         if not few:
             s = attention_schedule(isa, atom)
             masks = isa.spelling(atom, "load_mask", dtype)

@@ -51,26 +51,23 @@ def compute(
             known[x] = build(x)
         return known[x]
 
-    def whole(x: Term) -> Any:
-        return _aligned(*value(x), x.labels)
-
-    def wide(x: Term) -> tuple[Any, str]:
-        return _float32(*value(x)) if mixed else value(x)
+    def operand(x: Term, axes: str, *, wide: bool = mixed) -> Any:
+        return _aligned(*_float32(*value(x), mixed=wide), axes)
 
     def build(x: Term) -> tuple[Any, str]:
         """An array and its axes: after a reduction, a last one of extent 1 remains, as kernels over rows have it."""
         if x.op == "input":
             return _shaped(arrays[x.data], tuple(extents[y] for y in x.labels)), x.labels
         if x.op in ("sum", "most"):
-            moved = _aligned(*wide(x.args[0]), x.labels + x.data)
+            moved = operand(x.args[0], x.labels + x.data)
             return (moved.sum if x.op == "sum" else moved.max)(-1, keepdims=True), f"{x.labels}1"
         if x.op == "dot":
-            return _product(x, whole(x.args[0]), whole(x.args[1]), extents, mixed=mixed), x.labels
+            return _product(x, [operand(y, y.labels, wide=False) for y in x.args], extents, mixed=mixed), x.labels
         if x.op in ("attention", "concat"):
-            return _joined(x, [value(y) if y.labels else None for y in x.args], extents), x.labels
+            return _joined(x, value, extents), x.labels
         of = [value(y)[1] for y in x.args if y.labels]
         axes_ = x.labels + "1" * all(y.endswith("1") for y in of)
-        values = (literal_type(y.data) if y.op == "const" else _aligned(*wide(y), axes_) for y in x.args)
+        values = (literal_type(y.data) if y.op == "const" else operand(y, axes_) for y in x.args)
         return _ARRAYS[x.op](*values), axes_
 
     ends = []
@@ -117,13 +114,14 @@ def _merged(x: Any, labels: str, groups: Sequence[str], extents: dict[str, int])
     return _shaped(x, tuple(int(np.prod([extents[y] for y in group], dtype=np.int64)) for group in groups))
 
 
-def _float32(x: Any, axes: str) -> tuple[Any, str]:
-    """A value of float32, and its axes."""
-    return (x.astype(np.float32) if _narrow(x) else x), axes
+def _float32(x: Any, axes: str, *, mixed: bool = True) -> tuple[Any, str]:
+    """A value of float32, where types are mixed, and its axes."""
+    return (x.astype(np.float32) if mixed and _narrow(x) else x), axes
 
 
-def _joined(x: Term, values: list[tuple[Any, str] | None], extents: dict[str, int]) -> Any:
+def _joined(x: Term, value: Callable[[Term], tuple[Any, str]], extents: dict[str, int]) -> Any:
     """Attention, or a concatenation, of operands of one type; factors are of float32, or None."""
+    values = [value(y) if y.labels else None for y in x.args]
     every = values[:3] if x.op == "attention" else values
     first = every if len({y[0].dtype for y in every if y}) == 1 else [y and _float32(*y) for y in every]
     both = zip([*first, *(y and _float32(*y) for y in values[len(every) :])], x.args, strict=True)
@@ -136,11 +134,12 @@ def _narrow(x: Any) -> bool:
     return not isinstance(x, float) and bool(x.dtype != np.float32)
 
 
-def _product(x: Term, a: Any, b: Any, extents: dict[str, int], *, mixed: bool) -> Any:
+def _product(x: Term, arrays: list[Any], extents: dict[str, int], *, mixed: bool) -> Any:
     """A product as `@` of matrices, in which the dimensions of one operand alone are one; of float32, if `mixed`."""
     left, right = (y.labels for y in x.args)
     both = [y for y in left if y in right and y != x.data]
     rows, columns = ("".join(y for y in z if y not in w) for z, w in ((left, right), (right, left)))
+    a, b = arrays
     a, b = _merged(a, left, [*both, rows, x.data], extents), _merged(b, right, [*both, x.data, columns], extents)
     if mixed and _narrow(a) and not _narrow(b):
         a = a.astype(np.float32)

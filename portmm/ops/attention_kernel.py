@@ -60,7 +60,7 @@ def make_kernel(
     isa, atom, lanes = cpu_kernels.attention_unit(dtype, fused, target, last_of_class(shape.m))
     if to != dtype and not (atom.tiled and dtype == "bf16"):
         raise ScheduleError("tile units alone have exact weights of results of float32, of operands of bfloat16")
-    few = shape.m <= FEW // atom.k_pack and len(fused.results) == 1
+    few = not atom.tiled and shape.m <= FEW // atom.k_pack and len(fused.results) == 1
     function = traced if few else _transposed(traced)
     unit = lanes if few else atom
     schedule = attention_schedule(isa, unit)

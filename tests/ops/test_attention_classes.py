@@ -23,9 +23,9 @@ def made(monkeypatch):
     cpu_runtime.clear_memo()
     found, make = [], attention_kernel.make_kernel
 
-    def counted(traced, shape, flags, result):
+    def counted(traced, shape, flags, result, **more):
         found.append((shape.m, shape.n))
-        return make(traced, shape, flags, result)
+        return make(traced, shape, flags, result, **more)
 
     monkeypatch.setattr(attention_kernel, "make_kernel", counted)
     return found
