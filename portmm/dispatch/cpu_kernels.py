@@ -153,8 +153,8 @@ def unit_for(fused: Fused, target: Target) -> tuple[Isa, Atom]:
 def attention_unit(dtype: str, fused: Fused, target: Target, rows: int) -> tuple[Isa, Atom, Atom]:
     """The fastest unit for products of a type that attention kernels support, and its vectors of f32.
 
-    Units with more than twice the rows that there are `rows` of queries are excluded: 8 queries by tiles of 16 take 0.86
-    of the time that they take by vectors along keys, 15 take 0.41 (Granite Rapids, 16 heads, 4096 keys).
+    Units with more than twice the rows that there are `rows` of queries are excluded: 8 queries by tiles of 16 take
+    0.86 of the time that they take by vectors along keys, 15 take 0.41 (Granite Rapids, 16 heads, 4096 keys).
 
     Raises:
         ScheduleError: there is none.
