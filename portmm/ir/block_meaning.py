@@ -197,10 +197,14 @@ class _Point:
         self.program, self.arrays, self.arithmetic = program, arrays, arithmetic
         self.source: dict[str, Any] = {"number": numbers, "extent": extents}
         self.state: Values = {}
+        self.places: dict[tuple[Any, ...], tuple[Array, ...]] = {}
+        known = program.__dict__
+        self.axes = known["varies"] if "varies" in known else varies(program.fused.steps, program.operands)
+        known["varies"] = self.axes
 
     def passes(self, here: Tile, along: list[range]) -> None:
         """All passes over the tiles of the loop."""
-        axes, loop = varies(self.program.fused.steps, self.program.operands), self.program.loop
+        axes, loop = self.axes, self.program.loop
         for one in self.program.passes:
             for x in filter(self.program.carried, one):
                 shape = [len(r) if y in axes[x.value] else 1 for y, r in here.items()]
@@ -215,7 +219,7 @@ class _Point:
         """A tile of the loop in a pass."""
         known: Values = {}
         before = _Point(self.program, self.arrays, self.source["number"], self.source["extent"], self.arithmetic)
-        before.state = dict(self.state)
+        before.state, before.places = dict(self.state), self.places
         for x in one:
             if isinstance(x, TileTransfer) and self.program.loop in self.program.operands[x.operand].axes:
                 self._store(x, tile)
@@ -258,11 +262,15 @@ class _Point:
 
     def _at(self, operand: int, tile: Tile) -> tuple[Array, ...]:
         """Indices of the elements of an operand in a tile, in the order of its labels."""
-        extents, indices = self.source["extent"], []
-        for y in self.program.operands[operand].axes:
-            row = np.array(tile[y.lower()], np.int64)
-            indices.append(_along(y.lower(), tile, row * extents[y] // extents[y.lower()] if y.isupper() else row))
-        return tuple(indices)
+        extents, axes = self.source["extent"], self.program.operands[operand].axes
+        key = (axes, *tile, *(tile[y.lower()] for y in axes))
+        if key not in self.places:
+            indices = []
+            for y in axes:
+                row = np.array(tile[y.lower()], np.int64)
+                indices.append(_along(y.lower(), tile, row * extents[y] // extents[y.lower()] if y.isupper() else row))
+            self.places[key] = tuple(indices)
+        return self.places[key]
 
     def _store(self, x: TileTransfer, tile: Tile) -> None:
         """A result."""

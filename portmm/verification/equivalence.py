@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
     from portmm.ir.mugraph import Binding, MuGraph, Step
     from portmm.spec.expr import Expr
+    from portmm.verification.bounds import Size
 
 LEAST, MOST = 3, 40
 """Extents of labels, and the largest literal that an index is compared with."""
@@ -133,7 +134,7 @@ def check(
         return Verdict(equal=False, reason=why, seed=seed)
     try:
         small = dict(extents or reduced(reference, candidate))
-        pairs = list(zip(sizes(reference, small), sizes(candidate, small), strict=True))
+        pairs = list(zip(_sizes(reference, small), sizes(candidate, small), strict=True))
         tests, bits = tests_for(pairs)
         for i in range(REDRAWS):
             field = fields(seed + i, tests)
@@ -170,6 +171,15 @@ def _difference(a: MuGraph, b: MuGraph, numbers: Residues, extents: Mapping[str,
 
 
 _references = Memory(16, "kernels")
+_sized = Memory(16, "kernels")
+
+
+def _sizes(graph: MuGraph, extents: Mapping[str, int]) -> list[Size]:
+    """Sizes of the results of a reference, which serve all candidates."""
+    key = (graph, tuple(extents.items()))
+    if key not in _sized:
+        _sized.keep(key, sizes(graph, extents))
+    return _sized[key]  # type: ignore[no-any-return]
 
 
 def _reference(graph: MuGraph, numbers: Residues, extents: Mapping[str, int]) -> tuple[list[Any], list[Any]]:

@@ -128,7 +128,7 @@ class Field:
 
     def power(self, exponent: Array) -> Array:
         """W to the power of an element of Z_q."""
-        tests = np.broadcast_to(np.arange(self.tests), exponent.shape)
+        tests = np.arange(self.tests)
         whole = exponent.astype(np.int64)
         return self.mul(self.low[tests, whole % _STEP], self.high[tests, whole // _STEP])
 

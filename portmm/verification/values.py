@@ -77,11 +77,13 @@ class Residues:
     """The arithmetic of some tests: see `block_meaning.Arithmetic`.
 
     Attributes:
+        literals: residues of literals that were met.
         seen: residues of the arguments of exponentials, if these are to be kept.
     """
 
     def __init__(self, field: Field, *, keeps: bool = False) -> None:
         self.field = field
+        self.literals: dict[float, Array] = {}
         self.seen: list[Array] | None = [] if keeps else None
 
     # Values.
@@ -103,7 +105,7 @@ class Residues:
 
     @staticmethod
     def _plain(p: Array, q: Array, *, positive: bool = False) -> Value:
-        return Value(p, q, np.zeros_like(p, bool), np.zeros_like(p), positive)
+        return Value(p, q, np.zeros(p.shape, bool), np.zeros(p.shape, np.uint64), positive)
 
     def literal(self, x: float, rank: int) -> Value:
         """A literal."""
@@ -113,7 +115,9 @@ class Residues:
         if x == -np.inf:
             lowest: Value = self.start("max", [1] * rank, "f32")
             return lowest
-        p = np.array(np.broadcast_to(self.field.literal(x), shape))
+        if x not in self.literals:
+            self.literals[x] = self.field.literal(x)
+        p = self.literals[x].reshape(shape)
         value = self._plain(p, np.full(shape, q_literal(x)), positive=x >= 0)
         return replace(value, peak=np.full(shape, IDENTITY)) if x < LOWEST else value
 
@@ -196,7 +200,7 @@ class Residues:
         """Store of a value."""
         if isinstance(array, Value) and isinstance(value, Value):
             for to, x in zip(array.parts(), value.parts(), strict=True):
-                to[at] = np.broadcast_to(x, (*shape, self.field.tests))
+                to[at] = x
             if not value.positive:
                 object.__setattr__(array, "positive", False)
         elif isinstance(array, Value) or isinstance(value, Value):
@@ -237,7 +241,7 @@ class Residues:
         if minus and b.low.any():
             raise UnsupportedError("-inf is subtracted")
         p, q = (self.field.sub(a.p, b.p), a.q - b.q) if minus else (self.field.add(a.p, b.p), a.q + b.q)
-        return Value(p, q % Q, low, np.zeros_like(p), a.positive and b.positive and not minus)
+        return Value(p, q % Q, low, np.zeros(p.shape, np.uint64), a.positive and b.positive and not minus)
 
     def _sub(self, a: Value, b: Value) -> Any:
         return self._add(a, b, minus=True)
@@ -250,7 +254,7 @@ class Residues:
         if low.any() and not ((a.positive or not b.low.any()) and (b.positive or not a.low.any())):
             raise UnsupportedError("-inf is multiplied by a number whose sign is unknown")
         p = self.field.mul(a.p, b.p)
-        return Value(p, a.q * b.q % Q, low, np.zeros_like(p), a.positive and b.positive)
+        return Value(p, a.q * b.q % Q, low, np.zeros(p.shape, np.uint64), a.positive and b.positive)
 
     def _fma(self, a: Value, b: Value, c: Value) -> Any:
         return self._add(self._mul(a, b), c)
