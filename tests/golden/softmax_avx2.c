@@ -1,5 +1,5 @@
 /* portmm_rows_avx2_f32, made by portmm 0.1.0 for AVX2 and FMA */
-/* f32.bmn f32.bmn | const f32 0.00019630798; const f32 89.0; load 0; reduce max 2; sub 2 3; lt 1 4; select 5 1 4; const f32 -104.0; lt 6 7; select 8 7 6; const f32 0.7213475; const f32 1.2583039e+07; fma 9 10 11; sub 12 11; const f32 -2.8572135e-06; const f32 -1.3862915; fma 13 15 9; fma 13 14 16; const f32 0.0014104752; fma 0 17 18; const f32 0.008335929; fma 19 17 20; const f32 0.04166123; fma 21 17 22; const f32 0.16666618; fma 23 17 24; const f32 0.50000036; fma 25 17 26; const f32 1.0; fma 27 17 28; fma 29 17 28; bits 12; const s32 23; shl 31 32; from_bits 33; mul 30 34; mul 35 34; reduce add 36; div 36 37 | 1 38 */
+/* f32.bmn f32.bmn | const f32 0.00019630798; load 0; reduce max 1; sub 1 2; const f32 -87.33654; lt 3 4; const f32 89.0; lt 6 3; select 7 6 3; select 5 4 8; const f32 0.7213475; const f32 1.2583039e+07; fma 9 10 11; sub 12 11; const f32 -2.8572135e-06; const f32 -1.3862915; fma 13 15 9; fma 13 14 16; const f32 0.0014104752; fma 0 17 18; const f32 0.008335929; fma 19 17 20; const f32 0.04166123; fma 21 17 22; const f32 0.16666618; fma 23 17 24; const f32 0.50000036; fma 25 17 26; const f32 1.0; fma 27 17 28; fma 29 17 28; bits 12; const s32 23; shl 31 32; from_bits 33; mul 30 34; const f32 0.0; select 5 36 34; mul 35 37; reduce add 38; div 38 39 | 1 40 */
 /* made again by: portmm.fuse on AVX2 and FMA */
 
 typedef float v8f __attribute__((vector_size(32)));
@@ -84,10 +84,10 @@ typedef unsigned v8f_n __attribute__((vector_size(sizeof(v8f))));
 
 /* Expressions over one row */
 static __attribute__((noinline)) void one_row(long m, long n, long item, long row, const float *x0, long x0_m, float *x1, long x1_m, float *kept0) {
-  v8f all_r0_0, all_r0_1, all_r0_2, all_r0_3, l0, all_r0_0_kept, t1, all_r1_0, all_r1_1, all_r1_2, all_r1_3, runs_r1_0, runs_r1_1, runs_r1_2, runs_r1_3, blocks_r1_0, blocks_r1_1, blocks_r1_2, blocks_r1_3, t2, t4, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, all_r1_0_kept, t23, t24;
+  v8f all_r0_0, all_r0_1, all_r0_2, all_r0_3, l0, all_r0_0_kept, t1, all_r1_0, all_r1_1, all_r1_2, all_r1_3, runs_r1_0, runs_r1_1, runs_r1_2, runs_r1_3, blocks_r1_0, blocks_r1_1, blocks_r1_2, blocks_r1_3, t2, t5, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, t23, all_r1_0_kept, t24, t25;
   v8i few;
-  v8f_w all_r0_0_at, all_r0_0_count, all_r0_0_there, t3, t5, t18, t19, all_r1_0_at, all_r1_0_count, all_r1_0_there;
-  float t1_one, t23_one;
+  v8f_w all_r0_0_at, all_r0_0_count, all_r0_0_there, t3, t4, t18, t19, all_r1_0_at, all_r1_0_count, all_r1_0_there;
+  float t1_one, t24_one;
   float r0[1] __attribute__((aligned(64)));
   float r1[1] __attribute__((aligned(64)));
   float lane[8] __attribute__((aligned(64)));
@@ -144,10 +144,10 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
       for (long j = j_run; j < min_(n - n % 32, j_run + 2048); j += 32) {
         l0 = *(const v8f_u *)(x0 + j);
         t2 = l0 - t1;
-        t3 = ((v8f){0} + 89.0f) < t2;
-        t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
-        t5 = t4 < ((v8f){0} + (-104.0f));
-        t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+        t3 = t2 < ((v8f){0} + (-87.33654f));
+        t4 = ((v8f){0} + 89.0f) < t2;
+        t5 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t4) | ((v8f_w)t2 & ~t4));
+        t6 = (v8f)(((v8f_w)((v8f){0} + (-87.33654f)) & t3) | ((v8f_w)t5 & ~t3));
         t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
         t8 = t7 - ((v8f){0} + 1.2583039e+07f);
         t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
@@ -163,15 +163,16 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
         t19 = (v8f_w)((v8f_n)t18 << 23);
         t20 = (v8f)t19;
         t21 = t17 * t20;
-        t22 = t21 * t20;
-        *(v8f_u *)(kept0 + j) = t22;
-        all_r1_0 = all_r1_0 + t22;
+        t22 = (v8f)(((v8f_w)((v8f){0} + 0.0f) & t3) | ((v8f_w)t20 & ~t3));
+        t23 = t21 * t22;
+        *(v8f_u *)(kept0 + j) = t23;
+        all_r1_0 = all_r1_0 + t23;
         l0 = *(const v8f_u *)(x0 + j + 8);
         t2 = l0 - t1;
-        t3 = ((v8f){0} + 89.0f) < t2;
-        t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
-        t5 = t4 < ((v8f){0} + (-104.0f));
-        t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+        t3 = t2 < ((v8f){0} + (-87.33654f));
+        t4 = ((v8f){0} + 89.0f) < t2;
+        t5 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t4) | ((v8f_w)t2 & ~t4));
+        t6 = (v8f)(((v8f_w)((v8f){0} + (-87.33654f)) & t3) | ((v8f_w)t5 & ~t3));
         t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
         t8 = t7 - ((v8f){0} + 1.2583039e+07f);
         t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
@@ -187,15 +188,16 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
         t19 = (v8f_w)((v8f_n)t18 << 23);
         t20 = (v8f)t19;
         t21 = t17 * t20;
-        t22 = t21 * t20;
-        *(v8f_u *)(kept0 + j + 8) = t22;
-        all_r1_1 = all_r1_1 + t22;
+        t22 = (v8f)(((v8f_w)((v8f){0} + 0.0f) & t3) | ((v8f_w)t20 & ~t3));
+        t23 = t21 * t22;
+        *(v8f_u *)(kept0 + j + 8) = t23;
+        all_r1_1 = all_r1_1 + t23;
         l0 = *(const v8f_u *)(x0 + j + 16);
         t2 = l0 - t1;
-        t3 = ((v8f){0} + 89.0f) < t2;
-        t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
-        t5 = t4 < ((v8f){0} + (-104.0f));
-        t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+        t3 = t2 < ((v8f){0} + (-87.33654f));
+        t4 = ((v8f){0} + 89.0f) < t2;
+        t5 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t4) | ((v8f_w)t2 & ~t4));
+        t6 = (v8f)(((v8f_w)((v8f){0} + (-87.33654f)) & t3) | ((v8f_w)t5 & ~t3));
         t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
         t8 = t7 - ((v8f){0} + 1.2583039e+07f);
         t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
@@ -211,15 +213,16 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
         t19 = (v8f_w)((v8f_n)t18 << 23);
         t20 = (v8f)t19;
         t21 = t17 * t20;
-        t22 = t21 * t20;
-        *(v8f_u *)(kept0 + j + 16) = t22;
-        all_r1_2 = all_r1_2 + t22;
+        t22 = (v8f)(((v8f_w)((v8f){0} + 0.0f) & t3) | ((v8f_w)t20 & ~t3));
+        t23 = t21 * t22;
+        *(v8f_u *)(kept0 + j + 16) = t23;
+        all_r1_2 = all_r1_2 + t23;
         l0 = *(const v8f_u *)(x0 + j + 24);
         t2 = l0 - t1;
-        t3 = ((v8f){0} + 89.0f) < t2;
-        t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
-        t5 = t4 < ((v8f){0} + (-104.0f));
-        t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+        t3 = t2 < ((v8f){0} + (-87.33654f));
+        t4 = ((v8f){0} + 89.0f) < t2;
+        t5 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t4) | ((v8f_w)t2 & ~t4));
+        t6 = (v8f)(((v8f_w)((v8f){0} + (-87.33654f)) & t3) | ((v8f_w)t5 & ~t3));
         t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
         t8 = t7 - ((v8f){0} + 1.2583039e+07f);
         t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
@@ -235,9 +238,10 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
         t19 = (v8f_w)((v8f_n)t18 << 23);
         t20 = (v8f)t19;
         t21 = t17 * t20;
-        t22 = t21 * t20;
-        *(v8f_u *)(kept0 + j + 24) = t22;
-        all_r1_3 = all_r1_3 + t22;
+        t22 = (v8f)(((v8f_w)((v8f){0} + 0.0f) & t3) | ((v8f_w)t20 & ~t3));
+        t23 = t21 * t22;
+        *(v8f_u *)(kept0 + j + 24) = t23;
+        all_r1_3 = all_r1_3 + t23;
       }
       if (j_run + 2048 < n - n % 32) {
         runs_r1_0 = runs_r1_0 + all_r1_0;
@@ -272,10 +276,10 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
   for (long j = n - n % 32; j < n - n % 8; j += 8) {
     l0 = *(const v8f_u *)(x0 + j);
     t2 = l0 - t1;
-    t3 = ((v8f){0} + 89.0f) < t2;
-    t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
-    t5 = t4 < ((v8f){0} + (-104.0f));
-    t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+    t3 = t2 < ((v8f){0} + (-87.33654f));
+    t4 = ((v8f){0} + 89.0f) < t2;
+    t5 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t4) | ((v8f_w)t2 & ~t4));
+    t6 = (v8f)(((v8f_w)((v8f){0} + (-87.33654f)) & t3) | ((v8f_w)t5 & ~t3));
     t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
     t8 = t7 - ((v8f){0} + 1.2583039e+07f);
     t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
@@ -291,9 +295,10 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     t19 = (v8f_w)((v8f_n)t18 << 23);
     t20 = (v8f)t19;
     t21 = t17 * t20;
-    t22 = t21 * t20;
-    *(v8f_u *)(kept0 + j) = t22;
-    all_r1_0 = all_r1_0 + t22;
+    t22 = (v8f)(((v8f_w)((v8f){0} + 0.0f) & t3) | ((v8f_w)t20 & ~t3));
+    t23 = t21 * t22;
+    *(v8f_u *)(kept0 + j) = t23;
+    all_r1_0 = all_r1_0 + t23;
   }
   if (n - n % 8 < n) {
     const long j = n - n % 8;
@@ -301,10 +306,10 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     few = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(n - (n - n % 8), 8)));
     __asm__("vmaskmovps %1, %2, %0" : "=x"(l0) : "m"(*(const v8f_u *)(x0 + j)), "x"(few));
     t2 = l0 - t1;
-    t3 = ((v8f){0} + 89.0f) < t2;
-    t4 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t3) | ((v8f_w)t2 & ~t3));
-    t5 = t4 < ((v8f){0} + (-104.0f));
-    t6 = (v8f)(((v8f_w)((v8f){0} + (-104.0f)) & t5) | ((v8f_w)t4 & ~t5));
+    t3 = t2 < ((v8f){0} + (-87.33654f));
+    t4 = ((v8f){0} + 89.0f) < t2;
+    t5 = (v8f)(((v8f_w)((v8f){0} + 89.0f) & t4) | ((v8f_w)t2 & ~t4));
+    t6 = (v8f)(((v8f_w)((v8f){0} + (-87.33654f)) & t3) | ((v8f_w)t5 & ~t3));
     t7 = t6 * ((v8f){0} + 0.7213475f) + ((v8f){0} + 1.2583039e+07f);
     t8 = t7 - ((v8f){0} + 1.2583039e+07f);
     t9 = t8 * ((v8f){0} + (-1.3862915f)) + t6;
@@ -320,12 +325,13 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     t19 = (v8f_w)((v8f_n)t18 << 23);
     t20 = (v8f)t19;
     t21 = t17 * t20;
-    t22 = t21 * t20;
-    *(v8f_u *)(kept0 + j) = t22;
+    t22 = (v8f)(((v8f_w)((v8f){0} + 0.0f) & t3) | ((v8f_w)t20 & ~t3));
+    t23 = t21 * t22;
+    *(v8f_u *)(kept0 + j) = t23;
     all_r1_0_at = (v8f_w){0, 1, 2, 3, 4, 5, 6, 7} + (int)(0);
     all_r1_0_count = (v8f_w){0} + (int)(left);
     all_r1_0_there = all_r1_0_at < all_r1_0_count;
-    all_r1_0_kept = (v8f)(((v8f_w)t22 & all_r1_0_there) | ((v8f_w)((v8f){0} + 0.0f) & ~all_r1_0_there));
+    all_r1_0_kept = (v8f)(((v8f_w)t23 & all_r1_0_there) | ((v8f_w)((v8f){0} + 0.0f) & ~all_r1_0_there));
     all_r1_0 = all_r1_0 + all_r1_0_kept;
   }
   all_r1_0 = all_r1_0 + all_r1_1;
@@ -333,19 +339,19 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
   all_r1_0 = all_r1_0 + all_r1_3;
   *(v8f_u *)(lane) = all_r1_0;
   *(r1) = sum_8(lane);
-  t23_one = *(r1);
-  t23 = t23_one - (v8f){0};
+  t24_one = *(r1);
+  t24 = t24_one - (v8f){0};
   for (long j = 0; j < n - n % 8; j += 8) {
-    t22 = *(const v8f_u *)(kept0 + j);
-    t24 = t22 / t23;
-    *(v8f_u *)(x1 + j) = t24;
+    t23 = *(const v8f_u *)(kept0 + j);
+    t25 = t23 / t24;
+    *(v8f_u *)(x1 + j) = t25;
   }
   if (n - n % 8 < n) {
     const long j = n - n % 8;
     few = (v8i){0, 1, 2, 3, 4, 5, 6, 7} < (v8i){0} + (int)(max_(0, min_(n - (n - n % 8), 8)));
-    t22 = *(const v8f_u *)(kept0 + j);
-    t24 = t22 / t23;
-    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(x1 + j)) : "x"(t24), "x"(few));
+    t23 = *(const v8f_u *)(kept0 + j);
+    t25 = t23 / t24;
+    __asm__("vmaskmovps %1, %2, %0" : "+m"(*(v8f_u *)(x1 + j)) : "x"(t25), "x"(few));
   }
 }
 

@@ -1,5 +1,5 @@
 /* portmm_rows_sve256_f32, made by portmm 0.1.0 for SVE, 256-bit vectors */
-/* f32.bmn f32.bmn | const f32 0.00019630798; const f32 89.0; load 0; reduce max 2; sub 2 3; lt 1 4; select 5 1 4; const f32 -104.0; lt 6 7; select 8 7 6; const f32 0.7213475; const f32 1.2583039e+07; fma 9 10 11; sub 12 11; const f32 -2.8572135e-06; const f32 -1.3862915; fma 13 15 9; fma 13 14 16; const f32 0.0014104752; fma 0 17 18; const f32 0.008335929; fma 19 17 20; const f32 0.04166123; fma 21 17 22; const f32 0.16666618; fma 23 17 24; const f32 0.50000036; fma 25 17 26; const f32 1.0; fma 27 17 28; fma 29 17 28; bits 12; const s32 23; shl 31 32; from_bits 33; mul 30 34; mul 35 34; reduce add 36; div 36 37 | 1 38 */
+/* f32.bmn f32.bmn | const f32 0.00019630798; load 0; reduce max 1; sub 1 2; const f32 -87.33654; lt 3 4; const f32 89.0; lt 6 3; select 7 6 3; select 5 4 8; const f32 0.7213475; const f32 1.2583039e+07; fma 9 10 11; sub 12 11; const f32 -2.8572135e-06; const f32 -1.3862915; fma 13 15 9; fma 13 14 16; const f32 0.0014104752; fma 0 17 18; const f32 0.008335929; fma 19 17 20; const f32 0.04166123; fma 21 17 22; const f32 0.16666618; fma 23 17 24; const f32 0.50000036; fma 25 17 26; const f32 1.0; fma 27 17 28; fma 29 17 28; bits 12; const s32 23; shl 31 32; from_bits 33; mul 30 34; const f32 0.0; select 5 36 34; mul 35 37; reduce add 38; div 38 39 | 1 40 */
 /* made again by: portmm.fuse on SVE, 256-bit vectors */
 
 #include <arm_sve.h>
@@ -62,8 +62,8 @@ static inline float most_8(const float *p) {
 
 /* Expressions over one row */
 static __attribute__((noinline)) void one_row(long m, long n, long item, long row, const float *x0, long x0_m, float *x1, long x1_m, float *kept0) {
-  svfloat32_t all_r0_0, all_r0_1, all_r0_2, all_r0_3, l0, all_r0_0_kept, t1_one, t1, all_r1_0, all_r1_1, all_r1_2, all_r1_3, runs_r1_0, runs_r1_1, runs_r1_2, runs_r1_3, blocks_r1_0, blocks_r1_1, blocks_r1_2, blocks_r1_3, t2, t4, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, all_r1_0_kept, t23_one, t23, t24;
-  svbool_t few, all_r0_0_there, t3, t5, all_r1_0_there;
+  svfloat32_t all_r0_0, all_r0_1, all_r0_2, all_r0_3, l0, all_r0_0_kept, t1_one, t1, all_r1_0, all_r1_1, all_r1_2, all_r1_3, runs_r1_0, runs_r1_1, runs_r1_2, runs_r1_3, blocks_r1_0, blocks_r1_1, blocks_r1_2, blocks_r1_3, t2, t5, t6, t7, t8, t9, t10, t11, t12, t13, t14, t15, t16, t17, t20, t21, t22, t23, all_r1_0_kept, t24_one, t24, t25;
+  svbool_t few, all_r0_0_there, t3, t4, all_r1_0_there;
   svint32_t all_r0_0_at, all_r0_0_count, t18, t19, all_r1_0_at, all_r1_0_count;
   float r0[1] __attribute__((aligned(64)));
   float r1[1] __attribute__((aligned(64)));
@@ -121,10 +121,10 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
       for (long j = j_run; j < min_(n - n % 32, j_run + 2048); j += 32) {
         l0 = svld1_f32(svptrue_b32(), x0 + j);
         t2 = svsub_f32_x(svptrue_b32(), l0, t1);
-        t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
-        t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
-        t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
-        t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+        t3 = svcmplt_f32(svptrue_b32(), t2, svdup_n_f32((-87.33654f)));
+        t4 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+        t5 = svsel_f32(t4, svdup_n_f32(89.0f), t2);
+        t6 = svsel_f32(t3, svdup_n_f32((-87.33654f)), t5);
         t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
         t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
         t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
@@ -140,15 +140,16 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
         t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
         t20 = svreinterpret_f32_s32(t19);
         t21 = svmul_f32_x(svptrue_b32(), t17, t20);
-        t22 = svmul_f32_x(svptrue_b32(), t21, t20);
-        svst1_f32(svptrue_b32(), kept0 + j, t22);
-        all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, t22);
+        t22 = svsel_f32(t3, svdup_n_f32(0.0f), t20);
+        t23 = svmul_f32_x(svptrue_b32(), t21, t22);
+        svst1_f32(svptrue_b32(), kept0 + j, t23);
+        all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, t23);
         l0 = svld1_f32(svptrue_b32(), x0 + j + 8);
         t2 = svsub_f32_x(svptrue_b32(), l0, t1);
-        t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
-        t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
-        t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
-        t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+        t3 = svcmplt_f32(svptrue_b32(), t2, svdup_n_f32((-87.33654f)));
+        t4 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+        t5 = svsel_f32(t4, svdup_n_f32(89.0f), t2);
+        t6 = svsel_f32(t3, svdup_n_f32((-87.33654f)), t5);
         t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
         t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
         t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
@@ -164,15 +165,16 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
         t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
         t20 = svreinterpret_f32_s32(t19);
         t21 = svmul_f32_x(svptrue_b32(), t17, t20);
-        t22 = svmul_f32_x(svptrue_b32(), t21, t20);
-        svst1_f32(svptrue_b32(), kept0 + j + 8, t22);
-        all_r1_1 = svadd_f32_x(svptrue_b32(), all_r1_1, t22);
+        t22 = svsel_f32(t3, svdup_n_f32(0.0f), t20);
+        t23 = svmul_f32_x(svptrue_b32(), t21, t22);
+        svst1_f32(svptrue_b32(), kept0 + j + 8, t23);
+        all_r1_1 = svadd_f32_x(svptrue_b32(), all_r1_1, t23);
         l0 = svld1_f32(svptrue_b32(), x0 + j + 16);
         t2 = svsub_f32_x(svptrue_b32(), l0, t1);
-        t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
-        t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
-        t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
-        t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+        t3 = svcmplt_f32(svptrue_b32(), t2, svdup_n_f32((-87.33654f)));
+        t4 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+        t5 = svsel_f32(t4, svdup_n_f32(89.0f), t2);
+        t6 = svsel_f32(t3, svdup_n_f32((-87.33654f)), t5);
         t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
         t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
         t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
@@ -188,15 +190,16 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
         t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
         t20 = svreinterpret_f32_s32(t19);
         t21 = svmul_f32_x(svptrue_b32(), t17, t20);
-        t22 = svmul_f32_x(svptrue_b32(), t21, t20);
-        svst1_f32(svptrue_b32(), kept0 + j + 16, t22);
-        all_r1_2 = svadd_f32_x(svptrue_b32(), all_r1_2, t22);
+        t22 = svsel_f32(t3, svdup_n_f32(0.0f), t20);
+        t23 = svmul_f32_x(svptrue_b32(), t21, t22);
+        svst1_f32(svptrue_b32(), kept0 + j + 16, t23);
+        all_r1_2 = svadd_f32_x(svptrue_b32(), all_r1_2, t23);
         l0 = svld1_f32(svptrue_b32(), x0 + j + 24);
         t2 = svsub_f32_x(svptrue_b32(), l0, t1);
-        t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
-        t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
-        t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
-        t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+        t3 = svcmplt_f32(svptrue_b32(), t2, svdup_n_f32((-87.33654f)));
+        t4 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+        t5 = svsel_f32(t4, svdup_n_f32(89.0f), t2);
+        t6 = svsel_f32(t3, svdup_n_f32((-87.33654f)), t5);
         t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
         t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
         t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
@@ -212,9 +215,10 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
         t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
         t20 = svreinterpret_f32_s32(t19);
         t21 = svmul_f32_x(svptrue_b32(), t17, t20);
-        t22 = svmul_f32_x(svptrue_b32(), t21, t20);
-        svst1_f32(svptrue_b32(), kept0 + j + 24, t22);
-        all_r1_3 = svadd_f32_x(svptrue_b32(), all_r1_3, t22);
+        t22 = svsel_f32(t3, svdup_n_f32(0.0f), t20);
+        t23 = svmul_f32_x(svptrue_b32(), t21, t22);
+        svst1_f32(svptrue_b32(), kept0 + j + 24, t23);
+        all_r1_3 = svadd_f32_x(svptrue_b32(), all_r1_3, t23);
       }
       if (j_run + 2048 < n - n % 32) {
         runs_r1_0 = svadd_f32_x(svptrue_b32(), runs_r1_0, all_r1_0);
@@ -249,10 +253,10 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
   for (long j = n - n % 32; j < n - n % 8; j += 8) {
     l0 = svld1_f32(svptrue_b32(), x0 + j);
     t2 = svsub_f32_x(svptrue_b32(), l0, t1);
-    t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
-    t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
-    t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
-    t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+    t3 = svcmplt_f32(svptrue_b32(), t2, svdup_n_f32((-87.33654f)));
+    t4 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+    t5 = svsel_f32(t4, svdup_n_f32(89.0f), t2);
+    t6 = svsel_f32(t3, svdup_n_f32((-87.33654f)), t5);
     t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
     t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
     t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
@@ -268,9 +272,10 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
     t20 = svreinterpret_f32_s32(t19);
     t21 = svmul_f32_x(svptrue_b32(), t17, t20);
-    t22 = svmul_f32_x(svptrue_b32(), t21, t20);
-    svst1_f32(svptrue_b32(), kept0 + j, t22);
-    all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, t22);
+    t22 = svsel_f32(t3, svdup_n_f32(0.0f), t20);
+    t23 = svmul_f32_x(svptrue_b32(), t21, t22);
+    svst1_f32(svptrue_b32(), kept0 + j, t23);
+    all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, t23);
   }
   if (n - n % 8 < n) {
     const long j = n - n % 8;
@@ -278,10 +283,10 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     few = svwhilelt_b32_u32(0, (unsigned)(max_(0, min_(n - (n - n % 8), 8))));
     l0 = svld1_f32(few, x0 + j);
     t2 = svsub_f32_x(svptrue_b32(), l0, t1);
-    t3 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
-    t4 = svsel_f32(t3, svdup_n_f32(89.0f), t2);
-    t5 = svcmplt_f32(svptrue_b32(), t4, svdup_n_f32((-104.0f)));
-    t6 = svsel_f32(t5, svdup_n_f32((-104.0f)), t4);
+    t3 = svcmplt_f32(svptrue_b32(), t2, svdup_n_f32((-87.33654f)));
+    t4 = svcmplt_f32(svptrue_b32(), svdup_n_f32(89.0f), t2);
+    t5 = svsel_f32(t4, svdup_n_f32(89.0f), t2);
+    t6 = svsel_f32(t3, svdup_n_f32((-87.33654f)), t5);
     t7 = svmla_f32_x(svptrue_b32(), svdup_n_f32(1.2583039e+07f), t6, svdup_n_f32(0.7213475f));
     t8 = svsub_f32_x(svptrue_b32(), t7, svdup_n_f32(1.2583039e+07f));
     t9 = svmla_f32_x(svptrue_b32(), t6, t8, svdup_n_f32((-1.3862915f)));
@@ -297,12 +302,13 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
     t19 = svlsl_n_s32_x(svptrue_b32(), t18, 23);
     t20 = svreinterpret_f32_s32(t19);
     t21 = svmul_f32_x(svptrue_b32(), t17, t20);
-    t22 = svmul_f32_x(svptrue_b32(), t21, t20);
-    svst1_f32(svptrue_b32(), kept0 + j, t22);
+    t22 = svsel_f32(t3, svdup_n_f32(0.0f), t20);
+    t23 = svmul_f32_x(svptrue_b32(), t21, t22);
+    svst1_f32(svptrue_b32(), kept0 + j, t23);
     all_r1_0_at = svindex_s32((int)(0), 1);
     all_r1_0_count = svdup_n_s32((int)(left));
     all_r1_0_there = svcmplt_s32(svptrue_b32(), all_r1_0_at, all_r1_0_count);
-    all_r1_0_kept = svsel_f32(all_r1_0_there, t22, svdup_n_f32(0.0f));
+    all_r1_0_kept = svsel_f32(all_r1_0_there, t23, svdup_n_f32(0.0f));
     all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, all_r1_0_kept);
   }
   all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, all_r1_1);
@@ -310,19 +316,19 @@ static __attribute__((noinline)) void one_row(long m, long n, long item, long ro
   all_r1_0 = svadd_f32_x(svptrue_b32(), all_r1_0, all_r1_3);
   svst1_f32(svptrue_b32(), lane, all_r1_0);
   *(r1) = sum_8(lane);
-  t23_one = svdup_n_f32(*(r1));
-  t23 = t23_one;
+  t24_one = svdup_n_f32(*(r1));
+  t24 = t24_one;
   for (long j = 0; j < n - n % 8; j += 8) {
-    t22 = svld1_f32(svptrue_b32(), kept0 + j);
-    t24 = svdiv_f32_x(svptrue_b32(), t22, t23);
-    svst1_f32(svptrue_b32(), x1 + j, t24);
+    t23 = svld1_f32(svptrue_b32(), kept0 + j);
+    t25 = svdiv_f32_x(svptrue_b32(), t23, t24);
+    svst1_f32(svptrue_b32(), x1 + j, t25);
   }
   if (n - n % 8 < n) {
     const long j = n - n % 8;
     few = svwhilelt_b32_u32(0, (unsigned)(max_(0, min_(n - (n - n % 8), 8))));
-    t22 = svld1_f32(svptrue_b32(), kept0 + j);
-    t24 = svdiv_f32_x(svptrue_b32(), t22, t23);
-    svst1_f32(few, x1 + j, t24);
+    t23 = svld1_f32(svptrue_b32(), kept0 + j);
+    t25 = svdiv_f32_x(svptrue_b32(), t23, t24);
+    svst1_f32(few, x1 + j, t25);
   }
 }
 

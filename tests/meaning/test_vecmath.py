@@ -42,25 +42,29 @@ EXACT = {
 
 # Operations; those that only look at the same bits otherwise are free.
 COST = {
-    "exp": 18,
+    "exp": 19,
     "expm1": 20,
     "log": 26,
     "tanh": 22,
     "erf": 24,
-    "sigmoid": 19,
-    "silu": 20,
-    "softplus": 30,
-    "gelu": 30,
-    "gelu_tanh": 23,
-    "fast_gelu": 23,
+    "sigmoid": 20,
+    "silu": 22,
+    "softplus": 33,
+    "gelu": 31,
+    "gelu_tanh": 25,
+    "fast_gelu": 25,
 }
 
 # Where an expansion changes over: clamps, other formulas, halves of a turn, the ends of what is normal and finite.
 BREAKS = (
-    [9.1, 18.0, 89.0, 104.0, 105.0, 110.0, 1.0, 4.0, 20.0, 11.0, 6.0, 14.5, 88.722839, 103.97208, 87.33654, 0.0]
+    [9.1, 18.0, 89.0, 104.0, 1.0, 4.0, 20.0, 10.100637, 6.0, 13.1, 91.85677, 88.722839, 103.97208, 87.33654, 0.0]
     + [math.sqrt(0.5), ROOT, 2.0**-126, 2.0**127, 2.0**-127, GREATEST]
     + [(n + 0.5) * math.log(2) / rate for n in range(150) for rate in (0.5, 1, 2) if n < 150 * rate]
 )
+
+FLUSHED = ("exp", "sigmoid", "silu", "softplus", "gelu", "gelu_tanh", "fast_gelu")
+"""Functions that are 0 where their result would be subnormal."""
+LEAST = 2.0**-126
 
 FUNCTIONS = pytest.mark.parametrize("name", EXACT)
 
@@ -154,12 +158,16 @@ def test_within_its_bound(name, world, arguments):
     with np.errstate(all="ignore"):
         exact = EXACT[name](x.astype(float))
         allowed = np.maximum(1, np.where(x < 0, x.astype(float) ** 2, 1)) if "gelu" in name else 1
-    error = ulps(call(name, x, world), exact) / allowed
+    got = call(name, x, world)
+    error = ulps(got, exact) / allowed
+    if name in FLUSHED:
+        assert ((got == 0) | (np.abs(got) >= LEAST))[x < -1].all()
+        error[(x < -1) & (got == 0) & (np.abs(exact) < 1.001 * LEAST)] = 0
     worst = np.argmax(error)
     assert error[worst] <= bound(name, world), f"{error[worst]:.3f} at {x[worst]!r}"
 
 
-@pytest.mark.parametrize(("x", "part"), [(-7, 2e-5), (-9, 1e-4), (-11, 1e-3), (-13, 1e-2), (-14, 2e-2)])
+@pytest.mark.parametrize(("x", "part"), [(-7, 2e-5), (-9, 1e-4), (-11, 1e-3), (-13, 1e-2)])
 def test_the_far_left_of_gelu(x, part):
     x = np.linspace(x, x + 1, 1000, dtype=np.float32)
     exact = EXACT["gelu"](x.astype(float))
@@ -169,14 +177,14 @@ def test_the_far_left_of_gelu(x, part):
 ODD = [(0.0, 0.0), (-0.0, -0.0), (TINY, TINY), (-TINY, -TINY), (GREATEST, 1.0), (INF, 1.0), (-INF, -1.0)]
 GATED = [(0.0, 0.0), (-0.0, -0.0), (INF, INF), (-INF, -0.0), (GREATEST, GREATEST), (-GREATEST, -0.0), (20.0, 20.0)]
 SPECIAL = {
-    "exp": [(0.0, 1.0), (-0.0, 1.0), (INF, INF), (-INF, 0.0), (88.72284, INF), (-103.9, TINY), (-104.0, 0.0)],
+    "exp": [(0.0, 1.0), (-0.0, 1.0), (INF, INF), (-INF, 0.0), (88.72284, INF), (-87.34, 0.0), (-104.0, 0.0)],
     "expm1": [(0.0, 0.0), (-0.0, -0.0), (INF, INF), (-INF, -1.0), (-30.0, -1.0), (88.72284, INF)],
     "log": [(1.0, 0.0), (0.0, -INF), (-0.0, -INF), (INF, INF), (-INF, math.nan), (-1.0, math.nan), (-TINY, math.nan)],
     "tanh": ODD,
     "erf": ODD,
-    "sigmoid": [(0.0, 0.5), (-0.0, 0.5), (INF, 1.0), (-INF, 0.0), (-103.9, TINY), (-105.0, 0.0), (18.0, 1.0)],
+    "sigmoid": [(0.0, 0.5), (-0.0, 0.5), (INF, 1.0), (-INF, 0.0), (-87.34, 0.0), (-105.0, 0.0), (18.0, 1.0)],
     "silu": [*GATED, (-109.0, -0.0)],
-    "softplus": [(INF, INF), (-INF, 0.0), (GREATEST, GREATEST), (-105.0, 0.0), (-103.9, TINY), (30.0, 30.0)],
+    "softplus": [(INF, INF), (-INF, 0.0), (GREATEST, GREATEST), (-105.0, 0.0), (-87.34, 0.0), (30.0, 30.0)],
     "gelu": GATED,
     "gelu_tanh": GATED,
     "fast_gelu": GATED,
