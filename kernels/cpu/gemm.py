@@ -10,8 +10,10 @@
 (Goto & van de Geijn 2008; Van Zee & van de Geijn, ACM TOMS 41(3), 2015.) B is
 packed by the thread that uses it, right before it does, a few panels at a time:
 it is read from memory once per MC rows, in long runs, and no packed copy of it
-goes out to L3 and back. Where many blocks of rows would pack it again, all of it
-is packed once instead; full panels then stream well at any depth. A thread keeps
+goes out to L3 and back. Or the micro-kernel of the first slice of rows reads a panel in place, and stores the vectors
+that it has loaded (Yang et al., "LibShalom", SC 2021), so that multiply-adds hide the time of packing. Where many
+blocks of rows would pack it again, all of it is packed once instead; full panels then stream well at any depth. A
+thread keeps
 a block of C until it is complete, so that the passes over C stay in L3 and threads
 never wait for each other. While one tile is computed, the next is prefetched.
 
@@ -242,7 +244,7 @@ class Gemm(Operands):
     def visits(self, panels: int, begin: Index, end: Index) -> Stmt:
         """Loop over panels, or groups of them, around one over slices of A."""
         s = self.s
-        if s.b.packed and not s.b.once:
+        if s.b.packed and not (s.b.once or s.b.inside):
             near = self.near
             inner = self.tiles(1, var("jg"), minimum(end, var("jg") + near))
             return For("jg", begin, end, const(near), (*pack_panels(self, end), inner))
@@ -271,6 +273,9 @@ class Gemm(Operands):
     def visit(self, panels: int) -> tuple[Stmt, ...]:
         """Micro-kernel call for the slice's number of rows, for each run of a block of k that has several."""
         visit = self.by_height(lambda height: multiply(self, height, panels))
+        if self.s.b.inside:
+            first = self.by_height(lambda height: multiply(self, height, panels, packs=True))
+            visit = (If(var("r").eq(0), first, visit),)
         several = self.block_of_k is BlockOfK.RUNS
         return (For("p_run", const(0), var("kd"), var("run"), visit),) if several else visit
 

@@ -42,6 +42,7 @@ class Shape:
         panels: panels along n, `b_panel` elements apart.
         a_packed: A is a panel a[k][rows]; else a[row * a_m + k * a_k].
         b_packed: B is a panel b[k][nr]; else b[k * b_k + column].
+        packs: of a B in place, store each row to a panel, too, which has all columns.
         prefetch: prefetch distance in rows of a B in place, 0 for none; `along`, in elements of the same row.
         ahead: prefetch the next tile of C, and these operands: at step p, operand s at s_next + p * s_step.
         slice_ahead: of A, prefetch instead a line of each row of a slice at a_next, every `line` steps.
@@ -70,6 +71,7 @@ class Shape:
     panels: int = 1
     a_packed: bool = True
     b_packed: bool = True
+    packs: bool = False
     prefetch: int = 0
     along: int = 0
     ahead: tuple[str, ...] | None = None
@@ -109,6 +111,7 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
         body = (*spare(atom, s), *begin, *loop, *end)
     params = [*params_of_a(s), Param("b", s.b, readonly=True)]
     params += [] if s.b_packed else [Param("b_k")]
+    params += [Param("panel", s.b)] if s.packs else []
     params += [Param("b_panel")] if s.panels > 1 else []
     params += [Param("sums_at")] if s.unshift else []
     params += [Param("c", atom.acc), Param("c_m"), Param("columns"), Param("accumulate")]
@@ -127,7 +130,7 @@ def micro_kernel(atom: Atom, s: Shape) -> Function:
         step = var("next_m" if s.final else "c_m")
         prefetches = (Prefetch(Ptr("c_next", const(i) * step + j), write=True) for i, j in lines)
         body = (*prefetches, *body)
-    name = f"ukr_{s.rows}x{n}"
+    name = f"ukr_{s.rows}x{n}{'_packs' if s.packs else ''}"
     comment = f"C[{s.rows}][columns] (+)= A[{s.rows}][k] . B[k][{n}]"
     return Function(name, "inner", tuple(params), body, comment, s.inline)
 
@@ -328,6 +331,7 @@ def _step(atom: Atom, s: Shape, p: Index, row: Ptr, *, masked: bool, a: str = "a
         if s.along and not masked:
             body.append(Prefetch(at + s.along))
         body.append(Verb("load_mask", f"b{v}", p=at, mask=f"m{v}") if masked else Verb("load_b", f"b{v}", p=at))
+        body += [Verb("store", f"b{v}", p=Ptr("panel", p * s.nr + v * atom.n))] if s.packs else []
     if atom.hold and s.written > 1 and 1 < s.rows < FEW_ROWS:
         body += [Verb("hold", f"b{v}") for v in vectors_of(atom, s)]
     for x in s.ahead or ():

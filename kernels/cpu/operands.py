@@ -102,6 +102,8 @@ class Operands(Workspace):
         s = self.s
         if s.b.once:
             return Ptr("work", self.of_panels(var("j") * self.b_step + self.pc * s.nr))
+        if s.b.inside:
+            return self.private()
         if s.b.packed:
             return self.private() + (var("j") - var("jg")) * self.of_panels(self.b_near)
         if s.b.layout in ("packed", "codes"):

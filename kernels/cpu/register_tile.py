@@ -5,6 +5,7 @@ A tile is `h` rows from `r` on of a block that begins at `row`, by `columns` fro
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, minimum, var
@@ -24,23 +25,29 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Stmt
     from portmm.kernels.cpu.operands import Operands
 
+ROWS_AHEAD = 16
+"""Rows of a B in place from a prefetch to its use, where a micro-kernel packs them."""
 MOST_UNROLLED = 128
 """Multiply-adds of a fully unrolled micro-kernel: past that, compiling costs more than the loop."""
 ROW, COLUMN = var("row") + var("r"), var("column")
 """First row and column of C."""
 
 
-def multiply(g: Operands, height: int, panels: int) -> Stmt:
-    """Call of the micro-kernel of so many rows, by a number of panels."""
+def multiply(g: Operands, height: int, panels: int, *, packs: bool = False) -> Stmt:
+    """Call of the micro-kernel of so many rows, by a number of panels; perhaps of the one that packs the panel."""
     s, shape = g.s, _shape(g, height, panels)
+    if packs:
+        shape = replace(shape, b_packed=False, packs=True, prefetch=ROWS_AHEAD)
     if g.int4_in_place:
         return int4_in_place.multiply(g, shape, ROW, COLUMN)
     runs, part = g.block_of_k is BlockOfK.RUNS, g.block_of_k is BlockOfK.PART
     args: list[Index | Ptr] = [minimum(var("run"), var("kd") - var("p_run")) if runs else var("kd")]
     args += g.rows_of_a(g.before)
-    args.append(Ptr("bp", g.before * (s.nr if shape.b_packed else var("b_k"))))
-    if not shape.b_packed:
-        args.append(var("b_k"))
+    panel = Ptr("bp", g.before * (s.nr if packs or shape.b_packed else var("b_k")))
+    if packs:
+        args += [g.source(COLUMN, g.pc + g.before), var("b_k"), panel]
+    else:
+        args += [panel] if shape.b_packed else [panel, var("b_k")]
     if panels > 1:
         args.append(g.panel_step or const(0))
     if shape.unshift:

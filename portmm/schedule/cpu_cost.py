@@ -214,6 +214,8 @@ def tile_setup(v: Extents) -> Array:
         cycles = cycles + t.model.walk * _page_walks(v)
     if "sweeps" in t.some:  # a call for all columns of a slice
         cycles = cycles + t.sweeps * (t.model.tile_cycles * v.slices * v.passes * np.ceil(v.n / t.swept))
+    if "inside" in t.some:  # tiles of C in short runs, which are not prefetched
+        cycles = cycles + t.inside * (t.model.inside_sums * v.passes * v.outward(v.m * v.n * t.c))
     if "dots" in t.some:
         block = v.rows * v.depth * t.a
         far = t.dots & (block > t.target.counted("L1") // 2)
@@ -247,6 +249,9 @@ def packing_b(v: Extents) -> Any:
             else np.ceil(v.n * t.panels / t.visit_n) * t.visit_n / t.panels
         )
         cycles = cycles + v.k * columns * np.where(t.once, 1.0, v.blocks) * t.copy_b
+    if "inside" in t.some:  # rows of what L2 does not hold are late
+        far = np.maximum(0.0, v.k * v.n * t.b_far - t.target.counted("L2"))
+        cycles = cycles + t.inside * t.model.unhidden_inside * (v.blocks * v.outward(far))
     if "unhidden" in t.some:  # rows that lie in one tile are a stream, which hardware follows
         streamed = t.strided & (v.n <= t.visit_n)
         cycles = cycles + ~streamed * t.unhidden * (np.where(t.once, 1.0, v.blocks) * v.outward(v.k * v.n * t.b_far))

@@ -23,7 +23,7 @@ from portmm.schedule.cpu_blocking import (
     whole_depth,
     widths,
 )
-from portmm.schedule.cpu_streams import caches, in_pairs, over_panels, shallow, sums_apart
+from portmm.schedule.cpu_streams import caches, in_pairs, over_panels, packed_inside, shallow, sums_apart
 from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
@@ -109,6 +109,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
         yield from shallow(p, isa, atom, target, nr)
         yield from sums_apart(p, isa, atom, target, nr)
         yield from over_panels(p, isa, atom, nr, caches(target))
+        yield from packed_inside(p, isa, atom, target, nr)
         for mr in dict.fromkeys((top, top - 2, min(top, MODEL.in_place_rows))):
             if mr < 1 or p.m <= mr:
                 continue
@@ -290,7 +291,7 @@ def _int4_schedules(  # noqa: PLR0917 - two callers
     if p.m > mr or p.k * p.n * BY_NAME[p.types[1]].bytes <= capacity(target, "L2"):
         yield s
         return
-    for panels in (1, 2, 4):
+    for panels in (1, 2):
         yield replace(s, b=s.b.prefetched(0, MODEL.several_ahead // BY_NAME["s32"].bytes).covering(panels))
 
 

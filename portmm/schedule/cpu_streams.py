@@ -10,8 +10,16 @@ from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
 
-from portmm.schedule.cpu_blocking import a_in_place, base_schedule, both_in_place, cache_tiles, least_of, tallest
-from portmm.schedule.parts import ALL, PACKED
+from portmm.schedule.cpu_blocking import (
+    a_in_place,
+    base_schedule,
+    both_in_place,
+    cache_tiles,
+    least_of,
+    tallest,
+    whole_depth,
+)
+from portmm.schedule.parts import ALL, PACKED, PACKED_INSIDE
 from portmm.spec.dtype import UNCONVERTED
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
@@ -100,6 +108,24 @@ def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Itera
             yield s
             if not pack_a:
                 yield replace(s, b=s.b.prefetched(0, MODEL.steps_ahead * nr))
+
+
+def packed_inside(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
+    """Schedules whose first slice of each block of rows packs a panel as it multiplies by it, for the other slices.
+
+    B is read once per block, so that a block has as many rows of A as stay in L2 while panels pass; rows in place that
+    start in one set of L1 are packed.
+    """
+    kc, top, has, size = panel_depth(p.k), tallest(isa, atom, nr), caches(target), p.elements[0].bytes
+    if nr != 2 * isa.columns(atom) or p.dtype not in UNCONVERTED or not both_in_place(p, isa, atom, nr):
+        return
+    for mr, pack_a in ((min(top, MODEL.in_place_rows), False), (top, True)):
+        rows = max(mr, int(MODEL.inside_share * has.l2) // (kc * size) // mr * mr)
+        if mr < p.m:
+            near = min(kc, has.l1 // ((mr + nr) * size))
+            tiles = whole_depth(p, p.k, cache_tiles(mr, nr, kc, rows, ALL, least_of(mr), first=near))
+            s = base_schedule("gemm", p, isa, tiles, pack_a, False)
+            yield replace(s, b=s.b.with_pack(PACKED_INSIDE))
 
 
 def panel_depth(k: int) -> int:

@@ -94,6 +94,7 @@ class Table:
         left, right: fragments are converted each time they are loaded.
         decodes: quantized values are multiplied without repacking; `spans`, by atoms that sum a group at a time.
         prefetches: the next rows of a B in place are prefetched; `along`, what comes next in the same rows.
+        inside: B is packed by the micro-kernel of a block's first slice of rows.
         strided: B is read in place, by rows.
         gathers: B is packed in passing, from rows.
         dots: dot products of rows of A and columns of B in place.
@@ -190,7 +191,8 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         + over_panels * lines * (model.panel_line if s.b.along else model.panel_waits),
         "begins": model.panel_cycles if over_panels
         else model.sweep_cycles + model.sweep_line * lines * (not s.b.along) if sweeping
-        else model.dot_cycles if dots else model.begin_tiles if atom.tiled else model.tile_cycles,
+        else model.dot_cycles if dots else model.begin_tiles if atom.tiled
+        else model.inside_cycles if s.b.inside else model.tile_cycles,
         "crowded": (thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "apart": 1.0 + model.apart / lines * (not sweeping),
         "sweeps": sweeping, "swept": (near if pack_b else s.nc or WHOLE) if sweeping else visit_n,
@@ -203,7 +205,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "pack_a": pack_a, "pack_b": pack_b, "once": once, "ahead": ahead, "left": left != atom.left,
         "right": right != atom.right and not decodes, "decodes": decodes,
         "spans": decodes and atom.takes_int4 and s.b.group > 0, "prefetches": prefetches, "along": s.b.along > 0,
-        "strided": strided, "gathers": gathers, "dots": dots and not copied,
+        "inside": s.b.inside, "strided": strided, "gathers": gathers, "dots": dots and not copied,
         "rows_in_place": in_place, "finishes": not dots and finishes(s, atom), "static": s.static is not None,
         "cut": strided and not (prefetches or s.b.along or over_k or over_batch),
     }  # fmt: skip
@@ -213,6 +215,8 @@ def _unhidden(s: Schedule, model: Model, sweeping: bool) -> float:
     """Time that reading B from its cache adds to blocks that are not prefetched, as a multiple."""
     if s.b.once:
         return float(model.unhidden_once)
+    if s.b.inside:
+        return 0.0
     if sweeping:
         return float(model.unhidden_panels if s.b.layout == "packed" else 0.0)
     if s.c.prefetch:
@@ -229,6 +233,8 @@ def _copying(s: Schedule, atom: Atom, model: Model, operand: str) -> float:
         packed, layout = s.b.packed, s.b.layout
     if not packed:
         return 0.0
+    if operand == "b" and s.b.inside:
+        return float(model.copy_inside) / atom.n
     if layout == "any" or (layout != straight and atom.n == 1) or s.program == "dot":
         each: float = model.copy_element
     else:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.program import TICKET, capacities_of, device_of, exceeded, footprint_of
 from portmm.schedule.programs import PROGRAMS
-from portmm.schedule.schedule import finishes, sweeps, sweeps_panels
+from portmm.schedule.schedule import finishes, shifts, sweeps, sweeps_panels
 from portmm.target.device import PARTS, RESERVED
 from portmm.target.model import DEVICE as MODEL
 
@@ -53,6 +53,8 @@ def inconsistent(s: Schedule) -> str:
         return "packs B once for all threads, but does not have over=tiles"
     if s.program == "gemm" and s.b.packed and s.b.layout == "packed":
         return "packs a B that is in panels already"
+    if s.b.inside and (s.program != "gemm" or s.b.layout != "row" or s.static or s.b.panels > 1):
+        return "packs B inside a micro-kernel, which reads whole rows of one panel, of any size"
     return ""
 
 
@@ -62,7 +64,7 @@ def illegal(s: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target) -> st
         return inconsistent(s)
     if not s.on_device and p.b in ("packed", "codes") and s.family != p.family:
         return f"reads panels of {s.family}, but B is packed as {p.family}"
-    if not s.on_device and (why := _cannot_sweep(s, atom)):
+    if not s.on_device and (why := _cannot_sweep(s, atom) or _cannot_pack_inside(s, atom)):
         return why
     needs, has = footprint(s, p, atom), capacities(s, isa, target)
     if level := exceeded(needs, has):
@@ -87,6 +89,13 @@ def _cannot_sweep(s: Schedule, atom: Atom) -> str:
     elif finishes(s, atom):
         why = "whose sums are finished by an epilogue"
     return f"has all columns in the tile of L1, but no kernel sweeps panels {why}" if why else ""
+
+
+def _cannot_pack_inside(s: Schedule, atom: Atom) -> str:
+    """The reason why no micro-kernel packs B, or an empty string."""
+    if s.b.inside and (s.types[1] != atom.right or sweeps_panels(s) or shifts(s, atom)):
+        return "packs B inside a micro-kernel, which does not convert or sum its elements"
+    return ""
 
 
 def device_registers(s: Schedule) -> int:

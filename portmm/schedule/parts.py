@@ -71,7 +71,6 @@ class OperandPlan(NamedTuple):
         source: the type before rows are quantised.
         symmetric: int4 values have scales without offsets.
         e2m1: in their place there are floats of four bits.
-        half: scales are f16.
     """
 
     layout: str = "row"
@@ -80,7 +79,6 @@ class OperandPlan(NamedTuple):
     source: str = ""
     symmetric: bool = False
     e2m1: bool = False
-    half: bool = False
 
     def by(self, method: str) -> Staging | None:
         """The staging by a method, if there is one."""
@@ -106,6 +104,12 @@ class OperandPlan(NamedTuple):
         """Whether all of it is packed before any product; else each thread packs panels just before use."""
         staging = self.by(PACK)
         return staging is not None and staging.level == MEMORY
+
+    @property
+    def inside(self) -> bool:
+        """Whether the micro-kernel of the first slice of rows packs a panel as it multiplies by it."""
+        staging = self.by(PACK)
+        return staging is not None and staging.level == "L1"
 
     @property
     def prefetch(self) -> int:
@@ -164,6 +168,7 @@ class OperandPlan(NamedTuple):
 
 PACKED = Staging("L2", PACK)
 PACKED_ONCE = Staging(MEMORY, PACK)
+PACKED_INSIDE = Staging("L1", PACK)
 PREFETCHED = Staging("L1", PREFETCH)
 
 

@@ -104,7 +104,7 @@ class Schedule:
         """The packed layout of B: element type, panel width, and adjacent elements of k."""
         a, b, _ = self.types
         if self.b.layout == "codes":
-            heads = {"symmetric": self.b.symmetric, "e2m1": self.b.e2m1, "half": self.b.half}
+            heads = {"symmetric": self.b.symmetric, "e2m1": self.b.e2m1}
             return str(Family(b, self.nr, CODES_KR, group=self.b.group, **heads))
         # Dot products copy a few columns of a panel.
         nr = self.tiles[2].n if self.program == "dot" else self.nr
@@ -183,7 +183,7 @@ class Schedule:
         in_place = "B prepacked" if b.layout == "packed" else f"B {b.layout} in place"
         how = [
             "A packed" if a.packed else f"A {a.layout} in place",
-            ("B packed once" if b.once else "B packed") if b.packed else in_place,
+            ("B packed once" if b.once else "B packed inside" if b.inside else "B packed") if b.packed else in_place,
         ]
         how += ["transposed"] if self.atom.swap else []
         how += ["sums in tiles of their own"] if self.c.packed else []

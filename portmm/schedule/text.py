@@ -22,8 +22,8 @@ IN_PLACE = ("direct", "stream", "rows", "columns")
 """Programs of devices that read operands in place."""
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
 _MARKS = (
-    "pack_a", "pack_b", "once", "pack_c", "swap", "ahead", "copies", "pingpong", "grouped", "joined", "held_a",
-    "exchange", "symmetric", "e2m1", "half",
+    "pack_a", "pack_b", "once", "inside", "pack_c", "swap", "ahead", "copies", "pingpong", "grouped", "joined",
+    "held_a", "exchange", "symmetric", "e2m1",
 )  # fmt: skip
 _USUAL: dict[str, Any] = {
     "a": "row", "b": "row", "c": "row", "panels": 1, "over": "tiles", "lanes": 0, "prefetch": 0, "along": 0, "kr": 1,
@@ -39,8 +39,9 @@ def flat(s: Schedule) -> dict[str, Any]:
     return {
         "program": s.program, "isa": s.isa, "dtype": s.dtype, "tiles": s.tiles,
         "a": s.a.layout, "b": s.b.layout, "c": s.c.layout, "panels": s.b.panels,
-        "pack_a": s.a.packed, "pack_b": s.b.packed, "once": s.b.once, "pack_c": s.c.packed, "prefetch": s.b.prefetch,
-        "along": s.b.along, "symmetric": s.b.symmetric, "e2m1": s.b.e2m1, "half": s.b.half,
+        "pack_a": s.a.packed, "pack_b": s.b.packed, "once": s.b.once, "inside": s.b.inside, "pack_c": s.c.packed,
+        "prefetch": s.b.prefetch,
+        "along": s.b.along, "symmetric": s.b.symmetric, "e2m1": s.b.e2m1,
         "ahead": s.c.prefetch > 0, "group": s.b.group, "source": s.a.source, **s.atom._asdict(),
         "fused": s.epilogue, "static": s.static, "stages": s.stages, "copies": s.b.asynchronous,
         "vectors": s.vectors + ((s.v.vector,) if s.v else ()), "over": x.over, "split": x.split, "joined": x.fixup,
@@ -60,6 +61,8 @@ def of_flat(program: str, isa: str, dtype: str, tiles: tuple[Tile, ...], **field
     x = _USUAL | fields
     if x["once"] and not x["pack_b"]:
         raise ValueError("it packs B once for all threads, but does not pack B")
+    if x["inside"] and (x["once"] or not x["pack_b"]):
+        raise ValueError("it packs B inside a micro-kernel, but does not pack B there")
     a, b, c, v = [], [], [], None
     if x["stages"]:
         method = parts.TMA if program == "wgmma" else parts.ASYNC if x["copies"] else parts.THROUGH
@@ -77,12 +80,13 @@ def of_flat(program: str, isa: str, dtype: str, tiles: tuple[Tile, ...], **field
         c += [parts.PREFETCHED] if x["ahead"] else []
         c += [parts.PACKED] if x["pack_c"] else []
         a += [parts.PACKED] if x["pack_a"] else []
-        b += [parts.PACKED_ONCE if x["once"] else parts.PACKED] if x["pack_b"] else []
+        how = parts.PACKED_ONCE if x["once"] else parts.PACKED_INSIDE if x["inside"] else parts.PACKED
+        b += [how] if x["pack_b"] else []
     return Schedule(
         program, isa, dtype, tiles,
         AtomUse(x["lanes"], x["kr"], x["swap"]),
         OperandPlan(x["a"], tuple(a), 0, x["source"]),
-        OperandPlan(x["b"], tuple(b), x["group"], "", x["symmetric"], x["e2m1"], x["half"]),
+        OperandPlan(x["b"], tuple(b), x["group"], "", x["symmetric"], x["e2m1"]),
         OperandPlan(x["c"], tuple(c)),
         Parallel(
             x["over"], x["split"], x["joined"], x["cell"], x["resident"], x["groups"], x["pingpong"], x["cluster"],

@@ -10,6 +10,7 @@ CPU = (
     "gemm:avx512:f32:14x32x1/14x32x256/140x64x256/140x640x256:7-14:"
     "a=row,b=row,panels=1,over=tiles,lanes=0,prefetch=0,pack_a,pack_b,once,ahead"
 )
+INSIDE = CPU.replace("pack_a,pack_b,once,ahead", "pack_b,inside")
 STREAM = "gemm:avx2:f32:4x16x1/4x16x32/0x16x32/0x0x32:4-4:a=row,b=row,panels=1,over=k,lanes=8,prefetch=12,swap"
 THIN = "gemm:avx2:f32:1x16x1/1x16x0/0x16x0/0x0x0:1-1:a=row,b=packed,panels=4,over=tiles,lanes=0,prefetch=0,pack_a"
 GPU = (
@@ -25,6 +26,7 @@ HOPPER = (
 def test_packing_and_filling_stages_are_one_record():
     assert parse(CPU).a == OperandPlan("row", (Staging("L2", PACK),))
     assert parse(CPU).b == OperandPlan("row", (Staging("memory", PACK),))
+    assert parse(INSIDE).b == OperandPlan("row", (Staging("L1", PACK),))
     assert parse(CPU).c.by(PREFETCH) == Staging("L1", PREFETCH)
     assert parse(GPU).a == OperandPlan("row", (Staging("shared", ASYNC, 4, 8),))
     assert parse(HOPPER).b.at("shared") == Staging("shared", TMA, 4, 8)
@@ -43,7 +45,7 @@ def test_numbers_of_parts():
         device.tile("L1")
 
 
-@pytest.mark.parametrize("text", [CPU, STREAM, THIN, GPU, HOPPER])
+@pytest.mark.parametrize("text", [CPU, INSIDE, STREAM, THIN, GPU, HOPPER])
 def test_stored_text_is_read_back(text):
     s = parse(text)
     assert spell(s) == text

@@ -158,6 +158,15 @@ def test_packing_once_needs_threads_that_share_tiles(changes):
         lower(varied(s, **changes), isa)
 
 
+@pytest.mark.parametrize("changes", [{"pack_b": False}, {"once": True}, {"panels": 2}, {"static": (40, 40, 40)}])
+def test_packing_inside_needs_rows_of_one_panel(changes):
+    isa = SEVEN.isas[0]
+    s = next(s for s in candidates(Problem(40, 40, 40), SEVEN) if s.b.inside)
+    assert lower(s, isa)
+    with pytest.raises((ScheduleError, ValueError), match="packs B inside"):
+        lower(varied(s, **changes), isa)
+
+
 def test_runs_of_k_are_shared_where_their_sums_add_up():
     """The correction of a shifted A is the sum over all of a column: once, not once a run."""
     target = load_target("zen4")
