@@ -7,7 +7,7 @@ ONNX Runtime and PyTorch are measured where they are installed. Each case is a p
 are measured in turns, and the median of each is stored with its least. Where nothing faster is found the search leaves
 the greedy program in its place: one program, measured once, and a ratio of 1. Sizes are those of the paper's twelve and
 of its artifact's six, in float32; or, with --bf16, in bfloat16, where the scale of attention is part of the queries,
-and norms are of float32 inside, as NumPy has it: functions are split there.
+and norms are of float32 inside, as NumPy has it.
 """
 
 from __future__ import annotations

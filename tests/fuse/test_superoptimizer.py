@@ -20,7 +20,7 @@ from portmm.fusion.split_search import Layout, Parts, _laid_out
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_kernels import one_kernels
 from portmm.fusion.term_rewrites import RULES, alternatives, rebuilt, subterms
-from portmm.fusion.terms import UnlabelledError, dot, graph_of, term_of
+from portmm.fusion.terms import UnlabelledError, attention, dot, graph_of, term_of
 from portmm.ir.mugraph import from_json, to_json
 from portmm.target.target import names_of
 from portmm.trace.placeholders import Placeholder
@@ -127,6 +127,21 @@ def test_a_factor_stays_where_it_varies():
     assert list(alternatives(labelled.results)) == []
     labelled = labelled_of(lambda a, b: (a * b).sum(-1), arrays_of([(3, 5), (3, 1)]))
     assert [name for name, _ in alternatives(labelled.results)] == ["factor past a sum"]
+
+
+def test_factors_of_attention_have_their_places():
+    """Norms of queries and of values past both products; in another place, or dropped, they are other functions."""
+    function, shapes, _ = CASES["QKNorm"]
+    labelled = labelled_of(function, arrays_of(shapes))
+    reference = graph_of(labelled.results, labelled.axes, labelled.inputs)
+    forms = reachable(labelled.results, 24)
+    (x, *_) = (x for roots in forms for x in subterms(roots) if x.op == "attention" and len(x.args) > 3)
+    q, k, v, a, b, c = x.args
+    assert a.labels
+    assert c.labels
+    for i, factors in enumerate([(a, b, c), (a, c, b), (b, b, c), (a, b, b), (a, c, c), (b, c, b)]):
+        graph = graph_of((attention(q, k, v, x.data, *factors),), labelled.axes, labelled.inputs)
+        assert bool(check(reference, graph, seed=SEED)) == (not i), factors
 
 
 def test_rules_are_used():
