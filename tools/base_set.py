@@ -112,11 +112,12 @@ OVER_ROWS = (
 """Functions over rows, as of a fused function that is nothing else, and how many vectors they take."""
 LIBRARIES = {"gnu": "gnu.2.17", "musl": "musl"}
 """C libraries as zig spells them; glibc's is that of manylinux2014, the oldest that wheels are still made for."""
-SMALL = ("v2",)
-"""Levels that are compiled for size, a fifth less: in clouds, Google's oldest n1 alone have no better one."""
+WITHOUT_TABLES = ("-fno-asynchronous-unwind-tables",)
+"""Options for objects that debuggers cannot unwind: a twentieth less."""
 PROCESSES = 3
-SHARED, MOST_PHRASES = 40, 160
-"""Uses of a pair of words for which it is one, and phrases of a base set: each takes a first call 0.1 us."""
+SHARED, MOST_PHRASES = 40, 320
+"""Uses of a pair of words for which it is one, and phrases of a base set: each takes a first call 0.1 us,
+of 1 to 2 ms."""
 EACH = 100
 """Kernels from one report to the next."""
 MOST_QUERIES, ALL_WIDTHS = 600, 1 << 30
@@ -165,7 +166,6 @@ def make(folder, platform, libc, levels, kinds, *, report=lambda *_: None):
         target = load_target(chip)
         maker.machines[chip] = tuple(isa.name for isa in target.isas)
         report(number, len(levels), f"selecting for {level}")
-        before = set(maker.jobs)
         for _, schedules, table, p, axes in found[number].result():
             if not schedules:
                 continue
@@ -179,8 +179,6 @@ def make(folder, platform, libc, levels, kinds, *, report=lambda *_: None):
             maker.add_kernel(kernel, arch, question)
             maker.add_kernel(kernel, arch, f"{ROWS}{level} {text}")
             maker.facts[f"{OUTLINE}{outlined}"] = (text,)
-        if level in SMALL:
-            maker.jobs |= {x: replace(y, flags=(*y.flags, "-Os")) for x, y in maker.jobs.items() if x not in before}
     for dtype, name in dict.fromkeys((x.dtype, *x.steps) for x in kinds if x.steps and x.steps[0] in EPILOGUES):
         text, outlined = epilogue(name, dtype)
         maker.facts[question_of_outline(dtype, outlined)] = (text,)
@@ -312,9 +310,8 @@ def link(maker, output, platform, report):
     with tempfile.TemporaryDirectory(prefix="portmm-link-") as folder:
         jobs = {symbol: maker.jobs.pop(question) for question, symbol in maker.linked.items()}
         jobs = dict(sorted(jobs.items(), key=lambda x: x[1].name))  # alike side by side: a seventh less in a wheel
-        flags = ("-fno-asynchronous-unwind-tables",)
         c_library.link(
-            Path(folder), output.name, platform, jobs, flags, report=lambda i, *of: i % EACH or report(i, *of)
+            Path(folder), output.name, platform, jobs, WITHOUT_TABLES, report=lambda i, *of: i % EACH or report(i, *of)
         )
         shutil.copy(Path(folder, output.name), output)
 
@@ -330,6 +327,7 @@ def run_time(maker, folder, platform, libc):
     before = os.environ.get(variable)
     os.environ[variable] = f"{sys.executable} -m ziglang cc -target {target}"
     for question, job in maker.jobs.items():
+        job = replace(job, flags=(*job.flags, *WITHOUT_TABLES))  # noqa: PLW2901 - the same, smaller
         if job.interface:
             (folder / f"{job.name}{job.interface}").write_bytes(job.compiled())
         else:

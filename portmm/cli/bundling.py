@@ -99,13 +99,16 @@ def _make(
 ) -> None:
     from portmm.build.cache import digest
     from portmm.build.trusted_files import write
+    from portmm.dispatch.stored_kernels import here
     from portmm.host.detect import host
     from portmm.ops import bundle_build, bundle_shapes
+    from portmm.target.target import load_target
 
     start, (machines, threads) = time.perf_counter(), options
     maker = bundle_build.Maker()
-    words = [x.strip() for x in machines.split(",") if x.strip()] or [host().name]
-    counts, targets = _counts(threads) or bundle_build.COUNTS, bundle_shapes.targets_of(words)
+    words = [x.strip() for x in machines.split(",") if x.strip()]
+    counts = _counts(threads) or bundle_build.COUNTS
+    targets = bundle_shapes.targets_of(words) if words else ([here(load_target(host().name), host())], [])
     if not targets[0] and (calls or lists["functions"] is not None):
         raise BundleError("models and functions are recorded for processors; name one in --for")
     if from_cache:

@@ -56,6 +56,8 @@ _default = Config()
 _current: ContextVar[Config | None] = ContextVar("portmm_config", default=None)
 _depth = 0
 _targets: dict[str, Target] = {}
+_described: list[Target] = []
+"""Machines that blocks take for this one: see `described`."""
 
 
 def current() -> Config:
@@ -211,8 +213,19 @@ def target(name: str | None = None) -> Target:
 
     Raises:
         TargetError: PORTMM_TARGET or the configured name is unknown or cannot run here.
+        BundleError: a bundle in use cannot be read.
     """
-    return _resolve(target_name() if name is None else name)
+    wanted = target_name() if name is None else name
+    resolved = _resolve(wanted)
+    if wanted or _described:
+        return resolved
+    from portmm.build import kernel_store
+
+    if not kernel_store.bundles():
+        return resolved
+    from portmm.dispatch.stored_kernels import served_by
+
+    return served_by(resolved)
 
 
 def _resolve(name: str) -> Target:
@@ -231,10 +244,12 @@ def described(machine: Target) -> Iterator[None]:
     before = dict(_targets)
     _targets.clear()
     _targets[target_name()] = machine
+    _described.append(machine)
     _changed()
     try:
         yield
     finally:
+        _described.pop()
         _targets.clear()
         _targets.update(before)
         _changed()

@@ -14,7 +14,7 @@ from portmm.ir.prefix import value
 from portmm.runtime.cpu import load_kernel, runtime
 from portmm.spec.row_classes import rows as class_of
 from portmm.util.memo import Memory
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Mapping
@@ -24,18 +24,20 @@ if TYPE_CHECKING:
     from portmm.target.target import Target
 
 CODE, PROGRAM, ROUTE, MACHINES, THREADS = "code ", "program ", "route ", "machines", "threads"
+USED = "instruction sets"
 """Questions, or their beginnings: the code of a schedule, that of a block program without one (see
 `cpu_kernels.program_text`), the route of a problem, for which machines, how many threads.
 
 Answers: object, empty for one of the bundle's library, symbol, 1 if it computes the transpose, bytes of an element of
 scratch, its elements; of a route also 1 if one thread does the work. Machines are as "zen4=avx512,avx2,...", with
-their instruction sets.
+their instruction sets; `USED` are those of kernels.
 """
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `cpu_kernels`."""
 
 _kernels = Memory(MOST_KERNELS, "kernels")
 _machines: dict[tuple[str, int], tuple[Target, str]] = {}
+_serving: dict[tuple[str, int], tuple[Target, Target]] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,21 +188,50 @@ def count(bundle: Bundle, threads: int) -> int:
 
 
 def machine_of(bundle: Bundle, target: Target) -> str:
-    """The machine of a bundle whose kernels serve a target: its chip, or else the best that it has all sets of.
+    """The machine of a bundle whose kernels serve a target: its chip, or else the one that is most like it.
 
-    It is empty if there is none.
+    It may have instruction sets that are not here and that no kernel uses. It is empty if there is none.
     """
     key = bundle.signature, id(target)
     if key not in _machines:
-        has = {isa.name for isa in target.isas}
-        machines = [x.partition("=")[::2] for x in bundle.answer(MACHINES) or ()]
-        fit = [
-            (name == target.name, isas.count(","), name) for name, isas in machines if has.issuperset(isas.split(","))
-        ]
+        has, used = {isa.name for isa in target.isas}, set(bundle.answer(USED) or ())
+        fit = []
+        for text in bundle.answer(MACHINES) or ():
+            name, _, isas = text.partition("=")
+            lacks = set(isas.split(",")) - has
+            if not lacks & used:
+                fit.append((name == target.name, isas.count(",") - 2 * len(lacks), name))
         _machines[key] = target, max(fit)[2] if fit else ""  # the target is kept alive, since its identity is the key
     return _machines[key][1]
+
+
+def served_by(target: Target) -> Target:
+    """The machine of the bundles in use that serves a target, with instruction sets that are here; else the target.
+
+    Programs of fused functions are planned for it, so that they ask for the kernels that bundles have.
+
+    Raises:
+        BundleError: a bundle cannot be used.
+    """
+    for bundle in kernel_store.bundles():
+        name = machine_of(bundle, target)
+        if not name:
+            continue
+        if (name, id(target)) not in _serving:
+            from portmm.target.target import load_target
+
+            _serving[name, id(target)] = target, here(load_target(name), target)
+        return _serving[name, id(target)][1]
+    return target
+
+
+def here(machine: Target, target: Target) -> Target:
+    """A described machine with the instruction sets that a target has as well."""
+    has = {isa.name for isa in target.isas}
+    return replace(machine, isas=tuple([x for x in machine.isas if x.name in has]))
 
 
 def forget() -> None:
     """Drop which machines serve targets; loaded kernels are dropped with other memos."""
     _machines.clear()
+    _serving.clear()

@@ -20,7 +20,7 @@ from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.dispatch import cpu_kernels, stored_kernels
 from portmm.dispatch.schedule_choice import select_for_class
-from portmm.dispatch.stored_kernels import CODE, MACHINES, THREADS
+from portmm.dispatch.stored_kernels import CODE, MACHINES, THREADS, USED
 from portmm.errors import BundleError, ScheduleError
 from portmm.ir.index import spelled
 from portmm.ops.bundle_runs import packing_text
@@ -173,6 +173,7 @@ class Maker:
         linked: symbols of kernels in the bundle's library, by question.
         runs: how kernels of packing and attention are run, by the question of their source and the text.
         machines: instruction sets by name of a machine.
+        isas: those of kernels.
         targets: the machines.
         system: what objects are for, as `util.system` spells it; Linux if empty.
         phrases: those that the texts of answers have in common, to be abbreviated.
@@ -193,6 +194,7 @@ class Maker:
         self.linked: dict[str, str] = {}
         self.runs: dict[tuple[str, str], None] = {}
         self.machines: dict[str, tuple[str, ...]] = {}
+        self.isas: set[str] = set()
         self.targets: list[Target] = []
         self.phrases: Callable[[list[str]], Sequence[str]] = lambda _: ()
 
@@ -204,6 +206,7 @@ class Maker:
 
     def add_source(self, kernel: Kernel, arch: str) -> str:
         """Add the source of a kernel, and return its question."""
+        self.isas.add(kernel.isa.name)
         job = Job(system.named(arch, self.system), source(kernel), kernel.isa.flags, kernel.name, (kernel.name,))
         self.jobs.setdefault(job.question, job)
         return job.question
@@ -307,6 +310,7 @@ class Maker:
         if self.runs:
             answers[RUNS] = None, (str(len(self.runs)),)
         answers[MACHINES] = None, tuple(f"{name}={','.join(isas)}" for name, isas in sorted(self.machines.items()))
+        answers[USED] = None, tuple(sorted(self.isas))
         answers[THREADS] = None, tuple(map(str, counts))
         answers[SCHEDULES] = None, tuple(sorted(self.codes))
         return packed(answers, self.phrases(["\t".join(fields) for _, fields in answers.values()]))

@@ -172,7 +172,9 @@ def _tables(
     index = {name: i for i, name in enumerate(order)}
     heights = {maker.codes[x.schedule][0]: rows_of(x.schedule) for x in calls}
     about = {maker.codes[x.schedule][0]: maker.codes[x.schedule][1] for x in calls}
-    needs = {name: dict.fromkeys(x for isa in machines[name].isas for x in isa.features) for name in order}
+    features = {name: dict.fromkeys(x for isa in machines[name].isas for x in isa.features) for name in order}
+    used = {name: [isa for isa in machines[name].isas if isa.name in maker.isas] for name in order}
+    needs = {name: dict.fromkeys(x for isa in isas for x in isa.features) for name, isas in used.items()}
     kernels = []
     for question, i in numbers.items():
         _, swap, size, workspace = about.get(question, ("", "0", "1", "0"))
@@ -183,8 +185,8 @@ def _tables(
         __file__,
         "library_tables.c",
         kernels=kernels,
-        machines=needs.items(),
-        unlisted=sorted({y for x in order if machines[x].arch == "x86_64" for y in needs[x]} - LISTED),
+        machines=[(name, features[name], needs[name]) for name in order],
+        unlisted=sorted({y for x in order if machines[x].arch == "x86_64" for y in features[x]} - LISTED),
         rows=[_row(x, index, numbers[maker.codes[x.schedule][0]]) for x in calls],
         packings=[
             _packing(dtype, layout, (index[machine], numbers[by_rows], numbers[by_columns]))

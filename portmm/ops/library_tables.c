@@ -27,9 +27,11 @@ static const struct kernel kernels[] = {
   {NULL, NULL, 0, 0, 0, 0},
 };
 enum { MACHINES = {{ machines | length }} };
-static const struct { const char *name; const char *const *features; } machines[] = {
-{% for name, features in machines %}
-  {"{{ name }}", (const char *const[]){ {%- for x in features %}"{{ x }}", {% endfor %}NULL}},
+/* Features of a machine, and those that its kernels need. */
+static const struct { const char *name; const char *const *features, *const *needs; } machines[] = {
+{% for name, features, needs in machines %}
+  {"{{ name }}", (const char *const[]){ {%- for x in features %}"{{ x }}", {% endfor %}NULL},
+   (const char *const[]){ {%- for x in needs %}"{{ x }}", {% endfor %}NULL}},
 {% endfor %}
 };
 static const char *const unlisted[] = { {%- for x in unlisted %}"{{ x }}", {% endfor %}NULL};

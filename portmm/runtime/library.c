@@ -35,10 +35,11 @@ __attribute__((constructor)) static void detect(void) {
   if (has_word(text, "amx_tile") && syscall(SYS_arch_prctl, 0x1023, 18))
     for (char *p = text; (p = strstr(p, "amx_"));) p[0] = '-';
 #endif
-  for (int i = 0; i < MACHINES && machine < 0; i++) {
-    const char *const *word = machines[i].features;
+  /* The best machine with all its features here; else one with those that its kernels need. */
+  for (int i = 0; i < 2 * MACHINES && machine < 0; i++) {
+    const char *const *word = i < MACHINES ? machines[i].features : machines[i - MACHINES].needs;
     while (*word && has_word(text, *word)) word++;
-    if (!*word) machine = i;
+    if (!*word) machine = i % MACHINES;
   }
   if (host_start()) machine = -1;
 }

@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from zlib import crc32
 
@@ -17,7 +18,7 @@ from portmm.build.cache import digest
 from portmm.build.compiler import find_compiler
 from portmm.build.stored_objects import SOURCE
 from portmm.cli.main import app
-from portmm.dispatch import stored_kernels
+from portmm.dispatch import config, stored_kernels
 from portmm.dispatch.stored_kernels import CODE, THREADS, count
 from portmm.errors import BundleError, NoCompilerError, PortmmError
 from portmm.host.detect import host, missing
@@ -45,6 +46,40 @@ with warnings.catch_warnings(record=True) as heard:
         wrong.append(not np.array_equal(pm.matmul(a, pm.pack(b)), a @ b))
 print(json.dumps([wrong, [str(x.message) for x in heard], "portmm.dispatch.cpu_routes" in sys.modules]))
 """
+
+
+def test_a_machine_may_have_instruction_sets_that_no_kernel_uses(tmp_path):
+    chip = load_target("zen4")
+    lesser = replace(chip, isas=tuple(x for x in chip.isas if x.name != "avx512bf16"))
+    other = replace(load_target("haswell"), name="other")
+    served = []
+    for i, used in enumerate(({"avx2"}, {"avx2", "avx512bf16"})):
+        maker = bundle_build.Maker()
+        for x in (chip, load_target("haswell")):
+            maker.add_machine(x)
+        maker.isas |= used
+        path = tmp_path / f"{i}.bundle"
+        path.write_bytes(maker.pack((1,), lambda *_: None))
+        served += [stored_kernels.machine_of(open_bundle(path), x) for x in (chip, lesser, other)]
+    assert served == ["zen4", "zen4", "haswell", "zen4", "haswell", "haswell"]
+
+
+def test_programs_are_planned_for_the_machine_of_a_bundle(tmp_path):
+    maker, least = bundle_build.Maker(), load_target("x86_64_v2" if host().arch == "x86_64" else "armv8a")
+    maker.add_machine(least)
+    path = tmp_path / "some.bundle"
+    path.write_bytes(maker.pack((1,), lambda *_: None))
+    here = config.target()
+    try:
+        pm.use_bundle(path)
+        assert config.target().name == least.name
+        assert {x.name for x in config.target().isas} <= {x.name for x in here.isas}
+        with config.described(here):
+            assert config.target() is here
+    finally:
+        kernel_store.forget()
+        pm.forget()
+    assert config.target().name == here.name
 
 
 @pytest.fixture(scope="module")
