@@ -13,6 +13,9 @@ height, of which the last may begin within the one before: its first sums are co
 in tiles over all of k, then pass scratch to the epilogue. Images without padding are read in place.
 
 While a panel is multiplied the next one is prefetched into L2.
+
+Panels of several groups of channels follow each other. A strip has a part for each group, so that the channels of
+neighbouring taps are contiguous.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from portmm.ir.nodes import (
     Verb,
 )
 from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, Loops, finished, rows_of_task, share
-from portmm.kernels.cpu.packing import line_of
+from portmm.kernels.cpu.packing import keep, line_of
 from portmm.kernels.cpu.tile_microkernel import Grid, Outer, Strides, awake, prefetch_next
 from portmm.spec.dtype import base
 
@@ -77,6 +80,35 @@ class _Loops(Loops):
         return Grid(2, self.s.nr // self.atom.n)
 
     @property
+    def per(self) -> int:
+        """Panels of a group."""
+        return -(-self.x.outputs // self.s.nr)
+
+    @property
+    def panels(self) -> Index:
+        """Panels of filters."""
+        every: Index = super(_Loops, self).panels
+        return const(self.x.groups * self.per) if self.x.groups > 1 else every
+
+    @property
+    def panel(self) -> tuple[Stmt, ...]:
+        """Names of the columns and the filters of a panel, and the pointer to its group's channels."""
+        x, j, nr = self.x, var("j"), self.s.nr
+        names: tuple[Stmt, ...] = super(_Loops, self).panel
+        if x.groups == 1:
+            return names
+        part = j % self.per * nr
+        group = var("group") - var("first") // self.per if x.copies else var("group")
+        apart = x.reached * x.row if x.copies else x.channels
+        return (
+            Let("group", j // self.per),
+            LetPtr("channels", Ptr("strip", group * apart), self.atom.left, readonly=True),
+            Let("column", var("group") * x.outputs + part),
+            Let("columns", minimum(nr, const(x.outputs) - part)),
+            names[-1],
+        )
+
+    @property
     def heights(self) -> tuple[int, int]:
         """Rows of the two tiles of A."""
         tall = self.x.tall
@@ -95,16 +127,17 @@ class _Loops(Loops):
     def block(self) -> tuple[Stmt, ...]:
         """Statements for one block."""
         x, (first, last) = self.x, share(self.panels)
+        of_task = (Let("last", last), Let("first", first))
         own = Ptr("work", var("worker") * self.own_size)
         return (
             *rows_of_task(self.chunks, self.blocks, x.out),
             Let("low", FIRST * x.stride[0]),
             LetPtr("sums", own, self.atom.acc),
             LetPtr("source", self.image, self.read, readonly=True),
+            *(of_task if x.groups > 1 else ()),
             *self.strip(own + self.sums_size),
             self.configured(),
-            Let("last", last),
-            Let("first", first),
+            *(() if x.groups > 1 else of_task),
             *self.products(),
             Configure(()),
         )
@@ -134,26 +167,34 @@ class _Loops(Loops):
         inside = inside * Y.lt(x.before[0] + x.spatial[0])
         left, width = x.before[1] * x.channels, x.spatial[1] * x.channels
         right = x.row - left - width
+        line = Ptr("source", (Y - x.before[0]) * x.steps[0])
+        line = line + var("group") * x.channels if x.groups > 1 else line
         copy = (
-            LetPtr("line", Ptr("source", (Y - x.before[0]) * x.steps[0]), self.read, readonly=True),
+            LetPtr("line", line, self.read, readonly=True),
             *self.filled(0, left),
             *self.copied(left, width),
             *self.filled(left + width, right),
         )
-        each = (LetPtr("to", Ptr("padded", (Y - LOW) * x.row), kind), If(inside, copy, self.filled(0, x.row)))
+        to = Ptr("padded", (Y - LOW) * x.row)
+        each: tuple[Stmt, ...] = (LetPtr("to", to, kind), If(inside, copy, self.filled(0, x.row)))
+        groups = (var("first") // self.per, (var("last") + (self.per - 1)) // self.per)
+        if x.groups > 1:
+            at = LetPtr("to", to + (var("group") - var("begin")) * (x.reached * x.row), kind)
+            each = (For("group", var("begin"), var("end"), const(1), (at, *each[1:])),)
         high = (LAST - 1) * x.stride[0] + x.reach[0]
         body = (*self._padding(), For("y", LOW, var("high"), const(1), each))
         lines = self.move_atom.name
         strip = Function("strip", "inner", self._params(), body, "Rows of an image with their padding", of=lines)
         return (
             LetPtr("padded", place, kind),
-            Call(strip, (LOW, high, Ptr("source"), Ptr("padded"))),
+            Call(strip, (LOW, high, Ptr("source"), Ptr("padded"), *(groups if x.groups > 1 else ()))),
             LetPtr("strip", Ptr("padded"), kind, readonly=True),
         )
 
     def _params(self) -> tuple[Param, ...]:
-        kind = self.atom.left
-        return (Param("low"), Param("high"), Param("source", self.read, readonly=True), Param("padded", kind))
+        groups = (Param("begin"), Param("end")) if self.x.groups > 1 else ()
+        source, padded = Param("source", self.read, readonly=True), Param("padded", self.atom.left)
+        return (Param("low"), Param("high"), source, padded, *groups)
 
     @property
     def move_atom(self) -> Atom:
@@ -190,8 +231,23 @@ class _Loops(Loops):
         if x.steps[1] == x.channels:
             return moved("line", Ptr("to", const(begin)), count)
         at = LetPtr("pixel", Ptr("line", var("z") * x.steps[1]), kind, readonly=True)
-        pixel = moved("pixel", Ptr("to", var("z") * x.channels + begin), x.channels)
+        to, whole = Ptr("to", var("z") * x.channels + begin), x.channels // self.move_atom.n * self.move_atom.n
+        pixel = moved("pixel", to, x.channels)
+        if x.groups > 1 and whole < x.channels:
+            pixel = (*(moved("pixel", to, whole) if whole else ()), *self._few("pixel", to, whole))
         return (For("z", const(0), const(x.spatial[1]), const(1), (at, *pixel)),)
+
+    def _few(self, line: str, to: Ptr, begin: int) -> tuple[Stmt, ...]:
+        """Copy of the last channels of a pixel, fewer than a vector, as words, which are moved as floats."""
+        kind, word = "f32", self.isa.vector("f32", self.move_atom.n)
+        assert word is not None  # noqa: S101 - machines with tiles have such vectors
+        return (
+            LetPtr("from", Ptr(line, const(begin)), kind, readonly=True),
+            LetPtr("words", to + begin, kind),
+            keep(word, "kept", const(self.x.channels - begin), of=word.name),
+            Verb("load_mask", "w", p=Ptr("from"), mask="kept", of=word.name),
+            Verb("store_mask", "w", p=Ptr("words"), mask="kept", of=word.name),
+        )
 
     def _vectors(self, count: int, vector: tuple[Stmt, ...], one: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
         """Loops over the vectors of some units, and over those that remain."""
@@ -235,7 +291,10 @@ class _Loops(Loops):
             apart, count, skipped = (rows - 1) * (x.stride[0] * x.row), rows * x.tall, const(0)
         done = number if x.by_rows else (Y - FIRST) * x.slices + number
         ahead = Ptr("bp", var("b_n") + done * (var("lines") * steps * line_of(self.atom, self.atom.right)))
-        a = Ptr("strip", (Y * x.stride[0] - LOW) * x.row + var("z") * (x.stride[1] * x.pixel))
+        a = Ptr(
+            "channels" if x.groups > 1 else "strip",
+            (Y * x.stride[0] - LOW) * x.row + var("z") * (x.stride[1] * x.pixel),
+        )
         row = IMAGE * x.pixels + Y * x.out[1] + var("z") + skipped
         into = Ptr("c", var("item") * var("c_batch") + (var("row") * var("c_m") + var("column"))), var("c_m")
         sums = (Ptr("sums", skipped * s.nr), const(s.nr))

@@ -117,6 +117,47 @@ def in_place(  # noqa: PLR0917
     return None if sizes is None else (s, sizes)
 
 
+def stacked_route(p: Problem, x: Convolution, strides: tuple[int, ...], target: Target, threads: int) -> Any:
+    """A route of a convolution of groups on tile units, channels last, whose panels of filters follow each other.
+
+    Args:
+        p: the product of pixels by all outputs.
+        x: the convolution.
+        strides: of images (n, *spatial, c), in elements.
+        target: the machine.
+        threads: the most threads to use.
+
+    Raises:
+        ScheduleError: filters were packed for another machine.
+        NoCompilerError: there is no compiler.
+        BuildError: the compiler failed.
+    """
+    return _kept(_new_stacked_route, p, target, threads, x, strides)
+
+
+def _new_stacked_route(p: Problem, target: Target, threads: int, x: Convolution, strides: tuple[int, ...]) -> Any:
+    s, sizes = stacked(p, x, strides, target, threads)
+    return _route(loaded_program(lower_tiled, s, isa_of(s, target), sizes), p, threads)
+
+
+def stacked(
+    p: Problem, x: Convolution, strides: tuple[int, ...], target: Target, threads: int
+) -> tuple[Schedule, Tiled]:
+    """The schedule and the blocks of a convolution of groups on tile units: see `stacked_route`.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    choice = choose(of_class(p), target, threads, tuned=False)
+    for s in (choice.schedule, *(s for s, _ in choice.runners_up)):
+        atom = atom_of(isa_of(s, target), s.dtype, s.atom.lanes)
+        if s.program == "tiles" and _packs(s, Views(), target) and base(atom.left) == s.types[0]:
+            sizes = tiled(x, strides, s, atom, target, x.groups)
+            if sizes is not None:
+                return s, sizes
+    raise ScheduleError(f"no tiles of {target.name} convolve {x}")
+
+
 def grouped_route(  # noqa: PLR0917 - what a kernel is made for
     p: Problem, x: Convolution, strides: tuple[int, ...], panels: Panels, target: Target, threads: int
 ) -> Any:

@@ -14,14 +14,15 @@ from portmm.arrays.operand import WIDEST, result_type
 from portmm.codegen.lower import atom_of, lower_grid
 from portmm.dispatch import config, device_routes
 from portmm.dispatch.cpu_kernels import family, group_unit, isa_of
-from portmm.dispatch.view_routes import in_place, schedule_of
+from portmm.dispatch.view_routes import in_place, schedule_of, stacked
 from portmm.errors import ConvolutionError
 from portmm.explanation.product import explained, target_called
 from portmm.explanation.record import Explanation
-from portmm.ops.convolution_groups import channels_to_units, grouped_panels, groups_in_tiles
+from portmm.ops.convolution_groups import channels_to_units, grouped_panels, groups_in_tiles, in_tiles
 from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
 from portmm.ops.convolution_weights import is_depthwise, whole_groups
 from portmm.ops.depthwise import parts
+from portmm.schedule.candidates import PACKED_VECTORS
 from portmm.schedule.grouped_convolution import grouped
 from portmm.schedule.program import device_of
 from portmm.schedule.tile_convolution import Tiled
@@ -30,6 +31,7 @@ from portmm.spec.dtype import BY_NAME, accumulator, types
 from portmm.spec.layout import Layout
 from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
+from portmm.spec.problem import family as family_called
 from portmm.util.text import number
 
 if TYPE_CHECKING:
@@ -135,6 +137,9 @@ def explain_conv(
         program = _transfers(product, size, last=last)
     elif is_depthwise(tuple(w), groups, dtype):
         program = _depthwise(size, last=last)
+    elif vectors := in_tiles(tuple(w), groups, types(dtype)[:2], machine, last=last):
+        threads = config.get_num_threads() if target is None else machine.cores
+        program = _stacked(size, x[0], strides, vectors, (machine, threads), dtype)
     elif (panels := grouped_panels(tuple(w), groups, types(dtype)[:2], machine, last=last)) is not None:
         program = _grouped(size, strides, (types(dtype)[0], panels), machine)
     else:
@@ -174,6 +179,22 @@ def _grouped(size: Convolution, strides: Sequence[int], of: tuple[str, Panels], 
         f"grouped: {lanes}, register tiles of {height} pixels of a row by {number(x.vectors, 'vector')}",
         f"  strips of {number(x.rows, 'row')} of the result, {x.most * x.of_window} elements, with padding",
     ]
+
+
+def _stacked(  # noqa: PLR0917 - what a kernel is made for
+    size: Convolution, images: int, strides: Sequence[int], vectors: int, on: tuple[Target, int], dtype: str
+) -> list[str]:
+    """The program of groups on tile units, whose panels are of some vectors.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    (target, threads), usual = on, family_called(family(dtype, on[0]))
+    panels = str(replace(usual, nr=usual.nr // PACKED_VECTORS * vectors))
+    m, n = images * size.pixels, size.groups * size.outputs
+    p = Problem(m, n, size.depth, dtype, a="any", b="packed", family=panels)
+    plan = stacked(p, size, tuple(strides), target, threads)
+    return [f"{size.groups} groups in one kernel, whose panels follow each other", *_in_place(*plan)]
 
 
 def _on_cores(

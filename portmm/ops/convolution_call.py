@@ -16,6 +16,7 @@ from portmm.ops.convolution_kernel import HostConvolution
 from portmm.ops.convolution_weights import of_filters, single_groups, unpack_conv
 from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, NOT_F64, VALUES, VALUES_FIRST
 from portmm.ops.product_kernel import first_type
+from portmm.spec.problem import family
 from portmm.trace.bind import UserFunction
 from portmm.util.memo import Memory
 
@@ -45,7 +46,8 @@ def readable(x: Array, w: PackedConv) -> Array:
         dtype = numpy_arrays.types_of(w.dtype, dtype)[1]
     elif hasattr(w.weight[0], "element"):
         dtype = numpy_arrays.types_of(dtype, w.dtype)[0]
-    apart = w.grouped and not _in_units(x, w.weight[0].panels.unit)
+    unit = w.weight[0].panels.unit if w.grouped else family(w.weight[0].family).kr if w.stacked else 1
+    apart = (w.grouped or w.stacked) and not _in_units(x, unit)
     if numpy_arrays.addressable(x, dtype) and min(x.strides, default=0) >= 0 and not apart:
         return x
     return np.require(np.ascontiguousarray(x), dtype, ("C", "A"))
@@ -119,10 +121,10 @@ def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: 
 
 def _kind_of(w: PackedConv) -> type[HostConvolution]:
     """The class of convolutions by filters."""
-    if w.grouped:
-        from portmm.ops.grouped_convolution import HostGrouped
+    if w.grouped or w.stacked:
+        from portmm.ops.grouped_convolution import HostGrouped, HostStacked
 
-        return HostGrouped
+        return HostGrouped if w.grouped else HostStacked
     if not w.depthwise:
         return HostConvolution
     from portmm.ops.depthwise import HostDepthwise  # it traces, which products without an epilogue do not
@@ -223,7 +225,7 @@ def _place(out: Any, call: HostConvolution) -> _Place:
 
 def _lines(out: Array, call: HostConvolution) -> _Place | None:
     """Memory whose rows of pixels are apart, as every other pixel of an image; None if kernels do not write it."""
-    if not call.last or len(call.convolution.out) != 2 or call.w.depthwise or call.w.grouped:
+    if not call.last or len(call.convolution.out) != 2 or call.w.depthwise or call.w.grouped or call.w.stacked:
         return None
     item, line, row, element = (s // out.itemsize for s in out.strides)
     _, lines, pixels, channels = out.shape

@@ -27,9 +27,12 @@ if TYPE_CHECKING:
 Array = np.ndarray[Any, Any]
 MOST_TOGETHER = 16
 """Groups that tile units multiply together at most."""
-FEW_BYTES = 16
-"""Channels of bytes of a group up to which tile units multiply several groups together. Granite Rapids, 3 x 3: of 4, 8
-and 16 channels 0.6 to 0.9 of the time of vectors, of 24, 32 and 48 1 to 1.7."""
+FEW_BYTES = 8
+"""Channels of bytes of a group up to which tile units multiply several groups together. Granite Rapids, 3 x 3, of one
+kernel with a step for each group: of 4 and 8 channels 0.7 to 0.9 of the time, of 16 channels 1.2 to 1.5."""
+LEAST_CHANNELS = {("bf16", "bf16"): 8, ("u8", "s8"): 4, ("s8", "s8"): 4}
+"""Types of images and filters, and channels of a group from which tile units convolve all groups in one kernel. Granite
+Rapids, bf16: of 8 to 48 channels 0.2 to 0.5 of the time of vectors, of 4 channels as much."""
 OF_GROUPS = ("f32", "bf16", "f16", "s8")
 """Types of images and filters of groups of few channels, which are summed in float32."""
 
@@ -93,6 +96,26 @@ def _unit_of(dtypes: tuple[str, str], target: Target) -> Atom | None:
         return packing_unit(numpy_arrays.word(numpy_arrays.types_of(image, filters)), target)[1]
     except ScheduleError:
         return None
+
+
+def in_tiles(w: tuple[int, ...], groups: int, dtypes: tuple[str, str], target: Target, *, last: bool) -> int:
+    """Vectors of a panel of filters where tile units convolve all groups in one kernel; 0 for other kernels.
+
+    Args:
+        w: shape of the filters.
+        groups: of channels.
+        dtypes: of images and of filters.
+        target: the machine.
+        last: channels are last.
+    """
+    if groups == 1 or not last or dtypes not in LEAST_CHANNELS or 0 in w or len(w) > 4 or w[0] == groups:
+        return 0
+    if groups_in_tiles(w, groups, dtypes, target, last=last) > 1:
+        return 0
+    atom = _unit_of(dtypes, target)
+    if atom is None or not atom.tiled or w[1] % atom.k_pack or w[1] < LEAST_CHANNELS[dtypes]:
+        return 0
+    return 1 if (w[0] // groups - 1) // atom.n % 2 == 0 else 2
 
 
 def joined(by_group: Array, together: int) -> Array:

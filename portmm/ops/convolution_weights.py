@@ -22,6 +22,7 @@ from portmm.ops.convolution_groups import (
     channels_to_units,
     grouped_panels,
     groups_in_tiles,
+    in_tiles,
     joined,
     pack_groups,
     separate,
@@ -32,13 +33,16 @@ from portmm.ops.prepack import in_panels, pack
 from portmm.schedule.candidates import PACKED_VECTORS
 from portmm.spec.dtype import BY_NAME, UNCONVERTED
 from portmm.spec.problem import family
+from portmm.util.memo import Memory
 from portmm.weights.kinds import ArrayLike, OnDevice, WeightKind
 
 if TYPE_CHECKING:
     from portmm.arrays.operand import Operand
     from portmm.spec.convolution import Convolution
+    from portmm.target.target import Target
 
 Array = np.ndarray[Any, Any]
+_misfits = Memory(256)
 MOST_TAPS = 64
 """Taps of filters of single channels that one kernel over rows reads; larger ones are products."""
 
@@ -56,7 +60,11 @@ class PackedConv(ArrayLike):
         layout: of the images.
         dtype: NumPy's type of the elements; of int4 values uint8.
         together: groups of a matrix.
+        stacked: one packed weight (group, tap channel, output) has the panels of all groups, for tile units.
         filler: channels of zeros behind those of a group in its matrix, so that channels are whole units.
+        grouped: one kernel of vectors convolves all groups, of few channels each.
+        depthwise: each channel is convolved by itself, by a kernel over rows.
+        int4: elements are of four bits.
         kind: what kernels depend on.
     """
 
@@ -68,11 +76,21 @@ class PackedConv(ArrayLike):
     dtype: np.dtype[Any]
     together: int = 1
     filler: int = 0
+    stacked: bool = False
+    grouped: bool = field(init=False, repr=False)
+    depthwise: bool = field(init=False, repr=False)
+    int4: bool = field(init=False, repr=False)
     kind: tuple[Any, ...] = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
+        grouped = isinstance(self.weight[0], GroupPanels)
+        depthwise = 1 == len(self.weight) < self.groups and not (grouped or self.stacked) and self.together == 1
+        int4 = self.channels_last and not (depthwise or grouped or hasattr(self.weight[0], "element"))
+        for name, value in (("grouped", grouped), ("depthwise", depthwise), ("int4", int4)):
+            object.__setattr__(self, name, value)
         family = getattr(self.weight[0], "family", "") if self.weight else ""
-        kind = (self.shape, self.groups, self.layout, self.dtype, family, self.depthwise, self.together, self.filler)
+        more = (self.together, self.filler, self.stacked)
+        kind = (self.shape, self.groups, self.layout, self.dtype, family, self.depthwise, *more)
         object.__setattr__(self, "kind", kind)
 
     @property
@@ -84,21 +102,6 @@ class PackedConv(ArrayLike):
     def channels_last(self) -> bool:
         """Whether images have their channels last."""
         return LAYOUTS[self.layout][1]
-
-    @property
-    def int4(self) -> bool:
-        """Whether elements are of four bits."""
-        return self.channels_last and not (self.depthwise or self.grouped or hasattr(self.weight[0], "element"))
-
-    @property
-    def depthwise(self) -> bool:
-        """Whether each channel is convolved by itself, by a kernel over rows."""
-        return 1 == len(self.weight) < self.groups and not self.grouped and self.together == 1
-
-    @property
-    def grouped(self) -> bool:
-        """Whether one kernel convolves all groups, of few channels each."""
-        return isinstance(self.weight[0], GroupPanels)
 
     def __repr__(self) -> str:
         groups = f", {self.groups} groups" if self.groups > 1 else ""
@@ -148,12 +151,10 @@ def pack_conv(
     dtype = array.dtype.newbyteorder("=")
     images = dtype if activations is None else np.dtype(activations).newbyteorder("=")
     kind = (tuple(array.shape), groups, (numpy_arrays.name_of(images), numpy_arrays.name_of(dtype)))
-    if bits is None and is_depthwise(array.shape, groups, numpy_arrays.name_of(dtype)):
-        taps = np.array(array.reshape(groups, depth).T, dtype, order="C")
-        taps.flags.writeable = False
-        weight: tuple[Any, ...] = (taps,)
-    elif bits is None and (panels := grouped_panels(*kind, config.target(), last=last)) is not None:
-        weight = (pack_groups(by_group, panels),)
+    one, stacked = None if bits is not None else _of_all_groups(by_group, kind, images, last=last), False
+    if one is not None:
+        weight: tuple[Any, ...] = (one,)
+        stacked = len(getattr(one, "shape", ())) == 3
     elif not last:
         rows = np.array(by_group.reshape(groups, outputs, depth), dtype, order="C")
         rows.flags.writeable = False
@@ -164,7 +165,7 @@ def pack_conv(
         matrices = by_group.transpose(order).reshape(len(by_group), -1, outputs * together)
         weight = tuple(_packed(x, activations) if bits is None else _int4(x, group) for x in matrices)
         dtype = dtype if bits is None else np.dtype(np.uint8)
-    return PackedConv(weight, tuple(array.shape), groups, layout, dtype, together, filler)
+    return PackedConv(weight, tuple(array.shape), groups, layout, dtype, together, filler, stacked)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -255,6 +256,31 @@ def filter_type(w: Any, images: np.dtype[Any], layout: str) -> np.dtype[Any]:
     return numpy_arrays.types_of(images, dtype)[1] if first else numpy_arrays.types_of(dtype, images)[0]
 
 
+def _of_all_groups(
+    by_group: Array, kind: tuple[tuple[int, ...], int, tuple[str, str]], images: np.dtype[Any], *, last: bool
+) -> Any:
+    """The filters of all groups for one kernel; None where each group has a product.
+
+    Args:
+        by_group: filters (group, output, channel, *kernel).
+        kind: their shape, groups, and names of the types of images and filters.
+        images: type of the images.
+        last: channels are last.
+    """
+    groups, outputs, channels, *kernel = by_group.shape
+    depth, target, dtype = channels * math.prod(kernel), config.target(), by_group.dtype.newbyteorder("=")
+    if is_depthwise(kind[0], groups, kind[2][1]):
+        taps = np.array(by_group.reshape(groups, depth).T, dtype, order="C")
+        taps.flags.writeable = False
+        return taps
+    if vectors := in_tiles(*kind, target, last=last):
+        matrices = by_group.transpose(0, *range(3, by_group.ndim), 2, 1).reshape(groups, depth, outputs)
+        types = numpy_arrays.types_of(images, dtype)
+        return in_panels(np.ascontiguousarray(matrices, dtype), numpy_arrays.word(types), vectors)
+    panels = grouped_panels(*kind, target, last=last)
+    return None if panels is None else pack_groups(by_group, panels)
+
+
 def _of_units(
     by_group: Array, kind: tuple[tuple[int, ...], int, tuple[str, str]], bits: int | None
 ) -> tuple[Array, int, int]:
@@ -296,14 +322,21 @@ def _packed(matrix: Array, activations: Any) -> Any:
 
 def misfits(w: PackedConv, images: np.dtype[Any]) -> bool:
     """Whether filters of groups are in panels of another machine than the current one, or in units of other images."""
-    if not w.grouped:
+    if not (w.grouped or w.stacked):
         return False
-    panels, of, image = (
-        w.weight[0].panels,
-        numpy_arrays.name_of(w.dtype),
-        numpy_arrays.name_of(images.newbyteorder("=")),
-    )
-    here = grouped_panels(w.shape, w.groups, (image if of == "s8" else of, of), config.target(), last=True)
+    target, image = config.target(), numpy_arrays.name_of(images.newbyteorder("="))
+    key = (w.kind, image, id(target))
+    known = _misfits.get(key) or _misfits.keep(key, (target, _misfit(w, image, target)))  # the entry keeps it alive
+    return bool(known[1])
+
+
+def _misfit(w: PackedConv, image: str, target: Target) -> bool:
+    """The answer of `misfits`, of a type of images and a machine."""
+    of = numpy_arrays.name_of(w.dtype)
+    if w.stacked:
+        return not in_tiles(w.shape, w.groups, (image, of), target, last=True)
+    panels = w.weight[0].panels
+    here = grouped_panels(w.shape, w.groups, (image if of == "s8" else of, of), target, last=True)
     return bool(here != panels) or (panels.unit > 1 and image != of != "s8")
 
 
@@ -317,7 +350,7 @@ def unpack_conv(w: PackedConv) -> Array:
     each = outputs // w.groups
     if w.depthwise:
         return np.ascontiguousarray(w.weight[0].T).reshape(w.shape)
-    matrices = list(map(numbers, w.weight))
+    matrices = list(numbers(w.weight[0])) if w.stacked else list(map(numbers, w.weight))
     if w.together > 1:
         matrices = separate(matrices, (w.groups, channels, each), w.together)
     if not w.channels_last:

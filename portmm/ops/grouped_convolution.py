@@ -1,6 +1,7 @@
-"""Convolutions of groups of few channels in the host's memory: one kernel for all groups.
+"""Convolutions of groups in the host's memory: one kernel for all groups.
 
-Owns `HostGrouped`, one call. Filters are in panels of several groups (`convolution_groups.GroupPanels`).
+Owns `HostGrouped`, one call whose filters are in panels of several groups (`convolution_groups.GroupPanels`), and
+`HostStacked`, one on tile units, where the panels of all groups follow each other.
 """
 
 from __future__ import annotations
@@ -9,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
-from portmm.dispatch.view_routes import grouped_route
+from portmm.dispatch.view_routes import grouped_route, stacked_route
 from portmm.ops.convolution_kernel import ConvolutionKernel, HostConvolution
+from portmm.spec.dequantization import IDENTITY
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
 
@@ -35,14 +37,13 @@ class HostGrouped(HostConvolution):
         m, batch = size.pixels * (self.images if merged else 1), 1 if merged else self.images
         image, filters, result = self.types()
         names = [numpy_arrays.name_of(y) for y in (image, filters, result if step is None else step.types[0])]
-        panels = self.w.weight[0].panels
         p = Problem(
-            m, self.n, size.depth, spell(names[0], panels.dtype, names[2]), batch, "any", "packed",
-            family=panels.family, fused="" if step is None else step.text,
+            m, self.n, size.depth, spell(names[0], self.of_panels, names[2]), batch, "any", "packed",
+            family=self.w.weight[0].family, fused=self.without(names[2]) if step is None else step.text,
         )  # fmt: skip
-        threads = config.limit() or config.get_num_threads()
-        route = grouped_route(p, size, steps, panels, config.target(), threads)
-        dims, strides = (m, self.n, size.depth, batch), (0, 0, steps[0] if batch > 1 else 0, 0, 0, 0)
+        route = self.route(p, steps, config.limit() or config.get_num_threads())
+        dims = (m, self.n, size.depth, batch)
+        strides = (0, 0, steps[0] if batch > 1 else 0, 0, self.apart, 0)
         if step is None:
             return ConvolutionKernel(route, ((self.shape, result),), dims, strides, (0, 0), (0, 0))
         bound, results = self._bound(step)
@@ -50,3 +51,45 @@ class HostGrouped(HostConvolution):
         return ConvolutionKernel(
             route, results, dims, strides, (0, 0), (0, 0), bound, types=types, several=step.traced.several
         )  # fmt: skip
+
+    @property
+    def of_panels(self) -> str:
+        """The type of the elements of panels."""
+        dtype: str = self.w.weight[0].panels.dtype
+        return dtype
+
+    @property
+    def apart(self) -> int:
+        """Units from a panel to the next, if the kernel does not know it."""
+        return 0
+
+    def without(self, result: str) -> str:
+        """The text of a call without an epilogue, of a type of results."""
+        del result
+        return ""
+
+    def route(self, p: Problem, steps: tuple[int, ...], threads: int) -> Any:
+        """The route of a problem, of images with these strides."""
+        return grouped_route(p, self.convolution, steps, self.w.weight[0].panels, config.target(), threads)
+
+
+class HostStacked(HostGrouped):
+    """A convolution of groups on tile units: see `HostConvolution`."""
+
+    @property
+    def of_panels(self) -> str:
+        """The type of the elements of panels."""
+        return numpy_arrays.name_of(self.w.dtype)
+
+    @property
+    def apart(self) -> int:
+        """Units from a panel to the next."""
+        return int(self.w.weight[0].b_n)
+
+    def without(self, result: str) -> str:
+        """The text of a call without an epilogue, of a type of results."""
+        return IDENTITY if self.sums() == "s32" != result else ""
+
+    def route(self, p: Problem, steps: tuple[int, ...], threads: int) -> Any:
+        """The route of a problem, of images with these strides."""
+        return stacked_route(p, self.convolution, steps, config.target(), threads)

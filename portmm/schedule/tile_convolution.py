@@ -53,6 +53,8 @@ class Tiled(Strip):
         by_rows: rows of pixels stay in L1 while panels of filters pass by, which stay in L2.
         by_slices: register tiles of pixels do so, one by one.
         fill: value of padding.
+        groups: of channels, whose panels follow each other; the strip has one part for each.
+        outputs: of a group.
     """
 
     deep: int
@@ -62,6 +64,8 @@ class Tiled(Strip):
     by_rows: bool
     by_slices: bool = False
     fill: int = 0
+    groups: int = 1
+    outputs: int = 0
 
     @property
     def slices(self) -> int:
@@ -71,10 +75,12 @@ class Tiled(Strip):
     @property
     def strip_size(self) -> int:
         """Units of a strip."""
-        return self.reached * self.row if self.copies else 0
+        return self.groups * self.reached * self.row if self.copies else 0
 
 
-def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, target: Target) -> Tiled | None:
+def tiled(  # noqa: PLR0917 - what a kernel is made for
+    x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, target: Target, groups: int = 1
+) -> Tiled | None:
     """Blocks of a convolution on tile units; None for one that needs another program.
 
     Args:
@@ -83,6 +89,7 @@ def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, targe
         s: a schedule for its panels.
         atom: the tile unit.
         target: the machine.
+        groups: those that the kernel computes.
     """
     kr, flat = s.atom.kr, len(strides) == 3  # one dimension: images of one row
     few = x.channels if x.filler else 0
@@ -94,14 +101,14 @@ def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, targe
     channels, (image, *inner) = (x.channels + x.filler) // kr, (y if few else y // kr for y in strides[:-1])
     windows = Windows.of(x, 2)
     spatial, out, kernel, stride, dilation, before = windows.sizes
-    copies = any((*x.before, *x.after)) or few > 0
+    copies = any((*x.before, *x.after)) or few > 0 or (groups > 1 and math.prod(kernel) > 1)
     width = max(spatial[1] + before[1], (out[1] - 1) * stride[1] + windows.reach[1])
     own = (0, inner[0]) if flat else (inner[0], inner[1])
     row, pixel = (width * channels, channels) if copies else own
     together = kernel[1] == 1 or (dilation[1] == 1 and pixel == channels)
     run = channels * kernel[1] if together else channels
     deep = _step(run, atom.deep)
-    if deep * LEAST_STEP < min(run, atom.deep) or pixel < 1 or (row < 1 and not flat):
+    if (groups == 1 and deep * LEAST_STEP < min(run, atom.deep)) or pixel < 1 or (row < 1 and not flat):
         return None
     paired = out[1] <= atom.m
     tall = out[1] if paired else -(-out[1] // -(-out[1] // (2 * atom.m)))
@@ -109,22 +116,24 @@ def tiled(x: Convolution, strides: Sequence[int], s: Schedule, atom: Atom, targe
     levels = {y.name: y.bytes for y in target.levels}
     depth = channels * math.prod(kernel)
     fits = depth * s.nr * size <= PANEL * levels["L1"]
-    filters, single = depth * x.outputs * size, math.prod(kernel) == 1
+    filters, single = depth * x.outputs * groups * size, math.prod(kernel) == 1
     by_rows = single or (not fits and filters <= STAYS * levels["L2"])
     near = fits and not by_rows and stride[1] * pixel >= deep
     other = out[1] < (FEWEST if fits else LEAST_ROW) or depth * s.nr * size > DEEPEST * levels["L2"]
-    if (other or (single and filters > OF_SINGLE * levels["L2"])) and not (copies and (x.padding or few)):
+    other = other or (single and filters > OF_SINGLE * levels["L2"])
+    if other and groups == 1 and not (copies and (x.padding or few)):
         return None  # windows are packed instead, if their padding is zero
     rows = out[0] if filters > FILTERS * levels["L2"] else min(out[0], -(-PIXELS // out[1]))
     rows = max(rows, rows_of_few(out[0], windows.reach[0], stride[0])) if few else rows
-    while rows > 1 and ((rows - 1) * stride[0] + windows.reach[0]) * max(row, 1) * size > STRIP * levels["L2"]:
+    wide = max(row, 1) * (groups if copies else 1) * size
+    while rows > 1 and ((rows - 1) * stride[0] + windows.reach[0]) * wide > STRIP * levels["L2"]:
         rows -= 1
     rows = -(-out[0] // -(-out[0] // rows))
     rows += paired and rows % 2 and rows < out[0]
     by_slices = by_rows and not paired and out[1] * stride[1] * pixel * size > ROW * levels["L1"]
     return Tiled(
         *windows.sizes, channels, image, own, copies, row, pixel, run, rows, few, deep, tall, paired, near, by_rows,
-        by_slices, x.padding,
+        by_slices, x.padding, groups, x.outputs,
     )  # fmt: skip
 
 

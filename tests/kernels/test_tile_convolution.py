@@ -109,6 +109,33 @@ def test_built_kernels_load_tiles_from_images(name):
     check_built(lower_tiled(s, target.isa(s.isa), sizes), k, 2, s, code=load)
 
 
+@pytest.mark.parametrize("workers", [1, 3])
+@pytest.mark.parametrize(
+    "x",
+    [Convolution(3, 12, 32, (6, 11), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1)),
+     Convolution(3, 40, 32, (5, 37), (3, 2), (2, 2), (1, 1), (1, 0), (0, 2)),
+     Convolution(2, 12, 32, (3, 19), (1, 1), (1, 1), (1, 1), (0, 0), (0, 0))], ids=str,
+)  # fmt: skip
+def test_panels_of_groups_follow_each_other(x, workers):
+    target, images, n = small("amx_bf16"), 2, x.groups * x.outputs
+    pixel = x.groups * x.channels
+    strides = (pixel * x.spatial[0] * x.spatial[1], pixel * x.spatial[1], pixel, 1)
+    view = windows(x, strides).bind(images=images)
+    m, k = (int(y) for y in view.extents)
+    families = [y for y in packed_families(target, "bf16-bf16-f32") if family(y).nr == x.outputs]
+    p = Problem(m, n, k, a="any", b="packed", dtype="bf16-bf16-f32", family=families[0])
+    one = case(p, seed=3)
+    memory = np.random.default_rng(5).integers(-4, 5, images * strides[0]).astype(one.a.dtype)
+    matrix = family(p.family).layout(k, n).gather(one.b).astype(np.float64)
+    shifted = [np.concatenate([memory[g * x.channels :], memory[: g * x.channels]]) for g in range(x.groups)]
+    seen = [view.gather(y.astype(np.float64)) for y in shifted]
+    want = np.concatenate([y @ matrix[:, g * x.outputs :][:, : x.outputs] for g, y in enumerate(seen)], 1)
+    one = replace(one, a=memory, a_offset=0, fields=one.fields | {"a_m": 0, "a_k": 0, "a_batch": 0}, want=want[None])
+    s = next(y for y in candidates(p, target) if y.program == "tiles" and y.b.panels == 1)
+    sizes = tiled(x, strides, s, atom_of(target.isa(s.isa), s.dtype, s.atom.lanes), target, x.groups)
+    one.check(interpret(lower_tiled(s, target.isa(s.isa), sizes), one, workers, shuffle=workers), s)
+
+
 def test_rows_of_a_register_tile():
     target = small("amx_bf16")
     sizes = {name: posed(name, target, "bf16-bf16-f32")[2] for name in CASES}

@@ -34,6 +34,7 @@ def made(monkeypatch):
     """The kernels of several groups in a vector that calls select, where tile units do not multiply these."""
     for module in (convolution_groups, convolution_weights):
         monkeypatch.setattr(module, "groups_in_tiles", lambda *_, **__: 0)
+        monkeypatch.setattr(module, "in_tiles", lambda *_, **__: 0)
     kernels, own = [], grouped_convolution.HostGrouped.selected
 
     def selected(*call):
@@ -180,6 +181,7 @@ def test_matrices_of_several_groups(monkeypatch, kind, sizes, together):
     """Where groups are no whole number of matrices, the last has some of the one before."""
     monkeypatch.setattr(convolution_groups, "groups_in_tiles", lambda *_, **__: together)
     monkeypatch.setattr(convolution_weights, "groups_in_tiles", lambda *_, **__: together)
+    monkeypatch.setattr(convolution_weights, "in_tiles", lambda *_, **__: 0)
     channels, outputs, groups = sizes
     of = {"f32": (np.float32, np.float32), "bf16": (BF16, BF16), "bytes": (np.uint8, np.int8)}[kind]
     x = np.abs(values((2, 6, 9, channels))).astype(of[0])
@@ -212,9 +214,18 @@ def test_groups_that_tile_units_multiply_together():
         return convolution_groups.groups_in_tiles(w, groups, (image, filters or image), target, last=last)
 
     assert [together(x, 32, "bf16") for x in (4, 8, 16, 24, 32, 48, 64)] == [0, 0, 0, 0, 1, 0, 1]
-    assert [together(x, 32, "u8", "s8") for x in (4, 8, 16, 24, 32, 64)] == [16, 8, 4, 0, 0, 1]
+    assert [together(x, 32, "u8", "s8") for x in (4, 8, 16, 24, 32, 64)] == [16, 8, 0, 0, 0, 1]
     assert together(8, 3, "bf16") == together(8, 32, "f32") == together(8, 32, "bf16", kernel=(1, 1)) == 0
     assert together(8, 32, "bf16", last=False) == 0
+
+    def panels(channels, outputs, groups, image, filters=""):
+        w = (outputs * groups, channels, 3, 3)
+        return convolution_groups.in_tiles(w, groups, (image, filters or image), target, last=True)
+
+    assert [panels(x, 16, 32, "bf16") for x in (4, 8, 9, 10, 64)] == [0, 1, 0, 1, 1]
+    assert [panels(x, 16, 32, "u8", "s8") for x in (4, 8, 12, 16)] == [0, 0, 1, 1]
+    assert [panels(16, x, 4, "bf16") for x in (16, 17, 32, 48, 64)] == [1, 2, 2, 1, 2]
+    assert panels(16, 16, 4, "f32") == panels(16, 1, 4, "bf16") == 0
 
 
 @pytest.mark.parametrize("kind", [np.float32, BF16], ids=str)
@@ -239,3 +250,46 @@ def test_a_result_is_an_operand_of_its_epilogue(groups):
     flat = out.reshape(2, -1, groups * 8)
     pm.conv(x, w, out, epilogue=lambda acc, _: acc + flat, **options)
     np.testing.assert_array_equal(out, plain + 1000)
+
+
+OF_TILES = [
+    ((1, 14, 14, 64), (64, 16, 3, 3), {"groups": 4, "padding": 1}),
+    ((2, 9, 31, 32), (36, 16, 3, 3), {"groups": 2, "padding": 1, "stride": 2}),
+    ((1, 7, 7, 72), (72, 24, 3, 2), {"groups": 3, "padding": 2, "dilation": 2}),
+    ((1, 6, 40, 96), (96, 48, 3, 3), {"groups": 2}),
+    ((2, 11, 9, 240), (60, 80, 1, 1), {"groups": 3}),
+    ((1, 15, 23, 64), (24, 32, 1, 1), {"groups": 2, "stride": 2, "padding": 1}),
+]
+"""Shapes of images and filters that tile units convolve in one kernel, and options."""
+
+
+@pytest.mark.parametrize(("x", "w", "how"), OF_TILES)
+@pytest.mark.parametrize("x_type", [BF16, np.uint8], ids=str)
+def test_groups_on_tile_units(x, w, how, x_type):
+    filters = values(w, BF16 if x_type == BF16 else np.int8, 1)
+    images, value = values(x).astype(x_type), 0 if x_type == BF16 else 77
+    pads = how.get("padding", 0)
+    padded = np.pad(images, ((0, 0), (pads, pads), (pads, pads), (0, 0)), constant_values=value)
+    want = convolved(padded, filters, **how | {"padding": 0})
+    packed = pm.pack_conv(filters, groups=how["groups"], activations=x_type)
+    np.testing.assert_array_equal(unpack_conv(packed), filters)
+    again = pickle.loads(pickle.dumps(packed))  # noqa: S301 - its own
+    options = how | {"padding_value": value, "dtype": np.float32}
+    for end in (True, False):
+        image = guarded(images.ravel(), end=end).reshape(x)
+        np.testing.assert_array_equal(pm.conv(image, packed, **options), want)
+    bias = values(w[0], np.float32, 2)
+    got = pm.conv(images, again, epilogue=lambda acc, i: acc * 0.5 + bias[i.n], **options)
+    np.testing.assert_array_equal(got, np.float32(want * 0.5) + bias)
+    apart = np.zeros((*x[:-1], x[-1] + 3), x_type)[..., 1:-2]  # pixels that are no whole units apart
+    apart[...] = images
+    np.testing.assert_array_equal(pm.conv(apart, packed, **options), want)
+
+
+def test_an_infinity_stays_in_its_group_on_tile_units():
+    x, w = values((1, 9, 20, 48), BF16), values((48, 12, 3, 3), BF16, 1)
+    x[0, 4, 7, 13] = np.inf
+    with np.errstate(invalid="ignore"):
+        want = convolved(x, w, groups=4, padding=1)
+        got = pm.conv(x, w, groups=4, padding=1, dtype=np.float32)
+    np.testing.assert_array_equal(np.isfinite(got), np.isfinite(want))

@@ -69,3 +69,16 @@ def test_transforms_are_drawn(target):
     assert [x for x in texts if x in {*why.transforms, *why.simplified, *why.program}] == [
         *why.transforms, *why.simplified, *why.program,
     ]  # fmt: skip
+
+
+def test_groups_on_tile_units_are_one_kernel():
+    sizes = {"groups": 32, "padding": 1, "target": "granite-rapids"}
+    text = str(pm.explain_conv((1, 14, 14, 512), (512, 16, 3, 3), dtype="bf16", **sizes))
+    assert "32 groups in one kernel, whose panels follow each other" in text
+    assert "3 runs of 48" in text
+
+
+def test_channels_of_zeros_are_named():
+    text = str(pm.explain_conv((1, 224, 224, 3), (64, 3, 7, 7), stride=2, dtype="bf16", target="granite-rapids"))
+    assert "1 of 4 channels are zeros, in filters and strips of images" in text
+    assert "7 runs of 28" in text
