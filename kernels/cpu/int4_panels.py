@@ -1,7 +1,7 @@
 """int4 weights in panels: dequantized into panels of floats, or within the micro-kernel.
 
 An int4 panel is, for each quantization group, a row of NR scales and, unless they are -8 times these, one of NR
-offsets, both f32, then the group's words [word][NR]: eight int4 values of one column,
+offsets, both f32, or of scales alone as f16, then the group's words [word][NR]: eight int4 values of one column,
 at the bits of `dtype.CODES_AT`. A weight is scale * q + offset, one
 multiply-add in f32, rounded once more where the target panel holds a
 narrower type. A last word that k does not fill is padded with zeros.
@@ -31,7 +31,7 @@ from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.lane_nodes import Map
 from portmm.ir.nodes import Add, For, Function, If, Let, LetPtr, Move, Param, Prefetch, Scratch, Verb
 from portmm.kernels.cpu.microkernel import Shape, acc_of, element_of_a, params_of_a, spare, write_back
-from portmm.spec.dtype import CODES_AT, CODES_KR, ZERO_CODE, ZERO_E2M1, base
+from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, ZERO_CODE, ZERO_E2M1, base
 from portmm.target.summation import RUN, STEP, BlockOfK, chained
 
 if TYPE_CHECKING:
@@ -60,10 +60,11 @@ def dequantize(isa: Isa, atom: Atom, kept: Family) -> Function:
     long = kept.group // CODES_KR
     group = u // long if long else const(0)
     row = Ptr("to", (u - var("first")) * (CODES_KR // kr * nr))
+    units = var("head") + (u - group * long + kept.heads) * nr - kept.saved
     body: list[Stmt] = [
-        Let("head", group * ((kept.heads + long) * nr)),
-        LetPtr("scales", Ptr("b", var("head")), "f32", readonly=True),
-        LetPtr("words", Ptr("b", var("head") + (u - group * long + kept.heads) * nr), "s32", readonly=True),
+        Let("head", group * ((kept.heads + long) * nr - kept.saved)),
+        LetPtr("scales", Ptr("b", var("head")), kept.head_type, readonly=True),
+        LetPtr("words", Ptr("b", units), "s32", readonly=True),
         Scratch("rows", CODES_KR * nr, base(atom.right)) if kr > 1 else LetPtr("rows", row, atom.right),
     ]
     for v, at in vectors:
@@ -185,10 +186,12 @@ def int4_micro_kernel(isa: Isa, atom: Atom, kept: Family, s: Shape) -> Function:
         once = tile.summed(first, minimum(full, first + run), minimum(here, first + run))
         runs = For("u_run", const(0), here, const(run), (*tile.zero(), *once, *tile.scaled()))
         sums = (runs, *tile.zero(), *rest, *tile.scaled(g))
+    units = (g * (long + kept.heads) + kept.heads) * nr - (g + 1) * kept.saved
     group = (
         *start,
-        LetPtr("scales", Ptr("b", g * ((long + kept.heads) * nr)), "f32", readonly=True),
-        LetPtr("words", Ptr("b", (g * (long + kept.heads) + kept.heads) * nr), "s32", readonly=True),
+        *tile.ahead(),
+        LetPtr("scales", Ptr("b", g * ((long + kept.heads) * nr - kept.saved)), kept.head_type, readonly=True),
+        LetPtr("words", Ptr("b", units), "s32", readonly=True),
         *sums,
     )
     zero = tuple(Verb("zero", acc_of(i, v)) for i, v in tile.cells)
@@ -216,6 +219,9 @@ class _Tile:
         assert words is not None  # noqa: S101 - else the atom would not support int4
         self.atom, self.real, self.words, self.nr, self.s = atom, real, words, kept.nr, s
         self.offsets, self.e2m1 = kept.heads > 1, kept.e2m1
+        self.each = BY_NAME["s32"].bytes // BY_NAME[kept.head_type].bytes
+        self.group = kept.group // CODES_KR * self.nr + kept.head_words if kept.group else 0
+        self.jumps = bool(s.along and s.panels > 1 and self.group)
         self.vectors, self.rows = range(s.panels * self.nr // atom.n), range(s.rows)
         self.cells = [(i, v) for i in self.rows for v in self.vectors]
         self.exact = atom.acc == "s32"
@@ -255,10 +261,10 @@ class _Tile:
         body.append(For("u", at, minimum(full, at + WORDS), const(1), self.word(u)))
         return (For("u_part", first, last, const(WORDS), tuple(body)),)
 
-    def at(self, name: str, row: Index, v: int) -> Ptr:
-        """Address of vector v of a row of the group in each panel."""
+    def at(self, name: str, row: Index, v: int, each: int = 1) -> Ptr:
+        """Address of vector v of a row of the group in each panel, `each` elements to a word."""
         panel, column = divmod(v * self.atom.n, self.nr)
-        return Ptr(name, (var("b_panel") * panel if panel else const(0)) + row + column)
+        return Ptr(name, (var("b_panel") * (panel * each) if panel else const(0)) + row + column)
 
     def load(self, u: Index) -> list[Stmt]:
         """Loads of word u of the group, for every column."""
@@ -266,9 +272,17 @@ class _Tile:
         loads = [Verb("load_b", f"w{v}", p=p, of=self.words.name, to="s32") for v, p in enumerate(at)]
         return [*self.prefetch(at), *loads]
 
-    def prefetch(self, at: list[Ptr]) -> list[Stmt]:
-        """Prefetches further along the panel of what is at some addresses."""
-        return [Prefetch(p + self.s.along) for p in at] if self.s.along else []
+    def prefetch(self, at: list[Ptr], each: int = 1) -> list[Stmt]:
+        """Prefetches further along the panel of what is at some addresses, `each` elements to a word."""
+        distance = var("ahead") if self.jumps else const(self.s.along)
+        return [Prefetch(p + distance * each) for p in at] if self.s.along else []
+
+    def ahead(self) -> tuple[Stmt, ...]:
+        """Words between a prefetch and its use: past the end of a panel, they are of the next one in its place."""
+        if not self.jumps:
+            return ()
+        last = (var("groups") - var("g")).lt(self.s.along // self.group + 1)
+        return (Let("ahead", last * (var("b_panel") * (self.s.panels - 1)) + self.s.along),)
 
     def step(self, p: Index, bit: Index, verb: str = "code") -> list[Stmt]:
         """Multiply-adds of the int4 values that begin at `bit` by the unit of A at p."""
@@ -305,9 +319,11 @@ class _Tile:
             out.append(Map("literal", "zero_code", (float(ZERO_CODE),), "f32", "f32", self.real.name))
             out += [Verb("load_a", f"t{i}", p=Ptr("totals", const(i) * var("groups") + g)) for i in self.rows]
         heads = range(2 if self.offsets else 1)
-        out += self.prefetch([self.at("scales", const(x * self.nr), v) for x in heads for v in self.vectors])
+        lines = self.vectors[:: self.each]  # vectors of words, and as many of scales as are in one
+        rows = [self.at("scales", const(x * self.nr), v, self.each) for x in heads for v in lines]
+        out += self.prefetch(rows, self.each)
         for v in self.vectors:
-            scale, offset = (self.at("scales", const(x * self.nr), v) for x in (0, 1))
+            scale, offset = (self.at("scales", const(x * self.nr), v, self.each) for x in (0, 1))
             out.append(Verb("load_b", f"s{v}", p=scale))
             if g is not None:
                 centre = Map("fma", f"c{v}", (f"s{v}", "zero_code", f"o{v}"), "f32", "f32", self.real.name)

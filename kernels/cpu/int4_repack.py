@@ -4,7 +4,7 @@ B holds int4 values [k][n], a byte each, by rows. Words of eight values of one c
 from eight rows at once, by the atom's own loads; strips of rows and groups of
 panels are distributed over threads as by `prepack`. A unit that rows or columns do not fill is
 padded with zeros in scratch first. Scales, and offsets if there are any, which are the
-operands x0 and x1, are copied unchanged, as words.
+operands x0 and x1, are copied unchanged, as words; those of 16 bits are padded to whole panels.
 """
 
 from __future__ import annotations
@@ -50,16 +50,21 @@ def _unit(atom: Atom, kept: Family) -> tuple[Stmt, ...]:
     n, u, q, nr, columns, step = var("n"), var("u"), var("q"), kept.nr, var("columns"), var("step")
     long = kept.group // CODES_KR
     group, within = (u // long, u % long) if long else (const(0), u)
-    at = Ptr("panels", (u + kept.heads * group) * nr)
+    at = Ptr("panels", (u + kept.heads * group) * nr - group * kept.saved)
+    wide = kept.head_words // kept.heads
+    # Scales of 16 bits are in rows of whole panels.
+    row, across, column = n, columns, var("column")
+    if kept.half:
+        row, across, column = ceil_div(n, nr) * wide, ceil_div(columns, nr) * wide, column // nr * wide
     heads = tuple(
-        Call(_heads(atom, nr), (columns, Ptr(x, group * n + var("column")), at + i * nr, step))
+        Call(_heads(atom, wide), (across, Ptr(x, group * row + column), at + i * wide, step))
         for i, x in enumerate(("x0", "x1")[: kept.heads])
     )
     edge = (var("rows"), minimum(columns - q * nr, nr), Ptr("codes", q * nr), var("b_k"), Ptr("to", q * step))
     return (
         If(within.eq(0), heads),
         LetPtr("codes", Ptr("b", u * (var("b_k") * CODES_KR) + var("column")), "u4", readonly=True),
-        LetPtr("to", at + kept.heads * nr, "s32"),
+        LetPtr("to", at + kept.head_words, "s32"),
         Let("rows", minimum(var("k") - u * CODES_KR, CODES_KR)),
         Let("whole", var("rows").eq(CODES_KR) * (columns // nr)),
         Call(_words(atom, nr), (var("whole"), Ptr("codes"), var("b_k"), Ptr("to"), step)),

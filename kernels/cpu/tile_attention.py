@@ -16,12 +16,12 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr, ceil_div, const, round_up, var
+from portmm.ir.index import Ptr, ceil_div, const, minimum, round_up, var
 from portmm.ir.lane_nodes import Map
-from portmm.ir.nodes import TILES, Call, Configure, For, Function, LetPtr, Move, Param, Verb
+from portmm.ir.nodes import TILES, Call, Configure, For, Function, If, Let, LetPtr, Move, Param, Verb
 from portmm.kernels.cpu.attention import Attention
 from portmm.kernels.cpu.attention import build as build_loops
-from portmm.kernels.cpu.attention_geometry import D
+from portmm.kernels.cpu.attention_geometry import FIELDS, D, M
 from portmm.kernels.cpu.online_softmax import rescale_strips
 from portmm.kernels.cpu.packing import transpose
 from portmm.kernels.cpu.tile_microkernel import Grid, strip_kernel
@@ -60,7 +60,7 @@ class TiledAttention(Attention):
         sizes |= {"turned": round_up(sums, 64), "rest": round_up(self.depth * self.g.mr, 64)}
         if self.parts > 1:
             sizes["units"] *= self.parts
-        return sizes
+        return sizes | {"near": round_up(var(FIELDS["step"]) // self.kr * self.across, 64)}
 
     @property
     def parts(self) -> int:
@@ -79,11 +79,46 @@ class TiledAttention(Attention):
 
     def ready(self) -> tuple[Stmt, ...]:
         """Configuration of this thread's tiles."""
-        return (Configure((const(self.atom.m),) * TILES),)
+        return (
+            *self.where_values(),
+            Configure((const(self.atom.m),) * TILES),
+        )
 
     def done(self) -> tuple[Stmt, ...]:
         """Release of the tiles: unused ones need not be saved at a context switch."""
         return (Configure(()),)
+
+    @property
+    def alone(self) -> Index:
+        """Whether one task reads a head of V: it packs each block of its keys itself, which then stays in L2."""
+        return M.lt(self.g.queries + 1) * var("group").eq(1)
+
+    def packs(self) -> tuple[Stmt, ...]:
+        """Packing of all of V, where several tasks read it."""
+        group = Let("group", var(FIELDS["group"]))
+        return (group, If(self.alone.eq(0), super().packs()))
+
+    def where_values(self) -> tuple[Stmt, ...]:
+        """The place of packed V: of the head, or of a block of keys."""
+        own, panels, few = var("own"), ceil_div(var("dv"), self.g.pv_n), var("heads") // var("group")
+        for x in list(self.sizes().values())[:-1]:
+            own += x
+        head = (var("item") * few + var("other")) * panels * self.panel
+        near = var("step") // self.kr * self.g.pv_n
+        places = {"alone": self.alone, "v_panel": var("alone") * (near - self.panel) + self.panel}
+        return (*(Let(x, y) for x, y in places.items()), Let("v_head", head), Let("v_near", own))
+
+    def near_values(self) -> Stmt:
+        """Packing of V for a block of keys."""
+        g, i = self.g, var("i")
+        here = ("b", var("item")), ("h", var("other")), ("m", var("key")), ("n", i * g.pv_n)
+        body = (
+            Let("columns", minimum(var("dv") - i * g.pv_n, g.pv_n)),
+            Let("seen", var("keys")),
+            LetPtr("to", Ptr("work", var("v_near") + i * var("v_panel")), self.atom.right),
+            self.pack_values(self.place("v", *here)),
+        )
+        return For("i", const(0), ceil_div(var("dv"), g.pv_n), const(1), body)
 
     def pack_values(self, source: Ptr) -> Stmt:
         """Packing of some columns of V, transposed: to[step][column][units of a step]."""
@@ -141,9 +176,8 @@ class TiledAttention(Attention):
         """Second product: o[column][query] += V^T . weights."""
         g, i, c, k, n = self.g, var("i"), var("c"), self.atom.deep, self.atom.n
         f, strip = strip_kernel("values", self.atom, GRID), var("step") // self.kr * n
-        few, panels = var("heads") // var("group"), ceil_div(var("dv"), g.pv_n)
-        item = (var("item") * few + var("other")) * panels
-        left = Ptr("work", (item + i) * self.panel + var("key") // self.kr * g.pv_n)
+        panels, at = ceil_div(var("dv"), g.pv_n), var("v_head") + var("key") // self.kr * g.pv_n
+        left = Ptr("work", var("v_at") + i * var("v_panel"))
         units = round_up(var("keys"), self.atom.k) // self.kr
         to = Ptr("o", i * (g.pv_n * n) + c * (self.across * n))
         calls = []
@@ -152,7 +186,8 @@ class TiledAttention(Attention):
             args = (units, left, const(k), const(k * g.pv_n), right, strip, to, self.across * n)
             calls.append(Call(f, (*args, const(1) if q else var("first").lt(var("key")))))
         inner = For("c", const(0), var("count"), const(GRID.columns), tuple(calls))
-        return (For("i", const(0), panels, const(1), (inner,)),)
+        place = Let("v_at", var("alone") * (var("v_near") - at) + at)
+        return (If(var("alone"), (self.near_values(),)), place, For("i", const(0), panels, const(1), (inner,)))
 
     def finish(self) -> tuple[Stmt, ...]:
         """Transposition of the sums, then the results."""

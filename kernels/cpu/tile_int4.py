@@ -25,7 +25,7 @@ from portmm.kernels.cpu import int4_in_place
 from portmm.kernels.cpu.tile_loops import Tiles
 from portmm.kernels.cpu.tile_microkernel import TALL, Outer, Strides
 from portmm.kernels.cpu.tile_packing import pack_parts
-from portmm.spec.dtype import CODES_AT, CODES_KR, ZERO_CODE, ZERO_E2M1, parts
+from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, ZERO_CODE, ZERO_E2M1, parts
 from portmm.spec.problem import family
 
 if TYPE_CHECKING:
@@ -163,9 +163,9 @@ class Int4Tile:
         """The panel of each tile along n, and its first column there."""
         return [divmod(at, self.kept.nr) for at in range(0, self.width, self.atom.n)]
 
-    def at(self, name: str, row: Index, panel: int, column: int) -> Ptr:
-        """Address of a column of a panel, `row` elements into the group."""
-        return Ptr(name, row + column + (var("b_panel") * panel if panel else const(0)))
+    def at(self, name: str, row: Index, panel: int, column: int, each: int = 1) -> Ptr:
+        """Address of a column of a panel, `row` elements into the group, `each` elements to a word."""
+        return Ptr(name, row + column + (var("b_panel") * (panel * each) if panel else const(0)))
 
     def word(self, u: Index, at: Index, count: Index) -> Stmt:
         """Conversion of `count` words from u on, of all columns, to rows of tiles at `at` in scratch."""
@@ -191,13 +191,14 @@ class Int4Tile:
         heads: list[Stmt] = []
         body: list[Stmt] = []
         offsets, at_group = self.kept.heads > 1, i * var("groups") + var("g")
+        each = BY_NAME["s32"].bytes // BY_NAME[self.kept.head_type].bytes
         if self.exact:
             body.append(Verb("load_a", "start", p=Ptr("starts", at_group), of=self.words.name))
         if offsets:
             heads.append(Map("literal", "zero_code", (float(ZERO_CODE),), "f32", "f32", real.name))
             body.append(Verb("load_a", "total", p=Ptr("totals", at_group), of=real.name))
         for v, (q, column) in enumerate(self.columns):
-            scale = self.at("scales", const(0), q, column)
+            scale = self.at("scales", const(0), q, column, each)
             heads.append(Verb("load_b", f"s{v}", p=scale, of=real.name))
             if offsets:
                 offset = scale + self.kept.nr
@@ -238,10 +239,11 @@ def micro_kernel(x: Int4Tile) -> Function:
 
     zeros = Verb("zero", "zeros", of=x.real.name)
     clear = Verb("store", "zeros", p=Ptr("cleared", var("i") * x.real.n), of=x.real.name)
+    units = (g * (long + kept.heads) + kept.heads) * nr - (g + 1) * kept.saved
     group = (
         Let("here", minimum(long, words - g * long)),
-        LetPtr("scales", Ptr("b", g * ((long + kept.heads) * nr)), "f32", readonly=True),
-        LetPtr("words", Ptr("b", (g * (long + kept.heads) + kept.heads) * nr), "s32", readonly=True),
+        LetPtr("scales", Ptr("b", g * ((long + kept.heads) * nr - kept.saved)), kept.head_type, readonly=True),
+        LetPtr("words", Ptr("b", units), "s32", readonly=True),
         *(Verb("zero", str(x.grid.c(*at))) for at in cells),
         For("t", const(0), here // step, const(1), one(t, const(step))),
         If((here // step * step).lt(here), one(here // step, here % step)),

@@ -17,11 +17,13 @@ from portmm.errors import BuildError, PackError, ScheduleError
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR, ZERO_CODE, ZERO_E2M1
 from portmm.spec.problem import AXES, Family, family
-from portmm.util.records import dataclass
+from portmm.util.records import dataclass, replace
 from portmm.weights.kinds import WeightKind
 from portmm.weights.quantized import Quantized, QuantizedMatrix, int4_words
 
 Array = np.ndarray[Any, Any]
+HEADS = (np.float32, np.float16)
+"""Types of scales and offsets in panels, by whether they have 16 bits."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +33,8 @@ class PackedInt4(QuantizedMatrix):
     Attributes:
         owner: the panels, 1-D int32, read-only.
         shape: (k, n) of the weight.
-        family: the layout, for example "u4x32k8g128", "u4x32k8g128c" without offsets, or "u4x32k8g32e" of floats.
+        family: the layout, for example "u4x32k8g128", "u4x32k8g128c" without offsets, "u4x32k8g32ch" with scales
+            of 16 bits, or "u4x32k8g32e" of floats.
     """
 
     weight_kind: ClassVar[WeightKind] = WeightKind.INT4_PANELS
@@ -75,15 +78,11 @@ def largest_weight(w: PackedInt4) -> float:
         layout, (k, n) = family(w.family), w.shape
         if not n:
             return 0.0
-        group = layout.group or max(k, 1)
-        first = np.arange(-(-k // group)) * ((-(-group // CODES_KR) + layout.heads) * layout.nr)
-        panels = w.owner.reshape(-(-n // layout.nr), -1)
-        scales, *offsets = (
-            float(
-                np.abs(panels[:, first[:, None] + i * layout.nr + np.arange(layout.nr)].view(np.float32)).max(initial=0)
-            )
-            for i in range(layout.heads)
-        )
+        group, wide = layout.group or max(k, 1), layout.head_words // layout.heads
+        first = np.arange(-(-k // group)) * (-(-group // CODES_KR) * layout.nr + layout.head_words)
+        panels, of = w.owner.reshape(-(-n // layout.nr), -1), HEADS[layout.half]
+        rows = (panels[:, first[:, None] + i * wide + np.arange(wide)] for i in range(layout.heads))
+        scales, *offsets = (float(np.abs(np.ascontiguousarray(x).view(of)).max(initial=0)) for x in rows)
         known.append(2.0**CODE_BITS * scales + (offsets[0] if offsets else max(ZERO_CODE, ZERO_E2M1) * scales))
     return known[0]
 
@@ -133,6 +132,7 @@ def pack_int4(q: Quantized, *, symmetric: bool | None = None) -> PackedInt4:
     Args:
         q: the weight.
         symmetric: whether panels have scales without offsets; by default where these are -8 times scales.
+            Scales are stored in 16 bits where these hold all of them, and there are no offsets.
 
     Raises:
         PackError: it has another number of bits, or its groups are not multiples of 8 rows.
@@ -147,6 +147,7 @@ def pack_int4(q: Quantized, *, symmetric: bool | None = None) -> PackedInt4:
         from portmm.dispatch.cpu_kernels import family_of_codes
 
         layout = family_of_codes(config.target(), group, symmetric=symmetric, e2m1=q.e2m1)
+        layout = replace(layout, half=layout.heads == 1 and _fit_half(heads_of(q, layout)[0]))
     owner = pages.lasting_empty(layout.units(k, n), np.int32)
     if q.codes.size:
         try:
@@ -168,6 +169,8 @@ def _pack_by_kernel(q: Quantized, layout: Family, owner: Array, route: Any) -> N
 
         route = int4_repack_route(layout, config.target(), config.get_num_threads())
     rows, kept = heads_of(q, layout), codes_of(q, layout)
+    if layout.half:  # as rows of whole panels
+        rows = tuple([_padded(x.astype(np.float16), -x.shape[1] % layout.nr) for x in rows])
     (k, n), (codes, c) = q.shape, (x.ctypes.data for x in (kept, owner))
     heads = [(x.ctypes.data, *(0,) * len(AXES)) for x in rows]
     numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *pages.page_ends(owner, owner.itemsize), 0)
@@ -184,6 +187,17 @@ def heads_of(q: Quantized, layout: Family) -> tuple[Array, ...]:
     return (q.scales * np.float32(0.5),) if layout.e2m1 else (q.scales, q.offsets)[: layout.heads]
 
 
+def _fit_half(values: Array) -> bool:
+    """Whether 16 bits hold values exactly."""
+    with np.errstate(over="ignore"):
+        return bool((values.astype(np.float16) == values).all())
+
+
+def _padded(values: Array, columns: int) -> Array:
+    """Values with further columns of zeros."""
+    return np.pad(values, ((0, 0), (0, columns))) if columns else values
+
+
 def panels_of(q: Quantized, layout: Family) -> Array:
     """The panels of a weight in a layout, by NumPy."""
     owner = np.empty(layout.units(*q.shape), np.int32)
@@ -195,9 +209,10 @@ def _pack_by_numpy(q: Quantized, layout: Family, owner: Array) -> None:
     """The same without a compiler, ten times slower."""
     k, n = q.shape
     owner[...] = 0
-    heads = heads_of(q, layout)
-    for part, values in zip(layout.parts(k, n), (*heads, int4_words(codes_of(q, layout))), strict=True):
-        owner[part.offsets()] = values.view(np.int32)
+    *heads, words = layout.parts(k, n)
+    for part, values in zip(heads, heads_of(q, layout), strict=True):
+        owner.view(HEADS[layout.half])[part.offsets()] = values
+    owner[words.offsets()] = int4_words(codes_of(q, layout)).view(np.int32)
 
 
 def unpack_int4(w: PackedInt4) -> Quantized:
@@ -206,11 +221,13 @@ def unpack_int4(w: PackedInt4) -> Quantized:
     if not k or not n:
         codes, empty = np.empty((k, n), np.uint8), np.empty((-(-k // (layout.group or max(k, 1))), n), np.float32)
         return Quantized(codes, empty, empty, CODE_BITS, layout.group or max(k, 1), _values(layout))
-    *heads, words = (np.ascontiguousarray(x.gather(w.owner)) for x in layout.parts(k, n))
-    scales = heads[0].view(np.float32) * np.float32(2 if layout.e2m1 else 1)
+    *rows, units = layout.parts(k, n)
+    of = np.asarray(w.owner).view(HEADS[layout.half])
+    heads = [np.ascontiguousarray(x.gather(of)).astype(np.float32) for x in rows]
+    scales = heads[0] * np.float32(2 if layout.e2m1 else 1)
     offsets = np.zeros_like(scales) if layout.e2m1 else -np.float32(ZERO_CODE) * scales
-    offsets = heads[1].view(np.float32) if layout.heads > 1 else offsets
-    words = words.view(np.uint32)
+    offsets = heads[1] if layout.heads > 1 else offsets
+    words = np.ascontiguousarray(units.gather(w.owner)).view(np.uint32)
     codes = np.empty((len(words) * CODES_KR, n), np.uint8)
     for e in range(CODES_KR):
         codes[e::CODES_KR] = words >> np.uint32(CODES_AT[e]) & np.uint32(15)

@@ -71,7 +71,7 @@ def base_schedule(  # noqa: PLR0917 - parts of one record
     a, b = (PACKED,) if pack_a else (), (PACKED,) if pack_b else ()
     return Schedule(
         program, isa.name, p.dtype, tiles, a=OperandPlan(p.a, a, 0, p.source),
-        b=OperandPlan(p.b, b, p.group, "", p.symmetric, p.e2m1),
+        b=OperandPlan(p.b, b, p.group, "", p.symmetric, p.e2m1, p.half),
         parallel=Parallel(over), epilogue=p.fused, static=(p.m, p.n, p.k) if p.static else None,
     )  # fmt: skip
 

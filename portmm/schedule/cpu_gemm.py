@@ -291,7 +291,7 @@ def _int4_schedules(  # noqa: PLR0917 - two callers
     if p.m > mr or p.k * p.n * BY_NAME[p.types[1]].bytes <= capacity(target, "L2"):
         yield s
         return
-    for panels in (1, 2):
+    for panels in (1, 2, 4):
         yield replace(s, b=s.b.prefetched(0, MODEL.several_ahead // BY_NAME["s32"].bytes).covering(panels))
 
 

@@ -71,6 +71,7 @@ class OperandPlan(NamedTuple):
         source: the type before rows are quantised.
         symmetric: int4 values have scales without offsets.
         e2m1: in their place there are floats of four bits.
+        half: scales are f16.
     """
 
     layout: str = "row"
@@ -79,6 +80,7 @@ class OperandPlan(NamedTuple):
     source: str = ""
     symmetric: bool = False
     e2m1: bool = False
+    half: bool = False
 
     def by(self, method: str) -> Staging | None:
         """The staging by a method, if there is one."""

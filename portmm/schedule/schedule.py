@@ -104,7 +104,7 @@ class Schedule:
         """The packed layout of B: element type, panel width, and adjacent elements of k."""
         a, b, _ = self.types
         if self.b.layout == "codes":
-            heads = {"symmetric": self.b.symmetric, "e2m1": self.b.e2m1}
+            heads = {"symmetric": self.b.symmetric, "e2m1": self.b.e2m1, "half": self.b.half}
             return str(Family(b, self.nr, CODES_KR, group=self.b.group, **heads))
         # Dot products copy a few columns of a panel.
         nr = self.tiles[2].n if self.program == "dot" else self.nr

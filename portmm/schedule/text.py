@@ -23,7 +23,7 @@ IN_PLACE = ("direct", "stream", "rows", "columns")
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
 _MARKS = (
     "pack_a", "pack_b", "once", "inside", "pack_c", "swap", "ahead", "copies", "pingpong", "grouped", "joined",
-    "held_a", "exchange", "symmetric", "e2m1",
+    "held_a", "exchange", "symmetric", "e2m1", "half",
 )  # fmt: skip
 _USUAL: dict[str, Any] = {
     "a": "row", "b": "row", "c": "row", "panels": 1, "over": "tiles", "lanes": 0, "prefetch": 0, "along": 0, "kr": 1,
@@ -40,8 +40,7 @@ def flat(s: Schedule) -> dict[str, Any]:
         "program": s.program, "isa": s.isa, "dtype": s.dtype, "tiles": s.tiles,
         "a": s.a.layout, "b": s.b.layout, "c": s.c.layout, "panels": s.b.panels,
         "pack_a": s.a.packed, "pack_b": s.b.packed, "once": s.b.once, "inside": s.b.inside, "pack_c": s.c.packed,
-        "prefetch": s.b.prefetch,
-        "along": s.b.along, "symmetric": s.b.symmetric, "e2m1": s.b.e2m1,
+        "prefetch": s.b.prefetch, "along": s.b.along, "symmetric": s.b.symmetric, "e2m1": s.b.e2m1, "half": s.b.half,
         "ahead": s.c.prefetch > 0, "group": s.b.group, "source": s.a.source, **s.atom._asdict(),
         "fused": s.epilogue, "static": s.static, "stages": s.stages, "copies": s.b.asynchronous,
         "vectors": s.vectors + ((s.v.vector,) if s.v else ()), "over": x.over, "split": x.split, "joined": x.fixup,
@@ -86,7 +85,7 @@ def of_flat(program: str, isa: str, dtype: str, tiles: tuple[Tile, ...], **field
         program, isa, dtype, tiles,
         AtomUse(x["lanes"], x["kr"], x["swap"]),
         OperandPlan(x["a"], tuple(a), 0, x["source"]),
-        OperandPlan(x["b"], tuple(b), x["group"], "", x["symmetric"], x["e2m1"]),
+        OperandPlan(x["b"], tuple(b), x["group"], "", x["symmetric"], x["e2m1"], x["half"]),
         OperandPlan(x["c"], tuple(c)),
         Parallel(
             x["over"], x["split"], x["joined"], x["cell"], x["resident"], x["groups"], x["pingpong"], x["cluster"],

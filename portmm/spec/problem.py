@@ -38,6 +38,7 @@ class Family:
             is a row of scales, a row of offsets if there are any, both f32, and its units.
         symmetric: offsets of int4 values are -8 times scales, and have no rows.
         e2m1: in the place of int4 values, floats of four bits; scales are half of theirs, and there are no offsets.
+        half: scales are f16, where there are no offsets.
     """
 
     dtype: str
@@ -47,16 +48,32 @@ class Family:
     group: int = 0
     symmetric: bool = False
     e2m1: bool = False
+    half: bool = False
 
     def __str__(self) -> str:
         kr, group = f"k{self.kr}" if self.kr > 1 else "", f"g{self.group}" if self.dtype == "u4" else ""
-        heads = "e" if self.e2m1 else "c" if self.symmetric else ""
+        heads = ("e" if self.e2m1 else "c" if self.symmetric else "") + ("h" if self.half else "")
         return f"{self.dtype}x{self.nr}{kr}{group}{heads}{'s' if self.sums else ''}"
 
     @property
     def heads(self) -> int:
         """Rows of a group of int4 values before its units: of scales, and of offsets."""
         return 1 if self.symmetric or self.e2m1 else 2
+
+    @property
+    def head_type(self) -> str:
+        """Type of scales and offsets."""
+        return "f16" if self.half else "f32"
+
+    @property
+    def head_words(self) -> int:
+        """Words of a group of int4 values before its units."""
+        return self.heads * self.nr * BY_NAME[self.head_type].bytes // BY_NAME["s32"].bytes
+
+    @property
+    def saved(self) -> int:
+        """Words that these are less than rows of words."""
+        return self.heads * self.nr - self.head_words
 
     def layout(self, k: int, n: int, items: int = 0) -> Layout:
         """Layout of a packed weight, of no int4 values."""
@@ -65,16 +82,25 @@ class Family:
         return panels(k, n, self.nr, self.kr, self.panel(k) * self.kr, items=items)
 
     def parts(self, k: int, n: int) -> tuple[Layout, ...]:
-        """Layouts of the scales (group, n), the offsets if any, and the words (k / 8, n), of int4 values, in words."""
+        """Layouts of the scales (group, n), the offsets if any, and the words (k / 8, n), of int4 values.
+
+        Offsets of elements are in words, those of scales and offsets in elements of their type.
+        """
         from portmm.spec.layout import Layout
 
         groups, words = self.groups(k), _ceil(k, self.kr)
         of_group = self.group // self.kr or words
-        shape = (-(-n // self.nr), groups, of_group + self.heads, self.nr)
-        rows = Layout(shape, (self.panel(k), (of_group + self.heads) * self.nr, self.nr, 1)).permute(1, 2, 0, 3)
-        rows = rows.merge(2, 2).slice(2, 0, n)
-        units = rows.slice(1, self.heads, of_group).merge(0, 2).slice(0, 0, words)
-        return (*(rows.freeze(1, i) for i in range(self.heads)), units)
+        step, many = self.head_words + of_group * self.nr, -(-n // self.nr)
+
+        def rows(begin: int, count: int, each: int) -> Layout:
+            """Rows of a group, `each` elements to a word."""
+            whole = Layout((many, groups, step * each), (self.panel(k) * each, step * each, 1))
+            some = whole.embed(2, (count, self.nr), (self.nr, 1), begin).permute(1, 2, 0, 3)
+            return some.merge(2, 2).slice(2, 0, n)
+
+        units = rows(self.head_words, of_group, 1).merge(0, 2).slice(0, 0, words)
+        each = BY_NAME["s32"].bytes // BY_NAME[self.head_type].bytes
+        return (*(rows(i * self.nr, 1, each).freeze(1, 0) for i in range(self.heads)), units)
 
     def groups(self, k: Any) -> Any:
         """Number of groups in k rows of int4 values, a number or an expression."""
@@ -88,7 +114,7 @@ class Family:
         """Units of one panel of k rows, likewise, with its sums, or its scales and offsets."""
         units = _ceil(k, self.kr)
         if self.dtype == "u4":
-            return (self.groups(k) * self.heads + units) * self.nr
+            return (self.groups(k) * self.heads + units) * self.nr - self.groups(k) * self.saved
         size = BY_NAME[self.dtype].bytes * self.kr
         each = max(1, BY_NAME["s32"].bytes // size)
         tail = self.nr * BY_NAME["s32"].bytes // size
@@ -108,12 +134,15 @@ def family(name: str) -> Family:
         ValueError: `name` is no packed layout.
     """
     dtype, _, rest = name.partition("x")
-    of_groups = r"(?:g(?P<group>\d+)(?P<heads>[ce]?))?"
+    of_groups = r"(?:g(?P<group>\d+)(?P<heads>[ce]?)(?P<half>h?))?"
     match = re.fullmatch(rf"(?P<nr>[1-9]\d*)(?:k(?P<kr>[1-9]\d*))?{of_groups}(?P<sums>s?)", rest)
     if dtype not in BY_NAME or match is None:
         raise ValueError(f"{name!r} is no family of packed weights; one is called f32x32 or s8x32k4s")
     nr, kr, group = (int(match[x] or y) for x, y in (("nr", 1), ("kr", 1), ("group", 0)))
-    return Family(dtype, nr, kr, bool(match["sums"]), group, match["heads"] == "c", match["heads"] == "e")
+    heads = match["heads"]
+    if match["half"] and not heads:
+        raise ValueError(f"{name!r} has offsets beside scales of 16 bits; these are without")
+    return Family(dtype, nr, kr, bool(match["sums"]), group, heads == "c", heads == "e", bool(match["half"]))
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,6 +257,11 @@ class Problem:
     def e2m1(self) -> bool:
         """Whether B has floats of four bits."""
         return self.b == "codes" and family(self.family).e2m1
+
+    @property
+    def half(self) -> bool:
+        """Whether a B of four bits has scales of 16 bits."""
+        return self.b == "codes" and family(self.family).half
 
     @property
     def flops(self) -> int:

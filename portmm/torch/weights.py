@@ -30,8 +30,10 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 KINDS = ("int8-dynamic", "int4", "int4-dynamic", "bf16")
-BLOCK = 1 << 20
-"""Values that are quantized at a time: those of a block stay in a cache between the steps."""
+BLOCK = 1 << 23
+"""Values that are quantized at a time: with fewer, rows of each block wait for memory anew (Granite Rapids)."""
+PIECE = 1 << 15
+"""Values of four bits that are joined in bytes at a time: they stay in L2 between the steps."""
 
 
 _packed: dict[int, tuple[Any, tuple[Any, ...], dict[Any, Any]]] = {}
@@ -109,7 +111,6 @@ def int4_values(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     """
     outputs, inputs = weight.shape
     scratch, unpacked = _scratch(weight), torch.empty((min(_step(weight), outputs), inputs), dtype=torch.uint8)
-    high = np.empty((len(unpacked), inputs // 2), np.uint16)
     both = _empty(weight, (outputs, inputs // 2), np.uint8)
     scales = torch.zeros((outputs, -(-inputs // max(group, 1))), device=weight.device)
     for rows, values in _blocks(weight, scratch, _step(weight)):
@@ -122,12 +123,20 @@ def int4_values(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
                 into, steps = torch.empty(part.shape, dtype=torch.uint8), torch.empty(len(part))
                 _rounded(_int4_rows, part.contiguous(), into, steps)
                 codes[:, g * group : g * group + part.shape[1]], scales[rows, g] = into, steps
-        pairs, shifted = as_numpy(codes).view("<u2"), high[: len(values)]
-        # The low byte is a value of an even input, the high byte the next.
-        np.bitwise_or(np.right_shift(pairs, 4, out=shifted), pairs, out=shifted)
-        np.copyto(as_numpy(both[rows]), shifted, casting="unsafe")
+        _join(as_numpy(codes), as_numpy(both[rows]))
     _check_scales(scales)
     return both, scales, scales * -ZERO_CODE
+
+
+def _join(codes: Any, both: Any) -> None:
+    """Write values (rows, n) of a byte each as (rows, n / 2) bytes."""
+    pairs, into = codes.view("<u2").reshape(-1), both.reshape(-1)
+    shifted = np.empty(min(PIECE, pairs.size), np.uint16)
+    for first in range(0, pairs.size, PIECE):
+        # The low byte is a value of an even input, the high byte the next.
+        some = pairs[first : first + PIECE]
+        high = np.right_shift(some, 4, out=shifted[: some.size])
+        np.copyto(into[first : first + PIECE], np.bitwise_or(high, some, out=high), casting="unsafe")
 
 
 def _empty(weight: torch.Tensor, shape: Any, dtype: Any) -> torch.Tensor:

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.weights.checkpoints import from_awq, from_gptq, sorted_order
-from portmm.weights.quantized import FLOATS, Quantized
+from portmm.weights.fp4 import from_fp4
+from portmm.weights.quantized import FLOATS, Quantized, dequantize
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
@@ -44,6 +45,8 @@ class Values:
     def floats(self) -> Array:
         """The weight (inputs, outputs), to the bit as the format computes it."""
         q = self.matrix
+        if q.e2m1:
+            return dequantize(q).astype(self.dtype)
         out = np.empty(q.shape, self.dtype)
         with np.errstate(over="ignore"):  # as in the format, large ones are infinite in float16
             for g in range(q.groups if q.codes.size else 0):
@@ -151,9 +154,11 @@ def _unpacked(name: str, words: Array, count: int, bits: int) -> Array:
 
 
 def compressed(tensors: Tensors, config: Config) -> Values:
-    """A layer of compressed-tensors: pack-quantized of 4 or 8 bits, or integers of 8 bits (`int-quantized`)."""
+    """A layer of compressed-tensors: pack-quantized of 4 or 8 bits, integers of 8 bits (`int-quantized`), or fp4."""
     (scales,) = _need(tensors, "weight_scale")
     zeros, weights = tensors.get("weight_zero_point"), _arguments(config)
+    if weights.get("type") == "float":
+        return _compressed_fp4(tensors, weights)
     if "weight_packed" in tensors:
         words, shape = _need(tensors, "weight_packed", "weight_shape")
         if shape.shape != (2,) or shape.dtype.kind not in "iu" or not all(0 <= int(x) < 1 << 40 for x in shape):
@@ -181,6 +186,28 @@ def compressed(tensors: Tensors, config: Config) -> Values:
     return _values(codes, scales, zeros, bits, group, g_idx=tensors.get("weight_g_idx"))
 
 
+def _compressed_fp4(tensors: Tensors, weights: Config) -> Values:
+    """A layer of NVFP4 or MXFP4 (`nvfp4-pack-quantized`, `mxfp4-pack-quantized`), which are unpacked to bfloat16."""
+    bits, size = _number(weights, ("num_bits",), 4), weights.get("group_size")
+    if bits != 4 or tensors.get("weight_zero_point") is not None:
+        raise ValueError(f"its weights are floats of {bits} bits; those of 4 without zero points are read")
+    packed, scales = _need(tensors, "weight_packed", "weight_scale")
+    if scales.dtype.name not in ("uint8", "float8_e4m3fn") or packed.dtype != np.uint8:
+        raise ValueError(
+            f"it has values of {packed.dtype} and scales of {scales.dtype}, which are uint8 and a byte each"
+        )
+    whole = tensors.get("weight_global_scale")
+    if whole is not None:  # files have its reciprocal
+        if whole.size != 1 or whole.dtype.newbyteorder("=") != np.float32:
+            raise ValueError(f"weight_global_scale is {whole.dtype} {whole.shape}; it is one float32")
+        with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+            scales = scales.astype(np.float32) / np.float32(whole.reshape(()))
+    q = from_fp4(packed, scales)
+    if q.shape[0] and size is not None and q.group != size:
+        raise ValueError(f"weight_scale has {q.groups} groups of {q.group} inputs; group_size is {size}")
+    return Values(q, _float_type("bfloat16", q.scales.dtype))
+
+
 def _biased(values: Array, bits: int) -> Array:
     """Signed values of 4 or 8 bits as codes."""
     half = 2 ** (bits - 1)
@@ -198,8 +225,8 @@ def _arguments(config: Config) -> Config:
     same = {n: parsed[0].get(n) for n in ("num_bits", "group_size", "strategy", "type")} if parsed else {}
     if any(x.get(n) != v for x in parsed for n, v in same.items()):
         raise ValueError("its configuration quantizes layers in more than one way, which is not read")
-    if same.get("type") not in (None, "int"):
-        raise ValueError(f"its weights are of type {same['type']!r}; integers are read")
+    if same.get("type") not in (None, "int", "float"):
+        raise ValueError(f"its weights are of type {same['type']!r}; integers and floats of four bits are read")
     return {n: v for n, v in same.items() if v is not None}
 
 

@@ -1,6 +1,6 @@
 """Files of named arrays, in the safetensors format.
 
-Owns `read`, `mapped` and `write`. `ml_dtypes` is needed only for files with bfloat16. A file
+Owns `read`, `mapped` and `write`. `ml_dtypes` is needed only for files with its types. A file
 is eight bytes with the length of a header, the header in JSON, and the data of the
 tensors, little-endian, in C order and without gaps:
 https://huggingface.co/docs/safetensors#format. Nothing in a file is executed, and
@@ -45,7 +45,9 @@ MAX_NDIM = 32
 _CODES = "F64 f8, F32 f4, F16 f2, I64 i8, I32 i4, I16 i2, I8 i1, U32 u4, U16 u2, U8 u1, BOOL ?"
 _DTYPES = {name: np.dtype("<" + code) for name, code in (pair.split() for pair in _CODES.split(", "))}
 _NAMES = {dtype: name for name, dtype in _DTYPES.items()}
-_BFLOAT16 = "BF16"
+_OTHERS = {"BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn", "F8_E5M2": "float8_e5m2"}
+"""Types that NumPy lacks, by their names in `ml_dtypes`."""
+_OTHER_NAMES = {dtype: name for name, dtype in _OTHERS.items()}
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +66,7 @@ def write(path: Location, tensors: Mapping[str, Array], metadata: Mapping[str, s
 
     Args:
         path: the file; an existing one is replaced.
-        tensors: arrays by name, of float16, bfloat16, float32, float64, int8 to
+        tensors: arrays by name, of float16, bfloat16, float32, float64, float8_e4m3fn, float8_e5m2, int8 to
             int64, uint8 to uint32 or bool; strided ones are copied, one at a time.
         metadata: text by name, stored with the arrays.
 
@@ -120,7 +122,7 @@ def read(path: Location, *, mmap: bool = True) -> tuple[dict[str, Array], dict[s
         file has them unaligned), and the metadata.
 
     Raises:
-        PackError: the file is malformed, or has bfloat16 and ml_dtypes is not installed.
+        PackError: the file is malformed, or has types of ml_dtypes, which is not installed.
         OSError: the file cannot be opened or read.
     """
     tensors, metadata = _open(path, mmap=mmap)
@@ -192,18 +194,16 @@ def _tensor_name(name: object) -> str:
 
 def _spelling(name: str, dtype: np.dtype[Any]) -> str:
     """Name of a dtype in the format."""
-    if dtype.name == "bfloat16":
-        return _BFLOAT16
-    spelling = _NAMES.get(dtype.newbyteorder("<"))
+    spelling = _OTHER_NAMES.get(dtype.name) or _NAMES.get(dtype.newbyteorder("<"))
     if spelling is None:
-        supported = ", ".join([*(d.name for d in _NAMES), "bfloat16"])
+        supported = ", ".join([*(d.name for d in _NAMES), *_OTHER_NAMES])
         raise TypeError(f"tensor {name!r} has dtype {dtype}; a file holds {supported}")
     return spelling
 
 
 def _bytes(array: Array) -> Array:
     """The bytes of an array in the format's order."""
-    dtype = array.dtype if array.dtype.name == "bfloat16" else array.dtype.newbyteorder("<")
+    dtype = array.dtype if array.dtype.name in _OTHER_NAMES else array.dtype.newbyteorder("<")
     return np.asarray(array, dtype, order="C").reshape(-1).view(np.uint8)
 
 
@@ -283,17 +283,18 @@ def _counts(where: str, label: str, value: Any) -> tuple[int, ...]:
 
 
 def _dtype(where: str, label: str, name: Any) -> np.dtype[Any]:
-    if name == _BFLOAT16:
+    other = _OTHERS.get(name) if isinstance(name, str) else None
+    if other is not None:
         try:
             import ml_dtypes
         except ImportError as error:
             raise PackError(
-                f"{where}: {label} is bfloat16, which NumPy lacks: install it with pip install ml_dtypes"
+                f"{where}: {label} is {other}, which NumPy lacks: install it with pip install ml_dtypes"
             ) from error
-        bfloat16: np.dtype[Any] = np.dtype(ml_dtypes.bfloat16)
-        return bfloat16
+        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, other))
+        return dtype
     if not isinstance(name, str) or name not in _DTYPES:
-        supported = ", ".join([*_DTYPES, _BFLOAT16])
+        supported = ", ".join([*_DTYPES, *_OTHERS])
         raise _fault(where, f"{label} has dtype {reprlib.repr(name)}; supported are {supported}")
     return _DTYPES[name]
 

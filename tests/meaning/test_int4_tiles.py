@@ -21,7 +21,7 @@ WORDS = [
     ("amx_int8", "s8-u4-bf16", {"post": "scale", "source": "f32"}),
 ]  # fmt: skip
 SIZES = [(1, 33, 37), (3, 97, 130), (17, 24, 70), (33, 1, 8), (34, 10, 193)]
-NUMBERS = [{}, {"symmetric": True}, {"e2m1": True}]
+NUMBERS = [{}, {"symmetric": True}, {"e2m1": True}, {"symmetric": True, "half": True}]
 
 
 def in_tiles(p, target):
@@ -35,7 +35,7 @@ def test_products(turn, name, word, more):
     target, kinds = small(name), set()
     for i, size in enumerate(SIZES):
         layout = "row" if "source" in more else ("row", "col", "any")[i % 3]
-        group, numbers = (0, 64, 128)[(i + turn) % 3], NUMBERS[(i + turn // 2) % 3]
+        group, numbers = (0, 64, 128)[(i + turn) % 3], NUMBERS[(i + turn // 2) % 4]
         p = support.coded(size, word, 32, group, a=layout, **numbers, **more)
         found, k = in_tiles(p, target), case(p, seed=i, floats=True)
         kinds |= {(s.mr, s.b.panels) for s in found}

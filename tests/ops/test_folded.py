@@ -13,6 +13,7 @@ from support import HERE
 
 import portmm as pm
 from portmm.ops.int4_panels import pack_int4, unpack_int4
+from portmm.spec.problem import family
 from portmm.weights.safetensors import read, write
 
 pytestmark = pytest.mark.calls
@@ -22,18 +23,27 @@ QUICKLY = True
 BF16 = np.dtype(ml_dtypes.bfloat16)
 
 
+def rounded(q):
+    """A symmetric weight whose scales fit 16 bits."""
+    scales = q.scales.astype(np.float16).astype(np.float32)
+    return pm.Quantized(q.codes, scales, -8 * scales, q.bits, q.group)
+
+
 @pytest.mark.thin(7)
 @pytest.mark.parametrize("target", HERE)
-@pytest.mark.parametrize("symmetric", [True, False])
+@pytest.mark.parametrize("kind", ["symmetric", "with offsets", "scales of 16 bits"])
 @pytest.mark.parametrize("group", [32, 64, 128, None])
-def test_products_are_those_of_the_weight(target, group, symmetric):
+def test_products_are_those_of_the_weight(target, group, kind):
     """Odd sizes, groups that do not divide k, a last unit that is not full."""
     rng = np.random.default_rng(0)
     with pm.config(target=target):
         for m, n, k in ((1, 33, 70), (3, 64, 256), (21, 5, 300), (2, 3, 1), (4, 40, 8), (70, 31, 129)):
-            q = pm.quantize(rng.standard_normal((k, n)), group=group, symmetric=symmetric)
+            q = pm.quantize(rng.standard_normal((k, n)), group=group, symmetric=kind != "with offsets")
+            q = rounded(q) if kind == "scales of 16 bits" else q
             w, packed = pm.dequantize(q, np.float64), pm.pack(q)
             back = unpack_int4(packed)
+            layout = family(packed.family)
+            assert (layout.heads, layout.half) == (1 + (kind == "with offsets"), kind == "scales of 16 bits")
             for name in ("codes", "scales", "offsets"):
                 np.testing.assert_array_equal(getattr(back, name), getattr(q, name))
             for dtype, eps in ((np.float32, 2.0**-24), (BF16, 2.0**-8), (np.float16, 2.0**-11)):

@@ -149,8 +149,11 @@ def test_empty_codes(shape):
 @pytest.mark.parametrize("name", support.ISAS)
 def test_folding_means_words(name):
     """In the interpreter, on every instruction set."""
-    for k, n, group in ((1, 1, 0), (21, 2, 16), (300, 9, 40), (16, 600, 8)):
-        kernel, case, want = folding(name, k, n, group, symmetric=group == 40)
+    for k, n, group, more in (
+        (1, 1, 0, {}), (21, 2, 16, {}), (300, 9, 40, {"symmetric": True}), (16, 600, 8, {}),
+        (40, 601, 16, {"symmetric": True, "half": True}),
+    ):  # fmt: skip
+        kernel, case, want = folding(name, k, n, group, **more)
         np.testing.assert_array_equal(interpret(kernel, case, 2, shuffle=1), want)
 
 

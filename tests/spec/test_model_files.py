@@ -141,6 +141,69 @@ def test_compressed_tensors(tmp_path, bits, dtype):
     same(found, "x", ((codes - half) * 0.5).astype(dtype))
 
 
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_floats_of_four_bits_of_compressed_tensors(tmp_path, kind):
+    """Scales are e4m3 over a reciprocal of one float32, or exponents; the weight is rounded once, to bfloat16."""
+    size = {"nvfp4": 16, "mxfp4": 32}[kind]
+    codes, table = RNG.integers(0, 16, (64, 24)), np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
+    tensors = {"weight_packed": (codes[::2] | codes[1::2] << 4).T.astype(np.uint8)}
+    if kind == "nvfp4":
+        scales, whole = (RNG.random((24, 4)) * 400 + 1).astype(ml_dtypes.float8_e4m3fn), np.float32(1234.5)
+        tensors |= {"weight_scale": scales, "weight_global_scale": np.array([whole])}
+        steps = scales.astype(np.float32) / whole
+    else:
+        tensors["weight_scale"] = RNG.integers(100, 140, (24, 2)).astype(np.uint8)
+        steps = 2.0 ** (tensors["weight_scale"].astype(np.float32) - 127)
+    values = np.where(codes < 8, 1, -1) * table[codes % 8]
+    want = (values * np.repeat(steps.T, size, 0)).astype(np.float32).astype(BF16)
+    about = {"num_bits": 4, "type": "float", "group_size": size, "strategy": "tensor_group", "symmetric": True}
+    config = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": about}}}
+    named = {f"a.{n}": np.ascontiguousarray(x) for n, x in tensors.items()}
+    q, _ = same(pm.open_checkpoint(folder(tmp_path, named, config)), "a", want)
+    assert (q.values, q.group) == ("e2m1", size)
+    np.testing.assert_array_equal(pm.dequantize(q, np.float64), values * np.repeat(steps.T.astype(np.float64), size, 0))
+    damaged = [
+        ({"a.weight_scale": np.ones((24, 4), np.float16)}, about, "float16"),
+        ({"a.weight_packed": named["a.weight_packed"].astype(np.int32)}, about, "int32"),
+        ({"a.weight_packed": named["a.weight_packed"][:7]}, about, "shape"),
+        ({"a.weight_scale": named["a.weight_scale"][:, :1]}, about, "groups of 64 inputs"),
+        ({"a.weight_zero_point": np.zeros((24, 4), np.int8)}, about, "zero points"),
+        ({"a.weight_global_scale": np.zeros(1, np.float32)}, about, "finite"),
+        ({"a.weight_global_scale": np.zeros(2, np.float32)}, about, "one float32"),
+        ({}, about | {"num_bits": 8}, "floats of 8 bits"),
+        ({}, about | {"type": "complex"}, "'complex'"),
+    ]
+    for more, weights, match in damaged:
+        config["config_groups"]["g"]["weights"] = weights
+        file = pm.open_checkpoint(folder(tmp_path, named | more, config))
+        with pytest.raises(pm.CheckpointError, match=match):
+            file.layers["a"].dequantized()
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("compressed_tensors"), reason="compressed-tensors is not installed")
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", ["nvfp4", "mxfp4"])
+def test_files_of_floats_of_four_bits_of_compressed_tensors(tmp_path, kind):
+    import torch
+    from compressed_tensors.compressors import mxfp4, nvfp4
+    from compressed_tensors.quantization import QuantizationArgs, QuantizationScheme
+    from safetensors.torch import save_file
+
+    if kind == "nvfp4":
+        compressor, size, more = nvfp4.NVFP4PackedCompressor, 16, {"strategy": "tensor_group"}
+        state = {"weight_scale": torch.rand(24, 4) * 400 + 1, "weight_global_scale": torch.tensor([777.25])}
+    else:
+        compressor, size, more = mxfp4.MXFP4PackedCompressor, 32, {"strategy": "group"}
+        state = {"weight_scale": 2.0 ** torch.randint(-9, 5, (24, 2))}
+    args = QuantizationArgs(num_bits=4, symmetric=True, type="float", group_size=size, **more)
+    scheme = QuantizationScheme(targets=["Linear"], weights=args)
+    state = compressor.compress({"weight": torch.randn(24, 64).bfloat16()} | state, scheme)
+    save_file({f"l.{n}": x for n, x in state.items()}, tmp_path / "model.safetensors")
+    config = {"quant_method": "compressed-tensors", "config_groups": {"g": {"weights": args.model_dump(mode="json")}}}
+    got = pm.open_checkpoint(tmp_path, config=config).layers["l"].dequantized()
+    np.testing.assert_array_equal(got.T.astype(np.float32), compressor.decompress(state, scheme)["weight"].float())
+
+
 def torchao(kind, block, **more):
     return json.dumps({"_type": kind, "_data": {"block_size": block, **more}})
 

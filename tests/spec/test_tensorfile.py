@@ -219,7 +219,7 @@ HOSTILE = {
     "metadata no text": (spell({"__metadata__": {"a": 1}}), "__metadata__ is"),
     "no dict": (spell({"x": 3}), "'x' is 3"),
     "no shape": (spell({"x": {"dtype": "F32", "data_offsets": [0, 8]}}, bytes(8)), "needs dtype, shape"),
-    "unknown dtype": (spell({"x": tensor("F8_E5M2", (8,))}, bytes(8)), "has dtype 'F8_E5M2'; supported"),
+    "unknown dtype": (spell({"x": tensor("F8_E8M0", (8,))}, bytes(8)), "has dtype 'F8_E8M0'; supported"),
     "dtype no text": (spell({"x": tensor(["F32"])}, bytes(8)), "has dtype"),
     "object": (spell({"x": tensor("O")}, bytes(8)), "has dtype 'O'"),
     "shape no list": (spell({"x": tensor() | {"shape": 2}}, bytes(8)), "has shape 2"),

@@ -52,23 +52,26 @@ def fp4_products(target):
     return found
 
 
-def folding(name, k, n, group, *, symmetric=False):
+def folding(name, k, n, group, *, symmetric=False, half=False):
     """The kernel that folds codes on an instruction set, operands for it, and the panels due.
 
     Scales and offsets are the same numbers, those of A.
     """
     isa = load_isa(name)
-    kept = Family("u4", isa.atom("f32").n * PACKED_VECTORS, CODES_KR, group=group, symmetric=symmetric)
+    kept = Family("u4", isa.atom("f32").n * PACKED_VECTORS, CODES_KR, group=group, symmetric=symmetric, half=half)
     rng = np.random.default_rng(n)
     codes = rng.integers(0, 16, (k, n), np.uint8)
     heads = rng.standard_normal((kept.groups(k), n)).astype(np.float32)
     panels = -(-n // kept.nr)
-    wide = [np.zeros((rows, panels * kept.nr), np.uint32) for rows in (-(-k // CODES_KR) * CODES_KR, len(heads))]
-    wide[0][:k, :n], wide[1][:, :n] = codes, heads.view(np.uint32)
-    words = sum(wide[0][e::CODES_KR] << CODES_AT[e] for e in range(CODES_KR))
+    wide = np.zeros((-(-k // CODES_KR) * CODES_KR, panels * kept.nr), np.uint32)
+    wide[:k, :n] = codes
+    above = np.zeros((len(heads), panels * kept.nr), np.float16 if half else np.float32)
+    above[:, :n] = heads
+    heads = above.view(np.float32) if half else heads
+    words = sum(wide[e::CODES_KR] << CODES_AT[e] for e in range(CODES_KR))
     long = group // CODES_KR or len(words)
-    rows = [x for g, head in enumerate(wide[1]) for x in (*(head,) * kept.heads, *words[g * long : (g + 1) * long])]
-    want = np.stack(rows).reshape(len(rows), panels, kept.nr).transpose(1, 0, 2).ravel().view(np.int32)
+    rows = [x for g, head in enumerate(above) for x in (*(head,) * kept.heads, *words[g * long : (g + 1) * long])]
+    want = np.concatenate([x.view(np.int32).reshape(panels, -1) for x in rows], 1).ravel()
     fields = dict.fromkeys(["a_m", "a_k", "a_batch", "b_batch", "c_m", "c_n", "c_batch"], 0)
     fields |= {"m": 1, "n": n, "k": k, "batch": 1, "b_k": n, "b_n": 1}
     a = heads.ravel()

@@ -49,6 +49,7 @@ KINDS, OTHERS = 2, 1
 REGISTERS = 7
 """Of the machine: few make small tiles, and short texts; `manifest_chosen` has large ones."""
 ROWS_AHEAD = 4
+HALF = {"symmetric": True, "half": True}
 GROUPS = (0, 8, 64)
 POSTS = ("scale", "scale+bias", "scale+azero", "scale+azero+bzero+bias")
 
@@ -235,9 +236,9 @@ def _packers(isa: Isa) -> Iterator[Case]:
             yield from on_host(f"{atom} pack {held} {layout} {v}v", lower_pack, isa, word, v * line, layout)
     real = isa.atom("f32")
     for group in GROUPS if real else ():
-        for symmetric in (False, True):
-            kept = Family("u4", real.n * PACKED_VECTORS, CODES_KR, group=group, symmetric=symmetric)
-            name = f"fold groups of {group}{' without offsets' if symmetric else ''}"
+        for more, end in (({}, ""), ({"symmetric": True}, " without offsets"), (HALF, " by scales of 16 bits")):
+            kept = Family("u4", real.n * PACKED_VECTORS, CODES_KR, group=group, **more)
+            name = f"fold groups of {group}{end}"
             yield from on_host(name, lower_int4_repack, isa, kept)
 
 

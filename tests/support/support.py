@@ -116,10 +116,10 @@ def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any,
 
 def coded(
     size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "row", *, symmetric: bool = False,
-    e2m1: bool = False, **more: Any,
+    e2m1: bool = False, half: bool = False, **more: Any,
 ) -> Problem:  # fmt: skip
     """A product with a weight of four bits."""
-    kept = Family("u4", nr, CODES_KR, group=group, symmetric=symmetric, e2m1=e2m1)
+    kept = Family("u4", nr, CODES_KR, group=group, symmetric=symmetric, e2m1=e2m1, half=half)
     return Problem(*size, word, a=a, b="codes", family=str(kept), **ended(word, more))
 
 
@@ -358,6 +358,7 @@ def folded(p: Problem, rng: Any) -> tuple[np.ndarray, int, np.ndarray]:
     rows = np.arange(p.k) // kept.group if kept.group else np.zeros(p.k, int)
     codes = rng.integers(0, 16, (p.k, p.n))
     scales, offsets = (rng.standard_normal((groups, p.n)).astype(np.float32) for _ in range(2))
+    scales = scales.astype(kept.head_type.replace("f", "float")).astype(np.float32)
     offsets = -8 * scales if kept.symmetric else offsets * (not kept.e2m1)
     panels = []
     for first in range(0, p.n, nr):
@@ -366,7 +367,7 @@ def folded(p: Problem, rng: Any) -> tuple[np.ndarray, int, np.ndarray]:
             for values in (scales, offsets)[: kept.heads]:
                 row = np.full(nr, np.nan, np.float32)
                 row[:wide] = values[g, first : first + wide]
-                panels.append(row.view(np.int32))
+                panels.append(row.astype(np.float16 if kept.half else np.float32).view(np.int32))
             mine = codes[rows == g, first : first + wide] ^ (15 if kept.e2m1 else 0)
             for u in range(0, len(mine), CODES_KR):
                 word = np.full(nr, -1, np.int64)
