@@ -258,7 +258,7 @@ class Gemm(Operands):
         body = (
             Let("column", var("j") * s.nr),
             Let("columns", minimum(N - var("column"), width)),
-            LetPtr("bp", self.panel(), self.read_types[1], readonly=True),
+            LetPtr("bp", self.panel(), self.read_types[1], readonly=not s.b.inside),
             *self.across(panels),
             self.slices(*packed, *self.visit(panels), *finish(self)),
         )

@@ -117,11 +117,12 @@ def packed_inside(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> 
     start in one set of L1 are packed.
     """
     kc, top, has, size = panel_depth(p.k), tallest(isa, atom, nr), caches(target), p.elements[0].bytes
-    if nr != 2 * isa.columns(atom) or p.dtype not in UNCONVERTED or not both_in_place(p, isa, atom, nr):
+    vectors = nr // isa.columns(atom)
+    if vectors < 2 or p.dtype not in UNCONVERTED or not both_in_place(p, isa, atom, nr):
         return
     for mr, pack_a in ((min(top, MODEL.in_place_rows), False), (top, True)):
         rows = max(mr, int(MODEL.inside_share * has.l2) // (kc * size) // mr * mr)
-        if mr < p.m:
+        if mr < p.m and (vectors == 2 or not pack_a):
             near = min(kc, has.l1 // ((mr + nr) * size))
             tiles = whole_depth(p, p.k, cache_tiles(mr, nr, kc, rows, ALL, least_of(mr), first=near))
             s = base_schedule("gemm", p, isa, tiles, pack_a, False)
