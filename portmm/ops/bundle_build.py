@@ -254,7 +254,7 @@ class Maker:
         if layout.dtype == "u4":
             with suppress(ScheduleError):
                 isa = cpu_kernels.int4_unit(target)[0]
-                forms = _with_and_without(layout)
+                forms = _forms(layout)
                 every = [self.add_source(lower_int4_repack(isa, x), target.arch) for x in forms]
                 self.packings[target.name, dtype] = layout, every[0], every[0]
                 for question, form in zip(every, forms, strict=True):
@@ -406,15 +406,17 @@ def _about(kernel: Kernel) -> tuple[str, ...]:
 
 
 def _families(shape: Shape, target: Target) -> list[str]:
-    """The packed layouts of B; those of int4 values with offsets, and without."""
+    """The packed layouts of B: see `_forms`."""
     if shape.b != "packed":
         return [""]
-    return [str(x) for x in _with_and_without(family_of(cpu_kernels.family(shape.dtype, target)))]
+    return [str(x) for x in _forms(family_of(cpu_kernels.family(shape.dtype, target)))]
 
 
-def _with_and_without(layout: Family) -> list[Family]:
-    """A packed layout; of int4 values also that without offsets."""
-    return [layout, replace(layout, symmetric=True)] if layout.dtype == "u4" else [layout]
+def _forms(layout: Family) -> list[Family]:
+    """A packed layout; of int4 values also those without offsets, of scales of 32 and of 16 bits."""
+    if layout.dtype != "u4":
+        return [layout]
+    return [layout, *(replace(layout, symmetric=True, half=x) for x in (False, True))]
 
 
 def _seconds(p: Problem, best: Any, target: Target) -> float:

@@ -16,7 +16,7 @@ from portmm.arrays import numpy_fallback
 from portmm.ir.index import spelled
 from portmm.ir.prefix import value
 from portmm.ops.bundle_operands import HEAD, OPERAND, ROUNDING, Job, Result, encoded, laid, values_of
-from portmm.ops.int4_panels import codes_of, heads_of, panels_of
+from portmm.ops.int4_panels import codes_of, panels_of, rows_of
 from portmm.spec.dtype import types
 from portmm.spec.problem import family
 from portmm.spec.row_classes import last_of_class
@@ -120,9 +120,10 @@ def _int4_packing(packed: str) -> Job:
     k, n = 2 * (of.group or 40) + 11, 2 * of.nr + 5
     rng = np.random.default_rng(n)
     codes, scales = rng.integers(0, 16, (k, n), dtype=np.uint8), rng.random((int(of.groups(k)), n), np.float32)
+    scales = scales.astype(np.float16).astype(np.float32)
     offsets = -8 * scales if of.symmetric else rng.random(scales.shape, np.float32)
     q = Quantized(codes, scales, offsets, 4, of.group or k)
-    owner, rows, memory = panels_of(q, of), heads_of(q, of), codes_of(q, of).tobytes()
+    owner, rows, memory = panels_of(q, of), rows_of(q, of), codes_of(q, of).tobytes()
     head = HEAD.pack(
         1, n, k, 1, 2, 0, len(memory), owner.nbytes, SCRATCH, *(0,) * 3, n, 1, 0, 0, 0, 0, len(rows), 0
     )  # fmt: skip

@@ -168,9 +168,7 @@ def _pack_by_kernel(q: Quantized, layout: Family, owner: Array, route: Any) -> N
         from portmm.dispatch.cpu_routes import int4_repack_route
 
         route = int4_repack_route(layout, config.target(), config.get_num_threads())
-    rows, kept = heads_of(q, layout), codes_of(q, layout)
-    if layout.half:  # as rows of whole panels
-        rows = tuple([_padded(x.astype(np.float16), -x.shape[1] % layout.nr) for x in rows])
+    rows, kept = rows_of(q, layout), codes_of(q, layout)
     (k, n), (codes, c) = q.shape, (x.ctypes.data for x in (kept, owner))
     heads = [(x.ctypes.data, *(0,) * len(AXES)) for x in rows]
     numbers = (1, n, k, 1, codes, 0, 0, 0, codes, n, 1, 0, c, *pages.page_ends(owner, owner.itemsize), 0)
@@ -185,6 +183,14 @@ def codes_of(q: Quantized, layout: Family) -> Array:
 def heads_of(q: Quantized, layout: Family) -> tuple[Array, ...]:
     """The scales, and the offsets if there are any, as panels have them."""
     return (q.scales * np.float32(0.5),) if layout.e2m1 else (q.scales, q.offsets)[: layout.heads]
+
+
+def rows_of(q: Quantized, layout: Family) -> tuple[Array, ...]:
+    """Rows of scales and offsets for the kernel that packs them, to whole panels where they have 16 bits."""
+    rows = heads_of(q, layout)
+    if not layout.half:
+        return rows
+    return tuple([_padded(x.astype(np.float16), -x.shape[1] % layout.nr) for x in rows])
 
 
 def _fit_half(values: Array) -> bool:

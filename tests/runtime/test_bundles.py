@@ -338,6 +338,8 @@ def test_kernels_that_pack_are_run(tmp_path):
     lines = "3 40 60 f32 packed\n3 40 60 bf16 packed\n3 40 60 s8-s8-s32 packed\n3 40 256 f32-u4-f32 packed\n"
     bundle, runs = _of_packing_and_attention(lines, tmp_path / "packing.bundle")
     assert {tuple(text.split()[2::2]) for *_, text in runs} >= {("f32", "row"), ("bf16", "col"), ("f32-u4-f32", "row")}
+    ends = {text.split()[3].partition("g")[2] for *_, text in runs if "u4" in text}
+    assert ends == {"128", "128c", "128ch"}  # with offsets, and without: scales of 32 and of 16 bits
     counts = bundle_check.check(bundle)
     assert counts[bundle_check.RAN_TOO] == len({number for number, *_ in runs}) == len(runs)
     assert bundle_check.OTHERS not in counts
