@@ -180,6 +180,26 @@ def test_sweeps_of_panels(name, dtype, b):
                 check_built(kernel, problem, 1 + i % 2, swept, end=True)
 
 
+@pytest.mark.parametrize(("name", "dtype", "ragged"), [
+    ("avx2", "f32", 3), ("avx512", "f32", 17), ("avx512", "f64", 1), ("neon", "f32", 0), ("sse2", "f32", 0),
+])  # fmt: skip
+def test_panels_that_a_micro_kernel_packs(name, dtype, ragged):
+    """The first slice of a block of rows reads B beside a guard page, others what it packs; k is up to three runs."""
+    target = _with_l2(name)
+    lanes, seen = target.isas[0].atom(dtype).n, set()
+    for i, (a, k, batch) in enumerate([("row", 37, 2), ("col", 650, 1)]):
+        for p in pose((31, 4 * lanes + ragged, k), (a, "row", "row"), target, dtype=dtype, batch=batch):
+            for found in (x for x in candidates(p, target) if x.b.inside):
+                near = {"L2": 2 * found.mr, "L3": 2 * found.mr}  # rows of a block, of which the last has fewer
+                s = replace(found, tiles=tuple(t._replace(m=near.get(t.level, t.m)) for t in found.tiles))
+                seen.add((s.a.packed, s.nr // lanes))
+                kernel, problem = lower(s, target.isas[0]), case(p, seed=i, floats=True)
+                problem.check(interpret(kernel, problem, 2, shuffle=1), s)
+                if name in HERE:
+                    check_built(kernel, problem, 1 + i, s, end=True)
+    assert seen >= {(False, 2), (True, 2)}
+
+
 def _with_l2(name):
     """A machine of one instruction set whose L2 has room for panels of a run, and L1 ways for a slice of rows."""
     target = support.small(name)
