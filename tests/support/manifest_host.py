@@ -161,7 +161,7 @@ def _schedules(p: Problem | None, isa: Isa, target: Target) -> dict[str, Schedul
 def _words(s: Schedule, isa: Isa) -> str:
     """What sets a schedule apart for the loops that it becomes, sizes aside."""
     marks = {
-        "pack-a": s.a.packed, "pack-b": s.b.packed and not s.b.once, "pack-b-once": s.b.once,
+        "pack-a": s.a.packed, "pack-b": s.b.packed and not s.b.once, "pack-b-once": s.b.once, "inside": s.b.inside,
         f"over-{s.parallel.over}": s.parallel.over != "tiles", f"lanes-{s.atom.lanes}": s.atom.lanes,
         "panels": s.b.panels > 1,
         "prefetch": s.b.prefetch, "ahead": s.c.prefetch, "kc": s.kc, "mc": s.mc,
