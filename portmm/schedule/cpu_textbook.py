@@ -101,7 +101,8 @@ def preferred(
     and textbook blockings were not among them. On any other chip the model separates products that need blocks from
     others, but ranks blockings poorly. So where K is not short and the best candidate has blocks of rows
     and columns, and does not stream B in place in long runs, the first textbook blocking for the same unit is selected
-    if it is predicted within `MODEL.within` of it. Sweeps of panels have all rows in a block, and stay.
+    if it is predicted within `MODEL.within` of it. Sweeps of panels have all rows in a block, panels that are
+    packed inside a micro-kernel all columns, and they stay.
 
     Args:
         ranked: predicted seconds and schedules.
