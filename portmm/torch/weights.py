@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
 KINDS = ("int8-dynamic", "int4", "int4-dynamic", "bf16")
-BLOCK = 1 << 23
+BLOCK = 1 << 22
 """Values that are quantized at a time: with fewer, rows of each block wait for memory anew (Granite Rapids)."""
 PIECE = 1 << 15
 """Values of four bits that are joined in bytes at a time: they stay in L2 between the steps."""
