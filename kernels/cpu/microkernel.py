@@ -326,7 +326,7 @@ def _step(atom: Atom, s: Shape, p: Index, row: Ptr, *, masked: bool, a: str = "a
     for v in vectors_of(atom, s):
         panel = var("b_panel") * (v // per_panel) if s.panels > 1 else const(0)
         at = Ptr(row.name, panel + row.offset + (v % per_panel) * atom.n)
-        if s.prefetch and not s.b_packed:
+        if s.prefetch and not s.b_packed and not (s.packs and v * atom.n % line_of(atom)):
             body.append(Prefetch(at + var("b_k") * s.prefetch))
         if s.along and not masked:
             body.append(Prefetch(at + s.along))
