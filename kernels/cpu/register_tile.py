@@ -26,8 +26,8 @@ if TYPE_CHECKING:
     from portmm.kernels.cpu.operands import Operands
 
 ROWS_AHEAD = 16
-"""Rows of a B in place from a prefetch to its use, where a micro-kernel packs them (Granite Rapids, 128x768x768: 1.06 of
-MKL with 16, 1.04 with 8 and 32, 1.01 without)."""
+"""Rows of a B in place from a prefetch to its use, where a micro-kernel packs them: 128x768x768 on Granite Rapids takes
+1.01 of the time with 8 or 32, 1.04 without."""
 MOST_UNROLLED = 128
 """Multiply-adds of a fully unrolled micro-kernel: past that, compiling costs more than the loop."""
 ROW, COLUMN = var("row") + var("r"), var("column")
