@@ -113,8 +113,8 @@ def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Itera
 def packed_inside(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
     """Schedules whose first slice of each block of rows packs a panel as it multiplies by it, for the other slices.
 
-    B is read once per block, so that a block has as many rows of A as stay in L2 while panels pass; rows in place that
-    start in one set of L1 are packed.
+    B is read once per block, so that a block has as many rows of A as stay in L2 while panels pass. A is in place, or,
+    beside panels of two vectors, packed: rows in place that start in one set of L1 leave no ways to others.
     """
     kc, top, has, size = panel_depth(p.k), tallest(isa, atom, nr), caches(target), p.elements[0].bytes
     vectors = nr // isa.columns(atom)
