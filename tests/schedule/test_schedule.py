@@ -149,22 +149,23 @@ def test_an_unknown_program_is_refused():
         lower(parse(text), TINY.isas[0])
 
 
+def refused(way, changes):
+    """A schedule that packs B in a way, `once` or `inside`, has a kernel, and none with the changes."""
+    isa = SEVEN.isas[0]
+    s = next(s for s in candidates(Problem(40, 40, 40), SEVEN) if getattr(s.b, way))
+    assert lower(s, isa)
+    with pytest.raises((ScheduleError, ValueError), match=f"packs B {way}"):
+        lower(varied(s, **changes), isa)
+
+
 @pytest.mark.parametrize("changes", [{"over": "k"}, {"over": "batch"}, {"pack_b": False}])
 def test_packing_once_needs_threads_that_share_tiles(changes):
-    isa = SEVEN.isas[0]
-    s = next(s for s in candidates(Problem(40, 40, 40), SEVEN) if s.b.once)
-    assert lower(s, isa)
-    with pytest.raises((ScheduleError, ValueError), match="packs B once"):
-        lower(varied(s, **changes), isa)
+    refused("once", changes)
 
 
 @pytest.mark.parametrize("changes", [{"pack_b": False}, {"once": True}, {"panels": 2}, {"static": (40, 40, 40)}])
 def test_packing_inside_needs_rows_of_one_panel(changes):
-    isa = SEVEN.isas[0]
-    s = next(s for s in candidates(Problem(40, 40, 40), SEVEN) if s.b.inside)
-    assert lower(s, isa)
-    with pytest.raises((ScheduleError, ValueError), match="packs B inside"):
-        lower(varied(s, **changes), isa)
+    refused("inside", changes)
 
 
 def test_runs_of_k_are_shared_where_their_sums_add_up():

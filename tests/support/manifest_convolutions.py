@@ -62,10 +62,10 @@ def cases() -> Iterator[Case]:
 
 
 def _kernel(x: Convolution, target: Target, word: str, fused: str) -> Kernel:
-    """What is chosen of a convolution, channels last.
+    """The kernel that is chosen for a convolution, channels last.
 
     Raises:
-        ScheduleError: nothing is.
+        ScheduleError: there is none.
     """
     image, filters, result = types(word)
     channels = x.groups * x.channels
