@@ -18,9 +18,9 @@ class Case:
     Attributes:
         section: what it belongs to.
         kind: the family that makes it, a name of `gpu_families.FAMILIES`.
-        m: rows; of attention, queries.
-        n: columns; of attention, heads in all items.
-        k: what is summed over; of attention, the size of a head.
+        m: rows; of attention, queries; of a convolution, pixels of a row and of a column.
+        n: columns; of attention, heads in all items; of a convolution, filters.
+        k: what is summed over; of attention, the size of a head; of a convolution, channels.
         dtype: of the operands.
         b: how B lies, by "row" or by "col" as weights of `torch.nn.Linear` do.
         more: what else the family takes: "causal", a count of groups, a tag.
@@ -117,6 +117,15 @@ def _f32():
     return [Case("f32", "dense", *size, "f32", "row") for size in sizes]
 
 
+def _conv():
+    layers = (
+        (56, 64, 64, "images=32 taps=3"), (64, 320, 320, "images=2 taps=3"), (14, 256, 256, "images=32 taps=3"),
+        (56, 256, 64, "images=32"), (224, 64, 3, "images=32 taps=7 stride=2"), (32, 640, 640, "images=2 taps=3"),
+        (28, 128, 128, "images=32 taps=3 stride=2"), (16, 1280, 1280, "images=2 taps=3"),
+    )  # fmt: skip
+    return [Case("conv", "conv", m, n, k, "bf16", "row", more) for m, n, k, more in layers]
+
+
 SECTIONS = {
     "squares": _squares,
     "prefill": lambda: _layers("prefill", "dense", (4096, 8192)),
@@ -132,6 +141,7 @@ SECTIONS = {
     "bias": _bias,
     "few": _few_queries,
     "rows": _rows,
+    "conv": _conv,
 }
 """In the order in which they are measured."""
 MOST_THERE = 1 << 33
@@ -154,7 +164,7 @@ def tiny(names=()):
     """Every section's kinds and types at sizes that a check takes no time for, ragged ones too."""
     found = {}
     for case in cases(names):
-        ends = case.more if case.kind in ("bias", "rows") else "causal" in case.more
+        ends = case.more if case.kind in ("bias", "rows", "conv") else "causal" in case.more
         kind = (case.section, case.kind, case.dtype, case.b, ends, case.m > GRAPHED)
         if kind in found:
             continue
@@ -165,6 +175,8 @@ def tiny(names=()):
             small = {"m": 1, "n": 8, "k": case.k, "more": "keys=520 group=4"}
         if case.kind == "rows":
             small = {"m": 5, "n": 200, "k": 1, "more": case.more}
+        if case.kind == "conv":
+            small = {"m": 9, "n": 24, "k": min(case.k, 16), "more": case.more.replace("=32", "=2")}
         if case.kind == "codes":
             small |= {"k": 128}
         if case.kind == "grouped":

@@ -48,13 +48,16 @@ class ndarray:  # noqa: N801 - CuPy's name
     """An array of CuPy without memory: `at` is its address."""
 
     def __init__(self, shape, dtype, at, strides=None):
-        self.dtype, self.shape = np.dtype(dtype), tuple(shape)
+        self.dtype, self.shape, self.ndim = np.dtype(dtype), tuple(shape), len(shape)
         self.strides = strides or operand.contiguous(self.shape, self.dtype.itemsize)
         self.data, self.device = SimpleNamespace(ptr=at), SimpleNamespace(id=0)
 
     @property
     def T(self):  # noqa: N802 - CuPy's name
         return ndarray(self.shape[::-1], self.dtype, self.data.ptr, self.strides[::-1])
+
+    def reshape(self, *shape):
+        return ndarray(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, self.dtype, self.data.ptr)
 
     def set(self, _):
         """Nothing is copied."""

@@ -390,7 +390,42 @@ def rows(on, peers, case, l2):
     return Work(sets, lambda x: fused(x[0]), peers.rows(case, sets), share, 2 * size, 5.0 * case.m * case.n)
 
 
+def conv(on, peers, case, l2):
+    """A convolution with a bias and ReLU: images of m by m pixels and k channels, n filters; channels are last."""
+    said = words_of(case)
+    count, taps, stride = said.get("images", 1), said.get("taps", 1), said.get("stride", 1)
+    padding, across = taps // 2, (case.m - 1) // stride + 1
+    size = BY_NAME[case.dtype].bytes
+    bytes_ = size * (count * case.m**2 * case.k + taps * taps * case.k * case.n + count * across**2 * case.n)
+
+    def drawn_set(seed):
+        x = on.random((count, case.m, case.m, case.k), case.dtype, seed)
+        w = on.random((case.n, case.k, taps, taps), case.dtype, seed + 1)
+        return x, w, on.random((case.n,), case.dtype, seed + 2), pm.pack_conv(w)
+
+    sets = [drawn_set(3 * i) for i in range(turns_of(bytes_, l2))]
+
+    def ours(x):
+        images, _, added, packed = x
+        return pm.conv(images, packed, padding=padding, stride=stride, epilogue=lambda acc, i: pm.relu(acc + added[i.n]))
+
+    def share(found, x):
+        # Of the last image, on the host.
+        image, filters, added = (np.asarray(on.host(y), np.float64) for y in (x[0][-1], x[1], x[2]))
+        image = np.pad(image, ((padding, padding), (padding, padding), (0, 0)))
+        windows = np.lib.stride_tricks.sliding_window_view(image, (taps, taps), (0, 1))[::stride, ::stride]
+        rows, matrix = windows.reshape(across * across, -1), filters.reshape(case.n, -1).T
+        want = np.maximum(rows @ matrix + added, 0)
+        scale = (rows * rows).sum(1)[:, None] ** 0.5 * (matrix * matrix).sum(0) ** 0.5
+        bound = 4 * math.sqrt(rows.shape[1]) * 2.0**-24 * scale + 2.0 * BY_NAME[case.dtype].eps * want + 1e-30
+        worst = float((abs(np.asarray(on.host(found[-1]), np.float64).reshape(want.shape) - want) / bound).max())
+        return math.inf if math.isnan(worst) else worst
+
+    work = 2.0 * count * across**2 * taps * taps * case.k * case.n
+    return Work(sets, ours, peers.conv(case, sets), share, bytes_, work)
+
+
 FAMILIES = {
     "dense": dense, "tf32": tf32, "int8": int8, "epilogue": epilogue, "codes": codes, "attention": attention,
-    "grouped": grouped, "bias": bias, "rows": rows,
+    "grouped": grouped, "bias": bias, "rows": rows, "conv": conv,
 }  # fmt: skip

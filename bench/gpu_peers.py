@@ -147,6 +147,31 @@ class TorchPeers:
         }
         return {"torch": ways[case.more]}
 
+    def conv(self, case, sets):
+        """cuDNN's, with its own bias and ReLU, and as PyTorch's layers ask for it; images and filters channels last."""
+        torch, functions = self.torch, self.torch.nn.functional
+        said = dict(word.split("=") for word in case.more.split())
+        stride, padding = int(said.get("stride", 1)), int(said.get("taps", 1)) // 2
+        last = [x[1].contiguous(memory_format=torch.channels_last) for x in sets]
+        filters = {id(x[1]): y for x, y in zip(sets, last, strict=True)}
+        torch.backends.cudnn.benchmark = True
+
+        def fused(x):
+            more = ([stride] * 2, [padding] * 2, [1, 1], 1)
+            return torch.cudnn_convolution_relu(x[0].permute(0, 3, 1, 2), filters[id(x[1])], x[2], *more)
+
+        def layers(x):
+            images = x[0].permute(0, 3, 1, 2)
+            return torch.relu_(functions.conv2d(images, filters[id(x[1])], x[2], stride, padding))
+
+        found = {"torch": layers}
+        try:
+            fused(sets[0])
+            found["cudnn"] = fused
+        except (AttributeError, RuntimeError) as error:
+            self.missing["cudnn"] = str(error)[:200]
+        return found
+
     def compiled(self, function, operands):
         """A function as one kernel, or as PyTorch's own where its compiler does not work."""
         if self.compiles:

@@ -1,5 +1,6 @@
-"""One of three commands for a device that is lent for a while: see `lease.sh`, which makes portmm importable first.
+"""One of the commands for a device that is lent for a while: see `lease.sh`, which makes portmm importable first.
 
+    python lease.py 0 --out DIR           # a look: checks, the first cases of each section, four surveys
     python lease.py 1 --out DIR           # checks, squares, prefill, attention, fp8, int8, surveys
     python lease.py 2 --out DIR           # decode, W4A16, epilogues, grouped, tf32, f32, rows, surveys
     python lease.py 3 --out DIR           # compute-sanitizer, counters of single kernels

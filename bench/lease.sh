@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
-# What to run on a device that is lent for half an hour, in three commands of less than ten minutes each:
+# What to run on a device that is lent for half an hour, in three commands of less than ten minutes each, or for less:
 #
+#   bash bench/lease.sh 0 250     # a look, within so many seconds: checks, the first of each section, some surveys
 #   bash bench/lease.sh 1         # checks, squares, prefill, attention, fp8, int8, surveys of schedules
-#   bash bench/lease.sh 2         # decode, W4A16, epilogues, grouped, tf32, f32, rows, more surveys
+#   bash bench/lease.sh 2         # decode, W4A16, epilogues, grouped, tf32, f32, rows, conv, more surveys
 #   bash bench/lease.sh 3         # compute-sanitizer, and counters of single kernels by ncu
-#   bash bench/lease.sh --dry-run # all three on a device that computes nothing: for CI
+#   bash bench/lease.sh --dry-run # all of them on a device that computes nothing: for CI
 #
 # It needs a Python with NumPy, PyTorch and CuPy, and nothing else: no network, no pip, no C compiler, no cffi.
 # Results are in $OUT (or ./lease-out): lease-N.json, written after each row, and lease-N.log.
@@ -13,22 +14,23 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 out="${OUT:-$PWD/lease-out}"
 limit=590 # seconds; a command of a lease has 600
 
-dry=()
-commands=("$@")
+more=() modules=(numpy torch cupy)
+commands=("${1:-}")
 if [[ "${1:-}" == --dry-run ]]; then
-  dry=(--dry-run --seconds "${2:-180}")
-  commands=(1 2 3)
+  more=(--dry-run --seconds "${2:-180}")
+  modules=(numpy)
+  commands=(0 1 2 3)
+elif [[ -n "${2:-}" ]]; then
+  more=(--seconds "$2")
 fi
 case "${commands[*]}" in
-  1 | 2 | 3 | "1 2 3") ;;
-  *) sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
+  0 | 1 | 2 | 3 | "0 1 2 3") ;;
+  *) sed -n '2,11s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"; exit 2 ;;
 esac
 
 # The Python that has PyTorch; looking for a module costs nothing, importing it seconds.
 python=""
 wanted='import importlib.util as u, sys; sys.exit(not all(map(u.find_spec, sys.argv[1:])))'
-modules=(numpy torch cupy)
-[[ ${#dry[@]} -eq 0 ]] || modules=(numpy)
 for one in "${PYTHON:-python3}" python3 /opt/torch/.venv/bin/python3 python; do
   command -v "$one" >/dev/null || continue
   python="${python:-$one}"
@@ -60,7 +62,7 @@ unset PORTMM_TARGET
 status=0
 for number in "${commands[@]}"; do
   echo "== lease $number: $("$python" -V 2>&1), $(nproc) cores, results in $out"
-  timeout --kill-after=5 "$((limit - 5))" "$python" "$root/bench/lease.py" "$number" --out "$out" "${dry[@]}" \
+  timeout --kill-after=5 "$((limit - 5))" "$python" "$root/bench/lease.py" "$number" --out "$out" "${more[@]}" \
     2>&1 | tee "$out/lease-$number.log" || status=1
 done
 exit "$status"

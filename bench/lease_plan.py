@@ -1,4 +1,4 @@
-"""The plans of the three commands of `lease.py`: phases, the most valuable first, and seconds of each.
+"""The plans of the commands of `lease.py`: phases, the most valuable first, and seconds of each.
 
 A phase is data: a name, the seconds after which the next phase goes first, and jobs as `gpu.py` has them. What a phase
 had no time for is done last.
@@ -84,6 +84,23 @@ def _surveys(seconds, every):
     return _phase("surveys", seconds, jobs)
 
 
+LOOKED = 2
+"""Cases of each section that a look takes, its first."""
+
+
+def look():
+    """All checks, the first cases of each section, and the candidates of four kinds of calls."""
+    notes = _phase("notes", 15, [{"do": "note", "name": "notes", "case": {}, "timed": True}])
+    timed = [x for name in gpu_cases.SECTIONS if name not in COMPILED for x in gpu_cases.cases((name,))[:LOOKED]]
+    jobs = [_job("measure", x, patience=PATIENCE, load=x.section in ("squares", "attention"), timed=True) for x in timed]
+    survey = (
+        _product("4096x4096x4096:bf16:col"), _of("attention", 4096, 64, 128, "bf16", "row", "causal"),
+        _of("codes", 16, 4096, 4096, "bf16", "row"), _product("16x4096x4096:bf16:col"),
+        _product("4096x4096x4096:s8:col"), _product("2048x2048x2048:f32:row"),
+    )  # fmt: skip
+    return [_phase("checks", 110, checks()), notes, _phase("first of each section", 120, jobs), _surveys(90, survey)]
+
+
 def first():
     """Checks, and what is bound by arithmetic."""
     notes = _phase("notes", 15, [{"do": "note", "name": "notes", "case": {}, "timed": True}])
@@ -115,7 +132,7 @@ def second():
     return [
         _timed("decode", 90), _timed("w4a16", 75), _timed("epilogue", 35), _timed("bias", 40), _timed("grouped", 25),
         _timed("tf32", 25, load=True), _timed("f32", 30), _timed("few", 15), _timed("rows", 20),
-        notes, _surveys(200, survey),
+        _timed("conv", 30), notes, _surveys(200, survey),
     ]  # fmt: skip
 
 
@@ -124,7 +141,7 @@ def third():
     return [_phase("checks", 60, checks())]
 
 
-COMMANDS = {1: first, 2: second, 3: third}
+COMMANDS = {0: look, 1: first, 2: second, 3: third}
 TOOLS = {"memcheck": 120.0, "racecheck": 130.0, "synccheck": 50.0}
 """Seconds of each tool of compute-sanitizer."""
 PROFILE = 40.0
