@@ -220,9 +220,6 @@ def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tupl
         target: the device.
         vectors: elements of the widest vector access to A, B and C.
         once: operands that all items of a batch share.
-
-    Raises:
-        ScheduleError: no schedule is legal.
     """
     device = target.device
     if device is None or not any(atom.unit for _, atom in units(p.dtype, target, tf32=p.tf32)):
@@ -278,13 +275,7 @@ def vectors_after_copies(p: Problem, vectors: Vectors, sides: Any) -> Vectors:
 def arranged(
     p: Problem, vectors: Vectors, values: dict[str, Any], on: Machine
 ) -> tuple[Problem, Vectors, dict[str, Any], tuple[Copy, ...]]:
-    """The fastest equivalent problem, its vector widths and numbers, and the copies that come first.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """The fastest equivalent problem, its vector widths and numbers, and the copies that come first."""
     once = "".join(x for x in SIDES if values[f"{x}_batch"] == 0)
     sides, _ = faster(p, on.target, vectors, once) if p.flops else ("", 0.0)
     copies = tuple(_copy(p, x, values, on) for x in sides)

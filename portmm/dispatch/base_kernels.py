@@ -110,7 +110,6 @@ def run_time() -> cpu_runtime.Runtime | None:
     """The run time of the base set for this version of Python, loaded; None if it has none.
 
     Raises:
-        BuildError: it cannot be loaded.
         BundleError: it is not to be trusted.
     """
     path = cpu_runtime.base_extension()

@@ -200,12 +200,7 @@ def kernel_of(s: Schedule, isa: Isa) -> Kernel:
 
 
 def build_kernel(kernel: Kernel) -> Artifact:
-    """Emit and compile a kernel, or find it in the cache.
-
-    Raises:
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """Emit and compile a kernel, or find it in the cache."""
     from portmm.build.shared_object import build
     from portmm.codegen.c_kernel import source
 

@@ -73,11 +73,6 @@ def routed(
         kept: the route cache of this target, which finds code built for it.
         later: if it is set, and while the kernel is being built, the route may be another one with the same results,
             for this call only, and None in place of a range; `later` gets both when the kernel is there, in a thread.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     own, served = (p.m, p.m), rows(p)
     build, route = _Building(target, kept, None if active() or missing.strict() else later), None
@@ -219,12 +214,7 @@ def route_of(kernel: Kernel, code: Any, fields: dict[str, int], dtype: str) -> A
 
 
 def pack_route(isa: Isa, dtype: str, nr: int, layout: str, threads: int) -> Any:
-    """A route of the kernel that packs a B.
-
-    Raises:
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """A route of the kernel that packs a B."""
     storage = types(dtype)[1]
     return runtime().make_route(loaded_program(lower_pack, isa, dtype, nr, layout).code, 1024, threads, storage)
 
@@ -234,8 +224,6 @@ def int4_repack_route(kept: Family, target: Target, threads: int) -> Any:
 
     Raises:
         ScheduleError: the ISA lacks an instruction for it.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     code = loaded_program(lower_int4_repack, int4_unit(target)[0], kept)
     return runtime().make_route(code.code, 1024, threads, "s32")
@@ -246,8 +234,6 @@ def rows_route(program: BlockProgram, size: tuple[int, int, int], target: Target
 
     Raises:
         ScheduleError: no unit of the target computes them.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     from portmm.schedule.rows import core_schedule, work
 
@@ -281,8 +267,6 @@ def group_norm_route(fused: Fused, group: int, eps: float, size: tuple[int, int,
 
     Raises:
         ScheduleError: no unit of the target computes them.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     from portmm.ir.block_program import of_rows
     from portmm.schedule.rows import task_channels, workers
@@ -297,12 +281,7 @@ def group_norm_route(fused: Fused, group: int, eps: float, size: tuple[int, int,
 
 
 def program_route(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom, fields: dict[str, int]) -> Any:
-    """A route for a block program by a schedule; `fields` are those of the argument block.
-
-    Raises:
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """A route for a block program by a schedule; `fields` are those of the argument block."""
     code = loaded_program(_lowered, program, s, isa, atom)
     return runtime().make_route(code.code, code.workspace(fields) * code.bytes, fields["workers"], "f32")
 

@@ -77,23 +77,13 @@ class Machine:
         return backend(self.language)
 
     def load(self, kernel: GridKernel) -> Any:
-        """The compiled kernel.
-
-        Raises:
-            NoCompilerError: there is no compiler.
-            BuildError: the compiler failed.
-        """
+        """The compiled kernel."""
         device = self.target.device
         assert device is not None  # noqa: S101 - devices have one
         return self.backend.build(source(kernel, self.language), kernel.name, device.architecture, self.handle)
 
     def loaded(self, key: Any, lower: Callable[[], Sequence[GridKernel]]) -> tuple[tuple[GridKernel, Any], ...]:
-        """Kernels and their compiled functions, lowered and compiled once for a key.
-
-        Raises:
-            NoCompilerError: there is no compiler.
-            BuildError: the compiler failed.
-        """
+        """Kernels and their compiled functions, lowered and compiled once for a key."""
         kernels: tuple[tuple[GridKernel, Any], ...] | None = _loaded.get((key, self.key))
         if kernels is None:
             kernels = _loaded.keep((key, self.key), tuple([(x, self.load(x)) for x in lower()]))

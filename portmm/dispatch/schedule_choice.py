@@ -191,9 +191,6 @@ def select_for_class(p: Problem, target: Target, threads: int) -> ClassSelection
         p: the problem.
         target: the machine.
         threads: the most threads to use; one is used if that is predicted faster.
-
-    Raises:
-        ScheduleError: nothing is legal.
     """
     counts = tuple(dict.fromkeys((1, max(1, threads))))
     least, most = rows(p)

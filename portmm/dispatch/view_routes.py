@@ -58,10 +58,6 @@ def direct_route(  # noqa: PLR0917 - what a kernel is made for
         target: the machine.
         threads: the most threads to use.
         to: strides of rows and pixels of the result, or None: see `Direct`.
-
-    Raises:
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     if p.deterministic or p.b != "packed":
         return None
@@ -129,8 +125,6 @@ def stacked_route(p: Problem, x: Convolution, strides: tuple[int, ...], target: 
 
     Raises:
         ScheduleError: filters were packed for another machine.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     return _kept(_new_stacked_route, p, target, threads, x, strides)
 
@@ -173,8 +167,6 @@ def grouped_route(  # noqa: PLR0917 - what a kernel is made for
 
     Raises:
         ScheduleError: filters were packed for another machine.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     return _kept(_new_grouped_route, p, target, threads, x, strides, panels)
 
@@ -190,13 +182,7 @@ def _new_grouped_route(  # noqa: PLR0917
 
 
 def view_route(p: Problem, views: Views, target: Target, threads: int) -> Any:
-    """A route for a problem whose A or B is a view.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """A route for a problem whose A or B is a view."""
     return _kept(_new_route, p, target, threads, views)
 
 

@@ -184,11 +184,7 @@ def _grouped(size: Convolution, strides: Sequence[int], of: tuple[str, Panels], 
 def _stacked(  # noqa: PLR0917 - what a kernel is made for
     size: Convolution, images: int, strides: Sequence[int], vectors: int, on: tuple[Target, int], dtype: str
 ) -> list[str]:
-    """The program of groups on tile units, whose panels are of some vectors.
-
-    Raises:
-        ScheduleError: there is none.
-    """
+    """The program of groups on tile units, whose panels are of some vectors."""
     (target, threads), usual = on, family_called(family(dtype, on[0]))
     panels = str(replace(usual, nr=usual.nr // PACKED_VECTORS * vectors))
     m, n = images * size.pixels, size.groups * size.outputs

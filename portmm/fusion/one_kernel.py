@@ -88,8 +88,6 @@ def compiled_kernel(  # noqa: PLR0917 - a kernel, and a call of it
 
     Raises:
         ScheduleError: there are no loops for it, or it has several results.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     from portmm.dispatch import cpu_routes
 

@@ -177,11 +177,7 @@ class HostBuilder(Builder):
         raise ScheduleError("a product with such a weight takes no epilogue")
 
     def pool(self, unit: Unit) -> None:
-        """Add kernels of pooling.
-
-        Raises:
-            ScheduleError: there are none.
-        """
+        """Add kernels of pooling."""
         plan_windows.add_pool(self, unit)
 
     def text(self, x: Node) -> str:

@@ -149,11 +149,7 @@ def is_small(pool: Pool) -> bool:
 
 
 def add_pool(builder: Any, unit: Unit) -> None:
-    """Add the kernels of pooling to a builder of a program on the CPU (`plan_cpu.HostBuilder`).
-
-    Raises:
-        ScheduleError: there are none.
-    """
+    """Add the kernels of pooling to a builder of a program on the CPU (`plan_cpu.HostBuilder`)."""
     (x,) = unit.members
     pool: Pool = builder.graph.windows[x]
     operands, to = [builder.buffer_of(y) for y in x.inputs], builder.allocate(x)

@@ -68,12 +68,7 @@ class Gauge:
 
 
 def open_loop(probe: Probe) -> Loop:
-    """Compile and load a microbenchmark.
-
-    Raises:
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """Compile and load a microbenchmark."""
     from cffi import FFI  # type: ignore[import-untyped]
 
     from portmm.build.sealed_library import load

@@ -202,8 +202,6 @@ def launch_of(
     Raises:
         TraceError: the score cannot be traced.
         ScheduleError: no unit of the target computes it.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     shape = shape_of(*numpy_arrays.rows_of(q=q, k=k, v=v))
     options = Options(score, None, None, False, None, None, None, lse=False, factors=factors)

@@ -37,8 +37,6 @@ def attention_by_factors(q: Any, k: Any, v: Any, factors: tuple[Any, Any, Any], 
 
     Raises:
         ScheduleError: no unit of the target computes it.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     if libraries.place_of(q, k, v) == "traced":
         from portmm.arrays.interop import elsewhere

@@ -48,8 +48,6 @@ def make_kernel(
     Raises:
         TraceError: the score is more values.
         ScheduleError: no unit of the target computes it.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     from portmm.dispatch import cpu_kernels, cpu_routes
     from portmm.schedule.cpu_attention import attention_schedule, keys_of, packs_values

@@ -123,11 +123,7 @@ def run_of_few(shape: Shape) -> int:
 
 
 def begin(shape: Shape) -> None:
-    """Load the run time, before a kernel is lowered in vain, and let it know the type of the operands.
-
-    Raises:
-        BuildError: the run time cannot be loaded.
-    """
+    """Load the run time, before a kernel is lowered in vain, and let it know the type of the operands."""
     host_matmul.begin()
     runtime()
     if shape.element == "bf16":
@@ -232,7 +228,6 @@ def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: b
         causal: whether the mask is causal.
 
     Raises:
-        BuildError: the run time cannot be loaded.
         BundleError: the base set is damaged.
     """
     if factor is None or not base_kernels.active():

@@ -51,7 +51,6 @@ def add_device_shapes(
     Raises:
         BundleError: a device has no kernel for a shape.
         NoCompilerError: there is no NVRTC.
-        BuildError: it failed.
     """
     wanted = [(x, m, on) for on in devices for x in shapes for m in x.rows]
     with ThreadPoolExecutor(2) as pool:

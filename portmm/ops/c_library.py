@@ -60,10 +60,6 @@ def write(
 
     Returns:
         The library.
-
-    Raises:
-        NoCompilerError: there is no compiler.
-        BuildError: it failed.
     """
     folder.mkdir(parents=True, exist_ok=True)
     calls = [x for x in maker.calls if x.target.arch == arch and _has(x.problem)]
@@ -119,10 +115,6 @@ def link(  # noqa: PLR0917 - of a library
         more: commands for further objects, as of `object_command`.
         libraries: the last words of the link.
         report: called with objects compiled, objects in all, and what is being done.
-
-    Raises:
-        NoCompilerError: there is no compiler.
-        BuildError: it failed.
     """
     (folder / "kernels").mkdir(parents=True, exist_ok=True)
     compiler, commands = _compiler(arch), list(more)

@@ -182,11 +182,6 @@ class HostConvolution(HostProduct):
         Args:
             traced: the user's function, if there is one.
             c: strides of rows and of items of the first result, and of a row of pixels, if these are not equally apart.
-
-        Raises:
-            ScheduleError: there is none.
-            NoCompilerError: there is no compiler.
-            BuildError: the compiler failed.
         """
         size, indexed = self.convolution, -1
         step = None if traced is None else self.step(traced)

@@ -189,13 +189,7 @@ class HostDepthwise(HostConvolution):
     """A convolution of each channel by itself: see `HostConvolution`."""
 
     def selected(self, traced: Traced | None, c: tuple[int, ...]) -> Any:  # type: ignore[override]
-        """The kernel for calls of this kind, a `DepthwiseKernel`, wherever its results are.
-
-        Raises:
-            ScheduleError: there is none.
-            NoCompilerError: there is no compiler.
-            BuildError: the compiler failed.
-        """
+        """The kernel for calls of this kind, a `DepthwiseKernel`, wherever its results are."""
         from portmm.dispatch import cpu_routes
 
         del c

@@ -62,11 +62,7 @@ def matmul(  # noqa: PLR0917 - the operands, then the functions
 def kernel_of(
     user_function: UserFunction, left: Array, right: Any, other_keys: tuple[Any, ...], make: Callable[[Traced], Any]
 ) -> ProductKernel | ScheduleError:
-    """The kernel for calls of a kind, that of the class of M if it supports this M, or the reason why there is none.
-
-    Raises:
-        BuildError: it cannot be compiled.
-    """
+    """The kernel for calls of a kind, that of the class of M if it supports this M, or the reason why there is none."""
     rank = rank_of(left.shape, right.shape)
     if rank == 2:
         m, k = left.shape

@@ -171,11 +171,7 @@ class GridConvolution(GridProduct):
     # -- kernels -----------------------------------------------------------------------
 
     def launches(self, on: Machine, first: str, step: Step | None, values: dict[str, Any], *, static: bool) -> Any:
-        """The kernels of a result that is not empty: see `GridProduct`.
-
-        Raises:
-            ScheduleError: no kernel computes it.
-        """
+        """The kernels of a result that is not empty: see `GridProduct`."""
         x, size, indexed = self.x, self.convolution, -1
         direct = x.out is not None and x.out.dtype == first
         to = x.out if x.out is not None and direct else dense_like(x.a, self.shapes[0], first)

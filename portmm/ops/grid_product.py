@@ -238,7 +238,6 @@ class GridProduct:
         Raises:
             TypeError: the types have no product, or a captured array is in the host's memory.
             ValueError: shapes do not match.
-            ScheduleError: no kernel computes it.
         """
         x, size = self.x, self.size
         shape, batch, (m, n, _) = self.shapes

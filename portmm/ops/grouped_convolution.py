@@ -24,13 +24,7 @@ class HostGrouped(HostConvolution):
     """A convolution of groups of few channels: see `HostConvolution`."""
 
     def selected(self, traced: Traced | None, c: tuple[int, ...]) -> Any:  # type: ignore[override]
-        """The kernel for calls of this kind, a `ConvolutionKernel`.
-
-        Raises:
-            ScheduleError: there is none.
-            NoCompilerError: there is no compiler.
-            BuildError: the compiler failed.
-        """
+        """The kernel for calls of this kind, a `ConvolutionKernel`."""
         size, steps = self.convolution, self._element_strides()
         step = None if traced is None else self.step(traced)
         merged = self._merges(c, step)

@@ -46,7 +46,6 @@ def launch_block(program: BlockProgram, arrays: tuple[Any, ...]) -> None:
     """Run a block program, on the host or, asynchronously, on the stream or queue of the first array.
 
     Raises:
-        ScheduleError: no kernel computes it.
         TypeError: an array is of another type than its operand, or elsewhere than the first.
         ValueError: shapes do not match, an array cannot be written or shares memory with another one in part, or
             elements along n are not neighbours in memory.

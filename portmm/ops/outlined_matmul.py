@@ -60,11 +60,7 @@ def product(a: Any, b: Any, epilogue: Callable[..., Any]) -> Array | None:
 
 
 def _product(a: Array, b: Any, epilogue: types.FunctionType) -> Array | None:
-    """The same, of operands of the right classes and shapes.
-
-    Raises:
-        BuildError: the run time or a kernel cannot be loaded.
-    """
+    """The same, of operands of the right classes and shapes."""
     host_matmul.begin()
     base, array = kernel_store.base() if base_kernels.run_time() else None, type(b) is np.ndarray
     right, word = b if array else current(b).owner, numpy_arrays.name_of(a.dtype)

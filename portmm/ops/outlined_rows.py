@@ -45,11 +45,7 @@ def results(function: Any, args: tuple[Any, ...]) -> Any:
 
 
 def _results(function: types.FunctionType, x: Array, vectors: tuple[Array, ...]) -> Any:
-    """The same, of an array of floats in C's order.
-
-    Raises:
-        BuildError: the run time or a kernel cannot be loaded.
-    """
+    """The same, of an array of floats in C's order."""
     base, outlined = kernel_store.base() if base_kernels.run_time() else None, outline(function, x.shape[-1], vectors)
     if base is None or outlined is None or (text := base.answer(f"{OUTLINE}{outlined[0]}")) is None:
         return None

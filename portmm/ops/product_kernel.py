@@ -138,8 +138,6 @@ class HostProduct:
 
         Raises:
             ScheduleError: there is none.
-            NoCompilerError: there is no compiler.
-            BuildError: the compiler failed.
         """
         step = None if traced is None else self.step(traced)
         p, rows, other = self.question(step)

@@ -66,9 +66,6 @@ def kernel_of(key: tuple[Any, ...], m: int, make: Callable[..., HostProduct], *o
         m: rows of A.
         make: makes the product, of
         operands: its arguments.
-
-    Raises:
-        ScheduleError: no schedule is legal.
     """
     key = (*key, config.current(), config.limit())
     kernel: ProductKernel | None = _kernels.get(key) or _kernels.get((m, key))

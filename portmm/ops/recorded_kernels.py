@@ -43,12 +43,7 @@ SETTINGS = {
 
 @contextmanager
 def recorded(target: Target) -> Iterator[list[tuple[Kernel, str]]]:
-    """Record the kernels of calls in a block as on a described processor, each once, and the questions for them.
-
-    Raises:
-        NoCompilerError: there is no compiler for this machine, for the run time.
-        BuildError: it failed.
-    """
+    """Record the kernels of calls in a block as on a described processor, each once, and the questions for them."""
     kernels: dict[int, tuple[Kernel, str]] = {}
     code = _nothing()
 
@@ -140,12 +135,7 @@ class Recorder(CffiRuntime):
 
 @contextmanager
 def launches_of(target: Target) -> Iterator[Recorder]:
-    """Take a described processor for this one, and a `Recorder` for the run time, in a block; NumPy packs weights.
-
-    Raises:
-        NoCompilerError: there is no compiler for this machine, for the run time.
-        BuildError: it failed.
-    """
+    """Take a described processor for this one, and a `Recorder` for the run time, in a block; NumPy packs weights."""
     artifact = build(cpu_runtime.source(python=False), flags=cpu_runtime.flags(), name="portmm_run", symbols=SYMBOLS)
     host_matmul.begin()  # with the run time itself, not in the block with what takes its place
     recorder: Recorder = load(artifact.code, artifact.path, Recorder)

@@ -33,49 +33,25 @@ _kinds, _routes = Memory(MOST, "routes"), Memory(MOST, "routes")
 
 
 def route(p: Problem) -> Any:
-    """A launchable kernel for a problem: from the memo or the route cache, or selected and built now.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """A launchable kernel for a problem: from the memo or the route cache, or selected and built now."""
     return routed(p)[0]
 
 
 def routed(p: Problem) -> tuple[Any, bool]:
-    """A launchable kernel, and whether it serves all problems of the class of `p` (see `row_classes`).
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """A launchable kernel, and whether it serves all problems of the class of `p` (see `row_classes`)."""
     kernel, shared = routed_for_call(p, background=False)
     return kernel, bool(shared)
 
 
 def routed_first(p: Problem) -> tuple[Any, bool | None]:
-    """As `routed`, but perhaps by a kernel of the base set: None if it is for this call only, as one is in the making.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """As `routed`, perhaps by a kernel of the base set: None if it is for this call only, as one is in the making."""
     from portmm.dispatch import base_kernels
 
     return ((_known(p) or _basic(p)) if base_kernels.active() else None) or routed(p)
 
 
 def routed_for_call(p: Problem, *, background: bool = True) -> tuple[Any, bool | None]:
-    """As `routed`; with `background`, None if the kernel is for this call only, while that of `p` is being built.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """As `routed`; with `background`, None if the kernel is for this call only, while that of `p` is being built."""
     known = _known(p)
     if known is not None:
         return known
@@ -170,12 +146,7 @@ def _known(p: Problem) -> tuple[Any, bool] | None:
 
 
 def route_of_rows(p: Problem) -> Any:
-    """A launchable kernel for a product of a fused function, perhaps that of another number of rows.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-        BuildError: it cannot be compiled.
-    """
+    """A launchable kernel for a product of a fused function, perhaps that of another number of rows."""
     but_rows = (p.but_rows, config.current(), config.limit())
     first, schedules = _kinds.get(but_rows) or _kinds.keep(but_rows, (p, []))
     known = _known(p)

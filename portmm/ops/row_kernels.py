@@ -82,7 +82,6 @@ def over(
     Raises:
         TypeError: an array that the function captures is elsewhere, or of an unsupported type.
         TraceError: the function cannot be traced.
-        ScheduleError: no kernel computes it.
     """
     usual, user_function = there.usual(dtype), UserFunction(function)
     key = ("rows", there.kinds, tuple(there.lead), usual, first, tuple(names.items()))

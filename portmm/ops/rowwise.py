@@ -87,7 +87,6 @@ def over_rows(
     Raises:
         TypeError: an array, or one that the function captures, is not where the others are, or of an unsupported type.
         TraceError: the function cannot be traced.
-        ScheduleError: no kernel computes it.
     """
     there = HostRows(arrays)
     try:

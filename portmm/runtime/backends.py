@@ -78,12 +78,7 @@ class Backend(Protocol):
         """The name of a device in messages."""
 
     def build(self, text: str, name: str, architecture: str, handle: Any) -> Any:
-        """Compile a source, or find it in the cache, and load its kernel.
-
-        Raises:
-            NoCompilerError: there is no compiler.
-            BuildError: the compiler failed.
-        """
+        """Compile a source, or find it in the cache, and load its kernel."""
 
     def launch(  # noqa: PLR0917 - the parameters of a launch
         self,

@@ -205,11 +205,7 @@ def load_cffi_runtime() -> Runtime:
 
 
 def load_kernel(runtime: Any, code: bytes, path: Path, symbol: str) -> Any:
-    """Load a kernel of a shared object whose bytes were verified.
-
-    Raises:
-        BuildError: it cannot be loaded.
-    """
+    """Load a kernel of a shared object whose bytes were verified."""
     from portmm.build.sealed_library import load
 
     return load(code, path, lambda file: runtime.load(str(path), symbol, file))
@@ -229,10 +225,6 @@ def runtime(code: bytes = b"", path: Path | None = None) -> Runtime:
         code: the extension's bytes, if known to be those of this source and interpreter; empty with the path of a
             file that the loader may open.
         path: the file that they were read from.
-
-    Raises:
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
     """
     if _loaded:
         return _loaded[0]

@@ -166,11 +166,7 @@ def memory_of(buffer: Any) -> tuple[int, int]:
 
 
 def build(text: str, name: str, _architecture: str, handle: tuple[Any, Any]) -> Function:
-    """Compile a source for a device, or find it in the cache, and load its kernel.
-
-    Raises:
-        BuildError: the compiler failed.
-    """
+    """Compile a source for a device, or find it in the cache, and load its kernel."""
     return load(compile_opencl(text, name, *handle), name)
 
 

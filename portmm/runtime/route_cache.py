@@ -251,12 +251,7 @@ def closed() -> Iterator[None]:
 
 
 def runtime(kept: RouteCache | None) -> cpu_runtime.Runtime:
-    """The run time of this process; loaded without reading its source if the cache has its key.
-
-    Raises:
-        NoCompilerError: there is no compiler.
-        BuildError: the compiler failed.
-    """
+    """The run time of this process; loaded without reading its source if the cache has its key."""
     loaded = load(kept.runtime) if kept is not None and kept.runtime else None
     return cpu_runtime.runtime() if loaded is None else cpu_runtime.runtime(loaded[1], loaded[0].path)
 

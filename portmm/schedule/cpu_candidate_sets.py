@@ -156,11 +156,7 @@ _kinds, _sets = Memory(MOST_KINDS, "routes"), Memory(MOST_SETS, "routes")
 
 
 def candidate_set(p: Problem, target: Target, rows: int | None = None) -> CandidateSet:
-    """The candidates for a problem, or for one like it with `rows` rows.
-
-    Raises:
-        ScheduleError: nothing is legal.
-    """
+    """The candidates for a problem, or for one like it with `rows` rows."""
     rows = p.m if rows is None else rows
     key, kind = _key(p, target, rows)
     result: CandidateSet | None = _sets.get(key)

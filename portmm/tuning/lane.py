@@ -80,7 +80,6 @@ class Bench:
         """Compile a schedule's kernel into the cache, without loading it.
 
         Raises:
-            BuildError: the compiler failed.
             TargetError: this machine lacks its instruction set.
         """
         cpu_kernels.build_kernel(cpu_kernels.kernel_of(schedule, cpu_kernels.isa_of(schedule, config.target())))

@@ -53,11 +53,7 @@ class Candidate:
 
 
 def ranked(p: Problem, target: Target, threads: int) -> list[Candidate]:
-    """All candidates for `threads` threads and for one, by predicted time, but the cost model's selection first.
-
-    Raises:
-        ScheduleError: no schedule is legal.
-    """
+    """All candidates for `threads` threads and for one, by predicted time, but the cost model's selection first."""
     counts = dict.fromkeys((1, max(1, threads)))
     order = [Candidate(s, w, schedule_cost(p, s, target, w).seconds) for s in candidates(p, target) for w in counts]
     order.sort(key=lambda x: x.predicted)

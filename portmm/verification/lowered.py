@@ -105,11 +105,7 @@ class OnDevice(NamedTuple):
 
 
 def every_on_device(program: BlockProgram, target: Target) -> list[OnDevice]:
-    """The kernels that a record has on a device: those of attention have threads or matrix units, and keys in runs.
-
-    Raises:
-        ScheduleError: there are none.
-    """
+    """The kernels that a record has on a device: those of attention have threads or matrix units, and keys in runs."""
     if sum(isinstance(x, TileGemm) for one in program.passes for x in one) < 2:
         return [lowered_on_device(program, target)]
     pair = unit(attention_of(program).form.dtype, target)
