@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import numpy_arrays
 from portmm.arrays.interop import empty_like
-from portmm.arrays.operand import address, dense_like, elements, matrix, over
+from portmm.arrays.operand import Matrix, Operand, address, dense_like, elements, matrix, over
 from portmm.codegen.lower import lower_lines
 from portmm.dispatch import config, schedule_choice
-from portmm.dispatch.machine import MOST, bind
+from portmm.dispatch.machine import MOST, Launch, Machine, bind
 from portmm.errors import ScheduleError
 from portmm.kernels.gpu.transpose import ALIGNED, lines
 from portmm.schedule.candidates import units
@@ -29,8 +29,6 @@ from portmm.spec.dtype import BY_NAME, accumulator, spell
 from portmm.spec.problem import Problem
 
 if TYPE_CHECKING:
-    from portmm.arrays.operand import Matrix, Operand
-    from portmm.dispatch.machine import Launch, Machine
     from portmm.schedule.program import Vectors
     from portmm.target.target import Target
 

@@ -11,11 +11,10 @@ import platform
 import subprocess
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING
 
 from portmm.build import cache, cache_contents
 from portmm.dispatch import config
@@ -23,9 +22,6 @@ from portmm.errors import PortmmError
 from portmm.host import detect
 from portmm.target.target import load_target, names
 from portmm.util import system
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 STATES = ("ok", "note", "warn", "fail")
 """Correct; worth knowing; works, but not as well as possible; portmm does not work."""

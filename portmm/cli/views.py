@@ -10,7 +10,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from portmm.host.calibrate import ALL_CORES
-from portmm.target.target import load_target, names
+from portmm.target.target import Target, load_target, names
 from portmm.util.console import table
 from portmm.util.text import size
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from portmm.cli.doctor import Check
     from portmm.target.clouds import CloudFamily
     from portmm.target.device import Device
-    from portmm.target.target import Target
 
 STYLES = {"ok": "green", "note": "cyan", "warn": "yellow", "fail": "bold red"}
 

@@ -15,33 +15,31 @@ from typing import TYPE_CHECKING, ClassVar
 from portmm.codegen.c_like import SUM, Printer, index
 from portmm.codegen.conversions import HELPERS
 from portmm.codegen.primitive_templates import called
-from portmm.ir.grid_kernel import PLACES
-from portmm.ir.index import Index, const
-from portmm.ir.nodes import LetPtr, Scratch, walk
-from portmm.ir.thread_nodes import WHOLE, Shared
+from portmm.ir.grid_kernel import PLACES, Argument, GridKernel
+from portmm.ir.index import Index, Ptr, const
+from portmm.ir.nodes import Let, LetPtr, Mac, Scratch, walk
+from portmm.ir.thread_nodes import (
+    WHOLE,
+    Apply,
+    Barrier,
+    Clear,
+    Codes,
+    CopyAsync,
+    CopyCommit,
+    CopyWait,
+    Do,
+    Exchange,
+    Get,
+    Interleave,
+    Leave,
+    Shared,
+    Vector,
+)
 from portmm.spec.dtype import BY_NAME, CODES_AT
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
-    from portmm.ir.grid_kernel import Argument, GridKernel
-    from portmm.ir.index import Ptr
-    from portmm.ir.nodes import Let, Mac
-    from portmm.ir.thread_nodes import (
-        Apply,
-        Barrier,
-        Clear,
-        Codes,
-        CopyAsync,
-        CopyCommit,
-        CopyWait,
-        Do,
-        Exchange,
-        Get,
-        Interleave,
-        Leave,
-        Vector,
-    )
     from portmm.target.isa import Primitive
 
 TOP_CODE = 16

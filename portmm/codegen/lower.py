@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
 from portmm.ir.index import const
-from portmm.ir.nodes import Let
+from portmm.ir.nodes import Kernel, Let
 from portmm.schedule.candidates import PACKED_VECTORS
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
     from portmm.ir.attention_program import Form
     from portmm.ir.block_program import BlockProgram
     from portmm.ir.grid_kernel import GridKernel
-    from portmm.ir.nodes import Kernel
     from portmm.schedule.direct_convolution import Direct
     from portmm.schedule.grouped_convolution import Grouped
     from portmm.schedule.schedule import Schedule

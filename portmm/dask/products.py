@@ -22,7 +22,7 @@ from dask.highlevelgraph import HighLevelGraph
 from portmm.arrays.numpy_arrays import as_operand, product_shape, types_of
 from portmm.ops.einsum import einsum as array_einsum
 from portmm.ops.einsum import wide
-from portmm.ops.einsum_plan import ELLIPSIS, extents_of, order_of, pairs_of, parsed, spelled, type_of_product
+from portmm.ops.einsum_plan import ELLIPSIS, Labels, extents_of, order_of, pairs_of, parsed, spelled, type_of_product
 from portmm.ops.linear import linear as array_linear
 from portmm.ops.matmul import matmul as array_matmul
 from portmm.trace.closures import traced_through
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike
 
-    from portmm.ops.einsum_plan import Labels
 
 Array = np.ndarray[Any, Any]
 PARALLEL = 16

@@ -24,7 +24,7 @@ from portmm.schedule.cpu_table import macs_per_cycle
 from portmm.schedule.schedule import Schedule
 from portmm.schedule.text import spell
 from portmm.spec.dtype import BY_NAME, CODES_KR, types, unit
-from portmm.spec.problem import Family
+from portmm.spec.problem import Family, Problem
 from portmm.target.atom import Atom
 from portmm.target.isa import Isa
 from portmm.target.supports import lacks
@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from portmm.ir.nodes import Kernel
     from portmm.runtime.route_cache import RouteCache
     from portmm.spec.epilogue import Fused
-    from portmm.spec.problem import Problem
     from portmm.target.target import Target
 
 USUAL_GROUP = 128

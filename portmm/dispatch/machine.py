@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError
 from portmm.ir.interpreter import evaluate
-from portmm.runtime.backends import backend
+from portmm.runtime.backends import Backend, Facts, backend
 from portmm.spec.dtype import BY_NAME
 from portmm.target.reported_device import device_target
-from portmm.target.target import GENERIC_DEVICES
+from portmm.target.target import GENERIC_DEVICES, Target
 from portmm.util import locks
 from portmm.util.memo import Memory
 
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from portmm.ir.grid_kernel import GridKernel, MapOf
-    from portmm.runtime.backends import Backend, Facts
-    from portmm.target.target import Target
 
 
 def source(kernel: GridKernel, language: str) -> str:

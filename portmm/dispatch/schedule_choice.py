@@ -21,7 +21,7 @@ from portmm.schedule.candidates import UNUSED, candidates, units
 from portmm.schedule.cpu_candidate_sets import CandidateSet, candidate_set
 from portmm.schedule.cpu_neighbourhood import unsound
 from portmm.schedule.cpu_textbook import ORIGIN, preferred
-from portmm.spec.problem import family
+from portmm.spec.problem import Problem, family
 from portmm.spec.row_classes import rows
 from portmm.target.model import CPU as MODEL
 from portmm.util.records import dataclass
@@ -34,7 +34,6 @@ if TYPE_CHECKING:
     from portmm.schedule.program import Vectors
     from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule
-    from portmm.spec.problem import Problem
     from portmm.target.target import Target
 
 ANALYTICAL = "analytical"

@@ -13,8 +13,8 @@ from portmm.dispatch.cpu_kernels import group_unit, isa_of, loaded_program
 from portmm.dispatch.schedule_choice import choose
 from portmm.errors import ScheduleError
 from portmm.runtime.cpu import runtime
-from portmm.schedule.direct_convolution import direct
-from portmm.schedule.grouped_convolution import grouped
+from portmm.schedule.direct_convolution import Direct, direct
+from portmm.schedule.grouped_convolution import Panels, grouped
 from portmm.schedule.tile_convolution import Tiled, tiled
 from portmm.spec.dtype import UNCONVERTED, base, parts, unit
 from portmm.spec.layouts import Views
@@ -24,8 +24,6 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.schedule.direct_convolution import Direct
-    from portmm.schedule.grouped_convolution import Panels
     from portmm.schedule.schedule import Schedule
     from portmm.spec.convolution import Convolution
     from portmm.spec.problem import Problem

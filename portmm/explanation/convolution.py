@@ -23,10 +23,10 @@ from portmm.ops.convolution_options import Options, hashable, layout_of, sizes
 from portmm.ops.convolution_weights import is_depthwise, whole_groups
 from portmm.ops.depthwise import parts
 from portmm.schedule.candidates import PACKED_VECTORS
-from portmm.schedule.grouped_convolution import grouped
+from portmm.schedule.grouped_convolution import Panels, grouped
 from portmm.schedule.program import device_of
 from portmm.schedule.tile_convolution import Tiled
-from portmm.spec.convolution import planes, windows
+from portmm.spec.convolution import Convolution, planes, windows
 from portmm.spec.dtype import BY_NAME, accumulator, types
 from portmm.spec.layout import Layout
 from portmm.spec.layouts import Views
@@ -38,9 +38,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.schedule.direct_convolution import Direct
-    from portmm.schedule.grouped_convolution import Panels
     from portmm.schedule.schedule import Schedule
-    from portmm.spec.convolution import Convolution
     from portmm.target.target import Target
 
 

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
 
-from portmm.dispatch.schedule_choice import ANALYTICAL
+from portmm.dispatch.schedule_choice import ANALYTICAL, Choice
 from portmm.errors import ScheduleError
 from portmm.host import detect
 from portmm.schedule import cpu_textbook
@@ -23,7 +23,6 @@ from portmm.util.text import flop, size, terms, time
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.dispatch.schedule_choice import Choice
     from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem

@@ -6,19 +6,15 @@ traced.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from portmm.arrays.interop import lay
 from portmm.arrays.libraries import on_device
-from portmm.trace.captures import Place, is_weight
+from portmm.trace.captures import Captures, Place, is_weight
 from portmm.trace.closures import is_float, is_plain
 from portmm.util.array_subclasses import refuse_class
-
-if TYPE_CHECKING:
-    from portmm.trace.captures import Captures
-
 
 Array = np.ndarray[Any, Any]
 

@@ -14,16 +14,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portmm.fusion.graph import Node
+from portmm.fusion.graph import Graph, Node
 from portmm.fusion.partition import live_nodes, users_of
 from portmm.fusion.plan_windows import Filter
-from portmm.ops.convolution_weights import pack_conv, unpack_conv
+from portmm.ops.convolution_weights import PackedConv, pack_conv, unpack_conv
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.fusion.graph import Graph
-    from portmm.ops.convolution_weights import PackedConv
 
 Array = np.ndarray[Any, Any]
 RANK = 4

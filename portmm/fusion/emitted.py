@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any
 from portmm.dispatch.cpu_kernels import attention_unit
 from portmm.dispatch.schedule_choice import select_for_class
 from portmm.errors import ScheduleError
-from portmm.ir.attention_program import attention_of, of_attention
-from portmm.ir.block_program import program_of
-from portmm.ir.mugraph import Threads, program_to_json
+from portmm.ir.attention_program import Form, attention_of, of_attention
+from portmm.ir.block_program import BlockProgram, program_of
+from portmm.ir.mugraph import MuGraph, Threads, program_to_json
 from portmm.ir.product_program import RESULT, A, B, of_product
 from portmm.schedule.cpu_attention import attention_schedule, packs_values
 from portmm.schedule.text import parse as spelled
@@ -28,9 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterable, Mapping
 
     from portmm.fusion.program import Kernel
-    from portmm.ir.attention_program import Form
-    from portmm.ir.block_program import BlockProgram
-    from portmm.ir.mugraph import MuGraph
     from portmm.spec.problem import Problem
     from portmm.target.target import Target
 

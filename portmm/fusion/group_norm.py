@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays.numpy_arrays import merged
-from portmm.fusion.graph import CALLED
+from portmm.fusion.graph import CALLED, Array, Graph, Node
 from portmm.fusion.partition import live_nodes, users_of
 from portmm.fusion.plan_windows import Norm
 from portmm.spec.epilogue import argument
@@ -24,7 +24,6 @@ from portmm.trace.buffers import Place, looked
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from portmm.fusion.graph import Array, Graph, Node
 
 FIRST, SECOND = argument(0, "f32"), argument(1, "f32")
 SUM, LESS, OVER, TIMES = (apply(x, FIRST, SECOND) for x in ("add", "sub", "div", "mul"))

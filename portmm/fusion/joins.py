@@ -13,15 +13,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from portmm.fusion.graph import Node
-from portmm.fusion.partition import LEAVES
+from portmm.fusion.graph import Graph, Node
+from portmm.fusion.partition import LEAVES, Split, Unit
 from portmm.ops.prepack import join
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from portmm.fusion.graph import Graph
-    from portmm.fusion.partition import Split, Unit
 
 MOST_BYTES = 1 << 26
 """Weights that are joined, in bytes: they are then in memory twice. It saves one fork of threads,

@@ -5,15 +5,11 @@ Owns `svg`: a box for each kernel with its grid, its loop and its operators by p
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
 from xml.sax.saxutils import escape
 
 from portmm.ir.block_program import TileTransfer
-from portmm.ir.mugraph import described
+from portmm.ir.mugraph import MuGraph, Step, described
 from portmm.util.svg import document
-
-if TYPE_CHECKING:
-    from portmm.ir.mugraph import MuGraph, Step
 
 LINE, PAD, GAP, LETTER = 18, 10, 34, 7.3
 

@@ -11,22 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import numpy_arrays
 from portmm.errors import ScheduleError
-from portmm.fusion.partition import LEAVES
+from portmm.fusion.partition import LEAVES, Split, Unit
 from portmm.fusion.program import Kernel, Text
 from portmm.spec.epilogue import C, Fused, Operand, acc, load
-from portmm.spec.expr import apply, node
+from portmm.spec.expr import Expr, apply, node
 from portmm.trace.bind import filled, unmasked
-from portmm.trace.buffers import Place, looked, walk
+from portmm.trace.buffers import Place, Walk, looked, walk
 from portmm.trace.placeholders import Array
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.fusion.graph import Graph, Node
-    from portmm.fusion.partition import Split, Unit
-    from portmm.spec.expr import Expr
     from portmm.spec.problem import Problem
-    from portmm.trace.buffers import Walk
 
 
 def kernel_type(dtype: Any) -> str:

@@ -16,13 +16,13 @@ from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError, TraceError
 from portmm.fusion import plan_windows
 from portmm.fusion.changed import ChangedError
-from portmm.fusion.plan import Builder
+from portmm.fusion.plan import Builder, Expressions, Operands
 from portmm.fusion.program import ARENA, TABLE, Kernel, Writer
 from portmm.ops import routes
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
-from portmm.trace.buffers import Place
+from portmm.trace.buffers import Place, Walk
 from portmm.util.records import replace
 
 if TYPE_CHECKING:
@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
-    from portmm.fusion.plan import Expressions, Operands
     from portmm.ops.attention import Launch
-    from portmm.trace.buffers import Walk
 
 FOREVER = 1 << 30
 OWN = ("attention", "attention_by_factors", "linear", "grouped_matmul", "conv", "copy")

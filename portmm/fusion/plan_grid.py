@@ -24,21 +24,18 @@ from portmm.dispatch import config, device_routes
 from portmm.dispatch.device_routes import launches
 from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
-from portmm.fusion.partition import LEAVES
-from portmm.fusion.plan import Builder, kernel_type
+from portmm.fusion.partition import LEAVES, Split, Unit
+from portmm.fusion.plan import Builder, Expressions, Operands, kernel_type
 from portmm.fusion.program import Kernel, Text
 from portmm.ops.kernel_call import start
 from portmm.spec.dtype import spell
 from portmm.spec.problem import Problem
-from portmm.trace.buffers import Place
+from portmm.trace.buffers import Place, Walk
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.fusion.graph import Graph, Node
-    from portmm.fusion.partition import Split, Unit
-    from portmm.fusion.plan import Expressions, Operands
-    from portmm.trace.buffers import Walk
 
 _TEMPORARY = re.compile(r"\bM\d+\b")
 

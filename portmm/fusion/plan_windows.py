@@ -19,13 +19,12 @@ from portmm.errors import ScheduleError
 from portmm.fusion.plan import Expressions, counts
 from portmm.fusion.program import Kernel
 from portmm.ops.convolution_kernel import HostConvolution
-from portmm.ops.convolution_weights import of_filters
+from portmm.ops.convolution_weights import PackedConv, of_filters
 from portmm.spec.expr import apply
 from portmm.trace.buffers import Place, Walk, looked, walk
 
 if TYPE_CHECKING:
     from portmm.fusion.partition import Unit
-    from portmm.ops.convolution_weights import PackedConv
     from portmm.spec.convolution import Convolution
 
 Ints = tuple[int, ...]

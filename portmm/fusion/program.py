@@ -16,14 +16,13 @@ import numpy as np
 from portmm.arrays import numpy_arrays, scratch_arena
 from portmm.errors import TraceError
 from portmm.runtime.cpu import runtime
-from portmm.spec.problem import AXES
+from portmm.spec.problem import AXES, Problem
 from portmm.trace.buffers import Arena, Place
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.spec.problem import Problem
 
 ROW = 1 + len(AXES)
 """Integers of an operand in the argument block: an address, strides."""

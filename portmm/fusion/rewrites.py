@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.fusion.graph import FLOATS, Node
+from portmm.fusion.graph import FLOATS, Graph, Node
 from portmm.ops.attention import Launch, attention, launch_of
 from portmm.spec.epilogue import argument, reduction
 from portmm.spec.expr import Expr, apply
@@ -23,7 +23,6 @@ from portmm.util.records import dataclass
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.fusion.graph import Graph
 
 Heads = tuple[tuple[int, ...], tuple[int, ...]]
 LEAST_SCORES, LEAST_CALLED = 1 << 12, 1 << 17

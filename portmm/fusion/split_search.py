@@ -19,7 +19,7 @@ from portmm.dispatch import config, program_database
 from portmm.fusion import turns
 from portmm.fusion.changed import ChangedError
 from portmm.fusion.compilation import compiled_program
-from portmm.fusion.finding import Finding, Task
+from portmm.fusion.finding import Finding, Run, Task
 from portmm.fusion.partition import live_nodes
 from portmm.fusion.program import Explained
 from portmm.fusion.recorder import WholeArrays
@@ -31,7 +31,6 @@ from portmm.verification.certificate import together
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from portmm.fusion.finding import Run
     from portmm.fusion.graph import Node
 
     Progress = Callable[[int, int, str], None]

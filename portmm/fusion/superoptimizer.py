@@ -18,14 +18,14 @@ from portmm.errors import PortmmError
 from portmm.fusion import turns
 from portmm.fusion.changed import ChangedError
 from portmm.fusion.emitted import attentions, emitted, unlisted, with_threads
-from portmm.fusion.finding import Finding, Task
+from portmm.fusion.finding import Finding, Run, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
 from portmm.fusion.split_search import in_parts, parts_of
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted, predicted_kernel
 from portmm.fusion.term_kernels import Kernel, one_kernels
 from portmm.fusion.term_rewrites import alternatives, subterms
-from portmm.fusion.terms import Labelled, UnlabelledError, graph_of, term_of
+from portmm.fusion.terms import Labelled, Term, UnlabelledError, graph_of, term_of
 from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
 from portmm.verification.certificate import Emitted, certify
 from portmm.verification.equivalence import check
@@ -34,9 +34,7 @@ from portmm.verification.stability import judge
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.fusion.finding import Run
     from portmm.fusion.program import Kernel as Described
-    from portmm.fusion.terms import Term
     from portmm.ir.mugraph import MuGraph
     from portmm.schedule.schedule import Schedule
 

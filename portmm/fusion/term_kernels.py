@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.errors import ScheduleError
 from portmm.fusion.term_rewrites import subterms
-from portmm.fusion.terms import template_of
+from portmm.fusion.terms import Term, template_of
 from portmm.ir.block_program import (
     ACCUMULATED,
     BlockProgram,
+    Operator,
+    Pass,
     TileGemm,
     TileReduce,
     TileTransfer,
@@ -29,8 +31,6 @@ from portmm.spec.expr import Expr, const, ordered
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from portmm.fusion.terms import Term
-    from portmm.ir.block_program import Operator, Pass
 
 POINTS, TRIP = 4, 16
 """Smallest tile along a label of the grid, and along the loop."""

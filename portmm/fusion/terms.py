@@ -14,7 +14,7 @@ import numpy as np
 
 from portmm.errors import TraceError
 from portmm.ir.attention_program import Form, of_attention
-from portmm.ir.mugraph import Binding, Builder, Step, to_json
+from portmm.ir.mugraph import Binding, Builder, MuGraph, Step, to_json
 from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, Operand, acc, argument, load
 from portmm.spec.expr import Expr, apply, const, ordered
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from portmm.fusion.graph import Graph, Node
-    from portmm.ir.mugraph import MuGraph
 
 OPERATORS = ("add", "sub", "mul", "div", "neg", "sqrt", "abs", "max", "min", "select", "lt", "le", "eq", "ne")
 """Operations that terms have by themselves."""

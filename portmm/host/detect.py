@@ -42,11 +42,10 @@ from portmm.host.host_probe import (
     snapshot,
 )
 from portmm.target.cache_levels import MemoryLevel
-from portmm.target.target import Target, chips_mentioning, described, load_isa, names
+from portmm.target.target import Match, Target, chips_mentioning, described, load_isa, names
 
 if TYPE_CHECKING:
     from portmm.target.isa import Isa
-    from portmm.target.target import Match
 
 __all__ = [
     "Snapshot",

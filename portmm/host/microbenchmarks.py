@@ -15,13 +15,12 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Index, Ptr, const, var
-from portmm.ir.nodes import Configure, For, Function, Kernel, Verb
+from portmm.ir.nodes import Configure, For, Function, Kernel, Stmt, Verb
 from portmm.kernels.cpu.tile_microkernel import Grid
 from portmm.schedule.cpu_blocking import tallest
 from portmm.spec.kernel_name import KernelName
 
 if TYPE_CHECKING:
-    from portmm.ir.nodes import Stmt
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 

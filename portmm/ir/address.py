@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Index, const, var
-from portmm.spec.layout_index import evaluate
+from portmm.spec.layout_index import Sum, evaluate
 
 if TYPE_CHECKING:
     from portmm.spec.layout import Condition, Layout
-    from portmm.spec.layout_index import Sum
 
 
 def offset(layout: Layout, *index: Index | int, **sizes: Index) -> Index:

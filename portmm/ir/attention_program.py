@@ -11,9 +11,9 @@ from itertools import product
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import REDUCED, BlockProgram, TileGemm, TileReduce, TileTransfer
+from portmm.ir.block_program import REDUCED, BlockProgram, Pass, TileGemm, TileReduce, TileTransfer
+from portmm.ir.index import Index, maximum, minimum
 from portmm.ir.index import const as index_of
-from portmm.ir.index import maximum, minimum
 from portmm.spec.epilogue import C, Fused, Operand, acc, contraction, extent, index, load
 from portmm.spec.expr import Expr, apply, const, node, ordered
 from portmm.spec.expr_functions import select, substituted
@@ -23,8 +23,6 @@ from portmm.util.memo import cached
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
-    from portmm.ir.block_program import Pass
-    from portmm.ir.index import Index
 
 LOWEST = -3.0e38
 """Maximum of no scores: less than any, and finite, as -inf - -inf is NaN."""

@@ -13,14 +13,13 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
-from portmm.ir.block_program import TileGemm, TileReduce, TileTransfer
+from portmm.ir.block_program import BlockProgram, Pass, TileGemm, TileReduce, TileTransfer
 from portmm.spec.epilogue import REDUCTIONS, summed, varies
 from portmm.spec.expr_ops import NUMPY, OPS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from portmm.ir.block_program import BlockProgram, Pass
     from portmm.spec.expr import Expr
 
 Array = np.ndarray[Any, Any]

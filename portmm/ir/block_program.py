@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.errors import ScheduleError
-from portmm.spec.epilogue import Fused, summed, varies
-from portmm.spec.expr import ordered
+from portmm.spec.epilogue import Fused, Operand, summed, varies
+from portmm.spec.expr import Expr, ordered
 from portmm.spec.expr_ops import OPS
 from portmm.spec.vector_math import exp
 from portmm.util.records import dataclass
@@ -20,8 +20,6 @@ from portmm.util.records import dataclass
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.spec.epilogue import Operand
-    from portmm.spec.expr import Expr
 
 REDUCED = ("reduce", "fold")
 """Operations of reductions: along rows, and down columns."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from portmm.ir.nodes import walk
+from portmm.ir.nodes import Stmt, walk
 from portmm.ir.thread_nodes import Shared
 from portmm.spec.dtype import BY_NAME
 from portmm.target.device import STATIC_SHARED
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
-    from portmm.ir.nodes import Stmt
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.fusion.graph import Graph
 from portmm.fusion.graph import Node as Operation
 from portmm.fusion.recorder import WholeArrays
 from portmm.onnx import operators
@@ -20,7 +21,6 @@ from portmm.trace.placeholders import Placeholder
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.fusion.graph import Graph
     from portmm.onnx.model import Node
 
 Array = np.ndarray[Any, Any]

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
-from portmm.onnx.model import Graph, OnnxError, free_names
-
-if TYPE_CHECKING:
-    from portmm.onnx.model import Node
+from portmm.onnx.model import Graph, Node, OnnxError, free_names
 
 
 def run_node(executor: Any, node: Node, inputs: list[Any], outer: dict[str, Any]) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.onnx.model import numpy_type
+from portmm.onnx.model import Node, numpy_type
 from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
 from portmm.spec import elementwise as e
 from portmm.trace.placeholders import Placeholder
@@ -16,7 +16,6 @@ from portmm.trace.placeholders import Placeholder
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.onnx.model import Node
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 CASTS = frozenset((

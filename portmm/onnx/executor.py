@@ -18,7 +18,7 @@ from portmm.fusion.compilation import compiled_program
 from portmm.onnx import operators
 from portmm.onnx.arrays import ModelArrays
 from portmm.onnx.control_flow import run_node
-from portmm.onnx.model import free_names
+from portmm.onnx.model import Graph, Node, free_names
 from portmm.onnx.precision import with_precision
 from portmm.onnx.rewrites import (
     with_codes,
@@ -37,7 +37,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.fusion.program import Kernel
-    from portmm.onnx.model import Graph, Node
 
 MOST_KINDS = 64
 """Kinds of inputs whose programs a part of a graph caches before it drops them all."""

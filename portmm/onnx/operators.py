@@ -16,14 +16,13 @@ import numpy as np
 
 from portmm.errors import TraceError
 from portmm.onnx.external_data import released
-from portmm.onnx.model import OnnxError, onnx_module
+from portmm.onnx.model import Node, OnnxError, onnx_module
 from portmm.trace.placeholders import Placeholder
 from portmm.trace.recorder import run
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.onnx.model import Node
 
 Array = np.ndarray[Any, Any]
 MICROSOFT = "com.microsoft"

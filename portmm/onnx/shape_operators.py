@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from portmm.onnx.arrays import CHANNELS_FIRST, channels_first, channels_last
-from portmm.onnx.model import OnnxError
+from portmm.onnx.model import Node, OnnxError
 from portmm.onnx.operators import UnsupportedError, is_traced, operator
-
-if TYPE_CHECKING:
-    from portmm.onnx.model import Node
-
 
 FLOATS = ("float32", "float16", "bfloat16")
 NEAREST = {

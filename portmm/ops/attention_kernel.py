@@ -18,7 +18,6 @@ from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ops.attention_launch import FEW, KEYS_OF_FEW, AttentionKernel, begin, prepared, strides
 from portmm.ops.attention_scores import score_expression
 from portmm.spec.epilogue import index
-from portmm.spec.expr import Expr
 from portmm.spec.expr_functions import substituted
 from portmm.spec.row_classes import last_of_class
 from portmm.trace.bind import Bound

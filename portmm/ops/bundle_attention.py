@@ -12,7 +12,7 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.ops.attention import attention
-from portmm.ops.bundle_build import AttentionCall
+from portmm.ops.bundle_build import AttentionCall, Maker
 from portmm.ops.bundle_runs import attention_text
 from portmm.ops.recorded_kernels import launches_of
 from portmm.schedule.cpu_attention import packs_values
@@ -21,7 +21,6 @@ from portmm.spec.dtype import BY_NAME
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.ops.bundle_build import Maker
     from portmm.ops.bundle_shapes import AttentionShape
     from portmm.target.target import Target
 

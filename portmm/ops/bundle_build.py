@@ -22,12 +22,13 @@ from portmm.dispatch import cpu_kernels, stored_kernels
 from portmm.dispatch.schedule_choice import select_for_class
 from portmm.dispatch.stored_kernels import CODE, MACHINES, THREADS, USED
 from portmm.errors import BundleError, ScheduleError
-from portmm.ir.index import spelled
+from portmm.ir.index import Index, spelled
 from portmm.ops.bundle_runs import packing_text
-from portmm.ops.bundle_shapes import problem_of
+from portmm.ops.bundle_shapes import AttentionShape, Shape, problem_of
 from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.text import spell
 from portmm.spec.dtype import BY_NAME
+from portmm.spec.problem import Family, Problem
 from portmm.spec.problem import family as family_of
 from portmm.util import system
 
@@ -35,10 +36,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
-    from portmm.ir.index import Index
     from portmm.ir.nodes import Kernel
-    from portmm.ops.bundle_shapes import AttentionShape, Shape
-    from portmm.spec.problem import Family, Problem
     from portmm.target.target import Target
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)

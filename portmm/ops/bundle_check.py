@@ -24,7 +24,7 @@ from portmm.ir.index import meaning, parsed
 from portmm.ops import bundle_runs
 from portmm.ops.bundle_build import RUN, RUNS, SCHEDULES
 from portmm.ops.bundle_devices import check_cubins
-from portmm.ops.bundle_operands import job_of
+from portmm.ops.bundle_operands import Job, job_of
 from portmm.runtime.cffi_launches import SYMBOLS
 from portmm.runtime.cpu import MODULE
 from portmm.schedule.text import parse
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
     from portmm.build.bundle import Bundle
-    from portmm.ops.bundle_operands import Job
     from portmm.target.isa import Isa
 
 CUDA = (190).to_bytes(2, "little")

@@ -17,7 +17,7 @@ from portmm.build.nvrtc import compile_cuda
 from portmm.codegen.lower import lower_grid
 from portmm.dispatch.cpu_kernels import isa_of
 from portmm.dispatch.device_routes import Route
-from portmm.dispatch.machine import Mapping, source
+from portmm.dispatch.machine import Launch, Mapping, source
 from portmm.dispatch.schedule_choice import choose
 from portmm.dispatch.stored_kernels import read
 from portmm.errors import BundleError, ScheduleError
@@ -29,7 +29,6 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from portmm.build.bundle import Bundle
-    from portmm.dispatch.machine import Launch
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ops.bundle_build import Maker
     from portmm.ops.bundle_shapes import Shape

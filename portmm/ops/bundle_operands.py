@@ -16,7 +16,7 @@ from portmm.arrays import numpy_fallback
 from portmm.dispatch.stored_kernels import fields_of
 from portmm.errors import ScheduleError
 from portmm.ops.int4_panels import panels_of
-from portmm.spec.epilogue import C, parse
+from portmm.spec.epilogue import C, Fused, Operand, parse
 from portmm.spec.expr import Expr
 from portmm.spec.expr_ops import NUMPY, OPS
 from portmm.spec.problem import AXES, Problem, family
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Mapping
 
     from portmm.schedule.schedule import Schedule
-    from portmm.spec.epilogue import Fused, Operand
 
 Array = np.ndarray[Any, Any]
 HEAD, OPERAND = struct.Struct("20l"), struct.Struct("6l")

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portmm.arrays import numpy_fallback
-from portmm.ir.index import spelled
+from portmm.ir.index import Index, spelled
 from portmm.ir.prefix import value
 from portmm.ops.bundle_operands import HEAD, OPERAND, ROUNDING, Job, Result, encoded, laid, values_of
 from portmm.ops.int4_panels import codes_of, panels_of, rows_of
@@ -23,7 +23,6 @@ from portmm.spec.row_classes import last_of_class
 from portmm.weights.quantized import Quantized
 
 if TYPE_CHECKING:
-    from portmm.ir.index import Index
     from portmm.ops.bundle_shapes import AttentionShape
 
 Array = np.ndarray[Any, Any]

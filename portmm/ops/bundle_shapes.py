@@ -15,13 +15,12 @@ from portmm.spec.dtype import word_of
 from portmm.spec.row_classes import last_of_class
 from portmm.spec.row_classes import rows as rows_of
 from portmm.target.reported_device import device_target
-from portmm.target.target import described, instance, load_target
+from portmm.target.target import Target, described, instance, load_target
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from portmm.spec.problem import Problem
-    from portmm.target.target import Target
 
 LAYOUTS = ("row", "col", "packed")
 MOST_ROWS = 1 << 16

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from portmm.build.compiler import find_compiler, object_command, system_flags
+from portmm.build.compiler import Compiler, find_compiler, object_command, system_flags
 from portmm.dispatch.stored_kernels import rows_of
 from portmm.errors import BuildError
 from portmm.host.features import CPUID
@@ -27,7 +27,6 @@ from portmm.util.templates import render
 if TYPE_CHECKING:
     from collections.abc import Callable, Mapping, Sequence
 
-    from portmm.build.compiler import Compiler
     from portmm.ops.bundle_build import AttentionCall, Call, Job, Maker
     from portmm.ops.c_programs import Function
     from portmm.spec.problem import Family, Problem

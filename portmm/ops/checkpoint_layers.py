@@ -18,14 +18,12 @@ from portmm.ops.prepack import pack
 from portmm.util.console import progress as progress_bar
 from portmm.weights.checkpoints import GGUF_KINDS
 from portmm.weights.gguf import Gguf, open_gguf
-from portmm.weights.model_files import open_checkpoint
+from portmm.weights.model_files import Checkpoint, open_checkpoint
 from portmm.weights.quantized import Quantized, dequantize
 
 if TYPE_CHECKING:
     import os
     from collections.abc import Callable
-
-    from portmm.weights.model_files import Checkpoint
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -12,8 +12,8 @@ from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
 from portmm.ops import host_matmul
-from portmm.ops.convolution_kernel import HostConvolution
-from portmm.ops.convolution_weights import of_filters, single_groups, unpack_conv
+from portmm.ops.convolution_kernel import ConvolutionKernel, HostConvolution
+from portmm.ops.convolution_weights import PackedConv, of_filters, single_groups, unpack_conv
 from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, NOT_F64, VALUES, VALUES_FIRST
 from portmm.ops.product_kernel import first_type
 from portmm.spec.problem import family
@@ -23,8 +23,6 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.ops.convolution_kernel import ConvolutionKernel
-    from portmm.ops.convolution_weights import PackedConv
     from portmm.ops.depthwise import DepthwiseKernel
     from portmm.spec.convolution import Convolution
 

@@ -17,10 +17,9 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.dispatch.cpu_kernels import group_unit, packing_unit
 from portmm.errors import ScheduleError
-from portmm.schedule.grouped_convolution import panels_of
+from portmm.schedule.grouped_convolution import Panels, panels_of
 
 if TYPE_CHECKING:
-    from portmm.schedule.grouped_convolution import Panels
     from portmm.target.atom import Atom
     from portmm.target.target import Target
 

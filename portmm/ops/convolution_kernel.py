@@ -20,7 +20,7 @@ from portmm.errors import ScheduleError
 from portmm.ops import routes
 from portmm.ops.product_kernel import HostProduct, merges, of_part
 from portmm.runtime.cpu import runtime
-from portmm.spec.convolution import planes, windows
+from portmm.spec.convolution import Convolution, planes, windows
 from portmm.spec.dequantization import IDENTITY
 from portmm.spec.dtype import spell
 from portmm.spec.layouts import Views
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.ops.convolution_weights import PackedConv
-    from portmm.spec.convolution import Convolution
     from portmm.trace.bind import Bound, Step
     from portmm.trace.tracer import Traced
 

@@ -22,21 +22,18 @@ from portmm.ops import host_matmul
 from portmm.ops.convolution_kernel import HostConvolution
 from portmm.ops.epilogues import NOT_F64
 from portmm.runtime.cpu import runtime
-from portmm.spec.convolution import Windows
+from portmm.spec.convolution import Convolution, Windows
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Operand, acc, index, load, number
-from portmm.spec.expr import apply
+from portmm.spec.expr import Expr, apply
 from portmm.spec.expr_functions import fma, substituted
-from portmm.trace.bind import Bound, bind_operands, dense, typed
+from portmm.trace.bind import Bound, Step, bind_operands, dense, typed
 from portmm.trace.tracer import Traced
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.ops.convolution_weights import PackedConv
-    from portmm.spec.convolution import Convolution
-    from portmm.spec.expr import Expr
-    from portmm.trace.bind import Step
 
 Array = np.ndarray[Any, Any]
 INTERIOR = 0.5

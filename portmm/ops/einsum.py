@@ -12,7 +12,7 @@ import numpy as np
 
 from portmm.arrays import libraries
 from portmm.arrays.numpy_arrays import check_out, name_of, put
-from portmm.ops.einsum_plan import LETTERS, Form, planned
+from portmm.ops.einsum_plan import LETTERS, Form, Labels, Plan, Step, View, planned
 from portmm.ops.matmul import matmul
 from portmm.ops.prepack import is_packed, is_quantized
 from portmm.spec.dtype import EXTENSION_TYPES
@@ -24,7 +24,6 @@ if TYPE_CHECKING:
 
     from numpy.typing import DTypeLike
 
-    from portmm.ops.einsum_plan import Labels, Plan, Step, View
 
 Array = np.ndarray[Any, Any]
 _plans = Memory(512)

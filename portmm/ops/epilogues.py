@@ -15,17 +15,15 @@ from portmm.spec.elementwise import relu
 from portmm.spec.epilogue import acc, number
 from portmm.spec.expr import apply
 from portmm.spec.expr_functions import substituted
-from portmm.trace.bind import UserFunction, bind_operands
+from portmm.trace.bind import Step, UserFunction, bind_operands
 from portmm.trace.closures import traced_through
-from portmm.trace.tracer import indices
+from portmm.trace.tracer import Traced, indices
 from portmm.util.records import replace
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     from portmm.spec.dequantization import Dequantization
-    from portmm.trace.bind import Step
-    from portmm.trace.tracer import Traced
 
 NAMES = {"m": "m", "n": "n", "b": "b"}
 VALUES = (acc(), indices(NAMES))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import operand
-from portmm.arrays.grid_call import Product, numbers, settings
+from portmm.arrays.grid_call import Product, Shape, numbers, settings
 from portmm.arrays.interop import adopt_all
 from portmm.arrays.numpy_arrays import contiguous as dense_strides
 from portmm.arrays.numpy_arrays import numpy_of
@@ -29,7 +29,7 @@ from portmm.ops.grid_product import GridProduct, spread
 from portmm.ops.kernel_call import KernelCall, contiguous, copy, over_rows
 from portmm.ops.product_kernel import merges
 from portmm.ops.row_kernels import before
-from portmm.spec.convolution import planes, windows
+from portmm.spec.convolution import Convolution, planes, windows
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
@@ -37,9 +37,7 @@ from portmm.spec.problem import Problem
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.grid_call import Shape
     from portmm.dispatch.machine import Machine
-    from portmm.spec.convolution import Convolution
     from portmm.trace.bind import Step
 
 MOST_OFFSET = (1 << 31) - 1

@@ -15,30 +15,26 @@ from typing import TYPE_CHECKING, Any, NoReturn, Self
 import numpy as np
 
 from portmm.arrays import operand
-from portmm.arrays.grid_call import Copy, GridCall, Product, arranged, grid_call
+from portmm.arrays.grid_call import Copy, GridCall, Product, Shape, arranged, grid_call
 from portmm.arrays.interop import adopt_all
 from portmm.arrays.libraries import place_of
 from portmm.arrays.numpy_arrays import numpy_of
 from portmm.arrays.operand import Operand, dense_like, named, overlap
 from portmm.dispatch import config, device_routes
-from portmm.dispatch.machine import MOST, machine_of
+from portmm.dispatch.machine import MOST, Machine, machine_of
 from portmm.errors import DeviceError, ScheduleError
 from portmm.ops.epilogues import NAMES, VALUES, fused, fusible, rank_of
 from portmm.ops.kernel_call import Captures, KernelCall, contiguous, over_rows, via_temporary
 from portmm.ops.row_kernels import before
 from portmm.spec.dtype import BY_NAME, accumulator
-from portmm.trace.bind import dense, typed
-from portmm.trace.tracer import trace
+from portmm.trace.bind import Step, UserFunction, dense, typed
+from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
 from portmm.weights.kinds import WeightKind, weight_kind
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.arrays.grid_call import Shape
-    from portmm.dispatch.machine import Machine
-    from portmm.trace.bind import Step, UserFunction
-    from portmm.trace.tracer import Traced
 
 MOST_KINDS = 1024
 """Kinds of calls remembered before the memo is emptied."""

@@ -24,14 +24,13 @@ from portmm.ops.prepack import current, is_packed, items
 from portmm.ops.product_kernel import HostProduct, first_type, of_part, operand_b
 from portmm.ops.rowwise import by_numpy
 from portmm.runtime.cpu import runtime
-from portmm.trace.bind import Bound, UserFunction, dense
+from portmm.trace.bind import Bound, Step, UserFunction, dense
 from portmm.trace.closures import resolve
 from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
 
-    from portmm.trace.bind import Step
     from portmm.trace.tracer import Traced
 
 Array = np.ndarray[Any, Any]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -22,10 +22,7 @@ from portmm.ops.int4_panels import group_of
 from portmm.spec.dtype import CODES_KR
 from portmm.spec.problem import Family
 from portmm.weights.kinds import OnDevice, WeightKind
-from portmm.weights.quantized import QuantizedMatrix, int4_words
-
-if TYPE_CHECKING:
-    from portmm.weights.quantized import Quantized
+from portmm.weights.quantized import Quantized, QuantizedMatrix, int4_words
 
 TOGETHER = 4
 """Words of a vector load."""

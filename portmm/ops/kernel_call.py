@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import grid_call, numpy_arrays, operand
 from portmm.arrays.interop import adopt, empty_like
-from portmm.arrays.operand import address
+from portmm.arrays.operand import Operand, address
 from portmm.dispatch.device_routes import launches as launches_over_rows
-from portmm.dispatch.machine import machine_of
+from portmm.dispatch.machine import Launch, Machine, machine_of
 from portmm.ops import row_kernels
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Fused, load
@@ -25,17 +25,14 @@ from portmm.spec.expr_functions import rounded
 from portmm.trace.bind import WRITTEN, bind_rows, dense, located
 from portmm.trace.buffers import walk
 from portmm.trace.closures import resolve
-from portmm.trace.recorder import element, readable_in_place
+from portmm.trace.recorder import Source, element, readable_in_place
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
 
-    from portmm.arrays.operand import Operand
-    from portmm.dispatch.machine import Launch, Machine
     from portmm.spec import epilogue
-    from portmm.trace.recorder import Source
     from portmm.trace.tracer import Traced
 
 Result = tuple[str, tuple[int, ...], str]

@@ -20,7 +20,7 @@ from portmm.dispatch.machine import machine_of
 from portmm.errors import ScheduleError
 from portmm.ir import block_meaning
 from portmm.ir.attention_program import attention_of
-from portmm.ir.block_program import TileGemm
+from portmm.ir.block_program import BlockProgram, TileGemm
 from portmm.ir.product_program import product_of
 from portmm.ops import fused_matmul, grid_attention, grid_product, host_matmul
 from portmm.ops.attention_kernel import make_kernel
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.arrays.operand import Operand
-    from portmm.ir.block_program import BlockProgram
     from portmm.spec import epilogue
     from portmm.spec.expr import Expr
 

@@ -13,7 +13,7 @@ from portmm.errors import ScheduleError, TraceError
 from portmm.spec import epilogue
 from portmm.spec.expr import ordered
 from portmm.trace.bind import UserFunction, split_column_reductions, typed
-from portmm.trace.tracer import indices
+from portmm.trace.tracer import Traced, indices
 from portmm.util.memo import cached
 from portmm.util.records import dataclass
 
@@ -21,8 +21,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable
 
     import numpy as np
-
-    from portmm.trace.tracer import Traced
 
 
 _OF = {

@@ -10,17 +10,14 @@ import time
 from collections.abc import Iterable
 from dataclasses import dataclass
 from operator import index
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.arrays import interop
 from portmm.arrays.grid_call import GridCall, Product, grid_call
 from portmm.arrays.operand import Operand, dense_like, named, transposed
 from portmm.dispatch import config
-from portmm.dispatch.machine import machine_of
+from portmm.dispatch.machine import Machine, machine_of
 from portmm.spec.dtype import BY_NUMPY, types, word_of
-
-if TYPE_CHECKING:
-    from portmm.dispatch.machine import Machine
 
 MOST_COMPILERS = 16
 """Threads that compile for a device at once: each takes a core, and some 100 MB."""

@@ -7,10 +7,10 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import TileGemm
+from portmm.ir.block_program import BlockProgram, TileGemm
 from portmm.ir.tile_program import row_label
 from portmm.schedule.parts import ALL, REGISTERS, Parallel, Tile
-from portmm.schedule.program import Program
+from portmm.schedule.program import Footprint, Program
 from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import Schedule
 from portmm.spec.epilogue import summed, varies
@@ -18,8 +18,6 @@ from portmm.spec.epilogue import summed, varies
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from portmm.ir.block_program import BlockProgram
-    from portmm.schedule.program import Footprint
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 

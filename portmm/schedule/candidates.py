@@ -11,19 +11,17 @@ from typing import TYPE_CHECKING
 from portmm.errors import ScheduleError
 from portmm.schedule.legality import illegal, occupancy
 from portmm.schedule.parts import ALL, AtomUse
-from portmm.schedule.program import device_of, partitioned
+from portmm.schedule.program import Vectors, device_of, partitioned
 from portmm.schedule.programs import PROGRAMS
 from portmm.spec.dtype import dequantized_types, types, unit
 from portmm.spec.epilogue import parse
-from portmm.spec.problem import family
+from portmm.spec.problem import Problem, family
 from portmm.target.supports import has_primitive, lacks, multiplies
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Iterator
 
-    from portmm.schedule.program import Vectors
     from portmm.schedule.schedule import Schedule
-    from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target

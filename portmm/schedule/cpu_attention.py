@@ -6,13 +6,12 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import capacity
 from portmm.schedule.parts import ALL, PACKED, OperandPlan, Parallel, Tile
-from portmm.schedule.program import Program
+from portmm.schedule.program import Footprint, Program
 from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import Schedule
 from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
-    from portmm.schedule.program import Footprint
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target

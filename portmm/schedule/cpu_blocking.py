@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from portmm.schedule.parts import ALL, PACKED, OperandPlan, Parallel, Tile
 from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import BY_NAME, UNCONVERTED, unit
-from portmm.spec.problem import family
+from portmm.spec.problem import Problem, family
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import depth as whole_run
 
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portmm.schedule.program import Footprint
-    from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target

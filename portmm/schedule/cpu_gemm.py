@@ -28,7 +28,7 @@ from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
 from portmm.spec.dtype import BY_NAME, UNCONVERTED
-from portmm.spec.problem import family
+from portmm.spec.problem import Problem, family
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
 
@@ -36,7 +36,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portmm.schedule.program import Vectors
-    from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target

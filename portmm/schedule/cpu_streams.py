@@ -20,7 +20,7 @@ from portmm.schedule.cpu_blocking import (
     whole_depth,
 )
 from portmm.schedule.parts import ALL, PACKED, PACKED_INSIDE
-from portmm.spec.dtype import UNCONVERTED
+from portmm.spec.dtype import UNCONVERTED, DType
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
 
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from portmm.schedule.schedule import Schedule
-    from portmm.spec.dtype import DType
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa

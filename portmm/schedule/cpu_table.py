@@ -9,18 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.schedule import finishes, sweeps
+from portmm.schedule.schedule import Schedule, finishes, sweeps
 from portmm.spec.dtype import BY_NAME, parts, size
 from portmm.target.model import CPU as MODEL
+from portmm.target.model import Model
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
-    from portmm.target.model import Model
     from portmm.target.target import Target
 
 WHOLE = 1e300

@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import cache_tiles, least_of
-from portmm.schedule.parts import ALL
+from portmm.schedule.parts import ALL, Tile
 from portmm.spec.dtype import BY_NAME, size
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
@@ -18,7 +18,6 @@ from portmm.target.summation import RUN
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.schedule.parts import Tile
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom

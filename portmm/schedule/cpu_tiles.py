@@ -20,7 +20,7 @@ from portmm.schedule.cpu_blocking import (
 from portmm.schedule.cpu_gemm import AHEAD
 from portmm.schedule.parts import ALL, PACKED_ONCE, Parallel
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.problem import family
+from portmm.spec.problem import Problem, family
 from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
     from portmm.schedule.program import Vectors
     from portmm.schedule.schedule import Schedule
-    from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.spec.convolution import Windows
+from portmm.spec.convolution import Convolution, Windows
 from portmm.spec.dtype import BY_NAME
 from portmm.util.records import dataclass
 
@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from portmm.schedule.schedule import Schedule
-    from portmm.spec.convolution import Convolution
     from portmm.target.target import Target
 
 STRIP = 0.4

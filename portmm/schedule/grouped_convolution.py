@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
-from portmm.spec.convolution import Windows
+from portmm.spec.convolution import Convolution, Windows
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Family
 from portmm.util.records import dataclass
@@ -17,7 +17,6 @@ from portmm.util.records import dataclass
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from portmm.spec.convolution import Convolution
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target

@@ -7,15 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.program import TICKET, capacities_of, device_of, exceeded, footprint_of
+from portmm.schedule.program import TICKET, Footprint, capacities_of, device_of, exceeded, footprint_of
 from portmm.schedule.programs import PROGRAMS
-from portmm.schedule.schedule import finishes, shifts, sweeps, sweeps_panels
+from portmm.schedule.schedule import Schedule, finishes, shifts, sweeps, sweeps_panels
 from portmm.target.device import PARTS, RESERVED
 from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
-    from portmm.schedule.program import Footprint
-    from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa

@@ -27,7 +27,7 @@ from portmm.schedule.parts import (
 )
 from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import size
-from portmm.target.device import STATIC_SHARED
+from portmm.target.device import STATIC_SHARED, Device
 from portmm.target.model import DEVICE as MODEL
 from portmm.util.records import dataclass
 
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Iterator
 
     from portmm.spec.problem import Problem
-    from portmm.target.device import Device
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 

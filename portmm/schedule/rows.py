@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.block_program import of_rows
+from portmm.ir.block_program import BlockProgram, of_rows
 from portmm.schedule.parts import ALL, LOAD, REGISTERS, SHARED, SHUFFLE, OperandPlan, Parallel, Staging, Tile
-from portmm.schedule.program import Program, capacities_of, device_of, exceeded, footprint_of, on_gpu
+from portmm.schedule.program import Footprint, Program, capacities_of, device_of, exceeded, footprint_of, on_gpu
 from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import BY_NAME
@@ -17,8 +17,6 @@ from portmm.target.device import CUDA_WARP
 from portmm.target.model import CPU, DEVICE
 
 if TYPE_CHECKING:
-    from portmm.ir.block_program import BlockProgram
-    from portmm.schedule.program import Footprint
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target

@@ -8,17 +8,15 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.parts import ALL, SHARED, AtomUse, OperandPlan, Parallel
+from portmm.schedule.parts import ALL, SHARED, AtomUse, OperandPlan, Parallel, Tile
 from portmm.spec.dtype import CODES_KR, accumulator, types, unit
-from portmm.spec.epilogue import parse
+from portmm.spec.epilogue import Fused, parse
 from portmm.spec.kernel_name import KernelName
 from portmm.spec.problem import Family
 from portmm.target.summation import BlockOfK, block_of_k, chained
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from portmm.schedule.parts import Tile
-    from portmm.spec.epilogue import Fused
     from portmm.target.atom import Atom
 
 WARPGROUP = 128

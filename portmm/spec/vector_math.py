@@ -23,13 +23,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.spec.expr import apply, const
+from portmm.spec.expr import Expr, apply, const
 from portmm.spec.expr_functions import bits, fma, from_bits, select
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.spec.expr import Expr
 
 _INF = float("inf")
 _NAN = float("nan")

@@ -4,12 +4,8 @@ from __future__ import annotations
 
 import re
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
-from portmm.target.target import devices, load_target
-
-if TYPE_CHECKING:
-    from portmm.target.target import Target
+from portmm.target.target import Target, devices, load_target
 
 DOT4_SINCE = (6, 1)
 """PTX ISA, dp4a: the first capability with it."""

@@ -21,7 +21,7 @@ from portmm.spec.expr_functions import rounded, substituted
 from portmm.spec.problem import AXES
 from portmm.trace.closures import resolve
 from portmm.trace.guards import Way, find, remember
-from portmm.trace.recorder import described, native
+from portmm.trace.recorder import Source, described, native
 from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
 from portmm.util.records import dataclass, replace
@@ -29,7 +29,6 @@ from portmm.util.records import dataclass, replace
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
-    from portmm.trace.recorder import Source
 
 Array = np.ndarray[Any, Any]
 MOST_KINDS = 1024

@@ -17,13 +17,12 @@ from portmm.spec.epilogue import PRODUCT, Operand, load, number
 from portmm.spec.expr import Expr, apply, array_function, array_ufunc
 from portmm.spec.problem import AXES
 from portmm.trace.closures import COMPUTED
-from portmm.trace.placeholders import Array, ByValueError, Number
+from portmm.trace.placeholders import Array, ByValueError, Number, Placeholder
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    from portmm.trace.placeholders import Placeholder
 
 NdArray = np.ndarray[Any, Any]
 _KNOWN = {

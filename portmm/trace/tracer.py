@@ -20,20 +20,17 @@ import numpy as np
 
 from portmm.errors import TraceError
 from portmm.spec.elementwise import Typed
-from portmm.spec.epilogue import index
+from portmm.spec.epilogue import Operand, index
 from portmm.spec.expr import Expr, real
 from portmm.trace.captures import Captures
 from portmm.trace.placeholders import Indices, Placeholder
-from portmm.trace.recorder import Elements, run
+from portmm.trace.recorder import Elements, Source, run
 from portmm.util.records import dataclass
 from portmm.util.user_warnings import caller, is_users
 
 if TYPE_CHECKING:
     import types
     from collections.abc import Callable
-
-    from portmm.spec.epilogue import Operand
-    from portmm.trace.recorder import Source
 
 
 @dataclass(frozen=True, slots=True)

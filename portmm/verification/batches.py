@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.spec.expr import apply
+from portmm.spec.expr import Expr, apply
 from portmm.util.memo import Memory
 from portmm.verification.functions import NAMES, decaying, function_of
 from portmm.verification.values import LOWEST, Residues, Value
@@ -18,7 +18,6 @@ from portmm.verification.values import LOWEST, Residues, Value
 if TYPE_CHECKING:
     from collections.abc import Iterator, Mapping, Sequence
 
-    from portmm.spec.expr import Expr
 
 MAXIMA = ("max", "greater")
 _sets = Memory(1 << 16, "kernels")

@@ -13,7 +13,7 @@ import math
 from collections import Counter, defaultdict
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from portmm.ir.block_program import TileGemm, TileReduce
+from portmm.ir.block_program import BlockProgram, TileGemm, TileReduce
 from portmm.spec.epilogue import summed, varies
 from portmm.spec.expr_ops import OPS
 from portmm.util.memo import Memory, cached
@@ -25,7 +25,6 @@ from portmm.verification.values import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterable, Mapping, Sequence
 
-    from portmm.ir.block_program import BlockProgram
     from portmm.ir.mugraph import MuGraph
     from portmm.spec.expr import Expr
 

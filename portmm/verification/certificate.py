@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.c_kernel import source
 from portmm.errors import PortmmError, ScheduleError
-from portmm.ir.mugraph import from_json, program_from_json, program_to_json, to_json
+from portmm.ir.mugraph import MuGraph, from_json, program_from_json, program_to_json, to_json
 from portmm.schedule.text import parse, spell
 from portmm.target.target import load_target, names_of
 from portmm.verification.equivalence import Verdict, check
@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
     from portmm.ir.block_program import BlockProgram
-    from portmm.ir.mugraph import MuGraph
     from portmm.schedule.schedule import Schedule
 
 FORMAT = 2

@@ -13,6 +13,7 @@ from portmm.ir.interpreter import evaluate
 from portmm.verification.emitted_text import (
     NARROW,
     ORDER,
+    Arrays,
     checks,
     declared,
     expressions,
@@ -29,7 +30,6 @@ if TYPE_CHECKING:
 
     from portmm.ir.grid_kernel import Argument, GridKernel
     from portmm.spec.expr import Expr
-    from portmm.verification.emitted_text import Arrays
 
 BYTES = {"float": 4, "unsigned short": 2, "ushort": 2, "unsigned char": 1, "uchar": 1, "int": 4}
 _SHARED = re.compile(

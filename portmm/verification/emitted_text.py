@@ -18,8 +18,8 @@ import numpy as np
 from portmm.build.compiler import find_compiler
 from portmm.errors import BuildError
 from portmm.ir.interpreter import evaluate
-from portmm.ir.nodes import FIELDS, OPERANDS, SWAPPED
-from portmm.spec.expr import const
+from portmm.ir.nodes import FIELDS, OPERANDS, SWAPPED, Kernel
+from portmm.spec.expr import Expr, const
 from portmm.spec.problem import AXES
 from portmm.verification.powers import Powers
 from portmm.verification.symbolic import POISON, applied, element
@@ -28,8 +28,6 @@ from portmm.verification.values import UncompiledError, UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from portmm.ir.nodes import Kernel
-    from portmm.spec.expr import Expr
 
 OPERATIONS = (
     "real", "integer", "mask", "element", "add", "sub", "mul", "div", "neg", "fma", "lt", "le", "more", "eq", "ne",

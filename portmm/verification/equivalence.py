@@ -18,7 +18,7 @@ from portmm.errors import ScheduleError
 from portmm.ir import block_meaning
 from portmm.ir.block_meaning import Arithmetic
 from portmm.util.memo import Memory
-from portmm.verification.bounds import MOST_TESTS, REDRAWS, sizes, tests_for
+from portmm.verification.bounds import MOST_TESTS, REDRAWS, Size, sizes, tests_for
 from portmm.verification.field import Field
 from portmm.verification.values import Residues, UnsupportedError, Value
 
@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
     from portmm.ir.mugraph import Binding, MuGraph, Step
     from portmm.spec.expr import Expr
-    from portmm.verification.bounds import Size
 
 LEAST, MOST = 3, 40
 """Extents of labels, and the largest literal that an index is compared with."""

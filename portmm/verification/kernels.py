@@ -17,17 +17,17 @@ import numpy as np
 from portmm.errors import PortmmError
 from portmm.ir import block_meaning
 from portmm.ir.attention_program import attention_of
-from portmm.ir.block_program import TileGemm
+from portmm.ir.block_program import BlockProgram, TileGemm
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.mugraph import Binding, MuGraph, Step, Tensor
-from portmm.ir.nodes import FIELDS
+from portmm.ir.nodes import FIELDS, Kernel
 from portmm.ir.product_program import product_of
 from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
-from portmm.spec.expr import ordered
+from portmm.spec.expr import Expr, ordered
 from portmm.spec.problem import AXES
 from portmm.verification import device_text, emitted_text, symbolic
 from portmm.verification.batches import decays, evaluate_all, unguarded_exponential
-from portmm.verification.bounds import REDRAWS, element_sizes, sizes, tests_for
+from portmm.verification.bounds import REDRAWS, Size, element_sizes, sizes, tests_for
 from portmm.verification.emitted_text import NARROW, Arrays
 from portmm.verification.equivalence import Verdict, fields
 from portmm.verification.functions import add
@@ -36,10 +36,6 @@ from portmm.verification.values import Residues, UnsupportedError, Value
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from portmm.ir.block_program import BlockProgram
-    from portmm.ir.nodes import Kernel
-    from portmm.spec.expr import Expr
-    from portmm.verification.bounds import Size
 
 ATTENTION = ("portmm_attention_", "portmm_mma_attention_")
 """Starts of the names of kernels of attention on devices."""

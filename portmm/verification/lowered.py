@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from portmm.codegen.lower import atom_of, lower_program
 from portmm.errors import ScheduleError
 from portmm.ir.attention_program import attention_of
-from portmm.ir.block_program import TileGemm, TileReduce
+from portmm.ir.block_program import BlockProgram, TileGemm, TileReduce
 from portmm.ir.product_program import product_of
 from portmm.schedule.block_tiles import split_loop, tiled
 from portmm.schedule.candidates import candidates
@@ -29,15 +29,13 @@ from portmm.schedule.rows import core_schedule
 from portmm.spec.epilogue import summed
 from portmm.spec.problem import Problem
 from portmm.target.summation import RUN
-from portmm.target.target import load_isa
+from portmm.target.target import Target, load_isa
 from portmm.verification.kernels import check_kernel
 
 if TYPE_CHECKING:
-    from portmm.ir.block_program import BlockProgram
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
     from portmm.schedule.schedule import Schedule
-    from portmm.target.target import Target
     from portmm.verification.equivalence import Verdict
 
 DEPTH = 4

@@ -16,7 +16,7 @@ import numpy as np
 
 from portmm.ir import interpreter
 from portmm.ir.grid_kernel import GridKernel
-from portmm.ir.interpreter import _Machine
+from portmm.ir.interpreter import _Frame, _Machine
 from portmm.ir.thread_interpreter import _Thread, run_grid
 from portmm.spec.expr import Expr, apply, const, node
 from portmm.util import locks
@@ -25,7 +25,6 @@ from portmm.verification.values import UnsupportedError
 if TYPE_CHECKING:
     from collections.abc import Mapping, Sequence
 
-    from portmm.ir.interpreter import _Frame
     from portmm.ir.lane_nodes import Map, Reduce, RowScale, Total
     from portmm.ir.nodes import Add, Kernel, Mac, Verb
 

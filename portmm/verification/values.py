@@ -16,14 +16,13 @@ import numpy as np
 
 from portmm.errors import PortmmError
 from portmm.spec.expr_ops import OPS
-from portmm.verification.field import Q, q_inverse, q_literal
+from portmm.verification.field import Array, Field, Q, q_inverse, q_literal
 from portmm.verification.functions import function_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence
 
     from portmm.spec.expr import Expr
-    from portmm.verification.field import Array, Field
 
 IDENTITY = np.uint64(1)
 """State of a finite number that stands for the maximum of no values."""

@@ -8,20 +8,17 @@ from __future__ import annotations
 
 import json
 import reprlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import CheckpointError
 from portmm.weights.layer_formats import DECODERS, MARKS, Values, torchao_weights
-from portmm.weights.safetensors import MAX_HEADER, mapped
+from portmm.weights.safetensors import MAX_HEADER, Array, Location, mapped
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.weights.quantized import Quantized
-    from portmm.weights.safetensors import Array, Location
 
 INDEX = "model.safetensors.index.json"
 CONFIGURATIONS = ("config.json", "quantize_config.json", "quant_config.json")
