@@ -39,9 +39,11 @@ class TmaTile(OperandTile):
 
     Attributes:
         cluster: blocks of a cluster, of which each loads a part of the tile for all (multicast).
+        rounds: elements of f32 are rounded to tf32 by the copy: the tensor cores ignore the bits that tf32 lacks.
     """
 
     cluster: int = 1
+    rounds: bool = False
 
     @property
     def memory(self) -> Layout:
@@ -85,7 +87,7 @@ class TmaTile(OperandTile):
         if self.along != "k":
             ends, lines = ends[::-1], self.depth
         box = (int(self.memory.shape[-1]), lines, 1)
-        of = MapOf(name, self.dtype, (*ends, items), (step, var(f"{name}_batch")), box, LINE)
+        of = MapOf(name, self.dtype, (*ends, items), (step, var(f"{name}_batch")), box, LINE, self.rounds)
         return [Argument(f"{name}_map", "map", map=of), Argument(f"{name}_batch", "long")]
 
     # -- to shared memory ------------------------------------------------------

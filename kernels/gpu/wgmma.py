@@ -58,7 +58,8 @@ class Work(Product):
     @property
     def operands(self) -> tuple[TmaTile, TmaTile]:
         """Tiles of A and B."""
-        return self.tile(TmaTile, "a"), self.tile(TmaTile, "b", self.s.parallel.cluster)
+        rounds = self.atom.rounds
+        return self.tile(TmaTile, "a", 1, rounds), self.tile(TmaTile, "b", self.s.parallel.cluster, rounds)
 
     @property
     def sides(self) -> tuple[TmaTile, TmaTile]:

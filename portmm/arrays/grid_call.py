@@ -21,7 +21,7 @@ from portmm.codegen.lower import lower_lines
 from portmm.dispatch import config, schedule_choice
 from portmm.dispatch.machine import MOST, Launch, Machine, bind
 from portmm.errors import ScheduleError
-from portmm.kernels.gpu.transpose import ALIGNED, lines
+from portmm.kernels.gpu.transpose import ALIGNED, WORD, lines
 from portmm.schedule.candidates import units
 from portmm.schedule.gpu_cost import copying
 from portmm.schedule.gpu_gemv import ROWS
@@ -220,9 +220,12 @@ def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tupl
         once: operands that all items of a batch share.
     """
     device = target.device
-    if device is None or not any(atom.unit for _, atom in units(p.dtype, target, tf32=p.tf32)):
+    scopes = {atom.unit for _, atom in units(p.dtype, target, tf32=p.tf32)} if device is not None else set()
+    if not scopes - {""}:
         return "", 0.0
-    candidates = [x for x in SIDES if _hinders(p, vectors, x)]
+    # Fragments of words can be loaded transposed; warpgroups multiply words along k only.
+    sizes = (1, WORD) if "warpgroup" in scopes else (1,)
+    candidates = [x for x in SIDES if _hinders(p, vectors, x, sizes)]
     if not candidates or p.deterministic or p.grouped or p.b == "codes":
         return "", 0.0
     best_sides, copy_seconds, best_seconds = "", 0.0, schedule_choice.choose(p, target, vectors=vectors).cost.seconds
@@ -243,13 +246,13 @@ def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tupl
     return best_sides, copy_seconds
 
 
-def _hinders(p: Problem, vectors: Vectors, side: str) -> bool:
-    """Whether matrix units load fragments of an operand slowly, or not at all."""
+def _hinders(p: Problem, vectors: Vectors, side: str, sizes: tuple[int, ...]) -> bool:
+    """Whether matrix units load fragments of an operand slowly, or not at all, as `sizes` of bytes not along k."""
     i = SIDES.index(side)
     layout, size = (p.a, p.b)[i], BY_NAME[p.types[i]].bytes
     if layout not in ("row", "col", "any"):
         return False
-    return layout == "any" or vectors[i] * size < ALIGNED or (layout != _ALONG_K[side] and size == 1)
+    return layout == "any" or vectors[i] * size < ALIGNED or (layout != _ALONG_K[side] and size in sizes)
 
 
 def _bytes(p: Problem, side: str, once: bool) -> int:

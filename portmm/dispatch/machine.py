@@ -181,10 +181,11 @@ class Mapping:
     strides: tuple[int, ...]
     box: tuple[int, int, int]
     swizzle: int
+    rounds: bool = False
 
     def at(self, there: Backend, address: int) -> Any:
         """The map of memory at an address, as an argument of a kernel."""
-        return there.tensor_map(self.dtype, address, self.sizes, self.strides, self.box, self.swizzle)
+        return there.tensor_map(self.dtype, address, self.sizes, self.strides, self.box, self.swizzle, self.rounds)
 
 
 def _mapping(x: MapOf, values: dict[str, Any]) -> Mapping:
@@ -192,4 +193,4 @@ def _mapping(x: MapOf, values: dict[str, Any]) -> Mapping:
     sizes, strides = (tuple(evaluate(y, values) for y in z) for z in (x.sizes, x.strides))
     # The stride of an axis of length 1 is unused, but the copy engine (TMA) checks its alignment.
     steps = [s * size if n > 1 else MAPPED for n, s in zip(sizes[1:], strides, strict=True)]
-    return Mapping(x.dtype, sizes, tuple(steps), x.box, x.swizzle)
+    return Mapping(x.dtype, sizes, tuple(steps), x.box, x.swizzle, x.rounds)

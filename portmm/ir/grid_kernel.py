@@ -37,6 +37,7 @@ class MapOf:
         strides: elements from one row to the next, and from one item to the next.
         box: elements along each axis that one copy moves.
         swizzle: bytes of a row of a box in shared memory whose 16-byte vectors are swizzled: 0, 32, 64 or 128.
+        rounds: copies round elements, which are f32, to the nearest of tf32.
     """
 
     pointer: str
@@ -45,6 +46,7 @@ class MapOf:
     strides: tuple[Index, Index]
     box: tuple[int, int, int]
     swizzle: int
+    rounds: bool = False
 
 
 @dataclass(frozen=True, slots=True)

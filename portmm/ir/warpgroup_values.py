@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.ir import warp_values
+
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
@@ -87,6 +89,8 @@ def box(of: MapOf, tensor: Array, at: Sequence[int]) -> Array:
     whole = np.zeros((lines, across), tensor.dtype)
     part = tensor[z, max(y, 0) : y + lines, max(x, 0) : x + across]
     whole[: part.shape[0], : part.shape[1]] = part
+    if of.rounds:
+        warp_values.primitive("tf32_round")(whole.view(np.uint32))
     return whole.view(np.uint8)
 
 

@@ -21,8 +21,10 @@ BYTES, ALIGNED = 128, 64
 KEPT = 4096
 """Cached maps: a call has two or three."""
 
-# CUtensorMapDataType, by bytes: copies do not interpret elements.
+# CUtensorMapDataType, by bytes: copies of unsigned integers do not interpret elements.
 _KINDS = {1: 0, 2: 1, 4: 2, 8: 4}
+# The same for f32 that copies round to the nearest of tf32.
+_TFLOAT32 = 11
 # CUtensorMapSwizzle, by bytes.
 _SWIZZLES = {0: 0, 32: 1, 64: 2, 128: 3}
 # CUtensorMapInterleave, CUtensorMapL2promotion (lines of 256 bytes), CUtensorMapFloatOOBfill (zeros).
@@ -50,7 +52,13 @@ def _why(driver: Any, status: int) -> str:
 
 @lru_cache(KEPT)
 def tensor_map(  # noqa: PLR0917 - the fields of a map
-    dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int
+    dtype: str,
+    address: int,
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
+    swizzle: int,
+    rounds: bool = False,
 ) -> np.ndarray[Any, Any]:
     """A tensor map, as an array of one element that CuPy passes to a kernel by value.
 
@@ -61,6 +69,7 @@ def tensor_map(  # noqa: PLR0917 - the fields of a map
         strides: bytes between rows, and between batch items; multiples of 16.
         box: elements along each axis that a copy transfers.
         swizzle: span in bytes of the swizzle in shared memory: 0, 32, 64 or 128.
+        rounds: copies round elements, which are f32, to the nearest of tf32.
 
     Raises:
         NoDeviceError: there is no driver.
@@ -78,7 +87,7 @@ def tensor_map(  # noqa: PLR0917 - the fields of a map
     map_ = memory[start : start + BYTES]
     rank = len(sizes)
     status = encode(
-        ctypes.c_void_p(map_.ctypes.data), _KINDS[BY_NAME[dtype].bytes], ctypes.c_uint32(rank),
+        ctypes.c_void_p(map_.ctypes.data), _TFLOAT32 if rounds else _KINDS[BY_NAME[dtype].bytes], ctypes.c_uint32(rank),
         ctypes.c_void_p(address), (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides),
         (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*(1,) * rank), _PLAIN, _SWIZZLES[swizzle],
         _PROMOTED, _ZEROS,

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import grid_cases
 import numpy as np
 import pytest
 from test_matrix_units import machine
 from test_mma import BY_K, BY_ROW, MATRIX, ROWS, TURING, TURNED, posed
 from test_wgmma import HOPPER, schedule
+from test_wgmma import posed as hopper_problem
 
 from portmm.codegen.lower import lower_grid
 from portmm.ir import warp_values
@@ -60,6 +63,16 @@ WARPGROUPS = {
     "rows": (schedule("f16", BY_ROW, 64, 24, pingpong=True), BY_ROW, (64, 24, 72)),
     "swapped": (varied(schedule("bf16", ROWS, 16, 64, swap=True), vectors=(8, 8, 2)), ROWS, (9, 72, 70)),
 }
+
+
+def test_copies_round_to_tf32():
+    s = varied(schedule("f32", BY_K, 64, 16), vectors=(4, 4, 2))
+    k = grid_cases.case(hopper_problem("f32", BY_K, (60, 12, 36), tf32=True), s.vectors)
+    k.a[:], k.b[:] = 1 + 2.0**-11 + 2.0**-20, 1
+    c = k.fresh()
+    arrays = {"a": (k.a, k.a_offset), "b": (k.b, k.b_offset), "c": (c, k.c.offset)}
+    run_grid(grid_cases.kernels_of(s, HOPPER)[0], k.fields, arrays)
+    replace(k, want=np.full((1, 60, 12), 36 * (1 + 2.0**-10))).check(c, s)
 
 
 @pytest.mark.parametrize("name", WARPGROUPS)

@@ -10,7 +10,10 @@ import pytest
 from grid_cases import check_run, kernels_of
 from test_grid_compiles import most_registers, nvrtc
 from test_mma import BY_K, BY_ROW, FEW, MATRIX, ROWS, TURNED, check, posed, schedules
+from test_wgmma import HOPPER, schedule
+from test_wgmma import posed as hopper_problem
 
+from portmm.arrays import grid_call
 from portmm.build.nvrtc import compile_cuda
 from portmm.codegen.lower import lower_lines
 from portmm.dispatch.machine import source
@@ -64,6 +67,30 @@ def test_tf32(way):
             k = grid_cases.case(posed("f32", layouts, s.vectors, size, batch, tf32=True), s.vectors, i, shared)
             halved = _rounded(k)
             check_run(s, kernels, "cuda", halved, (k.problem, s), (i,))
+
+
+WARPGROUPS = {
+    "two warpgroups": (schedule("f32", BY_K, 128, 32, 2), (130, 70, 100, 1, "")),
+    "clusters in turns": (schedule("f32", BY_K, 64, 32, 2, pingpong=True, cluster=2), (200, 70, 68, 2, "b")),
+    "swapped": (schedule("f32", BY_K, 8, 64, swap=True), (5, 70, 132, 2, "a")),
+    "slices": (schedule("f32", BY_K, 64, 32, split=2, joined=True), (70, 40, 260, 1, "")),
+}
+
+
+@pytest.mark.parametrize("name", WARPGROUPS)
+def test_tf32_of_warpgroups(name):
+    """Copies round, as tensor cores ignore the bits that tf32 lacks."""
+    s, (*size, batch, shared) = WARPGROUPS[name]
+    k = grid_cases.case(hopper_problem("f32", BY_K, size, batch, tf32=True), s.vectors, 1, shared)
+    check_run(s, kernels_of(s, HOPPER), "cuda", _rounded(k), (k.problem, s), (1,))
+
+
+def test_words_along_rows_are_copied_first_for_warpgroups():
+    """Only those of tf32, and where there are warpgroups."""
+    p, found = Problem(4096, 4096, 4096, "f32", tf32=True), []
+    for chip, q in (("h100", p), ("h100", replace(p, a="col", b="col")), ("h100", replace(p, tf32=False)), ("a100", p)):
+        found.append(grid_call.faster(q, load_target(chip), (4, 4, 4))[0])
+    assert found == ["b", "a", "", ""]
 
 
 def _rounded(k):

@@ -234,6 +234,8 @@ def test_tensor_maps_are_the_drivers(monkeypatch):
     assert [list(x) for x in (sizes, strides, box, steps)] == [[100, 30, 2], [256, 8192], [64, 128, 1], [1, 1, 1]]
     assert rest == [0, 3, 3, 0]
     assert tensor_map.tensor_map(*given) is made
+    tensor_map.tensor_map("f32", *given[1:4], (32, 128, 1), 128, True)
+    assert driver.asked[-1][1] == 11  # CU_TENSOR_MAP_DATA_TYPE_TFLOAT32
     driver.status = 1
     with pytest.raises(DeviceError, match=r"INVALID_VALUE.*copy the operand"):
         tensor_map.tensor_map("bf16", 4098, (100, 30, 2), (256, 8192), (64, 128, 1), 128)
@@ -256,6 +258,7 @@ GATES = {
     "joined": schedule("bf16", BY_K, 128, 256, 2, stages=4, split=4, joined=True, vectors=(8, 8, 8)),
     "bytes": schedule("s8-s8-s32", BY_K, 128, 256, 2, stages=4, persistent=132),
     "floats of eight bits": schedule("e4m3-e4m3-bf16", BY_K, 128, 160, 2, stages=5, persistent=132),
+    "tf32": schedule("f32", BY_K, 128, 256, 2, stages=4, persistent=132, cluster=2),
     "groups": schedule("bf16", BY_K, 128, 256, 2, stages=4, persistent=0, grouped=True, vectors=(8, 8, 2)),
     "groups, swapped": schedule("bf16", ROWS, 16, 256, 2, swap=True, persistent=0, grouped=True, vectors=(8, 8, 2)),
 }  # fmt: skip

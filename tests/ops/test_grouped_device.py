@@ -220,7 +220,7 @@ def test_it_is_explained_without_a_device():
 def _map(x, array):
     """A tensor map of an array that may be moved."""
     size = BY_NAME[x.dtype].bytes
-    return "map", cuda_shim.shim_map(size, array.ctypes.data, x.sizes, x.strides, x.box, x.swizzle), array
+    return "map", cuda_shim.shim_map(size, array.ctypes.data, x.sizes, x.strides, x.box, x.swizzle, x.rounds), array
 
 
 def sample(target, dtype, vectors):

@@ -201,8 +201,11 @@ def shim_map(  # noqa: PLR0917 - in the order of cuTensorMapEncodeTiled
     strides: tuple[int, int],
     box: tuple[int, int, int],
     swizzle: int = 0,
+    rounds: bool = False,
 ) -> bytes:
     """A TensorMap as the shim has it: x first; strides are bytes between elements along y and z.
+
+    With `rounds`, elements are f32 that copies round to tf32.
 
     Raises:
         ValueError: cuTensorMapEncodeTiled refuses it.
@@ -221,7 +224,7 @@ def shim_map(  # noqa: PLR0917 - in the order of cuTensorMapEncodeTiled
     for text, found in wrong.items():
         if found:
             raise ValueError(text)
-    words = [address, dtype_bytes, *sizes, *strides, *box, swizzle, _MAGIC]
+    words = [address, dtype_bytes, *sizes, *strides, *box, swizzle, _MAGIC, int(rounds)]
     return np.array(words + [0] * (16 - len(words)), np.uint64).tobytes()
 
 

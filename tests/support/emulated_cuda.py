@@ -118,9 +118,9 @@ def _argument(x):
     return _pointer(x) if isinstance(x, np.uint64) else (kinds[type(x)], x.item())
 
 
-def mapped(dtype, address, sizes, strides, box, swizzle):  # noqa: PLR0917 - as the driver's
+def mapped(dtype, address, sizes, strides, box, swizzle, rounds=False):  # noqa: PLR0917 - as the driver's
     """In place of CUDA's driver: a tensor map as the shim has it."""
-    made = cuda_shim.shim_map(BY_NAME[dtype].bytes, address, sizes, strides, box, swizzle)
+    made = cuda_shim.shim_map(BY_NAME[dtype].bytes, address, sizes, strides, box, swizzle, rounds)
     return np.frombuffer(made, "V128")
 
 

@@ -184,7 +184,7 @@ def _given(launch, arrays):
 def _map(x, array):
     """A tensor map, as the shim has it."""
     size = BY_NAME[x.dtype].bytes
-    return cuda_shim.shim_map(size, array.ctypes.data, x.sizes, x.strides, x.box, x.swizzle)
+    return cuda_shim.shim_map(size, array.ctypes.data, x.sizes, x.strides, x.box, x.swizzle, x.rounds)
 
 
 def on_opencl(c, codes):

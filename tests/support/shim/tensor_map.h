@@ -7,12 +7,13 @@
 #pragma once
 
 #include "barriers.h"
+#include "numbers.h"
 
 namespace shim {
 
 // The words of a TensorMap, which tests make: 128 bytes that the driver would make otherwise.
 struct Map {
-  unsigned long address, element, sizes[3], strides[2], box[3], swizzle, magic, rest[4];
+  unsigned long address, element, sizes[3], strides[2], box[3], swizzle, magic, rounds, rest[3];
   unsigned long row() const { return box[0] * element; }
   unsigned long bytes() const { return row() * box[1] * box[2]; }
 };
@@ -40,6 +41,7 @@ inline const char *wrong_in(const Map &map) {
     if (stride % 16 || stride >= 1ul << 40) return "a stride that is no multiple of 16 below 2^40";
   for (const unsigned long size : map.box)
     if (size < 1 || size > 256) return "a box that is not from 1 to 256 elements long";
+  if (map.rounds && map.element != 4) return "elements to round that are not f32";
   if (map.row() % 16) return "rows of a box that are no multiple of 16 bytes";
   if (map.swizzle != 0 && map.swizzle != 32 && map.swizzle != 64 && map.swizzle != 128) return "an unknown swizzle";
   if (map.swizzle && map.row() > map.swizzle) return "rows of a box that are longer than the swizzle";
@@ -96,6 +98,14 @@ void each_piece(const Map &map, size_t at, int x, int y, int z, Visit visit) {
       }
 }
 
+// CU_TENSOR_MAP_DATA_TYPE_TFLOAT32.
+inline void round_to_tf32(unsigned char *at) {
+  float x;
+  memcpy(&x, at, sizeof x);
+  const unsigned y = tf32_of_f32(x);
+  memcpy(at, &y, sizeof y);
+}
+
 inline void issue_load(const char *what, const Map &map, size_t at, Barrier &barrier, int x, int y, int z) {
   unsigned last = 0;
   for (size_t i = at; i < at + map.bytes(); i++) {
@@ -112,9 +122,11 @@ inline void land(const Load &load) {
   const int line = load.by->line;
   self = load.by, self->line = load.line;  // whom a signal names
   each_piece(load.map, load.at, load.x, load.y, load.z,
-             [](size_t to, const unsigned char *from, size_t bytes, size_t skip) {
-               memset(memory_at(to), 0, 16);
-               memcpy(memory_at(to) + skip, from, bytes);
+             [&](size_t to, const unsigned char *from, size_t bytes, size_t skip) {
+               unsigned char *const piece = memory_at(to);
+               memset(piece, 0, 16);
+               memcpy(piece + skip, from, bytes);
+               for (size_t i = 0; load.map.rounds && i < 16; i += 4) round_to_tf32(piece + i);
              });
   self->line = line, self = nullptr;
   for (size_t i = load.at; i < load.at + load.map.bytes(); i++)
