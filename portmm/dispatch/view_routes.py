@@ -6,6 +6,7 @@ Owns the selection among schedules that pack the view, and the memo of routes: a
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 from portmm.codegen.lower import atom_of, lower_direct, lower_grouped, lower_tiled, lower_view
@@ -22,7 +23,7 @@ from portmm.spec.row_classes import of_class
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from portmm.schedule.schedule import Schedule
     from portmm.spec.convolution import Convolution
@@ -39,36 +40,16 @@ rows of 56 and 112 pixels take 0.45 to 0.92 of the time of packed ones, rows of 
 _routes = Memory(MOST, "routes")
 
 
-def direct_route(  # noqa: PLR0917 - what a kernel is made for
-    p: Problem,
-    x: Convolution,
-    strides: tuple[int, ...],
-    target: Target,
-    threads: int,
-    to: tuple[int, int] | None = None,
-) -> Any:
-    """A route of a direct convolution, channels last; None where windows are packed instead.
+def _remembered(make: Callable[..., Any]) -> Callable[..., Any]:
+    """A function whose routes are remembered; an entry keeps the target alive."""
 
-    Args:
-        p: the product of one group, of filters in panels.
-        x: the convolution.
-        strides: of images (n, *spatial, c), in elements.
-        target: the machine.
-        threads: the most threads to use.
-        to: strides of rows and pixels of the result, or None: see `Direct`.
-    """
-    if p.deterministic or p.b != "packed":
-        return None
-    return _kept(_new_direct_route, p, target, threads, x, strides, to)
+    @wraps(make)
+    def route(p: Problem, target: Target, threads: int, *more: Any) -> Any:
+        key = (make, p, *more, id(target), threads)
+        entry = _routes.get(key) or _routes.keep(key, (target, make(p, target, threads, *more)))
+        return entry[1]
 
-
-def _kept(make: Callable[..., Any], p: Problem, target: Target, threads: int, *more: Any) -> Any:
-    """The route that a function makes of these, remembered; the entry keeps the target alive."""
-    key = (p, *more, id(target), threads)
-    entry = _routes.get(key)
-    if entry is None:
-        entry = _routes.keep(key, (target, make(p, target, threads, *more)))
-    return entry[1]
+    return route
 
 
 def _route(code: Any, p: Problem, threads: int) -> Any:
@@ -76,10 +57,29 @@ def _route(code: Any, p: Problem, threads: int) -> Any:
     return runtime().make_route(code.code, code.scratch(p, p.m, threads), threads, p.storage, p.unit)
 
 
-def _new_direct_route(  # noqa: PLR0917
+def _schedules(p: Problem, views: Views, target: Target, threads: int) -> Iterator[tuple[Schedule, int]]:
+    """Schedules that pack the views, the one that is predicted to be fastest first, with its threads."""
+    choice = choose(of_class(p), target, threads, tuned=False)
+    for s in (choice.schedule, *(s for s, _ in choice.runners_up)):
+        if _packs(s, views, target):
+            yield s, choice.workers
+
+
+@_remembered
+def direct_route(  # noqa: PLR0917 - what a kernel is made for
     p: Problem, target: Target, threads: int, x: Convolution, strides: tuple[int, ...], to: tuple[int, int] | None
 ) -> Any:
-    plan = in_place(p, x, strides, target, threads, to)
+    """A route of a direct convolution, channels last; None where windows are packed instead.
+
+    Args:
+        p: the product of one group, of filters in panels.
+        target: the machine.
+        threads: the most threads to use.
+        x: the convolution.
+        strides: of images (n, *spatial, c), in elements.
+        to: strides of rows and pixels of the result, or None: see `Direct`.
+    """
+    plan = None if p.deterministic or p.b != "packed" else in_place(p, x, strides, target, threads, to)
     if plan is None:
         return None
     s, sizes = plan
@@ -111,23 +111,12 @@ def in_place(  # noqa: PLR0917
     return None if sizes is None else (s, sizes)
 
 
-def stacked_route(p: Problem, x: Convolution, strides: tuple[int, ...], target: Target, threads: int) -> Any:
+@_remembered
+def stacked_route(p: Problem, target: Target, threads: int, x: Convolution, strides: tuple[int, ...]) -> Any:
     """A route of a convolution of groups on tile units, channels last, whose panels of filters follow each other.
 
-    Args:
-        p: the product of pixels by all outputs.
-        x: the convolution.
-        strides: of images (n, *spatial, c), in elements.
-        target: the machine.
-        threads: the most threads to use.
-
-    Raises:
-        ScheduleError: filters were packed for another machine.
+    The problem is the product of pixels by all outputs; the others are as in `direct_route`.
     """
-    return _kept(_new_stacked_route, p, target, threads, x, strides)
-
-
-def _new_stacked_route(p: Problem, target: Target, threads: int, x: Convolution, strides: tuple[int, ...]) -> Any:
     s, sizes = stacked(p, x, strides, target, threads)
     return _route(loaded_program(lower_tiled, s, isa_of(s, target), sizes), p, threads)
 
@@ -138,40 +127,28 @@ def stacked(
     """The schedule and the blocks of a convolution of groups on tile units: see `stacked_route`.
 
     Raises:
-        ScheduleError: there is none.
+        ScheduleError: there is none, as for filters that were packed for another machine.
     """
-    choice = choose(of_class(p), target, threads, tuned=False)
-    for s in (choice.schedule, *(s for s, _ in choice.runners_up)):
+    for s, _ in _schedules(p, Views(), target, threads):
         atom = atom_of(isa_of(s, target), s.dtype, s.atom.lanes)
-        if s.program == "tiles" and _packs(s, Views(), target) and base(atom.left) == s.types[0]:
+        if s.program == "tiles" and base(atom.left) == s.types[0]:
             sizes = tiled(x, strides, s, atom, target, x.groups)
             if sizes is not None:
                 return s, sizes
     raise ScheduleError(f"no tiles of {target.name} convolve {x}")
 
 
+@_remembered
 def grouped_route(  # noqa: PLR0917 - what a kernel is made for
-    p: Problem, x: Convolution, strides: tuple[int, ...], panels: Panels, target: Target, threads: int
+    p: Problem, target: Target, threads: int, x: Convolution, strides: tuple[int, ...], panels: Panels
 ) -> Any:
-    """A route of a convolution of groups of few channels, channels last.
+    """A route of a convolution of groups of few channels, channels last, of filters in a layout of panels.
 
-    Args:
-        p: the product of pixels by all outputs.
-        x: the convolution.
-        strides: of images (n, *spatial, c), in elements.
-        panels: the layout of filters.
-        target: the machine.
-        threads: the most threads to use.
+    The problem is the product of pixels by all outputs; the others are as in `direct_route`.
 
     Raises:
         ScheduleError: filters were packed for another machine.
     """
-    return _kept(_new_grouped_route, p, target, threads, x, strides, panels)
-
-
-def _new_grouped_route(  # noqa: PLR0917
-    p: Problem, target: Target, threads: int, x: Convolution, strides: tuple[int, ...], panels: Panels
-) -> Any:
     isa, atom = group_unit(p.types[0], panels.dtype, target, panels.channels)
     if (atom.n, atom.k_pack) != (panels.lanes, panels.unit):
         raise ScheduleError(f"filters in vectors of {panels.lanes} are for another machine than {target.name}")
@@ -179,12 +156,9 @@ def _new_grouped_route(  # noqa: PLR0917
     return _route(loaded_program(lower_grouped, isa, atom, sizes, (image, result), p.fused), p, threads)
 
 
-def view_route(p: Problem, views: Views, target: Target, threads: int) -> Any:
+@_remembered
+def view_route(p: Problem, target: Target, threads: int, views: Views) -> Any:
     """A route for a problem whose A or B is a view."""
-    return _kept(_new_route, p, target, threads, views)
-
-
-def _new_route(p: Problem, target: Target, threads: int, views: Views) -> Any:
     s, workers = schedule_of(p, views, target, threads)
     return _route(loaded_program(lower_view, s, isa_of(s, target), *views), p, workers)
 
@@ -195,10 +169,8 @@ def schedule_of(p: Problem, views: Views, target: Target, threads: int) -> tuple
     Raises:
         ScheduleError: there is none.
     """
-    choice = choose(of_class(p), target, threads, tuned=False)
-    for s in (choice.schedule, *(s for s, _ in choice.runners_up)):
-        if _packs(s, views, target):
-            return s, choice.workers
+    for schedule in _schedules(p, views, target, threads):
+        return schedule
     raise ScheduleError(f"no schedule of {p} packs its view on {target.name}")
 
 

@@ -228,7 +228,7 @@ def conv_filter_gradient(
         strides = [s // images.itemsize for s in images.strides]
         view = windows(size, strides).bind(images=len(images))
         try:
-            route = view_route(p, Views(b=view), config.target(), config.limit() or config.get_num_threads())
+            route = view_route(p, config.target(), config.limit() or config.get_num_threads(), Views(b=view))
             for g in range(groups):
                 rows, inputs = gradient[..., g * m :], images[..., g * size.channels :]
                 runtime().execute(route, m, n, k, 1, rows, 1, outputs, 0, inputs, 0, 0, 0, result[g], n, 1, m * n, None)

@@ -98,15 +98,7 @@ def _unit_of(dtypes: tuple[str, str], target: Target) -> Atom | None:
 
 
 def in_tiles(w: tuple[int, ...], groups: int, dtypes: tuple[str, str], target: Target, *, last: bool) -> int:
-    """Vectors of a panel of filters where tile units convolve all groups in one kernel; 0 for other kernels.
-
-    Args:
-        w: shape of the filters.
-        groups: of channels.
-        dtypes: of images and of filters.
-        target: the machine.
-        last: channels are last.
-    """
+    """Vectors of a panel of filters where tile units convolve all groups in one kernel; 0: see `groups_in_tiles`."""
     if groups == 1 or not last or dtypes not in LEAST_CHANNELS or 0 in w or len(w) > 4 or w[0] == groups:
         return 0
     if groups_in_tiles(w, groups, dtypes, target, last=last) > 1:
@@ -157,15 +149,7 @@ def _firsts(groups: int, together: int) -> list[int]:
 def grouped_panels(
     w: tuple[int, ...], groups: int, dtypes: tuple[str, str], target: Target, *, last: bool
 ) -> Panels | None:
-    """The layout of panels of filters of few channels, for a machine; None for others.
-
-    Args:
-        w: shape of the filters.
-        groups: of channels.
-        dtypes: of images and of filters, which differ for bytes only.
-        target: the machine.
-        last: channels are last.
-    """
+    """The layout of panels of filters of few channels, for a machine; None for others: see `groups_in_tiles`."""
     image, dtype = dtypes
     if groups == 1 or not last or dtype not in OF_GROUPS or 0 in w:
         return None

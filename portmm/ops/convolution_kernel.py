@@ -260,7 +260,7 @@ class HostConvolution(HostProduct):
         own = _single(steps, self.images, size)
         target, threads = config.target(), config.limit() or config.get_num_threads()
         direct = self.last and (to is not None or self._in_rows())
-        if direct and (route := direct_route(p, size, own, target, threads, to)) is not None:
+        if direct and (route := direct_route(p, target, threads, size, own, to)) is not None:
             return p, route, strides
         if to is not None:
             raise ScheduleError("only direct convolutions write pixels that are not equally far apart")
@@ -269,7 +269,7 @@ class HostConvolution(HostProduct):
         fill = size.padding if any((*size.before, *size.after)) else 0
         views = Views(a=windows(size, own), padding=fill)
         views = views if self.last else Views(b=planes(size, own[1:]), padding=fill)
-        return p, view_route(p, views, target, threads), strides
+        return p, view_route(p, target, threads, views), strides
 
     def _in_rows(self) -> bool:
         """Whether rows of a result are long enough for register tiles, or there is one image of more than one pixel."""

@@ -64,7 +64,7 @@ class HostGrouped(HostConvolution):
 
     def route(self, p: Problem, steps: tuple[int, ...], threads: int) -> Any:
         """The route of a problem, of images with these strides."""
-        return grouped_route(p, self.convolution, steps, self.w.weight[0].panels, config.target(), threads)
+        return grouped_route(p, config.target(), threads, self.convolution, steps, self.w.weight[0].panels)
 
 
 class HostStacked(HostGrouped):
@@ -86,4 +86,4 @@ class HostStacked(HostGrouped):
 
     def route(self, p: Problem, steps: tuple[int, ...], threads: int) -> Any:
         """The route of a problem, of images with these strides."""
-        return stacked_route(p, self.convolution, steps, config.target(), threads)
+        return stacked_route(p, config.target(), threads, self.convolution, steps)
