@@ -41,6 +41,21 @@ def test_the_cache_changes_no_token(llama):
     assert (sampled != tokens).any()
 
 
+def test_rows_of_long_prompts_are_rounded_to_bfloat16_where_that_is_faster(llama, monkeypatch):
+    pytest.importorskip("ml_dtypes", reason="ml_dtypes is not installed: NumPy has no bfloat16")
+    rng = np.random.default_rng(0)
+    product = llama.Product(rng.standard_normal((96, 48)).astype(np.float32), "int4-dynamic")
+    x = rng.standard_normal((llama.PROMPT, 96)).astype(np.float32)
+    exact, errors = pm.matmul(x, product.weight), []
+    for fast in (True, False):
+        monkeypatch.setattr(llama, "multiplies_bfloat16", lambda fast=fast: fast)
+        got = product(x)
+        assert got.dtype == np.float32
+        errors.append(np.linalg.norm(got - exact) / np.linalg.norm(exact))
+    assert errors[0] < 0.004 < errors[1] < 0.02
+    np.testing.assert_allclose(product(x[:3]), got[:3], rtol=1e-5, atol=1e-5)  # few rows are int8
+
+
 def test_tokens_are_those_of_transformers(llama):
     torch = pytest.importorskip("torch", reason="PyTorch is not installed: tokens are not compared with its own")
     transformers = pytest.importorskip(
