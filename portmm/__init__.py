@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from portmm.explanation.record import Explanation
     from portmm.fusion.fuse import fuse
     from portmm.ops.attention import attention
+    from portmm.ops.bundle_weights import bundled_layers
     from portmm.ops.bundles import use_bundle
     from portmm.ops.checkpoint_layers import pack_checkpoint
     from portmm.ops.convolution import conv
@@ -110,6 +111,7 @@ __all__ = [
     "TraceError",
     "__version__",
     "attention",
+    "bundled_layers",
     "cast",
     "clip",
     "compare",
@@ -209,6 +211,7 @@ _LAZY = {
     "forget": "dispatch.cpu_kernels",
     "fuse": "fusion.fuse",
     "tune": "tuning",
+    "bundled_layers": "ops.bundle_weights",
     "use_bundle": "ops.bundles",
     "warmup": "ops.warmup",
 }

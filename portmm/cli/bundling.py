@@ -10,6 +10,7 @@ import typer
 
 from portmm.cli import model_calls
 from portmm.errors import BundleError
+from portmm.ops import bundle_wheel
 from portmm.util.console import Json, console, print_json, progress, table
 
 if TYPE_CHECKING:
@@ -26,7 +27,9 @@ LINES = (
 
 
 def bundle(  # noqa: PLR0917 - typer's parameters
-    output: Annotated[Path, typer.Argument(help="The bundle.", show_default=False)],
+    output: Annotated[
+        Path, typer.Argument(help=f"The bundle; as {bundle_wheel.EXAMPLE}, a wheel of it.", show_default=False)
+    ],
     shapes: Annotated[Path | None, typer.Option(help=LINES)] = None,
     machines: Annotated[
         str,
@@ -42,6 +45,10 @@ def bundle(  # noqa: PLR0917 - typer's parameters
     from_cache: Annotated[
         bool, typer.Option("--from-cache", help="All that the cache has for this machine's architecture.")
     ] = False,
+    weights: Annotated[
+        Path | None,
+        typer.Option(help="A model's safetensors or GGUF: layers that are packed for each machine, beside the bundle."),
+    ] = None,
     to_c: Annotated[
         Path | None,
         typer.Option("--c", help="Also write a shared library, its header and sources to this folder, for C."),
@@ -66,13 +73,23 @@ def bundle(  # noqa: PLR0917 - typer's parameters
         raise typer.BadParameter("give --shapes, --functions, --from-onnx, --from-torch, --from-cache or --check")
     if to_c and shapes is None and functions is None:
         raise typer.BadParameter("--c takes --shapes FILE or --functions FILE")
+    if weights and shapes is None:
+        raise typer.BadParameter("--weights takes --shapes FILE: lines of packed B are for the products of its layers")
     if functions and not to_c:
         raise typer.BadParameter("--functions names functions of a library: give its folder, --c FOLDER")
     if making:
         lists = {"shapes": _read("--shapes", shapes), "functions": _read("--functions", functions)}
         places = {"shapes": str(shapes), "functions": str(functions)}
         _make(
-            output, lists, places, (machines, threads), calls=calls, from_cache=from_cache, to_c=to_c, as_json=as_json
+            output,
+            lists,
+            places,
+            (machines, threads),
+            calls=calls,
+            from_cache=from_cache,
+            weights=weights,
+            to_c=to_c,
+            as_json=as_json,
         )
     if check:
         _check(output, as_json=as_json)
@@ -94,6 +111,7 @@ def _make(
     *,
     calls: list[Callable[[], None]],
     from_cache: bool,
+    weights: Path | None,
     to_c: Path | None,
     as_json: bool,
 ) -> None:
@@ -116,13 +134,17 @@ def _make(
     for run in calls:
         bundle_build.add_calls(maker, run, targets[0], counts)
     functions = _add_lists(maker, lists, places, targets, counts)
-    with progress("compiling") as report:
-        data = maker.pack(counts, report)
-    try:
-        write(output.absolute(), data)
-        output.chmod(0o644)
-    except OSError as error:
-        raise BundleError(f"{output} cannot be written: {error}") from error
+    with bundle_wheel.place(output) as bundle:
+        files = _weights(maker, weights, str(lists["shapes"]), targets[0], bundle) if weights else []
+        with progress("compiling") as report:
+            data = maker.pack(counts, report)
+        try:
+            write(bundle.absolute(), data)
+            bundle.chmod(0o644)
+        except OSError as error:
+            raise BundleError(f"{output} cannot be written: {error}") from error
+        if bundle != output:
+            bundle_wheel.write(output, [bundle, *files])
     libraries = _libraries(maker, to_c, targets, functions) if to_c else []
     about = {"path": str(output), "bytes": len(data), "sha256": digest(data), "seconds": time.perf_counter() - start}
     if as_json:
@@ -131,13 +153,27 @@ def _make(
              "seconds": x.seconds}
             for x in maker.built
         ]  # fmt: skip
-        print_json(about | {"built": rows, "libraries": libraries})
+        print_json(about | {"built": rows, "libraries": libraries, "weights": [x.name for x in files]})
         return
     _show(maker, about)
+    for file in files:
+        console().print(f"{file.name}: packed weights, beside the bundle", soft_wrap=True)
     for library in libraries:
         of_devices = "the table of launches, with the cubins for CUDA"
         what = of_devices if library.endswith(".json") else "the library for C, with portmm.h and its sources"
         console().print(f"{library}: {what}", soft_wrap=True)
+
+
+def _weights(maker: Maker, path: Path, shapes: str, machines: list[Target], bundle: Path) -> list[Path]:
+    """Pack the layers of a model's file for machines, and return the files."""
+    from portmm.ops import bundle_shapes, bundle_weights
+
+    try:
+        makers = bundle_weights.layers_of(path, bundle_shapes.shapes_of(shapes))
+    except OSError as error:
+        raise BundleError(f"--weights {path} cannot be read: {error}") from error
+    with progress("packing") as report:
+        return bundle_weights.write(maker, makers, machines, bundle.absolute(), report)
 
 
 def _add_lists(
@@ -210,13 +246,13 @@ def _counts(text: str) -> tuple[int, ...]:
 
 def _check(path: Path, *, as_json: bool) -> None:
     from portmm.build.bundle import open_bundle
-    from portmm.ops.bundle_check import check
+    from portmm.ops.bundle_check import LAYERS, check
 
-    with progress("checking") as report:
-        counts = check(open_bundle(path), report)
+    with bundle_wheel.unpacked(path) as bundle, progress("checking") as report:
+        counts = check(open_bundle(bundle), report)
     if as_json:
         print_json(counts)
         return
     for what, number in counts.items():
-        console().print(f"{number} kernels {what}")
+        console().print(f"{number} {'' if what == LAYERS else 'kernels '}{what}")
     console().print("contents match their digests")

@@ -16,12 +16,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.build import bundle as bundles
-from portmm.dispatch.stored_kernels import CODE, read
+from portmm.dispatch.stored_kernels import CODE, MACHINES, read
 from portmm.errors import BundleError, ScheduleError
 from portmm.host import detect
 from portmm.ir.abi import ARGS
 from portmm.ir.index import meaning, parsed
-from portmm.ops import bundle_runs
+from portmm.ops import bundle_runs, bundle_weights
 from portmm.ops.bundle_build import RUN, RUNS, SCHEDULES
 from portmm.ops.bundle_devices import check_cubins
 from portmm.ops.bundle_operands import Job, job_of
@@ -43,6 +43,7 @@ MOST = 64
 """Kernels of one run of the driver."""
 CUBINS = "for CUDA not run: no device runs them here; each has its entry"
 OTHERS = "of fused functions not run: their digests were compared"
+LAYERS = "layers packed: their files have the digests that the bundle says"
 RAN, OPERANDS, MACHINE = "correct", "not run: operands of unusual types", "not run: no machine here"
 RAN_TOO, MACHINE_TOO = "of packing and attention correct", "of packing and attention not run: no machine here"
 LEAST = "neoverse_n1"
@@ -78,6 +79,9 @@ def check(bundle: Bundle, report: Callable[[int, int, str], None] = lambda *_: N
     counts[OTHERS] = sum(map(_kernels, (bundle.load(x)[1] for x in range(bundle.objects) if x not in known)))
     if cubins := check_cubins(bundle):
         counts[CUBINS] = cubins
+    with read(bundle):
+        machines = [x.partition("=")[0] for x in bundle.answer(MACHINES) or ()]
+    counts[LAYERS] = bundle_weights.check(bundle, machines)
     return {text: number for text, number in counts.items() if number}
 
 

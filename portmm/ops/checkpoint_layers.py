@@ -77,21 +77,26 @@ def pack_checkpoint(
         PackError: a file is damaged, or a layer is in a form that is not read.
         OSError: a file cannot be read.
     """
-    file: Any = source if hasattr(source, "tensors") else _opened(source)
-    makers = _gguf_layers(file) if isinstance(file, Gguf) else {n: x.quantized for n, x in file.layers.items()}
+    makers = quantized_layers(source if hasattr(source, "tensors") else opened(source))
     names = [n for n in makers if filter is None or filter(n)]
     packed: dict[str, PackedLayer] = {}
     with progress_bar("packing") if progress else nullcontext(lambda *_: None) as update:
         for i, name in enumerate(names):
             update(i, len(names), name)
-            packed[name] = _packed(*makers[name]())
+            packed[name] = packed_layer(*makers[name]())
     return packed
 
 
-def _opened(path: Any) -> Any:
+def opened(path: Any) -> Any:
+    """The model of a path: see `open_checkpoint` and `open_gguf`."""
     if str(path).endswith(".gguf"):
         return open_gguf(path)
     return open_checkpoint(path)
+
+
+def quantized_layers(file: Any) -> dict[str, Callable[[], tuple[Quantized, Any]]]:
+    """Makers of the quantized layers of a model, each with the order of its inputs or None."""
+    return _gguf_layers(file) if isinstance(file, Gguf) else {n: x.quantized for n, x in file.layers.items()}
 
 
 def _gguf_layers(file: Gguf) -> dict[str, Callable[[], tuple[Quantized, None]]]:
@@ -103,7 +108,8 @@ def _gguf_layers(file: Gguf) -> dict[str, Callable[[], tuple[Quantized, None]]]:
     }
 
 
-def _packed(q: Quantized, order: Any) -> PackedLayer:
+def packed_layer(q: Quantized, order: Any) -> PackedLayer:
+    """A quantized layer, packed for the current target: see `pack_checkpoint`."""
     if q.bits == 4:
         try:
             return PackedLayer(pack(q), order=order)

@@ -36,13 +36,18 @@ def save_packed(weights: Any, path: str | os.PathLike[str]) -> None:
         TypeError: an object is not a packed weight.
         OSError: the file cannot be written.
     """
+    save_with(weights, {}, path)
+
+
+def save_with(weights: Any, arrays: Mapping[str, Any], path: str | os.PathLike[str]) -> None:
+    """Write packed weights as `save_packed` does, and arrays by other names beside them."""
     many: Mapping[str, Any] = weights if isinstance(weights, dict) else {_ONE: weights}
     for name, w in many.items():
         if not isinstance(w, int4_panels.PackedInt4) and not prepack.is_packed(w):
             raise TypeError(f"{name} is {type(w).__name__}; save results of pack")
     about = {name: {"shape": list(w.shape), "family": w.family} for name, w in many.items()}
     metadata = {"format": FORMAT, "version": VERSION, "weights": json.dumps(about), "one": str(many is not weights)}
-    write(path, {name: _padded(w.owner) for name, w in many.items()}, metadata)
+    write(path, {name: _padded(w.owner) for name, w in many.items()} | dict(arrays), metadata)
 
 
 def _padded(panels: Any) -> Any:
@@ -65,6 +70,11 @@ def load_packed(path: str | os.PathLike[str], *, mmap: bool = True) -> Any:
         PackError: the file is of another format, or is damaged.
         OSError: it cannot be read.
     """
+    return load_with(path, mmap=mmap)[0]
+
+
+def load_with(path: str | os.PathLike[str], *, mmap: bool = True) -> tuple[Any, dict[str, Any]]:
+    """The weights of a file as `load_packed` returns them, and all its arrays by name."""
     tensors, metadata = read(path, mmap=mmap)
     if metadata.get("format") != FORMAT or metadata.get("version") != VERSION:
         raise PackError(f"{path} has no packed weights of version {VERSION}: its format is {metadata.get('format')!r}")
@@ -76,7 +86,7 @@ def load_packed(path: str | os.PathLike[str], *, mmap: bool = True) -> Any:
         raise PackError(f"{path} does not describe its weights: {error!r}") from error
     if one and list(weights) != [_ONE]:
         raise PackError(f"{path} lacks the one weight that it declares")
-    return weights[_ONE] if one else weights
+    return (weights[_ONE] if one else weights), tensors
 
 
 def _restored(owner: Any, shape: Any, family: Any) -> Any:
