@@ -18,6 +18,7 @@ from portmm.arrays.numpy_arrays import name_of
 from portmm.dispatch import config
 from portmm.runtime.cpu import runtime
 from portmm.runtime.cpu import types as types_of_runtime
+from portmm.spec.problem import AXES
 from portmm.spec.row_classes import last_of_class, row_class
 from portmm.trace.closures import compares_identities, global_names, numbers_of, resolve
 from portmm.trace.closures import fixed as is_fixed
@@ -28,8 +29,12 @@ from portmm.util.records import dataclass, replace
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from portmm.ops.convolution_kernel import ConvolutionKernel
     from portmm.ops.product_kernel import ProductKernel
+    from portmm.trace.bind import Bound
     from portmm.trace.recorder import Source
+
+    Shapes = Sequence[tuple[int, ...]]
 
 Array = np.ndarray[Any, Any]
 MOST = 1024
@@ -198,19 +203,9 @@ def keep(seen: Seen, kernel: ProductKernel, skip: int, call: tuple[Any, ...]) ->
         call: the function, A, B, out and the type of the result as the user passed them.
     """
     bound, (m, n, batch) = kernel.bound, kernel.size
-    traced, count = bound.traced, len(seen.operands) - skip
-    arrays_at = {place: i + skip for i, place in enumerate(seen.places[:count])}
-    numbers_at = {place: i for i, place in enumerate(seen.places[count:])}
-    sources, numbers = [x.key for x in traced.sources], list(traced.numbers)
-    bases = {base for x in numbers for base in numbers_of(x)}
-    captured = seen.operands[skip:]
-    if compares_identities(seen.key[0]) or len({id(x) for x in captured}) < len(captured):
-        return  # the kernel depends on which arrays are the same
-    if bound.converts or not set(sources) <= arrays_at.keys() or not bases <= numbers_at.keys():
+    traced, places, arrays_at = bound.traced, _places(seen, bound, skip), _arrays_at(seen, skip)
+    if places is None:
         return
-    if seen.numbers and not numbers:
-        return  # the function's control flow depends on them
-    places = tuple(arrays_at[x] for x in sources), tuple(numbers_at.get(x, x) for x in numbers)
     by_class = kernel.shared and not traced.by_extents and _by_class(seen, traced.sources, arrays_at, skip)
     several = by_class and last_of_class(m) != row_class(m)[0]
     fast_path = FastPath(
@@ -220,6 +215,52 @@ def keep(seen: Seen, kernel: ProductKernel, skip: int, call: tuple[Any, ...]) ->
     )  # fmt: skip
     fast_path = replace(fast_path, repeats=fast_path.hand_on(call, by_class=by_class))
     _known.keep(seen.key if by_class else (seen.key, seen.rows), fast_path)
+
+
+def keep_item(call: tuple[Any, ...], kernel: ConvolutionKernel, strides: tuple[int, int], shapes: Shapes) -> bool:
+    """Let the runtime repeat a convolution that is one product by itself; False if it cannot.
+
+    Args:
+        call: the function, A, B, out, and an object that is the same in all calls of this kind, and in no others.
+        kernel: of the convolution.
+        strides: of rows and items of the first result, in elements.
+        shapes: of the results, in the layout of the images.
+    """
+    function, left, right, out, _ = call
+    bound, seen = kernel.bound, see(function, left, right, out, None)
+    if seen is None:
+        return False
+    places = ((), ()) if bound is None else _places(seen, bound, 2 + (out is not None))
+    if places is None:
+        return False
+    template = np.zeros((1, 1 + len(AXES)), np.int64) if bound is None else bound.template
+    results, (row, item) = tuple(zip(shapes, [t for _, t in kernel.results], strict=True)), strides
+    fast_path = FastPath(
+        kernel.route, kernel.size, (kernel.strides[:3], kernel.strides[3:]), (row, 1, item, None), template, *places,
+        results, kernel.several,
+    )  # fmt: skip
+    return fast_path.hand_on(call, by_class=True)
+
+
+def _arrays_at(seen: Seen, skip: int) -> dict[Any, int]:
+    """The index among the operands of a call of each captured array, by its key."""
+    return {place: i + skip for i, place in enumerate(seen.places[: len(seen.operands) - skip])}
+
+
+def _places(seen: Seen, bound: Bound, skip: int) -> tuple[tuple[int, ...], tuple[Any, ...]] | None:
+    """`sources` and `numbers` of a fast path; None where an operand or a number is not used as it is captured."""
+    traced, arrays_at = bound.traced, _arrays_at(seen, skip)
+    numbers_at = {place: i for i, place in enumerate(seen.places[len(arrays_at) :])}
+    sources, numbers = [x.key for x in traced.sources], list(traced.numbers)
+    bases = {base for x in numbers for base in numbers_of(x)}
+    captured = seen.operands[skip:]
+    if compares_identities(seen.key[0]) or len({id(x) for x in captured}) < len(captured):
+        return None  # the kernel depends on which arrays are the same
+    if bound.converts or not set(sources) <= arrays_at.keys() or not bases <= numbers_at.keys():
+        return None
+    if seen.numbers and not numbers:
+        return None  # the function's control flow depends on them
+    return tuple([arrays_at[x] for x in sources]), tuple([numbers_at.get(x, x) for x in numbers])
 
 
 def _by_class(seen: Seen, sources: Sequence[Source], arrays_at: dict[Any, int], skip: int) -> bool:

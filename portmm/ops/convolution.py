@@ -13,7 +13,8 @@ import numpy as np
 from portmm.arrays import libraries, numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import ConvolutionError
-from portmm.ops.convolution_call import Repeated, channels_first, convolved, prologue, readable
+from portmm.ops import host_matmul
+from portmm.ops.convolution_call import Repeated, Wanted, channels_first, convolved, prologue, readable
 from portmm.ops.convolution_options import Options, hashable, sizes
 from portmm.ops.convolution_weights import PackedConv, filter_type, misfits, pack_conv, unpack_conv
 from portmm.util.memo import Memory
@@ -21,10 +22,11 @@ from portmm.util.memo import Memory
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+Array = np.ndarray[Any, Any]
 MOST = 1024
 """Kinds of calls remembered before the memo is emptied."""
 
-_sizes, _repeated = Memory(MOST), Memory(MOST)
+_sizes, _repeated, _kinds = Memory(MOST), Memory(MOST), Memory(MOST)
 
 
 def conv(
@@ -71,11 +73,11 @@ def conv(
         TypeError: a dtype is not supported.
         TraceError: a function cannot be traced.
     """
-    key = None
-    if epilogue is None is prologue_a and type(x) is np.ndarray and type(w) is PackedConv:
-        options = Options(stride, padding, dilation, groups, layout, padding_value)
-        key = (x.shape, x.strides, x.dtype, x.flags.aligned, w.kind, options, dtype, config.current(), config.limit())
-        if (result := _again(key, x, w, out)) is not None:
+    kind = None
+    if prologue_a is None and type(x) is np.ndarray and type(w) is PackedConv:
+        kind = _kind(stride, padding, dilation, groups, layout, padding_value, dtype, w.kind, config.limit())
+        result = NotImplemented if kind is None else _again(kind, x, w, out, epilogue)
+        if result is not NotImplemented:
             return result
     if where := libraries.place_of(x, w, out):
         from portmm.arrays.interop import elsewhere
@@ -104,10 +106,12 @@ def conv(
         return channels_first(swapped, out)
     if prologue_a is not None:
         images = prologue(prologue_a, images, last=w.channels_last)
-    result = convolved(readable(images, w), w, size, (out, None if dtype is None else np.dtype(dtype)), epilogue)
-    ready = Repeated.of(images, w, size, dtype) if w is passed and key is not None and _is_hashable(key) else None
-    if ready is not None:
-        _repeated.keep(key, ready)
+    read, dtype = readable(images, w), None if dtype is None else np.dtype(dtype)
+    kind = kind if w is passed and read is x else None
+    repeat = None if kind is None or w.panels is None else _repeat(kind, read, w, out, epilogue)
+    result = convolved(read, w, size, Wanted(out, dtype, repeat), epilogue)
+    if kind is not None and epilogue is None and (ready := Repeated.of(read, w, size, dtype)) is not None:
+        _repeated.keep(_key(kind, read, out), ready)
     return result
 
 
@@ -123,16 +127,37 @@ def _holds(dtype: np.dtype[Any], value: int) -> bool:
     return dtype.kind in "iu" and bool(np.iinfo(dtype).min <= value <= np.iinfo(dtype).max)
 
 
-def _again(key: tuple[Any, ...], x: np.ndarray[Any, Any], w: PackedConv, out: Any) -> Any:
-    """The result of a call of a kind that was remembered; None for others."""
-    repeated = _repeated.get(key) if _is_hashable(key) else None
-    return None if repeated is None else repeated(x, w, out)
-
-
-def _is_hashable(key: tuple[Any, ...]) -> bool:
-    """Whether no option is a list."""
+def _kind(*options: Any) -> tuple[Any, ...] | None:
+    """The one object for these options, by which the runtime knows them; None if an option is a list."""
     try:
-        hash(key)
+        kind: tuple[Any, ...] = _kinds.get(options) or _kinds.keep(options, options)
     except TypeError:
-        return False
-    return True
+        return None
+    return kind
+
+
+def _again(kind: tuple[Any, ...], x: Array, w: PackedConv, out: Any, epilogue: Any) -> Any:
+    """The result of a call of a kind that is known; NotImplemented for others."""
+    if w.panels is not None:
+        result = host_matmul.again(*_repeat(kind, x, w, out, epilogue), config.current())
+        if result is not NotImplemented:
+            return result
+    repeated = None if epilogue is not None else _repeated.get(_key(kind, x, out))
+    return NotImplemented if repeated is None else repeated(x, w, out)
+
+
+def _repeat(kind: tuple[Any, ...], x: Array, w: PackedConv, out: Any, epilogue: Any) -> tuple[Any, ...]:
+    """A call as the runtime repeats it."""
+    operands = (x, w.panels) if w.channels_last else (w.panels, x)
+    return (epilogue or _sums, *operands, out, kind)
+
+
+def _key(kind: tuple[Any, ...], x: Array, out: Any) -> tuple[Any, ...]:
+    """The kind of a call that Python repeats."""
+    return (kind, x.shape, x.strides, x.dtype, x.flags.aligned, out is None, config.current())
+
+
+def _sums(acc: Any, i: Any) -> Any:
+    """The epilogue of calls without one, by which the runtime knows them."""
+    del i
+    return acc

@@ -12,6 +12,7 @@ from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.errors import BuildError, ScheduleError
 from portmm.ops import host_matmul
+from portmm.ops.call_fastpath import keep_item
 from portmm.ops.convolution_kernel import ConvolutionKernel, HostConvolution
 from portmm.ops.convolution_weights import PackedConv, of_filters, single_groups, unpack_conv
 from portmm.ops.epilogues import CHANNELS_FIRST, NAMES, NOT_F64, VALUES, VALUES_FIRST
@@ -27,8 +28,6 @@ if TYPE_CHECKING:
     from portmm.spec.convolution import Convolution
 
 Array = np.ndarray[Any, Any]
-Wanted = tuple[Any, np.dtype[Any] | None]
-"""The array of the result and its type, or None."""
 MOST = 1024
 """Kinds of calls without an epilogue remembered before the memo is emptied."""
 
@@ -56,6 +55,20 @@ def _in_units(x: Array, unit: int) -> bool:
     return x.strides[-1] == x.itemsize and not any(s % (unit * x.itemsize) for s in x.strides[:-1])
 
 
+class Wanted(NamedTuple):
+    """What a caller asks for.
+
+    Attributes:
+        out: the array of the result, or None.
+        dtype: its type, or None.
+        repeat: the call as `call_fastpath.keep_item` takes it, if it may be repeated.
+    """
+
+    out: Any = None
+    dtype: np.dtype[Any] | None = None
+    repeat: tuple[Any, ...] | None = None
+
+
 class _Place(NamedTuple):
     """Memory of the first result.
 
@@ -74,27 +87,31 @@ def convolved(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, epilog
     host_matmul.begin()
     if 0 in (*call.shape, size.depth):
         return _finished(_by_numpy(call, epilogue), call, wanted)
-    place = _place(wanted[0], call)
+    place = _place(wanted.out, call)
     kernel: Any
+    function = None if epilogue is None else UserFunction(epilogue)
     try:
-        kernel, closure = (_plain(call, place), None) if epilogue is None else _fused(call, place, epilogue)
+        kernel = _plain(call, place) if function is None else _fused(call, place, function)
     except BuildError as error:
         fall_back(error)
         return _finished(_by_numpy(call, epilogue), call, wanted)
     none = isinstance(kernel, ScheduleError)
     if none and len(place.strides) == 2:
         return _finished(_split(call, epilogue) if epilogue else _by_numpy(call, None), call, wanted)
-    to = place.array
+    to, closure = place.array, None if function is None else function.closure
     if none or (to is not None and not _writes(kernel, to, closure)):
-        result = convolved(x, w, size, (None, call.first if wanted[1] is None else wanted[1]), epilogue)
-        return _copied(result, wanted[0])
+        result = convolved(x, w, size, Wanted(None, wanted.dtype or call.first), epilogue)
+        return _copied(result, wanted.out)
     shape, dtype = kernel.results[0]
     results = [np.empty(shape, dtype) if to is None else to, *(np.empty(s, t) for s, t in kernel.results[1:])]
     row, item, *_ = place.strides
     kernel.run(x, w, (results[0], row, item), closure, results[1:])
+    lasting = (function is None or function.lasting) and (wanted.out is None or to is not None)
+    if wanted.repeat is not None and lasting and (kernel.several or wanted.dtype in {None, results[0].dtype}):
+        keep_item(wanted.repeat, kernel, (row, item), [y.shape for y in _shaped(results, call)])
     if to is None:
         return _finished((results, kernel.several), call, wanted)
-    return (wanted[0], *_shaped(results[1:], call)) if kernel.several else wanted[0]
+    return (wanted.out, *_shaped(results[1:], call)) if kernel.several else wanted.out
 
 
 def _writes(kernel: Any, to: Array, closure: Any) -> bool:
@@ -109,7 +126,7 @@ def _writes(kernel: Any, to: Array, closure: Any) -> bool:
 
 def _call(x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: bool) -> HostConvolution:
     """The convolution, with results of the requested type where kernels write them; others are converted afterwards."""
-    (out, dtype), kind, size = wanted, _kind_of(w), of_filters(size, w)
+    (out, dtype, _), kind, size = wanted, _kind_of(w), of_filters(size, w)
     first = first_type(out, dtype)
     if fused:
         return kind(x, w, size, dtype, first)
@@ -138,11 +155,10 @@ def _plain(call: HostConvolution, place: _Place) -> ConvolutionKernel | Depthwis
     return kernel
 
 
-def _fused(call: HostConvolution, place: _Place, epilogue: Any) -> tuple[Any, Any]:
-    """The kernel with an epilogue, and the arrays and numbers that this captures."""
-    function, values = UserFunction(epilogue), VALUES if call.last else VALUES_FIRST
-    key = ("conv", *call.kind, place.strides)
-    return function.ready(key, lambda traced: call.ready(traced, place.strides), values, 3), function.closure
+def _fused(call: HostConvolution, place: _Place, function: UserFunction) -> Any:
+    """The kernel with an epilogue."""
+    key, values = ("conv", *call.kind, place.strides), VALUES if call.last else VALUES_FIRST
+    return function.ready(key, lambda traced: call.ready(traced, place.strides), values, 3)
 
 
 # -- the fast path ---------------------------------------------------------------
@@ -165,11 +181,9 @@ class Repeated:
     strides: tuple[int, int]
 
     @classmethod
-    def of(cls, x: Array, w: PackedConv, size: Convolution, dtype: Any) -> Repeated | None:
+    def of(cls, x: Array, w: PackedConv, size: Convolution, dtype: np.dtype[Any] | None) -> Repeated | None:
         """The record of a call that was made; None where it is not to be repeated like this."""
-        if readable(x, w) is not x:
-            return None
-        call = _kind_of(w)(x, w, of_filters(size, w), None if dtype is None else np.dtype(dtype), None)
+        call = _kind_of(w)(x, w, of_filters(size, w), dtype, None)
         if 0 in (*call.shape, size.depth) or not (dtype is None or call.writes()):
             return None
         strides = _dense(call.shape)
@@ -179,11 +193,11 @@ class Repeated:
         return cls(kernel, _user_shape(call), kernel.results[0][1], strides)
 
     def __call__(self, x: Array, w: PackedConv, out: Any) -> Any:
-        """The result; None if it cannot be written to `out` like this."""
+        """The result; NotImplemented if it cannot be written to `out` like this."""
         if out is None:
             out = np.empty(self.shape, self.dtype)
         elif type(out) is not np.ndarray or out.shape != self.shape or not numpy_arrays.dense_at(out, self.dtype, x):
-            return None
+            return NotImplemented
         self.kernel.run(x, w, (out, *self.strides))
         return out
 
@@ -267,7 +281,7 @@ def _shaped(results: Sequence[Array], call: HostConvolution) -> list[Array]:
 
 def _finished(computed: tuple[Sequence[Array], bool], call: HostConvolution, wanted: Wanted) -> Any:
     """Results in the layout of the images, the first copied to `out`, or of the requested type."""
-    (results, several), (out, dtype) = computed, wanted
+    (results, several), (out, dtype, _) = computed, wanted
     first, *rest = _shaped(results, call)
     if out is not None:
         return _copied((first, *rest) if several else first, out)
@@ -290,7 +304,7 @@ def _split(call: HostConvolution, epilogue: Any) -> tuple[list[Array], bool]:
         raise TypeError(NOT_F64)
     whole = np.dtype(np.int32 if sums == "s32" and not call.int4 else np.float32)
     size = single_groups(call.convolution, call.w)
-    product = convolved(call.x, call.w, size, (None, whole), None).reshape(call.shape)
+    product = convolved(call.x, call.w, size, Wanted(None, whole), None).reshape(call.shape)
     names = NAMES if call.last else CHANNELS_FIRST
     usual = call.usual()
     results, several = over_rows(

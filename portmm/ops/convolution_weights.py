@@ -66,6 +66,7 @@ class PackedConv(ArrayLike):
         depthwise: each channel is convolved by itself, by a kernel over rows.
         int4: elements are of four bits.
         kind: what kernels depend on.
+        panels: memory of the filters where these are those of a single product; else None.
     """
 
     weight_kind: ClassVar[WeightKind] = WeightKind.PANELS
@@ -81,6 +82,7 @@ class PackedConv(ArrayLike):
     depthwise: bool = field(init=False, repr=False)
     int4: bool = field(init=False, repr=False)
     kind: tuple[Any, ...] = field(init=False, repr=False)
+    panels: Array | None = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
         grouped = isinstance(self.weight[0], GroupPanels)
@@ -92,6 +94,8 @@ class PackedConv(ArrayLike):
         more = (self.together, self.filler, self.stacked)
         kind = (self.shape, self.groups, self.layout, self.dtype, family, self.depthwise, *more)
         object.__setattr__(self, "kind", kind)
+        one = None if depthwise or len(self.weight) != 1 else getattr(self.weight[0], "owner", self.weight[0])
+        object.__setattr__(self, "panels", one)
 
     @property
     def nbytes(self) -> int:
