@@ -6,6 +6,7 @@ int8, are not those of the standard.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
@@ -16,8 +17,6 @@ from portmm.ops.einsum import einsum
 from portmm.ops.matmul import matmul as product
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     Array = np.ndarray[Any, Any]
 
 FLOATS = "efd"

@@ -9,9 +9,10 @@ function of such arrays; and `elsewhere`, a call whose arrays are not NumPy's.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +22,6 @@ from portmm.arrays.operand import Operand, same_device, title_of, type_name, typ
 from portmm.errors import NoDeviceError
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, EXTENSION_TYPES
 from portmm.util.records import dataclass, replace
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def from_cupy(x: Any) -> Operand:

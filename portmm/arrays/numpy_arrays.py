@@ -7,17 +7,15 @@ for batch shapes that one stride cannot express.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from portmm.spec.dtype import BY_NAME, EXTENSION_TYPES, FP8, accumulator, natural, spell
 from portmm.util.array_subclasses import refuse_class
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 FACTORS = ("f32", "f64", "bf16", "f16", "s8", "u8")
 """Types that kernels multiply in the host's memory."""

@@ -7,8 +7,9 @@ Owns `Operand`, its views, its address as an argument of a launch, the checks th
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable, Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +17,6 @@ from portmm.arrays.numpy_arrays import contiguous, merged, numpy_of, span_of, st
 from portmm.runtime.backends import backend
 from portmm.spec.dtype import BY_NAME, BY_NUMPY, accumulator, natural
 from portmm.util.records import dataclass, replace
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable, Sequence
 
 WIDEST = 16
 """Bytes of the widest vector access."""

@@ -8,19 +8,17 @@ from __future__ import annotations
 
 import math
 import mmap
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.ir.abi import HUGE_PAGE
 from portmm.util import locks
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 LEAST = 1 << 22
 """Bytes of a weight from which huge pages of its own pay.

@@ -19,8 +19,9 @@ from __future__ import annotations
 import mmap
 import os
 import struct
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.build.cache import Entry, digest
 from portmm.build.trusted_files import file_fault
@@ -28,9 +29,6 @@ from portmm.errors import BundleError
 from portmm.ir import abi
 from portmm.util.records import dataclass
 from portmm.version import VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 MAGIC, FORMAT = b"portmm\0\1", 3
 HEADER = struct.Struct("<8sIIIIQQI4x32s16s")

@@ -22,12 +22,13 @@ from __future__ import annotations
 import importlib
 import os
 import sys
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import field
 from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from portmm.build.cache_eviction import EVERY, tidy, used
 from portmm.build.elf import fault
@@ -36,9 +37,6 @@ from portmm.build.trusted_files import write as _write
 from portmm.util.records import dataclass
 from portmm.util.user_warnings import warn
 from portmm.version import VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 _ABOUT = ("sha256", "key", "version")
 """Fields of a manifest that identify the file it belongs to."""

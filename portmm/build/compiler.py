@@ -14,18 +14,15 @@ from __future__ import annotations
 import os
 import re
 import sys
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from portmm.build import child_process, failed_builds, stored_objects
 from portmm.build.cache import digest, read_note, write_note
 from portmm.errors import BuildError, NoCompilerError
 from portmm.util import system
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 VERSION_SECONDS = 5.0
 """Time limit of a compiler's --version, which takes milliseconds."""

@@ -6,11 +6,9 @@ those of Apple's <mach-o/loader.h> and <mach-o/nlist.h>, for libraries of 64 bit
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from struct import Struct
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
+from typing import Any
 
 _LIBRARIES = (6, 8)  # MH_DYLIB, MH_BUNDLE
 # magic, cputype, cpusubtype, filetype, ncmds, sizeofcmds, flags, reserved; and of each command: cmd, cmdsize.

@@ -15,19 +15,17 @@ import os
 import re
 import sys
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache as memo
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.build import cache, failed_builds, stored_objects
 from portmm.build.build_lock import build_lock
 from portmm.build.shared_object import failure
 from portmm.errors import BuildError, NoCompilerError, TargetError
 from portmm.version import VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 _SUFFIX = ".cubin"
 _LIBRARY = "libnvrtc.so"

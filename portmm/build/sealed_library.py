@@ -11,6 +11,7 @@ opens the file that the bytes were read from.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from functools import cache
 from itertools import count
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -18,7 +19,6 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 T = TypeVar("T")

@@ -12,16 +12,13 @@ compiled again.
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
 
 from portmm.build import cache
 from portmm.build.kernel_store import answer, bundles
 from portmm.ir import abi
 from portmm.util.records import dataclass
 from portmm.version import VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 BUILDS = "made-"
 """The start of the name of a note: which object a source became, and by which programs."""

@@ -11,14 +11,11 @@ import fcntl
 import os
 import stat
 import time
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from portmm.build import trusted_files
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 BUILD_PREFIX, PRIVATE_PREFIX, COPY_PREFIX = "portmm-build-", "portmm-kernels-", "portmm-load-"
 """Prefixes of directories: of a compiler's run, of kernels of one process, and of a copy while it is loaded (see

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Callable
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
@@ -13,8 +14,6 @@ from portmm.errors import PortmmError, ScheduleError
 from portmm.util.console import Json, console, print_json, progress, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.target.target import Target
 
 TYPES = ("f32", "bf16", "f16", "s8-s8-s32", "f32-u4-f32")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ import numpy as np
 from portmm.errors import TraceError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     Array = np.ndarray[Any, Any]
 
 

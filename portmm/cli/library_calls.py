@@ -6,6 +6,7 @@ Owns the lines of `portmm bundle --functions`.
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -25,8 +26,6 @@ from portmm.ops.recorded_kernels import launches_of
 from portmm.trace.placeholders import ByValueError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.target.target import Target
 
 EXAMPLE = "mlp layers.py:mlp 64x768 768:bf16 number"

@@ -7,6 +7,7 @@ run.
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,8 +17,6 @@ from portmm.errors import DatabaseError, PortmmError
 from portmm.util.console import Json, console, print_json, progress, table
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from rich.console import RenderableType
 
     from portmm.comparison.case import Case

@@ -5,6 +5,7 @@ Owns the inputs that a model is run with: ones, of the sizes that its dynamic ax
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING, Any
@@ -14,7 +15,6 @@ import numpy as np
 from portmm.errors import BundleError, PortmmError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
     from pathlib import Path
 
 USUAL = {0: (1,)}

@@ -6,6 +6,7 @@ findings. rich is imported only when a table is printed.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +16,6 @@ from portmm.util.console import table
 from portmm.util.text import size
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from rich.console import RenderableType
 
     from portmm.build.cache import Entry

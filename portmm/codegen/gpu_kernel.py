@@ -9,6 +9,7 @@ and an array may have more than 2**31 elements.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar
 
@@ -38,8 +39,6 @@ from portmm.ir.thread_nodes import (
 from portmm.spec.dtype import BY_NAME, CODES_AT
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from portmm.target.isa import Primitive
 
 TOP_CODE = 16

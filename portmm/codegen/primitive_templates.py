@@ -8,12 +8,11 @@ register of the sums: hundreds of functions that differ in numbers only.
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.target.isa import Primitive
 
 _NAMES = {"<n>": r"(?P<n>\d+)", "<majors>": r"(?P<majors>[km][kn])"}

@@ -8,6 +8,7 @@ Results of tasks are never changed in place: Dask may send them elsewhere, or ru
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import product as combinations
 from math import ceil
@@ -28,8 +29,6 @@ from portmm.ops.matmul import matmul as array_matmul
 from portmm.trace.closures import traced_through
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from numpy.typing import DTypeLike
 
 

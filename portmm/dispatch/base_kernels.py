@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,6 @@ from portmm.spec.row_classes import rows as rows_of
 from portmm.util import system
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.spec.problem import Problem
 
 LEVELS, GRID, PACKING, ROWS = "levels", "grid ", "pack ", "rows "

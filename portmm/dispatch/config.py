@@ -7,6 +7,7 @@ The target is detected and calibrated on first use.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache
@@ -18,8 +19,6 @@ from portmm.util.records import dataclass, replace
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.target.target import Target
 
 

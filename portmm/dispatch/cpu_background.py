@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -18,8 +19,6 @@ from portmm.target.model import CPU as MODEL
 from portmm.util import locks
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
 

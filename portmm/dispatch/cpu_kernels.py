@@ -7,6 +7,7 @@ them.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,6 @@ from portmm.util.memo import Memory, cached, forget_all
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from portmm.build.shared_object import Artifact
     from portmm.ir.nodes import Kernel
     from portmm.runtime.route_cache import RouteCache

@@ -10,6 +10,7 @@ on this machine: one that ends before its race is over leaves the next one less 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,6 @@ from portmm.runtime.cpu import runtime
 from portmm.util.records import replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.dispatch.schedule_choice import Choice
     from portmm.runtime.route_cache import Racer, RouteCache
     from portmm.spec.problem import Problem

@@ -8,6 +8,7 @@ nor the route cache knows.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,8 +34,6 @@ from portmm.spec.row_classes import rows
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.dispatch.stored_kernels import Code
     from portmm.ir.block_program import BlockProgram
     from portmm.ir.nodes import Kernel

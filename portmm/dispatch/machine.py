@@ -7,6 +7,7 @@ arguments that do not vary per call, and `bind`, which makes it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,6 @@ from portmm.util import locks
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.ir.grid_kernel import GridKernel, MapOf
 
 

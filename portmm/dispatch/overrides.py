@@ -7,6 +7,7 @@ nor writes the route cache, so that no other process sees their effects.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
@@ -21,8 +22,6 @@ from portmm.util.memo import forget_all
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
 

@@ -14,15 +14,13 @@ import _thread  # a thread that the end of the interpreter does not wait for
 import os
 import sys
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.util import locks
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 RACED, WORDS = "raced", 3
 """The field of a route's line in the cache after which a race follows, and words before the winner's spelling."""

@@ -12,6 +12,7 @@ import os
 import queue
 import signal
 import threading
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from portmm.build import child_process
@@ -27,8 +28,6 @@ from portmm.schedule.text import parse, spell
 from portmm.spec.problem import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.schedule.schedule import Schedule
     from portmm.target.target import Target
 

@@ -8,6 +8,7 @@ much by that.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -28,8 +29,6 @@ from portmm.util.records import dataclass
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.schedule.cpu_cost import Array
     from portmm.schedule.program import Vectors
     from portmm.schedule.roofline import Cost

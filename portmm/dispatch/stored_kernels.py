@@ -6,6 +6,7 @@ kernels serve this one. Nothing that is imported here is slow to import.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -17,8 +18,6 @@ from portmm.util.memo import Memory
 from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
-
     from portmm.build.bundle import Bundle
     from portmm.spec.problem import Problem
     from portmm.target.target import Target

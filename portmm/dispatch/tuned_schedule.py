@@ -6,6 +6,7 @@ Owns `Tuned` and both of its texts. TOML is for review, for export and for the t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,6 @@ from portmm.spec.problem import Problem
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
     from pathlib import Path
 
     from portmm.target.target import Target

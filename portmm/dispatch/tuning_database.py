@@ -9,6 +9,7 @@ version or from another person.
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import closing, contextmanager
 from functools import lru_cache
 from importlib import resources
@@ -29,7 +30,6 @@ from portmm.errors import DatabaseError
 from portmm.util import locks
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
     from pathlib import Path
     from sqlite3 import Connection
 

@@ -5,6 +5,7 @@ Owns the selection among schedules that pack the view, and the memo of routes: a
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import wraps
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ from portmm.spec.row_classes import of_class
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from portmm.schedule.schedule import Schedule
     from portmm.spec.convolution import Convolution
     from portmm.spec.problem import Problem

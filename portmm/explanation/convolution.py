@@ -6,6 +6,7 @@ Owns `explain_conv`, and `ConvolutionExplanation`, the record that it returns, w
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -35,8 +36,6 @@ from portmm.spec.problem import family as family_called
 from portmm.util.text import number
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.schedule.direct_convolution import Direct
     from portmm.schedule.schedule import Schedule
     from portmm.target.target import Target

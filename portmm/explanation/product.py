@@ -8,8 +8,9 @@ is not here are assumed contiguous and aligned.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -26,9 +27,6 @@ from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Problem
 from portmm.target.clouds import size_of
 from portmm.target.target import Target, instance
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def target_called(name: str | Target | None) -> Target:

@@ -5,6 +5,7 @@ Owns `Explanation`, the record that `explain` returns, with its printed and its 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from shlex import quote
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,6 @@ from portmm.target.model import CPU as MODEL
 from portmm.util.text import flop, size, terms, time
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem

@@ -7,15 +7,13 @@ Element-wise functions are rows of `spec.expr_ops.OPS` and `spec.elementwise`.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from portmm.fusion.graph import refuse
 from portmm.spec import elementwise
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 STATIC: dict[Any, Callable[[Any], Any]] = {
     np.shape: lambda x: x.shape, np.ndim: lambda x: x.ndim, np.size: lambda x: x.size,

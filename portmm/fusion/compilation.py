@@ -6,6 +6,7 @@ Owns `compiled_program`, which splits a graph further until each of its units ha
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -23,8 +24,6 @@ from portmm.ops import host_matmul
 from portmm.trace.placeholders import Placeholder, rebuilt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.plan import Builder
 

@@ -6,6 +6,7 @@ Owns `recorded`. With packed filters in the host's memory and channels last, a c
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -22,8 +23,6 @@ from portmm.ops.convolution_weights import DeviceFilters, PackedConv
 from portmm.trace.placeholders import Placeholder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.spec.convolution import Convolution
 
 

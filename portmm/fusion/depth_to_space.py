@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -18,10 +19,6 @@ from portmm.fusion.graph import Graph, Node
 from portmm.fusion.partition import live_nodes, users_of
 from portmm.fusion.plan_windows import Filter
 from portmm.ops.convolution_weights import PackedConv, pack_conv, unpack_conv
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 Array = np.ndarray[Any, Any]
 RANK = 4

@@ -7,6 +7,7 @@ threads.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -25,8 +26,6 @@ from portmm.verification.certificate import Emitted
 from portmm.verification.lowered import PRODUCTS, VECTORS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
-
     from portmm.fusion.program import Kernel
     from portmm.spec.problem import Problem
     from portmm.target.target import Target

@@ -5,11 +5,10 @@ Owns `Task` and `Finding`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.program import Kernel as Described
     from portmm.fusion.term_kernels import Kernel

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 import types
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
@@ -23,8 +24,6 @@ from portmm.util import locks
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.fusion.graph import Graph
     from portmm.fusion.program import Explained
     from portmm.fusion.tracing import Program

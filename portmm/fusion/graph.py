@@ -8,9 +8,10 @@ its expression of its operands.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -28,9 +29,6 @@ from portmm.trace.recorder import run
 from portmm.util.memo import Memory, cached
 from portmm.util.records import dataclass
 from portmm.util.user_warnings import caller
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
 Shape = tuple[int, ...]

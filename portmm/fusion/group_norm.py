@@ -9,7 +9,8 @@ numbers should be traced again as constants, which guards compare.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 
@@ -20,10 +21,6 @@ from portmm.fusion.plan_windows import Norm
 from portmm.spec.epilogue import argument
 from portmm.spec.expr import apply
 from portmm.trace.buffers import Place, looked
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 
 FIRST, SECOND = argument(0, "f32"), argument(1, "f32")
 SUM, LESS, OVER, TIMES = (apply(x, FIRST, SECOND) for x in ("add", "sub", "div", "mul"))

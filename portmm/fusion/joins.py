@@ -9,17 +9,14 @@ along columns, as biases are: constants are joined with the weights, others in e
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from portmm.fusion.graph import Graph, Node
 from portmm.fusion.partition import LEAVES, Split, Unit
 from portmm.ops.prepack import join
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 MOST_BYTES = 1 << 26
 """Weights that are joined, in bytes: they are then in memory twice. It saves one fork of threads,

@@ -5,6 +5,7 @@ Owns `laid_out`, a kernel whose operands have their dimensions in the order of m
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -24,8 +25,6 @@ from portmm.trace.buffers import Place
 from portmm.trace.placeholders import Placeholder
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.fusion.terms import Labelled
     from portmm.ir.mugraph import MuGraph
     from portmm.schedule.schedule import Schedule

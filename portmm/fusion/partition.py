@@ -10,14 +10,13 @@ operand, and writing it too, if no other kernel reads it.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import field
 from typing import TYPE_CHECKING
 
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from portmm.fusion.graph import Graph, Node
 
 LEAVES = ("array", "weight", "number")

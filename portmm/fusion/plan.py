@@ -7,6 +7,7 @@ the kernels of a program run: the loops of kernels over their operands, and the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays import numpy_arrays
@@ -20,8 +21,6 @@ from portmm.trace.buffers import Place, Walk, looked, walk
 from portmm.trace.placeholders import Array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.fusion.graph import Graph, Node
     from portmm.spec.problem import Problem
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 import re
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -33,8 +34,6 @@ from portmm.spec.problem import Problem
 from portmm.trace.buffers import Place, Walk
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.fusion.graph import Graph, Node
 
 _TEMPORARY = re.compile(r"\bM\d+\b")

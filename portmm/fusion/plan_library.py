@@ -8,6 +8,7 @@ from operands by NumPy, and such a step is refused.
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -22,8 +23,6 @@ from portmm.runtime.cpu import runtime
 from portmm.trace.placeholders import Placeholder, rebuilt
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.partition import Split, Unit
     from portmm.fusion.plan import Expressions

@@ -9,7 +9,8 @@ the scratch arena of a thread. A call fills in addresses.
 from __future__ import annotations
 
 from array import array
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +20,6 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.problem import AXES, Problem
 from portmm.trace.buffers import Arena, Place
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 ROW = 1 + len(AXES)
 """Integers of an operand in the argument block: an address, strides."""

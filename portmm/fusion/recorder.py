@@ -8,8 +8,9 @@ kernels; an operation that reads data, or changes it in place, is an error that 
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -21,9 +22,6 @@ from portmm.spec import elementwise
 from portmm.spec.epilogue import index
 from portmm.spec.expr import FUNCTIONS, UFUNCS
 from portmm.trace.placeholders import Array, Indices, Number, Placeholder, rebuilt
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _REDUCTIONS = {"sum": elementwise.sum, "mean": elementwise.sum, "max": elementwise.max}
 _QUESTIONS = {

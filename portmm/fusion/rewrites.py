@@ -8,7 +8,8 @@ any expression of their product, of numbers and of arrays that broadcast.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +20,6 @@ from portmm.spec.expr import Expr, apply
 from portmm.trace.bind import filled
 from portmm.trace.closures import traced_through
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 Heads = tuple[tuple[int, ...], tuple[int, ...]]
 LEAST_SCORES, LEAST_CALLED = 1 << 12, 1 << 17

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -29,8 +30,6 @@ from portmm.util.records import replace
 from portmm.verification.certificate import together
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from portmm.fusion.graph import Node
 
     Progress = Callable[[int, int, str], None]

@@ -11,6 +11,7 @@ import hashlib
 import heapq
 import secrets
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.dispatch import config, program_database
@@ -32,8 +33,6 @@ from portmm.verification.equivalence import check
 from portmm.verification.stability import judge
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.fusion.program import Kernel as Described
     from portmm.ir.mugraph import MuGraph
     from portmm.schedule.schedule import Schedule

@@ -9,6 +9,7 @@ which no form of the same terms is.
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.fusion.term_rewrites import joined_extents, subterms
@@ -16,8 +17,6 @@ from portmm.ir.tile_program import row_label
 from portmm.spec.epilogue import summed, varies
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from portmm.fusion.terms import Term
     from portmm.ir.block_program import BlockProgram
     from portmm.schedule.schedule import Schedule

@@ -8,7 +8,8 @@ tiles of a pass. A kernel is legal where its smallest tiles fit the caches of a 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from portmm.errors import ScheduleError
 from portmm.fusion.term_rewrites import subterms
@@ -27,10 +28,6 @@ from portmm.ir.block_program import (
 from portmm.ir.mugraph import Binding, MuGraph, Step, Tensor
 from portmm.spec.epilogue import Operand, contraction, load, reduction, summed
 from portmm.spec.expr import Expr, const, ordered
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
 
 POINTS, TRIP = 4, 16
 """Smallest tile along a label of the grid, and along the loop."""

@@ -6,12 +6,9 @@ along k: labels say so.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterator, Mapping
 
 from portmm.fusion.terms import Heads, Term, attention, concat, dot, elementwise_term, literal, reduced
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Mapping
 
 
 def rebuilt(x: Term, args: tuple[Term, ...]) -> Term:

@@ -6,6 +6,7 @@ Owns `Program`, and `program_of`, which traces a function with the arguments of 
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -23,8 +24,6 @@ from portmm.trace.recorder import run
 from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.fusion.graph import Graph, Node
     from portmm.trace.guards import Guards
 

@@ -10,6 +10,7 @@ L1, bandwidths on a buffer of a specified size.
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from itertools import cycle
@@ -19,7 +20,6 @@ from portmm.ir.abi import ARGS
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
     from concurrent.futures import Executor
 
     from portmm.host.microbenchmarks import Probe

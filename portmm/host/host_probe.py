@@ -11,18 +11,16 @@ import ctypes
 import math
 import mmap
 import os
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import field
 from functools import cache
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.util import system
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
 
 CPUINFO = "/proc/cpuinfo"
 CPU = "/sys/devices/system/cpu"

@@ -12,13 +12,10 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 BUSY_CORES, BUSY_SHARE = 0.5, 0.1
 """Cores, and share of all cores: a machine on which others use more than the larger of both is busy. Half a core

@@ -7,8 +7,9 @@ read of a record.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import REDUCED, BlockProgram, Pass, TileGemm, TileReduce, TileTransfer
@@ -19,10 +20,6 @@ from portmm.spec.expr import Expr, apply, const, node, ordered
 from portmm.spec.expr_functions import select, substituted
 from portmm.spec.vector_math import exp, log
 from portmm.util.memo import cached
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
-
 
 LOWEST = -3.0e38
 """Maximum of no scores: less than any, and finite, as -inf - -inf is NaN."""

@@ -8,6 +8,7 @@ roundings of float32 only. Another `Arithmetic` gives the same record a meaning 
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import product
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -18,8 +19,6 @@ from portmm.spec.epilogue import REDUCTIONS, summed, varies
 from portmm.spec.expr_ops import NUMPY, OPS
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
     from portmm.spec.expr import Expr
 
 Array = np.ndarray[Any, Any]

@@ -8,7 +8,8 @@ where expressions need them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from portmm.errors import ScheduleError
 from portmm.spec.epilogue import Fused, Operand, summed, varies
@@ -16,10 +17,6 @@ from portmm.spec.expr import Expr, ordered
 from portmm.spec.expr_ops import OPS
 from portmm.spec.vector_math import exp
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
-
 
 REDUCED = ("reduce", "fold")
 """Operations of reductions: along rows, and down columns."""

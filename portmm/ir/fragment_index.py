@@ -7,6 +7,7 @@ weights double are one term, so that lane = [[0, 2], [0, 4], [1, 0], [2, 0], [4,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,6 @@ from portmm.errors import ScheduleError
 from portmm.ir.index import Index, const
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.target.fragment import Fragment
 
 

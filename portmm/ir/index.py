@@ -7,14 +7,12 @@ fold constants.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.ir.prefix import OPERATORS
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
 
 
 @dataclass(frozen=True, slots=True)

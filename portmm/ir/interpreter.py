@@ -10,6 +10,7 @@ what is computed in registers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import TYPE_CHECKING, Any
@@ -50,8 +51,6 @@ from portmm.spec.expr_ops import NUMPY
 from portmm.spec.problem import AXES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from portmm.target.atom import Atom
 
 Address = tuple[np.ndarray, int]

@@ -6,8 +6,9 @@ a product or a sum is, or many that share a grid and a loop. Which part of a ten
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import BlockProgram, Operator, Pass, TileGemm, TileMap, TileReduce, TileTransfer
@@ -25,9 +26,6 @@ from portmm.spec.epilogue import (
 )
 from portmm.spec.expr import Expr, const, node, ordered
 from portmm.spec.expr_ops import OPS
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 _OPERATORS: dict[str, Any] = {x.__name__: x for x in (TileMap, TileReduce, TileGemm, TileTransfer)}
 

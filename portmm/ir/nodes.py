@@ -8,13 +8,12 @@ named and typed by the verb that writes them, so a printer can declare them.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.ir.index import Index, Ptr
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa

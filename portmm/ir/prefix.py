@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping
 
 OPERATORS: dict[str, Callable[[int, int], int]] = {
     "+": operator.add,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING
 
@@ -11,8 +12,6 @@ from portmm.spec.dtype import BY_NAME, CODES_AT, E2M1, EXTENSION_TYPES, ZERO_COD
 from portmm.spec.expr_ops import NUMPY, OPS
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from portmm.ir.lane_nodes import Map
     from portmm.ir.nodes import Verb
     from portmm.target.atom import Atom

@@ -8,6 +8,7 @@ boxes and products of warpgroups: `ir.warpgroup_values`.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import product
@@ -25,8 +26,6 @@ from portmm.spec.dtype import BY_NAME, base
 from portmm.target.device import CUDA_WARP
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from portmm.ir.grid_kernel import GridKernel, MapOf
     from portmm.ir.nodes import LetPtr, Mac
     from portmm.ir.thread_nodes import (

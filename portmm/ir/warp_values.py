@@ -6,14 +6,13 @@ Products are exact for integers, which wrap around; of floats they are summed in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.target.atom import Atom
     from portmm.target.fragment import Fragment
 

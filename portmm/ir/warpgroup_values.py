@@ -8,6 +8,7 @@ have no meaning here. Sums are those of a `Fragment`, whose lanes are the thread
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from threading import BrokenBarrierError, Condition
 from typing import TYPE_CHECKING, Any
@@ -17,8 +18,6 @@ import numpy as np
 from portmm.ir import warp_values
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.ir.grid_kernel import MapOf
     from portmm.target.fragment import Fragment
 

@@ -6,6 +6,7 @@ the model's nodes.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +20,6 @@ from portmm.trace.placeholders import Array as Traced
 from portmm.trace.placeholders import Placeholder
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.onnx.model import Node
 
 Array = np.ndarray[Any, Any]

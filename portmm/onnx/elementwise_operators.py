@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -12,10 +13,6 @@ from portmm.onnx.model import Node, numpy_type
 from portmm.onnx.operators import MICROSOFT, UnsupportedError, is_traced, operator
 from portmm.spec import elementwise as e
 from portmm.trace.placeholders import Placeholder
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 FLOATS = ("float32", "float16", "bfloat16", "float64")
 CASTS = frozenset((

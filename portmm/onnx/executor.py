@@ -7,6 +7,7 @@ is a program of kernels from then on. Values that follow from shapes and constan
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -34,8 +35,6 @@ from portmm.trace.placeholders import Placeholder
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.fusion.program import Kernel
 
 MOST_KINDS = 64

@@ -9,8 +9,9 @@ runs it between kernels. Operators without a row are computed by ONNX's referenc
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,10 +20,6 @@ from portmm.onnx.external_data import released
 from portmm.onnx.model import Node, OnnxError, onnx_module
 from portmm.trace.placeholders import Placeholder
 from portmm.trace.recorder import run
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 Array = np.ndarray[Any, Any]
 MICROSOFT = "com.microsoft"

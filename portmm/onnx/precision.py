@@ -7,8 +7,9 @@ another product computes go through memory, rounded as well.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,9 +17,6 @@ from portmm.arrays.numpy_arrays import numpy_of
 from portmm.onnx.model import Node, OnnxError
 from portmm.onnx.operators import operator
 from portmm.onnx.rewrites import DOMAIN
-
-if TYPE_CHECKING:
-    from collections.abc import Collection
 
 PRECISIONS = ("f32", "bf16", "f16")
 """Types in which products of float32 operands may multiply."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,6 @@ from portmm.spec.expr_functions import fma
 from portmm.weights.quantized import Quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.onnx.model import Node
 
 BYTES = ("int8", "uint8")

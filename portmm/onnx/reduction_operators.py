@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,6 @@ from portmm.onnx.shape_operators import axes_of, resolved
 from portmm.spec import elementwise as e
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.onnx.model import Node
 
 KERNELS = ("float32", "float16", "bfloat16")

@@ -12,14 +12,13 @@ group norm that was written as an instance norm of reshaped images is one operat
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 if TYPE_CHECKING:
-    from collections.abc import Collection, Mapping
-
     from portmm.onnx.model import Node
 
 DOMAIN = "portmm"

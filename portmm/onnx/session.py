@@ -6,7 +6,8 @@ what computes each operator, and the timing of each kernel.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -17,9 +18,6 @@ from portmm.onnx.packing import pack_constants
 from portmm.onnx.precision import checked
 from portmm.onnx.report import Report, report_of
 from portmm.util.user_warnings import warn
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
 
 PROVIDER = "PortmmExecutionProvider"
 _NUMPY = {

@@ -5,6 +5,7 @@ Owns `attention` in the host's memory: its options, its results, and NumPy in th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,8 +20,6 @@ from portmm.ops.attention_launch import AttentionKernel, basic_kernel
 from portmm.ops.attention_shapes import Options, Shape, by_item, count, refuse_others, shape_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.trace.tracer import Traced
 
 Array = np.ndarray[Any, Any]

@@ -5,7 +5,8 @@ Owns `attention_by_factors`, which the search of equivalent programs uses.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,6 @@ from portmm.errors import ScheduleError
 from portmm.ops.attention import launch_of
 from portmm.runtime.cpu import runtime
 from portmm.trace.closures import traced_through
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def attention_by_factors(q: Any, k: Any, v: Any, factors: tuple[Any, Any, Any], *, scale: float) -> Any:

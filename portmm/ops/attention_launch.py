@@ -6,6 +6,7 @@ without functions loads neither the tracer nor the generator.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,6 @@ from portmm.spec.row_classes import last_of_class
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.ops.attention_shapes import Shape
 
 Array = np.ndarray[Any, Any]

@@ -7,6 +7,7 @@ a compiler: a first call by the base set does not load it.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,6 @@ from portmm.trace.closures import traced_through
 from portmm.trace.tracer import Traced, indices
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.ops.attention_shapes import Options, Shape
 
 Array = np.ndarray[Any, Any]

@@ -6,7 +6,8 @@ Owns the checks of `attention`'s operands.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -14,9 +15,6 @@ from portmm.arrays.numpy_arrays import numpy_name
 from portmm.spec.dtype import BY_NAME
 from portmm.util.array_subclasses import refuse_class
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
 Sizes = tuple[int, ...]

@@ -5,6 +5,7 @@ Owns `add_attention`. The kernel of a call serves other sizes too, within the li
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,6 @@ from portmm.schedule.cpu_attention import packs_values
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.ops.bundle_shapes import AttentionShape
     from portmm.target.target import Target
 

@@ -7,6 +7,7 @@ across, and packs what was built.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -33,7 +34,6 @@ from portmm.spec.problem import family as family_of
 from portmm.util import system
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
     from pathlib import Path
 
     from portmm.ir.nodes import Kernel

@@ -6,6 +6,7 @@ Owns the questions for a cubin and for the launches of a product, and the table.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
@@ -25,7 +26,6 @@ from portmm.spec.dtype import BY_NAME
 from portmm.spec.dtype import types as types_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from portmm.build.bundle import Bundle

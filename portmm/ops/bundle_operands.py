@@ -8,6 +8,7 @@ within the rounding of results.
 from __future__ import annotations
 
 import struct
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -23,8 +24,6 @@ from portmm.spec.problem import AXES, Problem, family
 from portmm.weights.quantized import Quantized
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from portmm.schedule.schedule import Schedule
 
 Array = np.ndarray[Any, Any]

@@ -6,6 +6,7 @@ Owns `Shape` and `AttentionShape`, the files that list shapes, and the problems 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from portmm.target.reported_device import device_target
 from portmm.target.target import Target, described, instance, load_target
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
-
     from portmm.spec.problem import Problem
 
 LAYOUTS = ("row", "col", "packed")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import shlex
 import subprocess
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,8 +26,6 @@ from portmm.util import system
 from portmm.util.templates import render
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping, Sequence
-
     from portmm.ops.bundle_build import AttentionCall, Call, Job, Maker
     from portmm.ops.c_programs import Function
     from portmm.spec.problem import Family, Problem

@@ -5,11 +5,10 @@ Owns the records of a function and of its programs, one for each machine and num
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, NamedTuple
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from portmm.ir.nodes import Kernel
 
 Address = tuple[str, int]

@@ -8,8 +8,9 @@ whose B is the view of the windows.
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from math import gcd
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -26,9 +27,6 @@ from portmm.spec.convolution import windows
 from portmm.spec.dtype import spell
 from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Array = np.ndarray[Any, Any]
 

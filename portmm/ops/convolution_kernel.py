@@ -8,6 +8,7 @@ epilogue treats them alike. Groups are products of their own, one after the othe
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,6 @@ from portmm.spec.problem import Problem
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.ops.convolution_weights import PackedConv
     from portmm.trace.bind import Bound, Step
     from portmm.trace.tracer import Traced

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,8 +32,6 @@ from portmm.trace.bind import Bound, Step, bind_operands, dense, typed
 from portmm.trace.tracer import Traced
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.ops.convolution_weights import PackedConv
 
 Array = np.ndarray[Any, Any]

@@ -6,6 +6,7 @@ operand, and products without sums are NumPy's.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,6 @@ from portmm.util.array_subclasses import refuse_class
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from numpy.typing import DTypeLike
 
 

@@ -8,15 +8,13 @@ has it does not depend on its label, so that operands broadcast.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import reduce
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from portmm.arrays.numpy_arrays import FACTORS, name_of, types_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Labels = tuple[int, ...]
 ELLIPSIS = 52

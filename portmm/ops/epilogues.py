@@ -6,6 +6,7 @@ the epilogue of layers of models.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,6 @@ from portmm.trace.tracer import Traced, indices
 from portmm.util.records import replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.spec.dequantization import Dequantization
 
 NAMES = {"m": "m", "n": "n", "b": "b"}

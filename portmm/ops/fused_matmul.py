@@ -6,6 +6,7 @@ or no kernel can be built; then it is a kernel over the rows of the result.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,8 +21,6 @@ from portmm.spec.row_classes import row_class
 from portmm.util.array_subclasses import in_class_of
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.trace.bind import Bound, UserFunction
     from portmm.trace.tracer import Traced
 

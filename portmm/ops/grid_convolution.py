@@ -7,6 +7,7 @@ memory, or registers; epilogues and results are those of `grid_product`. Groups 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from math import gcd, prod
 from typing import TYPE_CHECKING, Any
@@ -35,8 +36,6 @@ from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.dispatch.machine import Machine
     from portmm.trace.bind import Step
 

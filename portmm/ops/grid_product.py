@@ -9,8 +9,9 @@ the rows of the result.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NoReturn, Self
+from typing import Any, NoReturn, Self
 
 import numpy as np
 
@@ -31,10 +32,6 @@ from portmm.trace.bind import Step, UserFunction, dense, typed
 from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
 from portmm.weights.kinds import WeightKind, weight_kind
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 MOST_KINDS = 1024
 """Kinds of calls remembered before the memo is emptied."""

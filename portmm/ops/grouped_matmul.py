@@ -7,6 +7,7 @@ row or group indices, both as numbers.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
@@ -29,8 +30,6 @@ from portmm.trace.closures import resolve
 from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from portmm.trace.tracer import Traced
 
 Array = np.ndarray[Any, Any]

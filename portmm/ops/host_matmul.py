@@ -11,8 +11,9 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Callable
 from contextlib import suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -29,9 +30,6 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.row_classes import row_class, rows
 from portmm.util import locks
 from portmm.util.array_subclasses import in_class_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MOST_OFFSETS = 512
 """Repetitions past which a call is not planned: plans are remembered, 24 bytes

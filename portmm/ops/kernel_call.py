@@ -8,6 +8,7 @@ on the stream or queue of one operand, asynchronously.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -28,8 +29,6 @@ from portmm.trace.closures import resolve
 from portmm.trace.recorder import Source, element, readable_in_place
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
 
     from portmm.spec import epilogue

@@ -6,6 +6,7 @@ on arrays of any strides, without copies.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,6 @@ from portmm.ops import host_matmul
 from portmm.spec.dtype import BY_NAME, base
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.arrays.operand import Operand
     from portmm.ir.nodes import Kernel
 

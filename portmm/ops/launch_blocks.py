@@ -6,6 +6,7 @@ Owns `launch_block`. What kernels of products and attention read of a record tak
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -32,8 +33,6 @@ from portmm.trace.recorder import Source, described
 from portmm.trace.tracer import Traced
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.arrays.operand import Operand
     from portmm.spec import epilogue
     from portmm.spec.expr import Expr

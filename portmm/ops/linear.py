@@ -6,6 +6,7 @@ reads (`spec.dequantization`), the run of the kernel, and NumPy in its place.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import cache
 from math import inf, prod
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ from portmm.util.array_subclasses import refuse_class
 from portmm.weights.kinds import WeightKind, weight_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.ops.product_kernel import HostProduct, ProductKernel
     from portmm.trace.bind import UserFunction
 

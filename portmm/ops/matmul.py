@@ -7,8 +7,9 @@ an epilogue or a prologue.
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -16,10 +17,6 @@ from portmm.arrays import libraries, numpy_arrays
 from portmm.dispatch import config
 from portmm.ops import host_matmul
 from portmm.ops.prepack import current, is_packed, is_quantized
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 TRACER = "portmm.trace.bind"
 """A module that is loaded once a function was traced: the next takes less time than its outline."""

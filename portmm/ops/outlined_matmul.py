@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import sys
 import types
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +25,6 @@ from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import spell
 from portmm.spec.problem import AXES, Problem
 from portmm.util.memo import Memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
 OUTLINE = "outline "

@@ -7,6 +7,7 @@ that loads it selects kernels for its own machine, and finds them in its cache.
 from __future__ import annotations
 
 import copyreg
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,8 +21,6 @@ from portmm.ops.host_matmul import make_plan, numpy_plan
 from portmm.ops.prepack import current
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     Array = np.ndarray[Any, Any]
     Form = tuple[tuple[int, ...], tuple[int, ...], np.dtype[Any]]
 

@@ -9,6 +9,7 @@ pass costs. Functions for tracing are imported where there is a function: `linea
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,8 +28,6 @@ from portmm.util.records import dataclass, replace
 from portmm.weights.kinds import WeightKind, weight_kind
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.spec.dequantization import Dequantization
     from portmm.trace.bind import Bound, Step
     from portmm.trace.tracer import Traced

@@ -5,6 +5,7 @@ Owns the memo of their kernels without a user's function, and the rules for type
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -20,8 +21,6 @@ from portmm.spec.row_classes import last_of_class, row_class
 from portmm.util.memo import Memory, cached
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.ops.int4_panels import PackedInt4
 
 LONGEST_GROUP = (2**31 - 1) // (128 * 15)

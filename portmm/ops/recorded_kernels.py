@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -29,8 +30,6 @@ from portmm.runtime.cpu import load_kernel, runtime
 from portmm.util.memo import cached
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from portmm.ir.nodes import Kernel
     from portmm.target.target import Target
 

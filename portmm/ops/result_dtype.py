@@ -6,16 +6,14 @@ have a less precise accumulator, operands are converted first.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.ops.prepack import is_quantized, unpack
 from portmm.util.array_subclasses import in_class_of
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
 

@@ -7,6 +7,7 @@ first: its result is an operand of the kernel over rows. Arrays and kernels are 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from portmm.errors import ScheduleError, TraceError
@@ -18,8 +19,6 @@ from portmm.util.memo import cached
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     import numpy as np
 
 

@@ -6,6 +6,7 @@ Owns `over_rows`, for arrays in the host's memory, and `HostRows`, the kernels o
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -21,8 +22,6 @@ from portmm.trace.recorder import element, native
 from portmm.trace.tracer import Traced, arity
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.spec import epilogue
 
 Array = np.ndarray[Any, Any]

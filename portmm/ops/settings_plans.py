@@ -6,16 +6,14 @@ block would be prepared anew, for some 50 us.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from portmm.dispatch import config
 from portmm.ops.prepack import current, is_packed
 from portmm.util.memo import Memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MOST_PLANS = 1024
 _plans = Memory(MOST_PLANS, "calls")

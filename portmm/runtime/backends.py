@@ -7,14 +7,12 @@ The processor's is `cffi_runtime.CffiRuntime`: its launches are C throughout.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable, Sequence
 from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Hashable, Sequence
 
 
 @dataclass(frozen=True, slots=True)

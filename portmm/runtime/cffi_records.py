@@ -8,6 +8,7 @@ packed and read, and plans built, which NumPy computes.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,7 +18,6 @@ from portmm.spec.dtype import BY_NAME
 from portmm.util.array_subclasses import refuse_class
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
     from pathlib import Path
 
 _DTYPES = {x: np.dtype(BY_NAME[x].numpy) for x in ("f32", "f64", "f16", "s8", "u8", "s32")}

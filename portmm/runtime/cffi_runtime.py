@@ -7,7 +7,8 @@ some microseconds more per call. The thread pool and the launch are the extensio
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -24,9 +25,6 @@ from portmm.runtime.cffi_records import (
     signature,
 )
 from portmm.spec.row_classes import row_class
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 _MOST_ROUTES, _MOST_PLANS = 1 << 16, 1 << 12  # as in memo.c
 

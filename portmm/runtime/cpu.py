@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,6 @@ from portmm.ir.abi import ARGS
 from portmm.util import locks, system
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     from portmm.build.shared_object import Artifact
     from portmm.errors import BuildError
     from portmm.runtime.cffi_runtime import CffiRuntime

@@ -6,6 +6,7 @@ Owns the calls of OpenCL's drivers, through PyOpenCL, but those that build progr
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -18,7 +19,6 @@ from portmm.runtime.opencl_programs import Program, compile_opencl, pyopencl
 from portmm.util import locks
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
     from threading import Lock
 
 # OpenCL C fixes the sizes of its types, on every device.

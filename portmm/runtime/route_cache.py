@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import field
 from functools import lru_cache
@@ -35,7 +36,6 @@ from portmm.util.records import dataclass
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
     from pathlib import Path
 
     from portmm.spec.problem import Problem

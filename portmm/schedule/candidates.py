@@ -5,6 +5,7 @@ Owns the enumeration over instruction sets, atoms and block programs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -19,8 +20,6 @@ from portmm.spec.problem import Problem, family
 from portmm.target.supports import has_primitive, lacks, multiplies
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Iterator
-
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa

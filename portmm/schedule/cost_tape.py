@@ -11,6 +11,7 @@ A column has an element for each value of M and candidate. An operation is five 
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -19,8 +20,6 @@ from portmm.schedule.cpu_cost import Array, Extents, reached, shared, timed
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.schedule.cpu_table import Table
     from portmm.spec.problem import Problem
 

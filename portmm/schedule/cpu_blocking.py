@@ -9,6 +9,7 @@ follow from the capacities of L1, L2 and L3 (Low et al. 2016).
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from portmm.schedule.parts import ALL, PACKED, OperandPlan, Parallel, Tile
@@ -19,8 +20,6 @@ from portmm.target.model import CPU as MODEL
 from portmm.target.summation import depth as whole_run
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.schedule.program import Footprint
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa

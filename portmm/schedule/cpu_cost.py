@@ -8,6 +8,7 @@ times of every candidate on one thread of a Zen 4, with AVX-512 and with AVX2 (`
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from heapq import heapreplace
 from math import gcd
 from typing import TYPE_CHECKING, Any
@@ -19,8 +20,6 @@ from portmm.schedule.roofline import Cost, Work, roofline
 from portmm.util.memo import cached
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
-
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom

@@ -5,6 +5,7 @@ Block sizes are those of `cpu_blocking`. Schedules have C by rows, and the wides
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -33,8 +34,6 @@ from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.schedule.program import Vectors
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa

@@ -6,6 +6,7 @@ Owns when products are of such a shape, and such matrices so far, that this pays
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections.abc import Iterator
 from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
@@ -25,8 +26,6 @@ from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom

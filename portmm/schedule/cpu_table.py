@@ -5,6 +5,7 @@ Owns `Table`, and the rates of a machine: measured ones where the target has the
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -15,8 +16,6 @@ from portmm.target.model import CPU as MODEL
 from portmm.target.model import Model
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa

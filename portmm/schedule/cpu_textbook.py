@@ -7,6 +7,7 @@ just before use; block sizes follow from capacities alone (Goto & van de Geijn, 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from portmm.schedule.cpu_blocking import cache_tiles, least_of
@@ -16,8 +17,6 @@ from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.schedule.schedule import Schedule
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom

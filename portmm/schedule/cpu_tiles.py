@@ -5,6 +5,7 @@ Schedules have C by rows, as those of `cpu_gemm`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -24,8 +25,6 @@ from portmm.spec.problem import Problem, family
 from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
-
     from portmm.schedule.program import Vectors
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom

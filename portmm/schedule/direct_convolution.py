@@ -6,6 +6,7 @@ Owns `Strip`, sizes of convolutions that read images in place, `Direct`, those t
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,8 +15,6 @@ from portmm.spec.dtype import BY_NAME
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.schedule.schedule import Schedule
     from portmm.target.target import Target
 

@@ -7,6 +7,7 @@ select them.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from portmm.spec.convolution import Convolution, Windows
@@ -15,8 +16,6 @@ from portmm.spec.problem import Family
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target

@@ -7,6 +7,7 @@ and do.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from math import ceil
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -32,8 +33,6 @@ from portmm.target.model import DEVICE as MODEL
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Iterator
-
     from portmm.spec.problem import Problem
     from portmm.target.isa import Isa
     from portmm.target.target import Target

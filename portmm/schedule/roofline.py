@@ -8,14 +8,12 @@ value of M, then by candidate, so that all candidates are predicted at once.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 OPTIONAL = frozenset(("L3", "memory", "sums"))
 """Terms of CPUs that only some problems and schedules have."""

@@ -6,6 +6,7 @@ Owns `Tiled`, the sizes that its kernel has as constants, and `tiled`, which sel
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from portmm.schedule.direct_convolution import FILTERS, PANEL, PIXELS, STRIP, Strip, rows_of_few
@@ -14,8 +15,6 @@ from portmm.spec.dtype import BY_NAME
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
     from portmm.target.target import Target

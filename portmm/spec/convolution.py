@@ -9,14 +9,11 @@ A: their rows are the pixels of all images, and columns are (tap, channel). With
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING
 
 from portmm.spec.layout import Layout
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 Extents = tuple[int, ...]
 IMAGES = "images"

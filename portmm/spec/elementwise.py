@@ -8,8 +8,9 @@ Reductions are along the last axis, which is kept, with extent 1.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +19,6 @@ from portmm.spec import vector_math
 from portmm.spec.epilogue import column_reduction, extent, index, reduction
 from portmm.spec.expr import FUNCTIONS, UFUNCS, Expr, apply, real
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TOP = 127
 """The int8 value of the largest magnitude of a quantised row."""

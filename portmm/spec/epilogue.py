@@ -11,7 +11,7 @@ is C = acc + x0[n] + x1[m, n], written to the operand x2 as s8 too.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable
 
 import numpy as np
 
@@ -21,9 +21,6 @@ from portmm.spec.expr_ops import OPS
 from portmm.spec.problem import AXES
 from portmm.util.memo import Memory
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 PRODUCT = "bmn"
 """The axes of a product."""

@@ -13,8 +13,9 @@ can, and any product that is an operand of a sum may be contracted to one: see
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 from weakref import _remove_dead_weakref, ref  # type: ignore[attr-defined]
 
 import numpy as np
@@ -22,9 +23,6 @@ import numpy as np
 from portmm.errors import TraceError
 from portmm.spec.expr_ops import NUMPY, OPS
 from portmm.util import locks
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Array = np.ndarray[Any, Any]
 Literal = int | float | bool

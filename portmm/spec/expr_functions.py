@@ -5,12 +5,10 @@ Owns `fma`, `select`, `sqrt`, the bits of floats, rounding to integers, and the 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 from portmm.spec.expr import Expr, apply, const, node
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 def fma(a: Any, b: Any, c: Any) -> Expr:

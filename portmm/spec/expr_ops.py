@@ -5,7 +5,7 @@ Owns `OPS`, the table of operations: that of expressions, of traced arrays, and 
 
 from __future__ import annotations
 
-from collections.abc import Callable  # noqa: TC003 - of a record
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np

@@ -8,6 +8,7 @@ compute with index expressions and NumPy with arrays. Sizes and strides are inte
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import field, fields, is_dataclass
 from operator import mul
 from typing import TYPE_CHECKING, Any
@@ -21,8 +22,6 @@ from portmm.util import locks
 from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from portmm.spec.layout_index import Size
     from portmm.spec.layout_transforms import Array, Transform, Values
 

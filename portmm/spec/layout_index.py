@@ -10,6 +10,7 @@ any objects that have operators: NumPy arrays, index expressions of kernels, oth
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable, Iterator
 from functools import reduce
 from itertools import combinations
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias
@@ -17,8 +18,6 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
     Size: TypeAlias = "Sum | int | str"
 
 

@@ -7,14 +7,13 @@ one address for each row, one offset for each run, and in its interior no test o
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from portmm.spec.layout_index import ZERO, Leaf, Sum, as_sum, bounds, coordinate, evaluate, leaves
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator, Sequence
-
     from portmm.spec.layout import Layout
 
 RUN, WITHIN = "run", "within"

@@ -10,17 +10,15 @@ maps: see `Layout`.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import reduce
 from operator import add, mul
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from portmm.spec.layout_index import ZERO, Sum
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 Values = tuple[Any, ...]
 Array = np.ndarray[Any, Any]

@@ -7,14 +7,11 @@ facts are in `targets/clouds.toml`; numbers of cores are not among them.
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
 
 from portmm.errors import TargetError
 from portmm.target.toml_schema import parse, record, require
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 _AWS = re.compile(r"([a-z][a-z0-9-]*)\.(?:\d*xlarge|nano|micro|small|medium|large|metal(?:-\d+xl)?)")
 _GOOGLE = re.compile(

@@ -15,13 +15,11 @@ sums. A fragment of fewer columns than its atom has is repeated along them.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 from portmm.target.toml_schema import record, require
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable, Mapping
 
 ROLES = ("a_fragment", "b_fragment", "acc_fragment")
 """Fields of an atom that name a fragment."""

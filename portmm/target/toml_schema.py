@@ -9,13 +9,11 @@ from __future__ import annotations
 import re
 import string
 import tomllib
+from collections.abc import Iterable
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.errors import TargetError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterable
 
 
 def parse(text: str, where: str) -> tuple[dict[str, Any], str]:

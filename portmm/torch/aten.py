@@ -9,15 +9,13 @@ Owns `HANDLERS`, functions of a translator and an operator's arguments. What a r
 from __future__ import annotations
 
 import operator
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from portmm.spec import elementwise as ew
 from portmm.trace.placeholders import Array
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 LOWEST = float(np.finfo(np.float32).min)
 TINY = float(np.finfo(np.float32).tiny)

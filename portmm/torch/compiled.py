@@ -7,8 +7,9 @@ again.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter, is_
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,9 +21,6 @@ from portmm.torch.aten import Unsupported
 from portmm.torch.repetitions import merge
 from portmm.torch.translation import Constants, Translator
 from portmm.trace.placeholders import Array
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 MOST_PROGRAMS = 256
 _version = attrgetter("_version")

@@ -8,7 +8,8 @@ Owns `quantize_`, and the layers that it puts in the place of others: `Quantized
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -18,9 +19,6 @@ from portmm.errors import PortmmError
 from portmm.torch import operators  # noqa: F401 - registers portmm::quantized_linear
 from portmm.torch.quantized_convolutions import matrix_of
 from portmm.torch.weights import KINDS, bf16_values, int4_values, int8_values
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 GROUPS = (128, 64, 32)
 """Inputs of a group of an int4 weight: the largest that divides them."""

@@ -7,6 +7,7 @@ operators of constants alone are computed now; PyTorch computes all others betwe
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -23,8 +24,6 @@ from portmm.torch.aten import HANDLERS, MOVES, Unsupported
 from portmm.trace.placeholders import Array
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.fusion.graph import Node
 
 _LINE = re.compile(r'File "([^"]+)", line (\d+)')

@@ -11,7 +11,8 @@ inputs 2 i and 2 i + 1 in the low and the high half, (outputs, inputs / 2), and 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterator
+from typing import Any
 from weakref import ref
 
 import numpy as np
@@ -25,9 +26,6 @@ from portmm.ops.rowwise import over_rows
 from portmm.spec import elementwise as ew
 from portmm.spec.dtype import ZERO_CODE
 from portmm.weights.quantized import SMALLEST_SCALE, Quantized
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
 
 KINDS = ("int8-dynamic", "int4", "int4-dynamic", "bf16")
 BLOCK = 1 << 22

@@ -7,8 +7,9 @@ of a kind; `UserFunction`, a user's function at one call, with the memo of the k
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -25,10 +26,6 @@ from portmm.trace.recorder import Source, described, native
 from portmm.trace.tracer import Traced, trace
 from portmm.util.memo import Memory
 from portmm.util.records import dataclass, replace
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 Array = np.ndarray[Any, Any]
 MOST_KINDS = 1024

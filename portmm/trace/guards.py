@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import builtins
 import struct
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,8 +19,6 @@ from portmm.util.array_subclasses import refuse_class
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping
-
     from portmm.util.memo import Memory
 
 MOST_WAYS = 16

@@ -10,13 +10,11 @@ the value as a constant.
 from __future__ import annotations
 
 import operator
+from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.errors import TraceError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 
 class ByValueError(TraceError):

@@ -12,14 +12,12 @@ from __future__ import annotations
 
 import sys
 import types
+from collections.abc import Callable, Iterable
 from enum import EnumType
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import Any, Protocol
 from weakref import WeakKeyDictionary
 
 from portmm.errors import TraceError
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable
 
 
 class Scope(Protocol):

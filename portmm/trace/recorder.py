@@ -6,8 +6,9 @@ Owns `Source`, the array of an operand and the view that is read, and `Elements`
 from __future__ import annotations
 
 import types
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -19,10 +20,6 @@ from portmm.spec.problem import AXES
 from portmm.trace.closures import COMPUTED
 from portmm.trace.placeholders import Array, ByValueError, Number, Placeholder
 from portmm.util.records import dataclass
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 
 NdArray = np.ndarray[Any, Any]
 _KNOWN = {

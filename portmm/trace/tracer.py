@@ -12,6 +12,7 @@ constants, and each value has a kernel of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from inspect import signature
 from typing import TYPE_CHECKING, Any
@@ -30,7 +31,6 @@ from portmm.util.user_warnings import caller, is_users
 
 if TYPE_CHECKING:
     import types
-    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True)

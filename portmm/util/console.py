@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Collection, Iterator, Sequence
-
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text

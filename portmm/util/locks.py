@@ -21,13 +21,13 @@ import _thread  # `threading` has the same, and takes 0.4 ms to import
 import os
 import sys
 import time
+from collections.abc import Callable
 from importlib import _bootstrap
 from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from weakref import WeakSet
 
 if TYPE_CHECKING:
     import threading
-    from collections.abc import Callable
 
 T = TypeVar("T")
 

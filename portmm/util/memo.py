@@ -7,11 +7,9 @@ functions of a few types, are no part of a cache: they do not grow with calls.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
 
 F = TypeVar("F", bound="Callable[..., Any]")
 CACHES = {

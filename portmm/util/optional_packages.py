@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING
 
 from portmm.errors import PortmmError
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping
 
 
 def attribute(package: str, name: str, modules: Mapping[str, str], module: str, library: str) -> object:

@@ -5,10 +5,7 @@ Owns `document`, and `ARROW`, the class of lines that end in an arrow.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
+from collections.abc import Sequence
 
 ARROW = "a"
 _STYLE = f".{ARROW}{{fill:none;stroke:#888;marker-end:url(#m)}}"

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import sys
 import warnings
+from collections.abc import Mapping
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
     from types import FrameType
 
 _PASS_THROUGH = frozenset(("portmm", "numpy", "contextlib", "functools", "threading", "typer", "click"))

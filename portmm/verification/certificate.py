@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.c_kernel import source
@@ -23,8 +24,6 @@ from portmm.verification.stability import EPS, judge
 from portmm.verification.values import UncompiledError, UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from portmm.ir.block_program import BlockProgram
     from portmm.schedule.schedule import Schedule
 

@@ -7,6 +7,7 @@ functions of the hardware are replaced by its, and what it says in C++ is as it 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from portmm.ir.interpreter import evaluate
@@ -26,8 +27,6 @@ from portmm.verification.emitted_text import (
 from portmm.verification.values import UncompiledError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from portmm.ir.grid_kernel import Argument, GridKernel
     from portmm.spec.expr import Expr
 

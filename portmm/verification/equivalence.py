@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import secrets
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Protocol
@@ -23,8 +24,6 @@ from portmm.verification.field import Field
 from portmm.verification.values import Residues, UnsupportedError, Value
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping
-
     from portmm.ir.mugraph import Binding, MuGraph, Step
     from portmm.spec.expr import Expr
 

@@ -6,6 +6,7 @@ a tree is the expansion of a function if it unifies with that of an argument.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from portmm.spec import vector_math
@@ -13,8 +14,6 @@ from portmm.spec.epilogue import argument
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.spec.expr import Expr
 
 _ARGUMENT = argument(0, "f32")

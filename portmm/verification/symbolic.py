@@ -8,6 +8,7 @@ accumulators and expansions of functions are judged that a compiler gets.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import TYPE_CHECKING, Any
@@ -23,8 +24,6 @@ from portmm.util import locks
 from portmm.verification.values import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
     from portmm.ir.lane_nodes import Map, Reduce, RowScale, Total
     from portmm.ir.nodes import Add, Kernel, Mac, Verb
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 import mmap
 import operator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,8 +19,6 @@ import numpy as np
 from portmm.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.weights.quantized import Quantized
     from portmm.weights.safetensors import Array
 

@@ -8,6 +8,7 @@ the tensor classes of torchao's `quantize_/workflows`.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +19,6 @@ from portmm.weights.fp4 import from_fp4
 from portmm.weights.quantized import FLOATS, Quantized, dequantize
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Mapping
-
     from portmm.weights.safetensors import Array
 
     Tensors = Mapping[str, Array]
