@@ -25,7 +25,7 @@ from portmm.trace.buffers import Place
 from portmm.trace.placeholders import Placeholder
 
 if TYPE_CHECKING:
-    from portmm.fusion.terms import Labelled
+    from portmm.fusion.term_reader import Labelled
     from portmm.ir.mugraph import MuGraph
     from portmm.schedule.schedule import Schedule
 

@@ -24,7 +24,8 @@ from portmm.fusion.finding import Finding, Run, Task
 from portmm.fusion.partition import live_nodes
 from portmm.fusion.program import Explained
 from portmm.fusion.recorder import WholeArrays
-from portmm.fusion.terms import TYPES, UnlabelledError, spelled, term_of, viewed
+from portmm.fusion.term_reader import TYPES, term_of, viewed
+from portmm.fusion.terms import UnlabelledError, literal, spelled
 from portmm.trace.placeholders import Array, Placeholder, rebuilt
 from portmm.util.records import replace
 from portmm.verification.certificate import together
@@ -171,7 +172,7 @@ def _has_term(x: Node) -> bool:
         return False
     try:
         if x.kind == "map" and x.template is not None:
-            spelled(x.template)
+            spelled(x.template, [literal(0.0)] * len(x.inputs))
             return True
         if x.kind == "view":
             viewed(x, list(range(len(x.inputs[0].shape))))

@@ -25,8 +25,9 @@ from portmm.fusion.split_search import in_parts, parts_of
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted, predicted_kernel
 from portmm.fusion.term_kernels import Kernel, one_kernels
+from portmm.fusion.term_reader import Labelled, term_of
 from portmm.fusion.term_rewrites import alternatives, subterms
-from portmm.fusion.terms import Labelled, Term, UnlabelledError, graph_of, term_of
+from portmm.fusion.terms import Term, UnlabelledError, graph_of
 from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
 from portmm.verification.certificate import Emitted, certify
 from portmm.verification.equivalence import check

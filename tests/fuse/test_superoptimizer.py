@@ -19,8 +19,9 @@ from portmm.fusion.fuse import FusedFunction
 from portmm.fusion.split_search import Layout, Parts, _laid_out
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_kernels import one_kernels
+from portmm.fusion.term_reader import term_of
 from portmm.fusion.term_rewrites import RULES, alternatives, rebuilt, subterms
-from portmm.fusion.terms import UnlabelledError, attention, dot, graph_of, term_of
+from portmm.fusion.terms import UnlabelledError, attention, dot, graph_of
 from portmm.ir.mugraph import from_json, to_json
 from portmm.target.target import names_of
 from portmm.trace.placeholders import Placeholder

@@ -19,8 +19,9 @@ import portmm as pm
 from portmm.errors import PortmmError
 from portmm.fusion.fuse import FusedFunction
 from portmm.fusion.term_kernels import one_kernels
+from portmm.fusion.term_reader import term_of
 from portmm.fusion.term_rewrites import alternatives, joined_extents, rebuilt, replaced, subterms
-from portmm.fusion.terms import Term, dot, elementwise_term, graph_of, literal, reduced, term_of
+from portmm.fusion.terms import Term, dot, elementwise_term, graph_of, literal, reduced
 from portmm.trace.placeholders import Placeholder
 from portmm.trace.placeholders import rebuilt as nested
 from portmm.verification.equivalence import check
