@@ -56,7 +56,7 @@ def _in_units(x: Array, unit: int) -> bool:
 
 
 class Wanted(NamedTuple):
-    """What a caller asks for.
+    """Options of a call that concern its result.
 
     Attributes:
         out: the array of the result, or None.
