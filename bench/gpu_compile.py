@@ -57,7 +57,9 @@ class ndarray:  # noqa: N801 - CuPy's name
         return ndarray(self.shape[::-1], self.dtype, self.data.ptr, self.strides[::-1])
 
     def reshape(self, *shape):
-        return ndarray(shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, self.dtype, self.data.ptr)
+        return ndarray(
+            shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape, self.dtype, self.data.ptr
+        )
 
     def set(self, _):
         """Nothing is copied."""

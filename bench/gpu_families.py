@@ -407,7 +407,9 @@ def conv(on, peers, case, l2):
 
     def ours(x):
         images, _, added, packed = x
-        return pm.conv(images, packed, padding=padding, stride=stride, epilogue=lambda acc, i: pm.relu(acc + added[i.n]))
+        return pm.conv(
+            images, packed, padding=padding, stride=stride, epilogue=lambda acc, i: pm.relu(acc + added[i.n])
+        )
 
     def share(found, x):
         # Of the last image, on the host.

@@ -108,7 +108,7 @@ def streams():
 def prologues():
     """A function of the elements of A before, and of the sums after."""
     a, b, s = drawn(130, 200), drawn(200, 77, seed=1), drawn(77, seed=2)
-    found = pm.matmul(a, b, prologue_a=lambda x, i: pm.relu(x), epilogue=lambda acc, i: pm.silu(acc * s[i.n]))
+    found = pm.matmul(a, b, prologue_a=lambda x, _: pm.relu(x), epilogue=lambda acc, i: pm.silu(acc * s[i.n]))
     near(found, torch.nn.functional.silu(torch.relu(a).double() @ b.double() * s.double()))
 
 
@@ -175,7 +175,9 @@ def attentions():
     wide = [narrow[0].double(), *(y.double().repeat_interleave(4, 1) for y in narrow[1:])]
     near(pm.attention(*narrow), attend(*wide), rtol=1e-2, name="bf16")
     same = [narrow[0], narrow[0].flip(2), narrow[0].flip(3)]
-    near(pm.attention(*same, causal=True), attend(*(y.double() for y in same), is_causal=True), rtol=1e-2, name="causal")
+    near(
+        pm.attention(*same, causal=True), attend(*(y.double() for y in same), is_causal=True), rtol=1e-2, name="causal"
+    )
 
 
 @check
@@ -221,7 +223,7 @@ def cupy_arrays():
     import cupy as cp
 
     a, b = cp.random.rand(64, 300, dtype="f4"), cp.random.rand(300, 200, dtype="f4")
-    found = pm.matmul(a, b, epilogue=lambda acc, i: pm.gelu(acc))
+    found = pm.matmul(a, b, epilogue=lambda acc, _: pm.gelu(acc))
     assert isinstance(found, cp.ndarray)
     assert pm.matmul(a, b).shape == (64, 200)
 

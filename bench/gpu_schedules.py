@@ -22,7 +22,7 @@ from portmm.dispatch import device_routes
 from portmm.dispatch.schedule_choice import Choice
 from portmm.dispatch.tuned_schedule import problem_text
 from portmm.errors import PortmmError
-from portmm.schedule import gpu_attention, gpu_mma_attention
+from portmm.schedule import gpu_attention, gpu_attention_choice
 from portmm.schedule.candidates import candidates
 from portmm.schedule.gpu_cost import cost
 from portmm.schedule.text import spell
@@ -120,7 +120,7 @@ def opened(call, operands):
         PortmmError: it poses nothing that has candidates.
     """
     routes, tiles = [], []
-    route, listed = device_routes.route, gpu_mma_attention.choices
+    route, listed = device_routes.route, gpu_attention_choice.choices
 
     def seen(p, on, vectors):
         routes.append((p, on, vectors))
@@ -131,10 +131,10 @@ def opened(call, operands):
         return listed(wanted, target)
 
     forget_all()
-    with replaced(device_routes, "route", seen), replaced(gpu_mma_attention, "choices", seen_tiles):
+    with replaced(device_routes, "route", seen), replaced(gpu_attention_choice, "choices", seen_tiles):
         call(operands)
     if tiles:
-        return Surveyed(tiles[0][0]._asdict(), (gpu_mma_attention, "choices"), tuple(_attention(*tiles[0])))
+        return Surveyed(tiles[0][0]._asdict(), (gpu_attention_choice, "choices"), tuple(_attention(*tiles[0])))
     if not routes:
         raise PortmmError("the call poses no problem that has candidates")
     p, on, vectors = max(routes, key=lambda x: x[0].m * x[0].n * x[0].k * x[0].batch)
@@ -159,10 +159,11 @@ def _schedules(p, on, vectors):
 def _attention(wanted, target):
     """Candidates of attention, of which one compiles when it is first called."""
     hertz = 1e9 * (target.frequency_ghz or 1)
-    matrix = gpu_mma_attention.candidates(wanted, target)
-    for s in (*matrix, *gpu_attention.candidates(wanted, target)):
-        seconds = gpu_mma_attention.time(s, wanted, target) / hertz if s in matrix else None
+    for s in (*gpu_attention_choice.matrix_units(wanted, target), *gpu_attention.candidates(wanted, target)):
+        cycles = gpu_attention_choice.time(s, wanted, target)
+        seconds = cycles / hertz if cycles else None
         text = f"{s.program} {s.block.m}x{s.block.n} threads {s.threads}" + (f" slots {s.stages}" if seconds else "")
+        text += " in turns" if s.parallel.pingpong else ""
         yield Candidate(str(s), text, (s.program, s.threads, s.stages), seconds, {}, lambda s=s: [s])
 
 

@@ -92,7 +92,9 @@ def look():
     """All checks, the first cases of each section, and the candidates of four kinds of calls."""
     notes = _phase("notes", 15, [{"do": "note", "name": "notes", "case": {}, "timed": True}])
     timed = [x for name in gpu_cases.SECTIONS if name not in COMPILED for x in gpu_cases.cases((name,))[:LOOKED]]
-    jobs = [_job("measure", x, patience=PATIENCE, load=x.section in ("squares", "attention"), timed=True) for x in timed]
+    jobs = [
+        _job("measure", x, patience=PATIENCE, load=x.section in ("squares", "attention"), timed=True) for x in timed
+    ]
     survey = (
         _product("4096x4096x4096:bf16:col"), _of("attention", 4096, 64, 128, "bf16", "row", "causal"),
         _of("codes", 16, 4096, 4096, "bf16", "row"), _product("16x4096x4096:bf16:col"),

@@ -87,11 +87,12 @@ class AttentionBlocks(Request):
                 Let("low", var("row_0")),
                 Let("high", minimum(var("m"), var("row_0") + t.queries) - 1),
             )
-        head = var("other") * var("group") if t.runs else var("head")
+        return (*first, Let("last", self.height - 1), *self.lanes(), *self.items())
+
+    def items(self) -> tuple[Stmt, ...]:
+        """Addresses of a block's head of Q, K and V."""
+        head = var("other") * var("group") if self.t.runs else var("head")
         return (
-            *first,
-            Let("last", self.height - 1),
-            *self.lanes(),
             LetPtr("q_item", Ptr("q", var("item") * var("q_b") + head * var("q_h")), self.form.dtype, readonly=True),
             *(
                 LetPtr(f"{x}_item", Ptr(x, var("item") * var(f"{x}_b") + var("other") * var(f"{x}_h")), self.form.dtype)

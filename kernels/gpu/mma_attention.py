@@ -225,11 +225,11 @@ class Work(AttentionBlocks):
             unrolled("j", t.dv // UNIT, load, self.product("o_sums", t.columns, j, Ptr("p_part"))),
         )  # fmt: skip
 
-    def packed(self, step: Index) -> Stmt:
-        """Conversion of the weights of sixteen keys to a fragment of the left operand."""
+    def packed(self, step: Index, to: Index | int = 0) -> Stmt:
+        """Conversion of the weights of sixteen keys to a fragment of the left operand, the one numbered `to`."""
         r, u, h = var("r"), var("u"), var("h")
         src = Ptr("s", (((r * self.t.strips) + step * 2 + u) * 2 + h) * PAIR)
-        word = Apply(Ptr("p_part", r * WORDS + u * 2 + h), PACKED[self.form.dtype], (src, src + 1))
+        word = Apply(Ptr("p_part", (to + r) * WORDS + u * 2 + h), PACKED[self.form.dtype], (src, src + 1))
         return unrolled("r", self.t.high, unrolled("u", 2, unrolled("h", 2, word)))
 
     # -- results -------------------------------------------------------------
@@ -247,11 +247,20 @@ class Work(AttentionBlocks):
         stmts: list[Stmt] = [Scratch("values", PAIR, "f32"), Scratch("words", 1, "b32"), self.softmax.totals()]
         if self.staged:
             one: tuple[Stmt, ...] = (*self.softmax.ends(there), self.put(rows))
-            after: tuple[Stmt, ...] = (Barrier(), self.whole())
+            stmts += self.emptied()
+            after: tuple[Stmt, ...] = (self.joined(), self.whole())
         else:
             one = (If(there, (*self.result(), *self.softmax.ends(const(1)), self.stored())),)
             after = ()
         return (*stmts, unrolled("i", self.t.rows, Let("row", var("row_0") + rows), *one), *after)
+
+    def emptied(self) -> tuple[Stmt, ...]:
+        """Wait until Q's shared memory may hold results: here all warps have passed the last tile's barrier."""
+        return ()
+
+    def joined(self) -> Stmt:
+        """Barrier of the threads whose rows are staged together."""
+        return Barrier()
 
     def pair(self, *, packed: bool) -> tuple[Stmt, ...]:
         """Results of a row's two columns of strip c, in their stored type."""

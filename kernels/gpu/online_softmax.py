@@ -136,11 +136,16 @@ class FragmentSoftmax(Scores):
         i = var("i")
         return Ptr("s", ((i // 2 * self.t.strips + key) * 2 + i % 2) * PAIR + e)
 
-    def statements(self) -> tuple[Stmt, ...]:
-        """Statements that turn the scores of a tile into weights, and rescale earlier sums."""
+    def statements(self, *, later: bool = False) -> tuple[Stmt, ...]:
+        """Statements that turn the scores of a tile into weights, and rescale earlier sums.
+
+        Args:
+            later: sums are left as they are: `rescaled` does it.
+        """
         j, e = var("j"), var("e")
         key, columns = var("first_key") + j * 8 + e, (("j", self.t.strips), ("e", PAIR))
-        return (self.scored(self.row(), key, self.spot(j, e), Ptr("bigs", var("i")), columns), self.weights())
+        scored = self.scored(self.row(), key, self.spot(j, e), Ptr("bigs", var("i")), columns)
+        return (scored, self.weights(later=later))
 
     def row(self) -> Index:
         """Index of row i of a lane in the block's tile."""
@@ -153,8 +158,13 @@ class FragmentSoftmax(Scores):
         masks = row_masks(self.sums)
         return tuple(x for bit in masks for x in (Exchange("theirs", name, bit), self.map(op, name, name, "theirs")))
 
-    def weights(self) -> Stmt:
-        """Loop over rows that turns scores into weights, and rescales earlier sums to the new maximum."""
+    def rescaled(self) -> Stmt:
+        """Loop over rows that rescales earlier sums by `factors`."""
+        one = unrolled("c", self.t.columns, unrolled("e", PAIR, *scaled(self.sum(var("c"), var("e")), self.real)))
+        return unrolled("i", self.t.rows, self.get("by", Ptr("factors", var("i"))), one)
+
+    def weights(self, *, later: bool) -> Stmt:
+        """Loop over rows that turns scores into weights, and rescales earlier sums to the new maximum, or keeps how."""
         t, i, j, e, c = self.t, var("i"), var("j"), var("e"), var("c")
         power = "exp2_f32"
         change = (
@@ -171,6 +181,7 @@ class FragmentSoftmax(Scores):
             self.map("mul", "sum", "sum", "by"),
         )
         here, spot = self.sum(c, e), self.spot(j, e)
+        rescaled = unrolled("c", t.columns, unrolled("e", PAIR, *scaled(here, self.real)))
         one = (
             self.get("x", spot),
             self.map("sub", "x", "x", "largest"),
@@ -181,7 +192,7 @@ class FragmentSoftmax(Scores):
         )
         return unrolled(
             "i", t.rows, *change,
-            unrolled("c", t.columns, unrolled("e", PAIR, *scaled(here, self.real))),
+            self.keep("by", Ptr("factors", i)) if later else rescaled,
             unrolled("j", t.strips, unrolled("e", PAIR, *one)),
             self.keep("sum", Ptr("sums", i)),
         )  # fmt: skip

@@ -178,7 +178,7 @@ class Mapping:
     dtype: str
     sizes: tuple[int, ...]
     strides: tuple[int, ...]
-    box: tuple[int, int, int]
+    box: tuple[int, ...]
     swizzle: int
     rounds: bool = False
 

@@ -33,8 +33,8 @@ class MapOf:
     Attributes:
         pointer: the name of the address argument.
         dtype: of its elements.
-        sizes: elements along three axes, the dense one first.
-        strides: elements from one row to the next, and from one item to the next.
+        sizes: elements along three or four axes, the dense one first.
+        strides: elements from one row to the next, and from one item to the next, along each further axis.
         box: elements along each axis that one copy moves.
         swizzle: bytes of a row of a box in shared memory whose 16-byte vectors are swizzled: 0, 32, 64 or 128.
         rounds: copies round elements, which are f32, to the nearest of tf32.
@@ -42,9 +42,9 @@ class MapOf:
 
     pointer: str
     dtype: str
-    sizes: tuple[Index, Index, Index]
-    strides: tuple[Index, Index]
-    box: tuple[int, int, int]
+    sizes: tuple[Index, ...]
+    strides: tuple[Index, ...]
+    box: tuple[int, ...]
     swizzle: int
     rounds: bool = False
 

@@ -20,7 +20,7 @@ from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ops.attention_scores import function_of, score_expression, values
 from portmm.ops.attention_shapes import SUPPORTED, Options, Shape, sizes_of
 from portmm.ops.kernel_call import Captures, Closure, KernelCall, via_temporary
-from portmm.schedule import gpu_mma_attention
+from portmm.schedule import gpu_attention_choice
 from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.spec.dtype import BY_NAME
 from portmm.trace.bind import UserFunction
@@ -144,16 +144,17 @@ def _prepare(shape: Shape, parts: _Parts, out: Operand | None, options: Options,
     vectors = q_vector, k_vector, v_vector, o_vector
     loose = "".join(name for name, (steps, _) in layouts.items() if steps[3] != 1)
     request = AttentionSizes(q.dtype, d, dv, m, items * heads, group, n, vectors, loose)
-    schedule = gpu_mma_attention.choices(request, on.target)[0]
-    runs, run = gpu_mma_attention.splits(schedule, request, on.target)
+    schedule = gpu_attention_choice.choices(request, on.target)[0]
+    runs, run = gpu_attention_choice.splits(schedule, request, on.target)
     rows = items * heads * m
-    values = {"m": m, "heads": heads, "group": group, "few": heads // group, "items": items, "runs": runs, "run": run}
+    values = {"m": m, "keys": n, "heads": heads, "group": group, "few": heads // group, "items": items}
+    values |= {"runs": runs, "run": run}
     values |= {"all_rows": rows, "mosts_at": runs * rows * dv, "sums_at": runs * rows * (dv + 1)}
     for name, (steps, _) in layouts.items():
         values |= dict(zip((f"{name}_{x}" for x in ("b", "h", "n" if name in "kv" else "m", "d")), steps, strict=True))
     for i, strides in enumerate(captures.strides):
         values |= dict(zip((f"x{i}_{y}" for y in "bmnh"), strides, strict=True))
-    unit = gpu_mma_attention.unit_of(schedule, on.target)
+    unit = gpu_attention_choice.unit_of(schedule, on.target)
     code = on.loaded((program, schedule), lambda: lower_program(program, schedule, *unit))
     scratch = runs * rows * (dv + 2) if schedule.parallel.over == "keys" else 0
     return KernelCall(on, results, tuple((bind(*x, values), ()) for x in code), (scratch, "f32"), lse, captures)

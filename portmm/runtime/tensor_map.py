@@ -65,8 +65,8 @@ def tensor_map(  # noqa: PLR0917 - the fields of a map
     Args:
         dtype: of the elements.
         address: of the first one; a multiple of 16.
-        sizes: elements along three axes, the contiguous one first.
-        strides: bytes between rows, and between batch items; multiples of 16.
+        sizes: elements along up to five axes, the contiguous one first.
+        strides: bytes between elements along each axis but the first; multiples of 16.
         box: elements along each axis that a copy transfers.
         swizzle: span in bytes of the swizzle in shared memory: 0, 32, 64 or 128.
         rounds: copies round elements, which are f32, to the nearest of tf32.

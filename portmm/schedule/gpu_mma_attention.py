@@ -19,12 +19,9 @@ These units are used for f16 and bf16 if the target has an atom of theirs, heads
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from portmm.schedule import gpu_attention
-from portmm.schedule.candidates import units
-from portmm.schedule.gpu_attention import AttentionTiles, attention_schedule, split_keys
+from portmm.schedule.gpu_attention import AttentionTiles, attention_schedule
 from portmm.schedule.parts import ALL, ASYNC, REGISTERS, SHARED, THROUGH, Tile
 from portmm.schedule.program import (
     LEAST_COPY,
@@ -231,33 +228,6 @@ def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
         waits = 1 + 2 * 64 / (occupancy(t, device) * (t.slots - 1) * t.keys)
     steps = -(-blocks // device.processors) * -(-shape.keys // t.keys)
     return float(steps * step * waits)
-
-
-def splits(s: Schedule, shape: AttentionSizes, target: Target) -> tuple[int, int]:
-    """Number of KV splits of a schedule, and the keys of each: a function of the sizes and the device alone."""
-    if s.program != "mma_attention":
-        return gpu_attention.splits(s, shape, target)
-    device = device_of(target)
-    blocks = shape.heads // shape.group * -(-shape.queries * shape.group // s.block.m)
-    busy = min(MODEL.split_blocks, occupancy(MatrixTiling(s), device)) * device.processors
-    return split_keys(s, shape, min(MODEL.most_splits, max(1, busy // blocks), -(-shape.keys // MODEL.split_keys)))
-
-
-def choices(shape: AttentionSizes, target: Target) -> list[Schedule]:
-    """Legal schedules, best first: those of matrix units, or, where there are none, those of plain threads.
-
-    Raises:
-        ScheduleError: there are none of either.
-    """
-    listed = candidates(shape, target) or gpu_attention.candidates(shape, target)
-    isa, _ = unit_of(listed[0], target)
-    return [replace(s, isa=isa.name) for s in listed]
-
-
-def unit_of(s: Schedule, target: Target) -> tuple[Isa, Atom]:
-    """The instruction set and the atom of a schedule of either program."""
-    matrix = unit(s.dtype, target) if s.program == "mma_attention" else None
-    return matrix or units("f32", target)[0]
 
 
 PROGRAM = Program("gpu.mma_attention", candidates, footprint, work, device=True, dynamic_shared=True)

@@ -14,6 +14,7 @@ PAGES = {
     "block": "block_tiles",
     "mma_attention": "gpu_mma_attention",
     "simt_attention": "gpu_attention",
+    "wgmma_attention": "gpu_wgmma_attention",
     "rows": "rows",
     "columns": "rows",
 }

@@ -64,7 +64,7 @@ def of_flat(program: str, isa: str, dtype: str, tiles: tuple[Tile, ...], **field
         raise ValueError("it packs B inside a micro-kernel, but does not pack B there")
     a, b, c, v = [], [], [], None
     if x["stages"]:
-        method = parts.TMA if program == "wgmma" else parts.ASYNC if x["copies"] else parts.THROUGH
+        method = parts.TMA if x["groups"] else parts.ASYNC if x["copies"] else parts.THROUGH
         where = (parts.REGISTERS, parts.LOAD) if program in IN_PLACE else (parts.SHARED, method)
         a, b = ([Staging(*where, x["stages"], vector)] for vector in x["vectors"][:2])
         c = [Staging(parts.REGISTERS, parts.SHUFFLE if x["exchange"] else parts.LOAD, 1, x["vectors"][2])]

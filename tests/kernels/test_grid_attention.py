@@ -17,6 +17,7 @@ import portmm as pm
 from portmm.build import nvrtc
 from portmm.codegen import cuda
 from portmm.codegen.lower import lower_program
+from portmm.dispatch.machine import _mapping
 from portmm.errors import NoCompilerError, ScheduleError, TraceError
 from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.interpreter import evaluate
@@ -272,7 +273,7 @@ def in_shim(form, t, x, run, unit=None):
     (b, h, m, d), (_, few, n, _), dv = q.shape, k.shape, v.shape[-1]
     runs, rows = -(-n // run), b * h * m
     names = {"m": m, "n": n, "heads": h, "group": h // few, "few": few, "items": b, "window": 9, "offset": n - m}
-    names |= {"run": run, "runs": runs, "all_rows": rows, "mosts_at": runs * rows * dv}
+    names |= {"keys": n, "run": run, "runs": runs, "all_rows": rows, "mosts_at": runs * rows * dv}
     names |= {"sums_at": runs * rows * (dv + 1), "number_0": d**-0.5}
     for name, rows_axis, shape in (
         ("q", "m", q.shape),
@@ -296,7 +297,7 @@ def in_shim(form, t, x, run, unit=None):
         laid = [cuda_shim.Laid.beside(y, end=seed % 2 == 0) for y in (*x, *empty)]
         given = names | {name: y.array for name, y in zip(("q", "k", "v", "o", "lse", "work"), laid, strict=True)}
         for kernel, code in zip(kernels, codes, strict=True):
-            words = [given[y.name] if y.kind == "pointer" else (y.kind, given[y.name]) for y in kernel.arguments]
+            words = [_word(y, given, names) for y in kernel.arguments]
             grid = tuple(evaluate(y, names) for y in kernel.grid)
             code.launch((*grid, 1), kernel.threads, words, seed, kernel.shared_bytes * kernel.dynamic)
         for y in laid:
@@ -306,6 +307,15 @@ def in_shim(form, t, x, run, unit=None):
         for one, other in zip(found[0], others, strict=True):
             assert one.tobytes() == other.tobytes(), "results depend on the order of threads"
     return found[0]
+
+
+def _word(x, given, numbers):
+    """An argument as the shim has it."""
+    if x.kind == "map":
+        of, array = _mapping(x.map, numbers), given[x.map.pointer]
+        made = cuda_shim.shim_map(array.itemsize, array.ctypes.data, of.sizes, of.strides, of.box, of.swizzle)
+        return ("map", made, array)
+    return given[x.name] if x.kind == "pointer" else (x.kind, given[x.name])
 
 
 SMALL = [

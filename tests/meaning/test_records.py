@@ -14,7 +14,7 @@ from portmm.ir.attention_program import Bounds, Form, of_attention
 from portmm.ir.interpreter import run
 from portmm.ir.product_program import of_product
 from portmm.ir.thread_interpreter import run_grid
-from portmm.schedule import gpu_mma_attention
+from portmm.schedule import gpu_attention_choice
 from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_attention import attention_schedule
 from portmm.schedule.gpu_attention import AttentionSizes
@@ -119,8 +119,8 @@ def test_attention_of_threads():
     block_meaning.run(program, (q, k, v, *want), {"n": 4, "m": 3})
     target = load_target("h100")
     asked = AttentionSizes("f32", d, e, m, b * h, h // kv, n, (1,) * 4, "")
-    s = next(x for x in gpu_mma_attention.choices(asked, target) if x.parallel.over != "keys")
-    (kernel,) = lower_program(program, s, *gpu_mma_attention.unit_of(s, target))
+    s = next(x for x in gpu_attention_choice.choices(asked, target) if x.parallel.over != "keys")
+    (kernel,) = lower_program(program, s, *gpu_attention_choice.unit_of(s, target))
     numbers = {"m": m, "n": n, "heads": h, "group": h // kv, "few": kv, "items": b, "offset": n - m, "window": 0}
     for name, x, axes in (("q", q, "bhmd"), ("k", k, "bhnd"), ("v", v, "bhnd"), ("o", out, "bhmd")):
         numbers |= {f"{name}_{axis}": step // 4 for axis, step in zip(axes, x.strides, strict=True)}

@@ -197,13 +197,13 @@ def _moved(x: Any, to: np.ndarray) -> Any:
 def shim_map(  # noqa: PLR0917 - in the order of cuTensorMapEncodeTiled
     dtype_bytes: int,
     address: int,
-    sizes: tuple[int, int, int],
-    strides: tuple[int, int],
-    box: tuple[int, int, int],
+    sizes: tuple[int, ...],
+    strides: tuple[int, ...],
+    box: tuple[int, ...],
     swizzle: int = 0,
     rounds: bool = False,
 ) -> bytes:
-    """A TensorMap as the shim has it: x first; strides are bytes between elements along y and z.
+    """A TensorMap of three or four axes as the shim has it: x first; strides are bytes between elements along y, z, w.
 
     With `rounds`, elements are f32 that copies round to tf32.
 
@@ -224,8 +224,9 @@ def shim_map(  # noqa: PLR0917 - in the order of cuTensorMapEncodeTiled
     for text, found in wrong.items():
         if found:
             raise ValueError(text)
-    words = [address, dtype_bytes, *sizes, *strides, *box, swizzle, _MAGIC, int(rounds)]
-    return np.array(words + [0] * (16 - len(words)), np.uint64).tobytes()
+    one = (1,) * (4 - len(sizes))
+    words = [address, dtype_bytes, *sizes, *one, *strides, *(0 for _ in one), *box, *one, swizzle, _MAGIC, int(rounds)]
+    return np.array(words, np.uint64).tobytes()
 
 
 def _near(address: int, arguments: list[Any]) -> str:

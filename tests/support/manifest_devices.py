@@ -20,7 +20,7 @@ from rows_lowered import lower_grid_columns, lower_grid_rows
 from portmm.codegen.lower import lower_grid, lower_lines, lower_program
 from portmm.errors import ScheduleError
 from portmm.ir.attention_program import of_attention
-from portmm.schedule import gpu_mma_attention
+from portmm.schedule import gpu_attention_choice
 from portmm.schedule.candidates import candidates, units
 from portmm.schedule.gpu_attention import AttentionSizes
 from portmm.schedule.rows import rows_schedule
@@ -215,6 +215,6 @@ def _attention(target: Target, language: str) -> Iterator[Case]:
             about = (d, how, loose, form.bounds, form.lse, form.starts, str(form.score), (held, form.to), (d, how))
             pool[named] = (about, (form, asked))
     for name, (form, asked) in covering(pool).items():
-        s = gpu_mma_attention.choices(asked, target)[0]
-        unit = gpu_mma_attention.unit_of(s, target)
+        s = gpu_attention_choice.choices(asked, target)[0]
+        unit = gpu_attention_choice.unit_of(s, target)
         yield from on_device(name, language, lower_program, of_attention(form), s, *unit)

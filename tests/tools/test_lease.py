@@ -42,7 +42,7 @@ def test_all_commands_run_without_a_device(tmp_path):
         "checks", "squares", "prefill", "attention", "fp8", "int8", "notes", "surveys"
     ]  # fmt: skip
     assert list(second["notes"]["phases"]) == [
-        "decode", "w4a16", "epilogue", "bias", "grouped", "tf32", "f32", "few", "rows", "notes", "surveys"
+        "decode", "w4a16", "epilogue", "bias", "grouped", "tf32", "f32", "few", "rows", "conv", "notes", "surveys"
     ]  # fmt: skip
     for found in (first, second, third):
         assert all(x > 0 for x in found["notes"]["phases"].values()), found["notes"]

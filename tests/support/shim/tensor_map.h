@@ -13,16 +13,16 @@ namespace shim {
 
 // The words of a TensorMap, which tests make: 128 bytes that the driver would make otherwise.
 struct Map {
-  unsigned long address, element, sizes[3], strides[2], box[3], swizzle, magic, rounds, rest[3];
+  unsigned long address, element, sizes[4], strides[3], box[4], swizzle, magic, rounds;
   unsigned long row() const { return box[0] * element; }
-  unsigned long bytes() const { return row() * box[1] * box[2]; }
+  unsigned long bytes() const { return row() * box[1] * box[2] * box[3]; }
 };
 constexpr unsigned long MAGIC = 0x504d5f4d4150;
 
 struct Load {
   Map map;
   size_t at;
-  int x, y, z, line, phase;
+  int x, y, z, w, line, phase;
   Barrier *barrier;
   Thread *by;
 };
@@ -42,6 +42,7 @@ inline const char *wrong_in(const Map &map) {
   for (const unsigned long size : map.box)
     if (size < 1 || size > 256) return "a box that is not from 1 to 256 elements long";
   if (map.rounds && map.element != 4) return "elements to round that are not f32";
+  if (map.box[3] != 1) return "a box that is longer than one item along the last axis";
   if (map.row() % 16) return "rows of a box that are no multiple of 16 bytes";
   if (map.swizzle != 0 && map.swizzle != 32 && map.swizzle != 64 && map.swizzle != 128) return "an unknown swizzle";
   if (map.swizzle && map.row() > map.swizzle) return "rows of a box that are longer than the swizzle";
@@ -84,15 +85,18 @@ inline size_t place_of_box(const char *what, const Map &map, const void *box) {
 
 // Calls visit(cell, global address, elements of the piece that are in the tensor, and how many come before).
 template <class Visit>
-void each_piece(const Map &map, size_t at, int x, int y, int z, Visit visit) {
+void each_piece(const Map &map, size_t at, int x, int y, int z, int w, Visit visit) {
   size_t offset = 0;
   const long per = 16 / long(map.element);
+  const auto in = [&](int axis, long i) { return i >= 0 && i < long(map.sizes[axis]); };
+  // Boxes are one item long along the last axis.
   for (long k = z; k < z + long(map.box[2]); k++)
     for (long j = y; j < y + long(map.box[1]); j++)
       for (long i = x; i < x + long(map.box[0]); i += per, offset += 16) {
-        const bool inside = j >= 0 && j < long(map.sizes[1]) && k >= 0 && k < long(map.sizes[2]);
+        const bool inside = in(1, j) && in(2, k) && in(3, w);
         const long first = std::max(0l, -i), last = inside ? std::min(per, long(map.sizes[0]) - i) : 0;
-        const long from = (i + first) * long(map.element) + j * long(map.strides[0]) + k * long(map.strides[1]);
+        const long from = (i + first) * long(map.element) + j * long(map.strides[0]) + k * long(map.strides[1]) +
+                          w * long(map.strides[2]);
         visit(place_in_box(map, at, offset), reinterpret_cast<unsigned char *>(map.address + size_t(from)),
               size_t(std::max(0l, last - first)) * map.element, size_t(first) * map.element);
       }
@@ -106,7 +110,7 @@ inline void round_to_tf32(unsigned char *at) {
   memcpy(at, &y, sizeof y);
 }
 
-inline void issue_load(const char *what, const Map &map, size_t at, Barrier &barrier, int x, int y, int z) {
+inline void issue_load(const char *what, const Map &map, size_t at, Barrier &barrier, int x, int y, int z, int w) {
   unsigned last = 0;
   for (size_t i = at; i < at + map.bytes(); i++) {
     if (written[i] != last && written[i] < LASTING) check_fenced(i, written[i], self->fenced, "loads into");
@@ -115,13 +119,13 @@ inline void issue_load(const char *what, const Map &map, size_t at, Barrier &bar
   check_writable(at, map.bytes(), what, nullptr);
   for (size_t i = at; i < at + map.bytes(); i++) written[i] = LASTING | LOADING;
   memset(memory_at(at), 0xff, map.bytes());
-  loads.push_back({map, at, x, y, z, self->line, barrier.phase, &barrier, self});
+  loads.push_back({map, at, x, y, z, w, self->line, barrier.phase, &barrier, self});
 }
 
 inline void land(const Load &load) {
   const int line = load.by->line;
   self = load.by, self->line = load.line;  // whom a signal names
-  each_piece(load.map, load.at, load.x, load.y, load.z,
+  each_piece(load.map, load.at, load.x, load.y, load.z, load.w,
              [&](size_t to, const unsigned char *from, size_t bytes, size_t skip) {
                unsigned char *const piece = memory_at(to);
                memset(piece, 0, 16);
@@ -176,7 +180,7 @@ inline void write_stores() {
   for (const Store &store : self->stores) {
     if (!store.read) continue;
     self->line = store.line;
-    each_piece(map_of(store), store.from, store.x, store.y, store.z,
+    each_piece(map_of(store), store.from, store.x, store.y, store.z, 0,
                [&](size_t from, unsigned char *to, size_t bytes, size_t skip) {
                  memcpy(to, store.bytes.data() + (from - store.from) + skip, bytes);
                });
@@ -196,7 +200,7 @@ inline void end_stores() {
 
 // The offset of an address in its block is the same in each block of the mask.
 inline void load_in_blocks(const char *what, const void *words, void *to, unsigned long *bar, int x, int y, int z,
-                           unsigned mask) {
+                           int w, unsigned mask) {
   const Map map = checked_map(what, words);
   const size_t at = place_of_box(what, map, to), bar_at = place_of_barrier(what, bar);
   const unsigned mine = self->block->rank;
@@ -207,7 +211,7 @@ inline void load_in_blocks(const char *what, const void *words, void *to, unsign
     if (rank != mine && at < MOST_STATIC)
       die("%s on line %d: only dynamic shared memory is in other blocks", what, self->line);
     issue_load(rank == mine ? "loads into" : "loads into another block's", map, at + move,
-               barrier_at(what, bar_at + move, true), x, y, z);
+               barrier_at(what, bar_at + move, true), x, y, z, w);
   }
 }
 
@@ -215,13 +219,18 @@ inline void load_in_blocks(const char *what, const void *words, void *to, unsign
 
 void tma_load(void *to, const TensorMap *map, unsigned long *bar, int x, int y, int z, int line) {
   const shim::On on(line);
-  shim::load_in_blocks("tma_load", map, to, bar, x, y, z, 1u << shim::self->block->rank);
+  shim::load_in_blocks("tma_load", map, to, bar, x, y, z, 0, 1u << shim::self->block->rank);
+}
+
+void tma_load_4d(void *to, const TensorMap *map, unsigned long *bar, int x, int y, int z, int w, int line) {
+  const shim::On on(line);
+  shim::load_in_blocks("tma_load_4d", map, to, bar, x, y, z, w, 1u << shim::self->block->rank);
 }
 
 void tma_load_multicast(void *to, const TensorMap *map, unsigned long *bar, int x, int y, int z, int mask, int line) {
   const shim::On on(line);
   if (mask <= 0 || mask >= 1 << 16) shim::die("tma_load_multicast on line %d: %#x is no mask of blocks", line, mask);
-  shim::load_in_blocks("tma_load_multicast", map, to, bar, x, y, z, unsigned(mask));
+  shim::load_in_blocks("tma_load_multicast", map, to, bar, x, y, z, 0, unsigned(mask));
 }
 
 void tma_store(const TensorMap *map, const void *from, int x, int y, int z, int line) {
