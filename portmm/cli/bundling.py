@@ -153,7 +153,10 @@ def _make(
              "seconds": x.seconds}
             for x in maker.built
         ]  # fmt: skip
-        print_json(about | {"built": rows, "libraries": libraries, "weights": [x.name for x in files]})
+        print_json(
+            about
+            | {"built": rows, "models": maker.recorded, "libraries": libraries, "weights": [x.name for x in files]}
+        )
         return
     _show(maker, about)
     for file in files:
@@ -227,6 +230,9 @@ def _show(maker: Maker, about: dict[str, Any]) -> None:
         title, head = "predicted on one thread, at the largest M", ("chip", "shape", "kernel", "kernels", "time")
         cells = [(x.machine, str(x.shape), x.kernel, str(x.kernels), f"{1e6 * x.seconds:.4g} us") for x in maker.built]
         console().print(table(title, head, cells, words=("chip", "shape", "kernel")))
+    if maker.recorded:
+        counts = [(name, str(number)) for name, number in maker.recorded.items()]
+        console().print(table("called by models", ("chip", "kernels"), counts, words=("chip",)))
     objects = len(maker.jobs) + len(maker.objects)
     console().print(
         f"{about['path']}: {about['bytes']} bytes, {objects} objects, {about['seconds']:.1f} s, "

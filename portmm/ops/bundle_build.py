@@ -163,6 +163,7 @@ class Maker:
         kernels: the same of recorded kernels, by their questions.
         routes: fields of answers to questions for routes, after those of the schedule's code.
         built: what the bundle has, for a table.
+        recorded: numbers of kernels that models call, by machine.
         calls: the kernels that were selected.
         packings: of weights, by machine and types: the layout, and the questions for the kernels that pack.
         attentions: kernels of attention, for the library for C.
@@ -184,6 +185,7 @@ class Maker:
         self.kernels: dict[str, tuple[str, tuple[str, ...]]] = {}
         self.routes: dict[str, tuple[str, str]] = {}
         self.built: list[Built] = []
+        self.recorded: dict[str, int] = {}
         self.calls: list[Call] = []
         self.packings: dict[tuple[str, str], tuple[Family, str, str]] = {}
         self.attentions: list[AttentionCall] = []
@@ -382,6 +384,8 @@ def add_calls(maker: Maker, run: Callable[[], None], machines: Sequence[Target],
 
     for target, kernels in zip(machines, of_calls(run, machines, counts).values(), strict=True):
         maker.add_machine(target)
+        sources = {maker.add_source(kernel, target.arch) for kernel, _ in kernels}
+        maker.recorded[target.name] = maker.recorded.get(target.name, 0) + len(sources)
         for kernel, question in kernels:
             maker.add_kernel(kernel, target.arch, question)
     for arch in dict.fromkeys(x.arch for x in machines):

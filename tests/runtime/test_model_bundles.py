@@ -55,6 +55,7 @@ def test_a_model_runs_from_its_bundle_without_a_compiler(tmp_path):
     words = ["bundle", paths[1], "--from-onnx", paths[0], "--sizes", "rows=1,9", "--threads", "1"]
     done = CliRunner().invoke(app, words)
     assert done.exit_code == 0, done.output
+    assert "called by models" in done.output
     (tmp_path / "empty").mkdir()
     kept = {k: v for k, v in os.environ.items() if k != "CC"}
     changed = {"PATH": str(tmp_path / "empty"), "PORTMM_CACHE": str(tmp_path / "cache"), "PORTMM_NUM_THREADS": "1"}
