@@ -51,6 +51,7 @@ class Elements:
         parts: operand -> address of its current element, where vectors of it are loaded or stored by the caller.
         further: axes besides those of products and heads -> the current index along each.
         ahead: prefetch distance of operands that vary by row, in elements of f32; 0 for none.
+        suffix: end of the names of registers, of one of several rows that are computed together.
     """
 
     isa: Isa
@@ -65,6 +66,7 @@ class Elements:
     parts: dict[int, Ptr] = field(default_factory=dict)
     further: dict[str, Index] = field(default_factory=dict)
     ahead: int = 0
+    suffix: str = ""
     numbered: dict[Expr, str] = field(default_factory=dict)
     axes: dict[Expr, frozenset[str]] = field(init=False)
 
@@ -78,7 +80,8 @@ class Elements:
 
     def name(self, x: Expr) -> str:
         """Register of an expression: the same wherever it is computed."""
-        return self.numbered.setdefault(x, f"{x.op[0] if x.op in ('acc', 'load') else 't'}{len(self.numbered)}")
+        kind = x.op[0] if x.op in {"acc", "load"} else "t"
+        return self.numbered.setdefault(x, f"{kind}{len(self.numbered)}{self.suffix}")
 
     def once(self, wanted: list[Expr], axes: str, j: Index | None = None, few: str = "") -> tuple[Stmt, ...]:
         """Statements for the parts of the `wanted` expressions that vary along `axes` at most, at column j."""

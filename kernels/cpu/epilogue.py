@@ -8,6 +8,7 @@ their other results. Those of a quantized product are in `portmm.spec.dequantiza
 
 from __future__ import annotations
 
+from itertools import zip_longest
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, const, var
@@ -15,6 +16,8 @@ from portmm.ir.nodes import For, Function, If, Let, Move, Param, Scratch, Verb
 from portmm.kernels.cpu.elementwise import OWN, Elements, own, parameters
 from portmm.kernels.cpu.packing import keep
 from portmm.spec.epilogue import C, acc
+from portmm.spec.expr_ops import OPS
+from portmm.spec.shortened import shortened
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -24,10 +27,14 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
+LONG = 12
+"""Operations from which two rows are computed together: those of one vector are a chain, and wait for each other."""
+
 
 def finish(isa: Isa, atom: Atom, acc: str, to: str, fused: Fused | None = None) -> Function:
     """Function that writes C[rows][columns]: sums of type `acc`, in expressions if there are any, as `to`."""
     i, j, columns = var("i"), var("j"), var("columns")
+    fused = fused and shortened(fused, to)
     at = _Tile(isa, atom, to) if fused is None else _Fused(isa, atom, to, fused)
     params = (
         Param("rows"),
@@ -39,22 +46,27 @@ def finish(isa: Isa, atom: Atom, acc: str, to: str, fused: Fused | None = None) 
         Param("c_m"),
         *at.params(),
     )
-    whole = columns - columns % atom.n
-    body: tuple[Stmt, ...] = (*at.row(i), For("j", const(0), whole, const(atom.n), at.vector(i, j)))
+    whole, pairs = columns - columns % atom.n, at.pairs(columns)
+    begin, first = const(0), const(0)
+    if pairs:
+        # What the loop over pairs leaves: the last of an odd number of rows, and the last columns of all.
+        paired = var("rows") - var("rows") % 2
+        begin, first = paired * (1 - whole.lt(columns)), whole * i.lt(paired)
+    body: tuple[Stmt, ...] = (*at.row(i), For("j", first, whole, const(atom.n), at.vector(i, j)))
     if atom.n > 1:
         # The scratch and the sums of columns have whole vectors.
         body += (If(whole.lt(columns), (Let("j", whole), *at.short(i, j, columns - j))),)
-    rows = For("i", const(0), var("rows"), const(1), body)
+    rows = For("i", begin, var("rows"), const(1), body)
     comment = f"C[rows][columns] = {'expressions of ' if fused else ''}sums,  as {to}"
-    return Function("finish", "inner", params, (*at.scratch(), rows), comment, of=atom.name)
+    return Function("finish", "inner", params, (*at.scratch(), *pairs, rows), comment, of=atom.name)
 
 
 class _Tile:
     """Statements for a vector of sums, which are stored to C unchanged."""
 
-    def __init__(self, isa: Isa, atom: Atom, to: str) -> None:
+    def __init__(self, isa: Isa, atom: Atom, to: str, row: str = "i") -> None:
         self.isa, self.atom, self.to = isa, atom, to
-        self.there = Ptr("c", var("i") * var("c_m"))
+        self.there = Ptr("c", var(row) * var("c_m"))
 
     def own(self) -> tuple[Param, ...]:
         """Parameters for the vectors that the kernel computes."""
@@ -68,6 +80,10 @@ class _Tile:
 
     def row(self, i: Index) -> tuple[Stmt, ...]:  # noqa: ARG002
         """Loads that a row needs once."""
+        return ()
+
+    def pairs(self, columns: Index) -> tuple[Stmt, ...]:  # noqa: ARG002
+        """Loop over pairs of rows and whole vectors, where these are computed together."""
         return ()
 
     def sums(self, i: Index, j: Index) -> Ptr:
@@ -94,14 +110,21 @@ class _Tile:
 
 
 class _Fused(_Tile):
-    """Statements for a vector of sums with fused expressions."""
+    """Statements for a vector of sums with fused expressions.
 
-    def __init__(self, isa: Isa, atom: Atom, to: str, fused: Fused) -> None:
-        super().__init__(isa, atom, to)
+    Args:
+        row: name of the row, in the tile.
+        suffix: end of the names of its registers.
+    """
+
+    def __init__(  # noqa: PLR0917 - a row has a name and a suffix
+        self, isa: Isa, atom: Atom, to: str, fused: Fused, row: str = "i", suffix: str = ""
+    ) -> None:
+        super().__init__(isa, atom, to, row)
         real = isa.vector("f32", atom.n)
         assert real is not None  # noqa: S101 - else the atom would not be a candidate
-        self.real = real
-        self.at = Elements(isa, real, fused, var("i"), var("row") + var("i"), var("column"))
+        self.real, self.suffix = real, suffix
+        self.at = Elements(isa, real, fused, var(row), var("row") + var(row), var("column"), suffix=suffix)
         self.wanted = [x for _, x in fused.results]
         self.fixed: dict[Expr, str] = {}
 
@@ -123,6 +146,19 @@ class _Fused(_Tile):
         single = [s for to, x in self.at.fused.results if self.one(to) for s in self.at.single(x, to)]
         return (*stmts, If(var("column").eq(const(0)), tuple(single))) if single else stmts
 
+    def pairs(self, columns: Index) -> tuple[Stmt, ...]:
+        """Loop over pairs of rows, whose chains of operations hide each other's latencies."""
+        operations = sum(x.op in OPS for x in self.at.fused.steps)
+        if operations < LONG or not all(x.dense for x in self.at.fused.operands):
+            return ()
+        other = _Fused(self.isa, self.atom, self.to, self.at.fused, "below", "b")
+        rows = self.row(var("i")), other.row(var("below"))
+        vectors = self.results(var("i"), var("j"), ""), other.results(var("below"), var("j"), "")
+        both = [x for pair in zip_longest(*vectors) for x in pair if x is not None]
+        whole = For("j", const(0), columns - columns % self.atom.n, const(self.atom.n), tuple(both))
+        body = (Let("below", var("i") + 1), *rows[0], *rows[1], whole)
+        return (For("i", const(0), var("rows") - var("rows") % 2, const(2), body),)
+
     def one(self, to: int) -> bool:
         """Whether a result is one value for a row."""
         return to != C and "n" not in self.at.fused.operands[to].axes
@@ -142,14 +178,14 @@ class _Fused(_Tile):
         if "s32" in read:
             whole = self.isa.vector("s32", self.real.n)
             assert whole is not None  # noqa: S101 - the sums have such vectors
-            stmts.append(Verb("load_c", "t", p=self.sums(i, j), of=whole.name))
+            stmts.append(Verb("load_c", f"t{self.suffix}", p=self.sums(i, j), of=whole.name))
         if "s32" not in read or "f32" in read:
-            stmts.append(Verb("load_c", "x", p=self.sums(i, j), of=self.real.name))
+            stmts.append(Verb("load_c", f"x{self.suffix}", p=self.sums(i, j), of=self.real.name))
         return tuple(stmts)
 
     def results(self, i: Index, j: Index, few: str) -> tuple[Stmt, ...]:
         """Statements that compute and write every result of a vector of sums."""
-        self.at.names = self.fixed | {acc(): "x", acc("s32"): "t"}
+        self.at.names = self.fixed | {acc(): f"x{self.suffix}", acc("s32"): f"t{self.suffix}"}
         stmts = [*self.value(i, j), *self.at.compute(self.wanted, j, few)]
         for to, x in self.at.fused.results:
             if to == C:

@@ -13,7 +13,7 @@ import numpy as np
 from portmm.fusion.term_rewrites import joined_extents
 from portmm.ops.matmul import matmul
 from portmm.spec import elementwise
-from portmm.verification.functions import NAMES
+from portmm.spec.function_patterns import NAMES
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence

@@ -16,7 +16,7 @@ from portmm.ir.mugraph import Binding, Builder, MuGraph, Step
 from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, Operand, acc, argument, load
 from portmm.spec.expr import Expr, apply, const
-from portmm.verification.functions import NAMES, function_of
+from portmm.spec.function_patterns import NAMES, function_of
 
 if TYPE_CHECKING:
     from collections.abc import Sequence

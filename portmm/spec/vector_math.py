@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 _INF = float("inf")
 _NAN = float("nan")
 _SIGN = -(2**31)
-_EXPONENT = 127  # of 1, as it is stored
+EXPONENT = 127  # of 1, as it is stored
 
 # The product of the high part and a count of up to eight bits is exact.
 _LN2_HIGH = float.fromhex("0x1.62e4p-1")
@@ -41,7 +41,7 @@ _LN2_LOW = float.fromhex("0x1.7f7d1cp-20")
 LOG2E = 1.4426950408889634
 _LN2 = 0.6931471805599453
 
-_WHOLE = 1.5 * 2**23  # added to a float32 below 2**22 it leaves the nearest integer in the last bits
+WHOLE = 1.5 * 2**23  # added to a float32 below 2**22 it leaves the nearest integer in the last bits
 
 # exp(x) for |x| up to ln 2, and 2**x for |x| up to 1/2.
 _EXP = (1.0, 1.0, 0.50000036, 0.16666618, 0.04166123, 0.008335929, 0.0014104752, 0.00019630798)
@@ -128,7 +128,7 @@ def _reduced(x: Expr, rate: float, exponent: int = 0) -> tuple[Expr, Expr]:
     Returns:
         r, of at most ln2 / |rate| / 2, and 2.0**(n + exponent).
     """
-    whole = _WHOLE + _EXPONENT + exponent
+    whole = WHOLE + EXPONENT + exponent
     shifted = fma(x, LOG2E * rate, whole)
     # Where n is 0 it is +0, and its product with a negative number -0: r keeps the sign of x.
     n = shifted - whole if rate > 0 else whole - shifted
@@ -299,7 +299,7 @@ def gelu(x: Expr) -> Expr:
     normal = size < 13.1
     size = select(normal, size, 13.1)
     h = poly(size, _GELU)
-    whole = _WHOLE + _EXPONENT + _SCALE
+    whole = WHOLE + EXPONENT + _SCALE
     shifted = fma(size, h, whole)
     f = fma(size, h, whole - shifted)
     tail = select(normal, size * poly(f, EXP2) * from_bits(bits(shifted) << 23), 0.0)

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.spec.expr import Expr, apply
+from portmm.spec.function_patterns import NAMES, decaying, function_of
 from portmm.util.memo import Memory
-from portmm.verification.functions import NAMES, decaying, function_of
 from portmm.verification.values import LOWEST, Residues, Value
 
 if TYPE_CHECKING:

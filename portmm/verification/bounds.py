@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from portmm.ir.block_program import BlockProgram, TileGemm, TileReduce
 from portmm.spec.epilogue import summed, varies
 from portmm.spec.expr_ops import OPS
+from portmm.spec.function_patterns import function_of
 from portmm.util.memo import Memory, cached
 from portmm.verification.batches import levels
 from portmm.verification.field import LEAST, PRIMES, Q
-from portmm.verification.functions import function_of
 from portmm.verification.values import UnsupportedError
 
 if TYPE_CHECKING:

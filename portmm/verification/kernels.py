@@ -24,13 +24,13 @@ from portmm.ir.nodes import FIELDS, Kernel
 from portmm.ir.product_program import product_of
 from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
 from portmm.spec.expr import Expr, ordered
+from portmm.spec.function_patterns import add
 from portmm.spec.problem import AXES
 from portmm.verification import device_text, emitted_text, symbolic
 from portmm.verification.batches import decays, evaluate_all, unguarded_exponential
 from portmm.verification.bounds import REDRAWS, Size, element_sizes, sizes, tests_for
 from portmm.verification.emitted_text import NARROW, Arrays
 from portmm.verification.equivalence import Verdict, fields
-from portmm.verification.functions import add
 from portmm.verification.values import Residues, UnsupportedError, Value
 
 if TYPE_CHECKING:

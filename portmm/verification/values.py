@@ -16,8 +16,8 @@ import numpy as np
 
 from portmm.errors import PortmmError
 from portmm.spec.expr_ops import OPS
+from portmm.spec.function_patterns import function_of
 from portmm.verification.field import Array, Field, Q, q_inverse, q_literal
-from portmm.verification.functions import function_of
 
 if TYPE_CHECKING:
     from collections.abc import Iterable, Sequence

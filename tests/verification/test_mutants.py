@@ -14,8 +14,8 @@ from portmm.errors import PortmmError
 from portmm.ir.block_program import BlockProgram
 from portmm.spec.expr import Expr, const, node, ordered
 from portmm.spec.expr_functions import substituted
+from portmm.spec.function_patterns import function_of
 from portmm.verification.equivalence import check, evaluate, reduced
-from portmm.verification.functions import function_of
 
 BASES = {
     "product": (g.product, g.one_product, 160),

@@ -7,9 +7,10 @@ a tree is the expansion of a function if it unifies with that of an argument.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from portmm.spec import vector_math
+from portmm.spec import short_math, vector_math
 from portmm.spec.epilogue import argument
 from portmm.util.memo import Memory
 
@@ -44,6 +45,9 @@ def add(name: str, function: Callable[[Expr], Expr], *, decays: bool = False) ->
 
 for _name in NAMES:
     add(_name, getattr(vector_math, _name))
+for _name, _function in short_math.SHORT.items():
+    for _dtype in short_math.TYPES:
+        add(_name, partial(_function, dtype=_dtype))
 
 
 def function_of(x: Expr) -> tuple[str, Expr] | None:

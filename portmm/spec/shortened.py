@@ -1,0 +1,38 @@
+"""Replacement of functions in expressions whose results have 16 bits, by shorter ones of `short_math`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from portmm.spec.epilogue import C, Fused
+from portmm.spec.expr import node
+from portmm.spec.function_patterns import function_of
+from portmm.spec.short_math import SHORT, TYPES
+
+if TYPE_CHECKING:
+    from portmm.spec.expr import Expr
+
+_RELATIVE = "bf16"
+"""Type whose functions have relative errors, which a product keeps."""
+
+
+def shortened(fused: Fused, to: str) -> Fused:
+    """Expressions whose last functions are those for the types of their results; `to` is that of C.
+
+    The last functions are results, or of bfloat16 factors of results: what is added to them may cancel. Where a result
+    is float32, nothing changes, as it may share a function with another.
+    """
+    types = [to if i == C else fused.operands[i].dtype for i, _ in fused.results]
+    if not set(types) <= set(TYPES):
+        return fused
+    results = [(i, _shortened(x, dtype)) for (i, x), dtype in zip(fused.results, types, strict=True)]
+    return Fused(fused.operands, tuple(results))
+
+
+def _shortened(x: Expr, dtype: str) -> Expr:
+    if (named := function_of(x)) is not None:
+        name, argument = named
+        return SHORT[name](argument, dtype) if name in SHORT else x
+    if x.op == "mul" and dtype == _RELATIVE:
+        return node("mul", tuple(_shortened(y, dtype) for y in x.inner), "f32")
+    return x
