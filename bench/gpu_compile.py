@@ -134,7 +134,7 @@ def installed(facts, on):
     known = Facts(**{**facts, "extensions": tuple(facts.get("extensions", ()))})
     cuda.facts = cuda.facts_of = lambda _device=None: known
     cuda.load = lambda cubin, name, device=None: cuda.Function(None, name, device or 0, cubin)
-    cuda.launch = lambda *_, **__: None
+    cuda.prepared = lambda *_, **__: lambda *_: None
     cuda.counters = lambda *_: BEYOND
     tensor_map.tensor_map = lambda *_: np.zeros(1, "V128")
     # The values of a weight do not matter, and quantising and packing a large one takes seconds.

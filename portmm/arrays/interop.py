@@ -11,11 +11,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import lru_cache
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+from portmm.arrays import device_kinds
 from portmm.arrays.libraries import exporter_of, library_of
 from portmm.arrays.numpy_arrays import contiguous, name_of, numpy_of
 from portmm.arrays.operand import Operand, same_device, title_of, type_name, type_of
@@ -177,18 +179,28 @@ def from_torch(x: Any) -> Operand | None:
     if not x.is_cuda:
         return None
     torch = _checked(x)
-    size = x.element_size()
+    size, number = x.element_size(), int(x.device.index)
     return Operand(
         source=x,
         language="cuda",
-        device=("cuda", int(x.device.index)),
+        device=("cuda", number),
         pointer=int(x.data_ptr()),
         shape=tuple(x.shape),
-        strides=tuple(s * size for s in x.stride()),
-        dtype=type_name(str(x.dtype).removeprefix("torch."), "a tensor"),
-        queue=int(torch.cuda.current_stream(x.device).cuda_stream),
+        strides=tuple([s * size for s in x.stride()]),
+        dtype=_tensor_type(x.dtype),
+        queue=device_kinds.stream_of(torch, number),
         readonly=False,
     )
+
+
+@lru_cache(maxsize=64)
+def _tensor_type(dtype: Any) -> str:
+    """Portmm's name of an element type of PyTorch.
+
+    Raises:
+        TypeError: it has none.
+    """
+    return type_name(str(dtype).removeprefix("torch."), "a tensor")
 
 
 def _checked(x: Any) -> Any:
@@ -208,7 +220,8 @@ def _checked(x: Any) -> Any:
 def torch_empty(x: Operand, shape: tuple[int, ...], dtype: str) -> Any:
     """A new tensor on the device of an array."""
     torch = sys.modules["torch"]
-    return torch.empty(shape, dtype=getattr(torch, BY_NAME[dtype].numpy), device=x.source.device)
+    known = getattr(torch, BY_NAME[dtype].numpy)
+    return torch.empty_strided(shape, contiguous(shape, 1), dtype=known, device=x.source.device)
 
 
 # -- in the host's memory --------------------------------------------------------------
@@ -330,6 +343,9 @@ def adopt_all(arrays: dict[str, Any], optional: dict[str, Any] | None = None) ->
 
 def lay(x: Any) -> tuple[Any, ...]:
     """The properties of an array on a device that kernels depend on."""
+    known = device_kinds.kind(x)
+    if known is not None:
+        return known[0]
     array = adopt(x)
     assert array is not None  # noqa: S101 - `libraries.on_device` is true
     return array.kind
@@ -365,8 +381,13 @@ def empty_like(x: Operand, shape: tuple[int, ...], dtype: str) -> Operand:
     Raises:
         TypeError: the library has no such element type.
     """
-    array = _MAKERS.get(library_of(x.source), cupy_empty)(x, shape, dtype)
+    maker, of_queue = _MAKERS.get(library_of(x.source), cupy_empty), x.queue
+    array = maker(x, shape, dtype)
+    if maker is torch_empty:
+        strides, at = contiguous(shape, BY_NAME[dtype].bytes), int(array.data_ptr())
+        if array.is_cuda:
+            return Operand(array, x.language, x.device, at, shape, strides, dtype, of_queue, readonly=False)
     described = _READERS[library_of(array)](array)
     if described is None:
         raise TypeError(f"{type(array).__name__} was allocated in the host's memory, not on {title_of(x.device)}")
-    return described if described.queue == x.queue else replace(described, queue=x.queue)
+    return described if described.queue == of_queue else replace(described, queue=of_queue)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -118,7 +119,7 @@ MAPPED = 16
 """Alignment in bytes of the strides of tensor maps."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
+@dataclass(slots=True, eq=False)
 class Launch:
     """One kernel of a call, with all arguments bound that do not vary per call.
 
@@ -130,6 +131,7 @@ class Launch:
         open: index and name of those that vary per call.
         shared: bytes of dynamic shared memory.
         counters: number of zeros that the kernel counts in, and restores.
+        prepared: what its backend keeps of it, since its first run.
     """
 
     function: Any
@@ -139,16 +141,20 @@ class Launch:
     open: tuple[tuple[int, str], ...]
     shared: int = 0
     counters: int = 0
+    prepared: Callable[[dict[str, Any], Any], Any] | None = None
 
     def run(self, on: Machine, values: dict[str, Any], queue: Any) -> None:
         """Launch with the addresses and numbers of a call."""
-        arguments, there = list(self.arguments), on.backend
+        prepared = self.prepared
+        if prepared is None:
+            prepared = self.prepared = self._prepared(on.backend)
         if self.counters:
-            values = values | {"counters": there.counters(on.handle, self.counters, queue)}
-        for i, name in self.open:
-            kind, value = arguments[i]
-            arguments[i] = (kind, value.at(there, values[name]) if kind == "map" else values[name])
-        there.launch(self.function, self.grid, (self.threads,), arguments, queue, self.shared)
+            values = values | {"counters": on.backend.counters(on.handle, self.counters, queue)}
+        prepared(values, queue)
+
+    def _prepared(self, there: Backend) -> Callable[[dict[str, Any], Any], Any]:
+        arguments = [(kind, partial(x.at, there) if isinstance(x, Mapping) else x) for kind, x in self.arguments]
+        return there.prepared(self.function, self.grid, (self.threads,), arguments, self.open, self.shared)
 
 
 def bind(kernel: GridKernel, function: Any, values: dict[str, Any]) -> Launch:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn, Self
 
 import numpy as np
@@ -24,6 +24,7 @@ from portmm.arrays.operand import Operand, dense_like, named, overlap
 from portmm.dispatch import config, device_routes
 from portmm.dispatch.machine import MOST, Machine, machine_of
 from portmm.errors import DeviceError, ScheduleError
+from portmm.ops import repeated_call
 from portmm.ops.epilogues import NAMES, VALUES, fused, fusible, rank_of
 from portmm.ops.kernel_call import Captures, KernelCall, contiguous, over_rows, via_temporary
 from portmm.ops.row_kernels import before
@@ -92,8 +93,24 @@ def product(
             raise TypeError("b is an int4 weight; quantize the result of prologue_b")
         right = replace(x.b, queue=x.a.queue)  # one queue for all, that of A
         x = replace(x, b=before(over_rows, spread, prologue_b, right, "b"))
-    call = GridProduct(x, "" if dtype is None else named(dtype))
+    key = None
+    if prologue_a is prologue_b is ends is x.weight is None:
+        key = repeated_call.kinds((a, b) if out is None else (a, b, out))
+    requested = "" if dtype is None else named(dtype)
+    call = GridProduct(x, requested, () if key is None else (key[0], dtype))
     return call.plain().source if epilogue is None else fused(call, epilogue)
+
+
+def again(a: Any, b: Any, out: Any = None, dtype: Any = None, epilogue: Any = None) -> Any:
+    """The product of a call that is like an earlier one but for addresses; NotImplemented if there was none."""
+    now = repeated_call.kinds((a, b) if out is None else (a, b, out))
+    if now is None:
+        return NotImplemented
+    kinds, addresses = now
+    call, closure = repeated_call.find((kinds, dtype), epilogue)
+    if call is None:
+        return NotImplemented
+    return call.run(addresses[:2], out, addresses[-1], closure)
 
 
 def spread(x: Operand, shape: tuple[int, ...]) -> Operand:
@@ -109,10 +126,12 @@ class GridProduct:
     Attributes:
         x: the operands.
         requested: type of the result, or empty.
+        key: of further calls like this one: see `repeated_call.find`; empty where they take this way, too.
     """
 
     x: Product
     requested: str = ""
+    key: tuple[Any, ...] = ()
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -182,11 +201,14 @@ class GridProduct:
         ready: KernelCall | None = _ready.get(key)
         if ready is None:
             ready = _ready.keep(key, self.prepared())
-        return ready.run(self.parts, x.a, out)[0]
+        result = ready.run(self.parts, x.a, out)[0]
+        if self.key:
+            repeated_call.keep(self.key, ready, self.parts, out)
+        return result
 
     def into(self, out: Operand | None, requested: str) -> Self:
         """The call with another array for its result."""
-        return replace(self, x=replace(self.x, out=out), requested=requested)
+        return replace(self, x=replace(self.x, out=out), requested=requested, key=())
 
     def writes(self, out: Operand, *others: Operand) -> bool:
         """Whether kernels can write to an array: it overlaps neither the operands nor others."""
@@ -213,7 +235,10 @@ class GridProduct:
             # Kernels are specialised for the layout of a result: a temporary has another.
             run = function.function
             return via_temporary(out, x.a, out.dtype, lambda to: fused(self.into(to, self.requested), run))
-        return kernel.returned(kernel.run(self.parts, x.a, out, closure, read))
+        results = kernel.run(self.parts, x.a, out, closure, read)
+        if self.key:
+            repeated_call.keep(self.key, kernel, self.parts, out, function, read)
+        return kernel.returned(results)
 
     def split(self, epilogue: Callable[..., Any]) -> Any:
         """The results of two kernels."""
@@ -302,11 +327,13 @@ class Plan:
         like: the operands that it was made for, without their memory.
         weight: the weight that is part of it, or None.
         ready: the kernels.
+        repeated: further calls, by the kinds of their arrays.
     """
 
     like: Product
     weight: Any
     ready: KernelCall
+    repeated: dict[Any, repeated_call.RepeatedCall] = field(default_factory=dict)
 
     def __reduce__(self) -> NoReturn:
         raise DeviceError(
@@ -321,7 +348,20 @@ class Plan:
             ValueError: an operand is not like that of the plan, or `out` overlaps one.
         """
         if self.weight is not None:
-            b, out = self.weight, out if b is None else b
+            return self._first(a, self.weight, out if b is None else b)
+        now = repeated_call.kinds((a, b) if out is None else (a, b, out))
+        if now is None:
+            return self._first(a, b, out)
+        kinds, addresses = now
+        call = self.repeated.get(kinds)
+        if call is not None:
+            result = call.run(addresses[:2], out, addresses[-1])
+            if result is not NotImplemented:
+                return result
+        return self._first(a, b, out, kinds)
+
+    def _first(self, a: Any, b: Any, out: Any, kinds: tuple[Any, ...] = ()) -> Any:
+        """The product, after all checks; further ones of these kinds repeat it."""
         if place_of(a, b) != "device":
             raise TypeError("this plan is for arrays on a device, and these are in the host's memory")
         x = adopted(a, b, out)
@@ -339,7 +379,10 @@ class Plan:
                 raise ValueError("the plan was made for an out that is C-contiguous; pass an out when making the plan")
         elif self.like.out is not None and not operand.is_dense(self.like.out):
             raise ValueError("the plan was made for an out of other strides than a new array's; pass one like it")
-        return self.ready.run(x.parts, x.a, x.out)[0].source
+        result = self.ready.run(x.parts, x.a, x.out)[0].source
+        if kinds and repeated_call.repeats(self.ready, x.a):
+            self.repeated[kinds] = repeated_call.RepeatedCall(self.ready, x.parts, x.out)
+        return result
 
 
 def _described(x: Operand) -> str:

@@ -125,18 +125,20 @@ _lock = locks.lock()
 _state: dict[str, Any] = {}
 
 
-def _on_device(a: Any, b: Any, out: Any) -> Any:
-    """The product of arrays on a device."""
+def on_device(a: Any, b: Any, out: Any, **options: Any) -> Any:
+    """The product of arrays on a device: see `matmul.matmul`."""
+    global there  # noqa: PLW0603 - replaced once, so that no other call asks for it
     from portmm.ops import grid_product
 
-    return grid_product.product(a, b, out)
+    there = grid_product.again
+    return grid_product.product(a, b, out, **options)
 
 
 def _elsewhere(where: str, a: Any, b: Any, out: Any) -> Any:
     """The product of operands that are traced, on a device, or tensors."""
     from portmm.arrays.interop import elsewhere
 
-    return elsewhere(where, product, _on_device, (a, b), {"out": out}, "matmul_")
+    return elsewhere(where, product, on_device, (a, b), {"out": out}, "matmul_")
 
 
 def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
@@ -150,6 +152,9 @@ def product(a: Any, b: Any, out: Any = None, *, dtype: Any = None) -> Any:
 
 def _start(a: Any, b: Any, out: Any) -> Any:
     """The first call of a process: build the runtime, then multiply. A device needs no runtime."""
+    result = there(a, b, out)
+    if result is not NotImplemented:
+        return result
     out = numpy_arrays.single(out)
     if where := libraries.place_of(a, b, out):
         return _elsewhere(where, a, b, out)
@@ -158,7 +163,7 @@ def _start(a: Any, b: Any, out: Any) -> Any:
 
 
 def _not_again(*_call: Any) -> Any:
-    """No call is known before the runtime is loaded."""
+    """No call is known before the runtime is loaded, or of a device."""
     return NotImplemented
 
 
@@ -166,6 +171,8 @@ fast: Callable[[Any, Any, Any], Any] = _start
 again: Callable[..., Any] = _not_again
 attend: Callable[..., Any] = _not_again
 """`CffiRuntime.repeat` and `attend`, once that is loaded."""
+there: Callable[..., Any] = _not_again
+"""`grid_product.again`, once arrays on a device were multiplied."""
 
 
 def begin(a: Any = None, b: Any = None, out: Any = None) -> None:
@@ -254,6 +261,9 @@ def _without_compiler(a: Any, b: Any, out: Any) -> Any:
         begin(a, b, out)
         if fast is not _without_compiler:
             return fast(a, b, out)
+    result = there(a, b, out)
+    if result is not NotImplemented:
+        return result
     out = numpy_arrays.single(out)
     if where := libraries.place_of(a, b, out):
         return _elsewhere(where, a, b, out)
@@ -307,6 +317,9 @@ def _planner(a: Any, b: Any, out: Any) -> Any:
 
 def _general(a: Any, b: Any, out: Any) -> Any:
     """The general path: any product that NumPy accepts."""
+    result = there(a, b, out)
+    if result is not NotImplemented:
+        return result
     if config.overridden():
         from portmm.ops import settings_plans
 

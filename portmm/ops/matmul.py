@@ -80,6 +80,8 @@ def matmul(
     if epilogue is not None or prologue_a is not None or prologue_b is not None:
         if prologue_a is prologue_b is None:
             result = host_matmul.again(epilogue, a, b, out, dtype, config.current())
+            if result is NotImplemented:
+                result = host_matmul.there(a, b, out, dtype, epilogue)
             if result is not NotImplemented:
                 return result
     elif dtype is None:
@@ -89,7 +91,7 @@ def matmul(
         from portmm.arrays.interop import elsewhere
 
         options = {"out": out, "dtype": dtype, "epilogue": epilogue, "prologue_a": prologue_a, "prologue_b": prologue_b}
-        return elsewhere(where, matmul, _on_device, (a, b), options, "matmul_")
+        return elsewhere(where, matmul, host_matmul.on_device, (a, b), options, "matmul_")
     if epilogue is None and prologue_a is None and prologue_b is None:
         return host_matmul.product(a, b, out, dtype=dtype)
     if epilogue is not None and prologue_a is prologue_b is out is dtype is None and TRACER not in sys.modules:
@@ -101,13 +103,6 @@ def matmul(
     from portmm.ops import fused_matmul
 
     return fused_matmul.matmul(a, b, out, dtype, epilogue, prologue_a, prologue_b)
-
-
-def _on_device(a: Any, b: Any, out: Any, **options: Any) -> Any:
-    """The same for arrays on a device."""
-    from portmm.ops import grid_product
-
-    return grid_product.product(a, b, out, **options)
 
 
 def plan(a: Any, b: Any, out: Any = None) -> Any:

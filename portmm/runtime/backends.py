@@ -78,16 +78,20 @@ class Backend(Protocol):
     def build(self, text: str, name: str, architecture: str, handle: Any) -> Any:
         """Compile a source, or find it in the cache, and load its kernel."""
 
-    def launch(  # noqa: PLR0917 - the parameters of a launch
+    def prepared(  # noqa: PLR0917 - the parameters of a launch
         self,
         function: Any,
         grid: tuple[int, ...],
         block: tuple[int, ...],
         arguments: Sequence[tuple[str, Any]],
-        queue: Any,
+        left: Sequence[tuple[int, str]],
         shared: int = 0,
-    ) -> Any:
-        """Enqueue a kernel with `shared` bytes of dynamic shared memory."""
+    ) -> Callable[[dict[str, Any], Any], Any]:
+        """A function that enqueues a kernel with `shared` bytes of dynamic shared memory.
+
+        It takes the arguments that are `left` open, by index and name, and a queue; in the place of an open map is a
+        function of its address.
+        """
 
     def counters(self, handle: Any, count: int, queue: Any) -> Any:
         """The address of at least `count` zeros, for kernels of a queue that restore them."""

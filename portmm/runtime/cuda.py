@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ import numpy as np
 
 from portmm.errors import BuildError, DeviceError, NoDeviceError
 from portmm.runtime.backends import Facts
+from portmm.runtime.cuda_launch import PreparedLaunch
 from portmm.util import locks
 
 if TYPE_CHECKING:
@@ -28,9 +29,6 @@ _SHARED_DEFAULT = 48 << 10
 
 # Major versions whose matrix instructions exist only in architecture-specific code (sm_90a, sm_100a).
 _SPECIFIC = frozenset((9, 10))
-
-# CuPy passes NumPy's scalars by value, in their own sizes.
-_SCALARS = {"pointer": np.uint64, "int": np.int32, "long": np.int64, "float": np.float32}
 
 # Zeros of 32 bits: a ring for launches, more than can be in flight at once, and those reserved for captured
 # launches, as a model's graphs have thousands, and memory cannot be allocated while a stream is being captured.
@@ -71,13 +69,6 @@ class _Bank:
     array: Any
     next: int = 0
     reserved: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class _Stream:
-    """A stream as CuPy's functions take it: they read `ptr` only."""
-
-    ptr: int
 
 
 def _cupy() -> Any:
@@ -247,15 +238,6 @@ def _grant(function: Function, shared: int) -> None:
         driver.funcSetAttribute(ptr, attribute, shared)
 
 
-def _start(  # noqa: PLR0917 - the parameters of a launch
-    function: Function, grid: tuple[int, ...], block: tuple[int, ...], words: tuple[Any, ...], stream: int, shared: int
-) -> None:
-    """Launch on the current device, which is the function's."""
-    if shared + function.cubin.shared > _SHARED_DEFAULT:
-        _grant(function, shared)
-    function.call(grid, block, words, shared, _Stream(stream))
-
-
 def launch(  # noqa: PLR0917 - the parameters of a launch
     function: Function,
     grid: tuple[int, ...],
@@ -282,28 +264,21 @@ def launch(  # noqa: PLR0917 - the parameters of a launch
         DeviceError: the driver refused the launch.
         ValueError: a kind is unknown.
     """
-    if 0 in grid:
-        return
-    words = _words(arguments)
-    cuda = _cupy().cuda
-    try:
-        if cuda.runtime.getDevice() == function.device:
-            _start(function, grid, block, words, stream, shared)
-        else:
-            with cuda.Device(function.device):
-                _start(function, grid, block, words, stream, shared)
-    except RuntimeError as error:
-        raise DeviceError(
-            f"CUDA did not launch {function.name} with grid {grid}, block {block} and {shared} bytes of dynamic "
-            f"shared memory: {error}"
-        ) from error
+    prepared(function, grid, block, arguments, (), shared)({}, stream)
 
 
-def _words(arguments: Sequence[tuple[str, Any]]) -> tuple[Any, ...]:
-    try:
-        return tuple(x if kind == "map" else _SCALARS[kind](0 if x is None else x) for kind, x in arguments)
-    except KeyError as error:
-        raise ValueError(f"arguments of kind {error} are unknown; use one of {', '.join((*_SCALARS, 'map'))}") from None
+def prepared(  # noqa: PLR0917 - the parameters of a launch
+    function: Function,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    arguments: Sequence[tuple[str, Any]],
+    left: Sequence[tuple[int, str]],
+    shared: int = 0,
+) -> PreparedLaunch:
+    """A launch with the arguments that are `left` open, by index and name: see `cuda_launch.PreparedLaunch`."""
+    large = shared + function.cubin.shared > _SHARED_DEFAULT
+    grant = partial(_grant, function, shared) if large else None
+    return PreparedLaunch(function, grid, block, arguments, left, shared, grant)
 
 
 def counters(device: int, count: int, stream: int) -> int:

@@ -6,7 +6,7 @@ Owns the calls of OpenCL's drivers, through PyOpenCL, but those that build progr
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TYPE_CHECKING, Any
@@ -239,6 +239,25 @@ def launch(
             f"OpenCL did not launch {function.name} with grid {grid}, block {block} and {len(words)} parameters: "
             f"{error}"
         ) from error
+
+
+def prepared(  # noqa: PLR0917 - the parameters of a launch
+    function: Function,
+    grid: tuple[int, ...],
+    block: tuple[int, ...],
+    arguments: Sequence[tuple[str, Any]],
+    left: Sequence[tuple[int, str]],
+    shared: int = 0,
+) -> Callable[[dict[str, Any], Any], Any]:
+    """A function of the arguments that are `left` open, by name, and a queue: see `launch`."""
+
+    def run(values: dict[str, Any], queue: Any) -> Any:
+        every = list(arguments)
+        for i, name in left:
+            every[i] = every[i][0], values[name]
+        return launch(function, grid, block, every, queue, shared)
+
+    return run
 
 
 def _words(arguments: Sequence[tuple[str, Any]]) -> list[Any]:

@@ -151,18 +151,20 @@ class UserFunction:
         function: the function.
         closure: the arrays and numbers that it captures, by their keys.
         lasting: later calls take the same kernel.
+        way: the kernel with the guards on what the function captures, where it is lasting.
     """
 
     function: Callable[..., Any]
     closure: dict[Any, Any] = field(default_factory=dict)
     lasting: bool = True
+    way: Way | None = None
 
     def ready(self, key: tuple[Any, ...], make: Callable[[Traced], Any], values: tuple[Any, ...], rank: int) -> Any:
         """The kernel of the function for a kind of call, from the memo or by `make`."""
-        key = (_code(self.function), key, config.current(), config.limit())
+        key = (code_of(self.function), key, config.current(), config.limit())
         way, captured = find(_ready, key, self.function)
         if way is not None:
-            self.closure, self.lasting = captured, True
+            self.closure, self.lasting, self.way = captured, True, way
             return way.result
         by_value = captured is not None
         try:
@@ -174,11 +176,12 @@ class UserFunction:
         kernel = make(traced)
         self.lasting &= getattr(kernel, "lasting", True)
         if self.lasting:
-            remember(_ready, key, Way(captures.finished(), kernel), self.function, by_value=by_value)
+            self.way = Way(captures.finished(), kernel)
+            remember(_ready, key, self.way, self.function, by_value=by_value)
         return kernel
 
 
-def _code(function: Any) -> Any:
+def code_of(function: Any) -> Any:
     """The part that all functions of one kind share: no class of the user's, which the memo would keep alive."""
     own: Any = getattr(function, "__code__", None) or getattr(type(function).__call__, "__code__", None)
     return type(function) if own is None else own

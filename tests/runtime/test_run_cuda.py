@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from dataclasses import replace
 
@@ -113,15 +112,75 @@ def test_a_launch(cupy):
     cupy.log.clear()
     arguments = [
         ("pointer", (1 << 63) + 8), ("int", -3), ("long", 1 << 40), ("float", 0.1), ("pointer", None), ("float", -0.0),
+        ("map", np.arange(16, dtype=np.uint64).view("V128")),
     ]  # fmt: skip
+    cupy.formats = "QiqfQfm"
     cuda.launch(kernel, (2, 3), (32, 4), arguments, 0x1234, shared=1024)
     ((what, device, grid, block, words, shared, stream),) = cupy.log
-    assert (what, device, grid, block, shared, stream) == ("launch", 0, (2, 3), (32, 4), 1024, 0x1234)
-    assert [x.dtype for x in words] == [np.uint64, np.int32, np.int64, np.float32, np.uint64, np.float32]
+    assert (what, device, grid, block) == ("launch", 0, (2, 3, 1), (32, 4, 1))
+    assert (shared, stream) == (1024, 0x1234)
     assert words[:3] == ((1 << 63) + 8, -3, 1 << 40)
     assert words[3] == np.float32(0.1)
     assert words[4] == 0
     assert np.signbit(words[5])
+    assert words[6] == np.arange(16, dtype=np.uint64).tobytes()
+
+
+def test_a_prepared_launch(cupy):
+    """What is open is filled in at each launch, and a map is made once for each address."""
+    kernel, made = cuda.load(CUBIN, "f"), []
+
+    def mapped(address):
+        made.append(address)
+        return np.full(16, address, np.uint64).view("V128")
+
+    arguments = [("pointer", None), ("int", 7), ("map", mapped), ("float", None), ("long", None)]
+    left = ((0, "a"), (2, "b"), (3, "number"), (4, "n"))
+    run = cuda.prepared(kernel, (5,), (32,), arguments, left, 256)
+    cupy.formats = "Qimfq"
+    cupy.log.clear()
+    for a, b, number, n, stream in ((16, 64, 0.5, -1, 3), (32, 128, -0.0, 1 << 40, 4), (48, 64, 1e300, 0, 5)):
+        run({"a": a, "b": b, "number": number, "n": n, "more": 1}, stream)
+        *_, words, shared, on = cupy.log[-1]
+        assert (words[0], words[1], words[4], shared, on) == (a, 7, n, 256, stream)
+        assert words[2] == np.full(16, b, np.uint64).tobytes()
+        with np.errstate(over="ignore"):
+            assert np.float32(words[3]).tobytes() == np.float32(number).tobytes()
+    assert made == [64, 128]
+    with pytest.raises(OverflowError, match="2147483648 does not fit an argument of 32 bits"):
+        cuda.prepared(kernel, (1,), (1,), [("int", 1 << 31)], (), 0)
+
+
+def test_launches_of_several_threads_have_arguments_of_their_own(cupy):
+    kernel = cuda.load(CUBIN, "f")
+    run = cuda.prepared(kernel, (1,), (1,), [("pointer", None)], ((0, "a"),))
+    cupy.formats, seen = "Q", []
+
+    def other(*more):
+        """A launch of another thread, while the driver has not read the arguments of the first yet."""
+        cupy.cuda.driver.launchKernel = cupy._launch
+        run({"a": 32}, 0)
+        seen.append(cuda_fakes.read_words(more[-2], "Q"))
+
+    cupy.cuda.driver.launchKernel = other
+    run({"a": 16}, 0)
+    assert seen == [(16,)]
+    assert cupy.log[-1][4] == (32,)
+
+
+def test_a_thread_without_a_context_gets_one(cupy):
+    kernel, contexts = cuda.load(CUBIN, "f", 1), []
+    launch = cupy.cuda.driver.launchKernel
+
+    def in_context(*more):
+        if not contexts:
+            raise RuntimeError("CUDA_ERROR_INVALID_CONTEXT: invalid device context")
+        launch(*more)
+
+    cupy.cuda.driver.launchKernel = in_context
+    cupy.cuda.runtime.memGetInfo = lambda: contexts.append(cupy.current)
+    cuda.launch(kernel, (1,), (1,), [], 0)
+    assert (contexts, cupy.log[-1][:2], cupy.current) == ([1], ("launch", 1), 0)
 
 
 def test_a_launch_goes_to_the_kernels_device(cupy):
@@ -179,19 +238,17 @@ def test_launches_that_fail(cupy):
     with pytest.raises(ValueError, match="kind 'double' are unknown"):
         cuda.launch(kernel, (1,), (1,), [("double", 1.0)], 0)
     cupy.fail = "launch"
-    with pytest.raises(DeviceError, match=r"did not launch f with grid \(1,\), block \(2048,\) and 0 bytes"):
+    with pytest.raises(DeviceError, match=r"did not launch f with grid \(1, 1, 1\), block \(2048, 1, 1\) and 0 bytes"):
         cuda.launch(kernel, (1,), (2048,), [], 0)
     cupy.fail = "grant"
     with pytest.raises(DeviceError, match="1000000 bytes of dynamic shared memory"):
         cuda.launch(kernel, (1,), (1,), [], 0, shared=1000000)
 
 
-def test_the_real_cupy_keeps_the_sizes_of_scalars():
-    scalar = pytest.importorskip("cupy._core._scalar").CScalar
-    words = cuda._words([("pointer", (1 << 63) + 8), ("int", -3), ("long", -(1 << 40)), ("float", 0.1)])
-    for word in words:
-        held = scalar(word)
-        assert ctypes.string_at(held.ptr, word.itemsize) == word.tobytes()
+def test_the_real_cupy_has_the_drivers_launch():
+    driver = pytest.importorskip("cupy.cuda").driver
+    with pytest.raises((RuntimeError, driver.CUDADriverError)):  # without a driver, or for a kernel that is none
+        driver.launchKernel(0, 1, 1, 1, 1, 1, 1, 0, 0, 0, 0)
 
 
 @pytest.mark.device

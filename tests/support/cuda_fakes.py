@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import struct
 import sys
 from types import ModuleType, SimpleNamespace
 
@@ -52,6 +54,7 @@ class FakeCupy(ModuleType):
         streams: the current stream of each device.
         addresses: the device that an address is on, 0 by default.
         captured: streams that are being captured.
+        formats: a letter of `struct` for each argument of a launched kernel.
     """
 
     __version__ = "14.0.0"
@@ -60,7 +63,7 @@ class FakeCupy(ModuleType):
         super().__init__("cupy")
         self.log, self.current, self.streams, self.addresses, self.granted = [], 0, {0: 0, 1: 0}, {}, {}
         self.captured = set()
-        self.count, self.fail, self.kernels = 2, None, ("f",)
+        self.count, self.fail, self.kernels, self.formats = 2, None, ("f",), ""
         self.ndarray = ndarray
         runtime = SimpleNamespace(
             cudaDevAttrMaxSharedMemoryPerBlockOptin=OPT_IN,
@@ -78,6 +81,7 @@ class FakeCupy(ModuleType):
             CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES=GRANT,
             funcGetAttribute=lambda _a, f: self.granted.get(f, SHARED_OF_A_KERNEL),
             funcSetAttribute=self._grant,
+            launchKernel=self._launch,
         )
         self.cuda = SimpleNamespace(
             runtime=runtime,
@@ -98,11 +102,22 @@ class FakeCupy(ModuleType):
         self.granted[function] = value
         self.log.append(("grant", function, value))
 
+    def _launch(self, _function, *more):
+        """As the driver: 3 extents of a grid, 3 of a block, bytes, a stream, the address of addresses, and no more."""
+        *sizes, shared, stream, arguments, extra = more
+        assert len(sizes) == 6
+        assert not extra
+        self._fails("launch")
+        words = read_words(arguments, self.formats)
+        self.log.append(("launch", self.current, tuple(sizes[:3]), tuple(sizes[3:]), words, shared, stream))
+
     @contextlib.contextmanager
     def _on(self, device):
         before, self.current = self.current, device
-        yield
-        self.current = before
+        try:
+            yield
+        finally:
+            self.current = before
 
     @contextlib.contextmanager
     def _in(self, stream):
@@ -137,16 +152,16 @@ class _Module:
 
 
 class _Function:
-    """Takes what CuPy's takes: tuples, scalars of NumPy, and an object with `ptr`."""
-
     def __init__(self, cupy):
         self.cupy, self.ptr = cupy, 77
 
-    def __call__(self, grid, block, args, shared_mem=0, stream=None):
-        assert type(grid) is type(block) is type(args) is tuple
-        assert all(isinstance(x, np.generic) for x in args)
-        self.cupy._fails("launch")
-        self.cupy.log.append(("launch", self.cupy.current, grid, block, args, shared_mem, stream.ptr))
+
+def read_words(at, formats):
+    """The arguments of a launch, whose addresses lie at an address; of a map its bytes."""
+    places = (ctypes.c_uint64 * len(formats)).from_address(at)
+    sizes = {"Q": 8, "i": 4, "q": 8, "f": 4, "m": 128}
+    held = [ctypes.string_at(place, sizes[x]) for place, x in zip(places, formats, strict=True)]
+    return tuple([x if f == "m" else struct.unpack(f"<{f}", x)[0] for x, f in zip(held, formats, strict=True)])
 
 
 # -- PyTorch -----------------------------------------------------------------------------
@@ -160,6 +175,10 @@ class Tensor:
         self._at, self._neg, self._size = at, neg, {"torch.float64": 8, "torch.bfloat16": 2}.get(str(dtype), 4)
         self._strides = strides or tuple(s // self._size for s in strides_of(self.shape, self._size))
         self.device = SimpleNamespace(type="cuda" if cuda else "cpu", index=device)
+        self.requires_grad = False
+
+    def get_device(self):
+        return self.device.index
 
     def data_ptr(self):
         return self._at
@@ -194,11 +213,11 @@ class FakeTorch(ModuleType):
         for name in ("float32", "float64", "bfloat16", "complex64"):
             setattr(self, name, _Type(name))
         self.cuda = SimpleNamespace(
-            current_stream=lambda device: SimpleNamespace(cuda_stream=100 + device.index),
+            current_stream=lambda device: SimpleNamespace(cuda_stream=100 + device),
         )
 
-    def empty(self, shape, dtype, device):
-        return Tensor(shape, dtype, at=1 << 21, device=device.index)
+    def empty_strided(self, shape, strides, dtype, device):
+        return Tensor(shape, dtype, at=1 << 21, strides=strides, device=device.index)
 
 
 # -- cublasLt ------------------------------------------------------------------------------

@@ -8,12 +8,16 @@ from types import SimpleNamespace
 
 import cuda_shim
 import numpy as np
-from cuda_fakes import FakeCupy
+from cuda_fakes import FakeCupy, read_words
 
 from portmm.build import nvrtc
 from portmm.build.nvrtc import Cubin
 from portmm.dispatch import machine
 from portmm.spec.dtype import BY_NAME
+
+LETTERS = {"p": "Q", "m": "m", "i": "i", "l": "q", "f": "f"}
+"""The shim's letter of an argument -> that of `struct`."""
+KINDS = {"m": "map", "i": "int", "q": "long", "f": "float"}
 
 
 class ndarray:  # noqa: N801 - CuPy's name
@@ -74,8 +78,15 @@ class EmulatedCupy(FakeCupy):
 
     def __init__(self):
         super().__init__()
-        self.launches, self.ndarray = [], ndarray
+        self.launches, self.ndarray, self.loaded = [], ndarray, {}
         self.cuda.function = SimpleNamespace(Module=lambda: _Module(self))
+
+    def _launch(self, function, *more):
+        (*sizes, shared, stream, arguments, _), (kernel, cluster) = more, self.loaded[function]
+        formats = [LETTERS[x] for x in kernel.library.shim_signature().decode()]
+        self.launches.append((kernel.name, tuple(sizes[:2]), tuple(sizes[3:4]), stream))
+        given = [_argument(x, f) for x, f in zip(read_words(arguments, formats), formats, strict=True)]
+        kernel.launch(tuple(sizes[:3]), sizes[3], given, shared=shared, cluster=cluster)
 
     def array(self, x):
         made = aligned(x.shape, x.dtype)
@@ -100,22 +111,13 @@ class _Module:
 
 class _Function:
     def __init__(self, cupy, kernel, cluster):
-        self.cupy, self.kernel, self.ptr, self.cluster = cupy, kernel, 77, cluster
-
-    def __call__(self, grid, block, args, shared_mem=0, stream=None):
-        self.cupy.launches.append((self.kernel.name, grid, block, stream.ptr))
-        given = [_argument(x) for x in args]
-        whole = (*grid, *(1,) * (3 - len(grid)))
-        self.kernel.launch(whole, block[0], given, shared=shared_mem, cluster=self.cluster)
+        self.ptr = len(cupy.loaded) + 1
+        cupy.loaded[self.ptr] = kernel, cluster
 
 
-def _argument(x):
-    """An argument that CuPy passes by value, as the shim takes it."""
-    if isinstance(x, np.ndarray):
-        assert x.size == 1, "CuPy takes an array of one element for a structure"
-        return ("map", x.tobytes())
-    kinds = {np.int32: "int", np.int64: "long", np.float32: "float"}
-    return _pointer(x) if isinstance(x, np.uint64) else (kinds[type(x)], x.item())
+def _argument(x, letter):
+    """An argument in the driver's memory, as the shim takes it."""
+    return _pointer(x) if letter == "Q" else (KINDS[letter], x)
 
 
 def mapped(dtype, address, sizes, strides, box, swizzle, rounds=False):  # noqa: PLR0917 - as the driver's

@@ -1,0 +1,176 @@
+"""Repeated calls on a device: from arrays of known kinds to launches, without describing them again.
+
+Owns `RepeatedCall`, what a call of one kind needs beside the addresses of its arrays, and the memos of products and of
+functions. All checks that depend on kinds alone were made by the first call; others, whether a result overlaps what is
+read, are made again, and a call that fails one of them takes the long way, which says why or copies.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING, Any
+
+from portmm.arrays.device_kinds import NewArray, kind, stream_of
+from portmm.arrays.libraries import library_of
+from portmm.arrays.numpy_arrays import span_of
+from portmm.dispatch import config
+from portmm.spec.dtype import BY_NAME
+from portmm.trace.bind import code_of
+from portmm.trace.closures import resolve
+from portmm.trace.guards import Way, remember
+from portmm.trace.guards import find as find_way
+from portmm.util.memo import Memory
+
+if TYPE_CHECKING:
+    from collections.abc import Sequence
+
+    from portmm.arrays.operand import Operand
+    from portmm.ops.kernel_call import Closure, KernelCall
+    from portmm.trace.bind import UserFunction
+
+MOST_KINDS = 1024
+"""Kinds of calls remembered before a memo is emptied."""
+LIBRARIES = ("torch", "cupy")
+"""Libraries whose arrays have kinds."""
+
+
+class RepeatedCall:
+    """A call of one kind, of operands whose addresses alone vary.
+
+    Args:
+        ready: its kernels.
+        operands: of the first call, by the names of kernels' parameters; the first one's library, device and stream
+            are those of the results.
+        out: the array that the first result was written to, or None for a new one.
+        read: the arrays that the call's function captured.
+    """
+
+    __slots__ = (
+        "device", "floats", "launches", "library", "names", "new", "on", "own", "read", "settings", "several", "spans",
+        "to", "work",
+    )  # fmt: skip
+
+    def __init__(
+        self, ready: KernelCall, operands: dict[str, Operand], out: Operand | None, read: Sequence[Operand] = ()
+    ) -> None:
+        like = next(iter(operands.values()))
+        self.settings, self.on, self.launches, self.several = config.current(), ready.on, ready.launches, ready.several
+        self.library, self.device = sys.modules[library_of(like.source)], int(like.device[1])  # type: ignore[call-overload]
+        exchanged = {"a": "b", "b": "a"} if ready.swapped else {}
+        self.names = tuple([exchanged.get(x, x) for x in operands])
+        self.spans = [_span(x) for x in operands.values()]
+        self.own = None if out is None else _span(out)
+        self.to = ready.results[0][0]
+        self.new = [(name, NewArray(like, shape, dtype)) for name, shape, dtype in ready.results[out is not None :]]
+        captures = ready.captures
+        self.read = [(name, x.key, at, _span(y)) for (name, x, at), y in zip(captures.sources, read, strict=True)]
+        self.floats = [(f"number_{i}", key) for i, key in enumerate(captures.numbers)]
+        self.work = NewArray(like, ready.workspace[:1], ready.workspace[1]) if ready.workspace[0] else None
+
+    def run(
+        self, addresses: tuple[int, ...], out: Any = None, at: int = 0, closure: Closure | None = None, **numbers: int
+    ) -> Any:
+        """The result, or the results; NotImplemented where an array of these overlaps `out`.
+
+        Args:
+            addresses: of the operands.
+            out: the array of the first result, if this call has one, and
+            at: its address.
+            closure: what the call's function captures.
+            numbers: further arguments of kernels.
+        """
+        values: dict[str, Any] = dict(zip(self.names, addresses, strict=True))
+        if numbers:
+            values.update(numbers)
+        own = self.own
+        if own is not None:
+            first, end = at + own[0], at + own[1]
+            for there, span in zip(addresses, self.spans, strict=True):
+                if first < there + span[1] and there + span[0] < end:
+                    return NotImplemented
+            values[self.to] = at
+        if closure is not None:
+            for name, key, begin, span in self.read:
+                there = kind(closure[key] if key in closure else resolve(key, closure))[1]  # type: ignore[index]
+                if own is not None and first < there + span[1] and there + span[0] < end:
+                    return NotImplemented
+                values[name] = there + begin
+            for name, key in self.floats:
+                values[name] = float(closure[key] if key in closure else resolve(key, closure))
+        results = [] if own is None else [out]
+        for name, make in self.new:
+            result, values[name] = make()
+            results.append(result)
+        self._launch(values)
+        return tuple(results) if self.several else results[0]
+
+    def _launch(self, values: dict[str, Any]) -> None:
+        """Launch the kernels; a workspace is freed by its library when the stream is done with it."""
+        on, queue = self.on, stream_of(self.library, self.device)
+        if self.work is not None:
+            scratch, values["work"] = self.work()
+        for launch, moves in self.launches:
+            here = values
+            if moves:
+                here = values | {name: values[name] + elements * size for name, elements, size in moves}
+            launch.run(on, here, queue)
+        if self.work is not None:
+            del scratch
+
+    @property
+    def current(self) -> bool:
+        """Whether it was made under the settings of now."""
+        now = config.current()
+        return now is self.settings or now == self.settings
+
+
+def _span(x: Operand) -> tuple[int, int]:
+    """The bytes of an array, from its address."""
+    return span_of(x.shape, x.strides, BY_NAME[x.dtype].bytes) if x.size else (0, 0)
+
+
+_calls = Memory(MOST_KINDS)
+"""Kinds of arrays, and what the call is -> calls without functions."""
+_ways = Memory(MOST_KINDS)
+"""The same and the function's code -> calls, by what the function captures."""
+
+
+def find(key: tuple[Any, ...], function: Any = None) -> tuple[RepeatedCall | None, Closure | None]:
+    """The call of a kind under the current settings, and what its function captures now; None if none was kept."""
+    if function is None:
+        call, closure = _calls.get(key), None
+    else:
+        way, closure = find_way(_ways, (key, code_of(function)), function)
+        call = None if way is None else way.result
+    return (call, closure) if call is not None and call.current else (None, None)
+
+
+def keep(  # noqa: PLR0917 - a call, and its function
+    key: tuple[Any, ...], ready: KernelCall, operands: dict[str, Operand], out: Operand | None = None,
+    function: UserFunction | None = None, read: Sequence[Operand] = (),
+) -> None:  # fmt: skip
+    """Keep a call, if further ones of its kind need no more than addresses; see `RepeatedCall` for the arguments."""
+    if not repeats(ready, next(iter(operands.values()))):
+        return
+    if function is None:
+        _calls.keep(key, RepeatedCall(ready, operands, out))
+    elif function.way is not None:
+        way = Way(function.way.guards, RepeatedCall(ready, operands, out, read))
+        remember(_ways, (key, code_of(function.function)), way, function.function, by_value=False)
+
+
+def repeats(ready: KernelCall, like: Operand) -> bool:
+    """Whether a further call needs no more than addresses: nothing is converted or copied."""
+    return not (ready.converts or ready.copies) and library_of(like.source) in LIBRARIES
+
+
+def kinds(arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
+    """The kinds of arrays, and their addresses; None where one has no kind."""
+    every, addresses = [], []
+    for x in arrays:
+        known = kind(x)
+        if known is None:
+            return None
+        every.append(known[0])
+        addresses.append(known[1])
+    return tuple(every), tuple(addresses)

@@ -1,0 +1,203 @@
+"""Launches of CUDA kernels whose constant arguments are laid out in memory once.
+
+Owns the memory that the driver reads a launch's arguments from, and the call of the driver, by CuPy's
+`driver.launchKernel`: numbers that a call leaves open, and addresses, are written in place, so that a repeated launch
+makes no objects.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from portmm.errors import DeviceError
+
+if TYPE_CHECKING:
+    from collections.abc import Callable, Sequence
+
+WORD = 8
+"""Bytes of the memory of an argument; the driver reads as many as its type has, which is little-endian."""
+KINDS = ("pointer", "int", "long", "float", "map")
+MOST_MAPS = 256
+"""Tensor maps that an argument keeps, by address, before it drops all: allocators return to the same addresses."""
+_MASK = (1 << 64) - 1
+_LIMITS = {"int": 32, "long": 64}
+
+
+class _Block(NamedTuple):
+    """The arguments of one launch in memory.
+
+    Attributes:
+        words: 8 bytes for each argument.
+        floats: the same memory.
+        places: the address of each argument.
+        address: of `places`.
+        maps: keep the memory of tensor maps alive until they are replaced.
+    """
+
+    words: Any
+    floats: Any
+    places: Any
+    address: int
+    maps: list[Any]
+
+
+class PreparedLaunch:
+    """A launch of a kernel on its device, with the arguments that a call leaves open by index and name.
+
+    Args:
+        function: has the kernel as CuPy's function `call`, its `name` and its `device`.
+        grid: blocks along each of up to three dimensions; nothing runs if one is 0.
+        block: threads along each.
+        arguments: pairs of a kind and a value, as `cuda.launch` takes them; an open map has all but its address.
+        left: index and name of the open ones.
+        shared: bytes of dynamic shared memory.
+        grant: raises the kernel's limit of these on its device, before the first launch.
+
+    Raises:
+        ValueError: a kind is unknown.
+        OverflowError: an integer does not fit.
+    """
+
+    __slots__ = ("_arguments", "_floats", "_free", "_grant", "_maps", "_numbers", "_pointers", "_where", "function")
+
+    def __init__(  # noqa: PLR0917 - the parameters of a launch
+        self,
+        function: Any,
+        grid: tuple[int, ...],
+        block: tuple[int, ...],
+        arguments: Sequence[tuple[str, Any]],
+        left: Sequence[tuple[int, str]] = (),
+        shared: int = 0,
+        grant: Callable[[], None] | None = None,
+    ) -> None:
+        unknown = [kind for kind, _ in arguments if kind not in KINDS]
+        if unknown:
+            raise ValueError(f"arguments of kind {unknown[0]!r} are unknown; use one of {', '.join(KINDS)}")
+        self.function, self._grant, self._free = function, grant, list[_Block]()
+        whole = [(*x, *(1,) * (3 - len(x))) for x in (grid, block)]
+        self._where = None if 0 in grid else (*whole[0], *whole[1], shared)
+        opened = dict(left)
+        self._arguments = [(kind, None if i in opened else value) for i, (kind, value) in enumerate(arguments)]
+        kinds = [kind for kind, _ in arguments]
+        self._pointers = tuple([(i, name) for i, name in left if kinds[i] == "pointer"])
+        self._numbers = tuple([(i, name) for i, name in left if kinds[i] in _LIMITS])
+        self._floats = tuple([(2 * i, name) for i, name in left if kinds[i] == "float"])
+        self._maps = tuple([(i, name, arguments[i][1], dict[int, Any]()) for i, name in left if kinds[i] == "map"])
+        self._free.append(self._block())
+
+    def _block(self) -> _Block:
+        """Memory for one launch: launches of several threads do not share it."""
+        count = max(1, len(self._arguments))
+        words = (ctypes.c_uint64 * count)()
+        floats = (ctypes.c_float * (2 * count)).from_buffer(words)
+        first = ctypes.addressof(words)
+        places = (ctypes.c_uint64 * count)(*range(first, first + count * WORD, WORD))
+        maps = [None] * count
+        for i, (kind, value) in enumerate(self._arguments):
+            if kind == "map" and value is not None:
+                maps[i], places[i] = value, value.__array_interface__["data"][0]
+            elif kind == "float":
+                floats[2 * i] = 0.0 if value is None else value
+            else:
+                words[i] = _checked(kind, value)
+        return _Block(words, floats, places, ctypes.addressof(places), maps)
+
+    def __call__(self, values: dict[str, Any], stream: int) -> None:  # noqa: C901 - calls would take as long as all this
+        """Launch asynchronously, with the open arguments by name, on the stream of a handle.
+
+        Raises:
+            DeviceError: the driver refused the launch.
+        """
+        if self._where is None:
+            return
+        try:
+            block = self._free.pop()
+        except IndexError:
+            block = self._block()
+        words, floats, places, address, maps = block
+        for i, name in self._pointers:
+            words[i] = values[name]
+        for i, name in self._numbers:
+            words[i] = _checked(self._arguments[i][0], values[name])
+        for i, name in self._floats:
+            floats[i] = values[name]
+        for i, name, map_at, known in self._maps:
+            there = values[name]
+            kept = known.get(there)
+            if kept is None:
+                kept = _kept(map_at, there, known)
+            maps[i], places[i] = kept
+        if self._grant is not None:
+            self._granted()
+        cuda = sys.modules["cupy"].cuda
+        function = self.function
+        try:
+            if cuda.runtime.getDevice() == function.device:
+                cuda.driver.launchKernel(function.call.ptr, *self._where, stream, address, 0)
+            else:
+                self._elsewhere(cuda, stream, address)
+        except RuntimeError as error:
+            self._again(cuda, stream, address, error)
+        self._free.append(block)
+
+    def _elsewhere(self, cuda: Any, stream: int, address: int) -> None:
+        """Launch on the kernel's device where another one is current."""
+        assert self._where is not None  # noqa: S101 - else nothing is launched
+        with cuda.Device(self.function.device):
+            cuda.driver.launchKernel(self.function.call.ptr, *self._where, stream, address, 0)
+
+    def _again(self, cuda: Any, stream: int, address: int, error: RuntimeError) -> None:
+        """Launch again where the thread had no context yet: it is made by CUDA's run time, not by its driver."""
+        cause = error
+        if "INVALID_CONTEXT" in str(error):
+            try:
+                with cuda.Device(self.function.device):
+                    cuda.runtime.memGetInfo()
+                self._elsewhere(cuda, stream, address)
+            except RuntimeError as second:
+                cause = second
+            else:
+                return
+        assert self._where is not None  # noqa: S101 - as above
+        grid, threads, shared = self._where[:3], self._where[3:6], self._where[6]
+        raise DeviceError(
+            f"CUDA did not launch {self.function.name} with grid {grid}, block {threads} and {shared} bytes of dynamic "
+            f"shared memory: {cause}"
+        ) from cause
+
+    def _granted(self) -> None:
+        cuda, grant = sys.modules["cupy"].cuda, self._grant
+        assert grant is not None and self._where is not None  # noqa: PT018, S101 - the caller has looked
+        try:
+            with cuda.Device(self.function.device):
+                grant()
+        except RuntimeError as error:
+            raise DeviceError(
+                f"CUDA does not give {self.function.name} {self._where[6]} bytes of dynamic shared memory: {error}"
+            ) from error
+        self._grant = None
+
+
+def _checked(kind: str, value: Any) -> int:
+    """The bits of an integer or an address, of which None is NULL.
+
+    Raises:
+        OverflowError: it does not fit its type.
+    """
+    number = int(value or 0)
+    bits = _LIMITS.get(kind)
+    if bits and not -1 << (bits - 1) <= number < 1 << (bits - 1):
+        raise OverflowError(f"{number} does not fit an argument of {bits} bits")
+    return number & _MASK
+
+
+def _kept(map_at: Any, there: int, known: dict[int, Any]) -> tuple[Any, int]:
+    """A tensor map of memory at an address, and its own address."""
+    if len(known) >= MOST_MAPS:
+        known.clear()
+    map_ = map_at(there)
+    kept: tuple[Any, int] = map_, map_.__array_interface__["data"][0]
+    known[there] = kept
+    return kept
