@@ -137,8 +137,7 @@ def _working_in(cupy: Any, device: Any, queue: int) -> AbstractContextManager[An
     if _current_stream(cupy, device) == queue:
         return nullcontext()
     make: Any = getattr(cupy.cuda.Stream, "from_external", None)
-    stream: AbstractContextManager[Any] = make(_Handle(queue)) if make else cupy.cuda.ExternalStream(queue)
-    return stream
+    return make(_Handle(queue)) if make else cupy.cuda.ExternalStream(queue)
 
 
 def from_pyopencl(x: Any) -> Operand:
@@ -296,8 +295,7 @@ def as_numpy(x: Any) -> np.ndarray[Any, Any]:
     torch, bare = _checked(x), x.detach()
     known = BY_NUMPY.get(str(x.dtype).removeprefix("torch."))
     if known is None or known.name not in EXTENSION_TYPES:
-        array: np.ndarray[Any, Any] = bare.numpy()
-        return array
+        return bare.numpy()
     bits = torch.int16 if known.bytes > 1 else torch.uint8
     return np.asarray(bare.view(bits).numpy()).view(numpy_of(known.name))
 

@@ -57,8 +57,7 @@ def numpy_of(name: str) -> np.dtype[Any]:
         import ml_dtypes
     except ImportError as error:
         raise TypeError(f"{numpy_name} arrays need the package ml_dtypes: pip install ml_dtypes") from error
-    dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, numpy_name))
-    return dtype
+    return np.dtype(getattr(ml_dtypes, numpy_name))
 
 
 def word(dtypes: DTypes) -> str:

@@ -146,8 +146,7 @@ class CupyArrays(Arrays):
         return int(self._cupy.cuda.get_current_stream().ptr)
 
     def working(self) -> AbstractContextManager[Any]:
-        context: AbstractContextManager[Any] = self._cupy.cuda.Device(self._number)
-        return context
+        return self._cupy.cuda.Device(self._number)
 
     def graph(self, calls: Sequence[Callable[[], Any]]) -> tuple[Callable[[], object], Any]:
         with self.working():

@@ -118,7 +118,7 @@ class Worker:
                     raise self._ended()
                 self._rest += data
         line, _, self._rest = self._rest.partition(b"\n")
-        return json.loads(line)  # type: ignore[no-any-return]
+        return json.loads(line)
 
     def _kill(self) -> None:
         self._process.kill()

@@ -227,12 +227,11 @@ class Report:
     def records(self) -> list[dict[str, Any]]:
         """Flat records, one for each case and contender, as `pandas.DataFrame` takes them."""
         # By name: the module imports this one.
-        return import_module("portmm.comparison.text").records(self)  # type: ignore[no-any-return]
+        return import_module("portmm.comparison.text").records(self)
 
     def _repr_html_(self) -> str:
         """The summary and the table, for notebooks."""
-        html: str = import_module("portmm.comparison.html").fragment(self)
-        return html
+        return import_module("portmm.comparison.html").fragment(self)
 
 
 def from_json(text: str) -> Report:

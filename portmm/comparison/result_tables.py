@@ -83,8 +83,7 @@ def device(stem: str, data: dict[str, Any]) -> str:
 def device_ratio(x: dict[str, Any]) -> float | None:
     """Rate of a case over that of its best peer; of decode layers as graphs, where they have graphs."""
     times, suffix = _times(x)
-    ratio: float | None = x[f"ratio{suffix}"] if len(times) > 1 else None
-    return ratio
+    return x[f"ratio{suffix}"] if len(times) > 1 else None
 
 
 def _times(x: dict[str, Any]) -> tuple[dict[str, float], str]:

@@ -232,5 +232,4 @@ def linear(x: Any, w: Any, bias: Any = None, *, x_scale: Any = 1.0, x_zero: Any 
 
 
 def _linear(x: Array, x_scale: Any, x_zero: Any, w: Any, bias: Any, *, options: dict[str, Any]) -> Array:
-    result: Array = array_linear(x, w, bias, x_scale=x_scale, x_zero=x_zero, **options)
-    return result
+    return array_linear(x, w, bias, x_scale=x_scale, x_zero=x_zero, **options)

@@ -287,5 +287,4 @@ def program_route(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom, fiel
 
 def _lowered(program: BlockProgram, s: Schedule, isa: Isa, atom: Atom) -> Kernel:
     """The kernel of a host."""
-    kernel: Kernel = lower_program(program, s, isa, atom)[0]
-    return kernel
+    return lower_program(program, s, isa, atom)[0]

@@ -207,8 +207,7 @@ def select_for_class(p: Problem, target: Target, threads: int) -> ClassSelection
 
 def predicted(p: Problem, listed: CandidateSet, workers: int) -> list[float]:
     """Predicted seconds of the candidates for a problem."""
-    seconds: list[float] = _seconds(p, listed, (p.n if p.c == "col" else p.m,), (workers,))[0].tolist()
-    return seconds
+    return _seconds(p, listed, (p.n if p.c == "col" else p.m,), (workers,))[0].tolist()
 
 
 def _fastest(

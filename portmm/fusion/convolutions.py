@@ -105,8 +105,7 @@ def _fits(filters: Any, images: Any, how: Options, size: Convolution, dtype: Any
 def _result(images: np.dtype[Any], filters: Any, dtype: Any) -> np.dtype[Any]:
     """The type of the result of a convolution by itself."""
     if dtype is not None:
-        requested: np.dtype[Any] = np.dtype(dtype)
-        return requested
+        return np.dtype(dtype)
     if (layout := adopt(filters) if on_device(filters) else None) is not None:
         return numpy_of(result_type(name_of(images), layout.dtype))
     if isinstance(filters, PackedConv) and filters.int4:

@@ -58,8 +58,7 @@ class FusedFunction:
         cpu_types = cpu_runtime.types()
         if cpu_runtime.has_kernels(cpu_types):  # without kernels there are no fast paths to look up yet
             self.describe = cpu_types.describe
-        described: bytes | None = cpu_types.describe(args)
-        return described
+        return cpu_types.describe(args)
 
     def __reduce__(self) -> tuple[Any, ...]:
         function = self.__wrapped__
@@ -142,8 +141,7 @@ class FusedFunction:
         if any_tensor((args, options)):
             from portmm.arrays.interop import through
 
-            explained: Explained = through(self.explain, *args, **options)
-            return explained
+            return through(self.explain, *args, **options)
         key, leaves, kept = self.kind(args, options)
         program, now = find(self.memo, key, None, leaves)
         program = program or self.make(args, options, key, leaves, kept, by_value=now is not None)[0]

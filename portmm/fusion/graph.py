@@ -267,8 +267,7 @@ class Graph:
 
         template, why = self._template(filled, traced, nodes, kind)
         if template is None:
-            called: Node = self.call(name, lambda *xs: filled(plain, xs), nodes, why, shape=shape, dtype=kind)
-            return called
+            return self.call(name, lambda *xs: filled(plain, xs), nodes, why, shape=shape, dtype=kind)
         numpy_function, rounds = (lambda *xs: filled(plain, xs)), dtype is not None and numpy_name(kind) in _NARROW
         return self.add("map", shape, kind, nodes, numpy_function, name, template=template, rounds=rounds)
 
@@ -298,7 +297,7 @@ class Graph:
     def reduce(self, name: str, kind: str, x: Node, plain: Any) -> Node:
         """Record a sum ("add") or maximum ("max") along the last axis, which stays."""
         if numpy_name(x.dtype) not in FLOATS:
-            return self.call(name, plain, (x,), f"NumPy reduces {x.dtype}")  # type: ignore[no-any-return]
+            return self.call(name, plain, (x,), f"NumPy reduces {x.dtype}")
         template = reduction(kind, argument(0, "f32"))
         return self.add("reduce", (*x.shape[:-1], 1), x.dtype, (x,), plain, name, template=template)
 
@@ -317,8 +316,7 @@ class Graph:
         result, why = self._product(a, b, dtype, by_numpy=name == "@")
         if why:
             plain = np.matmul if result is None else lambda x, y: matmul(x, y, dtype=result)
-            apart: Node = self.call(name, plain, (a, b), why, shape=shape, dtype=result, own=result is not None)
-            return apart
+            return self.call(name, plain, (a, b), why, shape=shape, dtype=result, own=result is not None)
         return self.add("matmul", shape, result, (a, b), lambda x, y: matmul(x, y, dtype=result), name)
 
     def scaled(self, a: Node, b: Node, operands: tuple[Node, ...], template: Expr, plain: Any) -> Node:
@@ -333,7 +331,7 @@ class Graph:
         right = self.view("reshape", lambda x: x[:, None], b) if column else b
         product: Node = self.matmul(name, left, right, dtype, (a.shape, b.shape))
         index = (..., *((0,) if row else (slice(None),)), *((0,) if column else (slice(None),)))
-        return self.view("[]", lambda x: x[index], product)  # type: ignore[no-any-return]
+        return self.view("[]", lambda x: x[index], product)
 
     @staticmethod
     def _product(a: Node, b: Node, wanted: Any, *, by_numpy: bool) -> tuple[Any, str]:
@@ -410,8 +408,7 @@ class Graph:
             return x
         if not wanted.isnative:
             why = "kernels write numbers in native byte order"
-            swapped: Node = self.call("astype", lambda y: y.astype(wanted), (x,), why, shape=x.shape, dtype=wanted)
-            return swapped
+            return self.call("astype", lambda y: y.astype(wanted), (x,), why, shape=x.shape, dtype=wanted)
         kinds = (_READS.get(numpy_name(x.dtype)), _WRITES.get(numpy_name(wanted)))
         known: dict[Any, Any] = {
             ("f32", "f32"): lambda y: y, ("s32", "f32"): real, ("mask", "f32"): real,
@@ -421,7 +418,7 @@ class Graph:
         traced = known.get(kinds)
         if traced is None or (kinds[1] == "s32" and numpy_name(x.dtype) in ("int8", "uint8")):
             why = f"only NumPy converts {x.dtype} to {wanted}"
-            return self.call("astype", lambda y: y.astype(wanted), (x,), why, shape=x.shape, dtype=wanted)  # type: ignore[no-any-return]
+            return self.call("astype", lambda y: y.astype(wanted), (x,), why, shape=x.shape, dtype=wanted)
         return self.map("astype", traced, lambda y: y.astype(wanted), (x,), dtype=wanted)
 
 

@@ -247,8 +247,7 @@ class WholeArrays(Graph):
     def node_of(self, x: Any) -> Node:
         """The node of an array-like operand."""
         if isinstance(x, Placeholder):
-            node: Node = x.node
-            return node
+            return x.node
         is_weight = hasattr(x, "family") or type(x).__name__ == "Quantized"
         if is_weight or on_device(x):
             self.lasting = False

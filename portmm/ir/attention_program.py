@@ -185,8 +185,7 @@ def attention_of(program: BlockProgram) -> Attention:
         ScheduleError: no kernel of attention computes it.
     """
     if "attention" in program.__dict__:
-        known: Attention = program.__dict__["attention"]
-        return known
+        return program.__dict__["attention"]
     every, loop, (gemms, tops, stores) = program.operands, program.loop, _parts(program)
     loads = [x.args[0] for y in gemms for x in y.inner if x.op == "load"]
     if not (len(gemms) == 2 and len(tops) == 1 and loop in ("n", "m") and len(loads) == 3 and 1 <= len(stores) <= 2):

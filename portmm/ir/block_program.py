@@ -171,8 +171,7 @@ class BlockProgram:
         if "fused" not in known:
             stores = (x for one in self.passes for x in one if isinstance(x, TileTransfer))
             known["fused"] = Fused(self.operands, tuple((x.operand, x.value) for x in stores))
-        fused: Fused = known["fused"]
-        return fused
+        return known["fused"]
 
 
 def spelled(x: BlockProgram) -> str:

@@ -27,8 +27,7 @@ def numpy_type(name: str) -> np.dtype:
     if base(name) in EXTENSION_TYPES:
         import ml_dtypes
 
-        extension: np.dtype = np.dtype(getattr(ml_dtypes, wanted))
-        return extension
+        return np.dtype(getattr(ml_dtypes, wanted))
     return np.dtype(wanted)
 
 
@@ -79,8 +78,7 @@ def _exact(d: np.ndarray) -> np.dtype:
 
 def unshifted(d: np.ndarray, sums: np.ndarray, *, unsigned: bool) -> np.ndarray:
     """D without the contribution of the shift of an A to unsigned or signed bytes, by the sums of the columns of B."""
-    less: np.ndarray = d - sums * d.dtype.type(128 if unsigned else -128)
-    return less
+    return d - sums * d.dtype.type(128 if unsigned else -128)
 
 
 def int4_values(words: np.ndarray, bit: int, pack: int) -> np.ndarray:

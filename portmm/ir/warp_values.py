@@ -50,8 +50,7 @@ def multiplied(atom: Atom, lanes: Sequence[tuple[Array, Array]]) -> Array:
     """The product of the fragments of all lanes, each with its elements of the left and of the right operand."""
     left, right = (matrix(x, y) for x, y in zip(fragments(atom)[:2], zip(*lanes, strict=True), strict=True))
     wide = np.int64 if left.dtype.kind in "iu" else np.float64
-    product: Array = left.astype(wide) @ right.astype(wide)
-    return product
+    return left.astype(wide) @ right.astype(wide)
 
 
 def fragments(atom: Atom) -> tuple[Fragment, Fragment, Fragment]:

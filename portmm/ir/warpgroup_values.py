@@ -77,8 +77,7 @@ class Mbarrier:
 
 def _swizzled(at: Array) -> Array:
     """Byte addresses with the vectors of eight lines exchanged."""
-    swizzled: Array = at ^ at // LINE % LINES * VECTOR
-    return swizzled
+    return at ^ at // LINE % LINES * VECTOR
 
 
 def box(of: MapOf, tensor: Array, at: Sequence[int]) -> Array:
@@ -112,8 +111,7 @@ def _matrix(shared: Array, described: int, dtype: np.dtype, size: tuple[int, int
         at = row // LINES * stride + row % LINES * LINE + k * dtype.itemsize
     else:
         at = row // WIDE * leading + row % WIDE * dtype.itemsize + k // LINES * stride + k % LINES * LINE
-    elements: Array = shared.view(dtype)[_swizzled(first + at) // dtype.itemsize]
-    return elements
+    return shared.view(dtype)[_swizzled(first + at) // dtype.itemsize]
 
 
 def product(form: re.Match[str], shared: Array, sides: Sequence[int], types: Sequence[np.dtype]) -> Array:
@@ -122,8 +120,7 @@ def product(form: re.Match[str], shared: Array, sides: Sequence[int], types: Seq
     a = _matrix(shared, sides[0], types[0], (ROWS, k), along_k=left == "k")
     b = _matrix(shared, sides[1], types[1], (n, k), along_k=right == "k")
     wide = np.int64 if a.dtype.kind in "iu" else np.float64
-    result: Array = a.astype(wide) @ b.astype(wide).T
-    return result
+    return a.astype(wide) @ b.astype(wide).T
 
 
 def of_lane(whole: Array, sums: Fragment, lane: int) -> Array:

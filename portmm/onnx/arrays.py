@@ -82,7 +82,7 @@ class ModelArrays(WholeArrays):
             if groups is not None:
                 inner = record(tuple(groups[x] if isinstance(x, Operation) else x for x in values), *more, **options)
                 shape = next(x.shape for x in nodes if x.name == GROUPED)
-                return grouped_channels(Traced(self, inner), shape).node  # type: ignore[no-any-return]
+                return grouped_channels(Traced(self, inner), shape).node
         shapes = {x.shape for x in nodes if x.name == CHANNELS_FIRST}
         whole = [x for x in nodes if x.shape in shapes]
         if len(shapes) != 1 or not all(x.name == CHANNELS_FIRST for x in whole):
@@ -91,7 +91,7 @@ class ModelArrays(WholeArrays):
         if any(len(x.shape) > rank for x in nodes) or np.broadcast_shapes(*(x.shape for x in nodes)) not in shapes:
             return record(values, *more, **options)
         last = tuple(self._last(x, rank) if isinstance(x, Operation) else x for x in values)
-        return channels_first(Traced(self, record(last, *more, **options))).node  # type: ignore[no-any-return]
+        return channels_first(Traced(self, record(last, *more, **options))).node
 
     def _in_groups(self, nodes: list[Operation]) -> dict[Operation, Operation] | None:
         """Operands of element-wise functions in the shape of those with groups of channels, or None."""
@@ -118,7 +118,7 @@ class ModelArrays(WholeArrays):
         array = Traced(self, x)
         if len(x.shape) < rank:
             array = array.reshape((1,) * (rank - len(x.shape)) + x.shape)
-        return channels_last(array).node  # type: ignore[no-any-return]
+        return channels_last(array).node
 
     def constant(self, value: Array) -> Operation:
         """Record a constant, once."""

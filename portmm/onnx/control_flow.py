@@ -19,8 +19,7 @@ def _run(executor: Any, graph: Graph, inputs: list[Any], outer: dict[str, Any]) 
     inner = executor.inner(graph)
     values = {x: outer[x] for x in free_names(graph)}
     values.update(zip((x.name for x in graph.inputs), inputs, strict=True))
-    results: list[Any] = inner.run(values)
-    return results
+    return inner.run(values)
 
 
 def _if(executor: Any, node: Node, inputs: list[Any], outer: dict[str, Any]) -> tuple[Any, ...]:

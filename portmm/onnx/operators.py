@@ -129,8 +129,7 @@ def apply(node: Node, inputs: list[Any], recorder: Any) -> tuple[Any, ...]:
             return results(run(lambda: row.function(node, *inputs)))
         except (TraceError, UnsupportedError, TypeError, ValueError) as error:
             recorder.blocked.append((node.name, f"{node.op}: {error or 'it has no kernel'}"))
-    recorded: tuple[Any, ...] = recorder.computed(node, row.function, inputs)
-    return recorded
+    return recorder.computed(node, row.function, inputs)
 
 
 def computed(node: Node, function: Callable[..., Any], inputs: Any) -> Any:

@@ -134,18 +134,16 @@ class _Repeated:
         numbers = (0, 0, q.shape[-1], batch, heads, group, 0, 0, kernel.step, 0, 0, dv, kernel.run)
         steps = np.ascontiguousarray(self.strides[:, 1 : 1 + STRIDES])
         window = -1 if self.window is None else self.window
-        kept: bool = runtime().keep_attention(
+        return runtime().keep_attention(
             call, kernel.route, numbers, kernel.bound.template, steps, self.numbers, window, unit, FORK
         )
-        return kept
 
     def template(self, m: int, n: int) -> Array:
         """The table of operands for m queries and n keys, without addresses."""
         last = self.last
         if self.dense and (last[0] != m or last[1] != n):
             last = self.last = m, n, self.strides @ np.array((1, m, n), np.int64)
-        table: Array = last[2]
-        return table
+        return last[2]
 
     def __call__(self, q: Array, k: Array, v: Array) -> Any:
         (*_, m, d), n, (batch, heads, group, dv) = q.shape, k.shape[-2], self.sizes

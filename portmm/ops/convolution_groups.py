@@ -184,5 +184,4 @@ def unpack_groups(packed: GroupPanels) -> Array:
     shape = (x.windows, x.of_window, x.kernel[0], x.depth, x.kernel[1], x.lanes, x.unit)
     wide = packed.owner.reshape(shape).transpose(0, 1, 5, 3, 6, 2, 4)
     flat = wide.reshape(x.windows, x.of_window * x.lanes, x.channels, *x.kernel)[:, : x.together * x.outputs]
-    every: Array = flat.reshape(x.windows * x.together * x.outputs, *flat.shape[2:])[: x.groups * x.outputs]
-    return every
+    return flat.reshape(x.windows * x.together * x.outputs, *flat.shape[2:])[: x.groups * x.outputs]

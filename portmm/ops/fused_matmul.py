@@ -68,7 +68,7 @@ def kernel_of(
         ready: ProductKernel | ScheduleError = user_function.ready((row_class(m)[1], k, other_keys), make, VALUES, 2)
         if isinstance(ready, ProductKernel) and ready.rows[0] <= m <= ready.rows[1]:
             return ready.at(m)
-    return user_function.ready((left.shape, other_keys), make, VALUES, rank)  # type: ignore[no-any-return]
+    return user_function.ready((left.shape, other_keys), make, VALUES, rank)
 
 
 def _multiply(left: Array, right: Any, out: Any, dtype: Any, epilogue: Callable[..., Any]) -> Any:

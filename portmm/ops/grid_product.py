@@ -225,7 +225,7 @@ class GridProduct:
                     raise
                 return ScheduleError(str(error))  # for the memo without its traceback, whose frames reference operands
 
-        return function.ready(("device", *self.kind), make, self.values, self.rank)  # type: ignore[no-any-return]
+        return function.ready(("device", *self.kind), make, self.values, self.rank)
 
     def run(self, kernel: KernelCall, function: UserFunction) -> Any:
         """The results of the kernels."""

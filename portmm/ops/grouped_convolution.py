@@ -49,8 +49,7 @@ class HostGrouped(HostConvolution):
     @property
     def of_panels(self) -> str:
         """The type of the elements of panels."""
-        dtype: str = self.w.weight[0].panels.dtype
-        return dtype
+        return self.w.weight[0].panels.dtype
 
     @property
     def apart(self) -> int:

@@ -51,8 +51,7 @@ class PackedInt4(QuantizedMatrix):
     @property
     def b_n(self) -> int:
         """Words between panels."""
-        units: int = family(self.family).panel(self.shape[0])
-        return units
+        return family(self.family).panel(self.shape[0])
 
     @property
     def b_batch(self) -> int:

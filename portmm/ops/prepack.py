@@ -77,8 +77,7 @@ def _class_over(base: Any) -> type[Any]:
         @property
         def dtype(self) -> np.dtype[Any]:
             """NumPy's type of the weight's elements."""
-            dtype: np.dtype[Any] = self.owner.dtype
-            return dtype
+            return self.owner.dtype
 
         @property
         def nbytes(self) -> int:

@@ -124,8 +124,7 @@ class HostRows:
 
     def usual(self, dtype: Any) -> np.dtype[Any]:
         """The type of results without a `cast`."""
-        wanted: np.dtype[Any] = self.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
-        return wanted
+        return self.dtype.newbyteorder("=") if dtype is None else np.dtype(dtype)
 
     def kernel(
         self, traced: Traced, columns: tuple[epilogue.Operand, ...], usual: np.dtype[Any], _: dict[Any, Any]

@@ -103,5 +103,4 @@ class Backend(Protocol):
 @cache
 def backend(language: str) -> Backend:
     """The backend of "cuda" or "opencl"."""
-    module: Any = import_module(f"portmm.runtime.{language}")
-    return module  # type: ignore[no-any-return]
+    return import_module(f"portmm.runtime.{language}")

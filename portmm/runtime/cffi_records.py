@@ -253,7 +253,7 @@ class Plan:
         if self._bound_launch is None:
             weight = address(self.packed.owner) if self.packed else 0
             self._bound_launch = self._runtime.bind(self.route, self._at(0, weight, 0), self._outer)
-        return self._bound_launch[:2]  # type: ignore[no-any-return]
+        return self._bound_launch[:2]
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """plan(a, b, out=None), or plan(a, out=None) when b is bound."""

@@ -120,7 +120,7 @@ def load_extension(code: bytes = b"", path: Path | None = None) -> Runtime:
     except ImportError as error:
         raise BuildError(f"{path} cannot be loaded: {error}") from error
     module.__file__ = str(path)  # its path in the cache; it was loaded from a sealed copy
-    return module  # type: ignore[no-any-return]
+    return module
 
 
 def _extension_at(where: str) -> Any:

@@ -265,8 +265,7 @@ def _b_fits(v: Extents, name: str) -> Flags:
     t, level = v.t, v.t.target.level(name)
     width = np.where(t.sweeps, np.minimum(v.n, t.swept), t.visit_n) if "sweeps" in t.some else t.visit_n
     rows = t.mr * t.a * np.where(t.tiled & (name == "L1"), t.deep, v.depth)  # tiles of A pass by L1
-    fits: Flags = width * t.b * v.depth + rows <= (level.bytes if level else WHOLE)
-    return fits
+    return width * t.b * v.depth + rows <= (level.bytes if level else WHOLE)
 
 
 def _b_stays(v: Extents, name: str) -> Flags:
@@ -284,8 +283,7 @@ def _b_stays(v: Extents, name: str) -> Flags:
     lines = np.maximum(1.0, t.visit_n * t.b // level.line)
     panels = np.where(t.ahead, 2.0, 1.0) if name != "L1" else 1.0
     room = level.ways * np.minimum(v.reached["B" + name], sets // lines)
-    stays: Flags = fits & (~t.strided | (np.minimum(t.kc, v.elements) * panels <= room))
-    return stays
+    return fits & (~t.strided | (np.minimum(t.kc, v.elements) * panels <= room))
 
 
 def _a_stays(v: Extents, name: str) -> Any:

@@ -25,8 +25,7 @@ class Registry(dict[str, Program]):
     """Block programs by name; those that are iterated over are products."""
 
     def __missing__(self, name: str) -> Program:
-        program: Program = import_module(f"portmm.schedule.{PAGES[name]}").PROGRAM
-        return program
+        return import_module(f"portmm.schedule.{PAGES[name]}").PROGRAM
 
 
 PROGRAMS = Registry(

@@ -71,8 +71,7 @@ class Fused:
         known = self.__dict__  # functools.cached_property has a lock, which may be locked in a forked child
         if "steps" not in known:
             known["steps"] = ordered(tuple(x for _, x in self.results))
-        steps: list[Expr] = known["steps"]
-        return steps
+        return known["steps"]
 
     @property
     def reductions(self) -> list[Expr]:
@@ -234,8 +233,7 @@ def contraction(left: Expr, right: Expr, along: str, dtype: str = "f32") -> Expr
 
 def summed(x: Expr) -> str:
     """The label along which an expression reduces, or an empty string."""
-    along: str = x.args[0] if x.op == "contract" else {"reduce": "n", "fold": "m"}.get(x.op, "")
-    return along
+    return x.args[0] if x.op == "contract" else {"reduce": "n", "fold": "m"}.get(x.op, "")
 
 
 def varies(steps: list[Expr], operands: tuple[Operand, ...]) -> dict[Expr, frozenset[str]]:

@@ -355,7 +355,7 @@ def _simplified(op: str, args: tuple[Expr, ...], dtype: str) -> Expr:
     if op == "mul" and first.op == "const" and first.args[0] == 1:
         return last
     if op in ("neg", "not") and first.op == op:
-        return first.args[0]  # type: ignore[no-any-return]
+        return first.args[0]
     if op == "select" and args[1] is last:
         return last
     if op in ("add", "mul", "and", "or", "xor") and first.op == "const":

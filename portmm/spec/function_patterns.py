@@ -56,8 +56,8 @@ def function_of(x: Expr) -> tuple[str, Expr] | None:
         return None
     if x not in _matches:
         tried = (_match(x, *one) for one in some)
-        return _matches.keep(x, next((y for y in tried if y), None))  # type: ignore[no-any-return]
-    return _matches[x]  # type: ignore[no-any-return]
+        return _matches.keep(x, next((y for y in tried if y), None))
+    return _matches[x]
 
 
 def decaying(x: Expr) -> Expr | None:

@@ -139,8 +139,7 @@ class Layout:
 
     def bind(self, **sizes: Size) -> Layout:
         """The layout with names replaced by sizes."""
-        bound: Layout = _bound(self, {x: as_sum(y) for x, y in sizes.items()})
-        return bound
+        return _bound(self, {x: as_sum(y) for x, y in sizes.items()})
 
     # -- offsets -----------------------------------------------------------------
 
@@ -288,8 +287,7 @@ class Layout:
         needed = 1 + sum((x - 1) * s for x, s in zip(shape, strides, strict=True)) if 0 not in shape else 0
         if self.swizzle:
             index = np.ogrid[tuple(slice(0, x) for x in shape)]
-            swizzled: Array = memory[self._swizzled(sum(map(mul, index, strides)))]
-            return swizzled
+            return memory[self._swizzled(sum(map(mul, index, strides)))]
         if needed > memory.size:
             memory = np.concatenate([memory, np.zeros(needed - memory.size, memory.dtype)])
         return np.lib.stride_tricks.as_strided(memory, shape, [x * memory.strides[0] for x in strides])

@@ -31,7 +31,7 @@ class Model:
         own = self.__dict__.setdefault("own", {})
         if chip not in own:
             own[chip] = Model(self.name, chip) if _path(chip).is_file() else self
-        return own[chip]  # type: ignore[no-any-return]
+        return own[chip]
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):

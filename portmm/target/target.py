@@ -290,7 +290,7 @@ def parse_target(table: dict[str, Any], where: str) -> Target:
 def _match(row: dict[str, Any], where: str) -> Match:
     # A single model or stepping is a range of one.
     ranges = {k: [x if isinstance(x, list) else [x, x] for x in row[k]] for k in ("models", "steppings") if k in row}
-    return record(Match, {**row, **ranges}, where)  # type: ignore[no-any-return]
+    return record(Match, {**row, **ranges}, where)
 
 
 @cache

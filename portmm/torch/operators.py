@@ -221,10 +221,7 @@ def _attention(
 
         options = {"score": score}
     operands = [x.detach() for x in (q, k, v)]
-    both: tuple[Any, Any] = array_attention(
-        *operands, causal=causal, offset=0 if causal else None, return_lse=True, **options
-    )
-    return both
+    return array_attention(*operands, causal=causal, offset=0 if causal else None, return_lse=True, **options)
 
 
 @_attention.register_fake

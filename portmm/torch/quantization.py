@@ -87,10 +87,9 @@ class QuantizedLinear(QuantizedLayer):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """The outputs for rows of inputs."""
-        result: torch.Tensor = torch.ops.portmm.quantized_linear(
+        return torch.ops.portmm.quantized_linear(
             x, self.weight, self.scales, self.offsets, self.bias, self.kind, self.group
         )
-        return result
 
     def _sizes(self) -> str:
         return f"in_features={self.in_features}, out_features={self.out_features}"
@@ -124,11 +123,10 @@ class QuantizedConv(QuantizedLayer):
         """The outputs for images (batch, channels, *extents), or for one image."""
         if x.ndim == len(self.kernel_size) + 1:
             return self.forward(x[None])[0]
-        result: torch.Tensor = torch.ops.portmm.quantized_conv(
+        return torch.ops.portmm.quantized_conv(
             x, self.weight, self.scales, self.offsets, self.bias, self.kind.replace("int4-dynamic", "int4"), self.group,
             self.kernel_size, self.stride, self.padding, self.dilation, self.groups,
         )  # fmt: skip
-        return result
 
     def _sizes(self) -> str:
         names = ("kernel_size", "stride", "padding", "dilation", "groups")

@@ -52,8 +52,7 @@ def _panels(codes: Any, scales: Any, offsets: Any, kind: str, group: int, kernel
     shape = (outputs, depth // math.prod(kernel), *kernel)
     if kind != "int4":
         filters = codes.detach().unflatten(1, (*kernel, shape[1])).movedim(-1, 1)
-        packed: PackedConv = pack_conv(as_numpy(filters), groups=groups, layout=layout, activations=images)
-        return packed
+        return pack_conv(as_numpy(filters), groups=groups, layout=layout, activations=images)
     each = outputs // groups
     parts = [slice(g * each, (g + 1) * each) for g in range(groups)]
     weight = tuple([pack_int4(record(codes[part], scales[part], offsets[part], group)) for part in parts])
@@ -65,8 +64,7 @@ def _filters(codes: Any, scales: Any, offsets: Any, kind: str, group: int, kerne
     """Packed panels of the filters, made once."""
     images = torch.int8 if kind == "int8-dynamic" else activations
     make = lambda: _panels(codes, scales, offsets, kind, group, kernel, groups, images)  # noqa: E731
-    panels: PackedConv = kept((codes, scales, offsets), (images, groups, *kernel), make)
-    return panels
+    return kept((codes, scales, offsets), (images, groups, *kernel), make)
 
 
 def _epilogue(by_image: Any, factor: Any, added: Any, residual: Any, *, relu: bool) -> Callable[..., Any]:
@@ -115,8 +113,7 @@ def _quantized_conv(
     factor = as_numpy(scales.detach()) if kind == "int8-dynamic" and scales is not None else None
     added = None if bias is None else as_numpy(bias.detach().float())
     y = _convolved(as_numpy(images.movedim(1, -1)), panels, factor, added, None, _options(stride, padding, dilation))
-    result: Tensor = as_tensor(y).movedim(-1, 1).contiguous(memory_format=like)
-    return result
+    return as_tensor(y).movedim(-1, 1).contiguous(memory_format=like)
 
 
 def _empty(x: Tensor, codes: Tensor, kernel: list[int], stride: list[int], padding: list[int],

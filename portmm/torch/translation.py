@@ -134,8 +134,7 @@ class Translator:
             elif node.op == "get_attr":
                 self.values[node] = _attribute(self.module, node.target)
             elif node.op == "output":
-                outputs: list[Any] = list(torch.fx.node.map_arg(node.args[0], self.values.__getitem__))
-                return outputs
+                return list(torch.fx.node.map_arg(node.args[0], self.values.__getitem__))
             else:
                 first = len(self.recorder.nodes)
                 self.values[node] = self.call(node)

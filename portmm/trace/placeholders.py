@@ -120,8 +120,7 @@ class Array(Placeholder):
     def __len__(self) -> int:
         if not self.shape:
             raise TypeError("len() of an array without dimensions")
-        extent: int = self.shape[0]
-        return extent
+        return self.shape[0]
 
     def __iter__(self) -> Any:
         return (self[i] for i in range(len(self)))

@@ -114,8 +114,7 @@ class Proxy:
 
 
 def _captured(x: Proxy) -> tuple[Scope, Any, str, dict[str, Any]]:
-    captured: tuple[Scope, Any, str, dict[str, Any]] = object.__getattribute__(x, "_portmm_captured")
-    return captured
+    return object.__getattribute__(x, "_portmm_captured")
 
 
 _classes: WeakKeyDictionary[type, type[Proxy]] = WeakKeyDictionary()

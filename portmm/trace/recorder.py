@@ -117,8 +117,7 @@ class Elements:
 
     def kind(self, x: Placeholder) -> type:
         """The class of what a placeholder stands for."""
-        kind: type = x.node.like if type(x) is Number else type(x.node.like)
-        return kind
+        return x.node.like if type(x) is Number else type(x.node.like)
 
     def refusal(self, text: str) -> TraceError:
         """The error for what cannot be traced."""

@@ -43,8 +43,7 @@ class Candidate:
         cache = self.__dict__  # functools.cached_property has a lock, which a forked child may find held
         if "text" not in cache:
             cache["text"] = spell(self.schedule)
-        text: str = cache["text"]
-        return text
+        return cache["text"]
 
     @property
     def key(self) -> tuple[str, int]:

@@ -46,7 +46,7 @@ def cached(cache: str, most: int) -> Callable[[F], F]:
     def remembered(function: F) -> F:
         wrapper: Any = lru_cache(maxsize=most)(function)
         _functions.append((cache, wrapper))
-        return wrapper  # type: ignore[no-any-return]
+        return wrapper
 
     return remembered
 

@@ -50,7 +50,7 @@ def evaluate_all(roots: Sequence[Expr], leaves: Mapping[Expr, tuple[Value, int]]
             continue
         columns = zip(*inner, strict=True)
         rows.keep(group, numbers.apply(op, dtype, [rows.gathered(column) for column in columns]))
-    return rows.gathered(roots)  # type: ignore[no-any-return]
+    return rows.gathered(roots)
 
 
 class _Rows:
@@ -142,8 +142,8 @@ def _values_of(x: Expr) -> frozenset[Expr]:
     """The values that an expression is the maximum of, or itself, without roundings."""
     if x not in _values:
         every = _maximum_of(x) if x.op in MAXIMA and function_of(x) is None else (x,)
-        return _values.keep(x, frozenset(map(_rounded, every)))  # type: ignore[no-any-return]
-    return _values[x]  # type: ignore[no-any-return]
+        return _values.keep(x, frozenset(map(_rounded, every)))
+    return _values[x]
 
 
 def _rounded(x: Expr) -> Expr:
@@ -158,14 +158,14 @@ def _maximum_of(x: Expr) -> tuple[Expr, ...]:
     if known is None:
         every = dict.fromkeys(z for y in x.inner for z in (_maximum_of(y) if y.op in MAXIMA else (y,)))
         known = _sets.keep(x, tuple(every))
-    return known  # type: ignore[no-any-return]
+    return known
 
 
 def levels(roots: Sequence[Expr]) -> list[_Group]:
     """Expressions by level, operation and types of operands, these first, with the operands of each; remembered."""
     key = tuple(roots)
     known = _levels.get(key)
-    return _levels.keep(key, _leveled(roots)) if known is None else known  # type: ignore[no-any-return]
+    return _levels.keep(key, _leveled(roots)) if known is None else known
 
 
 def _leveled(roots: Sequence[Expr]) -> list[_Group]:

@@ -177,7 +177,7 @@ def _sizes(graph: MuGraph, extents: Mapping[str, int]) -> list[Size]:
     key = (graph, tuple(extents.items()))
     if key not in _sized:
         _sized.keep(key, sizes(graph, extents))
-    return _sized[key]  # type: ignore[no-any-return]
+    return _sized[key]
 
 
 def _reference(graph: MuGraph, numbers: Residues, extents: Mapping[str, int]) -> tuple[list[Any], list[Any]]:
@@ -186,7 +186,7 @@ def _reference(graph: MuGraph, numbers: Residues, extents: Mapping[str, int]) ->
     if key not in _references:
         inputs = [_drawn(graph, i, numbers, extents) for i in graph.inputs]
         _references.keep(key, (inputs, evaluate(graph, inputs, numbers, extents, tiled=False)))
-    return _references[key]  # type: ignore[no-any-return]
+    return _references[key]
 
 
 def _same(x: Any, y: Any) -> bool:

@@ -137,7 +137,7 @@ class Field:
         state, *keys = _keys(self.seed, self.tests, name, len(values))
         for x, factor, key in zip(values, keys[::2], keys[1::2], strict=True):
             state = _mixed((state ^ x) * factor, key)
-        return state  # type: ignore[no-any-return]
+        return state
 
     def draw(self, name: str, *values: Array) -> tuple[Array, Array]:
         """Elements of Z_p and Z_q of a keyed random function."""
@@ -149,8 +149,7 @@ class Field:
     def exponent(word: Array) -> Array:
         """An element of Z_q of a random word, by other bits than those of the word modulo p."""
         other = (word ^ (word >> np.uint64(32))) * np.uint64(0x9E3779B97F4A7C15)
-        small: Array = ((other >> np.uint64(20)) % np.uint64(Q)).view(np.int64)
-        return small
+        return ((other >> np.uint64(20)) % np.uint64(Q)).view(np.int64)
 
     def literal(self, x: float) -> Array:
         """A float as the fraction that it is."""

@@ -106,8 +106,7 @@ def quantize_fp4(w: Any, kind: str = "mxfp4") -> Quantized:
 def _powers(largest: Array) -> Array:
     """Scales of MXFP4."""
     exponents = np.frexp(largest)[1] - 3  # of the power of two at most the largest, less that of 4
-    scales: Array = np.ldexp(np.float32(1), np.clip(exponents, -126, 127) * (largest > 0))
-    return scales
+    return np.ldexp(np.float32(1), np.clip(exponents, -126, 127) * (largest > 0))
 
 
 def _e4m3(largest: Array) -> Array:
@@ -119,5 +118,4 @@ def _e4m3(largest: Array) -> Array:
     # The last place of e4m3 is an eighth of the power of two at most a number, and a 512th for the smallest ones.
     unit = np.ldexp(1.0, np.maximum(np.frexp(wanted)[1] - 1, -6) - 3)
     steps = np.minimum(np.rint(wanted / unit) * unit, _LARGEST_SCALE)
-    scaled: Array = steps.astype(np.float32) * most
-    return scaled
+    return steps.astype(np.float32) * most

@@ -37,15 +37,13 @@ def _bits(q: Array, run: int, bits: int) -> Array:
 
 
 def _float(x: Array) -> Array:
-    column: Array = x.astype(np.float32)[:, None]
-    return column
+    return x.astype(np.float32)[:, None]
 
 
 def _five(b: Array) -> Array:
     high: Array = np.unpackbits(b["h"], axis=1, bitorder="little")
     low: Array = _bits(b["q"], 16, 4)
-    both: Array = low + (high << 4)
-    return both
+    return low + (high << 4)
 
 
 def _signed(q: Array, zero: int) -> Array:

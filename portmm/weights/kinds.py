@@ -54,7 +54,7 @@ class OnDevice(ArrayLike):
     @property
     def nbytes(self: Any) -> int:
         """Bytes of the weight."""
-        return self.size * BY_NAME[self.element].bytes  # type: ignore[no-any-return]
+        return self.size * BY_NAME[self.element].bytes
 
     def __reduce__(self) -> NoReturn:
         raise DeviceError("a weight on a device cannot be pickled; pickle the original, and pack it where it is used")

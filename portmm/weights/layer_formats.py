@@ -271,8 +271,7 @@ def _float_type(name: Any, default: np.dtype[Any]) -> np.dtype[Any]:
         import ml_dtypes  # a file with bfloat16 cannot be read without it
 
         name = ml_dtypes.bfloat16
-    dtype: np.dtype[Any] = np.dtype(name)
-    return dtype
+    return np.dtype(name)
 
 
 def _nested(about: Config, name: str) -> Any:

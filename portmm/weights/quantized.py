@@ -270,8 +270,7 @@ def int4_words(codes: Array, multiple: int = CODES_KR) -> Array:
 
     rows = row_major(*codes.shape).pad_to(0, multiple).gather(codes)
     fields = (rows[e::CODES_KR].astype(np.uint32) << np.uint32(bit) for e, bit in enumerate(CODES_AT))
-    words: Array = reduce(operator.or_, fields)
-    return words
+    return reduce(operator.or_, fields)
 
 
 def save_quantized(q: Quantized, path: Location) -> None:

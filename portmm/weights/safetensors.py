@@ -290,8 +290,7 @@ def _dtype(where: str, label: str, name: Any) -> np.dtype[Any]:
             raise PackError(
                 f"{where}: {label} is {other}, which NumPy lacks: install it with pip install ml_dtypes"
             ) from error
-        dtype: np.dtype[Any] = np.dtype(getattr(ml_dtypes, other))
-        return dtype
+        return np.dtype(getattr(ml_dtypes, other))
     if not isinstance(name, str) or name not in _DTYPES:
         supported = ", ".join([*_DTYPES, *_OTHERS])
         raise _fault(where, f"{label} has dtype {reprlib.repr(name)}; supported are {supported}")
