@@ -33,7 +33,7 @@ def kind(x: Any) -> tuple[Kind, int] | None:
     reader = _readers.get(type(x))
     if reader is None:
         reader = _readers.keep(type(x), _OF_LIBRARY.get(library_of(x), _unknown))
-    return reader(x)  # type: ignore[no-any-return]
+    return reader(x)
 
 
 def _unknown(_x: Any) -> None:

@@ -128,7 +128,7 @@ def sigmoid(x: Expr, dtype: str) -> Expr:
     return select(x < 0.0, tail, 1.0 - tail)
 
 
-SHORT: dict[str, Callable[[Expr, str], Expr]] = {
+SHORT: dict[str, Callable[..., Expr]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,
     "sigmoid": sigmoid,
