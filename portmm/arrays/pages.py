@@ -53,21 +53,22 @@ def advise_huge(pages: mmap.mmap, start: int, length: int) -> None:
 
 
 class Chunk:
-    """Memory in huge pages, for one array after the other; it is free again when the last of them is."""
+    """Memory in huge pages, for arrays of a type one after the other; it is free again when the last of them is."""
 
     __slots__ = ("free", "lock")
 
     def __init__(self) -> None:
-        self.free = np.empty(0, np.uint8)
+        self.free: dict[Any, numpy_arrays.Array] = {}
         self.lock = locks.lock()
 
-    def take(self, size: int) -> numpy_arrays.Array:
+    def take(self, size: int, dtype: np.dtype[Any]) -> numpy_arrays.Array:
         """Some bytes that begin a cache line."""
         with self.lock:
-            if len(self.free) < size:
-                self.free = _own_pages(max(CHUNK, size))
-            taken, self.free = self.free[:size], self.free[-(-size // numpy_arrays.LINE) * numpy_arrays.LINE :]
-        return taken
+            free = self.free.get(dtype)
+            if free is None or len(free) < size:
+                free = _own_pages(max(CHUNK, size))
+            self.free[dtype] = free[-(-size // numpy_arrays.LINE) * numpy_arrays.LINE :]
+        return free[:size]
 
 
 _chunk: ContextVar[Chunk | None] = ContextVar("chunk", default=None)
@@ -90,8 +91,9 @@ def adjoining(chunk: Chunk | None = None) -> Iterator[None]:
 
 def adjoining_empty(elements: int, dtype: Any) -> numpy_arrays.Array | None:
     """An uninitialised 1-D array in the chunk of the block of code; None outside of one, or for no elements."""
-    chunk, size = _chunk.get(), elements * np.dtype(dtype).itemsize
-    return chunk.take(size).view(dtype) if chunk is not None and size else None
+    chunk, dtype = _chunk.get(), np.dtype(dtype)
+    size = elements * dtype.itemsize
+    return chunk.take(size, dtype).view(dtype) if chunk is not None and size else None
 
 
 def adjoined(arrays: list[numpy_arrays.Array]) -> numpy_arrays.Array | None:

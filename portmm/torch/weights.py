@@ -110,7 +110,7 @@ def int4_values(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
     outputs, inputs = weight.shape
     scratch, unpacked = _scratch(weight), torch.empty((min(_step(weight), outputs), inputs), dtype=torch.uint8)
     both = _empty(weight, (outputs, inputs // 2), np.uint8)
-    scales = torch.zeros((outputs, -(-inputs // max(group, 1))), device=weight.device)
+    scales = _empty(weight, (outputs, -(-inputs // max(group, 1))), np.float32)
     for rows, values in _blocks(weight, scratch, _step(weight)):
         codes = unpacked[: len(values)]
         if inputs % group == 0:
@@ -123,7 +123,7 @@ def int4_values(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
                 codes[:, g * group : g * group + part.shape[1]], scales[rows, g] = into, steps
         _join(as_numpy(codes), as_numpy(both[rows]))
     _check_scales(scales)
-    return both, scales, scales * -ZERO_CODE
+    return both, scales, torch.mul(scales, -ZERO_CODE, out=_empty(weight, scales.shape, np.float32))
 
 
 def _join(codes: Any, both: Any) -> None:
@@ -191,7 +191,7 @@ def _check_scales(scales: torch.Tensor) -> None:
     Raises:
         ValueError: there is one.
     """
-    if scales.is_meta:
+    if scales.is_meta or not scales.numel() or math.isfinite(float(scales.max()) * (2 * ZERO_CODE - 1)):
         return
     bad = ~torch.isfinite(scales * (2 * ZERO_CODE - 1))
     if bad.any():
