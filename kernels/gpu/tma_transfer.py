@@ -4,6 +4,9 @@ Owns `TmaTile`, one operand of a block tile. A tile consists of lines of 128 byt
 column of B) along k, or, where memory is contiguous along rows, of one k along 64 rows; the lines of further rows
 follow. TMA swizzles the 16-byte vectors of every eight lines, and fills elements out of bounds
 with zeros; `matrix_descriptor` describes the same layout to the tensor cores. Either way 64 rows take as many bytes.
+
+A may be the windows of a convolution (`schedule.gpu_wgmma.boxes`): TMA's im2col mode copies some channels of one tap of
+as many windows as a tile has rows, and its zeros are the padding.
 """
 
 from __future__ import annotations
@@ -11,18 +14,20 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from portmm.ir.grid_kernel import Argument, MapOf
+from portmm.errors import ScheduleError
+from portmm.ir.grid_kernel import Argument, MapOf, PixelBox
 from portmm.ir.index import Ptr, const, maximum, var
 from portmm.ir.nodes import Let
 from portmm.ir.thread_nodes import Do, Get, Shared
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.product import OperandTile
-from portmm.schedule.gpu_wgmma import LINE, SWIZZLED, WIDE_ROWS, padded_rows
+from portmm.schedule.gpu_wgmma import LINE, SWIZZLED, WIDE_ROWS, boxes, padded_rows
 from portmm.spec.layouts import swizzled_tile
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.spec.convolution import Convolution
     from portmm.spec.layout import Layout
 
 VECTOR = 16
@@ -74,6 +79,20 @@ class TmaTile(OperandTile):
         """Name of the number of rows of the operand."""
         return "m" if self.name == "a" else "n"
 
+    @property
+    def windows(self) -> tuple[Convolution, tuple[int, ...]] | None:
+        """The convolution whose windows the operand is, and the strides of its images.
+
+        Raises:
+            ScheduleError: it is a view that TMA does not read.
+        """
+        if not self.layout.transforms:
+            return None
+        images = boxes(self.layout, self.dtype) if self.name == "a" and not self.padding else None
+        if images is None:
+            raise ScheduleError(f"TMA does not read {self.name.upper()} at {self.layout.form}")
+        return images
+
     def shared(self) -> Shared:
         """Shared memory array of the tiles."""
         return Shared(f"{self.name}_tile", self.size * self.stages, self.dtype, SWIZZLED)
@@ -81,6 +100,8 @@ class TmaTile(OperandTile):
     def arguments(self) -> list[Argument]:
         """Tensor map of the operand, and its batch stride. An operand of the whole batch has one item."""
         name = self.name
+        if self.windows:
+            return [Argument(f"{name}_map", "map", map=self._images(*self.windows)), Argument(f"{name}_batch", "long")]
         step = var(f"{name}_{self.extent if self.along == 'k' else 'k'}")
         items = maximum(var("batch") * const(0).lt(var(f"{name}_batch")), 1)
         ends, lines = (var("k"), var(self.extent)), self.box
@@ -90,14 +111,48 @@ class TmaTile(OperandTile):
         of = MapOf(name, self.dtype, (*ends, items), (step, var(f"{name}_batch")), box, LINE, self.rounds)
         return [Argument(f"{name}_map", "map", map=of), Argument(f"{name}_batch", "long")]
 
+    def _images(self, x: Convolution, strides: tuple[int, ...]) -> MapOf:
+        """Tensor map of images whose windows the operand is; those of a batch are the next ones."""
+        item, *steps, _ = strides
+        sizes = (const(x.channels), *map(const, reversed(x.spatial)), var("m") // x.pixels * var("batch"))
+        ends = zip(x.after, x.reach, strict=True)
+        (y0, x0), (y1, x1), (dy, dx) = x.before, [n - (reach - 1) for n, reach in ends], x.stride
+        of = PixelBox((-x0, -y0), (x1, y1), (dx, dy))
+        apart = (*map(const, reversed(steps)), const(item))
+        return MapOf(self.name, self.dtype, sizes, apart, (self.depth, self.box), LINE, self.rounds, of)
+
     # -- to shared memory ------------------------------------------------------
 
     def place(self) -> list[Stmt]:
-        """Index of the operand's item."""
-        return [Let(f"{self.name}_item", var("item") * const(0).lt(var(f"{self.name}_batch")))]
+        """Index of the operand's item; of windows, coordinates of the first pixel of the first one."""
+        name = self.name
+        item: list[Stmt] = [Let(f"{name}_item", var("item") * const(0).lt(var(f"{name}_batch")))]
+        if not self.windows:
+            return item
+        x, _ = self.windows
+        return [
+            *item,
+            Let(f"{name}_image", var(f"{name}_item") + self.first // x.pixels),
+            Let(f"{name}_pixel", self.first % x.pixels),
+            Let(f"{name}_y", var(f"{name}_pixel") // x.out[1] * x.stride[0] - x.before[0]),
+            Let(f"{name}_x", var(f"{name}_pixel") % x.out[1] * x.stride[1] - x.before[1]),
+        ]
+
+    def _load_windows(self, x: Convolution, k: Index, stage: Index) -> tuple[Stmt, ...]:
+        """TMA copy of the channels from k on of one tap."""
+        name, tap = self.name, var(f"{self.name}_tap")
+        across = x.kernel[1]
+        operands: tuple[Ptr | Index, ...] = (
+            Ptr(f"{name}_tile", stage * self.size), Ptr(f"{name}_map"), Ptr("full", stage), k - tap * x.channels,
+            *(var(f"{name}_{c}") for c in ("x", "y", "image")), tap % across * x.dilation[1],
+            tap // across * x.dilation[0],
+        )  # fmt: skip
+        return (Let(f"{name}_tap", k // x.channels), Do("tma_load_im2col", operands))
 
     def load(self, k: Index, stage: Index) -> tuple[Stmt, ...]:
         """TMA copy of this block's part of the tile at k to a stage: `full[stage]` counts bytes that have landed."""
+        if self.windows:
+            return self._load_windows(self.windows[0], k, stage)
         name, count = self.name, self.tile_rows // self.box // self.cluster
         box = var("box") if count > 1 else const(0)
         row = box * self.box + (var("rank") * (self.tile_rows // self.cluster) if self.cluster > 1 else const(0))

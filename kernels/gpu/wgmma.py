@@ -39,11 +39,13 @@ from portmm.kernels.gpu.tma_transfer import TmaTile
 from portmm.kernels.gpu.wgmma_store import WgmmaEpilogue
 from portmm.schedule.gpu_wgmma import STRIP, budgets, columns, promoted, strips
 from portmm.schedule.schedule import WARPGROUP
+from portmm.spec.layouts import PLAIN
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.layouts import Views
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
 
@@ -81,9 +83,9 @@ class Work(Product):
         return name.replace("<n>", str(columns(self.s))).replace("<majors>", majors)
 
 
-def build(s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
-    """Kernel of a schedule."""
-    work = Work(s, isa, atom)
+def build(s: Schedule, isa: Isa, atom: Atom, views: Views = PLAIN) -> GridKernel:
+    """Kernel of a schedule, perhaps of windows of a convolution as A: see `TmaTile`."""
+    work = Work(s, isa, atom, views=views)
     a, b = work.operands
     body: list[Stmt] = [a.shared(), b.shared(), *work.epilogue.shared(), *ticket(s)]
     body += [Shared("full", s.stages, "b64", 8), Shared("empty", s.stages, "b64", 8)]

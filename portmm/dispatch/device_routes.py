@@ -15,6 +15,7 @@ from portmm.dispatch.machine import MOST, Launch, bind
 from portmm.dispatch.schedule_choice import Choice, choose
 from portmm.errors import ScheduleError
 from portmm.ir.block_program import program_of
+from portmm.schedule.gpu_wgmma import boxes
 from portmm.schedule.rows import candidates, kept_in, slices
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import parse
@@ -96,10 +97,19 @@ def of_views(p: Problem, target: Target, vectors: Vectors, views: Views) -> Choi
     """
     choice = choose(p, target, vectors=vectors, tuned=False)
     every = ((choice.schedule, choice.cost), *choice.runners_up)
-    reads = [x for x in every if x[0].program in READ_VIEWS and not (views.padding and x[0].a.asynchronous)]
+    reads = [x for x in every if _reads(x[0], views)]
     if not reads:
         raise ScheduleError(f"no schedule of {p} reads views on {target.name}")
     return replace(choice, schedule=reads[0][0], cost=reads[0][1], runners_up=tuple(reads[1:]))
+
+
+def _reads(s: Schedule, views: Views) -> bool:
+    """Whether the transfers of a schedule read views."""
+    if views.padding and s.a.asynchronous:
+        return False
+    if s.program == "wgmma" and views.a is not None and views.b is None:
+        return boxes(views.a, s.types[0]) is not None
+    return s.program in READ_VIEWS
 
 
 def routes(requested: Sequence[tuple[Problem, Vectors]], on: Machine, compilers: int) -> list[Route]:

@@ -23,7 +23,7 @@ from portmm.util import locks
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from portmm.ir.grid_kernel import GridKernel, MapOf
+    from portmm.ir.grid_kernel import GridKernel, MapOf, PixelBox
 
 
 def source(kernel: GridKernel, language: str) -> str:
@@ -187,10 +187,13 @@ class Mapping:
     box: tuple[int, ...]
     swizzle: int
     rounds: bool = False
+    pixels: PixelBox | None = None
 
     def at(self, there: Backend, address: int) -> Any:
         """The map of memory at an address, as an argument of a kernel."""
-        return there.tensor_map(self.dtype, address, self.sizes, self.strides, self.box, self.swizzle, self.rounds)
+        return there.tensor_map(
+            self.dtype, address, self.sizes, self.strides, self.box, self.swizzle, self.rounds, self.pixels
+        )
 
 
 def _mapping(x: MapOf, values: dict[str, Any]) -> Mapping:
@@ -198,4 +201,4 @@ def _mapping(x: MapOf, values: dict[str, Any]) -> Mapping:
     sizes, strides = (tuple(evaluate(y, values) for y in z) for z in (x.sizes, x.strides))
     # The stride of an axis of length 1 is unused, but the copy engine (TMA) checks its alignment.
     steps = [s * size if n > 1 else MAPPED for n, s in zip(sizes[1:], strides, strict=True)]
-    return Mapping(x.dtype, sizes, tuple(steps), x.box, x.swizzle, x.rounds)
+    return Mapping(x.dtype, sizes, tuple(steps), x.box, x.swizzle, x.rounds, x.pixels)

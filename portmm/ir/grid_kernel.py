@@ -8,7 +8,7 @@ grid, block, thread and shared memory; OpenCL global range, work-group, work-ite
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.ir.nodes import Stmt, walk
 from portmm.ir.thread_nodes import Shared
@@ -26,6 +26,20 @@ PLACES = ("thread", "block", "slice")
 """Indices of a thread: in its block, of its block along the grid's first axis, and along the second."""
 
 
+class PixelBox(NamedTuple):
+    """Pixels of images (channel, x, y, image) at which windows begin: PTX ISA, "Im2col mode".
+
+    Attributes:
+        lower: the first along x and y, from that of an image.
+        upper: the last, from that of an image.
+        step: distance of neighbours.
+    """
+
+    lower: tuple[int, int]
+    upper: tuple[int, int]
+    step: tuple[int, int]
+
+
 @dataclass(frozen=True, slots=True)
 class MapOf:
     """Tensor map of a matrix in global memory, for copies of boxes: PTX ISA, "Tensors".
@@ -35,9 +49,10 @@ class MapOf:
         dtype: of its elements.
         sizes: elements along three or four axes, the dense one first.
         strides: elements from one row to the next, and from one item to the next, along each further axis.
-        box: elements along each axis that one copy moves.
+        box: elements along each axis that one copy moves; of images, channels and pixels.
         swizzle: bytes of a row of a box in shared memory whose 16-byte vectors are swizzled: 0, 32, 64 or 128.
         rounds: copies round elements, which are f32, to the nearest of tf32.
+        pixels: of images of whose windows copies move one tap, where these begin; else None.
     """
 
     pointer: str
@@ -47,6 +62,7 @@ class MapOf:
     box: tuple[int, ...]
     swizzle: int
     rounds: bool = False
+    pixels: PixelBox | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -52,14 +52,9 @@ def _why(driver: Any, status: int) -> str:
 
 @lru_cache(KEPT)
 def tensor_map(  # noqa: PLR0917 - the fields of a map
-    dtype: str,
-    address: int,
-    sizes: tuple[int, ...],
-    strides: tuple[int, ...],
-    box: tuple[int, ...],
-    swizzle: int,
-    rounds: bool = False,
-) -> np.ndarray[Any, Any]:
+    dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int,
+    rounds: bool = False, pixels: tuple[tuple[int, int], ...] | None = None,
+) -> np.ndarray[Any, Any]:  # fmt: skip
     """A tensor map, as an array of one element that CuPy passes to a kernel by value.
 
     Args:
@@ -67,9 +62,11 @@ def tensor_map(  # noqa: PLR0917 - the fields of a map
         address: of the first one; a multiple of 16.
         sizes: elements along up to five axes, the contiguous one first.
         strides: bytes between elements along each axis but the first; multiples of 16.
-        box: elements along each axis that a copy transfers.
+        box: elements along each axis that a copy transfers; of images, channels and pixels.
         swizzle: span in bytes of the swizzle in shared memory: 0, 32, 64 or 128.
         rounds: copies round elements, which are f32, to the nearest of tf32.
+        pixels: the first, the last and the distance along x and y of pixels at which windows of images begin; None
+            for boxes.
 
     Raises:
         NoDeviceError: there is no driver.
@@ -79,18 +76,19 @@ def tensor_map(  # noqa: PLR0917 - the fields of a map
 
     driver = _driver()
     try:
-        encode = driver.cuTensorMapEncodeTiled
+        encode = driver.cuTensorMapEncodeTiled if pixels is None else driver.cuTensorMapEncodeIm2col
     except AttributeError as error:
         raise DeviceError(f"CUDA's driver has no tensor maps: {error}; update it to one of CUDA 12 or newer") from error
     memory = np.zeros(BYTES + ALIGNED, np.uint8)
     start = -memory.ctypes.data % ALIGNED
     map_ = memory[start : start + BYTES]
-    rank = len(sizes)
+    rank, words = len(sizes), ctypes.c_uint32
+    steps = (words * rank)(*(1,) * rank)
+    moved: tuple[Any, ...] = ((words * rank)(*box), steps) if pixels is None else _windows(box, pixels)
     status = encode(
-        ctypes.c_void_p(map_.ctypes.data), _TFLOAT32 if rounds else _KINDS[BY_NAME[dtype].bytes], ctypes.c_uint32(rank),
+        ctypes.c_void_p(map_.ctypes.data), _TFLOAT32 if rounds else _KINDS[BY_NAME[dtype].bytes], words(rank),
         ctypes.c_void_p(address), (ctypes.c_uint64 * rank)(*sizes), (ctypes.c_uint64 * (rank - 1))(*strides),
-        (ctypes.c_uint32 * rank)(*box), (ctypes.c_uint32 * rank)(*(1,) * rank), _PLAIN, _SWIZZLES[swizzle],
-        _PROMOTED, _ZEROS,
+        *moved, _PLAIN, _SWIZZLES[swizzle], _PROMOTED, _ZEROS,
     )  # fmt: skip
     if status:
         raise DeviceError(
@@ -98,3 +96,12 @@ def tensor_map(  # noqa: PLR0917 - the fields of a map
             f"boxes {box}, swizzle {swizzle}: {_why(driver, status)}; copy the operand to an array without gaps"
         )
     return map_.view(f"V{BYTES}")
+
+
+def _windows(box: tuple[int, ...], pixels: tuple[tuple[int, int], ...]) -> tuple[Any, ...]:
+    """Arguments of cuTensorMapEncodeIm2col: corners, channels and pixels of a copy, and distances along all axes."""
+    import ctypes
+
+    lower, upper, step = pixels
+    corners = ((ctypes.c_int * len(x))(*x) for x in (lower, upper))
+    return (*corners, *map(ctypes.c_uint32, box), (ctypes.c_uint32 * (len(step) + 2))(1, *step, 1))

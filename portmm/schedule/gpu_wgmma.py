@@ -26,6 +26,7 @@ from portmm.schedule.program import (
 )
 from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import WARPGROUP
+from portmm.spec.convolution import of_windows
 from portmm.spec.dtype import BY_NAME
 from portmm.target.device import RESERVED
 from portmm.target.model import DEVICE as MODEL
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
 
     from portmm.schedule.program import Vectors
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.convolution import Convolution
+    from portmm.spec.layout import Layout
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
@@ -55,6 +58,10 @@ BARRIERS = 1024
 """Bytes of shared memory for barriers, and for the alignment of the buffers behind them."""
 BUFFERS = 2
 """Buffers for panels of C in shared memory, per warpgroup: one is filled while the other is read."""
+PLANE = 2
+"""Dimensions of images that the copy engine reads windows of."""
+MOST_CORNER, MOST_STEP = 128, 8
+"""Bounds of a corner of the pixels at which windows begin, and of their distance."""
 MOST_STAGES, LEAST_STAGES = 16, 3
 FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Rows of A that replace the atom's columns."""
@@ -91,6 +98,23 @@ def panel(s: Schedule) -> int:
     """Columns of C that are stored at once: as many as fill a swizzled row, or a half or a quarter of it; or 0."""
     n = STRIP if s.atom.swap else columns(s)
     return next((x for x in (64, 32, 16) if n % x == 0), 0)
+
+
+def boxes(view: Layout, dtype: str) -> tuple[Convolution, tuple[int, ...]] | None:
+    """Convolution whose windows the copy engine reads by itself, and the strides of its images; or None.
+
+    It takes images of two dimensions whose channels fill lines, and eight bits of each coordinate of a window: CUDA
+    Driver API, cuTensorMapEncodeIm2col.
+    """
+    images, size = of_windows(view), BY_NAME[dtype].bytes
+    if images is None or len(images[0].spatial) != PLANE or images[0].channels * size % LINE:
+        return None
+    x, (*strides, channel) = images
+    ends = [n - (reach - 1) for n, reach in zip(x.after, x.reach, strict=True)]
+    inside = all(-MOST_CORNER <= y < MOST_CORNER for y in (*(-n for n in x.before), *ends))
+    near = max(x.reach) <= 2 * MOST_CORNER and max(x.stride) <= MOST_STEP
+    aligned = channel == 1 and not any(s * size % ALIGNED for s in strides)
+    return images if inside and near and aligned else None
 
 
 def sums(s: Schedule) -> int:

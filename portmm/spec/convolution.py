@@ -13,9 +13,12 @@ from collections.abc import Sequence
 from dataclasses import field
 
 from portmm.spec.layout import Layout
+from portmm.spec.layout_transforms import Embed, Pad
 from portmm.util.records import dataclass
 
 Extents = tuple[int, ...]
+SIDES = ("output", "tap")
+"""Axes of a view in place of a dimension of images."""
 IMAGES = "images"
 """Name of the number of images in the layout of windows of all of them, which kernels do not depend on."""
 
@@ -160,6 +163,28 @@ def windows(x: Convolution, strides: Sequence[int]) -> Layout:
     view = _embedded(Layout((IMAGES, *x.spatial, x.channels), tuple(strides)), x)
     outputs, taps = range(1, 2 * count + 1, 2), range(2, 2 * count + 1, 2)
     return view.permute(0, *outputs, *taps, 2 * count + 1).merge(0, 1 + count).merge(1, 1 + count)
+
+
+def of_windows(view: Layout) -> tuple[Convolution, tuple[int, ...]] | None:
+    """Convolution of one output whose `windows` a view is, and the strides of its images; None if it is none."""
+    count = len(view.shape) - 2
+    pads: dict[int, tuple[int, int]] = {}
+    taps: dict[int, tuple[int, int, int]] = {}
+    try:
+        for x in view.transforms:
+            if isinstance(x, Pad):
+                pads[x.axis - 1] = int(x.before), int(x.after)
+            elif isinstance(x, Embed) and len(x.shape) == len(SIDES):
+                taps[x.axis - 1] = int(x.shape[1]), int(x.stride[0]), int(x.stride[1])
+        if count < 1 or sorted(taps) != list(range(count)):
+            return None
+        spatial, strides = tuple(map(int, view.shape[1:-1])), tuple(map(int, view.stride))
+        kernel, stride, dilation = zip(*(taps[i] for i in range(count)), strict=True)
+        before, after = zip(*(pads.get(i, (0, 0)) for i in range(count)), strict=True)
+        one = Convolution(1, int(view.shape[-1]), 1, spatial, kernel, stride, dilation, before, after)
+    except ValueError:  # extents that have names
+        return None
+    return (one, strides) if windows(one, strides) == view else None
 
 
 def planes(x: Convolution, strides: Sequence[int]) -> Layout:

@@ -51,6 +51,7 @@ _WORDS = {"p": "a pointer", "m": "a TensorMap", **{letter: f"a {word}" for word,
 _UNROLL = re.compile(r"#pragma unroll\b[ \t]*(\d*)")
 _MOST_STEPS = 128
 _MAGIC = 0x504D5F4D4150
+_WORD = (1 << 32) - 1
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];")
 # Threads of kernels that say these meet in other ways than at barriers of the block and of warps.
 _MEETS = re.compile(r"\b(mbarrier|block_barrier|cluster|tma|wgmma)_")
@@ -226,6 +227,43 @@ def shim_map(  # noqa: PLR0917 - in the order of cuTensorMapEncodeTiled
             raise ValueError(text)
     one = (1,) * (4 - len(sizes))
     words = [address, dtype_bytes, *sizes, *one, *strides, *(0 for _ in one), *box, *one, swizzle, _MAGIC, int(rounds)]
+    return np.array(words, np.uint64).tobytes()
+
+
+def shim_images(  # noqa: PLR0917 - in the order of cuTensorMapEncodeIm2col
+    dtype_bytes: int,
+    address: int,
+    sizes: tuple[int, int, int, int],
+    strides: tuple[int, int, int],
+    box: tuple[int, int],
+    pixels: tuple[tuple[int, int], tuple[int, int], tuple[int, int]],
+    swizzle: int = 0,
+    rounds: bool = False,
+) -> bytes:
+    """A TensorMap of images (channels first in `sizes`) for windows that begin at some pixels, as the shim has it.
+
+    Raises:
+        ValueError: cuTensorMapEncodeIm2col refuses it.
+    """
+    row, (lower, upper, step) = box[0] * dtype_bytes, pixels
+    wrong = {
+        f"the address {address:#x} is no multiple of 16": address % 16,
+        f"sizes are from 1 to 2**32, not {sizes}": not all(1 <= x <= 1 << 32 for x in sizes),
+        f"strides are multiples of 16 below 2**40, not {strides}": any(x % 16 or not 0 <= x < 1 << 40 for x in strides),
+        f"a copy has 1 to 256 channels of 1 to 1024 pixels, not {box}": not (
+            1 <= box[0] <= 256 and 1 <= box[1] <= 1024
+        ),
+        f"channels are a multiple of 16 bytes, not {row}": row % 16,
+        f"a swizzle is of 0, 32, 64 or 128 bytes, not {swizzle}": swizzle not in {0, 32, 64, 128},
+        f"channels have at most the {swizzle} bytes of the swizzle, not {row}": swizzle and row > swizzle,
+        f"corners are from -128 to 127, not {lower} and {upper}": not all(-128 <= x < 128 for x in (*lower, *upper)),
+        f"steps are from 1 to 8, not {step}": not all(1 <= x <= 8 for x in step),
+    }
+    for text, found in wrong.items():
+        if found:
+            raise ValueError(text)
+    pairs = [x & _WORD | (y & _WORD) << 32 for x, y in (box, lower, upper, step)]
+    words = [address, dtype_bytes, *sizes, *strides, *pairs, swizzle, _MAGIC + 1, int(rounds)]
     return np.array(words, np.uint64).tobytes()
 
 

@@ -120,8 +120,11 @@ def _argument(x, letter):
     return _pointer(x) if letter == "Q" else (KINDS[letter], x)
 
 
-def mapped(dtype, address, sizes, strides, box, swizzle, rounds=False):  # noqa: PLR0917 - as the driver's
+def mapped(dtype, address, sizes, strides, box, swizzle, rounds=False, pixels=None):  # noqa: PLR0917 - as the driver's
     """In place of CUDA's driver: a tensor map as the shim has it."""
+    if pixels is not None:
+        made = cuda_shim.shim_images(BY_NAME[dtype].bytes, address, sizes, strides, box, pixels, swizzle, rounds)
+        return np.frombuffer(made, "V128")
     made = cuda_shim.shim_map(BY_NAME[dtype].bytes, address, sizes, strides, box, swizzle, rounds)
     return np.frombuffer(made, "V128")
 

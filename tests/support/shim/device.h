@@ -74,6 +74,8 @@ void memory_fence();
 struct TensorMap;
 void tma_load(void *to, const TensorMap *map, unsigned long *bar, int x, int y, int z, SHIM_LINE);
 void tma_load_4d(void *to, const TensorMap *map, unsigned long *bar, int x, int y, int z, int w, SHIM_LINE);
+void tma_load_im2col(void *to, const TensorMap *map, unsigned long *bar, int c, int x, int y, int z, int dx, int dy,
+                     SHIM_LINE);
 void tma_load_multicast(void *to, const TensorMap *map, unsigned long *bar, int x, int y, int z, int mask, SHIM_LINE);
 void tma_store(const TensorMap *map, const void *from, int x, int y, int z, SHIM_LINE);
 void tma_store_commit();

@@ -19,12 +19,21 @@ struct Map {
 };
 constexpr unsigned long MAGIC = 0x504d5f4d4150;
 
+// The words of a TensorMap of images, for windows: pairs have that of x, then that of y, or channels and pixels.
+struct Images {
+  unsigned long address, element, sizes[4], strides[3];
+  int box[2], lower[2], upper[2], step[2];
+  unsigned long swizzle, magic, rounds;
+};
+
 struct Load {
   Map map;
   size_t at;
   int x, y, z, w, line, phase;
   Barrier *barrier;
   Thread *by;
+  std::vector<const unsigned char *> pixels;  // of windows: where each has its channels, or null for zeros
+  long channels;                              // from there to the last one
 };
 
 static std::vector<Load> loads;  // in flight
@@ -119,19 +128,32 @@ inline void issue_load(const char *what, const Map &map, size_t at, Barrier &bar
   check_writable(at, map.bytes(), what, nullptr);
   for (size_t i = at; i < at + map.bytes(); i++) written[i] = LASTING | LOADING;
   memset(memory_at(at), 0xff, map.bytes());
-  loads.push_back({map, at, x, y, z, w, self->line, barrier.phase, &barrier, self});
+  loads.push_back({map, at, x, y, z, w, self->line, barrier.phase, &barrier, self, {}, 0});
+}
+
+template <class Visit>
+void each_piece_of_pixels(const Load &load, Visit visit) {
+  const long per = 16 / long(load.map.element);
+  size_t offset = 0;
+  for (const unsigned char *const pixel : load.pixels)
+    for (long i = 0; i < long(load.map.box[0]); i += per, offset += 16) {
+      const long count = pixel ? std::max(0l, std::min(per, load.channels - i)) : 0;
+      visit(place_in_box(load.map, load.at, offset), pixel + size_t(i) * load.map.element,
+            size_t(count) * load.map.element, size_t(0));
+    }
 }
 
 inline void land(const Load &load) {
   const int line = load.by->line;
   self = load.by, self->line = load.line;  // whom a signal names
-  each_piece(load.map, load.at, load.x, load.y, load.z, load.w,
-             [&](size_t to, const unsigned char *from, size_t bytes, size_t skip) {
-               unsigned char *const piece = memory_at(to);
-               memset(piece, 0, 16);
-               memcpy(piece + skip, from, bytes);
-               for (size_t i = 0; load.map.rounds && i < 16; i += 4) round_to_tf32(piece + i);
-             });
+  const auto copy = [&](size_t to, const unsigned char *from, size_t bytes, size_t skip) {
+    unsigned char *const piece = memory_at(to);
+    memset(piece, 0, 16);
+    if (bytes) memcpy(piece + skip, from, bytes);
+    for (size_t i = 0; load.map.rounds && i < 16; i += 4) round_to_tf32(piece + i);
+  };
+  if (load.pixels.empty()) each_piece(load.map, load.at, load.x, load.y, load.z, load.w, copy);
+  else each_piece_of_pixels(load, copy);
   self->line = line, self = nullptr;
   for (size_t i = load.at; i < load.at + load.map.bytes(); i++)
     written[i] = stamp << WHO | (LOADED + load.barrier->number);
@@ -198,6 +220,46 @@ inline void end_stores() {
         store.committed ? ": tma_store_read comes first" : ", and tma_store_commit did not follow");
 }
 
+// PTX ISA, "Im2col mode": from a pixel on as many as a copy has, along x, y and images within the box of those at which
+// windows begin; of each, the channels of the pixel that is a tap further.
+inline void issue_load_of_windows(const Images &images, size_t at, Barrier &barrier, const int *first, const int *tap) {
+  const Map map = {images.address, images.element, {1, 1, 1, 1}, {0, 0, 0},
+                   {(unsigned long)images.box[0], (unsigned long)images.box[1], 1, 1}, images.swizzle, MAGIC,
+                   images.rounds};
+  issue_load("loads into", map, at, barrier, 0, 0, 0, 0);
+  Load &load = loads.back();
+  load.channels = long(images.sizes[0]) - first[0];
+  long x = first[1], y = first[2], z = first[3];
+  const auto last = [&](int i) { return long(images.sizes[i + 1]) - 1 + images.upper[i]; };
+  const auto begins = [&](long v, int i) {
+    return v >= images.lower[i] && v <= last(i) && (v - images.lower[i]) % images.step[i] == 0;
+  };
+  if (!begins(x, 0) || !begins(y, 1))
+    die("tma_load_im2col on line %d: no window begins at pixel (%ld, %ld)", self->line, x, y);
+  for (int i = 0; i < images.box[1]; i++) {
+    const long u = x + tap[0], v = y + tap[1];
+    const bool inside = u >= 0 && u < long(images.sizes[1]) && v >= 0 && v < long(images.sizes[2]) && z >= 0 &&
+                        z < long(images.sizes[3]);
+    const long from = first[0] * long(images.element) + u * long(images.strides[0]) + v * long(images.strides[1]) +
+                      z * long(images.strides[2]);
+    load.pixels.push_back(inside ? reinterpret_cast<const unsigned char *>(images.address + size_t(from)) : nullptr);
+    if ((x += images.step[0]) <= last(0)) continue;
+    x = images.lower[0];
+    if ((y += images.step[1]) <= last(1)) continue;
+    y = images.lower[1], z++;
+  }
+}
+
+inline Images checked_images(const char *what, const void *words) {
+  Images images;
+  static_assert(sizeof images == 128, "a TensorMap has 128 bytes");
+  memcpy(&images, words, sizeof images);
+  if (images.magic != MAGIC + 1) die("%s on line %d: the TensorMap is not of images", what, self->line);
+  if ((unsigned long)images.box[0] * images.element != images.swizzle)
+    die("%s on line %d: channels are shorter than the swizzle", what, self->line);
+  return images;
+}
+
 // The offset of an address in its block is the same in each block of the mask.
 inline void load_in_blocks(const char *what, const void *words, void *to, unsigned long *bar, int x, int y, int z,
                            int w, unsigned mask) {
@@ -233,6 +295,21 @@ void tma_load_multicast(void *to, const TensorMap *map, unsigned long *bar, int 
   shim::load_in_blocks("tma_load_multicast", map, to, bar, x, y, z, 0, unsigned(mask));
 }
 
+void tma_load_im2col(void *to, const TensorMap *words, unsigned long *bar, int c, int x, int y, int z, int dx, int dy,
+                     int line) {
+  const shim::On on(line);
+  const shim::Images images = shim::checked_images("tma_load_im2col", words);
+  shim::Map map = {};
+  map.element = images.element, map.swizzle = images.swizzle;
+  map.box[0] = (unsigned long)images.box[0], map.box[1] = (unsigned long)images.box[1];
+  map.box[2] = map.box[3] = 1;
+  const size_t at = shim::place_of_box("tma_load_im2col", map, to);
+  const size_t bar_at = shim::place_of_barrier("tma_load_im2col", bar);
+  const int first[4] = {c, x, y, z}, tap[2] = {dx, dy};
+  if (dx < 0 || dx > 255 || dy < 0 || dy > 255) shim::die("tma_load_im2col on line %d: a tap is 0 to 255 further", line);
+  shim::issue_load_of_windows(images, at, shim::barrier_at("tma_load_im2col", bar_at, true), first, tap);
+}
+
 void tma_store(const TensorMap *map, const void *from, int x, int y, int z, int line) {
   const shim::On on(line);
   shim::issue_store(shim::checked_map("tma_store", map), from, x, y, z);
@@ -253,5 +330,8 @@ void tma_store_wait_0() {
 
 void tma_prefetch(const TensorMap *map, int line) {
   const shim::On on(line);
-  shim::checked_map("tma_prefetch", map);
+  shim::Images images;
+  memcpy(&images, map, sizeof images);
+  if (images.magic == shim::MAGIC + 1) shim::checked_images("tma_prefetch", map);
+  else shim::checked_map("tma_prefetch", map);
 }
