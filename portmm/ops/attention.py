@@ -27,6 +27,8 @@ Array = np.ndarray[Any, Any]
 _met: list[bool] = []
 """Whether a call without functions was met: by the base set, kinds are remembered from the second on, as that is a
 module to load."""
+there: Callable[..., Any] | None = None
+"""`grid_attention.again`, once there was a call on a device."""
 
 
 def attention(
@@ -79,6 +81,10 @@ def attention(
     scale = None if scale is None else float(scale)
     window = None if window is None else count(window, "window", 1)
     kind = None
+    if there is not None and type(q) is not np.ndarray:
+        result = there((q, k, v, out), Options(score, mask, scale, causal, window, lengths, offset, return_lse))
+        if result is not NotImplemented:
+            return result
     if score is None and mask is None and lengths is None and out is None and offset is None:
         call = (q, k, v, scale, causal, window, return_lse, config.current(), config.limit())
         result = host_matmul.attend(*call)
@@ -114,8 +120,10 @@ def attention(
 
 def _on_device(q: Any, k: Any, v: Any, *, out: Any, return_lse: bool, **options: Any) -> Any:
     """The same for arrays on a device."""
+    global there  # noqa: PLW0603 - replaced once, so that no other call asks for it
     from portmm.ops import grid_attention
 
+    there = grid_attention.again
     return grid_attention.attention((q, k, v, out), Options(**options, lse=return_lse))
 
 

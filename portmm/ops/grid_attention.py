@@ -17,6 +17,7 @@ from portmm.arrays.numpy_arrays import contiguous
 from portmm.codegen.lower import lower_program
 from portmm.dispatch.machine import bind, machine_of
 from portmm.ir.attention_program import Bounds, Form, of_attention
+from portmm.ops import repeated_call
 from portmm.ops.attention_scores import function_of, score_expression, values
 from portmm.ops.attention_shapes import SUPPORTED, Options, Shape, sizes_of
 from portmm.ops.kernel_call import Captures, Closure, KernelCall, via_temporary
@@ -53,7 +54,39 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     read = ready.captures.arrays(user_function.closure, q)
     if out is not None and operand.overlap(out, (*parts.values(), *read)):
         return via_temporary(out, q, out.dtype, lambda to: attention((*shape.operands, to), options))
-    return ready.returned(ready.run(parts, q, out, user_function.closure, read, **numbers))
+    results = ready.run(parts, q, out, user_function.closure, read, **numbers)
+    if (now := _kinds(operands, options)) is not None:
+        repeated_call.keep(now[0], ready, parts, out, user_function, read)
+    return ready.returned(results)
+
+
+def _kinds(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
+    """The kind of a call, and the addresses of its operands, of arrays of its options, and of the result."""
+    q, k, v, out = operands
+    numbers = [x is None or type(x) is int for x in (options.lengths, options.offset)]
+    by_item = [x for x, number in zip((options.lengths, options.offset), numbers, strict=True) if not number]
+    now = repeated_call.kinds((q, k, v, *by_item) if out is None else (q, k, v, *by_item, out))
+    form = options.causal, options.window is None, options.lse, *numbers
+    return None if now is None else ((now[0], "attention", out is None, form), now[1])
+
+
+def again(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
+    """The attention of a call that is like an earlier one but for addresses; NotImplemented if there was none."""
+    now, (q, k, _, out) = _kinds(operands, options), operands
+    if now is None or min(len(q.shape), len(k.shape)) < 3:
+        return NotImplemented
+    key, addresses = now
+    (*_, m, d), n = q.shape, k.shape[-2]
+    call, closure = repeated_call.find(key, function_of(options, d))
+    if call is None:
+        return NotImplemented
+    seen, offset, window = options.lengths, options.offset, options.window
+    seen, offset = seen if type(seen) is int else n, offset if type(offset) is int else n - m
+    if not (0 <= seen <= n and -m <= offset <= n):
+        return NotImplemented
+    most = m + n if window is None else min(window, m + n)
+    inputs = addresses if out is None else addresses[:-1]
+    return call.run(inputs, out, addresses[-1], closure, n=seen, offset=offset, window=most)
 
 
 def launch(operands: tuple[Any, Any, Any, Any], options: Options, traced: Traced, closure: Closure) -> list[Operand]:

@@ -161,6 +161,56 @@ def test_few_columns_and_batches(on):
             near(pm.matmul(left, on.array(right)), a @ right)
 
 
+def scores(bias):
+    return lambda s, at: s + bias[at.h]
+
+
+OPTIONS = {
+    "numbers": ({"scale": 0.5, "causal": True, "return_lse": True}, {"scale": 1.5, "lengths": 4, "offset": -1}),
+    "arrays": tuple(
+        {"causal": True, "lengths": np.array(x, np.int32), "offset": np.array(y, np.int32)}
+        for x, y in (([3, 5], [0, -2]), ([5, 1], [-1, 0]))
+    ),
+    "score": tuple({"score": values(2, seed=i)} for i in range(2)),
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_attention(on, monkeypatch, options):
+    """Integers may change, and what a function captures; so may arrays of them for items: as the long way has it."""
+    drawn = [[on.array(values(2, 2, 5, 16, seed=i + j)) for j in range(3)] for i in range(2)]
+    out = on.array(np.zeros((2, 2, 5, 16), np.float32))
+
+    def call(i, **more):
+        there = {name: on.array(x) if isinstance(x, np.ndarray) else x for name, x in (options[0] | options[i]).items()}
+        if "score" in there:
+            there["score"] = scores(there["score"])
+        results = pm.attention(*drawn[i], **there, **more)
+        return [x.get() for x in (results if isinstance(results, tuple) else (results,))]
+
+    wanted = call(1)
+    for more in ({}, {"out": out}):
+        call(0, **more)
+        with monkeypatch.context() as within:
+            only_repeated(within)
+            for x, y in zip(call(1, **more), wanted, strict=True):
+                np.testing.assert_array_equal(x, y)
+
+
+def test_attention_that_is_refused(on):
+    drawn = [values(2, 2, 5, 16, seed=j) for j in range(3)]
+    q, k, v = map(on.array, drawn)
+    pm.attention(q, k, v, lengths=5)
+    pm.attention(q, k, v, out=on.array(np.zeros_like(drawn[0])))
+    with pytest.raises(ValueError, match="lengths is 6"):
+        pm.attention(q, k, v, lengths=6)
+    with pytest.raises(ValueError, match="pass"):
+        pm.attention(*(x[0, 0] for x in (q, k, v)))
+    wanted = pm.attention(q, k, v).get()
+    assert pm.attention(q, k, v, out=q) is q
+    near(q, wanted)
+
+
 def test_kinds_of_tensors(monkeypatch):
     torch = cuda_fakes.install(monkeypatch, cuda_fakes.FakeTorch())
     memo.forget_all()
