@@ -336,7 +336,7 @@ def make(
 
     Args:
         shapes: kinds of products.
-        machines: as from `machines_of`.
+        machines: processors, as from `targets_of`.
         counts: numbers of threads.
         report: called with steps done, steps in all, and what is being compiled.
 
@@ -377,7 +377,7 @@ def add_calls(maker: Maker, run: Callable[[], None], machines: Sequence[Target],
     Args:
         maker: of the bundle.
         run: makes the calls; their results mean nothing, since no kernel runs.
-        machines: as from `machines_of`.
+        machines: processors, as from `targets_of`.
         counts: numbers of threads.
     """
     from portmm.ops.recorded_kernels import of_calls

@@ -179,19 +179,6 @@ def _attention(_: str, *words: str) -> AttentionShape:
     return AttentionShape(queries, keys, d, dv, dtype, number.get("items", 1), heads, kv_heads, **flags)
 
 
-def machines_of(words: Iterable[str]) -> list[Target]:
-    """The described processors that words name: chips, levels, instruction sets, and all chips of cloud instances.
-
-    Raises:
-        TargetError: a word names no target.
-        BundleError: it names a device.
-    """
-    processors, devices = targets_of(words)
-    if devices:
-        raise BundleError(f"{devices[0].name} is a device; a list of processors has none")
-    return processors
-
-
 def targets_of(words: Iterable[str]) -> tuple[list[Target], list[Target]]:
     """The described processors that words name, and the devices for CUDA: also by capability, as sm_90.
 

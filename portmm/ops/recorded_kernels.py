@@ -168,7 +168,7 @@ def of_calls(
 
     Args:
         run: makes the calls; it is called for each machine and number of threads.
-        machines: as from `bundle_shapes.machines_of`.
+        machines: processors, as from `bundle_shapes.targets_of`.
         counts: numbers of threads.
     """
     every: dict[str, list[tuple[Kernel, str]]] = {}

@@ -231,7 +231,7 @@ def test_functions_for_aarch64(tmp_path):
     from support import require
 
     compiler = program_compiler("aarch64")
-    (target,) = bundle_shapes.machines_of(["c7g"])
+    ((target,), _) = bundle_shapes.targets_of(["c7g"])
     path, functions = made(tmp_path, target, (1,))
     assert os.uname().machine == "aarch64" or {x.name for x in functions} == {"mlp", "quantized", "scaled", "model"}
     program, folder = tmp_path / "layers", path.parent

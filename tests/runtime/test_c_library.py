@@ -130,7 +130,7 @@ def test_the_library_for_aarch64(tmp_path):
     compiler = program_compiler("aarch64")
     maker = bundle_build.Maker()
     shapes = bundle_shapes.shapes_of("1,40 64 96 f32 row\n40 64 96 f32 packed\n")
-    bundle_build.add_shapes(maker, shapes, bundle_shapes.machines_of(["c6g", "c7g", "armv8a"]), (1,))
+    bundle_build.add_shapes(maker, shapes, bundle_shapes.targets_of(["c6g", "c7g", "armv8a"])[0], (1,))
     folder = c_library.write(maker, tmp_path / "arm", "aarch64").parent
     program = tmp_path / "matmul"
     words = [str(EXAMPLES / "matmul.c"), f"-I{folder}", f"-L{folder}", "-lportmm", f"-Wl,-rpath,{folder}", "-lm"]
