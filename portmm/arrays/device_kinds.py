@@ -7,6 +7,7 @@ Owns `kind`, the key of an array and its address, by which repeated calls find w
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays.libraries import library_of
@@ -15,8 +16,6 @@ from portmm.spec.dtype import BY_NAME
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.arrays.operand import Operand
 
 Kind = tuple[Any, ...]

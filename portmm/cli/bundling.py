@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from pathlib import Path  # noqa: TC003 - typer reads the annotations
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,8 +15,6 @@ from portmm.ops import bundle_wheel
 from portmm.util.console import Json, console, print_json, progress, table
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.ops.bundle_build import Maker
     from portmm.ops.c_programs import Function
     from portmm.target.target import Target

@@ -6,6 +6,7 @@ keeps a last dimension of extent 1, as kernels over rows have it.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -16,8 +17,6 @@ from portmm.spec import elementwise
 from portmm.spec.function_patterns import NAMES
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.fusion.terms import Heads, Term
 
 _ARRAYS: dict[str, Callable[..., Any]] = {

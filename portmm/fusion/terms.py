@@ -5,7 +5,8 @@ Owns `Term` and its operations, and `graph_of`, the µGraph of terms. Equal term
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -17,9 +18,6 @@ from portmm.spec import vector_math
 from portmm.spec.epilogue import C, Fused, Operand, acc, argument, load
 from portmm.spec.expr import Expr, apply, const
 from portmm.spec.function_patterns import NAMES, function_of
-
-if TYPE_CHECKING:
-    from collections.abc import Sequence
 
 OPERATORS = ("add", "sub", "mul", "div", "neg", "sqrt", "abs", "max", "min", "select", "lt", "le", "eq", "ne")
 """Operations that terms have by themselves."""
@@ -111,8 +109,7 @@ def spelled(x: Expr, args: Sequence[Term]) -> Term:
         UnlabelledError: an operation has none.
     """
     if x.op == "given":
-        operand: Term = args[x.args[0]]
-        return operand
+        return args[x.args[0]]
     if x.op == "const" and x.dtype == "f32":
         return literal(x.args[0])
     named = function_of(x)
@@ -148,8 +145,7 @@ def graph_of(results: Sequence[Term], axes: Sequence[str], inputs: Sequence[str]
 
     def build(x: Term) -> int:
         if x.op == "input":
-            number: int = numbers[x.data]
-            return number
+            return numbers[x.data]
         if x.op == "sum":
             return b.sum(tensor(x.args[0]), x.data)
         if x.op == "most":

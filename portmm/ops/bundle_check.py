@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import tempfile
 from collections import Counter
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -32,8 +33,6 @@ from portmm.target.target import load_isa, load_target
 from portmm.util import system
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.build.bundle import Bundle
     from portmm.target.isa import Isa
 

@@ -9,6 +9,7 @@ alone.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,6 @@ from portmm.ops.prepack import in_panels
 from portmm.spec.dtype import types
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
     from pathlib import Path
 
     from portmm.build.bundle import Bundle

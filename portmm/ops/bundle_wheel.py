@@ -11,15 +11,12 @@ import hashlib
 import re
 import tempfile
 import zipfile
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from portmm.errors import BundleError
 from portmm.version import VERSION
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Sequence
 
 NAME = re.compile(r"([a-z][a-z0-9_]*)-(\d[a-z0-9.]*)-py3-none-any\.whl")
 EXAMPLE = "layers-1.0-py3-none-any.whl"

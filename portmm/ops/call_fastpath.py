@@ -10,6 +10,7 @@ first, take the general path each time.
 from __future__ import annotations
 
 import types
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -27,8 +28,6 @@ from portmm.util.memo import Memory, cached
 from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.ops.convolution_kernel import ConvolutionKernel
     from portmm.ops.product_kernel import ProductKernel
     from portmm.trace.bind import Bound

@@ -5,6 +5,7 @@ Owns `pack_checkpoint`, which goes through the layers one by one, and `PackedLay
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -23,7 +24,6 @@ from portmm.weights.quantized import Quantized, dequantize
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
 
 
 @dataclass(frozen=True, slots=True, eq=False)

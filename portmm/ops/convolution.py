@@ -6,7 +6,8 @@ Owns the public function and the fast path of calls without functions. `convolut
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -18,9 +19,6 @@ from portmm.ops.convolution_call import Repeated, Wanted, channels_first, convol
 from portmm.ops.convolution_options import Options, hashable, sizes
 from portmm.ops.convolution_weights import PackedConv, filter_type, misfits, pack_conv, unpack_conv
 from portmm.util.memo import Memory
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
 
 Array = np.ndarray[Any, Any]
 MOST = 1024

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,8 +23,6 @@ from portmm.trace.bind import UserFunction
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
     from portmm.ops.depthwise import DepthwiseKernel
     from portmm.spec.convolution import Convolution
 

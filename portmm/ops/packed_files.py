@@ -8,6 +8,7 @@ weights are used from there.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -18,7 +19,6 @@ from portmm.weights.safetensors import LINE, read, write
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Mapping
 
 FORMAT, VERSION = "portmm.ops.prepack", "2"
 _ONE = "weight"

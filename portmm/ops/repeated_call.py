@@ -8,6 +8,7 @@ read, are made again, and a call that fails one of them takes the long way, whic
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from portmm.arrays.device_kinds import NewArray, kind, stream_of
@@ -15,18 +16,15 @@ from portmm.arrays.libraries import library_of
 from portmm.arrays.numpy_arrays import span_of
 from portmm.dispatch import config
 from portmm.spec.dtype import BY_NAME
-from portmm.trace.bind import code_of
+from portmm.trace.bind import UserFunction, code_of
 from portmm.trace.closures import resolve
 from portmm.trace.guards import Way, remember
 from portmm.trace.guards import find as find_way
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from portmm.arrays.operand import Operand
     from portmm.ops.kernel_call import Closure, KernelCall
-    from portmm.trace.bind import UserFunction
 
 MOST_KINDS = 1024
 """Kinds of calls remembered before a memo is emptied."""

@@ -11,6 +11,7 @@ polynomial of few terms where e is the exponential of a negative number.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from portmm.spec.expr_functions import bits, fma, from_bits, select
@@ -18,8 +19,6 @@ from portmm.spec.vector_math import EXPONENT, LOG2E, WHOLE, poly
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.spec.expr import Expr
 
 _SCALE = 8

@@ -2,15 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from portmm.spec.epilogue import C, Fused
-from portmm.spec.expr import node
+from portmm.spec.expr import Expr, node
 from portmm.spec.function_patterns import function_of
 from portmm.spec.short_math import SHORT, TYPES
-
-if TYPE_CHECKING:
-    from portmm.spec.expr import Expr
 
 _RELATIVE = "bf16"
 """Type whose functions have relative errors, which a product keeps."""

@@ -21,14 +21,10 @@ the others being fitted again each time.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
 
 from portmm.spec.expr import Expr, apply, const
 from portmm.spec.expr_functions import bits, fma, from_bits, select
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
-
 
 _INF = float("inf")
 _NAN = float("nan")

@@ -6,7 +6,8 @@ arithmetic, whose arrays have a row for each.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -14,10 +15,6 @@ from portmm.spec.expr import Expr, apply
 from portmm.spec.function_patterns import NAMES, decaying, function_of
 from portmm.util.memo import Memory
 from portmm.verification.values import LOWEST, Residues, Value
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator, Mapping, Sequence
-
 
 MAXIMA = ("max", "greater")
 _sets = Memory(1 << 16, "kernels")

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.ir.block_program import BlockProgram, TileGemm, TileReduce
@@ -23,8 +24,6 @@ from portmm.verification.field import LEAST, PRIMES, Q
 from portmm.verification.values import UnsupportedError
 
 if TYPE_CHECKING:
-    from collections.abc import Callable, Iterable, Mapping, Sequence
-
     from portmm.ir.mugraph import MuGraph
     from portmm.spec.expr import Expr
 
@@ -214,8 +213,7 @@ class _Sizes:
             size = self.of(named[1])
             return _exponential(size) if named[0] == "exp" else _opaque([size])
         if x.op == "load":
-            operand: Size = self.operands[x.args[0]]
-            return operand
+            return self.operands[x.args[0]]
         if x.op == "const" and x.dtype == "f32":
             return _literal(x.args[0])
         inner = [self.of(y) for y in x.inner]

@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import itertools
 import secrets
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -32,10 +33,6 @@ from portmm.verification.bounds import REDRAWS, Size, element_sizes, sizes, test
 from portmm.verification.emitted_text import NARROW, Arrays
 from portmm.verification.equivalence import Verdict, fields
 from portmm.verification.values import Residues, UnsupportedError, Value
-
-if TYPE_CHECKING:
-    from collections.abc import Mapping, Sequence
-
 
 ATTENTION = ("portmm_attention_", "portmm_mma_attention_")
 """Starts of the names of kernels of attention on devices."""

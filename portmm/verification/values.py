@@ -8,6 +8,7 @@ comparisons of data among them, are random functions of a key: what is equal und
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from functools import reduce
 from typing import TYPE_CHECKING, Any
@@ -20,8 +21,6 @@ from portmm.spec.function_patterns import function_of
 from portmm.verification.field import Array, Field, Q, q_inverse, q_literal
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable, Sequence
-
     from portmm.spec.expr import Expr
 
 IDENTITY = np.uint64(1)
@@ -64,8 +63,7 @@ class Value:
     @property
     def shape(self) -> tuple[int, ...]:
         """Extents without the tests."""
-        shape: tuple[int, ...] = self.p.shape[:-1]
-        return shape
+        return self.p.shape[:-1]
 
     def parts(self) -> tuple[Array, Array, Array, Array]:
         """All arrays."""
@@ -112,8 +110,7 @@ class Residues:
             raise UnsupportedError(f"{x} has no residue")
         shape = (1,) * rank + (self.field.tests,)
         if x == -np.inf:
-            lowest: Value = self.start("max", [1] * rank, "f32")
-            return lowest
+            return self.start("max", [1] * rank, "f32")
         if x not in self.literals:
             self.literals[x] = self.field.literal(x)
         p = self.literals[x].reshape(shape)
