@@ -11,7 +11,14 @@ from typing import Any
 
 import numpy as np
 
-from portmm.onnx import operator_modules
+from portmm.onnx import (  # noqa: F401 - they fill in the table of operators
+    elementwise_operators,
+    product_operators,
+    quantized_operators,
+    reduction_operators,
+    shape_operators,
+    window_operators,
+)
 from portmm.onnx.executor import Executor
 from portmm.onnx.model import NodeArg, OnnxError, read
 from portmm.onnx.packing import pack_constants
@@ -26,7 +33,7 @@ _NUMPY = {
 }  # fmt: skip
 """Element types -> NumPy's names."""
 
-__all__ = ["NodeArg", "Session", "load", "operator_modules"]
+__all__ = ["NodeArg", "Session", "load"]
 
 
 def load(
