@@ -113,7 +113,10 @@ def boxes(view: Layout, dtype: str) -> tuple[Convolution, tuple[int, ...]] | Non
     ends = [n - (reach - 1) for n, reach in zip(x.after, x.reach, strict=True)]
     inside = all(-MOST_CORNER <= y < MOST_CORNER for y in (*(-n for n in x.before), *ends))
     near = max(x.reach) <= 2 * MOST_CORNER and max(x.stride) <= MOST_STEP
-    aligned = channel == 1 and not any(s * size % ALIGNED for s in strides)
+    # Each axis is as far apart as a multiple of what the one below it takes, or of more.
+    inner, extents = (*strides[1:], 1), (*x.spatial, x.channels)
+    nested = all(s >= n * y and s % y == 0 for s, n, y in zip(strides, extents, inner, strict=True) if y)
+    aligned = channel == 1 and nested and all(s and s * size % ALIGNED == 0 for s in strides)
     return images if inside and near and aligned else None
 
 

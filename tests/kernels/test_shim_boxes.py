@@ -122,10 +122,10 @@ def put(at, value):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (put(11, 0), "tma_prefetch on line 10: the TensorMap has no TensorMap"),
-        (put(7, 64), "the TensorMap has rows of a box that are longer than the swizzle"),
-        (put(7, 16), "rows of a box are shorter than the swizzle"),
-        (put(5, 8), "the TensorMap has a stride that is no multiple of 16"),
+        (put(14, 0), "tma_prefetch on line 10: the TensorMap has no TensorMap"),
+        (put(9, 64), "the TensorMap has rows of a box that are longer than the swizzle"),
+        (put(9, 16), "rows of a box are shorter than the swizzle"),
+        (put(6, 8), "the TensorMap has a stride that is no multiple of 16"),
     ],
 )
 def test_maps_are_checked_where_they_are_used(change, message):

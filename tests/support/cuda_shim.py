@@ -50,7 +50,7 @@ _WORDS = {"p": "a pointer", "m": "a TensorMap", **{letter: f"a {word}" for word,
 # gcc has another word for what keeps `float acc[8][8]` in registers.
 _UNROLL = re.compile(r"#pragma unroll\b[ \t]*(\d*)")
 _MOST_STEPS = 128
-_MAGIC = 0x504D5F4D4150
+_MAGIC, _IMAGES = 0x504D5F4D4150, 0x504D5F494D47
 _WORD = (1 << 32) - 1
 _DYNAMIC = re.compile(r"extern\s+__shared__\s+(?:__align__\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];")
 # Threads of kernels that say these meet in other ways than at barriers of the block and of warps.
@@ -263,7 +263,7 @@ def shim_images(  # noqa: PLR0917 - in the order of cuTensorMapEncodeIm2col
         if found:
             raise ValueError(text)
     pairs = [x & _WORD | (y & _WORD) << 32 for x, y in (box, lower, upper, step)]
-    words = [address, dtype_bytes, *sizes, *strides, *pairs, swizzle, _MAGIC + 1, int(rounds)]
+    words = [address, dtype_bytes, *sizes, *strides, *pairs, swizzle, _IMAGES, int(rounds)]
     return np.array(words, np.uint64).tobytes()
 
 

@@ -17,7 +17,7 @@ struct Map {
   unsigned long row() const { return box[0] * element; }
   unsigned long bytes() const { return row() * box[1] * box[2] * box[3]; }
 };
-constexpr unsigned long MAGIC = 0x504d5f4d4150;
+constexpr unsigned long MAGIC = 0x504d5f4d4150, IMAGES = 0x504d5f494d47;
 
 // The words of a TensorMap of images, for windows: pairs have that of x, then that of y, or channels and pixels.
 struct Images {
@@ -254,7 +254,7 @@ inline Images checked_images(const char *what, const void *words) {
   Images images;
   static_assert(sizeof images == 128, "a TensorMap has 128 bytes");
   memcpy(&images, words, sizeof images);
-  if (images.magic != MAGIC + 1) die("%s on line %d: the TensorMap is not of images", what, self->line);
+  if (images.magic != IMAGES) die("%s on line %d: the TensorMap is not of images", what, self->line);
   if ((unsigned long)images.box[0] * images.element != images.swizzle)
     die("%s on line %d: channels are shorter than the swizzle", what, self->line);
   return images;
@@ -332,6 +332,6 @@ void tma_prefetch(const TensorMap *map, int line) {
   const shim::On on(line);
   shim::Images images;
   memcpy(&images, map, sizeof images);
-  if (images.magic == shim::MAGIC + 1) shim::checked_images("tma_prefetch", map);
+  if (images.magic == shim::IMAGES) shim::checked_images("tma_prefetch", map);
   else shim::checked_map("tma_prefetch", map);
 }
