@@ -48,17 +48,9 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
 
 __all__ = [
-    "Snapshot",
-    "cross_check",
-    "described",
-    "features",
-    "host",
-    "host_features",
-    "identify",
-    "missing",
-    "resolve",
+    "Snapshot", "cross_check", "described", "features", "host", "host_features", "identify", "missing", "resolve",
     "snapshot",
-]
+]  # fmt: skip
 
 
 def _signature(shot: Snapshot) -> tuple[str, int, int, int]:

@@ -34,17 +34,8 @@ _SYSTEM = {
 """By the system of a platform, empty for Linux: the first line, and the files that differ."""
 _C_ONLY = ("pool.c", "host.c")
 _WITH_PYTHON = (
-    "extension.c",
-    "race.c",
-    "memo.c",
-    "matmul.c",
-    "tape.c",
-    "plan.c",
-    "general.c",
-    "repeat.c",
-    "attend.c",
-    "module.c",
-)
+    "extension.c", "race.c", "memo.c", "matmul.c", "tape.c", "plan.c", "general.c", "repeat.c", "attend.c", "module.c",
+)  # fmt: skip
 
 # -Og halves the compile time of -O2 for five nanoseconds a call. -lc brings
 # libc back, which kernels do without; libgcc, which has the out-of-line atomics
