@@ -21,6 +21,7 @@ from portmm.schedule.programs import PROGRAMS
 from portmm.schedule.text import spell
 from portmm.spec.dtype import dequantized_types, types
 from portmm.spec.epilogue import parse
+from portmm.spec.shortened import shortened
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
@@ -157,9 +158,9 @@ def lower_grid(s: Schedule, isa: Isa, views: Views | None = None) -> tuple[GridK
         ScheduleError: the program is unknown or the ISA lacks the type.
     """
     _check(s, device=True)
-    atom = grid_atom(isa, s)
-    kernels = [replace(_built(s, isa, atom, *([] if views is None else [views])), occupancy=s.parallel.occupancy)]
-    kernels += [_builder("gpu.split_k").reduction(s, isa, atom)] if s.slices else []
+    atom, own = grid_atom(isa, s), replace(s, epilogue=str(shortened(s.fused, s.types[2]))) if s.fused else s
+    kernels = [replace(_built(own, isa, atom, *([] if views is None else [views])), occupancy=s.parallel.occupancy)]
+    kernels += [_builder("gpu.split_k").reduction(own, isa, atom)] if s.slices else []
     command, text = f"portmm emit --schedule {quote(spell(s))}", str(s)
     if views is not None:
         read = ((x, y) for x, y in (("A", views.a), ("B", views.b)) if y is not None)

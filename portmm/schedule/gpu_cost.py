@@ -34,14 +34,20 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     rates = {
         "multiply-adds": own * work.filled, "loads": MODEL.lane_words, "shared memory": MODEL.shared_bytes,
         "moves": MODEL.moves, "L2": MODEL.l2_bytes_per_cycle, "latency": 1.0, "additions": MODEL.adds,
-        "dequantising": MODEL.integer_lanes, "instructions": PARTS, "epilogue": plain,
+        "dequantising": MODEL.integer_lanes, "instructions": PARTS, "epilogue": 1.0,
     }  # fmt: skip
     operations, moved = epilogue(p)
     rates["memory"] = 1e9 * _bandwidth(target) / hertz
     counts = work.counts | {"memory": work.counts["memory"] + moved}
-    if operations:
-        counts["epilogue"] = operations / min(device_of(target).processors, blocks(s, p) * s.parallel.split)
     added = {"waiting": work.waiting / hertz, "launch": MODEL.launch} | _slices(p, s, target)
+    if operations:
+        busy = min(device_of(target).processors, blocks(s, p) * s.parallel.split)
+        cycles = (operations * MODEL.epilogue_issue / plain + loaded(p) * MODEL.epilogue_load) / busy
+        # Warpgroups that share a tile finish it together; in turns, one multiplies meanwhile, as other blocks do.
+        if s.parallel.warpgroups and not s.parallel.pingpong:
+            added["epilogue"] = cycles / hertz
+        else:
+            counts["epilogue"] = cycles
     return roofline(counts, rates, added, MODEL.exposed, hertz=hertz)
 
 
@@ -58,6 +64,12 @@ def epilogue(p: Problem) -> tuple[float, float]:
             elements *= extents[axis]
         moved += elements * size(x.dtype)
     return float(p.batch * p.m * p.n * sum(x.op in OPS for x in fused.steps)), moved
+
+
+def loaded(p: Problem) -> float:
+    """Elements that a fused epilogue loads of arrays of C's rows and columns; those of one axis stay in registers."""
+    arrays = [x for x in parse(p.fused).operands if {"m", "n"} <= set(x.axes)]
+    return float(p.batch * p.m * p.n * len(arrays))
 
 
 def copying(moved: float, target: Target) -> float:

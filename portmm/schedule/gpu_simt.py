@@ -200,7 +200,8 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     a, b, _ = (size(x) for x in p.types)
     depth = ceil(ceil(p.k / atom.k_pack) / s.parallel.split)
     macs = s.block.m * s.block.n * depth
-    counts = {"multiply-adds": v.rounds * macs * (1 + MODEL.issue)}
+    issue = MODEL.issue + (MODEL.copied_issue if s.a.asynchronous else 0)
+    counts = {"multiply-adds": v.rounds * macs * (1 + issue)}
     if in_place:
         # On CPUs lanes share A, and a vector counts as a word.
         words = v.rounds * (s.mr + s.nr) / (s.mr * s.nr) * macs

@@ -187,7 +187,7 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
         "shared memory": v.rounds * depth
         * (warps / sharing * (warp.m * a + warp.n * (a if once else b)) + tiles + floats),
         "moves": v.rounds * depth * (s.block.m / s.a.vector + s.block.n / 32),
-        "L2": v.blocks * depth * tiles / v.busy,
+        "L2": v.blocks * depth * tiles * MODEL.coded_l2 / v.busy,
         # Int4 values, and for each group of them a scale and an offset.
         "memory": p.batch * (p.m * p.k * a + p.m * p.n * c) + p.k * p.n * b,
     }  # fmt: skip
