@@ -261,9 +261,15 @@ def _elements(isa: Isa, fused: Fused) -> Elements:
     return Elements(isa, real, fused, inner=var("row"), row=var("row"))
 
 
-def element(isa: Isa, fused: Fused, total: Ptr, to: Ptr, column: Index) -> tuple[Stmt, ...]:
-    """Statements for all results of the element whose sum is at `total`: C's to `to`, the rest to their operands."""
+def element(  # noqa: PLR0917 - an element has its sum, its place and its operands
+    isa: Isa, fused: Fused, total: Ptr, to: Ptr, column: Index, parts: dict[int, Ptr] | None = None
+) -> tuple[Stmt, ...]:  # fmt: skip
+    """Statements for all results of the element whose sum is at `total`: C's to `to`, the rest to their operands.
+
+    Elements of operands that have been loaded are at `parts`.
+    """
     at = _elements(isa, fused)
+    at.parts.update(parts or {})
     stmts: list[Stmt] = []
     for x in fused.steps:
         if x.op == "acc":

@@ -4,6 +4,9 @@ Owns `WgmmaEpilogue`. Where C is rows of 16-bit elements that TMA can address, r
 shared memory: a warpgroup stores them there as matrices of eight rows (stmatrix), in the swizzled layout of TMA,
 and one thread starts their TMA store while the next are computed, or the next tile is multiplied. Everything else goes
 from registers to memory: `epilogue_store`. With `swap`, matrices are transposed by stmatrix.
+
+Arrays of 16 bits of C's rows and columns that fused expressions read come the same way: a warp copies its rows of a
+panel to shared memory, 16 bytes at once, and loads matrices of them. Otherwise each element would be a load of its own.
 """
 
 from __future__ import annotations
@@ -14,8 +17,8 @@ from typing import TYPE_CHECKING
 from portmm.ir.fragment_index import lane_column, lane_row
 from portmm.ir.grid_kernel import Argument, MapOf
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import If, Let, Scratch
-from portmm.ir.thread_nodes import Do, Shared
+from portmm.ir.nodes import If, Let, LetPtr, Move, Scratch
+from portmm.ir.thread_nodes import Do, Get, Shared, Vector
 from portmm.kernels.gpu.epilogue_store import EpilogueStore, cell_of, element, operands
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
@@ -23,7 +26,7 @@ from portmm.kernels.gpu.product import Product
 from portmm.schedule.gpu_wgmma import BUFFERS, STRIP, SWIZZLED, columns, panel, staged, strips
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.dtype import BY_NAME
-from portmm.spec.layouts import swizzled
+from portmm.spec.layouts import VECTOR, swizzled
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -34,6 +37,8 @@ PAIR, SIDE = 2, 8
 """Neighbouring columns of a lane, and rows and columns of an 8 x 8 matrix."""
 HALVES = 2
 """Matrices of a warp along m."""
+SIZE = 2
+"""Bytes of an element of C, where it is staged."""
 FIRST_BARRIER = 1
 """Barrier of the first warpgroup; 0 is that of the whole block."""
 
@@ -91,7 +96,13 @@ class WgmmaEpilogue(Product):
         if not self.staged:
             return []
         registers: list[Stmt] = [Scratch("c_words", self.puts * self.words, "b32")]
-        return [*registers, Scratch("c_out", self.words * PAIR, "f32")] if self.s.fused else registers
+        registers += [Scratch("c_out", self.words * PAIR, "f32")] if self.s.fused else []
+        count = self.words // HALVES * PAIR
+        registers += [Scratch(f"x{i}_now", count, self.dtype_of(i)) for i in self.along]
+        for i in self.read:
+            registers.append(Scratch(f"x{i}_words", self.words, "b32"))
+            registers.append(LetPtr(f"x{i}_part", Ptr(f"x{i}_words"), self.dtype_of(i), readonly=True))
+        return registers
 
     def after(self) -> list[Stmt]:
         """Wait for the last TMA stores to read shared memory."""
@@ -117,6 +128,94 @@ class WgmmaEpilogue(Product):
     def own_column(self) -> Index:
         """Column of a lane's first sum."""
         return lane_column(of(self.atom.acc_fragment), var("lane"), self.isa.warp)
+
+    # -- operands of fused expressions -----------------------------------------------
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """Operands that come through shared memory: as many as there are panels for."""
+        if not self.s.fused or self.s.atom.swap:
+            return ()
+        written = dict(self.s.fused.results)
+        whole = (
+            i
+            for i, x in enumerate(self.s.fused.operands)
+            if i not in written and x.dense and {"m", "n"} <= set(x.axes) and BY_NAME[x.dtype].bytes == SIZE
+        )
+        return tuple(whole)[: self.buffers]
+
+    def dtype_of(self, i: int) -> str:
+        """Type of an operand."""
+        assert self.s.fused is not None  # noqa: S101 - it has operands
+        return self.s.fused.operands[i].dtype
+
+    def _panel(self, at: int) -> Index:
+        """First element of a panel of this warpgroup."""
+        return (var("group") * self.buffers + at) * self.size
+
+    def _place(self, line: Index, vector: Index) -> Index:
+        """Offset of a vector of a line in a panel."""
+        return swizzled(panel(self.s), SIZE).offset((line, vector, 0))
+
+    def _aligned(self) -> tuple[Stmt, ...]:
+        """Whether rows of each operand are whole vectors."""
+        own = []
+        for i in self.read:
+            own.append(Get(f"x{i}_low", "misaligned", (Ptr(f"x{i}"),)))
+            strided = var(f"x{i}_m") % (VECTOR // SIZE)
+            own.append(Let(f"x{i}_whole", var(f"x{i}_low").eq(0) * strided.eq(0)))
+        return tuple(own)
+
+    def _brought(self) -> tuple[Stmt, ...]:
+        """Copies of a warp's rows of a panel of each operand to shared memory; zeros out of bounds."""
+        n, per = panel(self.s), VECTOR // SIZE
+        lines = HALVES * SIDE
+        t, j, column = var("t"), var("j"), var("column")
+        place = var("lane") + t * self.isa.warp
+        stmts: list[Stmt] = []
+        for at, i in enumerate(self.read):
+            to = Ptr("c_tile", self._panel(at) + self._place(var("line"), place % (n // per)))
+            src = Ptr(f"x{i}", var("row") * var(f"x{i}_m") + column)
+            one = If((column + j).lt(var("n")), (Move(to + j, src + j),))
+            inside = var("row").lt(var("m"))
+            vector = If(
+                var(f"x{i}_whole") * (column + (per - 1)).lt(var("n")),
+                (Vector(to, src, VECTOR),),
+                (unrolled("j", per, one),),
+            )
+            body = (
+                Let("line", var("warp") * lines + place // (n // per)),
+                Let("row", var("row_1") + var("line")),
+                Let("column", var("column_1") + place % (n // per) * per),
+                If(inside, (vector,)),
+            )
+            stmts.append(unrolled("t", lines * n // per // self.isa.warp, *body))
+        return tuple(stmts)
+
+    def _matrices(self) -> tuple[Stmt, ...]:
+        """Loads of the matrices of each operand that belong to the sums of one stmatrix."""
+        own, name = self._place(*self._matrix_of_lane()), f"ldmatrix_x{self.words}"
+        return tuple(
+            Do(name, (Ptr(f"x{i}_words"), Ptr("c_tile", self._panel(at) + own))) for at, i in enumerate(self.read)
+        )
+
+    @property
+    def along(self) -> tuple[int, ...]:
+        """Operands of columns alone, whose elements are loaded once for both rows of a lane."""
+        if not self.s.fused or self.s.atom.swap:
+            return ()
+        written = dict(self.s.fused.results)
+        of_columns = (i for i, x in enumerate(self.s.fused.operands) if x.dense and {"n"} <= set(x.axes) <= {"b", "n"})
+        return tuple(i for i in of_columns if i not in written)
+
+    def _of_columns(self) -> tuple[Stmt, ...]:
+        """Loads of the elements of a lane's columns of one stmatrix, where they are in bounds."""
+        count, near, e = self.words // HALVES, var("near"), var("e")
+        column = Let("column", var("column_1") + (var("put") * count + near) * SIDE + self.own_column + e)
+        moves = tuple(Move(Ptr(f"x{i}_now", near * PAIR + e), Ptr(f"x{i}", var("column"))) for i in self.along)
+        if not moves:
+            return ()
+        return (unrolled("near", count, unrolled("e", PAIR, column, If(var("column").lt(var("n")), moves))),)
 
     # -- through shared memory -----------------------------------------------------
 
@@ -149,20 +248,22 @@ class WgmmaEpilogue(Product):
         compute = unrolled("put", self.puts, *self._packed(strip, part))
         puts = unrolled("put", self.puts, self._put())
         send = Do("tma_store", (Ptr("c_map"), Ptr("c_tile", var("buffer")), var("column_1"), var("row_1"), var("item")))
+        free = (If(self._elected, (Do(f"tma_store_read_{0 if self.read else self.buffers - 1}"),)), sync)
         body: tuple[Stmt, ...] = (
             Let("row_1", var("row_0") + row),
             Let("column_1", var("column_0") + column),
+            # Earlier TMA stores have read all panels, that of this buffer included.
+            *((*free, *self._brought(), sync) if self.read else ()),
             compute,
             Let("buffer", buffer),
             # Earlier TMA stores from this buffer have read it.
-            If(self._elected, (Do(f"tma_store_read_{self.buffers - 1}"),)),
-            sync,
+            *(() if self.read else free),
             puts,
             Do("fence_async_shared"),
             sync,
             If(self._elected, (send, Do("tma_store_commit"))),
         )
-        setup = operands(self.isa, self.s.fused) if self.s.fused else []
+        setup = [*operands(self.isa, self.s.fused), *self._aligned()] if self.s.fused else []
         if self.panels > 1:
             body = (unrolled("piece", self.panels, *body),)
         return (*setup, *body)
@@ -180,23 +281,22 @@ class WgmmaEpilogue(Product):
         source = Ptr("c_out", q * PAIR) if self.s.fused else Ptr("acc", at + q * PAIR)
         pack = Do(f"pair_{s.types[2]}", (Ptr("c_words", put * self.words + q), source))
         values = self._values(self.s.fused, at) if self.s.fused else ()
-        return (*values, unrolled("q", self.words, pack))
+        return (*self._matrices(), *self._of_columns(), *values, unrolled("q", self.words, pack))
 
-    def _put(self) -> Stmt:
-        """Store of matrices to shared memory (stmatrix): neighbours along n, two along m."""
-        s, put, near = self.s, var("put"), self.words // HALVES
-        lane, warp = var("lane"), var("warp")
-        if s.atom.swap:
-            line, vector = (
+    def _matrix_of_lane(self) -> tuple[Index, Index]:
+        """Line and vector of a panel that a lane addresses of the matrices of one stmatrix."""
+        put, near, lane, warp = var("put"), self.words // HALVES, var("lane"), var("warp")
+        if self.s.atom.swap:
+            return (
                 (put * near + lane // (HALVES * SIDE)) * SIDE + lane % SIDE,
                 warp * HALVES + lane // SIDE % HALVES,
             )
-        else:
-            line, vector = (
-                warp * (HALVES * SIDE) + lane % (HALVES * SIDE),
-                put * near + lane // (HALVES * SIDE),
-            )
-        to = Ptr("c_tile", var("buffer") + swizzled(panel(s), BY_NAME[s.types[2]].bytes).offset((line, vector, 0)))
+        return warp * (HALVES * SIDE) + lane % (HALVES * SIDE), put * near + lane // (HALVES * SIDE)
+
+    def _put(self) -> Stmt:
+        """Store of matrices to shared memory (stmatrix): neighbours along n, two along m."""
+        s, put = self.s, var("put")
+        to = Ptr("c_tile", var("buffer") + self._place(*self._matrix_of_lane()))
         name = f"stmatrix_{'trans_' if s.atom.swap else ''}x{self.words}"
         return Do(name, (to, Ptr("c_words", put * self.words)))
 
@@ -209,7 +309,9 @@ class WgmmaEpilogue(Product):
         down = var("warp") * (HALVES * SIDE) + half * SIDE + self.own_row
         along = (put * count + near) * SIDE + self.own_column + e
         row, column = (along, down) if s.atom.swap else (down, along)
-        results = element(self.isa, fused, Ptr("acc", at + which), Ptr("c_out", which), var("column"))
+        parts = {i: Ptr(f"x{i}_part", which) for i in self.read}
+        parts |= {i: Ptr(f"x{i}_now", near * PAIR + e) for i in self.along}
+        results = element(self.isa, fused, Ptr("acc", at + which), Ptr("c_out", which), var("column"), parts)
         inside = var("row").lt(var("m")) * var("column").lt(var("n"))
         body: tuple[Stmt, ...] = (
             Let("row", var("row_1") + row), Let("column", var("column_1") + column), If(inside, results),
