@@ -41,13 +41,7 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
     counts = work.counts | {"memory": work.counts["memory"] + moved}
     added = {"waiting": work.waiting / hertz, "launch": MODEL.launch} | _slices(p, s, target)
     if operations:
-        busy = min(device_of(target).processors, blocks(s, p) * s.parallel.split)
-        cycles = (operations * MODEL.epilogue_issue / plain + loaded(p) * MODEL.epilogue_load) / busy
-        # Warpgroups that share a tile finish it together; in turns, one multiplies meanwhile, as other blocks do.
-        if s.parallel.warpgroups and not s.parallel.pingpong:
-            added["epilogue"] = cycles / hertz
-        else:
-            counts["epilogue"] = cycles
+        counts["epilogue"], added["epilogue"] = _ended(p, s, target, operations * MODEL.epilogue_issue / plain, hertz)
     return roofline(counts, rates, added, MODEL.exposed, hertz=hertz)
 
 
@@ -70,6 +64,21 @@ def loaded(p: Problem) -> float:
     """Elements that a fused epilogue loads of arrays of C's rows and columns; those of one axis stay in registers."""
     arrays = [x for x in parse(p.fused).operands if {"m", "n"} <= set(x.axes)]
     return float(p.batch * p.m * p.n * len(arrays))
+
+
+def _ended(p: Problem, s: Schedule, target: Target, operations: float, hertz: float) -> tuple[float, float]:
+    """Cycles of epilogues that other work hides, and the seconds of those that nothing does.
+
+    Other blocks of a processor hide them, or a warpgroup that multiplies its own tile: all but those of the last tile,
+    for which half of the threads are left. Warpgroups that share a tile finish it together.
+    """
+    tiles = blocks(s, p) * s.parallel.split
+    busy = min(device_of(target).processors, tiles)
+    cycles = (operations + loaded(p) * MODEL.epilogue_load) / busy
+    seen = 0.0
+    if s.parallel.warpgroups:
+        seen = min(cycles, 2 * cycles / ceil(tiles / busy)) if s.parallel.pingpong else cycles
+    return cycles - seen, seen / hertz
 
 
 def copying(moved: float, target: Target) -> float:

@@ -280,7 +280,7 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     read = sums_of_block // columns(s) * a + sums_of_block // STRIP * b + s.block.m * a + s.block.n * b
     counts = {
         "multiply-adds": rounds * sums_of_block * steps * s.block.k,
-        "shared memory": rounds * steps * s.block.k * read,
+        "shared memory": rounds * steps * s.block.k * read * MODEL.engine_read,
         "L2": rounds * steps * s.block.k * copied / MODEL.engine_gain,
         "latency": rounds * steps * MODEL.engine_wait / (s.stages * min(occupied, rounds)),
         "memory": compulsory(p),
