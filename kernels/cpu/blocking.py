@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import ceil_div, const, maximum, minimum, round_up, var
 from portmm.ir.nodes import Let
 from portmm.kernels.cpu.packing import line_of
-from portmm.schedule.schedule import finishes, shifts, sweeps
+from portmm.schedule.schedule import finishes, finishes_in_c, shifts, sweeps
 from portmm.spec.dtype import BY_NAME, CODES_KR
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN, STEP, BlockOfK, block_of_k, chained, runs_in
@@ -272,7 +272,12 @@ class Blocks:
     @property
     def finishes(self) -> bool:
         """Whether sums are kept in scratch until they are complete, for an epilogue that writes C."""
-        return self.s.program != "dot" and finishes(self.s, self.atom)
+        return self.s.program != "dot" and finishes(self.s, self.atom) and not self.finishes_in_c
+
+    @property
+    def finishes_in_c(self) -> bool:
+        """Whether sums are kept in C until they are complete, for an epilogue that overwrites them."""
+        return bool(self.s.epilogue) and finishes_in_c(self.s, self.atom)
 
     @property
     def unshifts(self) -> bool:

@@ -181,12 +181,19 @@ class Elements:
                 return (load,)
             far = here + (j + self.ahead * BY_NAME["f32"].bytes // BY_NAME[operand.dtype].bytes)
             return (Prefetch(far), load)
-        if operand.dense and self.isa.spelling(of, "load_mask", operand.dtype):
-            return (Verb("load_mask", d, p=here + j, mask="few", of=of.name),)
+        if operand.dense:
+            return self.few_of(d, here + j, few, operand.dtype, of)
         e, scratch = var("e"), f"few_{operand.dtype}"
-        step = const(1) if operand.dense else var(f"x{number}_n")
         end = var(few) if few else const(self.real.n)
-        gather = For("e", const(0), end, const(1), (Move(Ptr(scratch, e), here + (j + e) * step),))
+        gather = For("e", const(0), end, const(1), (Move(Ptr(scratch, e), here + (j + e) * var(f"x{number}_n")),))
+        return (gather, Verb("load_c", d, p=Ptr(scratch), of=of.name))
+
+    def few_of(self, d: str, here: Ptr, few: str, dtype: str, of: Atom) -> tuple[Stmt, ...]:
+        """Load of fewer neighbours than a vector has: `few` of them, of a type, into register d of an atom."""
+        if self.isa.spelling(of, "load_mask", dtype):
+            return (Verb("load_mask", d, p=here, mask="few", of=of.name),)
+        e, scratch = var("e"), f"few_{dtype}"
+        gather = For("e", const(0), var(few), const(1), (Move(Ptr(scratch, e), here + e),))
         return (gather, Verb("load_c", d, p=Ptr(scratch), of=of.name))
 
     def broadcast(self, x: Expr, here: Ptr) -> tuple[Stmt, ...]:

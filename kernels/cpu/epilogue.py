@@ -31,11 +31,16 @@ LONG = 12
 """Operations from which two rows are computed together: those of one vector are a chain, and wait for each other."""
 
 
-def finish(isa: Isa, atom: Atom, acc: str, to: str, fused: Fused | None = None) -> Function:
-    """Function that writes C[rows][columns]: sums of type `acc`, in expressions if there are any, as `to`."""
+def finish(  # noqa: PLR0917 - types, and expressions with where they find sums
+    isa: Isa, atom: Atom, acc: str, to: str, fused: Fused | None = None, in_c: bool = False
+) -> Function:
+    """Function that writes C[rows][columns]: sums of type `acc`, in expressions if there are any, as `to`.
+
+    Sums of expressions may be `in_c`, where a row has no whole vectors.
+    """
     i, j, columns = var("i"), var("j"), var("columns")
     fused = fused and shortened(fused, to)
-    at = _Tile(isa, atom, to) if fused is None else _Fused(isa, atom, to, fused)
+    at = _Tile(isa, atom, to) if fused is None else _Fused(isa, atom, to, fused, in_c)
     params = (
         Param("rows"),
         Param("columns"),
@@ -54,7 +59,7 @@ def finish(isa: Isa, atom: Atom, acc: str, to: str, fused: Fused | None = None) 
         begin, first = paired * (1 - whole.lt(columns)), whole * i.lt(paired)
     body: tuple[Stmt, ...] = (*at.row(i), For("j", first, whole, const(atom.n), at.vector(i, j)))
     if atom.n > 1:
-        # The scratch and the sums of columns have whole vectors.
+        # Scratch and the sums of columns have whole vectors.
         body += (If(whole.lt(columns), (Let("j", whole), *at.short(i, j, columns - j))),)
     rows = For("i", begin, var("rows"), const(1), body)
     comment = f"C[rows][columns] = {'expressions of ' if fused else ''}sums,  as {to}"
@@ -113,17 +118,18 @@ class _Fused(_Tile):
     """Statements for a vector of sums with fused expressions.
 
     Args:
+        in_c: sums are in C.
         row: name of the row, in the tile.
         suffix: end of the names of its registers.
     """
 
     def __init__(  # noqa: PLR0917 - a row has a name and a suffix
-        self, isa: Isa, atom: Atom, to: str, fused: Fused, row: str = "i", suffix: str = ""
+        self, isa: Isa, atom: Atom, to: str, fused: Fused, in_c: bool, row: str = "i", suffix: str = ""
     ) -> None:
         super().__init__(isa, atom, to, row)
         real = isa.vector("f32", atom.n)
         assert real is not None  # noqa: S101 - else the atom would not be a candidate
-        self.real, self.suffix = real, suffix
+        self.real, self.suffix, self.in_c = real, suffix, in_c
         self.at = Elements(isa, real, fused, var(row), var("row") + var(row), var("column"), suffix=suffix)
         self.wanted = [x for _, x in fused.results]
         self.fixed: dict[Expr, str] = {}
@@ -135,7 +141,7 @@ class _Fused(_Tile):
         return (Param("item"), Param("row"), Param("column"), *parameters(self.at.fused))
 
     def scratch(self) -> tuple[Stmt, ...]:
-        mine = Scratch(f"few_{self.to}", self.atom.n, self.to)
+        mine = Scratch(f"few_{self.to}", self.atom.n, self.to)  # of the type of sums as well, where these are in C
         return tuple(dict.fromkeys((mine, *self.at.scratch())))
 
     def row(self, i: Index) -> tuple[Stmt, ...]:  # noqa: ARG002
@@ -151,7 +157,7 @@ class _Fused(_Tile):
         operations = sum(x.op in OPS for x in self.at.fused.steps)
         if operations < LONG or not all(x.dense for x in self.at.fused.operands):
             return ()
-        other = _Fused(self.isa, self.atom, self.to, self.at.fused, "below", "b")
+        other = _Fused(self.isa, self.atom, self.to, self.at.fused, self.in_c, "below", "b")
         rows = self.row(var("i")), other.row(var("below"))
         vectors = self.results(var("i"), var("j"), ""), other.results(var("below"), var("j"), "")
         both = [x for pair in zip_longest(*vectors) for x in pair if x is not None]
@@ -169,11 +175,13 @@ class _Fused(_Tile):
     def short(self, i: Index, j: Index, count: Index) -> tuple[Stmt, ...]:
         return (Let("left", count), *self.at.few(count), *self.results(i, j, "left"))
 
-    def value(self, i: Index, j: Index) -> tuple[Stmt, ...]:
+    def value(self, i: Index, j: Index, few: str) -> tuple[Stmt, ...]:
         """Loads of a vector of sums, as f32 in register x, and as integers in register t where expressions read them.
 
         Sums that no expression reads are loaded as f32.
         """
+        if self.in_c and few:
+            return self.at.few_of(f"x{self.suffix}", self.sums(i, j), few, "f32", self.real)
         stmts, read = [], [x.dtype for x in self.at.fused.steps if x.op == "acc"]
         if "s32" in read:
             whole = self.isa.vector("s32", self.real.n)
@@ -186,7 +194,7 @@ class _Fused(_Tile):
     def results(self, i: Index, j: Index, few: str) -> tuple[Stmt, ...]:
         """Statements that compute and write every result of a vector of sums."""
         self.at.names = self.fixed | {acc(): f"x{self.suffix}", acc("s32"): f"t{self.suffix}"}
-        stmts = [*self.value(i, j), *self.at.compute(self.wanted, j, few)]
+        stmts = [*self.value(i, j, few), *self.at.compute(self.wanted, j, few)]
         for to, x in self.at.fused.results:
             if to == C:
                 stmts += self.at.write(x, self.to, self.there, j, few, const(1))

@@ -99,9 +99,10 @@ def _unroll(macs: int, depth: int) -> int:
 def finish(g: Operands) -> tuple[Stmt, ...]:
     """Epilogue of the tile, after the last block of k."""
     s = g.s
-    if not g.finishes:
+    if not (g.finishes or g.finishes_in_c):
         return ()
-    tile = (var("h"), var("columns"), g.sums(ROW, COLUMN), var("c_wide"))
+    sums = g.sums(ROW, COLUMN) if g.finishes else g.element(ROW, COLUMN)
+    tile = (var("h"), var("columns"), sums, g.c_step)
     into = (g.element(ROW, COLUMN), var("c_m"))
     inner: list[Ptr] = []
     more: tuple[Index | Ptr, ...] = ()
@@ -110,7 +111,7 @@ def finish(g: Operands) -> tuple[Stmt, ...]:
         more = (*place, *arguments(fused, *place))
         inner = [_vector(g, name) for name in own(fused)]
     sum_atom = g.isa.sum_row_atom(g.atom) or g.atom  # moves sums a cache line at a time
-    call = Call(finish_tile(g.isa, sum_atom, g.acc, s.types[2], fused), (*tile, *inner, *into, *more))
+    call = Call(finish_tile(g.isa, sum_atom, g.acc, s.types[2], fused, g.finishes_in_c), (*tile, *inner, *into, *more))
     return (If((var("pc") + var("kd")).eq(g.k), (call,)),) if s.kc else (call,)
 
 

@@ -220,7 +220,7 @@ def tile_setup(v: Extents) -> Array:
         far = t.dots & (block > t.target.counted("L1") // 2)
         cycles = cycles + far * (t.model.dot_exposed * v.visits * v.outward(block))
     if "finishes" in t.some:
-        cycles = cycles + t.finishes * (t.model.finish * v.m * np.ceil(v.n / t.vector))
+        cycles = cycles + t.finishes * (t.finish * v.m * np.ceil(v.n / t.vector))
     if "tiled" in t.some:
         cycles = cycles + t.tiled * (t.model.configure * v.blocks)
     return cycles

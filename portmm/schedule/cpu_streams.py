@@ -21,6 +21,7 @@ from portmm.schedule.cpu_blocking import (
     whole_depth,
 )
 from portmm.schedule.parts import ALL, PACKED, PACKED_INSIDE
+from portmm.schedule.schedule import reads_matrix
 from portmm.spec.dtype import UNCONVERTED, DType
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
@@ -93,7 +94,9 @@ def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Itera
     # Rows of A that start in one set of L1 leave two ways to panels.
     mr = min(top, MODEL.in_place_rows, max(1, has.ways - 2))
     near = panel_columns(depth, nr, p.elements[1].bytes, has)
-    if p.m <= mr or not near or p.fused or p.dtype not in UNCONVERTED or (p.b == "row" and depth < RUN):
+    if p.m <= mr or not near or p.dtype not in UNCONVERTED or (p.b == "row" and depth < RUN):
+        return
+    if p.fused and (p.types[2] != "f32" or reads_matrix(p.fused)):
         return
     if nr == 2 * isa.columns(atom) and a_in_place(p, isa, atom):
         ready = p.b == "packed"

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.schedule import Schedule, finishes, sweeps
+from portmm.schedule.schedule import Schedule, finishes, finishes_in_c, sweeps
 from portmm.spec.dtype import BY_NAME, parts, size
 from portmm.target.model import CPU as MODEL
 from portmm.target.model import Model
@@ -97,7 +97,7 @@ class Table:
         gathers: B is packed in passing, from rows.
         dots: dot products of rows of A and columns of B in place.
         rows_in_place: A is read in place, by rows.
-        finishes: sums are converted before they are stored in C.
+        finishes: sums are converted before they are stored in C, in so many cycles a vector: `finish`.
         static: sizes are compiled in.
         cut: threads split the rows of a stream.
         count: number of candidates.
@@ -205,6 +205,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "spans": decodes and atom.takes_int4 and s.b.group > 0, "prefetches": prefetches, "along": s.b.along > 0,
         "inside": s.b.inside, "strided": strided, "gathers": gathers, "dots": dots and not copied,
         "rows_in_place": in_place, "finishes": not dots and finishes(s, atom), "static": s.static is not None,
+        "finish": model.finish_in_c if finishes_in_c(s, atom) else model.finish,
         "cut": strided and not (prefetches or s.b.along or over_k or over_batch),
     }  # fmt: skip
 

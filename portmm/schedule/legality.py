@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from portmm.schedule.program import TICKET, Footprint, capacities_of, device_of, exceeded, footprint_of
 from portmm.schedule.programs import PROGRAMS
-from portmm.schedule.schedule import Schedule, finishes, shifts, sweeps, sweeps_panels
+from portmm.schedule.schedule import Schedule, finishes, finishes_in_c, shifts, sweeps, sweeps_panels
 from portmm.target.device import PARTS, RESERVED
 from portmm.target.model import DEVICE as MODEL
 
@@ -84,8 +84,8 @@ def _cannot_sweep(s: Schedule, atom: Atom) -> str:
         why = "with all of k in a block, sizes compiled in, several panels at a time or prefetches of rows"
     elif s.b.layout == "codes" or not (s.b.packed or s.b.layout == "packed"):
         why = "of quantized values or of a B in place"
-    elif finishes(s, atom):
-        why = "whose sums are finished by an epilogue"
+    elif finishes(s, atom) and not finishes_in_c(s, atom):
+        why = "whose sums are finished by an epilogue that needs them apart from C"
     return f"has all columns in the tile of L1, but no kernel sweeps panels {why}" if why else ""
 
 

@@ -215,6 +215,16 @@ def finishes(s: Schedule, atom: Atom) -> bool:
     return s.program == "tiles" or bool(s.epilogue) or s.types[2] != atom.acc
 
 
+def finishes_in_c(s: Schedule, atom: Atom) -> bool:
+    """Whether sums are in C until its epilogue: those of a sweep of panels, of whose operands none may be C."""
+    return sweeps_panels(s) and s.types[2] == atom.acc == "f32" and not reads_matrix(s.epilogue)
+
+
+def reads_matrix(fused: str) -> bool:
+    """Whether an operand of expressions has an element for each one of C, which C may overlap."""
+    return bool(fused) and any({"m", "n"} <= set(x.axes) for x in parse(fused).operands)
+
+
 def shifts(s: Schedule, atom: Atom) -> bool:
     """Whether A is shifted by 128 as it is packed, from signed to unsigned or back."""
     return atom.acc == "s32" and {s.types[0], atom.a} == {"s8", "u8"}

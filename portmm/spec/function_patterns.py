@@ -7,7 +7,6 @@ a tree is the expansion of a function if it unifies with that of an argument.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 from portmm.spec import short_math, vector_math
@@ -45,9 +44,9 @@ def add(name: str, function: Callable[[Expr], Expr], *, decays: bool = False) ->
 
 for _name in NAMES:
     add(_name, getattr(vector_math, _name))
-for _name, _function in short_math.SHORT.items():
+for _name in short_math.SHORT:
     for _dtype in short_math.TYPES:
-        add(_name, partial(_function, dtype=_dtype))
+        add(_name, short_math.of_type(_name, _dtype))
 
 
 def function_of(x: Expr) -> tuple[str, Expr] | None:

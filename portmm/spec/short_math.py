@@ -136,3 +136,8 @@ SHORT: dict[str, Callable[..., Expr]] = {
 """Functions of `vector_math` -> those for results of 16 bits."""
 TYPES = tuple(_TERMS)
 """Types of such results."""
+
+
+def of_type(name: str, dtype: str) -> Callable[[Expr], Expr]:
+    """Function of this name for results of a type."""
+    return lambda x: SHORT[name](x, dtype)
