@@ -1,6 +1,7 @@
 """Transposed convolution, and the gradients of a convolution.
 
-Owns `conv_transpose`, `conv_input_gradient` and `conv_filter_gradient`. With a stride, results of one phase, every
+Owns `conv_transpose`, `conv_input_gradient` and `conv_filter_gradient`, of NumPy's arrays and tensors; those on a
+device are computed by `grid_gradients`. With a stride, results of one phase, every
 stride-th pixel, are a convolution by every stride-th tap: no zeros are multiplied. The gradient in filters is a product
 whose B is the view of the windows.
 """
@@ -8,13 +9,14 @@ whose B is the view of the windows.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import wraps
 from math import gcd
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from portmm.arrays import numpy_arrays
+from portmm.arrays import libraries, numpy_arrays
 from portmm.arrays.numpy_fallback import fall_back
 from portmm.dispatch import config
 from portmm.dispatch.view_routes import view_route
@@ -31,6 +33,31 @@ from portmm.spec.problem import Problem
 Array = np.ndarray[Any, Any]
 
 
+def _of_tensors(function: Callable[..., Any]) -> Callable[..., Any]:
+    """The function, which gives tensors of tensors in the host's memory."""
+
+    @wraps(function)
+    def call(*arrays: Any, **options: Any) -> Any:
+        every = (*arrays, *options.values())
+        if any(map(libraries.is_tensor, every)) and not any(map(libraries.on_device, every)):
+            from portmm.arrays.interop import through
+
+            return through(function, *arrays, **options)
+        return function(*arrays, **options)
+
+    return call
+
+
+def _operands(**arrays: Any) -> Any:
+    """Two arrays of NumPy's, or the descriptions of arrays on a device."""
+    if any(map(libraries.on_device, arrays.values())):
+        from portmm.ops.grid_gradients import adopted
+
+        return adopted(*arrays.items())
+    return [numpy_arrays.as_operand(x, name, matrix=False) for name, x in arrays.items()]
+
+
+@_of_tensors
 def conv_transpose(
     x: Any,
     w: Any,
@@ -60,9 +87,9 @@ def conv_transpose(
     Raises:
         ConvolutionError: shapes or options do not fit together.
     """
-    images, filters = (numpy_arrays.as_operand(y, name, matrix=False) for y, name in ((x, "x"), (w, "w")))
+    images, filters = _operands(x=x, w=w)
     count, last = layout_of(layout)
-    if images.ndim != count + 2 or filters.ndim != count + 2:
+    if len(images.shape) != count + 2 or len(filters.shape) != count + 2:
         raise ConvolutionError(f"x has shape {images.shape} and w {filters.shape}; both have {count + 2} dimensions")
     spatial = images.shape[1:-1] if last else images.shape[2:]
     steps, gaps = each("stride", hashable(stride), count), each("dilation", hashable(dilation), count)
@@ -77,6 +104,7 @@ def conv_transpose(
     return _transposed(images, filters, (steps, [p[0] for p in pads], gaps), out, groups, layout)
 
 
+@_of_tensors
 def conv_input_gradient(
     dy: Any, w: Any, spatial: Sequence[int], *, stride: int | Sequence[int] = 1, padding: Any = 0,
     dilation: int | Sequence[int] = 1, groups: int = 1, layout: str = "NHWC",
@@ -96,12 +124,13 @@ def conv_input_gradient(
     Raises:
         ConvolutionError: shapes or options do not fit together.
     """
-    gradient, filters = (numpy_arrays.as_operand(y, name, matrix=False) for y, name in ((dy, "dy"), (w, "w")))
+    gradient, filters = _operands(dy=dy, w=w)
     last = layout_of(layout)[1]
     options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout)
     extents, channels = tuple(map(int, spatial)), groups * filters.shape[1]
     size = sizes((1, *extents, channels) if last else (1, channels, *extents), filters.shape, options)
-    wanted = (*size.out, len(filters)) if last else (len(filters), *size.out)
+    outputs = filters.shape[0]
+    wanted = (*size.out, outputs) if last else (outputs, *size.out)
     if gradient.shape[1:] != wanted:
         raise ConvolutionError(
             f"dy has shape {gradient.shape}; results of images of {extents} have (images, *{wanted})"
@@ -109,7 +138,7 @@ def conv_input_gradient(
     return _transposed(gradient, filters, (size.stride, size.before, size.dilation), list(extents), groups, layout)
 
 
-class _Phase(NamedTuple):
+class Phase(NamedTuple):
     """Pixels of the result along a dimension that are a stride apart, as a convolution.
 
     Attributes:
@@ -126,19 +155,25 @@ class _Phase(NamedTuple):
     dilation: int
     begin: int
 
+    def reach(self, pixels: int) -> tuple[int, int, int, int]:
+        """The first of some pixels that windows reach, the number of those, and padding before and after them."""
+        end = self.begin + max(0, len(self.taps) - 1) * self.dilation + self.pixels
+        first, last = min(max(0, self.begin), pixels), max(0, min(pixels, end))
+        return first, max(0, last - first), max(0, -self.begin), max(0, end - pixels)
 
-def _phases(out: int, kernel: int, stride: int, before: int, dilation: int) -> list[_Phase]:
+
+def _phases(out: int, kernel: int, stride: int, before: int, dilation: int) -> list[Phase]:
     """The phases along a dimension: result o is the sum over taps t of the pixel (o + before - t dilation) / stride."""
     phases = []
     for first in range(min(stride, out)):
         taps = [t for t in range(kernel) if (first + before - t * dilation) % stride == 0][::-1]
         begin = (first + before - taps[0] * dilation) // stride if taps else 0
-        phases.append(_Phase(first, -(-(out - first) // stride), taps, dilation // gcd(stride, dilation), begin))
+        phases.append(Phase(first, -(-(out - first) // stride), taps, dilation // gcd(stride, dilation), begin))
     return phases
 
 
 def _transposed(  # noqa: PLR0917 - operands and options
-    x: Array, w: Array, how: tuple[Any, Any, Any], out: list[int], groups: int, layout: str
+    x: Any, w: Any, how: tuple[Any, Any, Any], out: list[int], groups: int, layout: str
 ) -> Any:
     """The sum over taps that reach each pixel of the result, phase by phase."""
     last = layout_of(layout)[1]
@@ -148,6 +183,11 @@ def _transposed(  # noqa: PLR0917 - operands and options
             f"x {x.shape} has {channels} channels, w {w.shape} is (channels, outputs of a group, *kernel), in {groups} "
             f"groups; the result has {out} pixels: each is at least 1"
         )
+    phases = [_phases(*y) for y in zip(out, w.shape[2:], *how, strict=True)]
+    if not isinstance(x, np.ndarray):
+        from portmm.ops.grid_gradients import transposed
+
+        return transposed(x, w, phases, how[0], groups, layout)
     inputs, outputs = channels // groups, w.shape[1]
     swapped = (
         w.reshape(groups, inputs, outputs, *w.shape[2:]).swapaxes(1, 2).reshape(groups * outputs, inputs, *w.shape[2:])
@@ -155,7 +195,6 @@ def _transposed(  # noqa: PLR0917 - operands and options
     shape = (len(x), *out, groups * outputs) if last else (len(x), groups * outputs, *out)
     axes = range(1, 1 + len(out)) if last else range(2, 2 + len(out))
     result = np.zeros(shape, numpy_arrays.types_of(x.dtype, w.dtype)[2])
-    phases = [_phases(*y) for y in zip(out, w.shape[2:], *how, strict=True)]
     for phase in itertools.product(*phases):
         cut, pads = _cut(x, axes, phase)
         if not cut.size or not all(y.taps for y in phase):
@@ -170,18 +209,17 @@ def _transposed(  # noqa: PLR0917 - operands and options
     return result
 
 
-def _cut(x: Array, axes: Sequence[int], phase: Sequence[_Phase]) -> tuple[Array, tuple[tuple[int, int], ...]]:
+def _cut(x: Array, axes: Sequence[int], phase: Sequence[Phase]) -> tuple[Array, tuple[tuple[int, int], ...]]:
     """The pixels of images that windows of a phase reach, and the padding around them."""
     pads = []
     for axis, y in zip(axes, phase, strict=True):
-        end = y.begin + max(0, len(y.taps) - 1) * y.dilation + y.pixels
-        n = x.shape[axis]
-        first, last = min(max(0, y.begin), n), max(0, min(n, end))
-        x = x[(slice(None),) * axis + (slice(first, max(first, last)),)]
-        pads.append((max(0, -y.begin), max(0, end - n)))
+        first, count, before, after = y.reach(x.shape[axis])
+        x = x[(slice(None),) * axis + (slice(first, first + count),)]
+        pads.append((before, after))
     return x, tuple(pads)
 
 
+@_of_tensors
 def conv_filter_gradient(
     x: Any, dy: Any, kernel: Sequence[int], *, stride: int | Sequence[int] = 1, padding: Any = 0,
     dilation: int | Sequence[int] = 1, groups: int = 1, layout: str = "NHWC",
@@ -201,14 +239,17 @@ def conv_filter_gradient(
     Raises:
         ConvolutionError: shapes or options do not fit together.
     """
-    images, gradient = (numpy_arrays.as_operand(y, name, matrix=False) for y, name in ((x, "x"), (dy, "dy")))
+    options = Options(hashable(stride), hashable(padding), hashable(dilation), groups, layout)
+    if libraries.on_device(x) or libraries.on_device(dy):
+        from portmm.ops.grid_gradients import filter_gradient
+
+        return filter_gradient(x, dy, tuple(map(int, kernel)), options)
+    images, gradient = _operands(x=x, dy=dy)
     last = layout_of(layout)[1]
     if not last:
         images, gradient = np.moveaxis(images, 1, -1), np.moveaxis(gradient, 1, -1)
     outputs, channels = gradient.shape[-1], images.shape[-1]
-    options = Options(
-        hashable(stride), hashable(padding), hashable(dilation), groups, "N" + "DHW"[-len(kernel) :] + "C"
-    )
+    options = options._replace(layout="N" + "DHW"[-len(kernel) :] + "C")
     size = sizes(images.shape, (outputs, channels // max(1, groups), *kernel), options)
     wanted = (len(images), *size.out, outputs)
     if gradient.shape != wanted:

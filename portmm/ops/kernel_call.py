@@ -21,7 +21,7 @@ from portmm.ops import row_kernels
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.epilogue import Fused, load
 from portmm.spec.epilogue import Operand as Element
-from portmm.spec.expr import real
+from portmm.spec.expr import Expr, const, real
 from portmm.spec.expr_functions import rounded
 from portmm.trace.bind import WRITTEN, bind_rows, dense, located
 from portmm.trace.buffers import walk
@@ -286,15 +286,23 @@ def contiguous(x: Operand, dtype: str = "") -> Operand:
     return to
 
 
-def copy(x: Operand, to: Operand) -> None:
-    """Copy the elements of an array to another of its shape, whatever the strides of both, on the queue of `x`."""
+def clear(to: Operand) -> None:
+    """Write zeros to an array, whatever its strides, on its queue."""
+    copy(to, to, const(0.0))
+
+
+def copy(x: Operand, to: Operand, value: Expr | None = None) -> None:
+    """Copy the elements of an array to another of its shape, whatever the strides of both, on the queue of `x`.
+
+    What is written in their place is `value`, if there is one.
+    """
     if not x.size:
         return
     if x.dtype == to.dtype == "f64":
         x, to = _words(x), _words(to)
     steps = [(0, 0, *operand.elements(y)) for y in (x, to)]
     elements = Element(x.dtype, "bmn", dense=False), Element(to.dtype, "bmn", dense=steps[1][-1] == 1)
-    value = load(0, x.dtype)
+    value = load(0, x.dtype) if value is None else value
     value = real(value) if to.dtype != "s32" else rounded(value) if value.dtype == "f32" else value
     w = walk((1, 1, *x.shape)[:-1], [s[:-1] for s in steps])
     size = w.rows[0], x.shape[-1] if x.shape else 1, w.batch[0]

@@ -24,9 +24,13 @@ LAYOUTS = {3: "NCW", 4: "NCHW", 5: "NCDHW"}
 _WIDE = (torch.float32, torch.float64)
 
 
-def _array(x: Tensor) -> Any:
-    """A tensor as an array of a type in which gradients are summed."""
-    return as_numpy(x.detach() if x.dtype in _WIDE else x.detach().float())
+def _computed(function: Any, x: Tensor, y: Tensor, *extents: Any, **options: Any) -> Tensor:
+    """A gradient of two tensors, of the type of the first: in the host's memory it is summed in float32 or float64."""
+    x, y = x.detach(), y.detach()
+    if x.is_cuda:
+        return function(x, y, *extents, layout=LAYOUTS[x.ndim], **options)
+    arrays_ = [as_numpy(z if z.dtype in _WIDE else z.float()) for z in (x, y)]
+    return as_tensor(function(*arrays_, *extents, layout=LAYOUTS[x.ndim], **options)).to(x.dtype)
 
 
 @custom_op("portmm::conv_input_gradient", mutates_args=())
@@ -35,8 +39,7 @@ def conv_input_gradient(
 ) -> Tensor:
     """The gradient of a convolution in its images, of extents `spatial`."""
     options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    x = arrays.conv_input_gradient(_array(dy), _array(w), spatial, layout=LAYOUTS[dy.ndim], **options)
-    return as_tensor(x).to(dy.dtype)
+    return _computed(arrays.conv_input_gradient, dy, w, spatial, **options)
 
 
 @conv_input_gradient.register_fake
@@ -68,8 +71,7 @@ def conv_filter_gradient(
 ) -> Tensor:
     """The gradient of a convolution in its filters, of extents `kernel`."""
     options: dict[str, Any] = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
-    w = arrays.conv_filter_gradient(_array(x), _array(dy), kernel, layout=LAYOUTS[x.ndim], **options)
-    return as_tensor(w).to(x.dtype)
+    return _computed(arrays.conv_filter_gradient, x, dy, kernel, **options)
 
 
 @conv_filter_gradient.register_fake

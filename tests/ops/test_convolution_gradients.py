@@ -125,3 +125,57 @@ def test_padding_may_be_a_zero_point(x_type, layout, channels):
     np.testing.assert_array_equal(got - zero * (sums if last else sums[:, None, None]), want)
     with pytest.raises(ConvolutionError, match="do not have"):
         pm.conv(x, w, padding=1, layout=layout, padding_value=300)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(
+    ("name", "last"),
+    [("phases without taps", True), ("groups", True), ("strided", False), ("groups", False), ("one dimension", True)],
+)
+def test_gradients_on_a_device(on, name, last):
+    spatial, kernel, stride, padding, dilation, groups = CASES[name]
+    how = {"stride": stride, "padding": padding, "dilation": dilation, "groups": groups}
+    how["layout"] = "N" + "DHW"[-len(spatial) :] + "C" if last else "NC" + "DHW"[-len(spatial) :]
+    shape = (2, *spatial, 4 * groups) if last else (2, 4 * groups, *spatial)
+    x, w = values(shape), values((5 * groups, 4, *kernel), seed=1)
+    dy = values(pm.conv(x, w, **how).shape, seed=2)
+    images, filters, gradient = map(on.array, (x, w, dy))
+    for found, want in (
+        (pm.conv_input_gradient(gradient, filters, spatial, **how), pm.conv_input_gradient(dy, w, spatial, **how)),
+        (pm.conv_filter_gradient(images, gradient, kernel, **how), pm.conv_filter_gradient(x, dy, kernel, **how)),
+        (pm.conv_transpose(gradient, filters, **how), pm.conv_transpose(dy, w, **how)),
+    ):
+        np.testing.assert_array_equal(found.get(), want)
+
+
+def test_gradients_that_a_device_refuses(on):
+    x, w, dy = (on.array(values(shape)) for shape in ((1, 5, 5, 4), (6, 4, 3, 3), (1, 3, 3, 6)))
+    with pytest.raises(ConvolutionError, match=r"dy has elements of f32 and w of f16; .* convert one"):
+        pm.conv_input_gradient(dy, on.array(values((6, 4, 3, 3), np.float16)), (5, 5))
+    with pytest.raises(ConvolutionError, match="dy has shape"):
+        pm.conv_filter_gradient(x, dy, (3, 3), stride=2)
+    with pytest.raises(ConvolutionError, match="dy has shape"):
+        pm.conv_input_gradient(dy, w, (6, 5))
+    with pytest.raises(TypeError, match="w is a ndarray in the host's memory"):
+        pm.conv_transpose(dy, w.get())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_gradients_of_tensors_are_tensors(dtype):
+    torch = pytest.importorskip("torch")
+    x, w, dy = (values(shape) for shape in ((2, 7, 6, 4), (5, 4, 3, 3), (2, 7, 6, 5)))
+    images, filters, gradient = (torch.from_numpy(y).to(getattr(torch, dtype)) for y in (x, w, dy))
+    for found, want in (
+        (
+            pm.conv_input_gradient(gradient, filters, (7, 6), padding=1),
+            pm.conv_input_gradient(dy, w, (7, 6), padding=1),
+        ),
+        (
+            pm.conv_filter_gradient(images, gradient, (3, 3), padding=1),
+            pm.conv_filter_gradient(x, dy, (3, 3), padding=1),
+        ),
+        (pm.conv_transpose(x=gradient, w=filters), pm.conv_transpose(dy, w)),
+    ):
+        assert isinstance(found, torch.Tensor)
+        assert found.dtype == getattr(torch, dtype)
+        np.testing.assert_array_equal(found.float().numpy(), torch.from_numpy(want).to(found.dtype).float().numpy())
