@@ -1,7 +1,7 @@
 """Kinds of arrays on a device: what of an array the kernels of a call depend on, read in a microsecond.
 
-Owns `kind`, the key of an array and its address, by which repeated calls find what they launch, `stream_of` and
-`new_array`. Nothing is described for messages here: for an array that has no kind, `interop.adopt` says why.
+Owns `kind`, the key of an array and its address, by which repeated calls find what they launch, `kinds`, `stream_of`
+and `NewArray`. Nothing is described for messages here: for an array that has no kind, `interop.adopt` says why.
 """
 
 from __future__ import annotations
@@ -25,14 +25,28 @@ MOST_CLASSES = 64
 
 
 def kind(x: Any) -> tuple[Kind, int] | None:
-    """The properties of a CuPy array or a tensor on a device that kernels depend on, and its address; else None.
+    """The properties of a CuPy array or a tensor that kernels depend on, and its address; None for other objects.
 
     None, too, for a tensor that kernels do not read as it is, as one that requires gradients.
     """
     reader = _readers.get(type(x))
     if reader is None:
         reader = _readers.keep(type(x), _OF_LIBRARY.get(library_of(x), _unknown))
-    return reader(x)
+    known: tuple[Kind, int] | None = reader(x)
+    return known
+
+
+def kinds(arrays: tuple[Any, ...]) -> tuple[tuple[Kind, ...], list[int]] | None:
+    """The kinds of arrays, and their addresses; None where one has no kind."""
+    every, addresses, of_class = [], [], _readers
+    for x in arrays:
+        reader = of_class.get(type(x))
+        known = kind(x) if reader is None else reader(x)
+        if known is None:
+            return None
+        every.append(known[0])
+        addresses.append(known[1])
+    return tuple(every), addresses
 
 
 def _unknown(_x: Any) -> None:
@@ -41,10 +55,10 @@ def _unknown(_x: Any) -> None:
 
 def _of_tensor(x: Any) -> tuple[Kind, int] | None:
     torch = sys.modules["torch"]
-    if not x.is_cuda or x.layout is not torch.strided or x.is_neg() or (x.requires_grad and torch.is_grad_enabled()):
+    if (x.requires_grad and torch.is_grad_enabled()) or x.layout is not torch.strided or x.is_neg():
         return None
     at = x.data_ptr()
-    return (x.dtype, x.shape, x.stride(), x.get_device(), at & LOW_BITS), at
+    return (x.dtype, x.shape, x.stride(), x.device, at & LOW_BITS), at
 
 
 def _of_cupy(x: Any) -> tuple[Kind, int]:

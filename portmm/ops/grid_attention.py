@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import operand
+from portmm.arrays.device_kinds import kinds
 from portmm.arrays.interop import adopt_all
 from portmm.arrays.numpy_arrays import contiguous
 from portmm.codegen.lower import lower_program
@@ -60,12 +61,12 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     return ready.returned(results)
 
 
-def _kinds(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
+def _kinds(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[tuple[Any, ...], list[int]] | None:
     """The kind of a call, and the addresses of its operands, of arrays of its options, and of the result."""
     q, k, v, out = operands
     numbers = [x is None or type(x) is int for x in (options.lengths, options.offset)]
     by_item = [x for x, number in zip((options.lengths, options.offset), numbers, strict=True) if not number]
-    now = repeated_call.kinds((q, k, v, *by_item) if out is None else (q, k, v, *by_item, out))
+    now = kinds((q, k, v, *by_item) if out is None else (q, k, v, *by_item, out))
     form = options.causal, options.window is None, options.lse, *numbers
     return None if now is None else ((now[0], "attention", out is None, form), now[1])
 
@@ -85,8 +86,7 @@ def again(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     if not (0 <= seen <= n and -m <= offset <= n):
         return NotImplemented
     most = m + n if window is None else min(window, m + n)
-    inputs = addresses if out is None else addresses[:-1]
-    return call.run(inputs, out, addresses[-1], closure, n=seen, offset=offset, window=most)
+    return call.run(addresses, out, addresses[-1], closure, n=seen, offset=offset, window=most)
 
 
 def launch(operands: tuple[Any, Any, Any, Any], options: Options, traced: Traced, closure: Closure) -> list[Operand]:

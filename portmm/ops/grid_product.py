@@ -16,6 +16,7 @@ from typing import Any, NoReturn, Self
 import numpy as np
 
 from portmm.arrays import operand
+from portmm.arrays.device_kinds import kinds
 from portmm.arrays.grid_call import Copy, GridCall, Product, Shape, arranged, grid_call
 from portmm.arrays.interop import adopt_all
 from portmm.arrays.libraries import place_of
@@ -95,7 +96,7 @@ def product(
         x = replace(x, b=before(over_rows, spread, prologue_b, right, "b"))
     key = None
     if prologue_a is prologue_b is ends is x.weight is None:
-        key = repeated_call.kinds((a, b) if out is None else (a, b, out))
+        key = kinds((a, b) if out is None else (a, b, out))
     requested = "" if dtype is None else named(dtype)
     call = GridProduct(x, requested, () if key is None else (key[0], dtype))
     return call.plain().source if epilogue is None else fused(call, epilogue)
@@ -103,14 +104,13 @@ def product(
 
 def again(a: Any, b: Any, out: Any = None, dtype: Any = None, epilogue: Any = None) -> Any:
     """The product of a call that is like an earlier one but for addresses; NotImplemented if there was none."""
-    now = repeated_call.kinds((a, b) if out is None else (a, b, out))
+    now = kinds((a, b) if out is None else (a, b, out))
     if now is None:
         return NotImplemented
-    kinds, addresses = now
-    call, closure = repeated_call.find((kinds, dtype), epilogue)
+    call, closure = repeated_call.find((now[0], dtype), epilogue)
     if call is None:
         return NotImplemented
-    return call.run(addresses[:2], out, addresses[-1], closure)
+    return call.run(now[1], out, now[1][-1], closure)
 
 
 def spread(x: Operand, shape: tuple[int, ...]) -> Operand:
@@ -349,18 +349,17 @@ class Plan:
         """
         if self.weight is not None:
             return self._first(a, self.weight, out if b is None else b)
-        now = repeated_call.kinds((a, b) if out is None else (a, b, out))
+        now = kinds((a, b) if out is None else (a, b, out))
         if now is None:
             return self._first(a, b, out)
-        kinds, addresses = now
-        call = self.repeated.get(kinds)
+        call = self.repeated.get(now[0])
         if call is not None:
-            result = call.run(addresses[:2], out, addresses[-1])
+            result = call.run(now[1], out, now[1][-1])
             if result is not NotImplemented:
                 return result
-        return self._first(a, b, out, kinds)
+        return self._first(a, b, out, now[0])
 
-    def _first(self, a: Any, b: Any, out: Any, kinds: tuple[Any, ...] = ()) -> Any:
+    def _first(self, a: Any, b: Any, out: Any, key: tuple[Any, ...] = ()) -> Any:
         """The product, after all checks; further ones of these kinds repeat it."""
         if place_of(a, b) != "device":
             raise TypeError("this plan is for arrays on a device, and these are in the host's memory")
@@ -380,8 +379,8 @@ class Plan:
         elif self.like.out is not None and not operand.is_dense(self.like.out):
             raise ValueError("the plan was made for an out of other strides than a new array's; pass one like it")
         result = self.ready.run(x.parts, x.a, x.out)[0].source
-        if kinds and repeated_call.repeats(self.ready, x.a):
-            self.repeated[kinds] = repeated_call.RepeatedCall(self.ready, x.parts, x.out)
+        if key and repeated_call.repeats(self.ready, x.a):
+            self.repeated[key] = repeated_call.RepeatedCall(self.ready, x.parts, x.out)
         return result
 
 

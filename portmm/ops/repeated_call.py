@@ -66,25 +66,23 @@ class RepeatedCall:
         self.work = NewArray(like, ready.workspace[:1], ready.workspace[1]) if ready.workspace[0] else None
 
     def run(
-        self, addresses: tuple[int, ...], out: Any = None, at: int = 0, closure: Closure | None = None, **numbers: int
+        self, addresses: Sequence[int], out: Any = None, at: int = 0, closure: Closure | None = None, **numbers: int
     ) -> Any:
         """The result, or the results; NotImplemented where an array of these overlaps `out`.
 
         Args:
-            addresses: of the operands.
+            addresses: of the operands, and perhaps, after them, of the result.
             out: the array of the first result, if this call has one, and
             at: its address.
             closure: what the call's function captures.
             numbers: further arguments of kernels.
         """
-        values: dict[str, Any] = dict(zip(self.names, addresses, strict=True))
-        if numbers:
-            values.update(numbers)
+        values: dict[str, Any] = dict(zip(self.names, addresses), **numbers)  # noqa: B905 - where there is an out, too
         own = self.own
         if own is not None:
             first, end = at + own[0], at + own[1]
-            for there, span in zip(addresses, self.spans, strict=True):
-                if first < there + span[1] and there + span[0] < end:
+            for there, (low, high) in zip(addresses, self.spans):  # noqa: B905 - there is one for each
+                if there + low < end and first < there + high:
                     return NotImplemented
             values[self.to] = at
         if closure is not None:
@@ -104,16 +102,18 @@ class RepeatedCall:
 
     def _launch(self, values: dict[str, Any]) -> None:
         """Launch the kernels; a workspace is freed by its library when the stream is done with it."""
-        on, queue = self.on, stream_of(self.library, self.device)
+        queue, scratch = stream_of(self.library, self.device), None
         if self.work is not None:
             scratch, values["work"] = self.work()
         for launch, moves in self.launches:
             here = values
             if moves:
                 here = values | {name: values[name] + elements * size for name, elements, size in moves}
-            launch.run(on, here, queue)
-        if self.work is not None:
-            del scratch
+            if launch.counters or launch.prepared is None:
+                launch.run(self.on, here, queue)
+            else:
+                launch.prepared(here, queue)
+        del scratch
 
     @property
     def current(self) -> bool:
@@ -160,15 +160,3 @@ def keep(  # noqa: PLR0917 - a call, and its function
 def repeats(ready: KernelCall, like: Operand) -> bool:
     """Whether a further call needs no more than addresses: nothing is converted or copied."""
     return not (ready.converts or ready.copies) and library_of(like.source) in LIBRARIES
-
-
-def kinds(arrays: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[int, ...]] | None:
-    """The kinds of arrays, and their addresses; None where one has no kind."""
-    every, addresses = [], []
-    for x in arrays:
-        known = kind(x)
-        if known is None:
-            return None
-        every.append(known[0])
-        addresses.append(known[1])
-    return tuple(every), tuple(addresses)

@@ -7,6 +7,7 @@ import ctypes
 import struct
 import sys
 from types import ModuleType, SimpleNamespace
+from typing import NamedTuple
 
 import numpy as np
 
@@ -167,6 +168,13 @@ def read_words(at, formats):
 # -- PyTorch -----------------------------------------------------------------------------
 
 
+class Device(NamedTuple):
+    """Of PyTorch."""
+
+    type: str
+    index: int
+
+
 class Tensor:
     """Of PyTorch: on a CUDA device unless told otherwise."""
 
@@ -174,11 +182,7 @@ class Tensor:
         self.shape, self.dtype, self.layout, self.is_cuda = tuple(shape), dtype, layout, cuda
         self._at, self._neg, self._size = at, neg, {"torch.float64": 8, "torch.bfloat16": 2}.get(str(dtype), 4)
         self._strides = strides or tuple(s // self._size for s in strides_of(self.shape, self._size))
-        self.device = SimpleNamespace(type="cuda" if cuda else "cpu", index=device)
-        self.requires_grad = False
-
-    def get_device(self):
-        return self.device.index
+        self.device, self.requires_grad = Device("cuda" if cuda else "cpu", device), False
 
     def data_ptr(self):
         return self._at
