@@ -65,7 +65,8 @@ def convolution(x: Any, w: Any, out: Any = None, **options: Any) -> Any:
     filters = replace(filters, queue=images.queue)  # one queue for all, that of the images
     if prologue is not None and images.size:
         images = _after_prologue(images, prologue, last=last)
-    if min(images.strides, default=0) < 0:
+    repeated = images.shape[0] > 1 and images.strides[0] == 0
+    if repeated or min(images.strides, default=0) < 0:
         images = contiguous(images)
     sides = (images, filters) if last else (filters, images)
     requested = "" if dtype is None else named(dtype)

@@ -7,6 +7,7 @@ addresses and strides that are multiples of 16 bytes: for other operands there a
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import lru_cache
 from math import ceil
 from typing import TYPE_CHECKING
 
@@ -62,6 +63,8 @@ PLANE = 2
 """Dimensions of images that the copy engine reads windows of."""
 MOST_CORNER, MOST_STEP = 128, 8
 """Bounds of a corner of the pixels at which windows begin, and of their distance."""
+VIEWS = 64
+"""Views that are remembered: each is asked for by all candidates."""
 MOST_STAGES, LEAST_STAGES = 16, 3
 FEW = (8, 16, 24, 32, 48, 64, 80, 96, 112, 128)
 """Rows of A that replace the atom's columns."""
@@ -100,6 +103,7 @@ def panel(s: Schedule) -> int:
     return next((x for x in (64, 32, 16) if n % x == 0), 0)
 
 
+@lru_cache(VIEWS)
 def boxes(view: Layout, dtype: str) -> tuple[Convolution, tuple[int, ...]] | None:
     """Convolution whose windows the copy engine reads by itself, and the strides of its images; or None.
 
@@ -113,11 +117,22 @@ def boxes(view: Layout, dtype: str) -> tuple[Convolution, tuple[int, ...]] | Non
     ends = [n - (reach - 1) for n, reach in zip(x.after, x.reach, strict=True)]
     inside = all(-MOST_CORNER <= y < MOST_CORNER for y in (*(-n for n in x.before), *ends))
     near = max(x.reach) <= 2 * MOST_CORNER and max(x.stride) <= MOST_STEP
-    # Each axis is as far apart as a multiple of what the one below it takes, or of more.
-    inner, extents = (*strides[1:], 1), (*x.spatial, x.channels)
-    nested = all(s >= n * y and s % y == 0 for s, n, y in zip(strides, extents, inner, strict=True) if y)
-    aligned = channel == 1 and nested and all(s and s * size % ALIGNED == 0 for s in strides)
-    return images if inside and near and aligned else None
+    return images if inside and near and channel == 1 and _nested(x, strides, size) else None
+
+
+def _nested(x: Convolution, strides: list[int], size: int) -> bool:
+    """Whether steps along each axis of images are multiples of those below, no less than what these take, and aligned.
+
+    Strides of axes of length 1 are not used; that of a single image is 0.
+    """
+    within, below = x.channels, 1
+    for n, step in zip((*reversed(x.spatial), 0), reversed(strides), strict=True):
+        if n == 1 or not (n or step):
+            continue
+        if step < within or step % below or step * size % ALIGNED:
+            return False
+        within, below = n * step, step
+    return True
 
 
 def sums(s: Schedule) -> int:
