@@ -68,8 +68,8 @@ KS = (63, 255, 1023, 4095)
 """The grid. Odd numbers of columns ask for kernels that serve any."""
 WIDE = tuple(Kind(x) for x in FLOATS)
 """Kinds whose B is read as it lies, by rows: how, depends on their length."""
-NS_OF_WIDE = (31, 63, 127, 255, 1023, 4095, 16383)
-"""The columns of their grid."""
+NS_OF_WIDE = (31, 63, 127, 255, 1023, 1024, 4095, 4096, 16383)
+"""The columns of their grid: rows of a power of two lie in few sets of caches, and ask for panels that are packed."""
 MS_OF_FUSED = (1, 4, 12, 32, 128, 512)
 AXES_OF_FUSED = (255, 1023, 4095)
 """The grid of products with fused operations."""
@@ -90,7 +90,9 @@ def grid(target, kind):
     try:
         p = problem(kind, target)
         points = zip((0, *ms), ms, strict=False)
-        rows = [[times(target, replace(p, m=m, n=n, k=k), before, few) for n in ns for k in ks] for before, m in points]
+        rows = [
+            [times_of(target, replace(p, m=m, n=n, k=k), before, few) for n in ns for k in ks] for before, m in points
+        ]
     except ScheduleError:
         return [], [], None, ()
     parts = [rows[i] for i in range(len(few))], [x for row in rows[len(few) :] for x in row]
@@ -124,6 +126,17 @@ def summed(kind):
     """The types of a kind's products before an epilogue, as weights are packed for."""
     left, right, _ = kind.dtype.split("-") if "-" in kind.dtype else ("",) * 3
     return f"{left}-{right}-s32" if right == "s8" else kind.dtype
+
+
+def times_of(target, p, before, few):
+    """As `times`, of the schedules that serve an odd number of columns as well."""
+    from portmm.schedule.cpu_candidate_sets import candidate_set
+
+    every = times(target, p, before, few)
+    if p.n % 2:
+        return every
+    odd = set(candidate_set(replace(p, n=p.n - 1), target).schedules)
+    return {s: t for s, t in every.items() if s in odd}
 
 
 def times(target, p, before, few):
