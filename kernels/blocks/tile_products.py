@@ -36,7 +36,7 @@ def product(s: Schedule, atom: Atom) -> Function:
             Ptr("b", p * var("b_k") + j), var("b_k"), Ptr("c", r * var("c_m") + j), var("c_m"),
             minimum(s.nc, var("columns") - j), var("more"),
         )  # fmt: skip
-        body.append(For("r", begin, rows - rows % h, const(h), (Call(_sweep(atom, h, s.nr, s.kc), args),)))
+        body.append(For("r", begin, rows - rows % h, const(h), (Call(_sweep(atom, h, s), args),)))
     panels = For("j", const(0), var("columns"), const(s.nc), tuple(body))
     block = (Let("depth", minimum(var("by"), var("k") - p)), Let("more", maximum(var("accumulate"), const(0).lt(p))))
     deep = var("columns").lt(s.nc) * (s.tile("L3").k - s.kc) + s.kc
@@ -47,14 +47,15 @@ def product(s: Schedule, atom: Atom) -> Function:
     return Function("product", "inner", tuple(params), (Let("by", deep), loop), comment)
 
 
-def _sweep(atom: Atom, rows: int, nr: int, kc: int) -> Function:
+def _sweep(atom: Atom, rows: int, s: Schedule) -> Function:
     """Function of a slice of A and any number of columns: register tiles, then vectors, of which the last is masked."""
-    whole = Shape(rows=rows, nr=nr, a_packed=False, b_packed=False, ragged=False, inline=True)
+    nr, kc = s.nr, s.kc
+    whole = Shape(rows=rows, nr=nr, a_packed=False, b_packed=False, ragged=False, inline=True, along=s.b.along)
     written = 1 if rows <= FEW else 2
     steps = replace(whole, written=written, unroll=1 if written > 1 else 8)
     full = replace(micro_kernel(atom, steps), name=f"tile_{rows}x{nr}")
     short = replace(micro_kernel(atom, whole), name=f"tile_{rows}x{nr}_short")
-    edge = micro_kernel(atom, replace(whole, nr=atom.n, ragged=True, partial=True, inline=False))
+    edge = micro_kernel(atom, replace(whole, nr=atom.n, along=0, ragged=True, partial=True, inline=False))
     j, width, columns = var("j"), var("width"), var("columns")
 
     def tile(f: Function, k: Index, n: Index) -> Call:

@@ -231,7 +231,7 @@ def _block(program: BlockProgram, target: Target, schedule: Schedule) -> Lowered
     atom, (mr, nr) = atom_of(isa, "f32"), (schedule.mr, schedule.nr)
     columns = nr + atom.n if schedule.tile("L2").n else ALL
     runs = min(schedule.parallel.split, MOST_RUNS)
-    s = split_loop(tiled(isa, (mr, nr), (mr, SHORT), columns, (nr, SHORT, SHORT)), runs)
+    s = split_loop(tiled(isa, (mr, nr), (mr, SHORT), columns, (nr, SHORT, SHORT), schedule.b.along), runs)
     (kernel,) = lower_program(program, s, isa, atom)
     result = program.operands[program.fused.results[0][0]].axes
     extents = {x: SHORT + 1 for y in program.operands for x in y.axes}

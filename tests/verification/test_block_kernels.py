@@ -128,10 +128,13 @@ def test_few_tiles_split_their_loop():
 def test_a_kernel_of_a_chip():
     """As a certificate has it; columns are shared out among threads."""
     program, target = program_of("lora"), load_target("haswell")
-    s, _ = candidates(program, target, dict.fromkeys("mnkr", 4096), 4)
-    x = lowered(program, target, parse(spell(s)))
-    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED)
-    assert verdict, verdict
+    s, *_, streams = candidates(program, target, dict.fromkeys("mnkr", 4096), 4)
+    assert streams.b.along == 2 * streams.nr  # what is prefetched
+    for each in (streams, s):
+        x = lowered(program, target, parse(spell(each)))
+        verdict = check_kernel(program, x.kernel, x.extents, seed=SEED)
+        assert verdict, verdict
+        assert ("prefetch" in source(x.kernel)) == (each is streams)
     assert x.extents["n"] > x.schedule.tile("L2").n > x.schedule.nr
 
 
