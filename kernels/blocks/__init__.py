@@ -20,8 +20,10 @@ def build(s: Schedule, isa: Isa, real: Atom, program: BlockProgram) -> tuple[Ker
 
         return threads.build(s, isa, real, program)
     if s.program == "block":
-        from portmm.kernels.blocks import tile_splits, tiles
+        from portmm.kernels.blocks import tile_splits, tile_units, tiles
 
+        if real.tiled:
+            return (tile_units.build(s, isa, real, program),)
         return ((tile_splits if s.parallel.split > 1 else tiles).build(s, isa, real, program),)
     from portmm.kernels.blocks import core
 

@@ -103,8 +103,26 @@ class Tiles:
             raise ScheduleError(f"loops over tiles store results along the same labels, and not along {self.loop!r}")
         if self.rescaling & accumulated([x for _, x in self.program.fused.results]):
             raise ScheduleError("loops over tiles do not store a maximum that sums are relative to: it may be -inf")
-        if any(x.dtype != "f32" or not x.dense for x in self.program.operands):
-            raise ScheduleError("loops over tiles have dense operands of f32")
+        if any(x.dtype != self.dtype or not x.dense for x in self.program.operands):
+            raise ScheduleError(f"loops over tiles have dense operands of {self.dtype}")
+
+    @property
+    def unit(self) -> Atom:
+        """What multiplies."""
+        return self.atom
+
+    @property
+    def dtype(self) -> str:
+        """The type of operands."""
+        return "f32"
+
+    def kind(self, view: View) -> str:  # noqa: ARG002 - all are of one type here
+        """The type of a value in memory."""
+        return "f32"
+
+    def around(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+        """A task with what it needs before and after."""
+        return body
 
     # Places.
 
@@ -223,7 +241,7 @@ class Tiles:
         operands = []
         for view in (*views, target):
             axes = "m" * (rows in view.strides) + "n" * (columns in view.strides)
-            operands.append(Operand("f32", axes, view.contiguous(columns) or columns not in view.strides))
+            operands.append(Operand(self.kind(view), axes, view.contiguous(columns) or columns not in view.strides))
         swapped: dict[Expr, Expr] = {y: load(i, "f32") for i, y in enumerate(leaves)}
         decays = tile_maxima.decays(x, self.rescaling)
         for y in ordered((x,)):
@@ -264,15 +282,26 @@ class Tiles:
             b = self.copied(right, along, q)
         target = self.buffer(p, q) if to is None else to
         carried = summed(x) == self.loop and self.looping
-        call = Call(self.product, (
-            self.count(along), self.count(p), self.count(q), a.at, a.along(p), a.along(along), b.at, b.along(along),
-            target.at, target.along(p), accumulate,
-        ))  # fmt: skip
+        call = self.multiplied(left, (along, p, q), (a, b, target), accumulate)
         if carried:
             self.inside.append(call)
         else:
             self.emit(x, call)
         return target
+
+    def multiplied(
+        self,
+        left: Expr,
+        labels: tuple[str, str, str],
+        views: tuple[View, View, View],
+        accumulate: Index,  # noqa: ARG002
+    ) -> Call:
+        """A product of tiles, of the value of A; of labels of the sum, rows and columns; and of views of A, B and C."""
+        (along, p, q), (a, b, to) = labels, views
+        return Call(self.product, (
+            self.count(along), self.count(p), self.count(q), a.at, a.along(p), a.along(along), b.at, b.along(along),
+            to.at, to.along(p), accumulate,
+        ))  # fmt: skip
 
     def transposes(self, a: View, b: View, p: str, q: str) -> bool:
         """Whether a product is computed transposed: its right operand is not contiguous along columns, or has none."""
@@ -300,11 +329,11 @@ class Tiles:
         stmts += self.stores(direct)
         mine = LetPtr("mine", Ptr("work", var("worker") * self.size), "f32")
         body = (*self.place(var("task")), mine, *self.buffers, *stmts)
-        share = Function("some_tiles", "task", (), body, "A tile of the results")
+        share = Function("some_tiles", "task", (), self.around(body), "A tile of the results")
         entry = Function("entry", "entry", (), (Parallel(share, self.tasks()),), "All tiles")
         work = self.size * var("workers") + 64
         operands = operand_types(self.program.fused)
-        return Kernel(f"{PREFIX}{self.atom.name}", self.isa, self.atom, entry, work, operands=operands)
+        return Kernel(f"{PREFIX}{self.unit.name}", self.isa, self.unit, entry, work, operands=operands)
 
     def tasks(self) -> Index:
         """The number of tiles of the grid."""

@@ -17,9 +17,11 @@ from portmm.dispatch import config
 from portmm.errors import ScheduleError
 from portmm.fusion.program import Kernel as Described
 from portmm.fusion.program import Writer
+from portmm.fusion.terms import MIXED
 from portmm.ir.nodes import FIELDS
 from portmm.ir.tile_program import extent_fields, stride_field
 from portmm.schedule.block_tiles import candidates
+from portmm.spec.dtype import BY_NUMPY
 from portmm.spec.problem import AXES
 from portmm.trace.buffers import Place
 from portmm.trace.placeholders import Placeholder
@@ -35,34 +37,48 @@ Array = np.ndarray[Any, Any]
 class _Input:
     """An input of terms as a kernel reads it: a view of an argument, without dimensions of extent 1."""
 
-    def __init__(self, arrays: Sequence[Any], leaf: int, views: Any) -> None:
-        base = arrays[leaf]
-        if not isinstance(base, np.ndarray) or not numpy_arrays.addressable(base, np.dtype(np.float32)):
-            raise ScheduleError("a kernel reads arrays of float32 where they lie")
+    def __init__(self, arrays: Sequence[Any], leaf: int, views: Any, dtype: np.dtype[Any]) -> None:
+        base, size = arrays[leaf], dtype.itemsize
+        if not isinstance(base, np.ndarray) or not numpy_arrays.addressable(base, dtype):
+            raise ScheduleError(f"a kernel reads arrays of {dtype} where they lie")
         view = base
         for one in views:
             view = one(view)
         if not np.may_share_memory(view, base):
             raise ScheduleError("a view of an argument is a copy")
         self.leaf, self.offset = leaf, view.ctypes.data - base.ctypes.data
-        self.strides = [s // 4 for s, n in zip(view.strides, view.shape, strict=True) if n > 1]
+        self.strides = [s // size for s, n in zip(view.strides, view.shape, strict=True) if n > 1]
         self.order = tuple(sorted(range(len(self.strides)), key=lambda i: -self.strides[i]))
         if self.strides and min(self.strides) != 1:
             raise ScheduleError("a kernel reads arrays that are contiguous along a dimension")
 
 
+def _dtype(labelled: Labelled) -> np.dtype[Any]:
+    """The type of all arrays.
+
+    Raises:
+        ScheduleError: there are several.
+    """
+    if labelled.dtype == MIXED:
+        raise ScheduleError("one kernel has arrays of one type")
+    return np.dtype(labelled.dtype)
+
+
 def _inputs(labelled: Labelled, arrays: Sequence[Any]) -> list[_Input]:
-    return [_Input(arrays, leaf, views) for leaf, views in labelled.leaves]
+    dtype = _dtype(labelled)
+    return [_Input(arrays, leaf, views, dtype) for leaf, views in labelled.leaves]
 
 
 def laid_out(graph: MuGraph, labelled: Labelled, arrays: Sequence[Any]) -> MuGraph:
     """A graph of one kernel whose operands have their dimensions in the order of memory.
 
     Raises:
-        ScheduleError: an argument is not of float32, or contiguous along none of its dimensions.
+        ScheduleError: an argument is of another type than others, or contiguous along none of its dimensions.
     """
     (step,) = graph.steps
-    operands, bindings = list(step.program.operands), list(step.operands)
+    kind = BY_NUMPY[_dtype(labelled).name].name
+    operands = [replace(x, dtype=kind) for x in step.program.operands]
+    bindings = list(step.operands)
     for i, x in enumerate(_inputs(labelled, arrays)):
         if x.order != tuple(sorted(x.order)):
             axes = operands[i].axes
@@ -97,16 +113,16 @@ def compiled_kernel(  # noqa: PLR0917 - a kernel, and a call of it
     ints = dict.fromkeys(FIELDS, 1) | {field: sizes[x] for x, field in extent_fields(program).items()}
     ints["workers"] = threads
     route = cpu_routes.program_route(program, schedule, isa, atom_of(isa, schedule.dtype), ints)
-    writer, inputs = Writer(), _inputs(labelled, arrays)
+    writer, inputs, dtype = Writer(), _inputs(labelled, arrays), _dtype(labelled)
     for leaf in dict.fromkeys(x.leaf for x in inputs):
         writer.line(f"a{leaf} = address(L{leaf})")
     shape = tuple(1 if y == "1" else labelled.extents[y] for y in labelled.axes[0])
-    writer.line(f"out = empty({shape}, {writer.name('t', np.dtype(np.float32))})")
+    writer.line(f"out = empty({shape}, {writer.name('t', dtype)})")
     writer.line("o = address(out)")
-    places = [Place(f"a{x.leaf}", x.offset, np.empty(0, np.float32), "") for x in inputs]
+    places = [Place(f"a{x.leaf}", x.offset, np.empty(0, dtype), "") for x in inputs]
     steps = [[x.strides[i] for i in x.order] for x in inputs]
-    places.append(Place("o", 0, np.empty(0, np.float32), "out"))
-    steps.append([s // 4 for s, n in zip(np.empty(shape, np.float32).strides, shape, strict=True) if n > 1])
+    places.append(Place("o", 0, np.empty(0, dtype), "out"))
+    steps.append([s // dtype.itemsize for s, n in zip(np.empty(shape, dtype).strides, shape, strict=True) if n > 1])
     strides = [
         tuple(dict(_fields(x.axes, step)).get(y, 0) for y in AXES)
         for x, step in zip(program.operands, steps, strict=True)

@@ -37,6 +37,10 @@ times by 32 streams, a gated MLP of 8 rows by 16 1.05 times as fast as by 32).""
 AHEAD = 2
 """Register tiles between a row of a stream and what of it is prefetched (Granite Rapids: 8 rows by 4096 x 4096 from
 memory 1.3 times as fast as without, and as with 1, 3 and 4 within 5 %)."""
+UNIT_DEPTHS, UNIT_AHEAD = (64, 32), 4
+"""Elements of a block of k of products on units of tiles, and products of two tiles of columns between those that are
+interleaved and those that are prefetched (Granite Rapids: LoRA, whose weight is in L3, takes 157 us by blocks of 32 or
+64, 208 by 128 and 235 by 256; a gated MLP from memory 1.25 times as long by 64 as by 32; 2 to 16 ahead are alike)."""
 EVEN = 4
 """Tiles for each thread from which they are shared out evenly enough."""
 LEAST = 512
@@ -53,6 +57,8 @@ def candidates(
     Raises:
         ScheduleError: no unit of the target has masked vectors of f32, or the result is one element.
     """
+    if any(x.dtype != "f32" for x in program.operands):
+        return _of_units(program, target, extents, threads)
     isa = unit_of(target)
     atom = isa.atom("f32")
     assert atom is not None  # noqa: S101 - `unit_of` finds it
@@ -79,6 +85,28 @@ def candidates(
     return (split_loop(every[0], runs), *every) if runs > 1 and alone else every
 
 
+def _of_units(program: BlockProgram, target: Target, extents: Mapping[str, int], threads: int) -> tuple[Schedule, ...]:
+    """The schedules of a program of bfloat16 on units of tiles.
+
+    Raises:
+        ScheduleError: the target has none, or the program other types.
+    """
+    isa = next((x for x in target.isas if (y := x.atom("bf16")) is not None and y.tiled), None)
+    if isa is None or {x.dtype for x in program.operands} != {"bf16"}:
+        raise ScheduleError(f"{target.name}: one kernel of other types than f32 is of bf16, on units of tiles")
+    atom, labels = isa.atom("bf16"), program.operands[program.fused.results[0][0]].axes
+    if not labels:
+        raise ScheduleError("a result of one element has no tiles")
+    assert atom is not None  # noqa: S101 - found above
+    wide, columns = 2 * atom.n, extents[labels[-1]]
+    share = max(LEAST, -(-columns // threads // wide) * wide)
+    across = ALL if share >= columns else share
+    return tuple(
+        tiled(isa, (atom.m, wide), (ROWS, x), across, (wide, x, x), UNIT_AHEAD * wide, "bf16-bf16-f32")
+        for x in UNIT_DEPTHS
+    )
+
+
 def _runs(tiles: int, threads: int) -> int:
     """Runs of the loop, by which the tiles of a grid are shared out evenly."""
     return threads // math.gcd(tiles, threads) if tiles < EVEN * threads else 1
@@ -91,7 +119,7 @@ def split_loop(s: Schedule, runs: int) -> Schedule:
 
 def tiled(  # noqa: PLR0917 - tiles from the least to the largest
     isa: Isa, register: tuple[int, int], tile: tuple[int, int], columns: int, swept: tuple[int, int, int],
-    along: int = 0,
+    along: int = 0, dtype: str = "f32",
 ) -> Schedule:  # fmt: skip
     """A schedule.
 
@@ -103,13 +131,14 @@ def tiled(  # noqa: PLR0917 - tiles from the least to the largest
         swept: columns of a panel, rows of B of a block of k of it, and those of a product of fewer columns; these are
             even.
         along: elements of a row of B between those that are multiplied and those that are prefetched, or 0.
+        dtype: of products.
     """
     panel, streams, depth = swept
     tiles = (
         Tile(REGISTERS, *register, 1), Tile("L1", tile[0], register[1], tile[1]), Tile("L2", tile[0], columns, streams),
         Tile("L3", tile[0], panel, depth),
     )  # fmt: skip
-    s = Schedule("block", isa.name, "f32", tiles, parallel=Parallel("tiles"))
+    s = Schedule("block", isa.name, dtype, tiles, parallel=Parallel("tiles"))
     return replace(s, b=s.b.prefetched(0, along)) if along else s
 
 

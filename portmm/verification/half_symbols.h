@@ -98,3 +98,48 @@ template <int N> static int signs(const Vec<F, N> &x) {
   }
   return bits;
 }
+/* Tiles, in the place of instructions: rows of 64 bytes, of floats or of elements of 16 bits. */
+static struct {
+  unsigned char rows[8], bytes[8][16][64];
+} tile_registers;
+
+static int tile_rows(int d) {
+  if (!tile_registers.rows[d]) exit(4);
+  return tile_registers.rows[d];
+}
+static void tile_configure(const unsigned char *rows, int n) {
+  memset(&tile_registers, 0xff, sizeof tile_registers);
+  for (int d = 0; d < 8; ++d) tile_registers.rows[d] = d < n ? rows[d] : 0;
+}
+static void tile_zero(int d) {
+  for (int r = 0; r < tile_rows(d); ++r)
+    for (int i = 0; i < 16; ++i) ((F *)tile_registers.bytes[d][r])[i] = F::of(real(0));
+}
+static void tile_load(int d, const void *p, long step) {
+  for (int r = 0; r < tile_rows(d); ++r) __builtin_memcpy(tile_registers.bytes[d][r], (const char *)p + r * step, 64);
+}
+static void tile_store(int d, void *p, long step) {
+  for (int r = 0; r < tile_rows(d); ++r) __builtin_memcpy((char *)p + r * step, tile_registers.bytes[d][r], 64);
+}
+static void tile_tdpbf16ps(int d, int a, int b) {
+  if (tile_rows(d) != tile_rows(a) || tile_rows(b) != 16) exit(4);
+  for (int r = 0; r < tile_registers.rows[d]; ++r)
+    for (int n = 0; n < 16; ++n) {
+      F &sum = ((F *)tile_registers.bytes[d][r])[n];
+      for (int k = 0; k < 32; ++k) {
+        const half_t x = ((half_t *)tile_registers.bytes[a][r])[k], y = ((half_t *)tile_registers.bytes[b][k / 2])[2 * n + k % 2];
+        if (x || y) sum = F::fused(widened(x), widened(y), sum);  /* not of zeros behind the last element */
+      }
+    }
+}
+#define TILE_CONFIGURE(...) \
+  do { \
+    const unsigned char rows[] = {__VA_ARGS__}; \
+    tile_configure(rows, sizeof(rows)); \
+  } while (0)
+#define TILE_RELEASE() tile_configure(0, 0)
+#define TILE_ZERO(d) tile_zero(d)
+#define TILE_LOAD(d, p, step) tile_load(d, p, (step) * (long)sizeof(*(p)))
+#define TILE_STREAM(d, p, step) TILE_LOAD(d, p, step)
+#define TILE_STORE(d, p, step) tile_store(d, p, (step) * (long)sizeof(*(p)))
+#define TILE_MAC(op, d, a, b) tile_##op(d, a, b)

@@ -228,15 +228,21 @@ def lowered(
 
 def _block(program: BlockProgram, target: Target, schedule: Schedule) -> Lowered:
     isa = next(x for x in target.isas if x.name == schedule.isa)
-    atom, (mr, nr) = atom_of(isa, "f32"), (schedule.mr, schedule.nr)
+    atom, (mr, nr) = atom_of(isa, schedule.dtype), (schedule.mr, schedule.nr)
+    short, tall, deep = SHORT, mr, SHORT
+    if (
+        atom.tiled
+    ):  # whole steps of a unit: two of them, in one block of k or in two; and a slice of rows and one row more
+        tall, deep = mr + 1, 2 * atom.k
+        short = min(schedule.kc, deep)
     columns = nr + atom.n if schedule.tile("L2").n else ALL
-    runs = min(schedule.parallel.split, MOST_RUNS)
-    s = split_loop(tiled(isa, (mr, nr), (mr, SHORT), columns, (nr, SHORT, SHORT), schedule.b.along), runs)
+    runs, swept = min(schedule.parallel.split, MOST_RUNS), (nr, short, short)
+    s = split_loop(tiled(isa, (mr, nr), (tall, deep), columns, swept, schedule.b.along, schedule.dtype), runs)
     (kernel,) = lower_program(program, s, isa, atom)
     result = program.operands[program.fused.results[0][0]].axes
     extents = {x: SHORT + 1 for y in program.operands for x in y.axes}
-    extents |= dict.fromkeys(result[:-2], 2) | dict.fromkeys(result[-2:-1], mr + 1)
-    extents[program.loop] = SHORT * max(2, runs) + 1
+    extents |= dict.fromkeys(result[:-2], 2) | dict.fromkeys(result[-2:-1], tall + 1)
+    extents[program.loop] = deep * (1 if atom.tiled else max(2, runs)) + 1
     return Lowered(kernel, s, extents | {result[-1]: (columns or nr) + atom.n // 2})
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from graphs_of import gated_kernel, loads, lora_kernel, one, rms_kernel
 from test_kernels import Mutator, same_in_floats, sites_of
@@ -167,3 +169,55 @@ def test_what_has_no_loops():
         lower_program(program, s, isa, atom)
     with pytest.raises(ScheduleError, match="masked"):
         unit_of(load_target("neoverse-n1"))
+
+
+def in_units(name, which):
+    """A record of bfloat16, and its kernel on units of tiles by one of its schedules."""
+    program = program_of(name)
+    program = replace(program, operands=tuple(replace(x, dtype="bf16") for x in program.operands))
+    target = load_target("granite_rapids")
+    s = candidates(program, target, dict.fromkeys("mnkr", 4096))[which]
+    assert (s.isa, s.kc) == ("amx_bf16", (64, 32)[which])
+    assert parse(spell(s)) == s
+    return program, lowered(program, target, s)
+
+
+@pytest.mark.parametrize(("name", "which"), [("lora", 0), ("gated", 1), ("mlp", 0), ("mlp", 1)])
+def test_loops_on_units_of_tiles_compute_their_record(name, which):
+    """Whole steps and a rest along k, whole and partial tiles of rows and of columns: the text on symbols."""
+    program, x = in_units(name, which)
+    assert x.extents["k"] == 65
+    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=source(x.kernel))
+    assert verdict, verdict
+    assert verdict.bits >= 40
+
+
+UNITS_WRONGLY = {
+    "a second step is not added": ("max_(accumulate, 0 < p)", "accumulate"),
+    "a block that is not added": ("0 < loop_start, left", "0, left"),
+    "a rest without zeros": ("cleared(", "if (0) cleared("),
+    "rows past the first tile are lost": ("r = 0; r < rows", "r = 0; r < 16"),
+    "the tiles of columns are swapped": ("TILE_MAC(tdpbf16ps, 0, 2, 3)", "TILE_MAC(tdpbf16ps, 0, 2, 4)"),
+}
+
+
+@pytest.mark.parametrize("what", UNITS_WRONGLY)
+def test_units_of_tiles_that_multiply_wrongly_are_told(what):
+    program, x = in_units("mlp", 1)
+    text, (old, new) = source(x.kernel), UNITS_WRONGLY[what]
+    assert old in text, text
+    assert not check_kernel(program, x.kernel, x.extents, seed=SEED, text=text.replace(old, new))
+
+
+def test_units_of_tiles_have_no_maxima_and_no_computed_right_factor():
+    target = load_target("granite_rapids")
+    for name in ("online", "attention", "norm"):
+        program = program_of(name)
+        program = replace(program, operands=tuple(replace(x, dtype="bf16") for x in program.operands))
+        first, *_ = candidates(program, target, dict.fromkeys("hmndek", 4096))
+        with pytest.raises(ScheduleError):
+            lowered(program, target, first)
+    mixed = program_of("mlp")
+    mixed = replace(mixed, operands=(replace(mixed.operands[0], dtype="bf16"), *mixed.operands[1:]))
+    with pytest.raises(ScheduleError, match="of other types than f32 is of bf16"):
+        candidates(mixed, target, dict.fromkeys("mnkr", 4096))
