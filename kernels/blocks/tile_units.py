@@ -123,9 +123,10 @@ class UnitTiles(Tiles):
             self.packers = self.packed()
         layout = "row" if a.contiguous(along) else "any"
         function = product(self.isa, self.unit, self.lines, layout, self.s)
+        apart = to.along(p) if p else round_up(self.room(q), PAD) + PAD  # rows of a tile that has one value of them
         return Call(function, (
             self.count(along), self.count(p), self.count(q), a.at, a.along(p), a.along(along), b.at, b.along(along),
-            to.at, to.along(p), accumulate, *self.packers,
+            to.at, apart, accumulate, *self.packers,
         ))  # fmt: skip
 
     def packed(self) -> tuple[Ptr, ...]:

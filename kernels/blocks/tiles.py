@@ -291,10 +291,10 @@ class Tiles:
 
     def multiplied(
         self,
-        left: Expr,
+        left: Expr,  # noqa: ARG002 - of other products
         labels: tuple[str, str, str],
         views: tuple[View, View, View],
-        accumulate: Index,  # noqa: ARG002
+        accumulate: Index,
     ) -> Call:
         """A product of tiles, of the value of A; of labels of the sum, rows and columns; and of views of A, B and C."""
         (along, p, q), (a, b, to) = labels, views

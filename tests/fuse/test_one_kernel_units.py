@@ -29,7 +29,7 @@ def test_one_kernel_of_bfloat16_multiplies_by_units_of_tiles(monkeypatch, rows):
         pytest.skip("no units of tiles of bfloat16")
     seen = []
     monkeypatch.setattr(superoptimizer, "MEASURED", 0)
-    monkeypatch.setattr(superoptimizer._Search, "compared", lambda self, x, path: seen.append((x.schedule, x.run)))
+    monkeypatch.setattr(superoptimizer._Search, "compared", lambda _, x, __: seen.append((x.schedule, x.run)))
     for function, sizes in ((lora, "mk kn kr rn"), (mlp, "mk kr rn")):
         extents = {"m": rows, "k": 135, "n": 101, "r": 9}
         shapes = [tuple(extents[y] for y in x) for x in sizes.split()]

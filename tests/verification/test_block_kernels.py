@@ -54,7 +54,15 @@ def online_attention(keys="hnd"):
     return one({"q": "hmd", "k": keys, "v": "hne"}, "hme", "hm", "n", passes)
 
 
+def row_kernel():
+    """A product of one row, which has no label."""
+    x, w = loads(2)
+    y = contraction(x, w, "k")
+    return one({"x": "k", "w": "kn"}, "n", "n", "k", ((TileGemm(y),), (TileTransfer(2, y + const(1.0)),)))
+
+
 RECORDS = {
+    "row": row_kernel,
     "lora": lora_kernel, "gated": gated_kernel, "norm": rms_kernel, "mlp": mlp_kernel, "attention": normed_attention,
     "attention, keys along lanes": lambda: normed_attention("hdn"), "online": online_attention,
     "online, keys along lanes": lambda: online_attention("hdn"),
@@ -182,7 +190,7 @@ def in_units(name, which):
     return program, lowered(program, target, s)
 
 
-@pytest.mark.parametrize(("name", "which"), [("lora", 0), ("gated", 1), ("mlp", 0), ("mlp", 1)])
+@pytest.mark.parametrize(("name", "which"), [("row", 0), ("lora", 0), ("gated", 1), ("mlp", 0), ("mlp", 1)])
 def test_loops_on_units_of_tiles_compute_their_record(name, which):
     """Whole steps and a rest along k, whole and partial tiles of rows and of columns: the text on symbols."""
     program, x = in_units(name, which)
