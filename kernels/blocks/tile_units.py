@@ -72,7 +72,7 @@ class UnitTiles(Tiles):
 
     @property
     def unit(self) -> Atom:
-        """What multiplies."""
+        """The unit of products."""
         return self.multiplier
 
     @property
@@ -139,7 +139,7 @@ class UnitTiles(Tiles):
             places.append(Ptr(name))
         return tuple(places)
 
-    def around(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    def task_body(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
         """A task with its tiles configured."""
         return (Configure((const(self.unit.m),) * TILES), *body, Configure(()))
 

@@ -108,7 +108,7 @@ class Tiles:
 
     @property
     def unit(self) -> Atom:
-        """What multiplies."""
+        """The unit of products."""
         return self.atom
 
     @property
@@ -120,7 +120,7 @@ class Tiles:
         """The type of a value in memory."""
         return "f32"
 
-    def around(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
+    def task_body(self, body: tuple[Stmt, ...]) -> tuple[Stmt, ...]:
         """A task with what it needs before and after."""
         return body
 
@@ -329,7 +329,7 @@ class Tiles:
         stmts += self.stores(direct)
         mine = LetPtr("mine", Ptr("work", var("worker") * self.size), "f32")
         body = (*self.place(var("task")), mine, *self.buffers, *stmts)
-        share = Function("some_tiles", "task", (), self.around(body), "A tile of the results")
+        share = Function("some_tiles", "task", (), self.task_body(body), "A tile of the results")
         entry = Function("entry", "entry", (), (Parallel(share, self.tasks()),), "All tiles")
         work = self.size * var("workers") + 64
         operands = operand_types(self.program.fused)
