@@ -17,7 +17,7 @@ from portmm.dispatch import config
 from portmm.errors import ScheduleError
 from portmm.fusion.program import Kernel as Described
 from portmm.fusion.program import Writer
-from portmm.fusion.terms import MIXED
+from portmm.fusion.term_reader import MIXED
 from portmm.ir.nodes import FIELDS
 from portmm.ir.tile_program import extent_fields, stride_field
 from portmm.schedule.block_tiles import candidates
