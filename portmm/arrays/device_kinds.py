@@ -70,13 +70,18 @@ _OF_LIBRARY: dict[str, Callable[[Any], Any]] = {"torch": _of_tensor, "cupy": _of
 _readers = Memory(MOST_CLASSES)
 
 
-def stream_of(library: Any, device: int) -> int:
-    """The handle of the current stream of a library, CuPy or PyTorch, on a device."""
+def streams_of(library: Any) -> Callable[[int], int]:
+    """The function from a device to the handle of the current stream of a library, CuPy or PyTorch."""
     if library.__name__ == "cupy":
-        return int(library.cuda.get_current_stream(device).ptr)
+        return lambda device: int(library.cuda.get_current_stream(device).ptr)
     # PyTorch's compiled code calls this; the public function makes objects, in several microseconds.
-    raw = getattr(getattr(library, "_C", None), "_cuda_getCurrentRawStream", None)
-    return int(library.cuda.current_stream(device).cuda_stream if raw is None else raw(device))
+    raw: Callable[[int], int] | None = getattr(getattr(library, "_C", None), "_cuda_getCurrentRawStream", None)
+    return raw or (lambda device: int(library.cuda.current_stream(device).cuda_stream))
+
+
+def stream_of(library: Any, device: int) -> int:
+    """The handle of the current stream of a library on a device."""
+    return streams_of(library)(device)
 
 
 class NewArray:

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays.device_kinds import NewArray, kind, stream_of
+from portmm.arrays.device_kinds import NewArray, kind, streams_of
 from portmm.arrays.libraries import library_of
 from portmm.arrays.numpy_arrays import span_of
 from portmm.dispatch import config
@@ -44,7 +44,7 @@ class RepeatedCall:
     """
 
     __slots__ = (
-        "device", "floats", "launches", "library", "names", "new", "on", "own", "read", "settings", "several", "spans",
+        "device", "floats", "launches", "names", "new", "on", "own", "read", "settings", "several", "spans", "stream",
         "to", "work",
     )  # fmt: skip
 
@@ -53,7 +53,8 @@ class RepeatedCall:
     ) -> None:
         like = next(iter(operands.values()))
         self.settings, self.on, self.launches, self.several = config.current(), ready.on, ready.launches, ready.several
-        self.library, self.device = sys.modules[library_of(like.source)], int(like.device[1])  # type: ignore[call-overload]
+        self.stream = streams_of(sys.modules[library_of(like.source)])
+        self.device = int(like.device[1])  # type: ignore[call-overload]
         exchanged = {"a": "b", "b": "a"} if ready.swapped else {}
         self.names = tuple([exchanged.get(x, x) for x in operands])
         self.spans = [_span(x) for x in operands.values()]
@@ -78,31 +79,20 @@ class RepeatedCall:
             numbers: further arguments of kernels.
         """
         values: dict[str, Any] = dict(zip(self.names, addresses), **numbers)  # noqa: B905 - where there is an out, too
-        own = self.own
+        own, first, end = self.own, 0, 0
         if own is not None:
             first, end = at + own[0], at + own[1]
             for there, (low, high) in zip(addresses, self.spans):  # noqa: B905 - there is one for each
                 if there + low < end and first < there + high:
                     return NotImplemented
             values[self.to] = at
-        if closure is not None:
-            for name, key, begin, span in self.read:
-                there = kind(closure[key] if key in closure else resolve(key, closure))[1]  # type: ignore[index]
-                if own is not None and first < there + span[1] and there + span[0] < end:
-                    return NotImplemented
-                values[name] = there + begin
-            for name, key in self.floats:
-                values[name] = float(closure[key] if key in closure else resolve(key, closure))
-        results = [] if own is None else [out]
+        if closure is not None and not self._captured(values, closure, first, end):
+            return NotImplemented
+        results = [] if self.own is None else [out]
         for name, make in self.new:
             result, values[name] = make()
             results.append(result)
-        self._launch(values)
-        return tuple(results) if self.several else results[0]
-
-    def _launch(self, values: dict[str, Any]) -> None:
-        """Launch the kernels; a workspace is freed by its library when the stream is done with it."""
-        queue, scratch = stream_of(self.library, self.device), None
+        queue, scratch = self.stream(self.device), None
         if self.work is not None:
             scratch, values["work"] = self.work()
         for launch, moves in self.launches:
@@ -113,7 +103,19 @@ class RepeatedCall:
                 launch.run(self.on, here, queue)
             else:
                 launch.prepared(here, queue)
-        del scratch
+        del scratch  # its library frees it when the stream is done with it
+        return tuple(results) if self.several else results[0]
+
+    def _captured(self, values: dict[str, Any], closure: Closure, first: int, end: int) -> bool:
+        """Add what a function captures; whether no array of it is within the bytes from `first` to `end`."""
+        for name, key, begin, (low, high) in self.read:
+            there = kind(closure[key] if key in closure else resolve(key, closure))[1]  # type: ignore[index]
+            if there + low < end and first < there + high:
+                return False
+            values[name] = there + begin
+        for name, key in self.floats:
+            values[name] = float(closure[key] if key in closure else resolve(key, closure))
+        return True
 
     @property
     def current(self) -> bool:
