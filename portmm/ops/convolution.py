@@ -107,9 +107,10 @@ def conv(
     read, dtype = readable(images, w), None if dtype is None else np.dtype(dtype)
     kind = kind if w is passed and read is x else None
     repeat = None if kind is None or w.panels is None else _repeat(kind, read, w, out, epilogue)
-    result = convolved(read, w, size, Wanted(out, dtype, repeat), epilogue)
-    if kind is not None and epilogue is None and (ready := Repeated.of(read, w, size, dtype)) is not None:
-        _repeated.keep(_key(kind, read, out), ready)
+    asked = Wanted(out, dtype, repeat)
+    result = convolved(read, w, size, asked, epilogue)
+    if kind is not None and (ready := Repeated.of(read, w, size, asked, fused=epilogue is not None)) is not None:
+        _repeated.keep(_key(kind, read, out, epilogue), ready)
     return result
 
 
@@ -140,8 +141,8 @@ def _again(kind: tuple[Any, ...], x: Array, w: PackedConv, out: Any, epilogue: A
         result = host_matmul.again(*_repeat(kind, x, w, out, epilogue), config.current())
         if result is not NotImplemented:
             return result
-    repeated = None if epilogue is not None else _repeated.get(_key(kind, x, out))
-    return NotImplemented if repeated is None else repeated(x, w, out)
+    repeated = _repeated.get(_key(kind, x, out, epilogue))
+    return NotImplemented if repeated is None else repeated(x, w, out, epilogue)
 
 
 def _repeat(kind: tuple[Any, ...], x: Array, w: PackedConv, out: Any, epilogue: Any) -> tuple[Any, ...]:
@@ -150,9 +151,9 @@ def _repeat(kind: tuple[Any, ...], x: Array, w: PackedConv, out: Any, epilogue: 
     return (epilogue or _sums, *operands, out, kind)
 
 
-def _key(kind: tuple[Any, ...], x: Array, out: Any) -> tuple[Any, ...]:
+def _key(kind: tuple[Any, ...], x: Array, out: Any, epilogue: Any) -> tuple[Any, ...]:
     """The kind of a call that Python repeats."""
-    return (kind, x.shape, x.strides, x.dtype, x.flags.aligned, out is None, config.current())
+    return (kind, x.shape, x.strides, x.dtype, x.flags.aligned, out is None, epilogue is None, config.current())
 
 
 def _sums(acc: Any, i: Any) -> Any:

@@ -165,39 +165,54 @@ def _fused(call: HostConvolution, place: _Place, function: UserFunction) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class Repeated:
-    """A further call of a kind, without an epilogue.
+    """A further call of a kind that Python makes: of several products, or of filters of single channels.
 
     Attributes:
-        kernel: the kernel.
+        kernel: the kernel; None with an epilogue.
+        key: the kind by which a function knows its kernel.
         shape: of the result.
-        dtype: of the result.
+        dtype: that was asked for, or None.
         strides: of rows and items of a dense result, in elements.
     """
 
-    kernel: ConvolutionKernel | DepthwiseKernel
+    kernel: ConvolutionKernel | DepthwiseKernel | None
+    key: tuple[Any, ...]
     shape: tuple[int, ...]
-    dtype: np.dtype[Any]
+    dtype: np.dtype[Any] | None
     strides: tuple[int, int]
 
     @classmethod
-    def of(cls, x: Array, w: PackedConv, size: Convolution, dtype: np.dtype[Any] | None) -> Repeated | None:
+    def of(cls, x: Array, w: PackedConv, size: Convolution, wanted: Wanted, *, fused: bool) -> Repeated | None:
         """The record of a call that was made; None where it is not to be repeated like this."""
-        call = _kind_of(w)(x, w, of_filters(size, w), dtype, None)
-        if 0 in (*call.shape, size.depth) or not (dtype is None or call.writes()):
+        call, kernel, dtype = _call(x, w, size, wanted, fused=fused), None, wanted.dtype
+        if 0 in (*call.shape, size.depth) or not (fused or dtype is None or call.writes()):
             return None
         strides = _dense(call.shape)
-        kernel = _kinds.get((call.kind, strides, config.current(), config.limit()))
-        if kernel is None or isinstance(kernel, ScheduleError):
-            return None
-        return cls(kernel, _user_shape(call), kernel.results[0][1], strides)
+        if not fused:
+            kernel = _kinds.get((call.kind, strides, config.current(), config.limit()))
+            if kernel is None or isinstance(kernel, ScheduleError):
+                return None
+        return cls(kernel, ("conv", *call.kind, strides), _user_shape(call), dtype, strides)
 
-    def __call__(self, x: Array, w: PackedConv, out: Any) -> Any:
-        """The result; NotImplemented if it cannot be written to `out` like this."""
-        if out is None:
-            out = np.empty(self.shape, self.dtype)
-        elif type(out) is not np.ndarray or out.shape != self.shape or not numpy_arrays.dense_at(out, self.dtype, x):
+    def __call__(self, x: Array, w: PackedConv, out: Any, epilogue: Any) -> Any:
+        """The result; NotImplemented if no kernel is known, or if it has several or cannot be written to `out`."""
+        kernel: Any = self.kernel
+        closure = None
+        if epilogue is not None:
+            function = UserFunction(epilogue)
+            kernel, closure = function.known(self.key), function.closure
+            if kernel is None or isinstance(kernel, ScheduleError) or kernel.several:
+                return NotImplemented
+        shape, dtype = kernel.results[0]
+        if self.dtype not in {None, dtype}:
             return NotImplemented
-        self.kernel.run(x, w, (out, *self.strides))
+        if out is None:
+            out = np.empty(self.shape, dtype)
+        else:
+            dense = type(out) is np.ndarray and out.shape == self.shape and numpy_arrays.dense_at(out, dtype, x)
+            if not (dense and _writes(kernel, out.reshape(shape), closure)):
+                return NotImplemented
+        kernel.run(x, w, (out, *self.strides), closure)
         return out
 
 

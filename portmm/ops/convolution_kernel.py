@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import mul
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -93,13 +94,17 @@ class ConvolutionKernel:
         a_m, a_k, a_batch, b_k, b_n, b_batch = self.strides
         last, execute = w.channels_last, runtime().execute
         table, numbers, arrays = None, None, []
+        image: Any = x
+        to: Any = out
+        if len(w.weight) > 1:
+            places = [y.__array_interface__["data"][0] for y in (x, out)]
+            steps, ends = (tuple(map(mul, y, (1, out.itemsize))) for y in (self.steps, self.ends))
         if self.bound is not None:
             table, numbers, *arrays = self.bound.fill(closure, [], list(more))
         for group, weight in enumerate(w.weight):
-            image, to, filters = x, out, getattr(weight, "owner", weight)
+            filters = getattr(weight, "owner", weight)
             if group:
-                image = x.__array_interface__["data"][0] + min(group * self.steps[0], self.ends[0])
-                to = out.__array_interface__["data"][0] + min(group * self.steps[1], self.ends[1]) * out.itemsize
+                image, to = (p + min(group * s, e) for p, s, e in zip(places, steps, ends, strict=True))
             a, b = (image, filters) if last else (filters, image)
             operands = (m, n, k, batch, a, a_m, a_k, a_batch, b, b_k, b_n, b_batch, to, row, 1, item, None)
             if self.bound is None:

@@ -180,6 +180,12 @@ class UserFunction:
             remember(_ready, key, self.way, self.function, by_value=by_value)
         return kernel
 
+    def known(self, key: tuple[Any, ...]) -> Any:
+        """The kernel of the function for a kind of call, from the memo, or None."""
+        way, captured = find(_ready, (code_of(self.function), key, config.current(), config.limit()), self.function)
+        self.closure = captured
+        return None if way is None else way.result
+
 
 def code_of(function: Any) -> Any:
     """The part that all functions of one kind share: no class of the user's, which the memo would keep alive."""

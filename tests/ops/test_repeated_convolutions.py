@@ -9,7 +9,7 @@ import pytest
 from convolved import convolved
 
 import portmm as pm
-from portmm.ops import host_matmul
+from portmm.ops import convolution, host_matmul
 from portmm.runtime import cpu
 
 pytestmark = pytest.mark.calls
@@ -165,3 +165,38 @@ def test_a_repeated_call_checks_its_result(by_runtime):
         pm.conv(x, packed, np.empty((1, 4, 4, 5), np.float32))
     with pytest.raises(TypeError):
         pm.conv(x, packed, [[1.0]])
+
+
+OF_PYTHON = {
+    "products": ((2, 7, 6, 24), (9, 8, 1, 1), {"groups": 3}),
+    "first": ((2, 24, 7, 6), (9, 8, 3, 3), {"groups": 3, "layout": "NCHW"}),
+    "single channels": ((2, 7, 6, 8), (8, 1, 3, 3), {"groups": 8, "padding": 1}),
+}
+
+
+@pytest.mark.parametrize("case", OF_PYTHON)
+@pytest.mark.parametrize("given", [False, True])
+def test_further_calls_of_several_products(case, given, monkeypatch):
+    """Python repeats these, with an epilogue and without, unless the result is read by the epilogue."""
+    made, first = [], convolution.convolved
+    monkeypatch.setattr(convolution, "convolved", lambda *call: made.append(call) or first(*call))
+    shape, filters, how = OF_PYTHON[case]
+    last, w = not how.get("layout", "").startswith("NC"), values(filters, 1)
+    packed = pm.pack_conv(w, groups=how["groups"], layout=how.get("layout", "NHWC"))
+    for seed in range(3):
+        x, bias = values(shape, seed), values(len(w), seed)
+        sums = convolved(x, w, **how)
+        residual = values(sums.shape, seed)
+        flat = residual.reshape((len(x), -1, len(w)) if last else (len(x), len(w), -1))
+        want = np.maximum(sums * 2 + (bias if last else bias.reshape(-1, 1, 1)) + residual, 0)
+        for function, expected in ((rectified(2.0, bias, flat, last=last), want), (None, sums)):
+            out = np.empty(sums.shape, np.float32) if given else None
+            result = pm.conv(x, packed, out, **how, epilogue=function)
+            assert result is out or not given
+            np.testing.assert_array_equal(result, expected)
+    assert len(made) <= 2
+    twice = np.concatenate([residual, residual])[: len(residual)]
+    over = rectified(2.0, bias, twice.reshape(flat.shape), last=last)
+    np.testing.assert_array_equal(pm.conv(x, packed, twice, **how, epilogue=over), want)
+    both = pm.conv(x, packed, **how, epilogue=lambda acc, _: (acc, acc * 2))
+    np.testing.assert_array_equal(both[1], 2 * both[0])
