@@ -107,9 +107,9 @@ def conv(
     read, dtype = readable(images, w), None if dtype is None else np.dtype(dtype)
     kind = kind if w is passed and read is x else None
     repeat = None if kind is None or w.panels is None else _repeat(kind, read, w, out, epilogue)
-    asked = Wanted(out, dtype, repeat)
-    result = convolved(read, w, size, asked, epilogue)
-    if kind is not None and (ready := Repeated.of(read, w, size, asked, fused=epilogue is not None)) is not None:
+    to = Wanted(out, dtype, repeat)
+    result = convolved(read, w, size, to, epilogue)
+    if kind is not None and (ready := Repeated.of(read, w, size, to, fused=epilogue is not None)) is not None:
         _repeated.keep(_key(kind, read, out, epilogue), ready)
     return result
 
