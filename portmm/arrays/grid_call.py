@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays import numpy_arrays
 from portmm.arrays.interop import empty_like
 from portmm.arrays.operand import Matrix, Operand, address, dense_like, elements, matrix, over
-from portmm.codegen.lower import lower_lines
+from portmm.codegen.lower import lower_int4_floats, lower_lines
 from portmm.dispatch import config, schedule_choice
 from portmm.dispatch.machine import MOST, Launch, Machine, bind
 from portmm.errors import ScheduleError
@@ -26,7 +26,8 @@ from portmm.schedule.candidates import units
 from portmm.schedule.gpu_cost import copying
 from portmm.schedule.gpu_gemv import ROWS
 from portmm.spec.dtype import BY_NAME, accumulator, spell
-from portmm.spec.problem import Problem
+from portmm.spec.dtype import size as size_of
+from portmm.spec.problem import Problem, family
 
 if TYPE_CHECKING:
     from portmm.schedule.program import Vectors
@@ -189,6 +190,8 @@ SIDES = "ab"
 _ALONG_K = {"a": "row", "b": "col"}
 _KINDS = {1: "u8", 2: "f16", 4: "s32"}
 """Bytes of an element -> a type of that size: the copy does not interpret bits."""
+_NARROW, _PARTS = 2, ("scales", "offsets")
+"""Bytes of an element of floats that are made of int4 weights, and what of these they are made of besides words."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,6 +222,8 @@ def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tupl
         vectors: elements of the widest vector access to A, B and C.
         once: operands that all items of a batch share.
     """
+    if p.b == "codes":
+        return _as_floats(p, target, vectors)
     device = target.device
     scopes = {atom.unit for _, atom in units(p.dtype, target, tf32=p.tf32)} if device is not None else set()
     if not scopes - {""}:
@@ -226,7 +231,7 @@ def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tupl
     # Fragments of words can be loaded transposed; warpgroups multiply words along k only.
     sizes = (1, WORD) if "warpgroup" in scopes else (1,)
     candidates = [x for x in SIDES if _hinders(p, vectors, x, sizes)]
-    if not candidates or p.deterministic or p.grouped or p.b == "codes":
+    if not candidates or p.deterministic or p.grouped:
         return "", 0.0
     best_sides, copy_seconds, best_seconds = "", 0.0, schedule_choice.choose(p, target, vectors=vectors).cost.seconds
     for count in range(1, len(candidates) + 1):
@@ -246,6 +251,24 @@ def faster(p: Problem, target: Target, vectors: Vectors, once: str = "") -> tupl
     return best_sides, copy_seconds
 
 
+def _as_floats(p: Problem, target: Target, vectors: Vectors) -> tuple[str, float]:
+    """As `faster`, of an int4 weight: whether warpgroups multiply floats that are made of it first.
+
+    Weights are rounded to the type of A, as by other kernels of many rows, so the result has as few bits.
+    """
+    a, _, c = p.types
+    narrow = BY_NAME[a].bytes == BY_NAME[c].bytes == _NARROW
+    if not narrow or p.deterministic or p.grouped or p.batch > 1 or p.source:
+        return "", 0.0
+    floats = after_copies(p, "b")
+    if "warpgroup" not in {atom.unit for _, atom in units(floats.dtype, target)}:
+        return "", 0.0
+    spent = copying(_bytes(p, "b", once=True), target)
+    rest = schedule_choice.choose(floats, target, vectors=vectors_after_copies(p, vectors, "b")).cost.seconds
+    faster_so = spent + rest < schedule_choice.choose(p, target, vectors=vectors).cost.seconds
+    return ("b", spent) if faster_so else ("", 0.0)
+
+
 def _hinders(p: Problem, vectors: Vectors, side: str, sizes: tuple[int, ...]) -> bool:
     """Whether matrix units load fragments of an operand slowly, or not at all, as `sizes` of bytes not along k."""
     i = SIDES.index(side)
@@ -258,18 +281,24 @@ def _hinders(p: Problem, vectors: Vectors, side: str, sizes: tuple[int, ...]) ->
 def _bytes(p: Problem, side: str, once: bool) -> int:
     """Bytes that a copy reads and writes."""
     i = SIDES.index(side)
+    if p.b == "codes":
+        return int(p.n * (p.k * size_of("u4") + lines(p.k, _NARROW) * _NARROW))
     size = BY_NAME[p.types[i]].bytes
     return (p.m, p.n)[i] * (p.k + lines(p.k, size)) * size * (1 if once else p.batch)
 
 
 def after_copies(p: Problem, sides: Any) -> Problem:
     """The problem after the copies of some operands."""
+    if p.b == "codes" and "b" in sides:
+        a, _, c = p.types
+        return replace(p, b="col", family="", dtype=spell(a, a, c))
     return replace(p, a="row" if "a" in sides else p.a, b="col" if "b" in sides else p.b)
 
 
 def vectors_after_copies(p: Problem, vectors: Vectors, sides: Any) -> Vectors:
     """Elements of the widest vector accesses after the copies."""
-    own = [ALIGNED // BY_NAME[t].bytes if x in sides else v for x, t, v in zip(SIDES, p.types, vectors, strict=False)]
+    types = after_copies(p, sides).types
+    own = [ALIGNED // BY_NAME[t].bytes if x in sides else v for x, t, v in zip(SIDES, types, vectors, strict=False)]
     return own[0], own[1], vectors[2]
 
 
@@ -289,6 +318,8 @@ def arranged(
 
 
 def _copy(p: Problem, side: str, values: dict[str, Any], on: Machine) -> Copy:
+    if p.b == "codes":
+        return _floats(p, values, on)
     of_a = side == "a"
     dtype, layout = p.types[0 if of_a else 1], p.a if of_a else p.b
     size, rows = BY_NAME[dtype].bytes, p.m if of_a else p.n
@@ -304,12 +335,23 @@ def _copy(p: Problem, side: str, values: dict[str, Any], on: Machine) -> Copy:
     return Copy(side, items * rows * row_stride, dtype, bind(kernel, function, numbers), kernel.name)
 
 
+def _floats(p: Problem, values: dict[str, Any], on: Machine) -> Copy:
+    """The kernel that makes floats of an int4 weight."""
+    dtype, group = p.types[0], family(p.family).group
+    key = (dtype, group)
+    ((kernel, function),) = on.loaded(("int4", *key), lambda: (lower_int4_floats(on.target.isas[-1], *key),))
+    line = lines(p.k, _NARROW)
+    sizes = {"n": p.n, "k": p.k, "words": values["words"], "groups": values["groups"], "line": line}
+    return Copy("b", p.n * line, dtype, bind(kernel, function, sizes), kernel.name)
+
+
 def run_copies(copies: tuple[Copy, ...], on: Machine, pointers: dict[str, Any], like: Operand) -> list[Any]:
     """Launch the copies, replace the operands' addresses by theirs, and return the arrays that own their memory."""
     arrays = []
     for x in copies:
         copied = empty_like(like, (x.elements,), x.dtype)
-        x.launch.run(on, {"x": pointers[x.side], "to": address(copied)}, like.queue)
+        parts = {name: pointers[name] for name in _PARTS if name in pointers}
+        x.launch.run(on, {"x": pointers[x.side], "to": address(copied), **parts}, like.queue)
         pointers[x.side] = address(copied)
         arrays.append(copied)
     return arrays

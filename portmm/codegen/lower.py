@@ -260,6 +260,13 @@ def lower_lines(isa: Isa, dtype: str, along: str) -> GridKernel:
     return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.matmul on {isa.title}"))
 
 
+def lower_int4_floats(isa: Isa, dtype: str, group: int) -> GridKernel:
+    """The kernel of a device that makes floats of an int4 weight: see `kernels.gpu.int4_floats`."""
+    kernel: GridKernel = _builder("gpu.int4_floats").build(isa, _one(isa), dtype, group)
+    description = f"makes {dtype} of int4 weights, k side by side, in aligned lines"
+    return replace(kernel, header=_header(kernel.name, isa, description, f"portmm.matmul on {isa.title}"))
+
+
 def _one(isa: Isa) -> Atom:
     """The atom of f32 of one thread."""
     real = isa.vector("f32", 1)

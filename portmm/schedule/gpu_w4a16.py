@@ -64,6 +64,8 @@ LARGE = 32 * 64
 ROUND = 4 * CODES_KR
 """Elements of k in the words of four lanes: all of one group."""
 SPLITS = (1, 2, 4, 8)
+FEW_ROWS = 16
+"""Rows of a block up to which the time is that of reading weights."""
 
 
 def serves(p: Problem, atom: Atom) -> bool:
@@ -178,10 +180,12 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     filled = min(1.0, v.together * warps / MODEL.matrix_warps)
     # Fragments of A are multiplied by ones, too, where they are multiplied by int4 values.
     atoms = s.block.m * s.block.n * (1 if once else 1 + atom.n / warp.n)
+    # Of few rows memory is late, not the units.
+    late = 1.0 if s.block.m <= FEW_ROWS else MODEL.dequantized_issue if once else MODEL.coded_issue
     dequantizing, others = instructions(s)
     floats, tiles = s.block.n * (a + b) if once else 0, s.block.m * a + s.block.n * b
     counts = {
-        "multiply-adds": v.rounds * atoms * depth,
+        "multiply-adds": v.rounds * atoms * depth * late,
         "dequantising": v.rounds * depth * dequantizing * lanes / filled,
         "instructions": v.rounds * depth * (dequantizing + others) / filled,
         "shared memory": v.rounds * depth

@@ -17,7 +17,7 @@ from manifest_case import Case, all_words, covering, few, on_device, smallest
 from manifest_host import forms
 from rows_lowered import lower_grid_columns, lower_grid_rows
 
-from portmm.codegen.lower import lower_grid, lower_lines, lower_program
+from portmm.codegen.lower import lower_grid, lower_int4_floats, lower_lines, lower_program
 from portmm.errors import ScheduleError
 from portmm.ir.attention_program import of_attention
 from portmm.schedule import gpu_attention_choice
@@ -201,6 +201,8 @@ def _rows(isa: Any, language: str) -> Iterator[Case]:
         yield from on_device(name, language, lower_grid_columns, isa, str(columns()), 64, sliced=sliced)
     for kind, along in product(("u8", "s16", "s32"), ("k", "row")):
         yield from on_device(f"lines {kind} along {along}", language, lower_lines, isa, kind, along)
+    for kind, group in product(("bf16", "f16"), (0, 32)):
+        yield from on_device(f"{kind} of int4, groups of {group}", language, lower_int4_floats, isa, kind, group)
 
 
 def _attention(target: Target, language: str) -> Iterator[Case]:
