@@ -159,7 +159,7 @@ class WgmmaEpilogue(Product):
 
     def _aligned(self) -> tuple[Stmt, ...]:
         """Whether rows of each operand are whole vectors."""
-        own = []
+        own: list[Stmt] = []
         for i in self.read:
             own.append(Get(f"x{i}_low", "misaligned", (Ptr(f"x{i}"),)))
             strided = var(f"x{i}_m") % (VECTOR // SIZE)

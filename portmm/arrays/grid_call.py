@@ -28,6 +28,7 @@ from portmm.schedule.gpu_gemv import ROWS
 from portmm.spec.dtype import BY_NAME, accumulator, spell
 from portmm.spec.dtype import size as size_of
 from portmm.spec.problem import Problem, family
+from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
     from portmm.schedule.program import Vectors
@@ -263,7 +264,7 @@ def _as_floats(p: Problem, target: Target, vectors: Vectors) -> tuple[str, float
     floats = after_copies(p, "b")
     if "warpgroup" not in {atom.unit for _, atom in units(floats.dtype, target)}:
         return "", 0.0
-    spent = copying(_bytes(p, "b", once=True), target)
+    spent = copying(_bytes(p, "b", once=True) * MODEL.unfolding, target)
     rest = schedule_choice.choose(floats, target, vectors=vectors_after_copies(p, vectors, "b")).cost.seconds
     faster_so = spent + rest < schedule_choice.choose(p, target, vectors=vectors).cost.seconds
     return ("b", spent) if faster_so else ("", 0.0)

@@ -174,8 +174,7 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     latencies = ceil(loads * width(s) / s.tiles[0].k)
     run = bytes_in_flight(s) * k_threads(s) * width(s) / s.tiles[0].k / s.nr if along_k(s) else s.block.n * b
     counts = {
-        # A is converted, and added for offsets, too, for each row of int4 values.
-        "multiply-adds": v.rounds * ((2 if b < 1 else 1) * s.mr * s.block.n + narrow) * units * (1 + MODEL.issue),
+        "multiply-adds": v.rounds * (s.mr * s.block.n + narrow) * units * (1 + MODEL.issue),
         "loads": v.rounds * units * sum(words),
         "L2": v.blocks * units * kr * (s.block.n * b) / v.busy,
         "memory": compulsory(p) * (1 + MODEL.short * (max(MODEL.line / run, 1) - 1)),
