@@ -110,11 +110,13 @@ class UnitTiles(Tiles):
         """A product of tiles.
 
         Raises:
-            ScheduleError: its right factor is no operand.
+            ScheduleError: its right factor is no operand, or its left one has other rows than the program.
         """
         (along, p, q), (a, b, to) = labels, views
         if not b.at.name.startswith("x") or not q:
             raise ScheduleError("products of bf16 have an operand with columns as their right factor")
+        if p not in {"", self.rows}:
+            raise ScheduleError(f"products of bf16 have rows of a tile of {self.rows} on their left, not of {p}")
         if self.kind(a) != self.dtype:
             narrow = self.buffer(p, along, self.dtype)
             self.emit(left, self.map_call(left, {left: a}, (p, along), narrow))

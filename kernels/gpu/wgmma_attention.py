@@ -87,7 +87,7 @@ class Work(MmaWork):
         return (*params, *of_fused(form.score))
 
     def map_of(self, name: str) -> Argument:
-        """Tensor map of an operand: elements, rows, heads, items. Heads, or items, that share memory are one."""
+        """Tensor map of an operand: elements, rows, heads, items. Heads, or items, of stride 0 are one."""
         t = self.t
         rows, box, heads = ("m", STRIP, var("heads")) if name == "q" else ("keys", t.keys, var("heads") // var("group"))
         steps = [var(f"{name}_{'m' if name == 'q' else 'n'}"), var(f"{name}_h"), var(f"{name}_b")]
@@ -207,8 +207,9 @@ class Work(MmaWork):
         t, other = self.t, 1 - var("warpgroup")
         begin = self.softmax.begin()
         both = const(GROUPS * WARPGROUP)
-        # The second warpgroup lets the first begin; its last arrival would be one too many.
-        opened = (If(var("warpgroup").eq(1), (Do("block_barrier_arrive", (const(ORDER), both)),)),)
+        # The second warpgroup lets the first begin a tile that follows; its last arrival would be one too many.
+        follows = (var("first") + t.keys).lt(var("end"))
+        opened = (If(var("warpgroup").eq(1) * follows, (Do("block_barrier_arrive", (const(ORDER), both)),)),)
         again = var("warpgroup").eq(0) + (var("key") + t.keys).lt(var("end"))
         mine = Do("block_barrier_sync", (var("warpgroup") + ORDER, both)) if t.s.parallel.pingpong else None
         theirs = If(const(0).lt(again), (Do("block_barrier_arrive", (other + ORDER, both)),))

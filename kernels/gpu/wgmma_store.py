@@ -167,7 +167,7 @@ class WgmmaEpilogue(Product):
         return tuple(own)
 
     def _brought(self) -> tuple[Stmt, ...]:
-        """Copies of a warp's rows of a panel of each operand to shared memory; zeros out of bounds."""
+        """Copies of a warp's rows of a panel of each operand to shared memory, where they are in bounds."""
         n, per = panel(self.s), VECTOR // SIZE
         lines = HALVES * SIDE
         t, j, column = var("t"), var("j"), var("column")

@@ -193,6 +193,8 @@ _KINDS = {1: "u8", 2: "f16", 4: "s32"}
 """Bytes of an element -> a type of that size: the copy does not interpret bits."""
 _NARROW, _PARTS = 2, ("scales", "offsets")
 """Bytes of an element of floats that are made of int4 weights, and what of these they are made of besides words."""
+_SHARE = 32
+"""Part of a device's memory, as 1 / 32, that such floats may take."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,7 +261,10 @@ def _as_floats(p: Problem, target: Target, vectors: Vectors) -> tuple[str, float
     """
     a, _, c = p.types
     narrow = BY_NAME[a].bytes == BY_NAME[c].bytes == _NARROW
-    if not narrow or p.deterministic or p.grouped or p.batch > 1 or p.source:
+    device = target.device
+    if device is None or not narrow or p.deterministic or p.grouped or p.batch > 1 or p.source:
+        return "", 0.0
+    if p.n * p.k * _NARROW * _SHARE > device.memory_bytes:
         return "", 0.0
     floats = after_copies(p, "b")
     if "warpgroup" not in {atom.unit for _, atom in units(floats.dtype, target)}:

@@ -53,7 +53,13 @@ def layers_of(path: Path, shapes: Sequence[Shape]) -> Makers:
     file = opened(path)
     quantized = quantized_layers(file)
     makers: Makers = {name: lambda q=q: packed_layer(*q()) for name, q in quantized.items()}  # type: ignore[misc]
-    lines = {(x.n, x.k): x.dtype for x in shapes if x.b == "packed" and types(x.dtype)[1] in FLOATS}
+    lines: dict[tuple[int, int], str] = {}
+    for x in shapes:
+        if x.b == "packed" and types(x.dtype)[1] in FLOATS and lines.setdefault((x.n, x.k), x.dtype) != x.dtype:
+            raise BundleError(
+                f"--weights: lines of packed B of {x.n} x {x.k} are of {lines[x.n, x.k]} and of {x.dtype}; a layer is "
+                "packed for one: bundle them apart"
+            )
     for name, tensor in {} if str(path).endswith(".gguf") else file.tensors.items():
         word = lines.get(tensor.shape)
         if word and numpy_arrays.name_of(tensor.dtype) in FLOATS and name.rpartition(".")[0] not in quantized:

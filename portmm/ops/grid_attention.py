@@ -154,6 +154,11 @@ def _layout(x: Operand, name: str) -> tuple[tuple[int, int, int, int], int]:
     return (item, head, row, column), vector if column == 1 else 1
 
 
+def _boxed(steps: tuple[int, int, int, int], rows: int, width: int) -> bool:
+    """Whether rows do not overlap, and nothing runs backwards."""
+    return min(steps) >= 0 and (rows == 1 or steps[2] >= width)
+
+
 # -- a kind of call --------------------------------------------------------------------------
 
 
@@ -176,7 +181,9 @@ def _prepare(shape: Shape, parts: _Parts, out: Operand | None, options: Options,
     q_vector, k_vector, v_vector, o_vector = (vector for _, vector in layouts.values())
     vectors = q_vector, k_vector, v_vector, o_vector
     loose = "".join(name for name, (steps, _) in layouts.items() if steps[3] != 1)
-    request = AttentionSizes(q.dtype, d, dv, m, items * heads, group, n, vectors, loose)
+    lines = {"q": (m, d), "k": (n, d), "v": (n, dv)}
+    boxed = all(_boxed(layouts[x][0], *lines[x]) for x in "qkv")
+    request = AttentionSizes(q.dtype, d, dv, m, items * heads, group, n, vectors, loose, boxed)
     schedule = gpu_attention_choice.choices(request, on.target)[0]
     runs, run = gpu_attention_choice.splits(schedule, request, on.target)
     rows = items * heads * m

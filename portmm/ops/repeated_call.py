@@ -149,8 +149,11 @@ def keep(  # noqa: PLR0917 - a call, and its function
     key: tuple[Any, ...], ready: KernelCall, operands: dict[str, Operand], out: Operand | None = None,
     function: UserFunction | None = None, read: Sequence[Operand] = (),
 ) -> None:  # fmt: skip
-    """Keep a call, if further ones of its kind need no more than addresses; see `RepeatedCall` for the arguments."""
-    if not repeats(ready, next(iter(operands.values()))):
+    """Keep a call, if further ones of its kind need no more than addresses; see `RepeatedCall` for the arguments.
+
+    Arrays that a function captures may be of libraries whose addresses are not asked for here.
+    """
+    if not repeats(ready, next(iter(operands.values()))) or any(kind(x.source) is None for x in read):
         return
     if function is None:
         _calls.keep(key, RepeatedCall(ready, operands, out))

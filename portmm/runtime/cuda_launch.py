@@ -129,8 +129,8 @@ class PreparedLaunch:
             if kept is None:
                 kept = _kept(map_at, there, known)
             maps[i], places[i] = kept
-        if self._grant is not None:
-            self._granted()
+        if (grant := self._grant) is not None:
+            self._granted(grant)
         cuda = sys.modules["cupy"].cuda
         function = self.function
         try:
@@ -167,9 +167,9 @@ class PreparedLaunch:
             f"shared memory: {cause}"
         ) from cause
 
-    def _granted(self) -> None:
-        cuda, grant = sys.modules["cupy"].cuda, self._grant
-        assert grant is not None and self._where is not None  # noqa: PT018, S101 - the caller has looked
+    def _granted(self, grant: Callable[[], None]) -> None:
+        cuda = sys.modules["cupy"].cuda
+        assert self._where is not None  # noqa: S101 - else nothing is launched
         try:
             with cuda.Device(self.function.device):
                 grant()

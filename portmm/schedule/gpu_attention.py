@@ -70,6 +70,7 @@ class AttentionSizes(NamedTuple):
         keys: of a head.
         vectors: elements of Q, K, V and of the result that may be moved at once.
         loose: names of those whose rows are not dense in memory.
+        boxed: rows of Q, K and V, heads and items follow each other in memory, or are one, as copy engines read boxes.
     """
 
     dtype: str
@@ -81,6 +82,7 @@ class AttentionSizes(NamedTuple):
     keys: int
     vectors: tuple[int, int, int, int]
     loose: str
+    boxed: bool = True
 
 
 def attention_schedule(  # noqa: PLR0917 - parts of one record

@@ -90,7 +90,7 @@ def schedule_of(
 
 def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
     """Legal schedules, fastest first by `time`; none where warpgroups or the copy engine cannot be used."""
-    d, addressed = shape.d, min(shape.vectors[:3]) * SIZE >= ALIGNED
+    d, addressed = shape.d, shape.boxed and min(shape.vectors[:3]) * SIZE >= ALIGNED
     if unit(shape.dtype, target) is None or not asynchronous(target) or shape.queries <= FEW or not shape.keys:
         return []
     if (

@@ -63,6 +63,16 @@ def test_heads_that_items_share_and_strides_between(cupy):
     assert all("wgmma" in name for name, *_ in cupy.launches)
 
 
+@pytest.mark.parametrize("axis", [0, 1, 2])
+def test_arrays_that_run_backwards_are_not_for_the_copy_engine(cupy, axis):
+    x = operands((2, 2, 2, 40, 70, 64, 64), F16)
+    back = tuple(slice(None, None, -1 if i == axis else 1) for i in range(4))
+    want = exact(*(y[back] for y in x))[0]
+    got = pm.attention(*(cupy.array(y)[back] for y in x)).get()
+    np.testing.assert_allclose(got.astype(np.float64), want, rtol=TOLERANCE["float16"], atol=TOLERANCE["float16"])
+    assert not any("wgmma" in name for name, *_ in cupy.launches)
+
+
 def test_what_lies_behind_the_end_is_not_looked_at(cupy):
     q, k, v = operands((2, 1, 1, 64, 200, 64, 64), F16)
     lengths = np.array([200, 77], np.int32)

@@ -132,6 +132,24 @@ def test_epilogues(on, monkeypatch):
     near(pm.matmul(left, right, epilogue=lambda acc, i: acc - there[0][i.n]), a @ b - biases[0])
 
 
+def test_arrays_of_other_libraries_that_epilogues_capture(on):
+    """They are described at each call."""
+
+    class Foreign:
+        def __init__(self, x):
+            self.x, self.shape, self.dtype = x, x.shape, x.dtype
+
+        @property
+        def __cuda_array_interface__(self):
+            where = (self.x.data.ptr, False)
+            return {"shape": self.shape, "typestr": self.dtype.str, "data": where, "strides": None, "version": 3}
+
+    a, b, bias = values(M, K), values(K, N, seed=1), values(N, seed=2)
+    left, right, there = on.array(a), on.array(b), Foreign(on.array(bias))
+    for _ in range(3):
+        near(pm.matmul(left, right, epilogue=lambda acc, i: acc + there[i.n]), a @ b + bias)
+
+
 def test_an_epilogue_that_reads_its_output(on):
     a, b, c = values(M, K), values(K, N, seed=1), values(M, N, seed=2)
     left, right, read, out = map(on.array, (a, b, c, c))
