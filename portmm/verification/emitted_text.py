@@ -76,8 +76,14 @@ _INSTRUCTIONS = {
     ("vmovdqu16 %1, %0%{%2%}", "+m"): "store_halves",
 }  # fmt: skip
 """Instruction and constraint of its result -> its meaning on lanes, of the result and then the operands."""
+_ROUNDED = """\
+union { float f; unsigned u; } v = {x};
+  if ((v.u & 0x7fffffff) > 0x7f800000) return (unsigned short)(v.u >> 16 | 0x40); /* NaN stays one */
+  return (unsigned short)((v.u + 0x7fff + (v.u >> 16 & 1)) >> 16);"""
+"""One element rounded to bfloat16: every bit of it, as another text would round in another way."""
 _NARROW = tuple((re.compile(x), y) for x, y in (
     (r"union \{ unsigned u; float f; \} v = \{\(unsigned\)(.+?) << 16\};", r"struct { F f; } v = {widened(\1)};"),
+    (re.escape(_ROUNDED), "return narrowed(x);"),
     (r"__builtin_convertvector\((\w+ >> 16), (\w+)\)", r"low_halves<\2>(\1)"),
     (r"__builtin_ia32_movmskps256\(", "signs("),
     (r"__builtin_memcpy\(", "moved("),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import test_block_kernels as blocks
 from test_kernels import softmax
@@ -10,6 +12,7 @@ from portmm.codegen.c_kernel import source
 from portmm.ir.attention_program import Form, of_attention
 from portmm.ir.block_program import program_of
 from portmm.ir.product_program import of_product
+from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_attention import attention_schedule
 from portmm.spec.elementwise import exp
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, reduction
@@ -103,6 +106,20 @@ def test_texts_of_bfloat16(what, chip):
     verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=source(x.kernel))
     assert verdict, verdict
     assert verdict.bits >= 40
+
+
+def test_a_row_of_bfloat16():
+    """Whose sums are rounded one by one."""
+    target, p = load_target("zen4"), Problem(1, 4096, 64, "bf16", b="col")
+    s = next(s for s in candidates(p, target, 1) if s.program == "dot" and s.isa == "avx512")
+    a, b, c = of_product(p).operands
+    program = replace(of_product(p), operands=(a, replace(b, axes="nk"), c))
+    x = lowered(program, target, s, 1)
+    text = source(x.kernel)
+    assert check_kernel(program, x.kernel, x.extents, seed=SEED, text=text)
+    for old, new in (("0x7fff + (v.u", "0x3fff + (v.u"), ("v.u >> 16 | 0x40", "v.u >> 16")):
+        assert old in text
+        assert not check_kernel(program, x.kernel, x.extents, seed=SEED, text=text.replace(old, new))
 
 
 def test_attention_of_bfloat16_by_its_unit():
