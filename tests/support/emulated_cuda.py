@@ -14,6 +14,7 @@ from portmm.build import nvrtc
 from portmm.build.nvrtc import Cubin
 from portmm.dispatch import machine
 from portmm.spec.dtype import BY_NAME
+from portmm.util import memo
 
 LETTERS = {"p": "Q", "m": "m", "i": "i", "l": "q", "f": "f"}
 """The shim's letter of an argument -> that of `struct`."""
@@ -153,4 +154,5 @@ def install(monkeypatch):
     for known in ("_functions", "_banks"):
         monkeypatch.setattr(cuda, known, {})
     monkeypatch.setattr(machine, "_machines", {})
+    memo.forget_all()  # calls of an earlier device
     return put(monkeypatch, EmulatedCupy())
