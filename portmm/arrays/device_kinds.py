@@ -55,7 +55,7 @@ def _unknown(_x: Any) -> None:
 
 def _of_tensor(x: Any) -> tuple[Kind, int] | None:
     torch = sys.modules["torch"]
-    if (x.requires_grad and torch.is_grad_enabled()) or x.layout is not torch.strided or x.is_neg():
+    if not x.is_cuda or (x.requires_grad and torch.is_grad_enabled()) or x.layout is not torch.strided or x.is_neg():
         return None
     at = x.data_ptr()
     return (x.dtype, x.shape, x.stride(), x.device, at & LOW_BITS), at

@@ -43,9 +43,6 @@ class _Tensor:
     def is_neg(self):
         return False
 
-    def data_ptr(self):
-        return self.array.ctypes.data
-
     def detach(self):
         return _Tensor(self.array, self.dtype.name)
 
