@@ -54,7 +54,7 @@ def finish(  # noqa: PLR0917 - types, and expressions with where they find sums
     whole, pairs = columns - columns % atom.n, at.pairs(columns)
     begin, first = const(0), const(0)
     if pairs:
-        # What the loop over pairs leaves: the last of an odd number of rows, and the last columns of all.
+        # The remainder of the loop over pairs of rows: the last of an odd number, and the last columns of all.
         paired = var("rows") - var("rows") % 2
         begin, first = paired * (1 - whole.lt(columns)) if atom.n > 1 else paired, whole * i.lt(paired)
     body: tuple[Stmt, ...] = (*at.row(i), For("j", first, whole, const(atom.n), at.vector(i, j)))

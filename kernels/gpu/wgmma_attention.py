@@ -33,8 +33,9 @@ from portmm.kernels.gpu.mma_attention import UNIT, WORDS
 from portmm.kernels.gpu.mma_attention import Work as MmaWork
 from portmm.kernels.gpu.online_softmax import FragmentSoftmax
 from portmm.kernels.gpu.parameters import integers, longs, of_fused
+from portmm.schedule.gpu_mma_attention import SIZE
 from portmm.schedule.gpu_wgmma import LINE, STRIP, SWIZZLED
-from portmm.schedule.gpu_wgmma_attention import CONSUMER, GROUPS, PRODUCER, SIZE, WarpgroupTiling
+from portmm.schedule.gpu_wgmma_attention import CONSUMER, GROUPS, PRODUCER, WarpgroupTiling
 from portmm.schedule.schedule import WARPGROUP
 
 if TYPE_CHECKING:

@@ -39,6 +39,8 @@ from portmm.target.model import DEVICE as MODEL
 from portmm.target.supports import multiplies
 
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from portmm.schedule.gpu_attention import AttentionSizes
     from portmm.schedule.program import Footprint
     from portmm.schedule.schedule import Schedule
@@ -111,18 +113,24 @@ def pitch(width: int) -> int:
     return width if vectors % 8 == 0 or vectors in (2, 4) else width + VECTOR_BYTES // SIZE
 
 
+def units(element: str, target: Target, by: str) -> Iterator[tuple[Isa, Atom]]:
+    """The matrix instructions of a device for a type, of threads that multiply together: "warp" or "warpgroup"."""
+    device = target.device
+    if device is None or element not in TYPES:
+        return
+    for isa in target.isas:
+        fits = (x for x in isa.atoms if x.unit == by and x.a == x.b == element)
+        yield from ((isa, x) for x in fits if multiplies(isa, x, device))
+
+
 def unit(element: str, target: Target) -> tuple[Isa, Atom] | None:
     """The matrix instruction of a warp for a type, or None.
 
     Weights are a left operand as they lie in registers, and fragments are loaded as matrices: both are so where an
     atom's operands have a `load`.
     """
-    device = target.device
-    if device is None or element not in TYPES:
-        return None
-    fits = ((isa, x) for isa in target.isas for x in isa.atoms if x.unit == "warp" and x.a == x.b == element)
-    loads = ((isa, x) for isa, x in fits if x.a_fragment is not None and x.a_fragment.load)
-    return next(((isa, x) for isa, x in loads if multiplies(isa, x, device)), None)
+    fits = units(element, target, "warp")
+    return next(((isa, x) for isa, x in fits if x.a_fragment is not None and x.a_fragment.load), None)
 
 
 def lacks(shape: AttentionSizes, target: Target) -> str:

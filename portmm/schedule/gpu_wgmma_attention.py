@@ -17,13 +17,12 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.schedule.gpu_attention import attention_schedule
-from portmm.schedule.gpu_mma_attention import FEW, MatrixTiling
+from portmm.schedule.gpu_mma_attention import FEW, SIZE, UNIT, WIDEST_HEAD, MatrixTiling, units
 from portmm.schedule.gpu_wgmma import ALIGNED, LINE, STRIP
 from portmm.schedule.parts import ALL, REGISTERS, SHARED, TMA, Parallel, Tile
 from portmm.schedule.program import Program, asynchronous, capacities_of, device_of, exceeded, footprint_of
 from portmm.schedule.roofline import Work
 from portmm.target.model import DEVICE as MODEL
-from portmm.target.supports import multiplies
 
 if TYPE_CHECKING:
     from portmm.schedule.gpu_attention import AttentionSizes
@@ -33,15 +32,10 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-SIZE = 2
-"""Bytes of an element of Q, K and V."""
 GROUPS, STAGES = 2, 2
 """Consumer warpgroups of a block, and stages of K, and of V."""
-UNIT = 16
-"""Keys that one instruction multiplies by V."""
 KEYS = (176, 128, 96, 80, 64)
 """Keys of a tile."""
-WIDEST_HEAD = 256
 PRODUCER, CONSUMER = 24, 240
 """Registers of a thread of the producer and of the consumer warpgroups."""
 OWN = 36
@@ -66,11 +60,7 @@ class WarpgroupTiling(MatrixTiling):
 
 def unit(element: str, target: Target) -> tuple[Isa, Atom] | None:
     """The matrix instruction of a warpgroup for a type, or None."""
-    device = target.device
-    if device is None or element not in ("f16", "bf16"):
-        return None
-    fits = ((isa, x) for isa in target.isas for x in isa.atoms if x.unit == "warpgroup" and x.a == x.b == element)
-    return next(((isa, x) for isa, x in fits if multiplies(isa, x, device)), None)
+    return next(units(element, target, "warpgroup"), None)
 
 
 def schedule_of(

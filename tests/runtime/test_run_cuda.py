@@ -127,7 +127,7 @@ def test_a_launch(cupy):
 
 
 def test_a_prepared_launch(cupy):
-    """What is open is filled in at each launch, and a map is made once for each address."""
+    """Each launch fills in the arguments left open; a tensor map is encoded once for each address."""
     kernel, made = cuda.load(CUBIN, "f"), []
 
     def mapped(address):

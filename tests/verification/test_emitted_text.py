@@ -109,7 +109,7 @@ def test_texts_of_bfloat16(what, chip):
 
 
 def test_a_row_of_bfloat16():
-    """Whose sums are rounded one by one."""
+    """Its sums are converted to bfloat16 one at a time, not as vectors."""
     target, p = load_target("zen4"), Problem(1, 4096, 64, "bf16", b="col")
     s = next(s for s in candidates(p, target, 1) if s.program == "dot" and s.isa == "avx512")
     a, b, c = of_product(p).operands
