@@ -25,6 +25,8 @@ Array = np.ndarray[Any, Any]
 Tile = dict[str, range]
 """The part of each label that a tile has."""
 Values = dict["Expr", Any]
+Places = dict[tuple[Any, ...], tuple[Array, ...]]
+"""Indices of the elements of operands in tiles."""
 _WIDE = {"s32": np.int64, "f32": np.float64}
 """Type of expressions -> that of accumulators."""
 
@@ -169,11 +171,13 @@ def run(
         by = (tiles or {}).get(label, n) or 1
         return [range(at, min(at + by, n)) for at in range(0, n, by)]
 
+    places: Places = {}
+    source = {"number": numbers, "extent": extents}
     whole, grid = {x: range(n) for x, n in extents.items() if x.islower()}, [x for x in program.grid if x in extents]
     with np.errstate(all="ignore"):
         for here in (_nested if nested else product)(*map(parts, grid)):
             tile = whole | dict(zip(grid, here, strict=True))
-            _Point(program, arrays, numbers, extents, arithmetic).passes(tile, parts(program.loop))
+            _Point(program, arrays, source, arithmetic, places).passes(tile, parts(program.loop))
 
 
 def _nested(*labels: list[range]) -> Iterator[tuple[range, ...]]:
@@ -185,20 +189,26 @@ def _nested(*labels: list[range]) -> Iterator[tuple[range, ...]]:
     yield tuple(x[-1] for x in labels)
 
 
+def varying(program: BlockProgram) -> dict[Expr, frozenset[str]]:
+    """The labels along which each expression of a program varies, which the program keeps."""
+    known = program.__dict__
+    if "varies" not in known:
+        known["varies"] = varies(program.fused.steps, program.operands)
+    axes: dict[Expr, frozenset[str]] = known["varies"]
+    return axes
+
+
 class _Point:
     """A tile of the grid, with its accumulators."""
 
     def __init__(
-        self, program: BlockProgram, arrays: Sequence[Any], numbers: Sequence[float], extents: Mapping[str, int],
-        arithmetic: Arithmetic,
+        self, program: BlockProgram, arrays: Sequence[Any], source: dict[str, Any], arithmetic: Arithmetic,
+        places: Places,
     ) -> None:  # fmt: skip
         self.program, self.arrays, self.arithmetic = program, arrays, arithmetic
-        self.source: dict[str, Any] = {"number": numbers, "extent": extents}
+        self.source, self.places = source, places
         self.state: Values = {}
-        self.places: dict[tuple[Any, ...], tuple[Array, ...]] = {}
-        known = program.__dict__
-        self.axes = known["varies"] if "varies" in known else varies(program.fused.steps, program.operands)
-        known["varies"] = self.axes
+        self.axes = varying(program)
 
     def passes(self, here: Tile, along: list[range]) -> None:
         """All passes over the tiles of the loop."""
@@ -216,8 +226,8 @@ class _Point:
     def _step(self, one: Pass, tile: Tile) -> None:
         """A tile of the loop in a pass."""
         known: Values = {}
-        before = _Point(self.program, self.arrays, self.source["number"], self.source["extent"], self.arithmetic)
-        before.state, before.places = dict(self.state), self.places
+        rescales = any(isinstance(x, (TileReduce, TileGemm)) and x.rescaled is not None for x in one)
+        before = self._kept() if rescales else self
         for x in one:
             if isinstance(x, TileTransfer) and self.program.loop in self.program.operands[x.operand].axes:
                 self._store(x, tile)
@@ -228,6 +238,12 @@ class _Point:
                     kept = self.arithmetic.rescaled(kept, then, now)
                 more = self._sum(x.value, tile, known)
                 self.state[x.value] = self.arithmetic.together(x.value.args[0], kept, more)
+
+    def _kept(self) -> _Point:
+        """The same tile of the grid, with its accumulators as they are."""
+        point = _Point(self.program, self.arrays, self.source, self.arithmetic, self.places)
+        point.state = dict(self.state)
+        return point
 
     def _sum(self, x: Expr, tile: Tile, known: Values) -> Any:
         """The sum or maximum of a tile along the label of an expression."""

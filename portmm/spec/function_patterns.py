@@ -23,6 +23,9 @@ _patterns: dict[tuple[str, ...], list[tuple[str, Expr]]] = {}
 _last: set[tuple[str, str]] = set()
 _decays: list[Expr] = []
 _matches = Memory(1 << 16, "kernels")
+_decaying = Memory(1 << 16, "kernels")
+DECAY = "decay"
+"""The operation of an exponential without an expansion, of an argument that is not positive."""
 
 
 def _kind(x: Expr) -> tuple[str, ...]:
@@ -40,6 +43,7 @@ def add(name: str, function: Callable[[Expr], Expr], *, decays: bool = False) ->
     _last.add((pattern.op, pattern.dtype))
     _patterns.setdefault(_kind(pattern), []).append((name, pattern))
     _matches.clear()
+    _decaying.clear()
 
 
 for _name in NAMES:
@@ -51,6 +55,8 @@ for _name in short_math.SHORT:
 
 def function_of(x: Expr) -> tuple[str, Expr] | None:
     """The name and the argument of the function whose expansion an expression is, or None."""
+    if x.op == DECAY:
+        return "exp", x.args[0]
     if (x.op, x.dtype) not in _last or (some := _patterns.get(_kind(x))) is None:
         return None
     if x not in _matches:
@@ -61,8 +67,12 @@ def function_of(x: Expr) -> tuple[str, Expr] | None:
 
 def decaying(x: Expr) -> Expr | None:
     """The argument of a function that an expression spells for arguments alone that are not positive, or None."""
-    named = function_of(x)
-    return None if named is None or all(_unified(x, y) is None for y in _decays) else named[1]
+    if x.op == DECAY:
+        return x.args[0]
+    if x not in _decaying:
+        named = function_of(x)
+        _decaying.keep(x, None if named is None or all(_unified(x, y) is None for y in _decays) else named[1])
+    return _decaying[x]
 
 
 def _match(x: Expr, name: str, pattern: Expr) -> tuple[str, Expr] | None:

@@ -197,6 +197,6 @@ def _is_positive(x: Expr, op: str, of: tuple[str, ...]) -> bool:
     """Whether a value is positive, as `Value.positive` has it: by its operation and the types of its operands."""
     if op in ("exp", "const"):
         return op == "exp" or (x.dtype == "f32" and x.args[0] >= 0)
-    if op not in ("add", "mul", "div", "fma", "select"):
+    if op not in ("add", "mul", "div", "fma", "chain", "select"):
         return False
     return all([y[-1] == "+" for y in (of[1:] if op == "select" else of)])  # noqa: C419 - faster

@@ -14,8 +14,9 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from portmm.ir.block_meaning import varying
 from portmm.ir.block_program import BlockProgram, TileGemm, TileReduce
-from portmm.spec.epilogue import summed, varies
+from portmm.spec.epilogue import summed
 from portmm.spec.expr_ops import OPS
 from portmm.spec.function_patterns import function_of
 from portmm.util.memo import Memory, cached
@@ -186,7 +187,7 @@ def _has_sign(x: Expr) -> bool:
     if named is not None or x.op == "const":
         return named[0] == "exp" if named is not None else x.args[0] >= 0
     summed_ = x.op in ("reduce", "fold", "contract") and x.args[0] != "max"
-    return (summed_ or x.op in ("add", "mul", "div", "fma")) and all(map(_positive, x.inner))
+    return (summed_ or x.op in ("add", "mul", "div", "fma", "chain")) and all(map(_positive, x.inner))
 
 
 class _Sizes:
@@ -196,7 +197,7 @@ class _Sizes:
         self, number: Any, program: BlockProgram, operands: Sequence[Size], extents: Mapping[str, int]
     ) -> None:
         self.number, self.program, self.operands, self.extents = number, program, operands, extents
-        self.axes = varies(program.fused.steps, program.operands)
+        self.axes = varying(program)
         every = [x for one in program.passes for x in one if isinstance(x, (TileReduce, TileGemm))]
         self.rescaled = {x.value for x in every if x.rescaled is not None}
         self.known: dict[Expr, Size] = {}
@@ -290,13 +291,21 @@ class _Elements(_Sizes):
     def _of(self, x: Expr) -> Size:
         if x.op == "element":
             return _ELEMENT
-        if x.op not in ("add", "mul", "fma") or function_of(x) is not None:
+        if x.op not in ("add", "mul", "fma", "chain") or function_of(x) is not None:
             return self._one(super()._of(x))
         key = x.op, *[id(self.of(y)) for y in x.args]  # `same` holds all: different ones have different numbers
         known = self.results.get(key)
         if known is None:
-            known = self.results[key] = self._one(super()._of(x))
+            size = self._chain(*x.args) if x.op == "chain" else super()._of(x)
+            known = self.results[key] = self._one(size)
         return known
+
+    def _chain(self, first: Expr, *factors: Expr) -> Size:
+        """The size of a sum of products."""
+        total = self.of(first)
+        for a, b in zip(factors[::2], factors[1::2], strict=True):
+            total = _plus(_times(self.of(a), self.of(b)), total)
+        return total
 
     def _one(self, x: Size) -> Size:
         """The one object of equal sizes."""

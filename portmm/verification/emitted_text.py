@@ -12,7 +12,7 @@ import struct
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -20,18 +20,13 @@ from portmm.build.compiler import find_compiler
 from portmm.errors import BuildError
 from portmm.ir.interpreter import evaluate
 from portmm.ir.nodes import FIELDS, OPERANDS, SWAPPED, Kernel
-from portmm.spec.expr import Expr, const
 from portmm.spec.problem import AXES
-from portmm.verification.powers import Powers
-from portmm.verification.symbolic import POISON, applied, element
+from portmm.verification.node_table import OPERATIONS, replayed
 from portmm.verification.values import UncompiledError, UnsupportedError
 
-OPERATIONS = (
-    "real", "integer", "mask", "element", "add", "sub", "mul", "div", "neg", "fma", "lt", "le", "more", "eq", "ne",
-    "and", "or", "xor", "not", "shl", "shr", "bits", "from_bits", "float", "int", "select", "abs", "max", "min",
-    "greater", "sqrt", "exp2", "pair",
-)  # fmt: skip
-"""Operations of nodes in the order of their numbers."""
+if TYPE_CHECKING:
+    from portmm.spec.expr import Expr
+
 LIMIT = 60.0
 """Seconds of a compiler, and of a run."""
 DEPENDS, OUTSIDE, STUCK, ORDER, FULL = 3, 4, 5, 6, 7
@@ -49,14 +44,6 @@ _FLAGS = (
     "-fno-threadsafe-statics",
     "-fsanitize=bounds", "-fsanitize-undefined-trap-on-error",  # of arrays of registers
 )  # fmt: skip
-_COUNTS = tuple(
-    0 if x in ("real", "integer", "mask", "element")
-    else 1 if x in ("neg", "not", "bits", "from_bits", "float", "int", "abs", "sqrt", "exp2")
-    else 3 if x in ("fma", "select")
-    else 2
-    for x in OPERATIONS
-)  # fmt: skip
-"""Number of operands of each."""
 _TYPES = re.compile(
     r"typedef (const )?(\w+(?: \w+)?) (\w+) "
     r"__attribute__\(\(vector_size\((\d+|sizeof\(\w+\))\)[^)]*(?:\(\d+\)[^)]*)?\)\);"
@@ -134,7 +121,7 @@ def expressions(source: str, arrays: Arrays) -> dict[str, list[Expr | None]]:
     (count,) = struct.unpack_from("<I", data)
     nodes = np.frombuffer(data, "<u4", 4 * count, 4).reshape(-1, 4)
     words = np.frombuffer(data, "<u4", -1, 4 + 16 * count).tolist()
-    known = _replayed(nodes, words, arrays.literals)
+    known = replayed(nodes, words, arrays.literals)
     each = iter(words)
     return {x: [known.get(next(each)) for _ in range(arrays.shapes[x])] for x in arrays.results}
 
@@ -333,46 +320,3 @@ def _output(source: str) -> bytes:
         reason = "it reads outside of its arrays, or traps"
         raise BuildError(f"the text ends with status {ran.returncode} on symbols: {reason}")
     return ran.stdout
-
-
-def _replayed(
-    nodes: np.ndarray[tuple[int, ...], np.dtype[np.uint32]], wanted: list[int], literals: frozenset[float]
-) -> dict[int, Expr]:
-    """The expressions of wanted nodes, and of those that they need."""
-    rows = nodes.tolist()
-    powers = Powers(literals)
-    known: dict[int, Expr] = {}
-    for i, (op, *of) in _needed(rows, wanted):
-        name, args = OPERATIONS[op], [known[x] for x in of[: _COUNTS[op]]]
-        if name == "exp2":
-            known[i] = powers.exponential(args[0])
-        elif name == "mul" and (power := powers.product(*args)) is not None:
-            known[i] = power
-        elif args:
-            known[i] = applied("lt", args[::-1]) if name == "more" else applied(name, args)
-        else:
-            known[i] = _leaf(name, *of[:2])
-    return known
-
-
-def _needed(rows: list[list[int]], wanted: list[int]) -> list[tuple[int, list[int]]]:
-    """The nodes that wanted ones need, and these, each after its operands."""
-    needed = bytearray(len(rows))
-    for i in wanted:
-        if i != POISON:
-            needed[i] = 1
-    for i in range(len(rows) - 1, -1, -1):
-        if needed[i]:
-            for x in rows[i][1 : 1 + _COUNTS[rows[i][0]]]:
-                needed[x] = 1
-    return [x for x in enumerate(rows) if needed[x[0]]]
-
-
-def _leaf(name: str, first: int, second: int) -> Expr:
-    """The expression of a literal or of an element."""
-    if name == "element":
-        return element(first, second)
-    if name == "mask":
-        return const(bool(first), "mask")
-    word = np.array([first], np.uint32)
-    return const(word.view(np.float32)[0].item()) if name == "real" else const(word.view(np.int32)[0].item(), "s32")

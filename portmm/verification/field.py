@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, reduce
 from typing import Any
 
 import numpy as np
@@ -25,6 +25,8 @@ _SMALL = [n for n in range(3, 2000, 2) if all(n % d for d in range(3, int(n**0.5
 _WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
 """Bases by which Miller and Rabin's test is exact below 2**64 (Sorenson and Webster 2015)."""
 _STEP = 1 << 10
+ADDENDS = 8
+"""Residues whose sum is below 2**64."""
 
 
 def _is_prime(n: int) -> bool:
@@ -83,12 +85,11 @@ class Field:
         source = random.Random(f"portmm {seed}")  # noqa: S311 - reproducible from the seed, which is drawn elsewhere
         primes = [random_prime(source) for _ in range(tests)]
         source = random.Random(f"portmm {seed} roots")  # noqa: S311 - as above: fewer tests have the same roots
-        low, high = [], []
-        for p in primes:
-            w = _root(p, source)
-            low.append(_powers(w, p, _STEP))
-            high.append(_powers(pow(w, _STEP, p), p, Q // _STEP + 1))
-        return cls(seed, np.array(primes, np.uint64), np.array(low, np.uint64), np.array(high, np.uint64))
+        roots = [_root(p, source) for p in primes]
+        steps = [pow(w, _STEP, p) for w, p in zip(roots, primes, strict=True)]
+        return cls(
+            seed, np.array(primes, np.uint64), _powers(roots, primes, _STEP), _powers(steps, primes, Q // _STEP + 1)
+        )
 
     @property
     def tests(self) -> int:
@@ -100,21 +101,24 @@ class Field:
         return Field(self.seed, self.p[:tests], self.low[:tests], self.high[:tests])
 
     def add(self, a: Array, b: Array) -> Array:
-        """A + b."""
+        """A + b: less p, which is the smaller one unless it wraps."""
         total = a + b
-        return np.where(total >= self.p, total - self.p, total)
+        return np.minimum(total, total - self.p)
 
     def sub(self, a: Array, b: Array) -> Array:
-        """A - b."""
-        return np.where(a >= b, a - b, a + self.p - b)
+        """A - b: plus p, which is the smaller one where the difference wraps."""
+        rest = a - b
+        return np.minimum(rest, rest + self.p)
+
+    def total(self, a: Array, axis: int) -> Array:
+        """The sum along an axis, which stays: `ADDENDS` at once do not reach 2**64."""
+        parts = [a[(slice(None),) * axis + (slice(i, i + ADDENDS),)] for i in range(0, a.shape[axis], ADDENDS)]
+        sums = [x.sum(axis, keepdims=True, dtype=np.uint64) % self.p for x in parts]
+        return reduce(self.add, sums)
 
     def mul(self, a: Array, b: Array) -> Array:
-        """A * b: the quotient in extended precision is right within 1, and the rest modulo 2**64 corrects it."""
-        quotient = (a.astype(np.longdouble) * b / self.p).astype(np.uint64)
-        rest = (a * b - quotient * self.p).view(np.int64)
-        size = self.p.view(np.int64)
-        rest = np.where(rest < 0, rest + size, rest)
-        return np.where(rest >= size, rest - size, rest).view(np.uint64)
+        """A * b."""
+        return _product(a, b, self.p)
 
     def inverse(self, a: Array) -> Array:
         """1 / a, element by element.
@@ -122,9 +126,9 @@ class Field:
         Raises:
             ZeroDivisionError: an element is zero.
         """
-        every = np.broadcast_to(self.p, a.shape)
-        values = [_inverse(int(x), int(p)) for x, p in zip(a.ravel(), every.ravel(), strict=True)]
-        return np.array(values, np.uint64).reshape(a.shape)
+        rows = a.reshape(-1, self.tests).T.tolist()
+        values = [_inverses(x, p) for x, p in zip(rows, self.p.tolist(), strict=True)]
+        return np.array(values, np.uint64).T.reshape(a.shape)
 
     def power(self, exponent: Array) -> Array:
         """W to the power of an element of Z_q."""
@@ -153,8 +157,7 @@ class Field:
 
     def literal(self, x: float) -> Array:
         """A float as the fraction that it is."""
-        top, bottom = float(x).as_integer_ratio()
-        return np.array([top * pow(bottom, -1, int(p)) % int(p) for p in self.p], np.uint64)
+        return np.array([_literal(float(x), p) for p in self.p.tolist()], np.uint64)
 
 
 @lru_cache(maxsize=4096)
@@ -167,27 +170,50 @@ def _keys(seed: int, tests: int, name: str, values: int) -> tuple[Any, ...]:
 
 def q_literal(x: float) -> int:
     """A float in Z_q."""
-    top, bottom = float(x).as_integer_ratio()
-    return top * pow(bottom, -1, Q) % Q
+    return _literal(float(x), Q)
 
 
 def q_inverse(a: Array) -> Array:
     """1 / a in Z_q, element by element."""
-    values = [_inverse(int(x), Q) for x in a.ravel()]
-    return np.array(values, np.int64).reshape(a.shape)
+    return np.array(_inverses(a.ravel().tolist(), Q), np.int64).reshape(a.shape)
 
 
-def _inverse(x: int, p: int) -> int:
-    if not x:
+@lru_cache(maxsize=4096)
+def _literal(x: float, p: int) -> int:
+    top, bottom = x.as_integer_ratio()
+    return top * pow(bottom, -1, p) % p
+
+
+def _inverses(values: list[int], p: int) -> list[int]:
+    """1 / x of each, by the inverse of the product of all."""
+    before = [1]
+    for x in values:
+        before.append(before[-1] * x % p)
+    if not before[-1]:
         raise ZeroDivisionError("a divisor is zero in one of the fields")
-    return pow(x, -1, p)
+    inverse, inverses = pow(before.pop(), -1, p), []
+    for x in reversed(values):
+        inverses.append(inverse * before.pop() % p)
+        inverse = inverse * x % p
+    return inverses[::-1]
 
 
-def _powers(w: int, p: int, count: int) -> list[int]:
-    powers = [1]
-    for _ in range(count - 1):
-        powers.append(powers[-1] * w % p)
-    return powers
+def _powers(roots: list[int], primes: list[int], count: int) -> Array:
+    """Powers of a root of each prime, a row for each: twice as many by each product."""
+    p, step = np.array(primes, np.uint64), np.array(roots, np.uint64)
+    powers = np.ones((1, len(primes)), np.uint64)
+    while len(powers) < count:
+        powers = np.concatenate([powers, _product(powers, step, p)])
+        step = _product(step, step, p)
+    return powers[:count].T.copy()
+
+
+def _product(a: Array, b: Array, p: Array) -> Array:
+    """A * b modulo p: the quotient in extended precision is right within 1, and the rest modulo 2**64 corrects it."""
+    quotient = (a.astype(np.longdouble) * b / p).astype(np.uint64)
+    rest = a * b - quotient * p
+    rest = np.minimum(rest, rest + p)
+    return np.minimum(rest, rest - p)
 
 
 def _mixed(x: Array, key: Any) -> Array:

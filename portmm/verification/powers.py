@@ -12,8 +12,8 @@ from contextlib import suppress
 
 import numpy as np
 
-from portmm.kernels.cpu.online_softmax import decay
-from portmm.spec.expr import Expr, apply, const
+from portmm.spec.expr import Expr, apply, const, node
+from portmm.spec.function_patterns import DECAY
 from portmm.spec.vector_math import LOG2E
 from portmm.verification.values import LOWEST, UnsupportedError
 
@@ -30,12 +30,12 @@ class Powers:
         self.done: dict[Expr, Expr] = {}
 
     def exponential(self, x: Expr) -> Expr:
-        """The power of two, as an exponential that is spelled for a value less a maximum that has it.
+        """The power of two, as an exponential for a value less a maximum that has it.
 
         Raises:
             UnsupportedError: it is of something else than a multiple of log2(e).
         """
-        return decay(self.natural(x))
+        return node(DECAY, (self.natural(x),), "f32")
 
     def product(self, a: Expr, b: Expr) -> Expr | None:
         """A product with log(2), or None if it is none of a multiple of log2(e)."""

@@ -37,7 +37,7 @@ class UncompiledError(UnsupportedError):
     """Error for a text that is not compiled with symbols for floats; its loops may be interpreted."""
 
 
-@dataclass(frozen=True, eq=False, slots=True)
+@dataclass(eq=False, slots=True)
 class Value:
     """Residues; all arrays have the tests as their last dimension.
 
@@ -158,18 +158,20 @@ class Residues:
             return self.start(kind, shape, dtype)
         if kind == "max":
             return self._most(every, axis, extent)
-        before = (slice(None),) * axis
-        varying = parts[0].shape[axis] > 1
+        if isinstance(every, Value):
+            return self._sum(every, axis, extent)
+        copies = 1 if every.shape[axis] > 1 else extent
+        return np.asarray(every.astype(np.int64).sum(axis, keepdims=True) * copies)
 
-        def at(i: int) -> Any:
-            index = (*before, slice(i, i + 1) if varying else slice(0, 1))
-            one = [x[index] for x in parts]
-            return Value.of(one, positive=every.positive) if len(one) > 1 else one[0]
-
-        result = at(0)
-        for i in range(1, extent):
-            result = self.together(kind, result, at(i))
-        return result
+    def _sum(self, every: Value, axis: int, extent: int) -> Value:
+        """The sum along an axis, of all values at once; one value is itself."""
+        if extent == 1:
+            return every
+        if every.shape[axis] < extent:
+            every = Value.of((np.repeat(x, extent, axis) for x in every.parts()), positive=every.positive)
+        p = self.field.total(every.p, axis)
+        q, low = every.q.sum(axis, keepdims=True) % Q, every.low.any(axis, keepdims=True)
+        return Value(p, q, np.asarray(low), np.zeros(p.shape, np.uint64), every.positive)
 
     def _most(self, every: Value, axis: int, extent: int) -> Any:
         """The maximum along an axis, of all values at once."""
@@ -198,7 +200,7 @@ class Residues:
             for to, x in zip(array.parts(), value.parts(), strict=True):
                 to[at] = x
             if not value.positive:
-                object.__setattr__(array, "positive", False)
+                array.positive = False
         elif isinstance(array, Value) or isinstance(value, Value):
             raise UnsupportedError("a value is converted to another type when it is stored")
         else:
@@ -254,6 +256,12 @@ class Residues:
 
     def _fma(self, a: Value, b: Value, c: Value) -> Any:
         return self._add(self._mul(a, b), c)
+
+    def _chain(self, total: Value, *factors: Value) -> Any:
+        """A sum of products: see `node_table`."""
+        for a, b in zip(factors[::2], factors[1::2], strict=True):
+            total = self._fma(a, b, total)
+        return total
 
     def _div(self, a: Value, b: Value) -> Any:
         if b.low.any():
