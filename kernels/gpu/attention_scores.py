@@ -81,10 +81,15 @@ class Scores(Request):
         """Expressions of a weight, and of the factor of earlier sums after a new maximum."""
         return weight(KEPT, MOST), weight(BEFORE, MOST)
 
+    @property
+    def constants(self) -> tuple[Expr, ...]:
+        """Further expressions that are the same for all scores."""
+        return ()
+
     @once
     def at(self) -> Elements:
         """Statements for all these expressions."""
-        wanted = (self.score, self.bounded, *self.weighed, *ENDED)
+        wanted = (self.score, self.bounded, *self.weighed, *ENDED, *self.constants)
         fused = Fused(self.form.score.operands, tuple((C, x) for x in wanted))
         return Elements(self.isa, self.real, fused, var("query"), var("query"), further=_LEAVES)
 
@@ -108,8 +113,9 @@ class Scores(Request):
         """Statements that are the same for all scores."""
         self.at.names.clear()
         if self.t.runs:
-            return tuple(numbers(self.at))
-        return (*numbers(self.at), *addresses(self.at.fused), *self.at.once([self.score, self.bounded], "bh"))
+            return (*numbers(self.at), *self.at.once(list(self.constants), ""))
+        same = self.at.once([self.score, self.bounded, *self.constants], "bh")
+        return (*numbers(self.at), *addresses(self.at.fused), *same)
 
     @property
     def edge(self) -> Index:

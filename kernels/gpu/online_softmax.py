@@ -13,13 +13,14 @@ from typing import TYPE_CHECKING
 from portmm.ir.attention_program import LOWEST
 from portmm.ir.fragment_index import Registers, coordinate, in_row, row_masks
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.nodes import For, If, Let, LetPtr
+from portmm.ir.nodes import For, If, Let, LetPtr, Scratch
 from portmm.ir.thread_nodes import Apply, Barrier, Exchange, Vector
 from portmm.kernels.cpu.online_softmax import BEFORE, ENDED, KEPT, MOST, TOTAL, scaled
 from portmm.kernels.gpu.attention_scores import Scores
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.parameters import integers, longs, read
+from portmm.spec.epilogue import acc
 from portmm.spec.expr_functions import fma
 from portmm.spec.vector_math import LOG2E
 from portmm.util.locks import once
@@ -39,6 +40,8 @@ if TYPE_CHECKING:
 LANES, WORD = 4, 4
 PAIR = 2
 """Neighbouring columns of a lane in fragments."""
+LARGER = "larger_f32"
+"""Primitive: the larger of two numbers, the other one of a NaN."""
 THREADS = 64
 """Number of threads of a block that combines runs."""
 
@@ -136,8 +139,24 @@ class FragmentSoftmax(Scores):
         i = var("i")
         return Ptr("s", ((i // 2 * self.t.strips + key) * 2 + i % 2) * PAIR + e)
 
+    @once
+    def factor(self) -> Expr | None:
+        """Number by which products are scaled to scores times log2(e), if that is all a score is; else None."""
+        score = self.form.score.results[0][1]
+        plain = score.op == "mul" and score.args[0] is acc() and score.args[1].op in ("number", "const")
+        return score.args[1] * LOG2E if plain else None
+
+    @property
+    def constants(self) -> tuple[Expr, ...]:
+        """The factor, and whether it is positive."""
+        by = self.factor
+        return () if by is None or by.op == "const" else (by, by > 0.0)
+
     def statements(self, *, later: bool = False) -> tuple[Stmt, ...]:
         """Statements that turn the scores of a tile into weights, and rescale earlier sums.
+
+        Where no key is masked and the factor is positive, the largest product has the largest score: products are
+        multiplied as the maximum is subtracted, with one rounding, and `scale` is the factor, otherwise 1.
 
         Args:
             later: sums are left as they are: `rescaled` does it.
@@ -145,7 +164,30 @@ class FragmentSoftmax(Scores):
         j, e = var("j"), var("e")
         key, columns = var("first_key") + j * 8 + e, (("j", self.t.strips), ("e", PAIR))
         scored = self.scored(self.row(), key, self.spot(j, e), Ptr("bigs", var("i")), columns)
-        return (scored, self.weights(later=later))
+        by = self.factor
+        if by is not None and (by.op != "const" or by.args[0] > 0):
+            scored = self.unmasked(scored, by)
+        one = (Scratch("scale", 1, "f32"), self.map("literal", "by", 1.0), self.keep("by", Ptr("scale")))
+        return (*one, scored, self.weights(later=later))
+
+    def unmasked(self, scored: Stmt, by: Expr) -> Stmt:
+        """Maxima of products, times a factor, where no key is masked and the factor is positive; else `scored`."""
+        i, j, e, pairs = var("i"), var("j"), var("e"), Ptr("pairs", var("e"))
+        factor: tuple[Stmt, ...]
+        if by.op == "const":
+            here, factor = self.edge.eq(0), (self.map("literal", "by", by.args[0]), self.keep("by", Ptr("scale")))
+        else:
+            names = self.at.names
+            here, factor = self.edge.eq(0) * var(names[self.constants[1]]), (self.keep(names[by], Ptr("scale")),)
+        rows = unrolled(
+            "i", self.t.rows,
+            self.map("literal", "big", LOWEST), unrolled("e", PAIR, self.keep("big", pairs)),
+            unrolled("j", self.t.strips, unrolled("e", PAIR, Apply(pairs, LARGER, (pairs, self.spot(j, e))))),
+            Apply(Ptr("pairs"), LARGER, (Ptr("pairs"), Ptr("pairs", const(1)))),
+            self.get("big", Ptr("pairs")), self.get("by", Ptr("scale")),
+            self.map("mul", "big", "big", "by"), self.keep("big", Ptr("bigs", i)),
+        )  # fmt: skip
+        return If(here, (*factor, Scratch("pairs", PAIR, "f32"), rows), (scored,))
 
     def row(self) -> Index:
         """Index of row i of a lane in the block's tile."""
@@ -179,12 +221,14 @@ class FragmentSoftmax(Scores):
             self.get("by", Ptr("one")),
             self.get("sum", Ptr("sums", i)),
             self.map("mul", "sum", "sum", "by"),
+            self.map("mul", "negated", "largest", -1.0),
+            self.get("factor", Ptr("scale")),
         )
         here, spot = self.sum(c, e), self.spot(j, e)
         rescaled = unrolled("c", t.columns, unrolled("e", PAIR, *scaled(here, self.real)))
         one = (
             self.get("x", spot),
-            self.map("sub", "x", "x", "largest"),
+            self.map("fma", "x", "x", "factor", "negated"),
             self.keep("x", spot),
             Apply(spot, power, (spot,)),
             self.get("x", spot),

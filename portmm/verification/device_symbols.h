@@ -171,4 +171,6 @@ static F choose(I mask, F a, F b) {
 }
 static I choose(I mask, I a, I b) { return I::of(selected(mask.h, a.h, b.h)); }
 static I choose(I mask, int a, int b) { return choose(mask, I(a), I(b)); }
+/* Of numbers: which one of two is a NaN is not told apart here. */
+static F fmaxf(F a, F b) { return F::of(operation(GREATER, a.h, b.h)); }
 static F exp2_f32(F x) { return F::of(operation(EXP2, x.h)); }

@@ -54,15 +54,36 @@ class Powers:
     def _natural(self, x: Expr) -> Expr:
         if x.op == "const" and x.args[0] < LOWEST:
             return x
-        if x.op == "fma" and x.args[1].op == "const" and x.args[2].op == "const" and not x.args[2].args[0]:
-            scale = self.scales.get(_rounded(x.args[1].args[0]))
-            if scale is not None:
-                return apply("fma", x.args[0], const(scale), x.args[2])
+        scale = self.scale(x.args[1]) if x.op in ("fma", "mul") else None
+        if x.op == "mul" and scale is not None:
+            return self.scaled(x.args[0], scale)
+        if x.op == "fma" and (scale is not None or _literal(x.args[1], 1.0)):
+            score = self.natural(x.args[0]) if scale is None else self.scaled(x.args[0], scale)
+            added = x.args[2]
+            if _literal(added, 0.0):
+                return score
+            if added.op == "mul" and _literal(added.args[1], -1.0):
+                return apply("sub", score, self.natural(added.args[0]))
         if x.op in ("sub", "max", "greater"):
             return apply(x.op, *map(self.natural, x.args))
         if x.op == "select":
             return apply("select", x.args[0], *map(self.natural, x.args[1:]))
         raise UnsupportedError("a power of two of what is no multiple of log2(e)")
+
+    def scale(self, by: Expr) -> float | None:
+        """The factor of the record that a literal is log2(e) times, or None."""
+        return self.scales.get(_rounded(by.args[0])) if by.op == "const" else None
+
+    def scaled(self, x: Expr, scale: float) -> Expr:
+        """A product times a factor, or the largest of products, each times a positive one."""
+        if x.op in ("max", "greater") and scale > 0:
+            return apply(x.op, *[self.scaled(y, scale) for y in x.args])
+        lowest = x.op == "const" and x.args[0] < LOWEST
+        return x if lowest else apply("fma", x, const(scale), const(0.0))
+
+
+def _literal(x: Expr, value: float) -> bool:
+    return bool(x.op == "const" and x.args[0] == value)
 
 
 def _rounded(x: float) -> float:

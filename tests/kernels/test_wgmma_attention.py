@@ -134,3 +134,20 @@ def test_products_stay_asynchronous(d):
         pytest.skip(str(error))
     assert not found.spills
     assert "serialized" not in found.log
+
+
+@pytest.mark.parametrize("scale", [0.0, -2.5, 40.0])
+def test_any_factor_of_scores(cupy, scale):
+    """One that turns the order of products around, or that makes all weights equal, or all but one zero."""
+    x = operands((1, 1, 1, 64, 96, 64, 64), BF16)
+    check(cupy, x, exact(*x, scale=scale), scale=scale)
+
+
+def test_a_score_that_is_no_number_makes_its_rows_so(cupy):
+    q, k, v = operands((1, 1, 1, 64, 96, 64, 64), F16)
+    q[0, 0, 5, 3] = np.nan
+    got = pm.attention(*map(cupy.array, (q, k, v))).get()
+    assert np.isnan(got[0, 0, 5]).all()
+    assert np.isfinite(np.delete(got[0, 0], 5, 0)).all()
+    k[0, 0, 40, 1] = np.nan
+    assert np.isnan(pm.attention(*map(cupy.array, (q, k, v))).get()).all()

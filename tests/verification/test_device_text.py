@@ -122,6 +122,8 @@ UNITS = {
     "weights of other keys": ("s[((r * 2 + step * 2 + u) * 2 + h) * 2 + 1]", "s[((r * 2 + step * 2 + u) * 2 + h) * 2]"),
     "scores to the base e": ("0.7213475f", "0.5f"),
     "keys beyond the last": ("t4 = t3 < t2;", "t4 = t3 <= t2;"),
+    "maxima of products": ("big = big * by;", ""),
+    "products for scores": ("x = fma_f32(x, factor, negated);", "x = x + negated;"),
     "lanes of a row": ("theirs = shuffle_xor_f32(big, 2)", "theirs = shuffle_xor_f32(big, 4)"),
 }
 
