@@ -1,13 +1,13 @@
 """Kernels that a fused program runs, with their records, for its certificate.
 
-Owns `emitted`, `attentions`, `unlisted`, those whose records it does not know, and `with_threads`, a graph down to its
+Owns `all_emitted`, `unlisted`, those whose records it does not know, and `with_threads`, a graph down to its
 threads.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -19,9 +19,11 @@ from portmm.ir.attention_program import Form, attention_of, of_attention
 from portmm.ir.block_program import BlockProgram, program_of
 from portmm.ir.mugraph import MuGraph, Threads, program_to_json
 from portmm.ir.product_program import RESULT, A, B, of_product
+from portmm.ops.attention_launch import FEW
 from portmm.schedule.cpu_attention import attention_schedule, packs_values
 from portmm.schedule.text import parse as spelled
-from portmm.spec.epilogue import parse
+from portmm.spec.epilogue import C, Fused, acc, load, parse
+from portmm.spec.problem import AXES
 from portmm.verification.certificate import Emitted
 from portmm.verification.lowered import PRODUCTS, VECTORS
 
@@ -50,29 +52,68 @@ def emitted(kernels: Iterable[Kernel], target: Target, threads: int) -> list[Emi
     return list(every.values())
 
 
-def attentions(graph: MuGraph, target: Target) -> list[Emitted]:
-    """Attention in a graph: both kernels that its calls have, of few queries and of many."""
+def all_emitted(graph: MuGraph, kernels: Sequence[Kernel], target: Target, threads: int) -> list[Emitted]:
+    """The records of attention, of products and of operations over rows that the kernels of a graph compute."""
+    return [*attentions(graph, target, kernels), *emitted(kernels, target, threads)]
+
+
+def attentions(graph: MuGraph, target: Target, kernels: Iterable[Kernel]) -> list[Emitted]:
+    """Attention in a graph that runs as kernels: those that calls of its types have, of few queries and of many."""
+    ran = {x.kind: x.types for x in kernels if x.types is not None}
     every = []
-    for x in graph.steps:
-        if x.program.is_attention:
+    for form in _forms(graph):
+        dtype, to = ran.get("attention_by_factors" if form.score.operands else "attention", ("f32", "f32"))
+        called = form._replace(score=_called(form.score), dtype=dtype, to=to)
+        for name, queries in (("few", 1), ("many", MOST_EXACT)):
             with suppress(ScheduleError):
-                form = attention_of(x.program).form
-                if form.score.operands:
-                    continue  # of tile units alone, whose texts are not checked
-                few, many = (_by_unit(form, target, few=few) for few in (True, False))
-                every.append(Emitted("attention, few queries", x.program, **few))
-                every.append(Emitted("attention, many queries", of_attention(form, "m"), **many))
+                every.append(_attention(f"attention, {name} queries", called, target, queries))
     return every
 
 
-def _by_unit(form: Form, target: Target, *, few: bool) -> dict[str, Any]:
-    """The schedule of attention of another type than f32 and its unit, as a call of `attention` selects them."""
+def _forms(graph: MuGraph) -> list[Form]:
+    """The kinds of attention of a graph's steps."""
+    forms = []
+    for x in graph.steps:
+        with suppress(ScheduleError):
+            forms += [attention_of(x.program).form] if x.program.is_attention else []
+    return forms
+
+
+def _called(score: Fused) -> Fused:
+    """The score of a call: the scale is part of a factor of queries, if there is one."""
+    if "m" not in "".join(x.axes for x in score.operands):
+        return score
+    s = acc()
+    for i in range(len(score.operands) - (len(score.results) > 1)):
+        s = s * load(i, "f32")
+    return replace(score, results=((C, s), *score.results[1:]))
+
+
+def _attention(name: str, form: Form, target: Target, queries: int) -> Emitted:
+    """The kernel of a call with some queries, by the unit and the schedule that it selects.
+
+    Raises:
+        ScheduleError: there is none.
+    """
+    isa, atom, lanes = attention_unit(form.dtype, form.score, target, queries)
+    if form.to != form.dtype and not atom.tiled:
+        raise ScheduleError("tile units alone have results of another type than the operands")
+    few = not atom.tiled and queries <= FEW // atom.k_pack and len(form.score.results) == 1
+    loop = "n" if few else "m"
+    program = of_attention(form if few else form._replace(score=_transposed(form.score)), loop)
     if form.dtype == "f32":
-        return {}
-    isa, atom, lanes = attention_unit(form.dtype, form.score, target, MOST_EXACT)
+        return Emitted(name, program)
     packs = not few and packs_values(isa, atom, form.dtype, 1, attention_schedule(isa, atom).parallel.cell[1])
     schedule = attention_schedule(isa, lanes if few else atom, packs=packs)
-    return {"schedule": schedule, "unit": VECTORS if few else PRODUCTS}
+    return Emitted(name, program, schedule, unit=VECTORS if few else PRODUCTS)
+
+
+def _transposed(score: Fused) -> Fused:
+    """The score of a kernel whose rows are keys."""
+    other = {"m": "n", "n": "m"}
+    swapped = (sorted((other.get(y, y) for y in x.axes), key=AXES.index) for x in score.operands)
+    each = zip(score.operands, swapped, strict=True)
+    return replace(score, operands=tuple(replace(x, axes="".join(axes)) for x, axes in each))
 
 
 def unlisted(kernels: Iterable[Kernel], graph: MuGraph | None) -> list[tuple[str, str]]:
@@ -83,8 +124,7 @@ def unlisted(kernels: Iterable[Kernel], graph: MuGraph | None) -> list[tuple[str
     steps = () if graph is None else graph.steps
     calls = any(x.program.is_attention for x in steps)
     reasons = {"product": "its weight is packed, or its rows are quantized", "rows": "it has no text of expressions"}
-    reasons["attention_by_factors"] = "texts of attention by tiles, which are configured, are not checked"
-    every = [(i, x) for i, x in enumerate(kernels, 1) if not (x.kind == "block" or (x.kind == "attention" and calls))]
+    every = [(i, x) for i, x in enumerate(kernels, 1) if not (x.kind == "block" or (x.types is not None and calls))]
     listed = [(i, x) for i, x in every if not emitted_alone(x)]
     return [(f"kernel {i}, {x.what}", reasons.get(x.kind, "greedy fusion made it of several steps")) for i, x in listed]
 

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from portmm.ops.attention import Launch
 
 FOREVER = 1 << 30
+ATTENDS = ("attention", "attention_by_factors")
 OWN = ("attention", "attention_by_factors", "linear", "grouped_matmul", "conv", "copy")
 """Functions of portmm that are a step by themselves."""
 
@@ -209,7 +210,8 @@ class HostBuilder(Builder):
                 self.writer.line(f"q{y.number} = address(c{x.number}[{i}])")
                 self.buffers[y] = Place(f"q{y.number}", 0, np.empty(y.shape, y.dtype), f"c{x.number}[{i}]")
         kind = "product" if x.kind == "matmul" else x.name if x.name in OWN else "numpy"
-        self.kernels.append(Kernel(kind, x.name, (x.where,), tuple(x.note.split(", ")) if x.note else ()))
+        notes = tuple(x.note.split(", ")) if x.note else ()
+        self.kernels.append(Kernel(kind, x.name, (x.where,), notes, types=_types(x)))
 
     def launched(self, x: Node, launch_of: Callable[..., Launch]) -> bool:
         """Add the launch of a function of portmm that is one kernel; False if it depends on more than addresses.
@@ -243,7 +245,7 @@ class HostBuilder(Builder):
         w.execute(launch.route, numbers, [None, None, None, (TABLE, 8 * start), None])
         detail = " x ".join(map(str, (*places[0].like.shape[:-1], places[1].like.shape[-1], x.shape[-1])))
         notes = tuple(x.note.split(", ")) if x.note else ()
-        self.kernels.append(Kernel(x.name, x.name, (x.where,), notes, detail=detail))
+        self.kernels.append(Kernel(x.name, x.name, (x.where,), notes, detail=detail, types=_types(x)))
         return True
 
     def weight(self, x: Node) -> Any:
@@ -372,3 +374,8 @@ def _checked(x: Node, items: list[Node]) -> Callable[..., tuple[Any, ...]]:
         return tuple(results)
 
     return run
+
+
+def _types(x: Node) -> tuple[str, str] | None:
+    """The types of the operands and of the result of attention."""
+    return (numpy_arrays.name_of(x.inputs[0].dtype), numpy_arrays.name_of(x.dtype)) if x.name in ATTENDS else None

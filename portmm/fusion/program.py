@@ -47,6 +47,7 @@ class Kernel:
         notes: further remarks.
         problem: of a product.
         flop: multiplications and additions of a product or convolution.
+        types: of attention: of queries, keys and values, and of the result.
     """
 
     kind: str
@@ -58,6 +59,7 @@ class Kernel:
     notes: tuple[str, ...] = ()
     problem: Problem | None = None
     flop: int = 0
+    types: tuple[str, str] | None = None
 
 
 @dataclass(frozen=True, slots=True)

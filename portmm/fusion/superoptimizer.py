@@ -18,7 +18,7 @@ from portmm.dispatch import config, program_database
 from portmm.errors import PortmmError
 from portmm.fusion import turns
 from portmm.fusion.changed import ChangedError
-from portmm.fusion.emitted import attentions, emitted, unlisted, with_threads
+from portmm.fusion.emitted import all_emitted, unlisted, with_threads
 from portmm.fusion.finding import Finding, Run, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
 from portmm.fusion.split_search import in_parts, parts_of
@@ -29,7 +29,7 @@ from portmm.fusion.term_reader import Labelled, term_of
 from portmm.fusion.term_rewrites import alternatives, subterms
 from portmm.fusion.terms import Term, UnlabelledError, graph_of
 from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
-from portmm.verification.certificate import Emitted, certify
+from portmm.verification.certificate import Emitted, certify, of_sizes
 from portmm.verification.equivalence import check
 from portmm.verification.stability import judge
 
@@ -314,19 +314,25 @@ class _Search:
     def kept(self, best: Finding) -> Finding:
         """A finding with its certificate, stored for later searches; none if a check fails."""
         assert self.selected is not None  # noqa: S101 - of a program
-        (graph, _, explained, seconds, schedule), path = self.selected
+        candidate, path = self.selected
+        graph, kernels = candidate.graph, candidate.explained.kernels
         try:
             target, threads = config.target(), config.get_num_threads()
-            one = [] if schedule is None else [Emitted("one kernel", graph.steps[0].program, schedule)]
-            kernels = [*one, *attentions(graph, target), *emitted(explained.kernels, target, threads)]
-            certificate = certify(self.reference, graph, target.name, kernels, unlisted(explained.kernels, graph))
+            less = unlisted(kernels, graph)
+            certificate = certify(self.reference, graph, target.name, self.kernels(candidate), less)
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
             return Finding(note=note, forms=best.forms, kernel=best.kernel, graph=self.reference)
-        promise, gain = self.promise(seconds), best.before / best.seconds
+        promise, gain = self.promise(candidate.predicted), best.before / best.seconds
         trust = max(LEAST_TRUST, min(gain, max(1.0, promise)) / promise)  # no loss is predicted to be a gain
         program_database.store(self.key, target.name, threads, program_database.Entry(path, certificate, trust))
         return best._replace(certificate=certificate, graph=with_threads(graph, certificate, target))
+
+    @staticmethod
+    def kernels(of: Placed) -> list[Emitted]:
+        """The records of the kernels that a program runs."""
+        one = [] if of.schedule is None else [Emitted("one kernel", of.graph.steps[0].program, of.schedule)]
+        return [*one, *all_emitted(of.graph, of.explained.kernels, config.target(), config.get_num_threads())]
 
     def as_it_is(self, best: Finding) -> Finding:
         """The finding that nothing is faster, with a certificate of the kernels that run; none after an interrupt."""
@@ -335,8 +341,8 @@ class _Search:
             return best
         target, kernels = config.target(), self.task.kernels
         try:
-            graph = self.attended() if any(x.kind == "attention" for x in kernels) else self.reference
-            every = [*attentions(graph, target), *emitted(kernels, target, config.get_num_threads())]
+            graph = self.attended() if any(x.types is not None for x in kernels) else self.reference
+            every = all_emitted(graph, kernels, target, config.get_num_threads())
             less = unlisted(kernels, graph)
             certificate = certify(self.reference, graph, target.name, every, less, steps=False)
         except PortmmError as error:
@@ -364,10 +370,13 @@ class _Search:
             return None
         if candidate is None or not check(self.reference, candidate.graph):
             return None
-        path, elapsed = tuple(name for name, _ in entry.path), time.monotonic() - self.start
         graph, run, explained, *_ = candidate
-        graph = with_threads(graph, entry.certificate, config.target())
-        return Finding(run, explained, path, elapsed=elapsed, certificate=entry.certificate, graph=graph, stored=True)
+        if list(map(_work, explained.kernels)) == list(map(_work, self.task.kernels)):
+            return None
+        certificate = of_sizes(entry.certificate, config.target().name, self.kernels(candidate))
+        path, elapsed = tuple(name for name, _ in entry.path), time.monotonic() - self.start
+        graph = with_threads(graph, certificate, config.target())
+        return Finding(run, explained, path, elapsed=elapsed, certificate=certificate, graph=graph, stored=True)
 
     def replayed(self, path: Path, trust: float) -> Placed | None:
         """The program of a path, if it may pay for these sizes: as predicted, times `trust`.

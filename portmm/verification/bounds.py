@@ -291,6 +291,8 @@ class _Elements(_Sizes):
     def _of(self, x: Expr) -> Size:
         if x.op == "element":
             return _ELEMENT
+        if x.op == "upper":
+            return self._one(_opaque([self.of(x.args[0])]))
         if x.op not in ("add", "mul", "fma", "chain") or function_of(x) is not None:
             return self._one(super()._of(x))
         key = x.op, *[id(self.of(y)) for y in x.args]  # `same` holds all: different ones have different numbers

@@ -75,6 +75,7 @@ _NARROW = tuple((re.compile(x), y) for x, y in (
     (r"__builtin_ia32_movmskps256\(", "signs("),
     (r"__builtin_memcpy\(", "moved("),
     (r"\bint \*", "Word *"),
+    (r"\bint (\w+\[\d+\] __attribute__)", r"Word \1"),
 ))  # fmt: skip
 """Spelling -> replacement in texts with elements of 16 bits: operations on bits, and on words, or pairs of elements."""
 _OPERAND = re.compile(r'\s*"([^"]*)"\s*\(')

@@ -28,7 +28,7 @@ static half_t low_half(I x) {
   return is(x.h, PAIR) ? narrowed(F::of(nodes[x.h].a)) : UNSET;
 }
 struct Word {
-  half_t low, high;
+  half_t low = UNSET, high = UNSET;
   operator I() const { return pair(low, high); }
 };
 template <int N> struct Words {
@@ -37,6 +37,10 @@ template <int N> struct Words {
     Vec<I, N> r;
     for (int i = 0; i < N; ++i) r.v[i] = v[i];
     return r;
+  }
+  Words &operator=(const Vec<I, N> &x) {
+    for (int i = 0; i < N; ++i) v[i] = {low_half(x.v[i]), low_half(x.v[i] >> 16)};
+    return *this;
   }
 };
 template <class V> static void moved(void *to, const V *from, int bytes) { __builtin_memcpy(to, from, bytes); }

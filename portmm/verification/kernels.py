@@ -37,7 +37,7 @@ from portmm.verification.values import Residues, UnsupportedError, Value
 ATTENTION = ("portmm_attention_", "portmm_mma_attention_")
 """Starts of the names of kernels of attention on devices."""
 KEYS = 4
-"""Keys of a block of attention."""
+"""Keys of a block of attention, or those of one step of a unit."""
 GAP = 4
 """Elements between rows of an operand, of which each has its own multiples: no two strides are alike."""
 
@@ -62,11 +62,15 @@ class Layout(NamedTuple):
     Attributes:
         program, extents: of the operands.
         dense: operands that have none.
+        keys: of a block of attention.
+        scores: operands of scores of attention, in which queries are contiguous.
     """
 
     program: BlockProgram
     extents: Mapping[str, int]
     dense: frozenset[int] = frozenset()
+    keys: int = KEYS
+    scores: frozenset[int] = frozenset()
 
     @classmethod
     def of(cls, program: BlockProgram, extents: Mapping[str, int], kernel: Kernel | GridKernel) -> Layout:
@@ -75,12 +79,17 @@ class Layout(NamedTuple):
             return cls(program, extents)
         at = attention_of(program).at
         few = program.loop == "n" and not isinstance(kernel, GridKernel)
-        return cls(program, extents, frozenset(x for x in (at.lse, *(at.q, at.o) * few) if x is not None))
+        keys = kernel.atom.k if isinstance(kernel, Kernel) and kernel.atom.tiled else KEYS
+        dense = frozenset(x for x in (at.lse, *(at.q, at.o) * few) if x is not None)
+        return cls(program, extents, dense, keys, frozenset(range(len(program.operands))) - {*at})
 
     def strides(self, operand: int) -> dict[str, int]:
         """Strides of an operand, by label."""
-        strides, step = {}, 1
-        for i, x in enumerate(reversed(self.program.operands[operand].axes), 1):
+        strides, step, axes = {}, 1, self.program.operands[operand].axes
+        if operand in self.scores:
+            queries = "nm"["nm".index(self.program.loop) - 1]
+            axes = "".join(sorted(axes, key=queries.__eq__))
+        for i, x in enumerate(reversed(axes), 1):
             strides[x.lower()] = step
             step = step * self.extents[x] + (GAP * (operand + i) if operand not in self.dense else 0)
         return strides
@@ -240,7 +249,7 @@ def call_of(layout: Layout, name: str = "") -> Call:
 
 def _block(layout: Layout) -> Call:
     """A call of the kernel of a general block program."""
-    program, extents, _ = layout
+    program, extents, *_ = layout
     ints = dict.fromkeys(FIELDS, 0) | {"workers": 2}
     ints |= {field: extents[x] for x, field in extent_fields(program).items()}
     for i, x in enumerate(program.operands):
@@ -259,7 +268,7 @@ def _further(layout: Layout, numbers: Mapping[int, str]) -> dict[str, int]:
 
 
 def _rows(layout: Layout) -> Call:
-    program, extents, _ = layout
+    program, extents, *_ = layout
     names = {i: f"x{i}" for i in range(len(program.operands))}
     ints = {"m": extents.get("m", 1), "n": extents.get("n", 1), "k": 1, "batch": extents.get("b", 1), "workers": 2}
     ints |= {f"{x}_{y}": 0 for x in "abc" for y in ("m", "n", "k", "batch")}
@@ -267,7 +276,7 @@ def _rows(layout: Layout) -> Call:
 
 
 def _product(layout: Layout) -> Call:
-    program, extents, _ = layout
+    program, extents, *_ = layout
     parts = product_of(program)
     c = parts.results[0][0]
     rest = {i: f"x{j}" for j, i in enumerate((*parts.reads, *(i for i, _ in parts.results[1:])))}
@@ -281,9 +290,9 @@ def _product(layout: Layout) -> Call:
 
 
 def _attention(layout: Layout) -> Call:
-    program, extents, _ = layout
+    program, extents, *_ = layout
     parts = attention_of(program)
-    if parts.form.score.operands or parts.form.lengths or parts.form.starts or parts.form.bounds.window:
+    if parts.form.lengths or parts.form.starts or parts.form.bounds.window:
         raise UnsupportedError("operands of scores and of items are no symbols yet")
     at, names = parts.at, {i: f"x{i}" for i in range(len(program.operands))}
     queries = "nm"["nm".index(program.loop) - 1]
@@ -291,10 +300,14 @@ def _attention(layout: Layout) -> Call:
     heads, few = extents["h"], extents.get("H", extents["h"])
     ints = dict.fromkeys(("a_batch", "b_batch", "b_k"), 0)
     ints |= {"m": m, "n": n, "k": extents["d"], "batch": extents["b"] * heads, "workers": 2, "a_m": heads}
-    ints |= {"a_k": heads // few, "b_n": KEYS, "c_m": n - m, "c_n": extents["e"], "c_batch": 2 * KEYS}
+    ints |= {"a_k": heads // few, "b_n": layout.keys, "c_m": n - m, "c_n": extents["e"]}
+    ints["c_batch"] = 2 * layout.keys
     for i, name in names.items():
         axes = program.operands[i].axes
         strides = layout.strides(i)
+        if i not in at:
+            ints |= {f"{name}_{x}": strides.get(x, 0) for x in AXES}
+            continue
         rows = "m" if program.loop == "n" else "n"
         row, column = (rows, "e" if i in (at.v, at.o) else "d") if i in (at.q, at.o) else (program.loop, axes[-1])
         if i == at.lse:
@@ -311,7 +324,7 @@ def _literals(program: BlockProgram) -> frozenset[float]:
 
 
 def _attention_on_device(layout: Layout, runs: int) -> Call:
-    program, extents, _ = layout
+    program, extents, *_ = layout
     at, queries = attention_of(program).at, "nm"["nm".index(program.loop) - 1]
     heads, few, m, n = extents["h"], extents.get("H", extents["h"]), extents[queries], extents[program.loop]
     ints = {"m": m, "n": n, "heads": heads, "group": heads // few, "few": few, "items": extents["b"]}

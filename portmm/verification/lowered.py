@@ -251,12 +251,14 @@ def _product(program: BlockProgram, target: Target, schedule: Schedule | None, r
     if schedule is None:
         p = Problem(64, 250, 256, parts.dtype, fused=parts.epilogue)
         schedule = next(x for x in candidates(p, target) if not x.on_device)
-    s = small(schedule)
-    isa = next(x for x in target.isas if x.name == s.isa)
+    isa = next(x for x in target.isas if x.name == schedule.isa)
+    atom = atom_of(isa, schedule.dtype, schedule.atom.lanes)
+    depth, step = (2 * atom.k, atom.k) if atom.tiled else (DEPTH, DEPTH)
+    s = small(schedule, depth)
     (kernel,) = lower_program(program, s, isa)
-    in_panels = s.b.packed or s.b.layout == "packed" or atom_of(isa, s.dtype, s.atom.lanes).mask
+    in_panels = s.b.packed or s.b.layout == "packed" or atom.mask
     columns = s.nr + s.nr // 2 + 1 if in_panels else 2 * s.nr  # without masks B in place has whole register tiles
-    extents = {"m": rows or s.mr + 1, "n": columns, "k": 2 * DEPTH + 1}
+    extents = {"m": rows or s.mr + 1, "n": columns, "k": depth + step + 1}
     return Lowered(kernel, s, _labelled(program, extents | {"b": 2}))
 
 
@@ -267,16 +269,17 @@ def _other(program: BlockProgram, target: Target, gemms: int, by: tuple[Schedule
         dtype = attention_of(program).form.dtype
         atom = atom_of(isa, f"{dtype}-{dtype}-f32")
         atom = isa.vector("f32", atom.n) or atom if by[1] == VECTORS else atom
-        if atom.tiled:
-            raise ScheduleError("texts of attention by tiles, which are configured, are not checked")
     if gemms > 1:
         s = attention_schedule(isa, atom) if by is None else by[0]
+        if atom.tiled:  # blocks of queries as low as a kernel in registers
+            s = replace(s, tiles=tuple(x._replace(n=min(x.n, s.mr)) for x in s.tiles))
         if by is None and program.loop == "m" and packs_values(isa, atom, "f32", COLUMNS, s.parallel.cell[1]):
             s = attention_schedule(isa, atom, packs=True)
         queries = "nm"["nm".index(program.loop) - 1]
-        many = 5 if program.loop == "n" else s.tile("L2").n + 5
+        many = 5 if program.loop == "n" else s.tile("L2").n + (1 if atom.tiled else 5)
         head = 2 * atom.k + (atom.k_pack == 1)  # callers pad heads to whole units
-        extents = {queries: many, program.loop: 2 * atom.n + 3 if program.loop == "n" else 9, "d": head, "e": COLUMNS}
+        keys = atom.k + 3 if atom.tiled else 2 * atom.n + 3 if program.loop == "n" else 9
+        extents = {queries: many, program.loop: keys, "d": head, "e": COLUMNS}
         extents |= {"b": 1, "h": 2, "H": 1}
     else:
         s = core_schedule(program, isa, atom)
@@ -297,8 +300,8 @@ def _labelled(program: BlockProgram, extents: dict[str, int]) -> dict[str, int]:
     return {x: n for x, n in extents.items() if x in labels}
 
 
-def small(s: Schedule) -> Schedule:
-    """A schedule with blocks of `DEPTH` elements of k, or the same one where it has none."""
-    tiles = tuple(x._replace(k=min(x.k, DEPTH) if x.k > 1 else x.k) for x in s.tiles)
+def small(s: Schedule, depth: int = DEPTH) -> Schedule:
+    """A schedule with blocks of `depth` elements of k, or the same one where it has none."""
+    tiles = tuple(x._replace(k=min(x.k, depth) if x.k > 1 else x.k) for x in s.tiles)
     less = replace(s, tiles=tiles)
     return s if inconsistent(less) else less

@@ -15,12 +15,12 @@ from portmm.verification.symbolic import POISON, applied, element
 OPERATIONS = (
     "real", "integer", "mask", "element", "add", "sub", "mul", "div", "neg", "fma", "lt", "le", "more", "eq", "ne",
     "and", "or", "xor", "not", "shl", "shr", "bits", "from_bits", "float", "int", "select", "abs", "max", "min",
-    "greater", "sqrt", "exp2", "pair",
+    "greater", "sqrt", "exp2", "pair", "upper",
 )  # fmt: skip
 """Operations of nodes in the order of their numbers."""
 _COUNTS = tuple(
     0 if x in ("real", "integer", "mask", "element")
-    else 1 if x in ("neg", "not", "bits", "from_bits", "float", "int", "abs", "sqrt", "exp2")
+    else 1 if x in ("neg", "not", "bits", "from_bits", "float", "int", "abs", "sqrt", "exp2", "upper")
     else 3 if x in ("fma", "select")
     else 2
     for x in OPERATIONS
@@ -47,7 +47,9 @@ def replayed(
                 known[i] = node("chain", tuple([known[x] for x in sums[i]]), "f32")
             continue
         name, args = OPERATIONS[op], [known[x] for x in of[: _COUNTS[op]]]
-        if name == "exp2":
+        if name == "upper":
+            known[i] = node(name, tuple(args), "f32")
+        elif name == "exp2":
             known[i] = powers.exponential(args[0])
         elif name == "mul" and (power := powers.product(*args)) is not None:
             known[i] = power

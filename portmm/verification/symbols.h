@@ -110,7 +110,19 @@ static H rounded(H x) {
   return make(OR, make(AND, up, make(NOT, nan)), make(AND, quiet, nan));
 }
 
+/* The upper half of a float as one: a function of it, but for a float that has no other bits. Of its 24 bits a float
+   less its upper half has 16, and that less its own upper half has 8. */
+static bool less_upper(H x) { return is(x, SUB) && is(nodes[x].b, UPPER) && nodes[nodes[x].b].a == nodes[x].a; }
+static H upper(H x) {
+  if (is(x, REAL) && !(value(x) & 0xffff)) return x;
+  return less_upper(x) && less_upper(nodes[x].a) ? x : make(UPPER, x);
+}
+static bool whole(H x, int n) { return is(x, INTEGER) && value(x) == n; }
+
 static H operation(H op, H a, H b) {
+  if (op == AND && is(a, BITS) && whole(b, -65536)) return make(PAIR, 0, upper(nodes[a].a));
+  if (op == AND && is(a, SHR) && whole(b, 0xffff) && is(nodes[a].a, BITS) && whole(nodes[a].b, 16))
+    return make(PAIR, upper(nodes[nodes[a].a].a), 0);
   if (op == AND && (holds(a, 0) || holds(b, 0))) return number(INTEGER, 0);
   if (op == AND && (holds(a, 1) || holds(b, 1))) return holds(a, 1) ? b : a;
   if (a == POISON || b == POISON) return POISON;
@@ -252,6 +264,7 @@ template <class T, int N> struct Vec {
   friend Vec operator~(const Vec &a) { Vec r; for (int i = 0; i < N; ++i) r.v[i] = ~a.v[i]; return r; }
   friend Vec operator<<(const Vec &a, int n) { return apply(SHL, a, all(T(n))); }
   friend Vec operator>>(const Vec &a, int n) { return apply(SHR, a, all(T(n))); }
+  friend Vec operator>>(const Vec &a, const Vec &n) { return apply(SHR, a, n); }
 };
 
 static bool lane(unsigned mask, int i) { return mask >> i & 1; }
