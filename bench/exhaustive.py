@@ -29,7 +29,7 @@ def problem_of(case):
     from portmm.arrays.call import STATIC_BATCH, problem
 
     b = "packed" if case.packed else case.b
-    family = cpu_kernels.family(case.dtype, config.target()) if case.packed else ""
+    family = cpu_kernels.family(case.dtype, config.target(), case.n) if case.packed else ""
     static = case.batch >= STATIC_BATCH and not case.packed
     size = (case.m, case.n, case.k)
     return problem(case.dtype, size, (case.a, b, case.c), family, case.batch, dense=True, static=static)

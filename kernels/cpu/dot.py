@@ -18,8 +18,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
-from portmm.ir.lane_nodes import Reduce
+from portmm.ir.lane_nodes import Reduce, Shuffle
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Mac, Move, Parallel, Param, Scratch, Switch, Verb
+from portmm.kernels.cpu.lane_sums import summed
+from portmm.kernels.cpu.static_sizes import constants
 from portmm.target.summation import RUN, chained
 
 if TYPE_CHECKING:
@@ -30,6 +32,8 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
 
 TASKS_PER_WORKER = 4
+MANY = 8
+"""Accumulators with which the loop over k is not unrolled."""
 M, N, K = var("m"), var("n"), var("k")
 
 
@@ -51,7 +55,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
     block = Function("columns_of_c", "task", (), body, "A share of the columns of C, all rows")
     entry = Function("entry", "entry", (), (Parallel(block, chunks * var("batch")),), "All products of the batch")
     types = tuple(zip("abc", s.types, strict=True))
-    return Kernel(str(s.name(atom)), isa, atom, entry, const(64), swap=s.atom.swap, types=types)
+    return Kernel(str(s.name(atom)), isa, atom, entry, const(64), swap=s.atom.swap, types=types, constants=constants(s))
 
 
 def _few_columns(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
@@ -76,7 +80,9 @@ def _few_columns(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
     items = For("item", const(0), var("batch"), const(1), body)
     entry = Function("entry", "entry", (), (items,), "All products of the batch")
     types = tuple(zip("abc", s.types, strict=True))
-    return Kernel(str(s.name(atom)), isa, atom, entry, N * step + 64, swap=s.atom.swap, types=types)
+    return Kernel(
+        str(s.name(atom)), isa, atom, entry, N * step + 64, swap=s.atom.swap, types=types, constants=constants(s)
+    )
 
 
 def _columns(s: Schedule, atom: Atom, rows: int, step: Index) -> tuple[Stmt, ...]:
@@ -96,8 +102,21 @@ def _tiles(s: Schedule, atom: Atom) -> tuple[Stmt, ...]:
     whole = var("first") + (last - var("first")) // s.nr * s.nr
     return (
         For("j", var("first"), whole, const(s.nr), _rows(s, atom, s.nr)),
-        For("j", whole, last, const(1), _rows(s, atom, 1)) if s.nr > 1 else Let("done", last),
+        *_behind(s, atom, whole),
     )
+
+
+def _behind(s: Schedule, atom: Atom, whole: Index) -> tuple[Stmt, ...]:
+    """Loops over the columns behind the last whole tile: a tile that ends with them, or single ones if there are fewer.
+
+    The columns that this tile and the one before it have in common are computed again, to the same sums.
+    """
+    last = var("last")
+    if s.nr == 1:
+        return ()
+    again = (If(whole.lt(last), (Let("j", last - s.nr), *_rows(s, atom, s.nr))),)
+    single = (For("j", whole, last, const(1), _rows(s, atom, 1)),)
+    return (If(var("first").lt(last - s.nr), again, single),)
 
 
 def _rows(s: Schedule, atom: Atom, columns: int) -> tuple[Stmt, ...]:
@@ -124,11 +143,23 @@ def _call(s: Schedule, atom: Atom, rows: int, columns: int, b: tuple[Ptr, Index]
         Ptr("c", item * var("c_batch") + i * var("c_m") + j),
         var("c_m"),
     )
-    return Call(micro_kernel(atom, rows, columns, s.types), args)
+    depth = s.static[2] if s.static else 0
+    return Call(micro_kernel(atom, rows, columns, s.types, short=0 < depth <= RUN * atom.n, depth=depth), args)
 
 
-def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str], *, short: bool = False) -> Function:
-    """Micro-kernel C[rows][columns] = A[rows][k] . B[columns][k], lanes along k; `short` says that k is one run."""
+def micro_kernel(
+    atom: Atom, rows: int, columns: int, types: tuple[str, str, str], *, short: bool = False, depth: int = 0
+) -> Function:
+    """Micro-kernel C[rows][columns] = A[rows][k] . B[columns][k], lanes along k.
+
+    Args:
+        atom: the vectors.
+        rows: rows of C.
+        columns: columns of C.
+        types: types of A, B and C.
+        short: k is one run.
+        depth: k, if it is compiled in.
+    """
     accumulators = [(i, j) for i in range(rows) for j in range(columns)]
     p, end = var("p"), K - K % atom.n
 
@@ -146,7 +177,8 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
             out += [Verb("mac", f"c{i}_{j}", f"a{i}", f"b{j % 2}") for i in range(rows)]
         return tuple(out)
 
-    loops, added = _over_k(atom, accumulators, step("load_b", ""), end, short=short or chained(atom))
+    unroll = max(depth // atom.n, 2 if len(accumulators) < MANY else 1)
+    loops, added = _over_k(atom, accumulators, step("load_b", ""), end, unroll, short=short or chained(atom))
     at = {(i, j): Ptr("c", const(i) * var("c_m") + j) for i, j in accumulators}
     tail: tuple[Stmt, ...] = ()
     if atom.mask:
@@ -158,7 +190,7 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
             for i, j in accumulators
         )
         tail = (For("p", end, K, const(1), scalar),)
-    sums = tuple(Reduce(f"c{i}_{j}", at[i, j], const(0)) for i, j in accumulators)
+    sums = _stored(atom, at)
     params = (
         Param("k"),
         Param("a", types[0], readonly=True),
@@ -169,16 +201,45 @@ def micro_kernel(atom: Atom, rows: int, columns: int, types: tuple[str, str, str
         Param("c_m"),
     )
     comment = f"C[{rows}][{columns}] = A[{rows}][k] . B[{columns}][k]"
-    return Function(f"dot_{rows}x{columns}", "inner", params, (*loops, *added, *sums, *tail), comment)
+    body = (*loops, *added, *sums, *tail)
+    return Function(f"dot_{rows}x{columns}", "inner", params, body, comment, inline=depth > 0)
+
+
+def _stored(atom: Atom, at: dict[tuple[int, int], Ptr]) -> tuple[Stmt, ...]:
+    """Stores of the sums of the lanes of accumulators, of as many as a vector holds at once.
+
+    A row is one store; where it is less than a vector and masks cost time, sums pass through the stack, one by one.
+    """
+    columns = len({j for _, j in at})
+    names = {x: f"c{x[0]}_{x[1]}" for x in at}
+    if len(at) == 1 or atom.reduce or atom.n == 1:
+        return tuple(Reduce(names[x], p, const(0)) for x, p in at.items())
+    wide = min(columns, atom.n)
+    rows = columns % wide == 0 and (wide == atom.n or atom.mask_free)
+    mask, verb = ("m1", "store_mask") if wide < atom.n else ("", "store")
+    body: list[Stmt] = [] if rows else [Scratch("sums", atom.n, atom.acc)]
+    body += [Verb("mask", mask, count=const(wide))] if rows and mask else []
+    places, count = list(at), atom.n // wide * wide if rows else atom.n
+    for some in (places[start : start + count] for start in range(0, len(places), count)):
+        first = names[some[0]]
+        body += summed(atom, [names[x] for x in some], "t")
+        if not rows:
+            body.append(Verb("store", first, p=Ptr("sums"), to=atom.acc))
+            body += (Move(at[x], Ptr("sums", const(lane))) for lane, x in enumerate(some))
+            continue
+        body.append(Verb(verb, first, p=at[some[0]], mask=mask))
+        for lane in range(wide, len(some), wide):
+            turned = tuple((i + lane) % atom.n for i in range(atom.n))
+            body += (Shuffle("t", first, first, turned), Verb(verb, "t", p=at[some[lane]], mask=mask))
+    return tuple(body)
 
 
 def _over_k(
-    atom: Atom, accumulators: list[tuple[int, int]], step: tuple[Stmt, ...], end: Index, *, short: bool
+    atom: Atom, accumulators: list[tuple[int, int]], step: tuple[Stmt, ...], end: Index, unroll: int, *, short: bool
 ) -> tuple[tuple[Stmt, ...], tuple[Stmt, ...]]:
     """Loops over whole vectors of k, and what adds the sums of earlier runs, which are kept apart (`summation`)."""
     lanes, p_run, run = atom.n, var("p_run"), RUN * atom.n
     zero = tuple(Verb("zero", f"c{i}_{j}") for i, j in accumulators)
-    unroll = 2 if len(accumulators) < 8 else 1
     if short:
         return (*zero, For("p", const(0), end, const(lanes), step, unroll)), ()
     kept = {x: Ptr("kept", const(number * lanes)) for number, x in enumerate(accumulators)}

@@ -49,6 +49,7 @@ from portmm.kernels.cpu.packing import pack_a
 from portmm.kernels.cpu.panel_packing import pack_once, pack_panels, params_of_tasks
 from portmm.kernels.cpu.register_tile import finish, multiply
 from portmm.kernels.cpu.split_k import split_k
+from portmm.kernels.cpu.static_sizes import constants
 from portmm.kernels.cpu.summation_runs import extents_of_k, over_k
 from portmm.kernels.cpu.view_packing import Viewed
 from portmm.spec.epilogue import operand_types
@@ -81,17 +82,12 @@ def build(  # noqa: PLR0917 - views are of few kernels
             raise ScheduleError(f"{name} is a view, which only packing reads; {s.name(atom)} does not pack it")
     g = (loops or Gemm)(s, isa, atom, view, view_b, padding)
     entry = Function("entry", "entry", (), g.entry(), "All products of the batch")
-    constants: tuple[tuple[str, int], ...] = ()
-    if s.static:
-        m, n, k = s.static
-        constants = (("m", m), ("n", n), ("k", k), ("c_m", n), ("c_n", 1))
-        constants += (("a_m", k), ("a_k", 1)) if s.a.layout == "row" else (("a_m", 1), ("a_k", m))
-        constants += (("b_k", n), ("b_n", 1)) if s.b.layout == "row" else (("b_k", 1), ("b_n", k))
     a, b, c = s.types
     types = (("a", s.a.source or a), ("b", {"packed": g.read_types[1], "codes": "s32"}.get(s.b.layout, b)), ("c", c))
     name, operands = str(s.name(atom)), operand_types(s.fused)
     work = g.workspace()
-    return Kernel(name, isa, atom, entry, work, swap=s.atom.swap, types=types, constants=constants, operands=operands)
+    sizes = constants(s)
+    return Kernel(name, isa, atom, entry, work, swap=s.atom.swap, types=types, constants=sizes, operands=operands)
 
 
 class Gemm(Operands):

@@ -44,9 +44,9 @@ def problem(
         b = "col"
         c = "col" if a == "col" and not dtype.startswith("u8") else "row"
     if static:
-        from portmm.schedule.candidates import STATIC_LIMIT
+        from portmm.schedule.candidates import compiled_in
 
-        static = dense and max(size) <= STATIC_LIMIT
+        static = dense and compiled_in(m, n, k)
     return Problem(m, n, k, dtype, batch, a, b, c, family, config.current().deterministic, static, fused=fused)
 
 

@@ -142,7 +142,7 @@ def _explained(
         if of_b == "u4":
             layouts = (layouts[0], "codes", layouts[2])
         fused = Dequantization().text if accumulator(of_a, of_b) == "s32" != of_c else ""
-        family = cpu_kernels.family(dtype, machine) if layouts[1] in ("packed", "codes") else ""
+        family = cpu_kernels.family(dtype, machine, size[1]) if layouts[1] in ("packed", "codes") else ""
         dense = "any" not in layouts
         problem = call.problem(dtype, size, layouts, family, batch, dense=dense, static=static, fused=fused)
     except ValueError as error:

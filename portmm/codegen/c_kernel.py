@@ -264,14 +264,14 @@ class _Printer(Printer):
 
 
 def _reduction(atom: Atom, d: str) -> list[str]:
-    """Lines that compute the sum of the lanes in `sum`: the upper half is added to the lower until one remains."""
+    """Lines that compute the sum of the lanes in `sum`: of neighbours, then of neighbouring pairs, and so on."""
     if atom.reduce:
         return [atom.reduce.format(s="sum", d=d)]
     if atom.n == 1:
         return [f"sum = {d};"]
-    lines, width = [], atom.n // 2
-    while width:
-        pick = ", ".join(str((i + width) % atom.n) for i in range(atom.n))
+    lines, width = [], 1
+    while width < atom.n:
+        pick = ", ".join(str(i ^ width) for i in range(atom.n))
         lines.append(f"{d} += SHUFFLE({d}, {d}, lanes_t, {pick});")
-        width //= 2
+        width *= 2
     return [*lines, f"sum = {d}[0];"]

@@ -24,13 +24,14 @@ from portmm.schedule.candidates import PACKED_VECTORS, units
 from portmm.schedule.cpu_table import macs_per_cycle
 from portmm.schedule.schedule import Schedule
 from portmm.schedule.text import spell
-from portmm.spec.dtype import BY_NAME, CODES_KR, types, unit
+from portmm.spec.dtype import BY_NAME, CODES_KR, UNCONVERTED, types, unit
 from portmm.spec.problem import Family, Problem
 from portmm.target.atom import Atom
 from portmm.target.isa import Isa
 from portmm.target.supports import lacks
 from portmm.util import locks
 from portmm.util.memo import Memory, cached, forget_all
+from portmm.util.records import replace
 from portmm.version import VERSION
 
 if TYPE_CHECKING:
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
     from portmm.spec.epilogue import Fused
     from portmm.target.target import Target
 
+NARROW = (1, 3)
+"""Vectors of columns that have a panel of their own width."""
 USUAL_GROUP = 128
 """Rows of an int4 weight that share a scale, by default."""
 
@@ -109,8 +112,13 @@ def int4_unit(target: Target) -> tuple[Isa, Atom]:
     return next((x for x in pairs if not x[1].tiled), pairs[0])
 
 
-def family(dtype: str, target: Target) -> str:
+def family(dtype: str, target: Target, n: int = 0) -> str:
     """The packed layout that suits a target: see `PACKED_VECTORS`; of int4 values, in groups of the default size.
+
+    Args:
+        dtype: types of the product.
+        target: the machine.
+        n: columns of the weight, if few may have panels of their own: see `for_columns`.
 
     Raises:
         ScheduleError: no atom of the target multiplies these types.
@@ -118,7 +126,18 @@ def family(dtype: str, target: Target) -> str:
     if types(dtype)[1] == "u4":
         return str(family_of_codes(target, USUAL_GROUP))
     isa, atom = packing_unit(dtype, target)
-    return str(Family(types(dtype)[1], isa.columns(atom) * PACKED_VECTORS, atom.k_pack, atom.acc == "s32"))
+    usual = Family(types(dtype)[1], isa.columns(atom) * PACKED_VECTORS, atom.k_pack, atom.acc == "s32")
+    return str(for_columns(usual, n))
+
+
+def for_columns(usual: Family, n: int) -> Family:
+    """The packed layout of a weight of `n` columns: of floats, panels of one or three vectors where these are enough.
+
+    Padding of wider ones is multiplied like columns: it is a half of a panel, or a quarter of two.
+    """
+    vector = usual.nr // PACKED_VECTORS
+    needed = -(-n // vector)
+    return replace(usual, nr=needed * vector) if usual.dtype in UNCONVERTED and needed in NARROW else usual
 
 
 def family_of_codes(target: Target, group: int, *, symmetric: bool = False, e2m1: bool = False) -> Family:

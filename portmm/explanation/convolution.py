@@ -197,9 +197,8 @@ def _on_cores(
     """The program on cores: direct, or packed windows."""
     (view, strides), (target, threads) = of_images, on
     if last:
-        p = Problem(
-            images * size.pixels, size.outputs, size.depth, dtype, a="any", b="packed", family=family(dtype, target)
-        )
+        panels = family(dtype, target, size.outputs)
+        p = Problem(images * size.pixels, size.outputs, size.depth, dtype, a="any", b="packed", family=panels)
         if (plan := in_place(p, size, tuple(strides), target, threads)) is not None:
             return _in_place(*plan)
         s, _ = schedule_of(p, Views(a=windows(size, strides) if size.filler else view), target, threads)

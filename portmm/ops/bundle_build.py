@@ -245,11 +245,11 @@ class Maker:
                 if threads == 1:
                     last = self.codes[text][1][0], _seconds(p, best, target)
         if shape.b == "packed":
-            self.add_packing(shape.dtype, target)
+            self.add_packing(shape.dtype, target, shape.n)
         self.built.append(Built(target.name, shape, shape.rows[-1], last[0], len(schedules), last[1]))
 
-    def add_packing(self, dtype: str, target: Target) -> None:
-        """Add the kernels that pack a weight, where there are some."""
+    def add_packing(self, dtype: str, target: Target, n: int) -> None:
+        """Add the kernels that pack a weight of `n` columns, where there are some: the C library packs as usual."""
         layout = family_of(cpu_kernels.family(dtype, target))
         if layout.dtype == "u4":
             with suppress(ScheduleError):
@@ -261,11 +261,12 @@ class Maker:
                     self.runs[question, packing_text(isa.name, dtype, str(form), "row")] = None
             return
         isa, _ = cpu_kernels.packing_unit(dtype, target)
-        nr = layout.nr
-        every = [self.add_source(lower_pack(isa, dtype, nr, x), target.arch) for x in ("row", "col")]
-        self.packings[target.name, dtype] = (layout, every[0], every[1])
-        for question, x in zip(every, ("row", "col"), strict=True):
-            self.runs[question, packing_text(isa.name, dtype, str(layout), x)] = None
+        for panels in dict.fromkeys((layout, cpu_kernels.for_columns(layout, n))):
+            every = [self.add_source(lower_pack(isa, dtype, panels.nr, x), target.arch) for x in ("row", "col")]
+            if panels == layout:
+                self.packings[target.name, dtype] = (layout, every[0], every[1])
+            for question, x in zip(every, ("row", "col"), strict=True):
+                self.runs[question, packing_text(isa.name, dtype, str(panels), x)] = None
 
     def add_run_time(self, arch: str, headers: Path | None = None, libc: str = "gnu") -> None:
         """Add the run time: the extension for a version of Python, and that of cffi.
@@ -408,10 +409,11 @@ def _about(kernel: Kernel) -> tuple[str, ...]:
 
 
 def _families(shape: Shape, target: Target) -> list[str]:
-    """The packed layouts of B: see `_forms`."""
+    """The packed layouts of B: see `_forms`; of few columns the C library's, too."""
     if shape.b != "packed":
         return [""]
-    return [str(x) for x in _forms(family_of(cpu_kernels.family(shape.dtype, target)))]
+    usual = [str(x) for x in _forms(family_of(cpu_kernels.family(shape.dtype, target)))]
+    return list(dict.fromkeys((*usual, cpu_kernels.family(shape.dtype, target, shape.n))))
 
 
 def _forms(layout: Family) -> list[Family]:

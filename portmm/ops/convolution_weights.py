@@ -30,9 +30,7 @@ from portmm.ops.convolution_groups import (
 )
 from portmm.ops.convolution_options import LAYOUTS, layout_of
 from portmm.ops.prepack import in_panels, pack
-from portmm.schedule.candidates import PACKED_VECTORS
-from portmm.spec.dtype import BY_NAME, UNCONVERTED
-from portmm.spec.problem import family
+from portmm.spec.dtype import BY_NAME
 from portmm.util.memo import Memory
 from portmm.weights.kinds import ArrayLike, OnDevice, WeightKind
 
@@ -167,7 +165,7 @@ def pack_conv(
         by_group, together, filler = _of_units(by_group, kind, bits)
         order = (0, *range(3, 3 + spatial), 2, 1)
         matrices = by_group.transpose(order).reshape(len(by_group), -1, outputs * together)
-        weight = tuple(_packed(x, activations) if bits is None else _int4(x, group) for x in matrices)
+        weight = tuple(pack(x, activations=activations) if bits is None else _int4(x, group) for x in matrices)
         dtype = dtype if bits is None else np.dtype(np.uint8)
     return PackedConv(weight, tuple(array.shape), groups, layout, dtype, together, filler, stacked)
 
@@ -312,16 +310,6 @@ def _int4(matrix: Array, group: int | None) -> Any:
 
     kept = 128 if group is None else group
     return pack_int4(quantize(matrix.astype(np.float32, copy=False), bits=4, group=kept))
-
-
-def _packed(matrix: Array, activations: Any) -> Any:
-    """A packed matrix; of few outputs in narrow panels, since wider ones would be zeros for the most part."""
-    packed = pack(matrix, activations=activations)
-    layout = family(packed.family)
-    if layout.dtype not in UNCONVERTED or matrix.shape[1] > layout.nr // PACKED_VECTORS:
-        return packed
-    word = numpy_arrays.word(numpy_arrays.types_of(np.dtype(activations or packed.dtype), packed.dtype))
-    return in_panels(matrix, word, 1) if word == layout.dtype else packed
 
 
 def misfits(w: PackedConv, images: np.dtype[Any]) -> bool:

@@ -197,7 +197,7 @@ def in_panels(array: np.ndarray[Any, Any], word: str, vectors: int = 0) -> Any:
     if basic is not None:
         layout, route = family_of(basic[0]), basic[1]
     else:
-        layout = _layout(word, vectors)
+        layout = _layout(word, vectors, array.shape[-1])
     k, n = array.shape[-2:]
     item = layout.units(k, n) * layout.kr
     owner = pages.lasting_empty(item * math.prod(array.shape[:-2]), dtype)
@@ -214,12 +214,12 @@ def in_panels(array: np.ndarray[Any, Any], word: str, vectors: int = 0) -> Any:
     return weight
 
 
-def _layout(word: str, vectors: int) -> Family:
-    """The packed layout on the target, of panels of some vectors, by default the usual."""
+def _layout(word: str, vectors: int, n: int) -> Family:
+    """The packed layout of `n` columns on the target, of panels of some vectors, by default what suits so many."""
     from portmm.dispatch import cpu_kernels
     from portmm.schedule.candidates import PACKED_VECTORS
 
-    layout = family_of(cpu_kernels.family(word, config.target()))
+    layout = family_of(cpu_kernels.family(word, config.target(), 0 if vectors else n))
     return replace(layout, nr=layout.nr // PACKED_VECTORS * vectors) if vectors else layout
 
 

@@ -31,11 +31,19 @@ PACKED_VECTORS = 2
 """Width of a prepacked panel: with two vectors, 14 rows fit 32 registers, so that
 a weight is streamed once for M up to 14, and a large M still runs at full rate."""
 STATIC_LIMIT = 64
-"""Largest dimension for which sizes are compiled in."""
+"""Largest dimension for which sizes are compiled in, of any three."""
+STATIC_WORK, STATIC_MOST = 1 << 15, 512
+"""Multiply-adds up to which they are, too, and the largest dimension then: calls and tiles take as long as these."""
 FIXUP = "last_to_come"
 """Primitive that a split-K fixup needs: which block of a tile is the last, with the others' sums visible to it."""
 UNUSED = (0, 0, 0)
 """Elements that threads of a device may move at once, on CPUs."""
+
+
+def compiled_in(m: int, n: int, k: int) -> bool:
+    """Whether a product that is repeated has a kernel of its own, with its sizes compiled in."""
+    most = max(m, n, k)
+    return most <= STATIC_LIMIT or (most <= STATIC_MOST and m * n * k <= STATIC_WORK)
 
 
 def candidates(p: Problem, target: Target, vectors: Vectors = UNUSED) -> list[Schedule]:

@@ -129,6 +129,7 @@ class _Kind:
         row = n * elements[1].bytes
         least = near_depth(row, 0, has)
         return (
+            replace(p, m=rows).bytes > has.l2,
             k * row > has.far,
             k * row > MODEL.panels_near * has.l2,
             shallow_depth(elements, m, n, k, has),

@@ -43,7 +43,7 @@ REPACK_DEPTHS = (64, RUN)
 """KC when int4 or int8 values of B are repacked for a few rows: repacked rows stay in L1, or are a run."""
 INT4_ROWS = (1, 2, 4, 6, 8, 10, 12, 14)
 """Values of MR for units that are multiplied by a word of quantized values at once."""
-DOT_TILES = ((4, 4), (2, 4), (1, 4), (1, 8), (4, 1), (1, 1))
+DOT_TILES = ((4, 4), (2, 4), (1, 4), (1, 8), (8, 1), (4, 1), (1, 1))
 """MR x NR of the dot program."""
 DOT_ROWS = 16
 """M up to which the dot program divides rows into slices of nearly equal heights, where MR does not divide it."""
@@ -71,7 +71,7 @@ def candidates(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vector
 def dots(p: Problem, isa: Isa, atom: Atom, target: Target, vectors: Vectors) -> Iterator[Schedule]:
     """Schedules of the dot program: both operands along k, or a B of a few columns that are copied."""
     del target, vectors
-    if p.static or atom.tiled:
+    if atom.tiled:
         return
     panel = family(p.family).nr if p.b == "packed" else 0
     copied = p.n <= FEW_COLUMNS and p.dtype in UNCONVERTED and (p.b == "row" or p.n <= panel)
@@ -121,12 +121,16 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
             ready = p.b == "packed"
             far_off = ready and p.k * p.n * p.elements[1].bytes > MODEL.panels_near * capacity(target, "L2")
             followed = not target.tile_prefetch and (p.dtype in UNCONVERTED or (ready and not far_off))
+            plain = replace(base, c=OperandPlan())
             if followed and not far_off:
-                base = replace(base, c=OperandPlan())
+                base = plain
             for s in _packings(base, p, isa, atom):
                 if followed and far_off and not s.a.packed:
                     continue  # panels from memory are prefetched, and A in place would be with them
                 yield from _shared(s, split and depth > 2 * s.kc and _adds_up(s, p, atom))
+            if base.c.stagings and p.dtype in UNCONVERTED and p.bytes <= capacity(target, "L2"):
+                # What L2 holds is there in time, and each step of k has one load less.
+                yield from (x for s in _packings(plain, p, isa, atom) for x in _shared(s, False))
             yield from _textbook(base, p, isa, atom, target)
             if both_in_place(p, isa, atom, nr) and p.m <= MODEL.few_rows:
                 stream = tuple([t._replace(k=min(t.k, 2 * MODEL.stream_depths[-1])) for t in base.tiles[1:]])

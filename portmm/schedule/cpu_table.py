@@ -191,7 +191,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "begins": model.panel_cycles if over_panels
         else model.sweep_cycles + model.sweep_line * lines * (not s.b.along) if sweeping
         else model.dot_cycles if dots else model.begin_tiles if atom.tiled
-        else model.inside_cycles if s.b.inside else model.tile_cycles,
+        else model.static_cycles if s.static else model.inside_cycles if s.b.inside else model.tile_cycles,
         "crowded": (thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "addresses": model.addresses if in_place and not (sweeping or atom.tiled) else 0.0,
         "apart": 1.0 + model.apart / lines * (not sweeping),

@@ -103,22 +103,18 @@ static __attribute__((noinline)) void dot_1x2(long k, const float *a, long a_m, 
     t = *(const v8f_u *)(kept + 8);
     c0_1 += t;
   }
-  {
-    float sum;
-    c0_0 += SHUFFLE(c0_0, c0_0, lanes_t, 4, 5, 6, 7, 0, 1, 2, 3);
-    c0_0 += SHUFFLE(c0_0, c0_0, lanes_t, 2, 3, 4, 5, 6, 7, 0, 1);
-    c0_0 += SHUFFLE(c0_0, c0_0, lanes_t, 1, 2, 3, 4, 5, 6, 7, 0);
-    sum = c0_0[0];
-    *(c) = (0 ? *(c) : 0) + sum;
-  }
-  {
-    float sum;
-    c0_1 += SHUFFLE(c0_1, c0_1, lanes_t, 4, 5, 6, 7, 0, 1, 2, 3);
-    c0_1 += SHUFFLE(c0_1, c0_1, lanes_t, 2, 3, 4, 5, 6, 7, 0, 1);
-    c0_1 += SHUFFLE(c0_1, c0_1, lanes_t, 1, 2, 3, 4, 5, 6, 7, 0);
-    sum = c0_1[0];
-    *(c + 1) = (0 ? *(c + 1) : 0) + sum;
-  }
+  float sums[8] __attribute__((aligned(64)));
+  t = SHUFFLE(c0_0, c0_1, lanes_t, 0, 2, 8, 10, 4, 6, 12, 14);
+  c0_0 = SHUFFLE(c0_0, c0_1, lanes_t, 1, 3, 9, 11, 5, 7, 13, 15);
+  c0_0 += t;
+  t = SHUFFLE(c0_0, c0_0, lanes_t, 0, 2, 8, 10, 4, 6, 12, 14);
+  c0_0 = SHUFFLE(c0_0, c0_0, lanes_t, 1, 3, 9, 11, 5, 7, 13, 15);
+  c0_0 += t;
+  t = SHUFFLE(c0_0, c0_0, lanes_t, 4, 5, 6, 7, 0, 1, 2, 3);
+  c0_0 += t;
+  *(v8f_u *)(sums) = c0_0;
+  *(c) = *(sums);
+  *(c + 1) = *(sums + 1);
 }
 
 /* C[1][1] = A[1][k] . B[1][k] */
@@ -157,9 +153,9 @@ static __attribute__((noinline)) void dot_1x1(long k, const float *a, long a_m, 
   }
   {
     float sum;
+    c0_0 += SHUFFLE(c0_0, c0_0, lanes_t, 1, 0, 3, 2, 5, 4, 7, 6);
+    c0_0 += SHUFFLE(c0_0, c0_0, lanes_t, 2, 3, 0, 1, 6, 7, 4, 5);
     c0_0 += SHUFFLE(c0_0, c0_0, lanes_t, 4, 5, 6, 7, 0, 1, 2, 3);
-    c0_0 += SHUFFLE(c0_0, c0_0, lanes_t, 2, 3, 4, 5, 6, 7, 0, 1);
-    c0_0 += SHUFFLE(c0_0, c0_0, lanes_t, 1, 2, 3, 4, 5, 6, 7, 0);
     sum = c0_0[0];
     *(c) = (0 ? *(c) : 0) + sum;
   }
@@ -192,9 +188,18 @@ static void columns_of_c(const long *ctx, long task, long worker) {
       dot_1x2(k, a + item * a_batch + i * a_m, a_m, b + item * b_batch + j * b_n, b_n, c + item * c_batch + i * c_m + j, c_m);
     }
   }
-  for (long j = first + (last - first) / 2 * 2; j < last; ++j) {
-    for (long i = 0; i < m; ++i) {
-      dot_1x1(k, a + item * a_batch + i * a_m, a_m, b + item * b_batch + j * b_n, b_n, c + item * c_batch + i * c_m + j, c_m);
+  if (first < last - 2) {
+    if (first + (last - first) / 2 * 2 < last) {
+      const long j = last - 2;
+      for (long i = 0; i < m; ++i) {
+        dot_1x2(k, a + item * a_batch + i * a_m, a_m, b + item * b_batch + j * b_n, b_n, c + item * c_batch + i * c_m + j, c_m);
+      }
+    }
+  } else {
+    for (long j = first + (last - first) / 2 * 2; j < last; ++j) {
+      for (long i = 0; i < m; ++i) {
+        dot_1x1(k, a + item * a_batch + i * a_m, a_m, b + item * b_batch + j * b_n, b_n, c + item * c_batch + i * c_m + j, c_m);
+      }
     }
   }
 }
