@@ -60,12 +60,15 @@ def joined_extents(roots: tuple[Term, ...], extents: Mapping[str, int]) -> dict[
 
 
 def alternatives(roots: tuple[Term, ...]) -> Iterator[tuple[str, tuple[Term, ...]]]:
-    """Each rewrite of each term under some, with its name; a form has one concatenation, whose label is its alone."""
+    """Each rewrite of each term under some, with its name; a form has one concatenation, whose label is its alone.
+
+    Beside products divisions take little time, and forms without them are left out.
+    """
     every = subterms(roots)
-    joined = any(x.op == "concat" for x in every)
+    joined, products = (any(x.op in ops for x in every) for ops in (("concat",), ("dot", "attention")))
     for x in every:
         for name, rule in RULES.items():
-            if joined and rule is concatenate:
+            if (joined and rule is concatenate) or (products and rule is reciprocal):
                 continue
             for new in rule(x):
                 if new is not x and set(new.labels) == set(x.labels):
@@ -222,6 +225,14 @@ def inverse(x: Term) -> Iterator[Term]:
                 yield elementwise_term("div", elementwise_term("mul", b.args[0], a), b.args[1])
 
 
+def reciprocal(x: Term) -> Iterator[Term]:
+    """A quotient by what varies along fewer labels is a product: a division for each row, not for each element."""
+    if x.op == "div" and x.args[1].labels:
+        a, b = x.args
+        if set(b.labels) < set(a.labels):
+            yield elementwise_term("mul", a, elementwise_term("div", literal(1.0), b))
+
+
 RULES: dict[str, Callable[[Term], Iterator[Term]]] = {
     "association": associate,
     "factor past a sum": pull_factor,
@@ -230,4 +241,5 @@ RULES: dict[str, Callable[[Term], Iterator[Term]]] = {
     "concatenation": concatenate,
     "online softmax": online_softmax,
     "quotient": inverse,
+    "reciprocal": reciprocal,
 }

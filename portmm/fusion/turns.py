@@ -18,7 +18,7 @@ LONGEST = 0.2
 TURNS = 3
 FINAL, SHORT = 5, 0.1
 """Turns of the last draw, and seconds of all runs of a program in one of them."""
-FASTER = 0.97
+FASTER = 0.95
 """Time of a program over that of the program as it is, from which it takes its place."""
 CLEAR = 1.1
 """The same ratio in the first turn, from which there are no more: turns of one program differ less."""

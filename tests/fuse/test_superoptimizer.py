@@ -49,6 +49,7 @@ CASES = {
     "QKNorm": (qk_norm, [(2, 5, 16), (2, 7, 16), (2, 7, 16)], "attention"),
     "gated": (lambda x, w, u: pm.silu(x @ w) * (x @ u), [(3, 32), (32, 24), (32, 24)], "mul"),
     "distribution": (lambda x, a, b: x @ a + x @ b, [(3, 32), (32, 24), (32, 24)], "dot"),
+    "rows": (lambda x, y: y - x / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(1)), [(3, 32), (3, 32)], "sub"),
     "two results": (lambda x, a: (x @ a, (x @ a).sum(-1)), [(3, 32), (32, 24)], "sum"),
 }
 
