@@ -244,3 +244,21 @@ def test_a_system_without_huge_pages_is_served(monkeypatch):
     monkeypatch.setattr(pages.mmap, "mmap", lambda *_, **__: (_ for _ in ()).throw(OSError(12, "no memory")))
     with pytest.raises(MemoryError, match="no memory for"):
         pm.pack(b)
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+@pytest.mark.parametrize("n", [1, 7, 16, 17, 33, 48, 49])
+def test_few_columns_have_panels_of_their_own_width(n, dtype):
+    """Padding of a usual panel, of two vectors, would be half of one, or a quarter of two."""
+    rng = np.random.default_rng(n)
+    a, w = rng.standard_normal((9, 70)).astype(dtype), rng.standard_normal((70, n)).astype(dtype)
+    packed = pm.pack(w)
+    usual = family(pm.pack(np.zeros((1, 1000), dtype)).family)
+    vector = usual.nr // 2
+    vectors = -(-n // vector)
+    assert family(packed.family).nr == vector * (vectors if vectors in (1, 3) else 2)
+    np.testing.assert_array_equal(unpack(packed), w)
+    tolerance = 1e-5 if dtype is np.float32 else 1e-13
+    np.testing.assert_allclose(pm.matmul(a, packed), a @ w, rtol=tolerance, atol=20 * tolerance)
+    sums = pm.matmul(a, packed, epilogue=lambda acc, _i: acc + 1) if dtype is np.float32 else a @ w + 1
+    np.testing.assert_allclose(sums, a @ w + 1, rtol=tolerance, atol=20 * tolerance)
