@@ -13,6 +13,7 @@ from portmm.cli import model_calls
 from portmm.errors import BundleError
 from portmm.ops import bundle_wheel
 from portmm.util.console import Json, console, print_json, progress, table
+from portmm.util.text import time as time_text
 
 if TYPE_CHECKING:
     from portmm.ops.bundle_build import Maker
@@ -227,7 +228,10 @@ def _show(maker: Maker, about: dict[str, Any]) -> None:
     """Print what a bundle has."""
     if maker.built:
         title, head = "predicted on one thread, at the largest M", ("chip", "shape", "kernel", "kernels", "time")
-        cells = [(x.machine, str(x.shape), x.kernel, str(x.kernels), f"{1e6 * x.seconds:.4g} us") for x in maker.built]
+        cells = [
+            (x.machine, str(x.shape), x.kernel, str(x.kernels), time_text(x.seconds) if x.seconds else "")
+            for x in maker.built
+        ]
         console().print(table(title, head, cells, words=("chip", "shape", "kernel")))
     if maker.recorded:
         counts = [(name, str(number)) for name, number in maker.recorded.items()]

@@ -12,6 +12,7 @@ import numpy as np
 
 from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
+from portmm.errors import BundleError
 from portmm.ops.attention import attention
 from portmm.ops.bundle_build import AttentionCall, Maker
 from portmm.ops.bundle_runs import attention_text
@@ -31,6 +32,7 @@ def add_attention(
 
     Raises:
         ScheduleError: a machine has no unit for a type.
+        BundleError: NumPy has a type of a shape only with a package that is not here.
     """
     for target in machines:
         maker.add_machine(target)
@@ -54,7 +56,10 @@ def _launch(x: AttentionShape, queries: int, target: Target, threads: int) -> An
 
 
 def _run(x: AttentionShape, queries: int) -> None:
-    dtype = numpy_arrays.numpy_of(x.dtype)
+    try:
+        dtype = numpy_arrays.numpy_of(x.dtype)
+    except TypeError as error:
+        raise BundleError(f"attention of {x.dtype}: {error}") from error
     q, k, v = (
         np.empty((x.items, heads, rows, columns), dtype)
         for heads, rows, columns in ((x.heads, queries, x.d), (x.kv_heads, x.keys, x.d), (x.kv_heads, x.keys, x.dv))

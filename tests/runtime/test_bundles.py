@@ -400,3 +400,10 @@ def test_what_the_cache_has(made, tmp_path, monkeypatch):
     assert open_bundle(path).objects >= 1
     pm.forget()
     assert made
+
+
+def test_attention_of_bfloat16_without_ml_dtypes_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
+    shapes = bundle_shapes.attention_of("attention 1 64 32 bf16\n", "shapes")
+    with pytest.raises(BundleError, match="pip install ml_dtypes"):
+        bundle_attention.add_attention(bundle_build.Maker(), shapes, [load_target("zen4")], (1,))
