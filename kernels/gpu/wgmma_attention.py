@@ -1,16 +1,17 @@
 """Flash attention on Hopper's tensor cores: TMA copies, wgmma, and warp specialization.
 
-    producer warpgroup, one thread:              consumer warpgroups, 64 queries each:
-      Q of both                                    S = Q K[0]^T, and its weights P
-      for each tile of keys                        for each further tile of keys
-        wait until a stage is empty                  start S = Q K^T, then O += P V of the tile before
-        start the copy of K, then of V               wait for S; its weights and the rescaling of earlier sums
-                                                     wait for O, and rescale it; P becomes fragments
-                                                   O += P V of the last tile; O over the sums of weights
+    persistent blocks compute one tile of queries after the other: attention_queue
+      producer warpgroup, one thread:              consumer warpgroups, two or three, 64 queries each:
+        for each tile of keys                        S = Q K[0]^T, and its weights P
+          wait until a stage is empty                for each further tile of keys
+          start the copy of K, then of V               start S = Q K^T, then O += P V of the tile before
+          after the first K, start those of Q          wait for S; its weights and the rescaling of earlier sums
+                                                       wait for O, and rescale it; P becomes fragments
+                                                     O += P V of the last tile; O over the sums of weights, stored
 
 So scores of a tile become weights while the product of the tile before is computed (Shah et al., "FlashAttention-3",
-2024). With `pingpong` barriers keep the two warpgroups apart: one starts products when the other has started its own,
-so that one has scores while the other multiplies. P is a left operand in registers, in the layout that sums have.
+2024). With `pingpong` barriers keep the warpgroups apart: one starts products when the one before has started its own,
+so that one has scores while others multiply. P is a left operand in registers, in the layout that sums have.
 
 A tile in shared memory is planes of 64 elements of a head, each of lines of 128 bytes, one for each row, that TMA
 swizzles. Rows past the last query or key are zeros. Keys that no query of a block sees may lie in its last tile:
@@ -28,14 +29,14 @@ from portmm.ir.index import Ptr, const, maximum, minimum, var
 from portmm.ir.nodes import For, If, Let, Scratch
 from portmm.ir.thread_nodes import Barrier, Clear, Do, Get, Shared, Vector
 from portmm.kernels.gpu.attention_blocks import rows_of
+from portmm.kernels.gpu.attention_queue import TileQueue
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.mma_attention import UNIT, WORDS
-from portmm.kernels.gpu.mma_attention import Work as MmaWork
 from portmm.kernels.gpu.online_softmax import FragmentSoftmax
 from portmm.kernels.gpu.parameters import integers, longs, of_fused
 from portmm.schedule.gpu_mma_attention import SIZE
 from portmm.schedule.gpu_wgmma import LINE, STRIP, SWIZZLED
-from portmm.schedule.gpu_wgmma_attention import CONSUMER, GROUPS, PRODUCER, WarpgroupTiling
+from portmm.schedule.gpu_wgmma_attention import WarpgroupTiling
 from portmm.schedule.schedule import WARPGROUP
 
 if TYPE_CHECKING:
@@ -52,26 +53,26 @@ VECTOR = 16
 """Unit of descriptors, in bytes."""
 LINES = 8
 """Lines that are swizzled together."""
-ORDER, JOINED, ALL_GROUPS = 2, 4, 6
-"""Named barriers: of each warpgroup's turn, of each warpgroup's warps, and of both warpgroups."""
+ORDER, ALL_GROUPS = 2, 5
+"""Named barriers: of the turns of up to three warpgroups, and of all consumers."""
 
 
 def build(form: Form, s: Schedule, isa: Isa, atom: Atom) -> GridKernel:
     """Kernel for a kind of attention."""
     t = WarpgroupTiling(s)
     work = Work(form, t, isa, atom, FragmentSoftmax(form, t, isa, atom))
-    producer = (Do(f"registers_down_{PRODUCER}"), If(var("thread").eq(GROUPS * WARPGROUP), work.producer()))
-    consumer = (Do(f"registers_up_{CONSUMER}"), *work.consumer())
+    down, up = t.budgets
+    producer = (Do(f"registers_down_{down}"), If(var("thread").eq(work.consumers), work.producer()))
+    consumer = (Do(f"registers_up_{up}"), *work.consumer())
     body = (
-        *work.shared(), *work.coordinates(), *work.reach(), *work.barriers(),
-        If(var("warpgroup").eq(GROUPS), producer, consumer),
+        *work.shared(), *work.threads(), *work.barriers(), If(var("warpgroup").eq(t.groups), producer, consumer),
     )  # fmt: skip
     name = f"portmm_wgmma_attention_{form.dtype}_{t.d}_{t.queries}x{t.keys}"
     return GridKernel(name, isa, atom, work.arguments(), t.threads, work.grid, body, occupancy=1)
 
 
 @dataclass(frozen=True, slots=True)
-class Work(MmaWork):
+class Work(TileQueue):
     """Statements of one kernel."""
 
     # -- operands ------------------------------------------------------------
@@ -79,13 +80,14 @@ class Work(MmaWork):
     def arguments(self) -> tuple[Argument, ...]:
         """Parameters of the kernel: Q, K and V as tensor maps."""
         form, t = self.form, self.t
-        params = [*integers("m", "n", "keys", "heads", "group", "window", "offset"), *map(self.map_of, "qkv")]
+        counters = [Argument("counters", "pointer", "s32")] if self.counted else []
+        params = [*integers("m", "n", "keys", "heads", "group", "window", "offset", "items"), *map(self.map_of, "qkv")]
         params += longs(*(f"{x}_{axis}" for x in "qkv" for axis in "bh"))
         params += rows_of("o", form.to, t.loose, readonly=False)
         params += [Argument("lse", "pointer", "f32")] if form.lse else []
         optional = (("lengths", form.lengths), ("starts", form.starts))
         params += [Argument(name, "pointer", "s32", readonly=True) for name, there in optional if there]
-        return (*params, *of_fused(form.score))
+        return (*params, *counters, *of_fused(form.score))
 
     def map_of(self, name: str) -> Argument:
         """Tensor map of an operand: elements, rows, heads, items. Heads, or items, of stride 0 are one."""
@@ -112,27 +114,32 @@ class Work(MmaWork):
         barriers = ("k_full", "k_empty", "v_full", "v_empty")
         return (
             *(Shared(name, rows * t.d, storage, SWIZZLED) for name, rows in tiles),
-            Shared("q_full", 1, "b64", 8),
+            *(Shared(name, t.groups, "b64", 8) for name in ("q_full", "q_empty")),
             *(Shared(name, t.slots, "b64", 8) for name in barriers),
+            *((Shared("given", t.groups, "s32", 8),) if self.counted else ()),
         )
 
     def barriers(self) -> tuple[Stmt, ...]:
         """Initialization of barriers."""
-        stage, warps = var("stage"), GROUPS * WARPGROUP // self.t.warp
+        t, stage, own = self.t, var("stage"), WARPGROUP // self.t.warp
         each = [
             Do("mbarrier_init", (Ptr(f"{x}_{name}", stage), const(count)))
             for x in "kv"
-            for name, count in (("full", 1), ("empty", warps))
+            for name, count in (("full", 1), ("empty", t.groups * own))
+        ]
+        queries = [
+            Do("mbarrier_init", (Ptr(f"q_{name}", var("strip")), const(count)))
+            for name, count in (("full", 1), ("empty", WARPGROUP))
         ]
         first = (
             *(Do("tma_prefetch", (Ptr(f"{x}_map"),)) for x in "qkv"),
-            Do("mbarrier_init", (Ptr("q_full"), const(1))),
-            For("stage", const(0), const(self.t.slots), const(1), tuple(each)),
+            For("strip", const(0), const(t.groups), const(1), tuple(queries)),
+            For("stage", const(0), const(t.slots), const(1), tuple(each)),
             Do("mbarrier_init_fence"),
         )
         return (If(var("thread").eq(0), first), Barrier())
 
-    def lanes(self) -> tuple[Stmt, ...]:
+    def threads(self) -> tuple[Stmt, ...]:
         """Warpgroup, warp and lane of a thread, and its rows in the tile."""
         return (
             # A shuffle tells the compiler that it is the same in all lanes of a warp.
@@ -156,28 +163,40 @@ class Work(MmaWork):
         return unrolled("plane", self.planes, Do("tma_load_4d", (box, Ptr(f"{name}_map"), full, *at)))
 
     def turn(self) -> tuple[Stmt, ...]:
-        """Number of a tile of keys, and its stage."""
-        return (Let("turn", (var("key") - var("first")) // self.t.keys), Let("stage", var("turn") % self.t.slots))
+        """Number of a tile of keys, of all that the block has multiplied, and its stage."""
+        turn = var("done") + (var("key") - var("first")) // self.t.keys
+        return (Let("turn", turn), Let("stage", var("turn") % self.t.slots))
+
+    # -- the producer --------------------------------------------------------
 
     def producer(self) -> tuple[Stmt, ...]:
         """Statements of the thread that starts copies."""
-        t, stage, strip = self.t, var("stage"), var("strip")
-        q = self.copies("q", strip * (STRIP * t.d), STRIP, var("row_0") + strip * STRIP, Ptr("q_full"))
-        begin = (
-            Do("mbarrier_expect", (Ptr("q_full"), const(t.queries * t.d * SIZE))),
-            unrolled("strip", GROUPS, q),
+        t, strip = self.t, var("strip")
+        full = Ptr("q_full", strip)
+        begin = unrolled(
+            "strip", t.groups,
+            *self.said(),
+            Do("mbarrier_expect", (full, const(STRIP * t.d * SIZE))),
+            self.copies("q", strip * (STRIP * t.d), STRIP, var("row_0") + strip * STRIP, full),
+        )  # fmt: skip
+        # The first K is wanted first, and has room before Q.
+        k, v = self.copied("k"), self.copied("v")
+        loop = For(
+            "key", var("first"), var("end"), const(t.keys),
+            (*self.turn(), *k, If(var("key").eq(var("first")), (begin,)), *v),
+        )  # fmt: skip
+        return self.each(self.drawn(), (If(var("first").lt(var("end")), (loop,), (begin,)),))
+
+    def copied(self, x: str) -> tuple[Stmt, ...]:
+        """Copy of a tile of K or V, started when its stage is empty."""
+        t, stage = self.t, var("stage")
+        full = Ptr(f"{x}_full", stage)
+        return (
+            # A barrier's first phase counts as preceded by one that is complete.
+            Do("mbarrier_wait", (Ptr(f"{x}_empty", stage), (var("turn") // t.slots + 1) % 2)),
+            Do("mbarrier_expect", (full, const(t.keys * t.d * SIZE))),
+            self.copies(x, stage * (t.keys * t.d), t.keys, var("key"), full),
         )
-        each: list[Stmt] = [*self.turn()]
-        for x in "kv":
-            full = Ptr(f"{x}_full", stage)
-            each += [
-                # A barrier's first phase counts as preceded by one that is complete.
-                Do("mbarrier_wait", (Ptr(f"{x}_empty", stage), (var("turn") // t.slots + 1) % 2)),
-                Do("mbarrier_expect", (full, const(t.keys * t.d * SIZE))),
-                self.copies(x, stage * (t.keys * t.d), t.keys, var("key"), full),
-            ]
-        loop = For("key", var("first"), var("end"), const(t.keys), tuple(each))
-        return (If(var("first").lt(var("end")), begin), loop)
 
     # -- consumers -----------------------------------------------------------
 
@@ -205,23 +224,35 @@ class Work(MmaWork):
 
     def consumer(self) -> tuple[Stmt, ...]:
         """Statements of the warpgroups that multiply."""
-        t, other = self.t, 1 - var("warpgroup")
-        begin = self.softmax.begin()
-        both = const(GROUPS * WARPGROUP)
-        # The second warpgroup lets the first begin a tile that follows; its last arrival would be one too many.
-        follows = (var("first") + t.keys).lt(var("end"))
-        opened = (If(var("warpgroup").eq(1) * follows, (Do("block_barrier_arrive", (const(ORDER), both)),)),)
-        again = var("warpgroup").eq(0) + (var("key") + t.keys).lt(var("end"))
-        mine = Do("block_barrier_sync", (var("warpgroup") + ORDER, both)) if t.s.parallel.pingpong else None
-        theirs = If(const(0).lt(again), (Do("block_barrier_arrive", (other + ORDER, both)),))
-        step = (
-            *self.turn(),
-            self.landed("k", var("turn")),
-            *((mine,) if mine else ()),
+        t = self.t
+        tile = (
+            Clear("o_sums", t.columns * WORDS),
+            *self.softmax.begin(),
+            *(() if self.counted else self.landed_q()),
+            If(var("first").lt(var("end")), self.multiplied(), (self.unused(),)),
+            *self.finish(),
+        )
+        return (*self.registers(), *self.matrices(), *self.each(self.told(), tile))
+
+    def multiplied(self) -> tuple[Stmt, ...]:
+        """Products of a tile of queries with all tiles of keys."""
+        t, both, ordered = self.t, const(2 * WARPGROUP), self.t.s.parallel.pingpong
+        # The last warpgroup lets the first begin a tile that follows; its last arrival would be one too many.
+        follows, final = (var("first") + t.keys).lt(var("end")), var("warpgroup").eq(t.groups - 1)
+        opened = If(final * follows, (Do("block_barrier_arrive", (const(ORDER), both)),))
+        again = var("warpgroup").lt(t.groups - 1) + (var("key") + t.keys).lt(var("end"))
+        mine = Do("block_barrier_sync", (var("warpgroup") + ORDER, both))
+        next_one = (var("warpgroup") + 1) * (1 - final) + ORDER
+        theirs = If(const(0).lt(again), (Do("block_barrier_arrive", (next_one, both)),))
+        begun = (
             *self.scores_begun(var("stage")),
             self.landed("v", var("turn") - 1),
             *self.sums_begun((var("turn") - 1) % t.slots),
-            *((theirs,) if mine else ()),
+        )
+        step = (
+            *self.turn(),
+            self.landed("k", var("turn")),
+            *((mine, *begun, theirs) if ordered else begun),
             *self.done("wgmma_wait_1", "s", t.keys),
             self.released("k", var("stage")),
             *self.weights(),
@@ -230,52 +261,46 @@ class Work(MmaWork):
             self.softmax.rescaled(),
             self.fragments(),
         )
+        stage = var("done") % t.slots
         first = (
             Let("key", var("first")),
-            Do("mbarrier_wait", (Ptr("q_full"), const(0))),
-            self.landed("k", const(0)),
-            *self.scores_begun(const(0)),
+            self.landed("k", var("done")),
+            *self.scores_begun(stage),
             *self.done("wgmma_wait_0", "s", t.keys),
-            self.released("k", const(0)),
+            self.released("k", stage),
             *self.weights(),
             self.fragments(),
         )
-        begun = (*(opened if t.s.parallel.pingpong else ()), *first)
         loop = For("key", var("first") + t.keys, var("end"), const(t.keys), step)
-        return (
-            *self.registers(),
-            *self.matrices(),
-            Clear("o_sums", t.columns * WORDS),
-            *begin,
-            If(var("first").lt(var("end")), (*begun, loop, *self.last())),
-            *self.finish(),
-        )
+        return (*((opened,) if ordered else ()), *first, loop, self.unused(), *self.last())
 
     def last(self) -> tuple[Stmt, ...]:
         """Product of the last tile's weights and V, whose rows past the end are made zeros."""
         t = self.t
-        turn = (var("end") - 1 - var("first")) // t.keys
+        local, turn = (var("end") - 1 - var("first")) // t.keys, var("done") + var("local")
         stage, line = var("final") % t.slots, var("line")
         row, vectors = line // (PLANE * SIZE // VECTOR), PLANE * SIZE // VECTOR
         # Threads of both warpgroups store vectors of lines of each plane.
         at = stage * (t.keys * t.d) + var("plane") * (t.keys * PLANE) + row * PLANE + line % vectors * (VECTOR // SIZE)
         zero = unrolled("plane", self.planes, Vector(Ptr("v_tile", at), Ptr("zeros"), VECTOR))
-        begin, count = (var("end") - var("first") - var("final") * t.keys) * vectors, t.keys * vectors
+        begin, count = (var("end") - var("first") - var("local") * t.keys) * vectors, t.keys * vectors
         own = begin + var("thread")
         cleaned = (
             Scratch("zeros", VECTOR // 4, "b32"),
             Clear("zeros", VECTOR // 4),
-            For("line", own, const(count), const(GROUPS * WARPGROUP), (zero,)),
+            For("line", own, const(count), const(self.consumers), (zero,)),
             Do("fence_async_shared"),
-            Do("block_barrier_sync", (const(ALL_GROUPS), const(GROUPS * WARPGROUP))),
+            Do("block_barrier_sync", (const(ALL_GROUPS), const(self.consumers))),
         )
-        past = minimum(var("keys"), var("first") + (var("final") + 1) * t.keys)
+        past = minimum(var("keys"), var("first") + (var("local") + 1) * t.keys)
         return (
+            Let("local", local),
             Let("final", turn),
             self.landed("v", var("final")),
             If(var("end").lt(past), cleaned),
             *self.sums_begun(stage),
             *self.done("wgmma_wait_0", "o_sums", t.dv),
+            self.released("v", stage),
         )
 
     def landed(self, name: str, turn: Index) -> Stmt:
@@ -326,10 +351,7 @@ class Work(MmaWork):
         """Conversion of a tile's weights to fragments of the left operand."""
         return unrolled("step", self.t.keys // UNIT, self.packed(var("step"), var("step")))
 
-    def emptied(self) -> tuple[Stmt, ...]:
-        """Wait until all warps of a warpgroup have multiplied Q."""
-        return (self.joined(),)
-
-    def joined(self) -> Stmt:
-        """Barrier of the warps of a warpgroup."""
-        return Do("block_barrier_sync", (var("warpgroup") + JOINED, const(WARPGROUP)))
+    @property
+    def staged(self) -> bool:
+        """Lanes store their columns of O: the shared memory of Q has that of the next tile by then."""
+        return False

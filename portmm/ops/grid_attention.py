@@ -183,7 +183,7 @@ def _prepare(shape: Shape, parts: _Parts, out: Operand | None, options: Options,
     loose = "".join(name for name, (steps, _) in layouts.items() if steps[3] != 1)
     lines = {"q": (m, d), "k": (n, d), "v": (n, dv)}
     boxed = all(_boxed(layouts[x][0], *lines[x]) for x in "qkv")
-    request = AttentionSizes(q.dtype, d, dv, m, items * heads, group, n, vectors, loose, boxed)
+    request = AttentionSizes(q.dtype, d, dv, m, items * heads, group, n, vectors, loose, boxed, options.causal)
     schedule = gpu_attention_choice.choices(request, on.target)[0]
     runs, run = gpu_attention_choice.splits(schedule, request, on.target)
     rows = items * heads * m

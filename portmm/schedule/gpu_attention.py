@@ -71,6 +71,7 @@ class AttentionSizes(NamedTuple):
         vectors: elements of Q, K, V and of the result that may be moved at once.
         loose: names of those whose rows are not dense in memory.
         boxed: rows of Q, K and V, heads and items follow each other in memory, or are one, as copy engines read boxes.
+        causal: no query sees keys after its own position, that of the last one being the last key's.
     """
 
     dtype: str
@@ -83,6 +84,7 @@ class AttentionSizes(NamedTuple):
     vectors: tuple[int, int, int, int]
     loose: str
     boxed: bool = True
+    causal: bool = False
 
 
 def attention_schedule(  # noqa: PLR0917 - parts of one record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.schedule import gpu_attention, gpu_mma_attention, gpu_wgmma_attention
 from portmm.schedule.candidates import units
@@ -13,6 +13,8 @@ from portmm.schedule.program import device_of
 from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+
     from portmm.schedule.gpu_attention import AttentionSizes
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
@@ -45,16 +47,25 @@ def matrix_units(shape: AttentionSizes, target: Target) -> list[Schedule]:
     return [*gpu_wgmma_attention.candidates(shape, target), *gpu_mma_attention.candidates(shape, target)]
 
 
+class Unit(NamedTuple):
+    """A program of matrix units: its estimated time, and its instruction for a type."""
+
+    time: Callable[[Schedule, AttentionSizes, Target], float]
+    unit: Callable[[str, Target], tuple[Isa, Atom] | None]
+
+
+UNITS = {
+    "wgmma_attention": Unit(gpu_wgmma_attention.time, gpu_wgmma_attention.unit),
+    "mma_attention": Unit(gpu_mma_attention.time, gpu_mma_attention.unit),
+}
+
+
 def time(s: Schedule, shape: AttentionSizes, target: Target) -> float | None:
     """Estimated time of a schedule in cycles of a processor; None where nothing estimates it."""
-    own = TIMES.get(s.program)
-    return own(s, shape, target) if own else None
-
-
-TIMES = {"wgmma_attention": gpu_wgmma_attention.time, "mma_attention": gpu_mma_attention.time}
+    return UNITS[s.program].time(s, shape, target) if s.program in UNITS else None
 
 
 def unit_of(s: Schedule, target: Target) -> tuple[Isa, Atom]:
-    """The instruction set and the atom of a schedule of either program."""
-    of = {"mma_attention": gpu_mma_attention.unit, "wgmma_attention": gpu_wgmma_attention.unit}.get(s.program)
-    return (of and of(s.dtype, target)) or units("f32", target)[0]
+    """The instruction set and the atom of a schedule of any program."""
+    pair = UNITS[s.program].unit(s.dtype, target) if s.program in UNITS else None
+    return pair or units("f32", target)[0]

@@ -1,19 +1,21 @@
 """Tiles of attention for the matrix units of warpgroups: see `kernels.gpu.wgmma_attention`.
 
-Owns `WarpgroupTiling`, the schedules, and their estimated time. Two warpgroups of a block have 64 queries each; a third
-one brings Q, and tiles of K and V in turns, by the copy engine:
+Owns `WarpgroupTiling`, the schedules, and their estimated time. Two or three warpgroups of a block have 64 queries
+each; one more brings Q, and tiles of K and V in turns, by the copy engine:
 
-    Q[2][64][d]       for all blocks of keys
+    Q[groups][64][d]  for all tiles of keys
     stages x [BN][d]  of K, and as many of V
 
-Heads are of whole swizzled rows, of equal lengths in Q, K and V, and the copy engine can address them. The time of a
-tile of keys is that of the products, or of the scores of both warpgroups in plain threads, whichever is longer, as one
-warpgroup multiplies while the other has scores.
+Heads are of whole swizzled rows, of equal lengths in Q, K and V, and the copy engine can address them. As many blocks
+as there are processors compute one tile of queries after the other. The time of a tile of keys is that of the products,
+or of the scores of all warpgroups in plain threads, whichever is longer, and a share of the other: one warpgroup
+multiplies while another has scores, the better the more there are.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import TYPE_CHECKING
 
 from portmm.schedule.gpu_attention import attention_schedule
@@ -32,13 +34,15 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-GROUPS, STAGES = 2, 2
-"""Consumer warpgroups of a block, and stages of K, and of V."""
+GROUPS, STAGES = (2, 3), (4, 2)
+"""Consumer warpgroups of a block; and stages of K, and of V, of which the first that fit are used."""
 KEYS = (176, 128, 96, 80, 64)
 """Keys of a tile."""
-PRODUCER, CONSUMER = 24, 240
-"""Registers of a thread of the producer and of the consumer warpgroups."""
-OWN = 36
+BUDGETS = {2: (40, 232), 3: (32, 160)}
+"""Registers of a thread of the producer and of the consumer warpgroups, by the number of these."""
+NARROW = 64
+"""Elements of a head up to which scores take longer than products, and three warpgroups less than two."""
+OWN = 32
 """Registers of a consumer for addresses, maxima and sums of weights."""
 
 
@@ -48,9 +52,19 @@ class WarpgroupTiling(MatrixTiling):
     __slots__ = ()
 
     @property
+    def groups(self) -> int:
+        """Consumer warpgroups."""
+        return self.s.parallel.warpgroups
+
+    @property
+    def budgets(self) -> tuple[int, int]:
+        """Registers of a thread of the producer and of the consumers."""
+        return BUDGETS[self.groups]
+
+    @property
     def shared_bytes(self) -> int:
         """Shared memory of a block; barriers are in the first swizzled rows' alignment."""
-        return SIZE * self.d * (self.queries + 2 * self.slots * self.keys) + 8 * (1 + 4 * self.slots)
+        return SIZE * self.d * (self.queries + 2 * self.slots * self.keys) + 8 * (2 * self.groups + 4 * self.slots)
 
     @property
     def registers(self) -> int:
@@ -63,19 +77,20 @@ def unit(element: str, target: Target) -> tuple[Isa, Atom] | None:
     return next(units(element, target, "warpgroup"), None)
 
 
-def schedule_of(
-    dtype: str, d: int, keys: int, o_vector: int = 8, loose: str = "", *, pingpong: bool = True
-) -> Schedule:
-    """A schedule for the keys of a tile, by heads of d elements."""
-    rows, vector = GROUPS * STRIP, ALIGNED // SIZE
+def schedule_of(  # noqa: PLR0917 - parts of one record
+    dtype: str, d: int, keys: int, blocks: int, o_vector: int = 2, loose: str = "", *, groups: int = 2,
+    stages: int = 2, pingpong: bool = True,
+) -> Schedule:  # fmt: skip
+    """A schedule for the keys of a tile, by heads of d elements, of at most so many blocks."""
+    rows, vector = groups * STRIP, ALIGNED // SIZE
     tiles = (
         Tile(REGISTERS, 2, keys // 4, UNIT), Tile("warp", STRIP // 4, keys, UNIT), Tile(SHARED, rows, keys, d),
         Tile("L2", rows, ALL, ALL),
     )  # fmt: skip
     s = attention_schedule(
-        "wgmma_attention", dtype, (d, d), tiles, (vector, vector, vector, o_vector), loose, TMA, STAGES
+        "wgmma_attention", dtype, (d, d), tiles, (vector, vector, vector, o_vector), loose, TMA, stages
     )
-    return replace(s, parallel=Parallel(warpgroups=GROUPS, pingpong=pingpong))
+    return replace(s, parallel=Parallel(warpgroups=groups, pingpong=pingpong, persistent=blocks))
 
 
 def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
@@ -91,15 +106,27 @@ def candidates(shape: AttentionSizes, target: Target) -> list[Schedule]:
         or not addressed
     ):
         return []
-    has, vector = capacities_of(target, dynamic=True), min(shape.vectors[3], ALIGNED // SIZE)
-    every = (schedule_of(shape.dtype, d, keys, vector, shape.loose, pingpong=x) for keys in KEYS for x in (True, False))
-    legal = [s for s in every if WarpgroupTiling(s).registers <= CONSUMER and not exceeded(footprint(s), has)]
+    has, vector, blocks = capacities_of(target, dynamic=True), min(shape.vectors[3], 2), device_of(target).processors
+    legal = []
+    for groups, keys, pingpong in product(GROUPS[: 2 if d <= NARROW else 1], KEYS, (True, False)):
+        ways = (
+            schedule_of(shape.dtype, d, keys, blocks, vector, shape.loose, groups=groups, stages=x, pingpong=pingpong)
+            for x in STAGES
+        )
+        legal += [s for s in ways if fits(WarpgroupTiling(s)) and not exceeded(footprint(s), has)][:1]
     return sorted(legal, key=lambda s: time(s, shape, target))
+
+
+def fits(t: WarpgroupTiling) -> bool:
+    """Whether consumers have enough registers."""
+    return t.registers <= t.budgets[1]
 
 
 def footprint(s: Schedule) -> Footprint:
     """Registers of a thread at the start of a block, and its shared memory."""
-    return footprint_of(s, (PRODUCER + GROUPS * CONSUMER) // (GROUPS + 1), WarpgroupTiling(s).shared_bytes)
+    t = WarpgroupTiling(s)
+    down, up = t.budgets
+    return footprint_of(s, (down + t.groups * up) // (t.groups + 1), t.shared_bytes)
 
 
 def work(s: Schedule, target: Target) -> Work:
@@ -117,11 +144,20 @@ def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
     assert pair is not None  # noqa: S101 - candidates have one
     products = own.counts["multiply-adds"] / target.rates[pair[1].name]
     copied = own.counts["L2"] / MODEL.tile_bytes
-    # Scores are hidden behind products of the other warpgroup; what is left is the way from one to the other.
-    step = max(products, own.waiting, copied) + (0.25 if s.parallel.pingpong else 0.3) * min(products, own.waiting)
-    blocks = shape.heads * -(-shape.queries // t.queries)
-    steps = -(-blocks // device.processors) * -(-shape.keys // t.keys)
-    return float(steps * (step + MODEL.group_step) + -(-blocks // device.processors) * MODEL.engine_start)
+    shares = MODEL.exposed_scores if s.parallel.pingpong else MODEL.exposed_apart
+    step = max(products, own.waiting, copied) + shares[t.groups - 2] * min(products, own.waiting) + MODEL.scores_step
+    starts = range(0, shape.queries, t.queries)
+    steps = sum(-(-_seen(shape, min(x + t.queries, shape.queries)) // t.keys) for x in starts)
+    tile = MODEL.tile_result * t.queries * t.dv
+    busy = -(-shape.heads * len(starts) // device.processors) / len(starts)
+    if shape.causal:  # blocks take tiles as they are done with others, the longest first
+        busy = max(shape.heads / device.processors, 1 / len(starts))
+    return float(busy * (steps * step + len(starts) * tile) + MODEL.engine_start)
+
+
+def _seen(shape: AttentionSizes, end: int) -> int:
+    """Number of keys that some of the queries before `end` see."""
+    return max(0, min(shape.keys, shape.keys - shape.queries + end)) if shape.causal else shape.keys
 
 
 PROGRAM = Program("gpu.wgmma_attention", candidates, footprint, work, device=True, dynamic_shared=True)

@@ -296,12 +296,14 @@ def in_shim(form, t, x, run, unit=None):
         ]
         laid = [cuda_shim.Laid.beside(y, end=seed % 2 == 0) for y in (*x, *empty)]
         given = names | {name: y.array for name, y in zip(("q", "k", "v", "o", "lse", "work"), laid, strict=True)}
+        given |= {"counters": np.zeros(1, np.int32)}
         for kernel, code in zip(kernels, codes, strict=True):
             words = [_word(y, given, names) for y in kernel.arguments]
             grid = tuple(evaluate(y, names) for y in kernel.grid)
             code.launch((*grid, 1), kernel.threads, words, seed, kernel.shared_bytes * kernel.dynamic)
         for y in laid:
             y.check("an operand")
+        assert not given["counters"].any()
         found.append([y.array for y in laid[3:5]])
     for others in found[1:]:
         for one, other in zip(found[0], others, strict=True):
