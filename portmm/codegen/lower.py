@@ -158,7 +158,9 @@ def lower_grid(s: Schedule, isa: Isa, views: Views | None = None) -> tuple[GridK
         ScheduleError: the program is unknown or the ISA lacks the type.
     """
     _check(s, device=True)
-    atom, own = grid_atom(isa, s), replace(s, epilogue=str(shortened(s.fused, s.types[2]))) if s.fused else s
+    atom, own = grid_atom(isa, s), s
+    if s.fused:
+        own = replace(s, epilogue=str(shortened(s.fused, s.types[2], device=True)))
     kernels = [replace(_built(own, isa, atom, *([] if views is None else [views])), occupancy=s.parallel.occupancy)]
     kernels += [_builder("gpu.split_k").reduction(own, isa, atom)] if s.slices else []
     command, text = f"portmm emit --schedule {quote(spell(s))}", str(s)

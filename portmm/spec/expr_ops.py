@@ -21,6 +21,10 @@ def _fused(a: Array, b: Array, c: Array) -> Any:
     return _f32(a.astype(np.float64) * b + c)
 
 
+def _power(x: Array) -> Any:
+    return _f32(np.exp2(np.asarray(x, np.float64)))
+
+
 def _whole(x: Array) -> Array:
     """Conversion to s32 towards zero; the least integer where a value does not fit, as on x86."""
     fits = (x >= -(2.0**31)) & (x < 2.0**31)
@@ -53,6 +57,7 @@ OPS: dict[str, Operation] = {
     "greater": Operation("f32", lambda x, y: np.where(x > y, x, y)),
     "fma": Operation("f32", _fused),
     "sqrt": Operation("f32", np.sqrt, ("sqrt",)),
+    "exp2": Operation("f32", _power),
     "lt": Operation("mask", np.less, ("less",)),
     "le": Operation("mask", np.less_equal, ("less_equal",)),
     "eq": Operation("mask", np.equal, ("equal",)),
@@ -71,7 +76,8 @@ OPS: dict[str, Operation] = {
 }
 """Operations by name.
 
-min and max of a NaN are NaN. Shifts are by a literal, to the right with the sign. "bits" and "from_bits" reinterpret
+min and max of a NaN are NaN. "exp2", 2**x within two units of the last place, 0 for subnormal numbers or not, is
+one of devices alone. Shifts are by a literal, to the right with the sign. "bits" and "from_bits" reinterpret
 the same 32 bits as the other type; "float" and "int" convert, "int" towards zero.
 """
 NUMPY = {"f32": np.float32, "s32": np.int32, "mask": np.bool_}

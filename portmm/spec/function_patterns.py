@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from portmm.spec import short_math, vector_math
+from portmm.spec import device_math, short_math, vector_math
 from portmm.spec.epilogue import argument
 from portmm.util.memo import Memory
 
@@ -51,6 +51,7 @@ for _name in NAMES:
 for _name in short_math.SHORT:
     for _dtype in short_math.TYPES:
         add(_name, short_math.of_type(_name, _dtype))
+        add(_name, device_math.of_type(_name, _dtype))
 
 
 def function_of(x: Expr) -> tuple[str, Expr] | None:

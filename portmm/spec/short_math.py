@@ -21,7 +21,7 @@ from portmm.util.records import dataclass
 if TYPE_CHECKING:
     from portmm.spec.expr import Expr
 
-_SCALE = 8
+SCALE = 8
 """Added to exponents, so that powers are normal wherever x times a power is."""
 
 
@@ -31,7 +31,7 @@ class _Terms:
 
     Attributes:
         exp2: 2**x for |x| up to 1/2.
-        part: 1 / (1 + e) for e up to 1, a factor 2**-_SCALE for each power of e.
+        part: 1 / (1 + e) for e up to 1, a factor 2**-SCALE for each power of e.
         gelu: log2(erfc(x / sqrt(2))) / x for x up to the limit.
         limits: of arguments of gelu, gelu_tanh, silu and sigmoid, beyond which results on the left are 0.
         vanishes: results at limits round to 0; else they are made 0.
@@ -45,7 +45,7 @@ class _Terms:
 
 
 def _scaled(*coefficients: float) -> tuple[float, ...]:
-    return tuple(c * 2.0 ** (-_SCALE * i) for i, c in enumerate(coefficients))
+    return tuple(c * 2.0 ** (-SCALE * i) for i, c in enumerate(coefficients))
 
 
 _TERMS = {
@@ -67,8 +67,8 @@ _TERMS = {
 
 
 def _power(size: Expr, rate: Expr | float, terms: _Terms) -> Expr:
-    """2**(size * rate + _SCALE)."""
-    whole = WHOLE + EXPONENT + _SCALE
+    """2**(size * rate + SCALE)."""
+    whole = WHOLE + EXPONENT + SCALE
     shifted = fma(size, rate, whole)
     return poly(fma(size, rate, whole - shifted), terms.exp2) * from_bits(bits(shifted) << 23)
 
@@ -94,13 +94,13 @@ def gelu(x: Expr, dtype: str) -> Expr:
     """GELU: max(x, 0) - |x| * erfc(|x| / sqrt(2)) / 2, as in `vector_math`."""
     terms = _TERMS[dtype]
     size, beyond = _limited(x, terms.limits[0])
-    return _less(x, _kept(size * _power(size, poly(size, terms.gelu), terms), beyond, terms), _SCALE + 1)
+    return _less(x, _kept(size * _power(size, poly(size, terms.gelu), terms), beyond, terms), SCALE + 1)
 
 
 def _gated(x: Expr, size: Expr, rate: Expr | float, beyond: Expr, terms: _Terms) -> Expr:
     """max(x, 0) - |x| * e / (1 + e), e = 2**(|x| * rate)."""
     e = _power(size, rate, terms)
-    return _less(x, _kept(size * (e * poly(e, terms.part)), beyond, terms), _SCALE)
+    return _less(x, _kept(size * (e * poly(e, terms.part)), beyond, terms), SCALE)
 
 
 def gelu_tanh(x: Expr, dtype: str) -> Expr:
@@ -123,10 +123,12 @@ def sigmoid(x: Expr, dtype: str) -> Expr:
     terms = _TERMS[dtype]
     size, beyond = _limited(x, terms.limits[3])
     e = _power(size, -LOG2E, terms)
-    tail = _kept(e * poly(e, terms.part), beyond, terms) * 2.0**-_SCALE
+    tail = _kept(e * poly(e, terms.part), beyond, terms) * 2.0**-SCALE
     return select(x < 0.0, tail, 1.0 - tail)
 
 
+PART = {name: x.part for name, x in _TERMS.items()}
+"""Type -> coefficients of 1 / (1 + e) in e * 2**SCALE, for e up to 1."""
 SHORT: dict[str, Callable[..., Expr]] = {
     "gelu": gelu,
     "gelu_tanh": gelu_tanh,

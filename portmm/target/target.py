@@ -213,7 +213,11 @@ def parse_isa(table: dict[str, Any], where: str) -> Isa:
         check_transfer(record(Transfer, row, f"{where}: transfer"), f"{where}: transfer")
         for row in table.get("transfer", [])
     )
-    words = tuple(lanes_of(row, f"{where}: lanes") for row in table.get("lanes", []))
+    inherited = [base.lanes(row["n"]) if base and "n" in row else None for row in table.get("lanes", [])]
+    words = tuple(
+        lanes_of((x.words if x else {}) | row, f"{where}: lanes")
+        for x, row in zip(inherited, table.get("lanes", []), strict=True)
+    )
     calls = tuple(record(Primitive, row, f"{where}: primitive") for row in table.get("primitive", []))
     isa = replace(_on_base(table["isa"], base, atoms, moves, where), words=words, primitives=calls, fragments=fragments)
     require(isa.arch in ARCHS, where, f"arch {isa.arch!r} is unknown; use one of {', '.join(ARCHS)}")

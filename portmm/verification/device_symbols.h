@@ -174,3 +174,6 @@ static I choose(I mask, int a, int b) { return choose(mask, I(a), I(b)); }
 /* Of numbers: which one of two is a NaN is not told apart here. */
 static F fmaxf(F a, F b) { return F::of(operation(GREATER, a.h, b.h)); }
 static F exp2_f32(F x) { return F::of(operation(EXP2, x.h)); }
+static F exp2(F x) { return exp2_f32(x); }
+static F least_f32(F a, F b) { return F::of(operation(MIN, a.h, b.h)); }
+static F most_f32(F a, F b) { return F::of(operation(MAX, a.h, b.h)); }

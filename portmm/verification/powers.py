@@ -30,12 +30,10 @@ class Powers:
         self.done: dict[Expr, Expr] = {}
 
     def exponential(self, x: Expr) -> Expr:
-        """The power of two, as an exponential for a value less a maximum that has it.
-
-        Raises:
-            UnsupportedError: it is of something else than a multiple of log2(e).
-        """
-        return node(DECAY, (self.natural(x),), "f32")
+        """The power of two: an exponential for a value less a maximum that has it, or one of `device_math`."""
+        with suppress(UnsupportedError):
+            return node(DECAY, (self.natural(x),), "f32")
+        return node("exp2", (x,), "f32")
 
     def product(self, a: Expr, b: Expr) -> Expr | None:
         """A product with log(2), or None if it is none of a multiple of log2(e)."""

@@ -100,6 +100,8 @@ inline unsigned tf32_of_f32(float x) {
 }
 
 inline float exp2_f32(float x) { return exp2f(x); }
+inline float least_f32(float x, float y) { return y < x || y != y ? y : x; }
+inline float most_f32(float x, float y) { return y > x || y != y ? y : x; }
 
 // The low three bits of each of four nibbles choose a byte of b:a.
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
