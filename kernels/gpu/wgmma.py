@@ -228,7 +228,7 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
     step = var("step")
     # Numbers of the tiles of this warpgroup, of those of both.
     time = var("number") // 2
-    before: list[Stmt] = []
+    before: list[Stmt] = [*epilogue.ahead(first)]
     if s.parallel.pingpong:
         before.append(Do("mbarrier_wait", (Ptr("order", var("group")), (time + 1 - var("group")) % 2)))
     full = (*_turn(s), Do("mbarrier_wait", (Ptr("full", var("stage")), var("turn") // s.stages % 2)))

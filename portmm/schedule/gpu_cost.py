@@ -16,6 +16,7 @@ from portmm.schedule.roofline import Cost, roofline
 from portmm.spec.dtype import size
 from portmm.spec.epilogue import parse
 from portmm.spec.expr_ops import OPS
+from portmm.spec.shortened import shortened
 from portmm.target.device import PARTS
 from portmm.target.model import DEVICE as MODEL
 
@@ -49,7 +50,7 @@ def epilogue(p: Problem) -> tuple[float, float]:
     """Operations of a fused epilogue, and bytes of its operands and results besides C."""
     if not p.fused:
         return 0.0, 0.0
-    fused = parse(p.fused)
+    fused = shortened(parse(p.fused), p.types[2], device=True)
     extents = {"b": p.batch, "m": p.m, "n": p.n}
     moved = 0.0
     for x in fused.operands:
@@ -77,8 +78,8 @@ def _ended(p: Problem, s: Schedule, target: Target, operations: float, hertz: fl
     cycles = (operations + loaded(p) * MODEL.epilogue_load) / busy
     seen = 0.0
     if s.parallel.warpgroups:
-        seen = min(cycles, 2 * cycles / ceil(tiles / busy)) if s.parallel.pingpong else cycles
-    return cycles - seen, seen / hertz
+        seen = 2 * cycles / ceil(tiles / busy) if s.parallel.pingpong else cycles
+    return max(cycles - seen, 0.0), seen / hertz
 
 
 def copying(moved: float, target: Target) -> float:

@@ -33,11 +33,12 @@ from portmm.target.device import RESERVED
 from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Iterator
+    from collections.abc import Callable, Iterator
 
     from portmm.schedule.program import Vectors
     from portmm.schedule.schedule import Schedule
     from portmm.spec.convolution import Convolution
+    from portmm.spec.epilogue import Operand
     from portmm.spec.layout import Layout
     from portmm.spec.problem import Problem
     from portmm.target.atom import Atom
@@ -59,6 +60,8 @@ BARRIERS = 1024
 """Bytes of shared memory for barriers, and for the alignment of the buffers behind them."""
 BUFFERS = 2
 """Buffers for panels of C in shared memory, per warpgroup: one is filled while the other is read."""
+SLOTS, MOST = 3, 2
+"""Panels of arrays of C's size that are in shared memory at once, per warpgroup, and number of such arrays."""
 PLANE = 2
 """Dimensions of images that the copy engine reads windows of."""
 MOST_CORNER, MOST_STEP = 128, 8
@@ -101,6 +104,37 @@ def panel(s: Schedule) -> int:
     """Columns of C that are stored at once: as many as fill a swizzled row, or a half or a quarter of it; or 0."""
     n = STRIP if s.atom.swap else columns(s)
     return next((x for x in (64, 32, 16) if n % x == 0), 0)
+
+
+def lines(s: Schedule) -> tuple[int, ...]:
+    """Operands of columns alone of a fused epilogue, whose elements of a tile wait in shared memory."""
+    return _operands(s, lambda x: {"n"} <= set(x.axes) <= {"b", "n"})
+
+
+def whole_operands(s: Schedule) -> tuple[int, ...]:
+    """Operands of rows and columns of a fused epilogue, of 16 bits, whose panels come through shared memory."""
+    axes = {"m", "n"}, {"b", "m", "n"}
+    whole = _operands(s, lambda x: axes[0] <= set(x.axes) <= axes[1] and BY_NAME[x.dtype].bytes == WIDE)
+    return whole[:MOST]
+
+
+def _operands(s: Schedule, comes: Callable[[Operand], bool]) -> tuple[int, ...]:
+    """Operands that are read alone, and whose elements lie side by side."""
+    if not s.fused or s.atom.swap or not staged(s):
+        return ()
+    written = dict(s.fused.results)
+    return tuple(i for i, x in enumerate(s.fused.operands) if i not in written and x.dense and comes(x))
+
+
+def panels(s: Schedule) -> int:
+    """Number of panels of the tile of a warpgroup."""
+    return strips(s) * (1 if s.atom.swap else columns(s) // panel(s))
+
+
+def panel_buffers(s: Schedule) -> int:
+    """Number of panels in shared memory of each warpgroup: of C, or of operands, whose results take their place."""
+    read = len(whole_operands(s))
+    return min(SLOTS, panels(s)) * read if read else min(BUFFERS, panels(s))
 
 
 @lru_cache(VIEWS)
@@ -178,11 +212,12 @@ def stage_bytes(s: Schedule) -> int:
 
 
 def result_bytes(s: Schedule) -> int:
-    """Shared memory for C."""
+    """Shared memory for C, and for operands of fused expressions."""
     if not staged(s):
         return 0
-    rows, panels = (columns(s), 1) if s.atom.swap else (STRIP, columns(s) // panel(s))
-    return s.parallel.warpgroups * min(BUFFERS, strips(s) * panels) * rows * panel(s) * WIDE
+    rows = columns(s) if s.atom.swap else STRIP
+    of_columns = sum(columns(s) * BY_NAME[s.fused.operands[i].dtype].bytes for i in lines(s)) if s.fused else 0
+    return s.parallel.warpgroups * (panel_buffers(s) * rows * panel(s) * WIDE + of_columns)
 
 
 def shared_bytes(s: Schedule) -> int:
@@ -296,7 +331,7 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     counts = {
         "multiply-adds": rounds * sums_of_block * steps * s.block.k,
         "shared memory": rounds * steps * s.block.k * read * MODEL.engine_read,
-        "L2": rounds * steps * s.block.k * copied / MODEL.engine_gain,
+        "L2": rounds * steps * s.block.k * copied / MODEL.tile_gain,
         "latency": rounds * steps * MODEL.engine_wait / (s.stages * min(occupied, rounds)),
         "memory": compulsory(p),
     }
@@ -305,9 +340,11 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
     # Stores, and the waits of a step, are hidden while other warpgroups or blocks multiply.
     others = max(2 if x.pingpong else 1, min(occupied, rounds))
     stored = sums(s) * x.warpgroups / (2 if x.pingpong else 1) * (MODEL.sending if staged(s) else MODEL.ending)
-    waits = (ceil(rounds / others) if others > 1 else rounds) * (stored + MODEL.meet)
-    waits += rounds * steps * MODEL.group_step / max(others, 1 if x.pingpong else x.warpgroups)
-    return Work(counts, MODEL.engine_start + waits)
+    waits = (1 if x.pingpong else ceil(rounds / others)) * (stored + MODEL.meet)
+    waits += rounds * steps * MODEL.tile_step / max(others, 1 if x.pingpong else x.warpgroups)
+    # A stage is empty when both blocks of a cluster have multiplied it.
+    waits += rounds * steps * MODEL.paired_step if x.cluster > 1 else 0.0
+    return Work(counts, MODEL.tile_start + waits)
 
 
 PROGRAM = Program(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import ml_dtypes
@@ -13,6 +14,7 @@ import portmm as pm
 from portmm.schedule import gpu_cost
 from portmm.util import memo
 
+erfc = np.frompyfunc(math.erfc, 1, 1)
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 
 
@@ -61,5 +63,32 @@ def test_arrays_that_are_added(cupy, case):
     wide = [x.astype(np.float64) for x in (a, b, d, e, bias, scales)]
     x = (wide[0] @ wide[1].T + wide[2][:, before : before + n]) * wide[5][:, None] + wide[3][:, :n] + wide[4]
     want = 0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))
+    eps = 2.0**-8 if dtype == BF16 else 2.0**-11
+    assert np.all(abs(got - want) <= 1.5 * eps * abs(want) + 2e-3)
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize("arrays", [0, 1, 3])
+@pytest.mark.parametrize("dtype", [BF16, F16], ids=str)
+def test_elements_out_of_bounds_are_computed_and_not_stored(cupy, arrays, dtype):
+    """Biases of two types, and arrays of which two come in panels; columns that fill no tile, and several tiles."""
+    m, n, k, batch = 200, 328, 64, 2
+    rng = np.random.default_rng(arrays)
+    a, b = rng.standard_normal((batch, m, k)).astype(dtype), rng.standard_normal((batch, k, n)).astype(dtype)
+    wide, narrow = rng.standard_normal(n).astype(np.float32), rng.standard_normal((batch, n)).astype(dtype)
+    whole = [rng.standard_normal((m, n)).astype(dtype) for _ in range(arrays)]
+    first, second, *there = (cupy.array(x) for x in (wide, narrow, *whole))
+
+    def end(acc, i):
+        total = acc + first[i.n] * second[i.b, i.n]
+        for x in there:
+            total = total + x[i.m, i.n]
+        return pm.gelu(total)
+
+    got = pm.matmul(cupy.array(a), cupy.array(b), epilogue=end).get().astype(np.float64)
+    assert "wgmma" in cupy.launches[-1][0]
+    x = a.astype(np.float64) @ b.astype(np.float64) + (wide * narrow.astype(np.float64))[:, None]
+    x += sum(y.astype(np.float64) for y in whole)
+    want = 0.5 * x * erfc(-x * np.sqrt(0.5)).astype(np.float64)
     eps = 2.0**-8 if dtype == BF16 else 2.0**-11
     assert np.all(abs(got - want) <= 1.5 * eps * abs(want) + 2e-3)
