@@ -229,8 +229,8 @@ def _stored(atom: Atom, at: dict[tuple[int, int], Ptr]) -> tuple[Stmt, ...]:
             continue
         body.append(Verb(verb, first, p=at[some[0]], mask=mask))
         for lane in range(wide, len(some), wide):
-            turned = tuple((i + lane) % atom.n for i in range(atom.n))
-            body += (Shuffle("t", first, first, turned), Verb(verb, "t", p=at[some[lane]], mask=mask))
+            rotated = tuple((i + lane) % atom.n for i in range(atom.n))
+            body += (Shuffle("t", first, first, rotated), Verb(verb, "t", p=at[some[lane]], mask=mask))
     return tuple(body)
 
 

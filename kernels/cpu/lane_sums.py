@@ -34,7 +34,7 @@ def summed(atom: Atom, registers: list[str], spare: str) -> tuple[Stmt, ...]:
     for parts, size in ((inner, 1), (atom.n // inner, inner)):
         for level in range(parts.bit_length() - 1):
             if len(registers) <= size:  # one vector, whose parts of `size` lanes are in the order of the registers
-                body += _folded(atom.n, left[0], spare, size << level)
+                body += _butterfly(atom.n, left[0], spare, size << level)
                 continue
             pairs = [(x, (left[i : i + 2] or [x])[-1]) for i, x in enumerate(left)][::2]
             picks = [_every_other(atom.n, parts, size, first) for first in (0, 1)]
@@ -44,7 +44,7 @@ def summed(atom: Atom, registers: list[str], spare: str) -> tuple[Stmt, ...]:
     return tuple(body)
 
 
-def _folded(lanes: int, x: str, spare: str, apart: int) -> tuple[Stmt, ...]:
+def _butterfly(lanes: int, x: str, spare: str, apart: int) -> tuple[Stmt, ...]:
     """X plus itself with lanes exchanged that are `apart`."""
     return Shuffle(spare, x, x, tuple(i ^ apart for i in range(lanes))), Verb("add", x, spare)
 
