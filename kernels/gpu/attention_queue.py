@@ -110,12 +110,12 @@ class TileQueue(MmaWork):
     # -- between the producer and consumers -----------------------------------
 
     def drawn(self) -> tuple[Stmt, ...]:
-        """The producer's next tile; past the last one, consumers are told so."""
+        """The producer's next tile; past the last one, consumers learn so."""
         most, strip = self.t.s.parallel.persistent, var("strip")
         if not self.counted:
             return (Let("tile", var("number") * most + var("block")),)
         blocks = minimum(var("tiles"), most)
-        none = unrolled("strip", self.t.groups, *self.said(), Do("mbarrier_arrive", (Ptr("q_full", strip),)))
+        none = unrolled("strip", self.t.groups, *self.handed_over(), Do("mbarrier_arrive", (Ptr("q_full", strip),)))
         over = var("tile").lt(var("tiles")).eq(0)
         return (
             Get("tile", "next_tile", (Ptr("counters"), var("number"), var("block"), blocks, var("tiles"))),
@@ -123,13 +123,13 @@ class TileQueue(MmaWork):
             Leave(over),
         )
 
-    def said(self) -> tuple[Stmt, ...]:
+    def handed_over(self) -> tuple[Stmt, ...]:
         """Wait until a warpgroup is done with its part of Q, and the number of its next tile."""
         strip = var("strip")
         wait = Do("mbarrier_wait", (Ptr("q_empty", strip), (var("number") + 1) % 2))
         return (wait, Do("assign", (Ptr("given", strip), var("tile")))) if self.counted else (wait,)
 
-    def told(self) -> tuple[Stmt, ...]:
+    def taken(self) -> tuple[Stmt, ...]:
         """A consumer's next tile."""
         if not self.counted:
             return (Let("tile", var("number") * self.t.s.parallel.persistent + var("block")),)

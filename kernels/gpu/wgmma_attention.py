@@ -175,7 +175,7 @@ class Work(TileQueue):
         full = Ptr("q_full", strip)
         begin = unrolled(
             "strip", t.groups,
-            *self.said(),
+            *self.handed_over(),
             Do("mbarrier_expect", (full, const(STRIP * t.d * SIZE))),
             self.copies("q", strip * (STRIP * t.d), STRIP, var("row_0") + strip * STRIP, full),
         )  # fmt: skip
@@ -232,7 +232,7 @@ class Work(TileQueue):
             If(var("first").lt(var("end")), self.multiplied(), (self.unused(),)),
             *self.finish(),
         )
-        return (*self.registers(), *self.matrices(), *self.each(self.told(), tile))
+        return (*self.registers(), *self.matrices(), *self.each(self.taken(), tile))
 
     def multiplied(self) -> tuple[Stmt, ...]:
         """Products of a tile of queries with all tiles of keys."""

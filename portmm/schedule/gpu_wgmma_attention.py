@@ -144,8 +144,8 @@ def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
     assert pair is not None  # noqa: S101 - candidates have one
     products = own.counts["multiply-adds"] / target.rates[pair[1].name]
     copied = own.counts["L2"] / MODEL.tile_bytes
-    shares = MODEL.exposed_scores if s.parallel.pingpong else MODEL.exposed_apart
-    step = max(products, own.waiting, copied) + shares[t.groups - 2] * min(products, own.waiting) + MODEL.scores_step
+    exposed = MODEL.exposed_scores if s.parallel.pingpong else MODEL.exposed_apart
+    step = max(products, own.waiting, copied) + exposed[t.groups - 2] * min(products, own.waiting) + MODEL.scores_step
     starts = range(0, shape.queries, t.queries)
     steps = sum(-(-_seen(shape, min(x + t.queries, shape.queries)) // t.keys) for x in starts)
     tile = MODEL.tile_result * t.queries * t.dv
