@@ -180,7 +180,10 @@ def work(p: Problem, s: Schedule, atom: Atom, target: Target, occupied: int) -> 
         "memory": compulsory(p) * (1 + MODEL.short * (max(MODEL.line / run, 1) - 1)),
         "latency": ceil(v.rounds / v.together) * latencies * MODEL.far,
     }
-    waits = MODEL.wait + MODEL.add * (k_threads(s) ** 0.5 * 2 + ceil(s.mr * s.block.n / s.threads))
+    # A thread waits for each vector of A before it multiplies: its loads are not in flight with those of B.
+    vectors = s.mr * ceil(s.tiles[0].k * kr / s.a.vector) if s.b.layout == "col" else 0
+    waits = ceil(v.rounds / v.together) * latencies * vectors * MODEL.near
+    waits += MODEL.wait + MODEL.add * (k_threads(s) ** 0.5 * 2 + ceil(s.mr * s.block.n / s.threads))
     return Work(counts, waits)
 
 
