@@ -37,7 +37,7 @@ from portmm.kernels.gpu.product import Product, blocks, depth, of_groups, raster
 from portmm.kernels.gpu.split_k import fixup, ticket
 from portmm.kernels.gpu.tma_transfer import TmaTile
 from portmm.kernels.gpu.wgmma_store import WgmmaEpilogue
-from portmm.schedule.gpu_wgmma import STRIP, budgets, columns, promoted, strips
+from portmm.schedule.gpu_wgmma import STRIP, budgets, columns, promoted, sharing, strips
 from portmm.schedule.schedule import WARPGROUP
 from portmm.spec.layouts import PLAIN
 
@@ -75,6 +75,20 @@ class Work(Product):
         return WgmmaEpilogue(self.s, self.isa, self.atom)
 
     @property
+    def arrivals(self) -> int:
+        """Arrivals that a stage is full after."""
+        return 1
+
+    @property
+    def readers(self) -> int:
+        """Warpgroups that multiply the same stage."""
+        return 1 if self.s.parallel.pingpong else self.s.parallel.warpgroups
+
+    def factors(self) -> tuple[Stmt, ...]:
+        """Shared memory for what elements of B are made with."""
+        return ()
+
+    @property
     def multiply(self) -> str:
         """Name of the primitive that multiplies."""
         left, right = self.sides
@@ -86,20 +100,27 @@ class Work(Product):
 def build(s: Schedule, isa: Isa, atom: Atom, views: Views = PLAIN) -> GridKernel:
     """Kernel of a schedule, perhaps of windows of a convolution as A: see `TmaTile`."""
     work = Work(s, isa, atom, views=views)
-    a, b = work.operands
-    body: list[Stmt] = [a.shared(), b.shared(), *work.epilogue.shared(), *ticket(s)]
+    return assembled(work, _producer(work), _consumer(work))
+
+
+def assembled(work: Work, producer: tuple[Stmt, ...], consumer: tuple[Stmt, ...]) -> GridKernel:
+    """Kernel of the statements of producers and of consumers."""
+    s = work.s
+    body: list[Stmt] = [*(x.shared() for x in work.operands), *work.epilogue.shared(), *work.factors(), *ticket(s)]
     body += [Shared("full", s.stages, "b64", 8), Shared("empty", s.stages, "b64", 8)]
     body += [Shared("order", 2, "b64", 8)] if s.parallel.pingpong else []
     body += [*(of_groups(s) if s.parallel.grouped else ()), *_begin(work), *_slice(s), *_tiles(s)]
     down, up = budgets(s)
-    producer = (*_adjusted("down", down), If(var("thread").eq(s.parallel.warpgroups * WARPGROUP), _producer(work)))
-    consumer = (*_adjusted("up", up), *_consumer(work))
-    body.append(If(var("group").eq(s.parallel.warpgroups), producer, consumer))
-    # The copies from a block of a cluster must land before the other ends.
-    body += [Do("cluster_sync")] if s.parallel.cluster > 1 else []
-    return GridKernel(
-        str(s.name(atom)), isa, atom, _arguments(work), s.threads, _grid(s), tuple(body), cluster=s.parallel.cluster
+    one = If(
+        var("group").eq(s.parallel.warpgroups), (*_adjusted("down", down), *producer), (*_adjusted("up", up), *consumer)
     )
+    body.append(one)
+    # The copies from a block of a cluster must land before the other ends.
+    body += [Do("cluster_sync")] if sharing(s) > 1 else []
+    return GridKernel(
+        str(s.name(work.atom)), work.isa, work.atom, _arguments(work), s.threads, _grid(s), tuple(body),
+        cluster=s.parallel.cluster,
+    )  # fmt: skip
 
 
 def _arguments(work: Work) -> tuple[Argument, ...]:
@@ -119,7 +140,7 @@ def _arguments(work: Work) -> tuple[Argument, ...]:
 def _grid(s: Schedule) -> tuple[Index, Index]:
     if s.parallel.grouped:
         return blocks(s), const(1)
-    tiles = ceil_div(var("m"), s.block.m * s.parallel.cluster) * ceil_div(var("n"), s.block.n) * var("batch")
+    tiles = ceil_div(var("m"), s.block.m * sharing(s)) * ceil_div(var("n"), s.block.n) * var("batch")
     clusters = minimum(tiles, s.parallel.persistent // s.parallel.cluster) if s.parallel.persistent else tiles
     return clusters * s.parallel.cluster, const(s.parallel.split)
 
@@ -129,9 +150,9 @@ def _begin(work: Work) -> list[Stmt]:
     s, stage = work.s, var("stage")
     # All warps that multiply a stage arrive, at all blocks that loaded it.
     own = WARPGROUP // work.isa.warp
-    warps = own * (1 if s.parallel.pingpong else s.parallel.warpgroups) * s.parallel.cluster
+    warps = own * work.readers * sharing(s)
     each = (
-        Do("mbarrier_init", (Ptr("full", stage), const(1))),
+        Do("mbarrier_init", (Ptr("full", stage), const(work.arrivals))),
         Do("mbarrier_init", (Ptr("empty", stage), const(warps))),
     )
     first: list[Stmt] = [Do("tma_prefetch", (Ptr(f"{x.name}_map"),)) for x in work.operands]
@@ -153,12 +174,21 @@ def _begin(work: Work) -> list[Stmt]:
 def _slice(s: Schedule) -> list[Stmt]:
     """Range of steps of k of this slice, which is never empty."""
     all_steps = ceil_div(depth(s), s.block.k)
-    if s.parallel.split == 1:
+    together = s.parallel.cluster // sharing(s)
+    count = s.parallel.split * together
+    if count == 1:
         return [Let("step_0", const(0)), Let("steps", all_steps)]
+    number = (
+        var("slice")
+        if together == 1
+        else var("rank") + var("slice") * together
+        if s.parallel.split > 1
+        else var("rank")
+    )
     return [
         Let("all_steps", all_steps),
-        Let("step_0", var("slice") * var("all_steps") // s.parallel.split),
-        Let("steps", (var("slice") + 1) * var("all_steps") // s.parallel.split - var("step_0")),
+        Let("step_0", number * var("all_steps") // count),
+        Let("steps", (number + 1) * var("all_steps") // count - var("step_0")),
     ]
 
 
@@ -170,7 +200,7 @@ def _tiles(s: Schedule) -> list[Stmt]:
     """Number of tiles of this block."""
     if s.parallel.grouped:
         return []
-    rows = s.block.m * s.parallel.cluster
+    rows = s.block.m * sharing(s)
     stmts: list[Stmt] = [Let("down", ceil_div(var("m"), rows)), Let("across", ceil_div(var("n"), s.block.n))]
     stmts.append(Let("place", var("block") // s.parallel.cluster))
     if s.parallel.persistent:
@@ -179,10 +209,10 @@ def _tiles(s: Schedule) -> list[Stmt]:
     return stmts
 
 
-def _each_tile(s: Schedule, body: tuple[Stmt, ...], *, mine: bool) -> tuple[Stmt, ...]:
+def each_tile(s: Schedule, body: tuple[Stmt, ...], *, mine: bool) -> tuple[Stmt, ...]:
     """Loop over the tiles of this block, or of this warpgroup: `number` counts the block's."""
-    rows = s.block.m * s.parallel.cluster
-    row_offset = var("rank") * s.block.m if s.parallel.cluster > 1 else const(0)
+    rows = s.block.m * sharing(s)
+    row_offset = var("rank") * s.block.m if sharing(s) > 1 else const(0)
     if s.parallel.grouped:
         return (Let("number", const(0)), *body)
     if not s.parallel.persistent:
@@ -196,7 +226,7 @@ def _each_tile(s: Schedule, body: tuple[Stmt, ...], *, mine: bool) -> tuple[Stmt
     return (For("number", begin, var("tiles"), step, tile),)
 
 
-def _turn(s: Schedule) -> tuple[Stmt, ...]:
+def turn_of(s: Schedule) -> tuple[Stmt, ...]:
     """Number of a step of k, of all steps of the block, and its stage."""
     return (Let("turn", var("number") * var("steps") + var("step")), Let("stage", var("turn") % s.stages))
 
@@ -208,7 +238,7 @@ def _producer(work: Work) -> tuple[Stmt, ...]:
     k = (var("step_0") + step) * s.block.k
     landing = a.size * a.bytes + b.size * b.bytes
     one = (
-        *_turn(s),
+        *turn_of(s),
         # A barrier's first phase counts as preceded by one that is complete.
         Do("mbarrier_wait", (Ptr("empty", stage), (var("turn") // s.stages + 1) % 2)),
         Do("mbarrier_expect", (Ptr("full", stage), const(landing))),
@@ -216,7 +246,8 @@ def _producer(work: Work) -> tuple[Stmt, ...]:
         *b.load(k, stage),
     )
     loop = For("step", const(0), var("steps"), const(1), one)
-    return _each_tile(s, (*a.place(), *b.place(), loop), mine=False)
+    tiles = each_tile(s, (*a.place(), *b.place(), loop), mine=False)
+    return (If(var("thread").eq(s.parallel.warpgroups * WARPGROUP), tiles),)
 
 
 def _consumer(work: Work) -> tuple[Stmt, ...]:
@@ -231,22 +262,22 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
     before: list[Stmt] = [*epilogue.ahead(first)]
     if s.parallel.pingpong:
         before.append(Do("mbarrier_wait", (Ptr("order", var("group")), (time + 1 - var("group")) % 2)))
-    full = (*_turn(s), Do("mbarrier_wait", (Ptr("full", var("stage")), var("turn") // s.stages % 2)))
+    full = (*turn_of(s), Do("mbarrier_wait", (Ptr("full", var("stage")), var("turn") // s.stages % 2)))
     begun = (*full, Do("wgmma_fence"), *_multiply(work), Do("wgmma_commit"))
     last: tuple[Stmt, ...] = ()
     if promoted(s):
         # A stage's sums are added here, in full precision; another warpgroup multiplies meanwhile.
         add = unrolled("i", sums, Add(Ptr("acc", var("i")), Ptr("part", var("i"))))
         before.append(Clear("acc", sums))
-        one = (*begun, *_waited(work, "part"), *_released(s, var("stage")), add)
+        one = (*begun, *waited(work, "part"), *released(s, var("stage")), add)
     else:
-        one = (*begun, Do("wgmma_wait_1"), If(const(0).lt(step), _released(s, (var("turn") - 1) % s.stages)))
-        release = _released(s, ((var("number") + 1) * var("steps") - 1) % s.stages)
+        one = (*begun, Do("wgmma_wait_1"), If(const(0).lt(step), released(s, (var("turn") - 1) % s.stages)))
+        release = released(s, ((var("number") + 1) * var("steps") - 1) % s.stages)
         if s.parallel.grouped:
             # Rows past the last group are zero.
             before.append(Clear("acc", sums))
             release = (If(const(0).lt(var("steps")), release),)
-        last = (*_waited(work, "acc"), *release)
+        last = (*waited(work, "acc"), *release)
     loop = For("step", const(0), var("steps"), const(1), one)
     after: list[Stmt] = []
     if s.parallel.pingpong:
@@ -254,7 +285,7 @@ def _consumer(work: Work) -> tuple[Stmt, ...]:
     after += last
     tiles = ceil_div(var("m"), s.block.m) * ceil_div(var("n"), s.block.n) * var("batch")
     stored = fixup(s, tiles, epilogue.statements(first), s.parallel.warpgroups * WARPGROUP, ALL_GROUPS)
-    tile = _each_tile(s, (*before, loop, *after, *stored), mine=True)
+    tile = each_tile(s, (*before, loop, *after, *stored), mine=True)
     acc = [Scratch(name, sums, work.atom.acc) for name in ("acc", "part")[: 1 + promoted(s)]]
     setup = (*acc, left.describe(first), right.describe(const(0)))
     return (*setup, *epilogue.before(), *tile, *epilogue.after())
@@ -276,17 +307,15 @@ def _multiply(work: Work) -> tuple[Stmt, ...]:
     return (unrolled("unit", s.block.k // work.atom.k, call),)
 
 
-def _waited(work: Work, sums: str) -> tuple[Stmt, ...]:
+def waited(work: Work, sums: str) -> tuple[Stmt, ...]:
     """Wait for all multiplications: their sums may be read from here on."""
     count = columns(work.s) * STRIP // WARPGROUP
     name = f"wgmma_sums_{columns(work.s)}_{work.atom.acc}"
     return (Do("wgmma_wait_0"), *(Do(name, (Ptr(sums, const(i * count)),)) for i in range(strips(work.s))))
 
 
-def _released(s: Schedule, stage: Index) -> tuple[Stmt, ...]:
+def released(s: Schedule, stage: Index) -> tuple[Stmt, ...]:
     """Arrival of this warp at the `empty` barrier of a stage."""
-    if s.parallel.cluster > 1:
-        return (
-            If(var("lane").lt(s.parallel.cluster), (Do("mbarrier_arrive_at", (Ptr("empty", stage), var("lane"))),)),
-        )
+    if sharing(s) > 1:
+        return (If(var("lane").lt(sharing(s)), (Do("mbarrier_arrive_at", (Ptr("empty", stage), var("lane"))),)),)
     return (If(var("lane").eq(0), (Do("mbarrier_arrive", (Ptr("empty", stage),)),)),)

@@ -20,7 +20,7 @@ from portmm.kernels.gpu.epilogue_store import EpilogueStore, cell_of, element, o
 from portmm.kernels.gpu.fragments import of
 from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.wgmma_operands import HALVES, PAIR, SIDE, WgmmaOperands
-from portmm.schedule.gpu_wgmma import SWIZZLED, columns, panel, strips
+from portmm.schedule.gpu_wgmma import SWIZZLED, columns, k_groups, panel, strips
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
@@ -48,8 +48,9 @@ class WgmmaEpilogue(WgmmaOperands):
         """Shared memory of staged results, and of operands."""
         if not self.staged:
             return []
-        count = self.s.parallel.warpgroups * self.buffers * self.size
-        return [Shared("c_tile", count, self.s.types[2], SWIZZLED), *self.of_operands()]
+        stored = self.s.parallel.warpgroups // k_groups(self.s)
+        tile = Shared("c_tile", stored * self.buffers * self.size, self.s.types[2], SWIZZLED)
+        return [tile, *self.of_operands()]
 
     def before(self) -> list[Stmt]:
         """Registers for results and operands."""

@@ -187,7 +187,7 @@ def grid_atom(isa: Isa, s: Schedule) -> Atom:
         ScheduleError: the ISA lacks it.
     """
     if s.b.layout == "codes" and s.program in MATRIX_PROGRAMS:
-        return next(t for t in isa.atoms if t.unit == "warp" and t.a == t.b == s.types[0])
+        return next(t for t in isa.atoms if t.unit and t.a == t.b == s.types[0])
     alike = (t for t in isa.atoms if (s.atom.kr > 1 or t.unit) and (t.k_pack, t.a, t.b) == (s.atom.kr, *s.types[:2]))
     return next(alike, None) or atom_of(isa, dequantized_types(s.dtype))
 

@@ -188,7 +188,7 @@ def _device_units(dtype: str, target: Target, *, tf32: bool) -> list[tuple[Isa, 
         if atom is not None:
             pairs.append((isa, atom))
         if b == "u4":
-            pairs += [(isa, t) for t in isa.atoms if t.unit == "warp" and t.a == t.b == a]
+            pairs += [(isa, t) for t in isa.atoms if t.unit and t.a == t.b == a and not t.rounds]
     pairs = [(isa, atom) for isa, atom in pairs if multiplies(isa, atom, device_of(target))]
     if not pairs:
         raise ScheduleError(f"{target.name} does not multiply {dtype}")

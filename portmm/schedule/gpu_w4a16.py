@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
-PROGRAMS = ("coded", "dequant")
+PROGRAMS = ("coded", "dequant", "wgmma_int4")
 BLOCKS = (
     (128, 128, 32, 64, 128, 1), (128, 256, 64, 32, 128, 1), (64, 256, 32, 64, 128, 1), (128, 128, 64, 32, 128, 1),
     (64, 128, 32, 32, 128, 1), (64, 64, 32, 16, 128, 1),

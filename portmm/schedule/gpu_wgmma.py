@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import lru_cache
-from math import ceil
+from math import ceil, gcd
 from typing import TYPE_CHECKING
 
 from portmm.schedule.parts import TMA, AtomUse, Parallel
@@ -169,6 +169,11 @@ def _nested(x: Convolution, strides: list[int], size: int) -> bool:
     return True
 
 
+def sharing(s: Schedule) -> int:
+    """Blocks of a cluster that load the same columns of B; of int4 values they have slices of k instead."""
+    return 1 if s.b.layout == "codes" else s.parallel.cluster
+
+
 def sums(s: Schedule) -> int:
     """Registers of a lane for sums."""
     return strips(s) * columns(s) * STRIP // WARPGROUP
@@ -185,7 +190,9 @@ def promoted(s: Schedule) -> bool:
 
 
 def sum_registers(s: Schedule) -> int:
-    """Registers of a lane for sums, and for those of a stage."""
+    """Registers of a lane for sums, and for those of a stage; of int4 values also for what is made of them."""
+    if s.b.layout == "codes":
+        return int(sums(s) + MODEL.unfolding_registers * (2 * strips(s) - 1))
     return sums(s) * (2 if promoted(s) else 1)
 
 
@@ -193,6 +200,11 @@ def budgets(s: Schedule) -> tuple[int, int]:
     """Registers of a thread of the producer and of the consumer warpgroups; zeros where they stay as allocated."""
     exchanged = s.parallel.warpgroups > 1 and sum_registers(s) + MODEL.wgmma_addresses > MODEL.entry_registers
     return (MODEL.producer_registers, MODEL.consumer_registers) if exchanged else (0, 0)
+
+
+def spans(s: Schedule) -> int:
+    """Runs of k of a stage that share the scales of int4 values."""
+    return s.block.k // gcd(s.b.group, s.block.k)
 
 
 def registers(s: Schedule) -> int:
@@ -204,6 +216,9 @@ def registers(s: Schedule) -> int:
 def stage_bytes(s: Schedule) -> int:
     """Shared memory of one stage."""
     a, b, _ = (BY_NAME[x].bytes for x in s.types)
+    if s.b.layout == "codes":
+        factors = 2 * BY_NAME["f32"].bytes * spans(s)
+        return s.block.m * s.block.k * a + s.block.n * (s.block.k // 2 + factors)
     rows = (
         padded_rows(s.block.m, along_k=s.a.layout == "row") * a
         + padded_rows(s.block.n, along_k=s.b.layout == "col") * b
@@ -217,13 +232,34 @@ def result_bytes(s: Schedule) -> int:
         return 0
     rows = columns(s) if s.atom.swap else STRIP
     of_columns = sum(columns(s) * BY_NAME[s.fused.operands[i].dtype].bytes for i in lines(s)) if s.fused else 0
-    return s.parallel.warpgroups * (panel_buffers(s) * rows * panel(s) * WIDE + of_columns)
+    groups = s.parallel.warpgroups // k_groups(s)
+    return groups * (panel_buffers(s) * rows * panel(s) * WIDE + of_columns)
+
+
+def k_groups(s: Schedule) -> int:
+    """Warpgroups that take turns at the steps of k of the same tile, of int4 values."""
+    return s.parallel.warpgroups * s.tiles[1].n // s.block.n if s.b.layout == "codes" else 1
+
+
+def far_sums(s: Schedule) -> int:
+    """Sums that other blocks of a cluster, which have slices of k, send to the first."""
+    return (s.parallel.cluster // sharing(s) - 1) * sums(s) * s.parallel.warpgroups // k_groups(s) * WARPGROUP
+
+
+def near_sums(s: Schedule) -> int:
+    """Sums that other warpgroups of a tile leave for the first."""
+    return (k_groups(s) - 1) * sums(s) * s.parallel.warpgroups // k_groups(s) * WARPGROUP
+
+
+def moved_bytes(s: Schedule) -> int:
+    """Shared memory for sums of other warpgroups and blocks."""
+    return (far_sums(s) + near_sums(s)) * BY_NAME["f32"].bytes
 
 
 def shared_bytes(s: Schedule) -> int:
     """Shared memory of a block."""
     barriers = 8 * (2 * s.stages + 2 * s.parallel.pingpong)
-    return stage_bytes(s) * s.stages + result_bytes(s) + barriers
+    return stage_bytes(s) * s.stages + result_bytes(s) + moved_bytes(s) + barriers
 
 
 # -- enumeration -----------------------------------------------------------------
@@ -294,16 +330,16 @@ def _staged(s: Schedule, p: Problem, target: Target) -> Iterator[Schedule]:
             steps = -(-p.k // s.block.k) // split
             # Sums of slices are added in the same kernel: that takes less time than a second launch.
             one = partitioned(s, split=split, fixup=split > 1, persistent=x.persistent if split == 1 else 0)
-            stages = min(_stages(one, target, together), MOST_STAGES, max(steps, LEAST_STAGES))
+            stages = min(stages_of(one, target, together), MOST_STAGES, max(steps, LEAST_STAGES))
             if stages >= LEAST_STAGES:
                 yield from _paired(with_stages(one, stages, TMA), p, tiles > device.processors // 2)
 
 
-def _stages(s: Schedule, target: Target, blocks: int) -> int:
+def stages_of(s: Schedule, target: Target, blocks: int) -> int:
     """Number of stages that fit, for a number of blocks on a processor."""
     device = device_of(target)
     whole = device.processor_shared_bytes or device.shared_bytes
-    room = min(device.shared_bytes, whole // blocks - RESERVED) - BARRIERS - result_bytes(s)
+    room = min(device.shared_bytes, whole // blocks - RESERVED) - BARRIERS - result_bytes(s) - moved_bytes(s)
     return room // stage_bytes(s)
 
 

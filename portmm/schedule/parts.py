@@ -199,7 +199,8 @@ class Parallel(NamedTuple):
         occupancy: blocks per processor that compilers must leave registers for; 0 for no bound.
         warpgroups: consumer warpgroups of a block, besides the producer; 0 where threads do both.
         pingpong: each of two warpgroups has tiles of its own, and stores one while the other multiplies.
-        cluster: neighbouring blocks along the rows that load the same columns of B once for all.
+        cluster: neighbouring blocks along the rows that load the same columns of B once for all; of int4 values,
+            blocks that have slices of k of the same tile.
         persistent: maximum number of blocks, which process one tile after the other; 0 if each has one.
         grouped: rows are partitioned among the items of B, by row offsets in memory.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from portmm.schedule import cpu_gemm, cpu_tiles, gpu_gemv, gpu_mma, gpu_simt, gpu_w4a16, gpu_wgmma
+from portmm.schedule import cpu_gemm, cpu_tiles, gpu_gemv, gpu_mma, gpu_simt, gpu_w4a16, gpu_wgmma, gpu_wgmma_int4
 from portmm.schedule.cpu_blocking import footprint
 from portmm.schedule.cpu_cost import work
 from portmm.schedule.program import Program
@@ -40,6 +40,7 @@ PROGRAMS = Registry(
         "wgmma": gpu_wgmma.PROGRAM,
         "coded": gpu_w4a16.SLICED,
         "dequant": gpu_w4a16.DEQUANTIZED,
+        "wgmma_int4": gpu_wgmma_int4.PROGRAM,
     }
 )
 """The registry, CPUs' products first. A new one is a row here, and a module of `kernels/`."""

@@ -128,5 +128,5 @@ def test_what_cannot_be():
 
 def test_decode_on_a_gpu_streams_and_prefill_tiles():
     h200 = load_target("h200")
-    for m, program in ((1, "stream"), (512, "coded")):
+    for m, program in ((1, "stream"), (512, "wgmma_int4")):
         assert choose(posed("bf16-u4-bf16", m, 4096, 4096, 128), h200, vectors=(8, 32, 8)).schedule.program == program

@@ -60,7 +60,7 @@ def posed_call(kernels, s, p, seed, group):
         c.memory[name] = (np.ascontiguousarray(x.T).ravel(), 0)
     named = case.fields | {name: name for name in c.memory}
     numbers = (
-        named | ({"c_m": p.n, "c_batch": p.m * p.n} if s.parallel.split > 1 else {}),
+        named | ({"c_m": p.n, "c_batch": p.m * p.n} if s.slices else {}),
         named | {"work_batch": p.m * p.n},
     )
     launches = (grid_cases.bind(x, None, v) for x, v in zip(kernels, numbers, strict=False))
@@ -170,7 +170,7 @@ def test_codes_are_predicted_to_be_faster(chip, most, shape):
         coded_ = choose(posed("bf16-u4-bf16", m, *shape, 128), target, vectors=(8, 32, 8)).cost
         floats = choose(Problem(m, *shape, "bf16", b="col"), target, vectors=(8, 8, 8)).cost
         assert floats.seconds > least * coded_.seconds, (m, floats.seconds / coded_.seconds)
-        assert "dequantising" in coded_.overlapped or m <= 4
+        assert {"dequantising", "instructions"} & set(coded_.overlapped) or m <= 4
 
 
 @pytest.mark.parametrize(("dtype", "group", "eps"), [(np.float16, 32, 2e-3), (ml_dtypes.bfloat16, None, 1e-2)])
@@ -195,5 +195,5 @@ def test_floats_are_made_first_where_rows_are_many():
     of = lambda m, dtype="bf16-u4-bf16", chip="h200": grid_call.faster(  # noqa: E731
         posed(dtype, m, 4096, 4096, 128), load_target(chip), (8, 32, 8)
     )[0]
-    assert [of(m) for m in (1, 16, 64, 512, 4096)] == ["", "", "", "b", "b"]
-    assert [of(512, "bf16-u4-f32"), of(512, chip="a100"), of(512, "f16-u4-f16")] == ["", "", "b"]
+    assert [of(m) for m in (1, 16, 64, 512, 8192)] == ["", "", "", "", "b"]
+    assert [of(8192, "bf16-u4-f32"), of(8192, chip="a100"), of(8192, "f16-u4-f16")] == ["", "", "b"]

@@ -8,6 +8,7 @@
 #include <memory>
 
 #include "collectives.h"
+#include "copies.h"
 
 namespace shim {
 
@@ -178,6 +179,15 @@ void mbarrier_expect(unsigned long *bar, int bytes, int line) {
 void mbarrier_arrive(unsigned long *bar, int line) {
   const shim::On on(line);
   const char *const what = "mbarrier_arrive";
+  shim::arrive(what, shim::barrier_at(what, shim::place_of_barrier(what, bar)), 0);
+}
+
+// An arrival once this thread's copies have landed: here at once.
+void mbarrier_arrive_copied(unsigned long *bar, int line) {
+  const shim::On on(line);
+  const char *const what = "mbarrier_arrive_copied";
+  shim::self->group++;
+  shim::copy_async_wait(0);
   shim::arrive(what, shim::barrier_at(what, shim::place_of_barrier(what, bar)), 0);
 }
 

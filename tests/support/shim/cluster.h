@@ -23,6 +23,19 @@ inline void arrive_at(unsigned long *bar, int rank) {
   arrive(what, barrier_at(what, at + (size_t(rank) - mine) * MOST_SHARED, size_t(rank) != mine), 0);
 }
 
+inline void store_far(float *to, const float *from, int rank) {
+  const char *const what = "store_far_f32";
+  if (rank < 0 || size_t(rank) >= blocks.size())
+    die("%s on line %d: the cluster has no block %d", what, self->line, rank);
+  check_running(what, unsigned(rank));
+  const size_t at = cell_of(to, 4, nullptr);
+  if (at == NOT_SHARED || at < MOST_STATIC)
+    die("%s on line %d: only dynamic shared memory is in other blocks", what, self->line);
+  const size_t there = at + (size_t(rank) - self->block->rank) * MOST_SHARED;
+  track_write(there, 4, nullptr);
+  memcpy(memory_at(there), from, 4);
+}
+
 }  // namespace shim
 
 int cluster_rank() { return int(shim::self->block->rank); }
@@ -35,6 +48,11 @@ void cluster_sync(int line) {
 void mbarrier_arrive_at(unsigned long *bar, int rank, int line) {
   const shim::On on(line);
   shim::arrive_at(bar, rank);
+}
+
+void store_far_f32(float *to, const float *from, int rank, int line) {
+  const shim::On on(line);
+  shim::store_far(to, from, rank);
 }
 
 // -- one launch that is split ------------------------------------------------------------------------

@@ -60,6 +60,7 @@ void mbarrier_init(unsigned long *bar, int count, SHIM_LINE);
 void mbarrier_init_fence();
 void mbarrier_expect(unsigned long *bar, int bytes, SHIM_LINE);
 void mbarrier_arrive(unsigned long *bar, SHIM_LINE);
+void mbarrier_arrive_copied(unsigned long *bar, SHIM_LINE);
 void mbarrier_arrive_at(unsigned long *bar, int rank, SHIM_LINE);
 void mbarrier_wait(unsigned long *bar, int parity, SHIM_LINE);
 void fence_async_shared();
@@ -67,6 +68,7 @@ void block_barrier_sync(int id, int threads, SHIM_LINE);
 void block_barrier_arrive(int id, int threads, SHIM_LINE);
 int cluster_rank();
 void cluster_sync(SHIM_LINE);
+void store_far_f32(float *to, const float *from, int rank, SHIM_LINE);
 int atomic_ticket(int *counter, SHIM_LINE);
 void memory_fence();
 

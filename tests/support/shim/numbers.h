@@ -99,6 +99,36 @@ inline unsigned tf32_of_f32(float x) {
   return x != x ? 0x7fffe000u : (shim::bits_of(x) + 0x1000u) & ~0x1fffu;
 }
 
+namespace shim {
+
+// A sum whose last bit tells whether it is inexact, so that rounding it once more rounds it once.
+inline float odd_sum(double x, double y) {
+  const double sum = x + y;
+  float f = float(sum);
+  if (double(f) == sum && sum - x == y && sum - y == x) return f;
+  if (f != f || f - f != 0) return f;
+  if (sum > 0 ? double(f) > sum : double(f) < sum) f = float_of(bits_of(f) - 1);
+  return float_of(bits_of(f) | 1);
+}
+
+}  // namespace shim
+
+inline unsigned fma2_f16(unsigned a, unsigned b, unsigned c) {
+  unsigned result = 0;
+  for (int i = 0; i < 32; i += 16)
+    result |= shim::to_f16(shim::odd_sum(double(shim::of_f16(a >> i & 0xffff)) * double(shim::of_f16(b >> i & 0xffff)),
+                                         double(shim::of_f16(c >> i & 0xffff)))) << i;
+  return result;
+}
+inline unsigned fma2_bf16(unsigned a, unsigned b, unsigned c) {
+  unsigned result = 0;
+  for (int i = 0; i < 32; i += 16) {
+    const auto of = [&](unsigned x) { return double(shim::float_of((x >> i & 0xffff) << 16)); };
+    result |= shim::to_bf16(shim::odd_sum(of(a) * of(b), of(c))) << i;
+  }
+  return result;
+}
+
 inline float exp2_f32(float x) { return exp2f(x); }
 inline float least_f32(float x, float y) { return y < x || y != y ? y : x; }
 inline float most_f32(float x, float y) { return y > x || y != y ? y : x; }

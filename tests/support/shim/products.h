@@ -71,6 +71,7 @@ void wgmma_fence(SHIM_LINE);
 void wgmma_commit(SHIM_LINE);
 void wgmma_wait_0(SHIM_LINE);
 void wgmma_wait_1(SHIM_LINE);
+void wgmma_wait_2(SHIM_LINE);
 unsigned shared_address(const void *p, SHIM_LINE);
 
 void shim_registers(const char *name, int line);

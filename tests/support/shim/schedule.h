@@ -126,9 +126,11 @@ static void note_stuck() {
 
 // -- going on ---------------------------------------------------------------------------------------
 static bool all_in(const Block &block, At at) {
+  // Barriers of a cluster are not said to be aligned: warps may come to them from several places.
   const Thread &first = block.threads[0];
-  return std::all_of(block.threads.begin(), block.threads.end(),
-                     [&](const Thread &t) { return waits(t, at) && t.line == first.line; });
+  return std::all_of(block.threads.begin(), block.threads.end(), [&](const Thread &t) {
+    return waits(t, at) && (at == At::cluster || t.line == first.line);
+  });
 }
 
 static void free_all(Block &block) {

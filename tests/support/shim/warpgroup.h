@@ -244,6 +244,9 @@ void wgmma_wait_0(int line) {
 void wgmma_wait_1(int line) {
   shim::collect_group("wgmma_wait_1", line, [](shim::Lane *) { shim::wait_for_products(1); }, nullptr);
 }
+void wgmma_wait_2(int line) {
+  shim::collect_group("wgmma_wait_2", line, [](shim::Lane *) { shim::wait_for_products(2); }, nullptr);
+}
 
 // setmaxnreg, which a whole warpgroup executes.
 void shim_registers(const char *name, int line) {
