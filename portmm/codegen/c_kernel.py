@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, ClassVar
 from portmm.codegen import vector_spelling
 from portmm.codegen.c_like import Printer, pruned
 from portmm.codegen.conversions import HELPERS, converted
-from portmm.codegen.lane_totals import TOTALS
 from portmm.ir import abi
 from portmm.ir.index import Index, Ptr
 from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, RowScale, Shuffle, Total
@@ -42,6 +41,50 @@ from portmm.spec.problem import AXES
 
 if TYPE_CHECKING:
     from portmm.target.atom import Atom
+
+
+def _total(name: str, kind: str, lanes: int) -> str:
+    """The function for a number of lanes."""
+    lines, vector = [f"static inline float {name}(const float *p) {{"], lanes // 2
+    sizes = [2**i for i in range(2, vector.bit_length())] or [vector]
+    for n in sizes:
+        lines.append(f"  typedef float h{n} __attribute__((vector_size({4 * n}), aligned(4), may_alias));")
+        if kind != "add":
+            lines.append(f"  typedef int m{n} __attribute__((vector_size({4 * n})));")
+    operands = f"*(const h{vector} *)p", f"*(const h{vector} *)(p + {vector})"
+    while True:
+        n = max(vector, sizes[0])
+        lines += _taken(kind, n, vector, *operands)
+        if vector == 1:
+            break
+        x = f"x{vector}"
+        vector //= 2
+        wide = max(vector, sizes[0])
+        low = ", ".join(f"{x}[{i % vector}]" for i in range(wide))
+        high = ", ".join(f"{x}[{vector + i % vector}]" for i in range(wide))
+        operands = f"(h{wide}){{{low}}}", f"(h{wide}){{{high}}}"
+    return "\n".join([*lines, "  return x1[0];", "}"])
+
+
+def _taken(kind: str, n: int, number: int, low: str, high: str) -> list[str]:
+    """Statements that add two vectors of n lanes, or select the larger elements."""
+    if kind == "add":
+        return [f"  const h{n} x{number} = {low} + {high};"]
+    a, b, m = f"a{number}", f"b{number}", f"t{number}"
+    return [
+        f"  const h{n} {a} = {low}, {b} = {high};",
+        f"  const m{n} {m} = ({b} > {a}) | ({b} != {b});",
+        f"  const h{n} x{number} = (h{n})(((m{n}){b} & {m}) | ((m{n}){a} & ~{m}));",
+    ]
+
+
+TOTALS = {
+    f"{name}_{lanes}": _total(f"{name}_{lanes}", kind, lanes)
+    for name, kind in (("sum", "add"), ("most", "max"))
+    for lanes in (4, 8, 16)
+}
+"""Functions by name: the sum or the maximum of 4, 8 or 16 lanes, NaN if any is NaN."""
+
 
 _PRELUDE = """\
 #if defined(__clang__)

@@ -9,6 +9,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
+from xml.sax.saxutils import escape
 
 from portmm.arrays.grid_call import settings
 from portmm.arrays.operand import WIDEST, result_type
@@ -33,12 +34,56 @@ from portmm.spec.layout import Layout
 from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
 from portmm.spec.problem import family as family_called
+from portmm.util.svg import document
 from portmm.util.text import number
 
 if TYPE_CHECKING:
     from portmm.schedule.direct_convolution import Direct
     from portmm.schedule.schedule import Schedule
     from portmm.target.target import Target
+
+
+LINE, PAD, GAP, LETTER, TOP = 18, 10, 22, 7.3, 66
+STYLE = (
+    ".k{fill:#eef4fb;stroke:#31688e}.r{fill:#f1f8ec;stroke:#35794a}.t{font:bold 13px sans-serif}.o{font:12px monospace}"
+)
+
+
+def drawn(title: str, matrix: str, transforms: tuple[str, ...], others: list[tuple[str, ...]]) -> str:
+    """The picture of a convolution.
+
+    Args:
+        title: above it.
+        matrix: what the transforms result in.
+        transforms: memory, and each transform.
+        others: lines of boxes: the simplified transforms, and the program.
+    """
+    parts = [f'<text x="{PAD}" y="26" class="t">{escape(title)}</text>']
+    left = _column("as written", matrix, [(y,) for y in transforms], (PAD, "k"), parts)
+    right = _column("simplified", "", others, (left[0] + 3 * GAP, "r"), parts)
+    y = TOP + PAD + LINE // 2
+    parts.append(f'<path d="M{left[0]},{y} H{left[0] + 3 * GAP - 4}" class="a"/>')
+    return document(right[0] + PAD, max(left[1], right[1]) + PAD, STYLE, parts, arrows=True)
+
+
+def _column(
+    title: str, last: str, boxes: list[tuple[str, ...]], at: tuple[int, str], parts: list[str]
+) -> tuple[int, int]:
+    """Boxes below each other, with arrows and a line below the last; the right and the lower edge of them."""
+    (left, kind), y = at, TOP
+    width = int(max(len(line) for lines in boxes for line in (*lines, last, title)) * LETTER) + 2 * PAD
+    parts.append(f'<text x="{left}" y="{TOP - 12}" class="t">{title}</text>')
+    for i, lines in enumerate(boxes):
+        height = LINE * len(lines) + 2 * PAD - 4
+        if i:
+            parts.append(f'<path d="M{left + width // 2},{y - GAP} V{y - 4}" class="a"/>')
+        parts.append(f'<rect x="{left}" y="{y}" width="{width}" height="{height}" rx="6" class="{kind}"/>')
+        for j, line in enumerate(lines):
+            parts.append(f'<text x="{left + PAD}" y="{y + PAD + 11 + j * LINE}" class="o">{escape(line)}</text>')
+        y += height + GAP
+    if last:
+        parts.append(f'<text x="{left}" y="{y - GAP + LINE}" class="o">{escape(last)}</text>')
+    return left + width, y - GAP + LINE * bool(last)
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,8 +115,6 @@ class ConvolutionExplanation:
 
     def svg(self) -> str:
         """The picture of the transforms before and after simplification, and of the program, as SVG."""
-        from portmm.explanation.convolution_svg import drawn
-
         return drawn(self.title, self.matrix, self.transforms, [self.simplified, self.program])
 
 

@@ -7,7 +7,7 @@ import pytest
 
 from portmm.ir.lane_nodes import Shuffle
 from portmm.ir.nodes import Verb
-from portmm.kernels.cpu.lane_sums import summed
+from portmm.kernels.cpu.dot import summed
 from portmm.target.target import load_isa
 
 
