@@ -103,7 +103,7 @@ DECODE = (
 
 
 @pytest.mark.parametrize("b", ["row", "col"])
-@pytest.mark.parametrize(("dtype", "vectors"), DECODE)
+@pytest.mark.parametrize(("dtype", "vectors"), DECODE[2:])
 def test_a_row_is_bound_by_memory(dtype, vectors, b):
     choice = choose(Problem(1, 4096, 4096, dtype, b=b), H200, vectors=vectors)
     s, device = choice.schedule, H200.device
@@ -115,6 +115,22 @@ def test_a_row_is_bound_by_memory(dtype, vectors, b):
     together = min(occupancy(s, H200), -(-blocks // device.processors))
     assert together * s.threads * gpu_gemv.bytes_in_flight(s) >= device.memory_gbs * 700 / device.processors
     assert blocks >= 0.9 * device.processors
+
+
+@pytest.mark.parametrize("b", ["row", "col"])
+@pytest.mark.parametrize(("dtype", "vectors"), DECODE[:2])
+def test_a_row_of_16_bits_is_copied_by_the_copy_engine(dtype, vectors, b):
+    """On an H200 tiles of eight rows took 0.75 to 0.85 of the time of loads by threads, which wait for those of A."""
+    choice = choose(Problem(1, 4096, 4096, dtype, b=b), H200, vectors=vectors)
+    s, device = choice.schedule, H200.device
+    assert s.program == "wgmma"
+    assert s.atom.swap, "columns of B fill the 64 rows of the atom"
+    assert s.parallel.split == 1, "a second kernel takes longer than it saves"
+    assert choice.cost.bound == "memory"
+    # Stages that are on their way hide 700 ns, and copies of nearly all processors are under way.
+    bytes_of_b = 2 * s.block.n * s.block.k * s.stages
+    assert bytes_of_b >= device.memory_gbs * 700 / device.processors
+    assert min(s.parallel.persistent, -(-4096 // s.block.n)) * occupancy(s, H200) >= 0.45 * device.processors
 
 
 @pytest.mark.parametrize("b", ["row", "col"])
