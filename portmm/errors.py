@@ -78,3 +78,7 @@ class TraceError(PortmmError):
 
 class DatabaseError(PortmmError):
     """Error of a tuning database that is damaged, of another version, or cannot be written."""
+
+
+class ChangedError(Exception):
+    """Raised when a call of NumPy between kernels returns another shape or type than before; callers trace again."""

@@ -22,6 +22,7 @@ from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.lane_nodes import Map, Total
 from portmm.ir.nodes import Add, Call, For, Function, If, Let, LetPtr, Move, Param, Scratch, Verb
 from portmm.kernels.cpu import int4_in_place
+from portmm.kernels.cpu.gemm import build as build_loops
 from portmm.kernels.cpu.tile_loops import Tiles
 from portmm.kernels.cpu.tile_microkernel import TALL, Outer, Strides
 from portmm.kernels.cpu.tile_packing import pack_parts
@@ -30,11 +31,19 @@ from portmm.spec.problem import family
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
-    from portmm.ir.nodes import Stmt
+    from portmm.ir.nodes import Kernel, Stmt
     from portmm.kernels.cpu.tile_microkernel import Grid
+    from portmm.schedule.schedule import Schedule
+    from portmm.spec.layout import Layout
     from portmm.spec.problem import Family
     from portmm.target.atom import Atom
     from portmm.target.isa import Isa
+
+
+def build(s: Schedule, isa: Isa, atom: Atom, view: Layout | None = None) -> Kernel:
+    """Kernel that computes C = A . B by schedule `s`, perhaps of a view of A: see `Blocks`."""
+    in_place = s.b.layout == "codes" and not s.b.packed
+    return build_loops(s, isa, atom, Int4Tiles if in_place else Tiles, view)
 
 
 class Int4Tiles(Tiles):

@@ -16,8 +16,7 @@ from weakref import WeakSet
 
 from portmm.arrays.libraries import any_tensor, on_device
 from portmm.dispatch import config as settings
-from portmm.errors import TraceError
-from portmm.fusion.changed import ChangedError
+from portmm.errors import ChangedError, TraceError
 from portmm.ops import host_matmul
 from portmm.runtime import cpu as cpu_runtime
 from portmm.util import locks

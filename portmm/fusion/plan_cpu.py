@@ -14,9 +14,8 @@ import numpy as np
 from portmm.arrays import numpy_arrays
 from portmm.arrays.call import reduce_call
 from portmm.dispatch import config
-from portmm.errors import BuildError, ScheduleError, TraceError
+from portmm.errors import BuildError, ChangedError, ScheduleError, TraceError
 from portmm.fusion import plan_windows
-from portmm.fusion.changed import ChangedError
 from portmm.fusion.plan import Builder, Expressions, Operands
 from portmm.fusion.program import ARENA, TABLE, Kernel, Writer
 from portmm.ops import routes

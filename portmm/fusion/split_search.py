@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from portmm.dispatch import config, program_database
+from portmm.errors import ChangedError
 from portmm.fusion import turns
-from portmm.fusion.changed import ChangedError
 from portmm.fusion.compilation import compiled_program
 from portmm.fusion.finding import Finding, Run, Task
 from portmm.fusion.partition import live_nodes

@@ -15,9 +15,8 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.dispatch import config, program_database
-from portmm.errors import PortmmError
+from portmm.errors import ChangedError, PortmmError
 from portmm.fusion import turns
-from portmm.fusion.changed import ChangedError
 from portmm.fusion.emitted import all_emitted, unlisted, with_threads
 from portmm.fusion.finding import Finding, Run, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules

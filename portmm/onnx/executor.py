@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays.pages import Chunk, adjoining
-from portmm.fusion.changed import ChangedError
+from portmm.errors import ChangedError
 from portmm.fusion.compilation import compiled_program
 from portmm.onnx import operators
 from portmm.onnx.arrays import ModelArrays

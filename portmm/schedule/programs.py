@@ -32,7 +32,7 @@ PROGRAMS = Registry(
     {
         "gemm": Program("cpu.gemm", cpu_gemm.candidates, footprint, work),
         "dot": Program("cpu.dot", cpu_gemm.dots, footprint, work),
-        "tiles": Program("cpu.tile_gemm", cpu_tiles.tiles, footprint, work),
+        "tiles": Program("cpu.tile_int4", cpu_tiles.tiles, footprint, work),
         "simt": gpu_simt.SIMT,
         "direct": gpu_simt.NAIVE,
         "stream": gpu_gemv.PROGRAM,

@@ -12,8 +12,8 @@ from typer.testing import CliRunner
 import portmm as pm
 from portmm.cli.main import app
 from portmm.dispatch import config
+from portmm.errors import ChangedError
 from portmm.fusion import superoptimizer, turns
-from portmm.fusion.changed import ChangedError
 from portmm.fusion.split_search import Layout, Parts, _laid_out
 from portmm.ir.mugraph import from_json, to_json
 from portmm.target.target import names_of

@@ -12,7 +12,7 @@ from support import HERE, SEVEN, TINY, case, check_built, interpret, load, numpy
 
 from portmm.codegen.lower import atom_of, grid_atom
 from portmm.errors import ScheduleError
-from portmm.kernels.cpu import gemm, tile_gemm
+from portmm.kernels.cpu import gemm, tile_int4
 from portmm.kernels.gpu import mma, simt
 from portmm.schedule.candidates import candidates
 from portmm.spec.layouts import Views, row_major
@@ -97,7 +97,7 @@ def test_channels_are_read_in_vectors():
 def test_tiles_are_filled_from_views(name):
     target, view = small("amx_bf16"), VIEWS[name]
     k, schedules = posed(view, target, "bf16-bf16-f32", "tiles")
-    k.check(interpret(built(schedules[0], target, view, tile_gemm.build), k), schedules[0])
+    k.check(interpret(built(schedules[0], target, view, tile_int4.build), k), schedules[0])
 
 
 def planes(images, kernel, **how):
