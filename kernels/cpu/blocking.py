@@ -22,16 +22,6 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
 
 
-def constants(s: Schedule) -> tuple[tuple[str, int], ...]:
-    """m, n, k and the strides of dense operands of a static schedule; nothing of another."""
-    if s.static is None:
-        return ()
-    m, n, k = s.static
-    a = (("a_m", k), ("a_k", 1)) if s.a.layout == "row" else (("a_m", 1), ("a_k", m))
-    b = (("b_k", n), ("b_n", 1)) if s.b.layout == "row" else (("b_k", 1), ("b_n", k))
-    return (("m", m), ("n", n), ("k", k), ("c_m", n), ("c_n", 1), *a, *b)
-
-
 TASKS_PER_WORKER = 4
 """Tasks per thread beyond the first: a late thread then costs at most a quarter of its work."""
 
@@ -314,3 +304,13 @@ class Blocks:
     def atom_bytes(self) -> int:
         """Number of bytes of an accumulator."""
         return BY_NAME[self.atom.acc].bytes
+
+
+def constants(s: Schedule) -> tuple[tuple[str, int], ...]:
+    """m, n, k and the strides of dense operands of a static schedule; nothing of another."""
+    if s.static is None:
+        return ()
+    m, n, k = s.static
+    a = (("a_m", k), ("a_k", 1)) if s.a.layout == "row" else (("a_m", 1), ("a_k", m))
+    b = (("b_k", n), ("b_n", 1)) if s.b.layout == "row" else (("b_k", 1), ("b_n", k))
+    return (("m", m), ("n", n), ("k", k), ("c_m", n), ("c_n", 1), *a, *b)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.lane_nodes import Reduce, Shuffle
 from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Mac, Move, Parallel, Param, Scratch, Switch, Verb
-from portmm.kernels.cpu.blocking import constants
+from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, M, N, constants
 from portmm.spec.dtype import BY_NAME
 from portmm.target.summation import RUN, chained
 
@@ -32,49 +32,11 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
 
 
-BLOCK = 16
-"""Bytes of the parts of a vector inside which shuffles are cheap."""
-
-
-def summed(atom: Atom, registers: list[str], spare: str) -> tuple[Stmt, ...]:
-    """Statements after which lane i of the first register is the sum of the lanes of register i.
-
-    Args:
-        atom: the vectors, of a power of two of lanes.
-        registers: at most as many as a vector has lanes. All are overwritten.
-        spare: a register.
-    """
-    body: list[Stmt] = []
-    left, inner = list(registers), min(atom.n, BLOCK // BY_NAME[atom.acc].bytes)
-    for parts, size in ((inner, 1), (atom.n // inner, inner)):
-        for level in range(parts.bit_length() - 1):
-            if len(registers) <= size:  # one vector, whose parts of `size` lanes are in the order of the registers
-                body += _butterfly(atom.n, left[0], spare, size << level)
-                continue
-            pairs = [(x, (left[i : i + 2] or [x])[-1]) for i, x in enumerate(left)][::2]
-            picks = [_every_other(atom.n, parts, size, first) for first in (0, 1)]
-            for x, y in pairs:
-                body += (Shuffle(spare, x, y, picks[0]), Shuffle(x, x, y, picks[1]), Verb("add", x, spare))
-            left = [x for x, _ in pairs]
-    return tuple(body)
-
-
-def _butterfly(lanes: int, x: str, spare: str, apart: int) -> tuple[Stmt, ...]:
-    """X plus itself with lanes exchanged that are `apart`."""
-    return Shuffle(spare, x, x, tuple(i ^ apart for i in range(lanes))), Verb("add", x, spare)
-
-
-def _every_other(lanes: int, parts: int, size: int, first: int) -> tuple[int, ...]:
-    """Lanes of two vectors: of each run of `parts` parts of `size` lanes every other part of one, then of the other."""
-    halves = [(of, part) for of in (0, lanes) for part in range(first, parts, 2)]
-    runs = range(0, lanes, parts * size)
-    return tuple(of + run + part * size + i for run in runs for of, part in halves for i in range(size))
-
-
-TASKS_PER_WORKER = 4
 MANY = 8
 """Accumulators with which the loop over k is not unrolled."""
-M, N, K = var("m"), var("n"), var("k")
+BLOCK = 16
+"""Bytes of the parts of a vector inside which shuffles are cheap."""
+K = var("k")
 
 
 def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
@@ -183,8 +145,7 @@ def _call(s: Schedule, atom: Atom, rows: int, columns: int, b: tuple[Ptr, Index]
         Ptr("c", item * var("c_batch") + i * var("c_m") + j),
         var("c_m"),
     )
-    depth = s.static[2] if s.static else 0
-    return Call(micro_kernel(atom, rows, columns, s.types, short=0 < depth <= RUN * atom.n, depth=depth), args)
+    return Call(micro_kernel(atom, rows, columns, s.types, depth=s.static[2] if s.static else 0), args)
 
 
 def micro_kernel(
@@ -218,7 +179,8 @@ def micro_kernel(
         return tuple(out)
 
     unroll = max(depth // atom.n, 2 if len(accumulators) < MANY else 1)
-    loops, added = _over_k(atom, accumulators, step("load_b", ""), end, unroll, short=short or chained(atom))
+    short = short or chained(atom) or 0 < depth <= RUN * atom.n
+    loops, added = _over_k(atom, accumulators, step("load_b", ""), end, unroll, short=short)
     at = {(i, j): Ptr("c", const(i) * var("c_m") + j) for i, j in accumulators}
     tail: tuple[Stmt, ...] = ()
     if atom.mask:
@@ -290,3 +252,41 @@ def _over_k(
     keep = If((p_run + run).lt(end), (If(const(0).lt(p_run), add), *store, *zero))
     scratch = Scratch("kept", len(accumulators) * lanes, atom.acc, guarded=True)
     return (*zero, scratch, For("p_run", const(0), end, const(run), (once, keep))), (If(const(run).lt(end), add),)
+
+
+def summed(atom: Atom, registers: list[str], spare: str) -> tuple[Stmt, ...]:
+    """Statements after which lane i of the first register is the sum of the lanes of register i.
+
+    Vectors are added in pairs, neighbouring lanes first: (x0 + x1, x2 + x3, y0 + y1, y2 + y3), which is the order of
+    additions of `Reduce`, too. Sixteen vectors of sixteen lanes take 15 additions instead of 64.
+
+    Args:
+        atom: the vectors, of a power of two of lanes.
+        registers: at most as many as a vector has lanes. All are overwritten.
+        spare: a register.
+    """
+    body: list[Stmt] = []
+    left, inner = list(registers), min(atom.n, BLOCK // BY_NAME[atom.acc].bytes)
+    for parts, size in ((inner, 1), (atom.n // inner, inner)):
+        for level in range(parts.bit_length() - 1):
+            if len(registers) <= size:  # one vector, whose parts of `size` lanes are in the order of the registers
+                body += _butterfly(atom.n, left[0], spare, size << level)
+                continue
+            pairs = [(x, (left[i : i + 2] or [x])[-1]) for i, x in enumerate(left)][::2]
+            picks = [_every_other(atom.n, parts, size, first) for first in (0, 1)]
+            for x, y in pairs:
+                body += (Shuffle(spare, x, y, picks[0]), Shuffle(x, x, y, picks[1]), Verb("add", x, spare))
+            left = [x for x, _ in pairs]
+    return tuple(body)
+
+
+def _butterfly(lanes: int, x: str, spare: str, apart: int) -> tuple[Stmt, ...]:
+    """Register x plus itself with lanes exchanged that are `apart`."""
+    return Shuffle(spare, x, x, tuple(i ^ apart for i in range(lanes))), Verb("add", x, spare)
+
+
+def _every_other(lanes: int, parts: int, size: int, first: int) -> tuple[int, ...]:
+    """Lanes of two vectors: of each run of `parts` parts of `size` lanes every other part of one, then of the other."""
+    halves = [(of, part) for of in (0, lanes) for part in range(first, parts, 2)]
+    runs = range(0, lanes, parts * size)
+    return tuple(of + run + part * size + i for run in runs for of, part in halves for i in range(size))

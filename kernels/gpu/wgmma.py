@@ -178,13 +178,9 @@ def _slice(s: Schedule) -> list[Stmt]:
     count = s.parallel.split * together
     if count == 1:
         return [Let("step_0", const(0)), Let("steps", all_steps)]
-    number = (
-        var("slice")
-        if together == 1
-        else var("rank") + var("slice") * together
-        if s.parallel.split > 1
-        else var("rank")
-    )
+    number = var("slice") if together == 1 else var("rank")
+    if together > 1 and s.parallel.split > 1:
+        number = number + var("slice") * together
     return [
         Let("all_steps", all_steps),
         Let("step_0", number * var("all_steps") // count),

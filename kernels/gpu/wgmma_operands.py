@@ -21,10 +21,11 @@ from portmm.kernels.gpu.loops import unrolled
 from portmm.kernels.gpu.product import Product
 from portmm.schedule.gpu_wgmma import (
     STRIP,
+    column_operands,
     columns,
-    lines,
     panel,
     panel_buffers,
+    panel_rows,
     panels,
     staged,
     strips,
@@ -62,7 +63,7 @@ class WgmmaOperands(Product):
     @property
     def lines(self) -> int:
         """Number of rows of C of one TMA store."""
-        return columns(self.s) if self.s.atom.swap else STRIP
+        return panel_rows(self.s)
 
     @property
     def buffers(self) -> int:
@@ -130,7 +131,7 @@ class WgmmaOperands(Product):
     @property
     def along(self) -> tuple[int, ...]:
         """Operands of columns alone, whose elements of a tile are in shared memory."""
-        return lines(self.s)
+        return column_operands(self.s)
 
     @property
     def whole(self) -> bool:

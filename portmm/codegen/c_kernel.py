@@ -44,7 +44,11 @@ if TYPE_CHECKING:
 
 
 def _total(name: str, kind: str, lanes: int) -> str:
-    """The function for a number of lanes."""
+    """The C function that reduces lanes in memory to one number.
+
+    The upper half is taken into the lower until one remains, in vectors of the compiler, which has them of any width; a
+    maximum selects by masks, since branches on the order of values are mispredicted.
+    """
     lines, vector = [f"static inline float {name}(const float *p) {{"], lanes // 2
     sizes = [2**i for i in range(2, vector.bit_length())] or [vector]
     for n in sizes:

@@ -129,7 +129,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
                     continue  # panels from memory are prefetched, and A in place would be with them
                 yield from _shared(s, split and depth > 2 * s.kc and _adds_up(s, p, atom))
             if base.c.stagings and p.dtype in UNCONVERTED and p.bytes <= capacity(target, "L2"):
-                # What L2 holds is there in time, and each step of k has one load less.
+                # Operands in L2 need no prefetches, each of which takes a load slot in every step of k.
                 yield from (x for s in _packings(plain, p, isa, atom) for x in _shared(s, False))
             yield from _textbook(base, p, isa, atom, target)
             if both_in_place(p, isa, atom, nr) and p.m <= MODEL.few_rows:

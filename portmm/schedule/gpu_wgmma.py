@@ -106,7 +106,7 @@ def panel(s: Schedule) -> int:
     return next((x for x in (64, 32, 16) if n % x == 0), 0)
 
 
-def lines(s: Schedule) -> tuple[int, ...]:
+def column_operands(s: Schedule) -> tuple[int, ...]:
     """Operands of columns alone of a fused epilogue, whose elements of a tile wait in shared memory."""
     return _operands(s, lambda x: {"n"} <= set(x.axes) <= {"b", "n"})
 
@@ -124,6 +124,11 @@ def _operands(s: Schedule, comes: Callable[[Operand], bool]) -> tuple[int, ...]:
         return ()
     written = dict(s.fused.results)
     return tuple(i for i, x in enumerate(s.fused.operands) if i not in written and x.dense and comes(x))
+
+
+def panel_rows(s: Schedule) -> int:
+    """Number of rows of C of a panel, which one TMA store sends."""
+    return columns(s) if s.atom.swap else STRIP
 
 
 def panels(s: Schedule) -> int:
@@ -234,10 +239,10 @@ def result_bytes(s: Schedule) -> int:
     """Shared memory for C, and for operands of fused expressions."""
     if not staged(s):
         return 0
-    rows = columns(s) if s.atom.swap else STRIP
-    of_columns = sum(columns(s) * BY_NAME[s.fused.operands[i].dtype].bytes for i in lines(s)) if s.fused else 0
+    operands = s.fused.operands if s.fused else ()
+    of_columns = sum(columns(s) * BY_NAME[operands[i].dtype].bytes for i in column_operands(s))
     groups = s.parallel.warpgroups // k_groups(s)
-    return groups * (panel_buffers(s) * rows * panel(s) * WIDE + of_columns)
+    return groups * (panel_buffers(s) * panel_rows(s) * panel(s) * WIDE + of_columns)
 
 
 def k_groups(s: Schedule) -> int:
