@@ -16,7 +16,7 @@ ratio is formed within a round; the median over rounds counts. Variants of an ov
 timed in turns in one process, on the same packed weight.
 
 Cases for which the budget has no time are listed as not run. The exit status is 1 where
-portmm is wrong or fails. `--save` keeps all of it, after each case; `portmm report` shows
+portmm is wrong or fails. `--save` keeps all of it, after each case; `bench/report.py` shows
 what is in bench/results.
 """
 

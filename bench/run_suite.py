@@ -2,7 +2,7 @@
 
     python bench/run_suite.py [--suite full] [--threads N] [--target avx2] [--seed N] [--budget SECONDS] [--plot]
 
-The README's tables are made from these files by `portmm report`.
+The README's tables are made from these files by `bench/report.py`.
 """
 
 import argparse

@@ -1,22 +1,13 @@
-"""Pictures of comparisons.
-
-Owns the PNG of one, by matplotlib of the extra `plot`, which is imported when it is drawn; and the README's SVG, a
-template: speed beside the best peer, by chip and type. That file names a digest of what it shows.
-"""
+"""A comparison as a PNG, by matplotlib of the extra `plot`, which is imported when it is drawn."""
 
 from __future__ import annotations
 
-import hashlib
-import json
-import math
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from portmm.comparison.report import Report, Result, geomean
-from portmm.comparison.result_tables import Ratios
+from portmm.comparison.report import Report, Result
 from portmm.comparison.text import heading
-from portmm.util.templates import render
 
 OURS, LOSS = "#c1272d", "#4d4d4d"
 # Dark enough on white; markers distinguish contenders without colour.
@@ -88,47 +79,3 @@ def _ratios(ax: Any, report: Report, results: tuple[Result, ...]) -> None:
     ax.grid(alpha=0.3, axis="x")
     ax.margins(x=0.25)
     ax.set_ylim(-0.7, len(results) - 0.3)
-
-
-AHEAD, BEHIND = "#2a7f62", "#b5532d"
-WIDTH, ROW, GAP, LETTER = 768.0, 23.0, 8.0, 6.0
-"""Pixels of the picture's width, of the height of a bar, around the bars, and of a letter."""
-LEAST, MOST, SPARE = 0.25, 4.0, 1.25
-"""Ratios at the ends of the axis, and the room beyond; longer bars are cut, and their labels have the value."""
-
-
-def bars(measured: dict[tuple[str, str], Ratios]) -> list[tuple[str, float, float]]:
-    """Label, geometric mean of ratios, and lowest ratio of each bar: a type on a machine by one thread."""
-    return [
-        (f"{machine}: {kind}", mean, min(ratios.values()))
-        for (machine, setting), kinds in measured.items()
-        if setting == "1 thread"
-        for kind, ratios in kinds.items()
-        if (mean := geomean(ratios.values())) is not None
-    ]
-
-
-def digest(measured: dict[tuple[str, str], Ratios]) -> str:
-    """A digest of what the picture shows, as its file has it."""
-    shown = [(label, f"{mean:.3f}", f"{lowest:.3f}") for label, mean, lowest in bars(measured)]
-    return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
-
-
-def shows(text: str, measured: dict[tuple[str, str], Ratios]) -> bool:
-    """Whether a picture shows these results."""
-    return f"data:{digest(measured)}" in text
-
-
-def svg(measured: dict[tuple[str, str], Ratios]) -> str:
-    """The picture's file."""
-    rows = bars(measured)
-    left = GAP + LETTER * max((len(label) for label, *_ in rows), default=0)
-
-    def place(ratio: float) -> float:
-        """Pixels from the left edge."""
-        share = math.log(min(max(ratio, LEAST), MOST) / LEAST) / math.log(MOST * SPARE / LEAST)
-        return left + (WIDTH - left - GAP) * share
-
-    numbers = {"left": left, "width": WIDTH, "row": ROW, "most": MOST}
-    colours = {"ahead": AHEAD, "behind": BEHIND}
-    return render(__file__, "speed.svg", rows=rows, digest=digest(measured), place=place, **numbers, **colours)

@@ -238,9 +238,11 @@ def from_json(text: str) -> Report:
     """Report of the text that `Report.to_json` returned.
 
     Raises:
-        ValueError: it is of another schema.
+        ValueError: it is no report, or of another schema.
     """
-    table: dict[str, Any] = json.loads(text)
+    table = json.loads(text)
+    if not isinstance(table, dict) or "entrants" not in table:
+        raise ValueError("this is no report; `portmm compare --save` writes one")
     schema = table.pop("schema", None)
     if schema != SCHEMA:
         raise ValueError(f"a report of schema {schema!r}; this portmm reads {SCHEMA}")

@@ -13,13 +13,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 import support
+from bench_scripts import script as shared
 from kernels_of import folding
 from places import BENCH
 from support import HERE, interpret, panels_of, valid_of
 
 import portmm as pm
 from portmm.arrays import numpy_fallback, pages
-from portmm.comparison import tables
 from portmm.dispatch import cpu_routes
 from portmm.errors import NoCompilerError
 from portmm.ir.abi import HUGE_PAGE
@@ -182,7 +182,8 @@ def test_rates_are_measured(monkeypatch, tmp_path, capsys):
     assert all(min(row[x] for x in ("rate", "fresh", "kept", "share", "share_kept")) > 0 for row in rows)
     padded = pm.pack(np.ones((64, 48), np.float32)).nbytes  # whole panels of the target's NR
     assert {row["bytes"] for row in rows if row["dtype"] == "f32"} == {64 * 48 * 4 + padded}
-    text = tables.summary(tables.load(tmp_path))
+    pages = shared("report")
+    text = pages.summary(pages.load(tmp_path))
     assert "1 thread | 2 threads" in text
     assert "u4, groups of 32 rows, by rows" in text
     assert "f32, by columns" in text

@@ -26,6 +26,13 @@ def modules(monkeypatch):
         sys.modules.pop(name, None)
 
 
+def script(name):
+    """One of them, the same module for all tests."""
+    if str(BENCH) not in sys.path:
+        sys.path.append(str(BENCH))
+    return importlib.import_module(name)
+
+
 def device(bench, monkeypatch):
     """Arrays of an emulated device with a small cache, and turns of one call."""
     monkeypatch.setattr(cuda_fakes, "PROPERTIES", cuda_fakes.PROPERTIES | {"l2CacheSize": 1 << 12})

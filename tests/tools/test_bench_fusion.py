@@ -8,10 +8,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from bench_scripts import script
 from places import BENCH
 
 import portmm as pm
-from portmm.comparison import tables
 from portmm.comparison.peers import Setup
 
 pytestmark = pytest.mark.rest("scripts of bench/")
@@ -130,6 +130,7 @@ def test_results_survive_json_and_are_shown(bench, tmp_path):
         kept = [bench.fusion.to_json(r) for r in rows]
         data = common | {"threads": threads, "skipped": ["late"], "fusion": kept}
         (tmp_path / f"{threads}-fusion.json").write_text(json.dumps(data))
+    tables = script("report")
     found = tables.load(tmp_path)
     text, details = tables.summary(found), tables.details(found)
     assert "| epilogue, f32 | 1.25 (1.25) of 1 | 2.00 (2.00) of 1 | 1.25 (1.25) of 1 | 2.00 (2.00) of 1 |" in text

@@ -10,10 +10,10 @@ import bench_arrays
 import cuda_fakes
 import emulated_cuda
 import pytest
+from bench_scripts import script
 from places import BENCH
 
 from portmm.comparison import cublaslt
-from portmm.comparison.result_tables import device
 
 pytestmark = pytest.mark.rest("scripts of bench/")
 
@@ -347,7 +347,7 @@ def test_results_become_tables(bench):
         "surveys": [{"name": "p", "candidates": 9, "correlation": 0.9, "chosen": 0.98, "rows": []}],
         "sanitizer": [{"tool": "memcheck", "state": "clean"}], "notes": {"not run": ["f32 y"]},
     }  # fmt: skip
-    text = device("h200-gpu", data)
+    text = script("result_tables").device("h200-gpu", data)
     assert "**h200-gpu**: 1 of 1 products checked are right." in text
     assert "| 1 x 6144 x 4096 | bf16 | col | decode, 8B QKV | 10.0 | 3 | cublaslt | 2.00 |" in text
     assert "| decode layers of 1 to 64 rows, geometric mean | 1.1 | 2 | 1/32 | met so far |" in text

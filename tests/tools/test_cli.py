@@ -255,7 +255,7 @@ def test_a_slip_of_the_user_is_explained(words, said):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (("report", "nosuch"), "no results at nosuch"),
+        (("report", "nosuch"), "no file nosuch"),
         (("superoptimize", "nofunction", "3x3"), "write FILE.py:NAME"),
         (("superoptimize", "operator:matmul", "3x3"), "cannot be called with arrays of shapes 3x3"),
         (("superoptimize", "operator:matmul", "3x3", "4x4"), "cannot multiply"),

@@ -36,7 +36,7 @@ def test_stored_figures_are_of_the_present_model(bench):
     kept = bench.stored()
     found = json.loads(json.dumps(bench.computed(bench.fits_of(kept))))
     for was, now in zip(kept["left_out"], found["left_out"], strict=True):
-        assert was == now, f"{now['search']}: run bench/leave_one_out.py --write and portmm report --write"
+        assert was == now, f"{now['search']}: run bench/leave_one_out.py --write and bench/report.py --write"
 
 
 def test_a_chip_that_is_left_out_is_unknown(bench):

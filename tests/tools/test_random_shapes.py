@@ -5,6 +5,7 @@ from __future__ import annotations
 from itertools import product
 
 import pytest
+from bench_scripts import script
 from typer.testing import CliRunner
 
 from portmm.cli import main
@@ -12,7 +13,6 @@ from portmm.comparison import cases
 from portmm.comparison.case import LAYOUTS
 from portmm.comparison.random_shapes import COUNT, MOST, MOST_BYTES, MOST_FLOPS, NARROW, SUITES, drawn, seeded
 from portmm.comparison.report import from_json
-from portmm.comparison.result_tables import kind
 
 SEEDS = range(40)
 
@@ -61,7 +61,7 @@ def test_reports_and_tables_name_them(tmp_path):
     named = {*report.skipped, *(r.case.name for r in report.results)}
     assert named == {"tiny-4", *(c.name for c in drawn("random", 5))}
     assert seeded("quick", 5) == "quick"
-    assert {kind(c) for c in drawn("random", 5)} == {"f32, random shapes"}
+    assert {script("result_tables").kind(c) for c in drawn("random", 5)} == {"f32, random shapes"}
 
 
 def test_a_seed_is_not_negative():

@@ -1,21 +1,23 @@
-"""`portmm report`: tables say what stored results say, and those of the repository are up to date."""
+"""Tables say what stored results say, and those of the repository are up to date; a saved comparison is printed."""
 
 from __future__ import annotations
 
 import json
 
 import pytest
+from bench_scripts import script
 from places import ROOT
 from typer.testing import CliRunner
 
 from portmm.cli import main
-from portmm.comparison import tables
 from portmm.comparison.case import Case
 from portmm.comparison.report import from_json
-from portmm.comparison.result_tables import kind
 from portmm.comparison.shapes import cases
 from portmm.comparison.text import markdown
 from portmm.host.detect import host
+
+tables = script("report")
+kind = script("result_tables").kind
 
 REPORT = {
     "schema": 1, "chip": "A chip", "machine": "tiny", "threads": 1, "isa": "", "suite": "full", "date": "2026-01-02",
@@ -116,17 +118,22 @@ def stored(tmp_path):
     return folder
 
 
-def run(*words, status=0):
-    done = CliRunner().invoke(main.app, ["report", *map(str, words)], catch_exceptions=False)
-    assert done.exit_code == status, done.output
-    return done
+@pytest.fixture
+def run(capsys):
+    """Runs bench/report.py, and returns what it writes."""
+
+    def command(*words, status=0):
+        assert tables.main([*map(str, words)]) == status
+        return capsys.readouterr()
+
+    return command
 
 
 def test_the_repository_has_the_tables_of_its_results():
     found = tables.load(ROOT / "bench" / "results")
     for path, text in tables.pages(found, ROOT / "README.md", ROOT / "docs" / "performance.md").items():
-        assert path.read_text() == text, f"{path.name}: run `portmm report --write`"
-    assert tables.picture_is_current(ROOT / "docs" / "images" / "speed.svg", found), "run `portmm report --write`"
+        assert path.read_text() == text, f"{path.name}: run `bench/report.py --write`"
+    assert tables.picture_is_current(ROOT / "docs" / "images" / "speed.svg", found), "run `bench/report.py --write`"
 
 
 def test_tables_say_what_results_say(stored):
@@ -204,37 +211,52 @@ def test_nothing_measured_is_said(tmp_path):
     assert "by chip and type" not in tables.page(found)
 
 
-def test_the_command_prints_writes_and_checks(stored):
+def test_the_command_prints_writes_and_checks(stored, run):
     picture = stored.parent / "images" / "speed.svg"
     places = ("--readme", stored.parent / "README.md", "--page", stored.parent / "page.md", "--picture", picture)
-    assert "| type | tiny, 1 thread |" in run(stored).stdout
+    assert "| type | tiny, 1 thread |" in run(stored).out
     assert "stale words" in (stored.parent / "README.md").read_text()
     done = run(stored, "--check", *places, status=1)
-    assert "README.md differs from" in done.stderr
-    assert "page.md differs from" in done.stderr
+    assert "README.md differs from" in done.err
+    assert "page.md differs from" in done.err
     assert not (stored.parent / "page.md").exists()
     run(stored, "--write", *places)
     shown = picture.read_text()
     assert "tiny: bf16, attention" in shown
     assert " 3.00 " in shown
     picture.write_text(shown.replace("data:", "data:0"))
-    assert "speed.svg differs from" in run(stored, "--check", *places, status=1).stderr
+    assert "speed.svg differs from" in run(stored, "--check", *places, status=1).err
     picture.write_text(shown)
-    assert run(stored, "--check", *places).output == ""
+    assert run(stored, "--check", *places) == ("", "")
     (stored / "a.json").unlink()
     run(stored, "--check", *places, status=1)
 
 
-def test_one_file_is_shown_case_by_case(stored):
-    assert run(stored / "a.json").stdout == markdown(from_json(json.dumps(REPORT)))
-    assert "at 0.50 of the rate" in run(stored / "c.json").stdout
+def test_one_file_is_shown_case_by_case(stored, run):
+    assert run(stored / "a.json").out == markdown(from_json(json.dumps(REPORT)))
+    assert "at 0.50 of the rate" in run(stored / "c.json").out
+
+
+def printed(path, status):
+    done = CliRunner().invoke(main.app, ["report", str(path)], catch_exceptions=False)
+    assert done.exit_code == status, done.output
+    return done
+
+
+def test_the_package_prints_a_saved_comparison(stored):
+    assert printed(stored / "a.json", 0).stdout == markdown(from_json(json.dumps(REPORT)))
+    for other in (SEARCH, CLIFF_ROWS[0]):
+        (stored / "z.json").write_text(json.dumps(other))
+        assert "this is no report" in " ".join(printed(stored / "z.json", 2).stderr.replace("│", " ").split())
 
 
 def test_what_is_no_result_is_named(stored):
     (stored / "z.json").write_text('{"speed": 3}')
-    assert "these are no results: the keys are speed" in " ".join(run(stored, status=2).stderr.replace("│", "").split())
+    with pytest.raises(ValueError, match=r"z\.json: these are no results: the keys are speed"):
+        tables.load(stored)
     (stored / "z.json").write_text("{")
-    assert "z.json" in "".join(run(stored, status=2).stderr.replace("│", " ").split())
+    with pytest.raises(ValueError, match=r"z\.json: Expecting"):
+        tables.load(stored)
     (stored / "z.json").write_text(json.dumps({**REPORT, "schema": 99}))
     with pytest.raises(ValueError, match=r"z\.json: a report of schema 99"):
         tables.load(stored)
@@ -250,7 +272,7 @@ def test_a_readme_without_a_place_is_refused(stored):
         tables.pages(tables.load(stored), readme, stored.parent / "page.md")
 
 
-def test_figures_of_a_benchmark_are_kept(stored):
+def test_figures_of_a_benchmark_are_kept(stored, run):
     raw = stored.parent / "raw.json"
     rows = [("test_a_call[x]", {"ratio": 0.5, "note": "text"}), ("test_nothing", {})]
     raw.write_text(json.dumps({"benchmarks": [{"name": n, "extra_info": x} for n, x in rows]}))

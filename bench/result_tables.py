@@ -3,7 +3,7 @@
 Owns the values of the tables of reports of `portmm compare` and `portmm tune`, and of the results of
 `bench/exhaustive.py`, `bench/leave_one_out.py`, `bench/cliff.py`, `bench/ragged.py`, `bench/packing.py`,
 `bench/test_overhead.py`, `bench/fusion.py` and `bench/gpu.py`; and the ratios of all of them by chip and type. Their
-sentences and columns are in `results.md`.
+sentences and columns are in `result_tables.md`.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from operator import itemgetter
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from portmm.comparison.case import Case
 from portmm.comparison.figures import Table, grouped
 from portmm.comparison.report import Report, geomean, summaries
 from portmm.util import templates
+
+if TYPE_CHECKING:
+    from portmm.comparison.case import Case
 
 Rows = list[list[str]]
 
 
 def part(macro: str, *values: Any) -> str:
-    """Markdown of a macro of `results.md`."""
+    """Markdown of a macro of `result_tables.md`."""
     return re.sub(r"\n{3,}", "\n\n", getattr(_macros(), macro)(*values).strip())
 
 
@@ -32,7 +34,7 @@ def part(macro: str, *values: Any) -> str:
 def _macros() -> Any:
     rows = (fused_row, left_out_row, timed, tuning_row)
     functions: tuple[Callable[..., Any], ...] = (*rows, geomean, row, table, threads, two)
-    return templates.macros(__file__, "results.md", **{x.__name__: x for x in functions})
+    return templates.macros(__file__, "result_tables.md", **{x.__name__: x for x in functions})
 
 
 def table(head: Sequence[object], rows: Iterable[Sequence[object]] = ()) -> str:

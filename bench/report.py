@@ -1,6 +1,8 @@
 """Tables of the README and of docs/performance.md, generated from stored results.
 
-Owns the kinds of result files, and the tables of each page.
+    python bench/report.py                       # tables of bench/results by group, or of a file by case
+    python bench/report.py --check               # status 1 if a page differs from the results
+    python bench/report.py --write [--overhead FILE]
 
 A folder of results has JSON files of these kinds: reports of `portmm compare`
 and of `portmm tune`, searches of `bench/exhaustive.py --json`, surveys of
@@ -12,15 +14,14 @@ stores of `pytest bench/test_overhead.py --benchmark-json`.
 
 from __future__ import annotations
 
+import argparse
 import json
+import sys
 from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from portmm.comparison.figures import grouped
-from portmm.comparison.pictures import shows, svg
-from portmm.comparison.report import from_json
-from portmm.comparison.result_tables import (
+from result_tables import (
     Ratios,
     by_chip,
     chips,
@@ -33,12 +34,17 @@ from portmm.comparison.result_tables import (
     ratios_by_setting,
     search,
 )
+from speed_picture import shows, svg
+
+from portmm.comparison.figures import grouped
+from portmm.comparison.report import from_json
 from portmm.comparison.text import markdown
 
-BEGIN, END = "<!-- results: made by portmm report -->", "<!-- end of results -->"
+ROOT = Path(__file__).resolve().parents[1]
+BEGIN, END = "<!-- results: made by bench/report.py -->", "<!-- end of results -->"
 """Lines of the README before and after its tables."""
 NOTHING = "Nothing has been measured for this version yet; `python bench/run_suite.py` measures."
-HEAD = "# Performance\n\nMade by `portmm report` from `bench/results/`; how is told in [measuring](measuring.md).\n"
+HEAD = "# Performance\n\nMade by `bench/report.py` from `bench/results/`; how is told in [measuring](measuring.md).\n"
 KINDS = ("overhead", "cliff", "packing", "fusion", "device", "left_out", "ragged")
 """Top-level keys of the files of one kind; reports may have any of these keys."""
 
@@ -187,3 +193,51 @@ def keep_overhead(raw: Path, folder: Path) -> Path:
     kept = {name: values for name, values in figures.items() if values}
     path.write_text(json.dumps({"chip": chip(), "overhead": kept}, indent=1) + "\n")
     return path
+
+
+def options_of(arguments):
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add = parser.add_argument
+    add("path", type=Path, nargs="?", default=ROOT / "bench" / "results", help="a folder of results, or one file")
+    add("--write", action="store_true", help="write the tables into the README and the page")
+    add("--check", action="store_true", help="status 1 if a table differs from the results")
+    add("--readme", type=Path, default=ROOT / "README.md", help="the file with markers for tables")
+    add("--page", type=Path, default=ROOT / "docs" / "performance.md", help="the page with every case")
+    add("--picture", type=Path, default=ROOT / "docs" / "images" / "speed.svg", help="the picture of the README")
+    add("--overhead", type=Path, help="first store the figures of this file of pytest-benchmark")
+    options = parser.parse_args(arguments)
+    if not options.path.exists():
+        parser.error(f"there are no results at {options.path}; pass a file of `portmm compare --save`, or a folder")
+    return options
+
+
+def stale(options, results):
+    """Contents by path of the files that differ from the results."""
+    expected = pages(results, options.readme, options.page)
+    found = {at: text for at, text in expected.items() if not at.exists() or at.read_text() != text}
+    if not picture_is_current(options.picture, results):
+        found[options.picture] = picture(results)
+    return found
+
+
+def main(arguments=None):
+    options = options_of(arguments)
+    if options.overhead:
+        print(f"wrote {keep_overhead(options.overhead, options.path)}", file=sys.stderr)
+    results = load(options.path)
+    if not options.write and not options.check:
+        parts = [overview(results), summary(results)] if options.path.is_dir() else [details(results)]
+        print("\n\n".join(filter(None, parts)))
+        return 0
+    differing = stale(options, results)
+    for at, text in differing.items():
+        if options.write:
+            at.parent.mkdir(parents=True, exist_ok=True)
+            at.write_text(text)
+        line = f"wrote {at}" if options.write else f"{at} differs from {options.path}: run `bench/report.py --write`"
+        print(line, file=sys.stderr)
+    return 1 if differing and not options.write else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
