@@ -18,11 +18,10 @@ from portmm.dispatch.cpu_kernels import isa_of
 from portmm.errors import DatabaseError, ScheduleError
 from portmm.runtime.cpu import replayer
 from portmm.schedule import cpu_cost, gpu_cost
-from portmm.schedule.candidates import UNUSED, candidates, units
+from portmm.schedule.candidates import UNUSED, candidates, takes_panels, units_for
 from portmm.schedule.cpu_candidate_sets import CandidateSet, candidate_set
 from portmm.schedule.cpu_neighbourhood import unsound
 from portmm.schedule.cpu_textbook import ORIGIN, preferred
-from portmm.spec.problem import Problem, family
 from portmm.spec.row_classes import rows
 from portmm.target.model import CPU as MODEL
 from portmm.util.records import dataclass
@@ -33,6 +32,7 @@ if TYPE_CHECKING:
     from portmm.schedule.program import Vectors
     from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule
+    from portmm.spec.problem import Problem
     from portmm.target.target import Target
 
 ANALYTICAL = "analytical"
@@ -102,9 +102,9 @@ def check(p: Problem, target: Target) -> None:
         raise ScheduleError(f"{p} has no products: there is nothing to choose")
     if p.b != "packed" or target.device is not None:
         return
-    takes = [(isa.columns(atom), atom.k_pack) for isa, atom in units(p.dtype, target)]
-    layout = family(p.family)
-    if not any(layout.nr % n == 0 and layout.kr == kr for n, kr in takes):
+    pairs = units_for(p, target)
+    if not any(takes_panels(p, *x) for x in pairs):
+        takes = [(isa.columns(atom), atom.k_pack) for isa, atom in pairs]
         multiples = " or ".join(f"multiples of {n}{f' by {kr}' if kr > 1 else ''}" for n, kr in takes)
         raise ScheduleError(f"B is packed as {p.family}; {target.name} takes {multiples}: pack it again here")
 

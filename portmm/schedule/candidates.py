@@ -112,6 +112,29 @@ def units(dtype: str, target: Target, *, tf32: bool = False) -> list[tuple[Isa, 
 # -- CPUs ------------------------------------------------------------------------
 
 
+def units_for(p: Problem, target: Target) -> list[tuple[Isa, Atom]]:
+    """Instruction sets to try for a problem on a CPU, as `units`.
+
+    A packed B whose panels none of these reads may suit other instruction sets of the target: a wheel's base set packs
+    for a level of processors, whose vectors may be shorter than this target's. Units of one lane are left out: an
+    unpacked B is faster.
+
+    Raises:
+        ScheduleError: the target has no atom for the problem's type.
+    """
+    pairs = units(p.dtype, target)
+    if p.b not in ("packed", "codes") or any(takes_panels(p, *x) for x in pairs):
+        return pairs
+    every = ((isa, atom) for isa in target.isas if (atom := isa.atom(p.dtype)) is not None)
+    return [x for x in every if x[1].n > 1 and takes_panels(p, *x)] or pairs
+
+
+def takes_panels(p: Problem, isa: Isa, atom: Atom) -> bool:
+    """Whether panels of a packed B are multiples of an atom's vectors; those of codes have one unit for all atoms."""
+    packed = family(p.family)
+    return packed.nr % isa.columns(atom) == 0 and (p.b == "codes" or packed.kr == atom.k_pack)
+
+
 def proposals(p: Problem, target: Target) -> Iterator[Proposal]:
     """Proposed schedules of a CPU, legal or not, with the instruction sets and atoms that they name.
 
@@ -121,7 +144,7 @@ def proposals(p: Problem, target: Target) -> Iterator[Proposal]:
     swap = p.c == "col"
     q = p.transposed() if swap else p
     legal = False
-    for isa, atom in units(q.dtype, target):
+    for isa, atom in units_for(q, target):
         if legal and p.deterministic and p.acc != "s32":
             break  # Units of several elements of k round each in their own way: one of them for all shapes.
         if (p.b == "packed" and not _reads(isa, atom, p)) or (p.source and not isa.quantises(atom, p.source)):

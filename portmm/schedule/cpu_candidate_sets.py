@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.candidates import legal_of, proposals, units
+from portmm.schedule.candidates import legal_of, proposals, units_for
 from portmm.schedule.cost_tape import Tape
 from portmm.schedule.cpu_gemm import DOT_TILES
 from portmm.schedule.cpu_streams import caches, crowds_l2, near_depth, panel_depth, shallow_depth, streams_near
@@ -100,7 +100,7 @@ class _Kind:
         self.target, self.swap, self.exact = target, p.c == "col", p.static
         self.exact_k, self.chains = bool(p.fused), p.deterministic
         q = p.transposed() if self.swap else p
-        pairs = units(q.dtype, target)
+        pairs = units_for(q, target)
         atoms = [t for isa, _ in pairs for x in isa.atoms if (t := isa.atom(q.dtype, x.n)) is not None]
         vectors = {isa.columns(atom) for isa, atom in pairs} | {atom.n for atom in atoms}
         l1, l2 = target.level("L1"), target.level("L2")

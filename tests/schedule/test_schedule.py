@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import support
 from support import LAYOUTS, SEVEN, TINY, pose
@@ -14,6 +16,7 @@ from portmm.schedule.legality import footprint, illegal
 from portmm.schedule.parts import ALL
 from portmm.schedule.text import parse, spell, varied
 from portmm.spec import kernel_name
+from portmm.spec.dequantization import Dequantization
 from portmm.spec.problem import Problem
 from portmm.target.target import described, load_target, names_of
 
@@ -54,6 +57,24 @@ def test_candidates_are_legal_and_told_apart(target, dtype):
             if p.b == "packed":
                 # Dot products copy columns of a panel; no other program packs a panel again.
                 assert (s.family, s.b.layout, s.b.packed) == (p.family, "packed", s.program == "dot")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "b", "family"),
+    [("f32", "packed", "f32x8"), ("s8-u4-f32", "codes", "u4x8k8g0"), ("f32-u4-f32", "codes", "u4x8k8g64c")],
+)
+def test_panels_for_shorter_vectors_are_read_by_other_instruction_sets(dtype, b, family):
+    """Those of a base set's level, on a processor with SVE of 512 bits."""
+    dynamic = dtype.startswith("s8")
+    fused, source = (Dequantization(dynamic=True).text, "f32") if dynamic else ("", "")
+    p = Problem(9, 33, 64, dtype, b=b, family=family, fused=fused, source=source)
+    target = described("sve512")
+    found = candidates(p, target)
+    assert {s.isa for s in found} == {"neon"}
+    assert {s.family for s in found} == {family}
+    assert lower(found[0], target.isa("neon"))
+    own = replace(p, family=family.replace("x8", "x32", 1))
+    assert {s.isa for s in candidates(own, target)} == {"sve512"}
 
 
 @pytest.mark.thin(3)
