@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.codegen.lower import atom_of, lower
 from portmm.dispatch import stored_kernels
 from portmm.dispatch.stored_kernels import CODE, PROGRAM, Code, fields_of
-from portmm.errors import ScheduleError, TargetError
+from portmm.errors import BuildError, ScheduleError, TargetError
 from portmm.ir.block_program import BlockProgram
 from portmm.ir.block_program import spelled as program_spelled
 from portmm.ir.index import meaning, parsed, spelled
@@ -329,6 +329,17 @@ def stored_code(s: Schedule, target: Target, kept: RouteCache | None) -> Code | 
 def is_loaded(s: Schedule, target: Target) -> bool:
     """Whether the code of a schedule is in this process."""
     return (s, isa_of(s, target)) in _codes
+
+
+def can_build(isa: Isa) -> bool:
+    """Whether there is a compiler for kernels of an instruction set."""
+    from portmm.build.compiler import find_compiler
+
+    try:
+        find_compiler(None if isa.arch == "any" else isa.arch)
+    except BuildError:
+        return False
+    return True
 
 
 def _looked_up(s: Schedule, isa: Isa, kept: RouteCache | None) -> Code | None:

@@ -16,9 +16,11 @@ from portmm.codegen.lower import lower_group_norm, lower_int4_repack, lower_pack
 from portmm.dispatch import config, cpu_background, missing
 from portmm.dispatch.cpu_background import StandIn, stand_in
 from portmm.dispatch.cpu_kernels import (
+    can_build,
     code_of,
     int4_unit,
     is_loaded,
+    isa_of,
     known_code,
     loaded_program,
     stored_code,
@@ -49,7 +51,8 @@ MOST_ROUTES = 4096
 """Routes kept before all are dropped: an endless series of new shapes must not fill memory."""
 
 MOST_SUBSTITUTES = 32
-"""Candidates, the fastest first, that are looked for without a compiler: the source of each takes milliseconds."""
+"""Candidates, the fastest first, that are looked for without a compiler: the source of each takes milliseconds. Of the
+others those that are loaded are taken."""
 
 _routes = Memory(MOST_ROUTES, "routes")
 _stand_ins = Memory(MOST_ROUTES, "routes")
@@ -113,9 +116,10 @@ class _Building(NamedTuple):
             if missing.strict():
                 raise
             seconds = predicted(p, best.listed, best.workers)
-            nearest = sorted(zip(seconds, best.listed.schedules, strict=True), key=lambda x: x[0])[:MOST_SUBSTITUTES]
-            for x, s in nearest:
-                code = stored_code(s, self.target, self.kept)
+            nearest = sorted(zip(seconds, best.listed.schedules, strict=True), key=lambda x: x[0])
+            for i, (x, s) in enumerate(nearest):
+                searched = i < MOST_SUBSTITUTES or is_loaded(s, self.target)
+                code = stored_code(s, self.target, self.kept) if searched else None
                 if code is not None:
                     missing.substituted(p, x / seconds[best.index], str(error))
                     return code
@@ -129,7 +133,10 @@ class _Building(NamedTuple):
         if other is None or other not in listed.schedules or not is_loaded(other, target):
             seconds = partial(predicted, p, listed, best.workers)
             other = stand_in(p, wanted, listed.schedules, seconds, lambda s: is_loaded(s, target))
-        if other is None or not cpu_background.begin((*key, rows), partial(self._built, best, p, rows)):
+        # Without a compiler a call gets what there is, which it says: nothing would come of a thread.
+        if other is None or not can_build(isa_of(wanted, target)):
+            return None
+        if not cpu_background.begin((*key, rows), partial(self._built, best, p, rows)):
             return None
         _stand_ins.keep(key, other)
         return StandIn(other, best.workers)

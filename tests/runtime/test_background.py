@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 import portmm as pm
-from portmm.dispatch import config, cpu_background, cpu_kernels, cpu_routes, schedule_choice
-from portmm.errors import BuildError
+from portmm.dispatch import config, cpu_background, cpu_kernels, cpu_routes, missing, schedule_choice
+from portmm.errors import BuildError, NoCompilerError
 from portmm.ops import routes
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import runtime
@@ -113,6 +113,33 @@ def test_a_failure_in_the_background_is_that_of_the_next_call(two, monkeypatch):
     cpu_background.wait()
     with pytest.raises(BuildError, match="no room"):
         routes.routed_for_call(p)
+
+
+def test_without_a_compiler_what_serves_is_told_at_once(two, monkeypatch):
+    """Also by a program that ends after the call: no thread outlives it."""
+    m, other, _, wanted = two
+    product(m)
+    missing.forget()
+    without = NoCompilerError("no C compiler was found")
+
+    def failing(*_args):
+        raise without
+
+    monkeypatch.setattr(cpu_kernels, "_built", failing)
+    monkeypatch.setattr("portmm.build.compiler.find_compiler", failing)
+    monkeypatch.setattr(cpu_routes, "stored_code", cpu_kernels.known_code)  # tests before have filled the cache
+    monkeypatch.setattr(cpu_background, "begin", lambda *_args: pytest.fail("nothing can be built"))
+    with pytest.warns(
+        RuntimeWarning, match=f"for {other} x {N} x {K} f32 .* is not there, and another .* no C compiler"
+    ):
+        result, reference = product(other)
+    np.testing.assert_allclose(result, reference, atol=1e-3)
+    assert not cpu_kernels.is_loaded(wanted, config.target())
+    forget_all()
+    runtime().clear_memo()
+    monkeypatch.setenv("PORTMM_MISSING", "error")
+    with pytest.raises(NoCompilerError):
+        product(other)
 
 
 def test_routes_that_are_kept_wait_for_their_kernel(two, held):

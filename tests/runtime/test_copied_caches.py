@@ -108,8 +108,8 @@ except pm.BuildError as error:
     assert "no C compiler" in message
     _, heard, (result,) = run(moved, **bare, after=f"results = [{call}, {call}][:1]")
     np.testing.assert_array_equal(result, np.full((200, 400), 500))
-    assert all("takes its place" in x for x in heard)  # or a loaded kernel of the same results stands in, as ever
-    assert len(heard) <= 1
+    (message,) = heard
+    assert "takes its place" in message
 
 
 def test_a_compiler_that_changed_compiles_again(fake, tmp_path, monkeypatch):
