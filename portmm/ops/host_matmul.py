@@ -192,6 +192,7 @@ def _is_due() -> bool:
 
 
 def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
+    from portmm.build import kernel_store
     from portmm.dispatch import base_kernels
 
     try:
@@ -199,7 +200,7 @@ def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
         _state["basic"] = rt is not None
         if rt is None:
             kept = route_cache.of_target(config.target_name())
-            if kept is None or not kept.lines:
+            if not kernel_store.bundles() and (kept is None or not kept.lines):
                 _build_ahead(a, b, out)
             rt = route_cache.runtime(kept)
     except BuildError as error:

@@ -102,12 +102,12 @@ def _only_here():
     kernel_store.forget()
 
 
-def run(tmp_path, *arguments, **environment):
+def run(tmp_path, *arguments, calls=CALLS, **environment):
     (tmp_path / "empty").mkdir(exist_ok=True)
     kept = {k: v for k, v in os.environ.items() if k != "CC"}
     changed = {"PATH": str(tmp_path / "empty"), "PORTMM_CACHE": str(tmp_path / "cache"), "PORTMM_BASE": "off"}
     return subprocess.run(
-        [sys.executable, "-c", CALLS, *arguments], capture_output=True, text=True, check=False,
+        [sys.executable, "-c", calls, *arguments], capture_output=True, text=True, check=False,
         env=kept | changed | environment,
     )  # fmt: skip
 
@@ -238,6 +238,24 @@ def test_a_process_needs_nothing_but_the_bundle(made, tmp_path):
     assert wrong == [False] * 4
     assert len(heard) == 1
     assert "computes with NumPy" in heard[0]
+
+
+FIRST = """
+import sys
+import numpy as np
+import portmm as pm
+print(pm.matmul(np.ones((9, 96), np.float32), np.ones((96, 80), np.float32)).min())
+print([x for x in ("portmm.codegen.lower", "portmm.dispatch.schedule_choice") if x in sys.modules])
+"""
+
+
+@pytest.mark.usefixtures("made")
+def test_a_first_product_selects_and_builds_nothing(tmp_path):
+    path = tmp_path / "first.bundle"
+    path.write_bytes(bundle_build.make(bundle_shapes.shapes_of("9 80 96\n"), [host()], counts=(1, 2, 64))[0])
+    done = run(tmp_path, calls=FIRST, PORTMM_BUNDLE=str(path), PATH=os.environ["PATH"])
+    assert done.stdout.split("\n")[:2] == ["96.0", "[]"], done.stderr
+    assert not list((tmp_path / "cache").glob("*.so"))
 
 
 def test_another_chip_takes_what_it_can_run(made):
