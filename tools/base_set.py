@@ -265,10 +265,10 @@ def add_attention(maker, target, level, kinds):
 def attention_forms(target, dtype):
     """The forms of attention kernels by the least number of queries: see `ops.attention_kernel.make_kernel`."""
     from portmm.dispatch import cpu_kernels
-    from portmm.ops.attention_launch import FEW, KEYS_OF_FEW
+    from portmm.ops.attention_launch import KEYS_OF_FEW
     from portmm.ops.attention_scores import function_of, score_expression, values
     from portmm.ops.attention_shapes import Options
-    from portmm.schedule.cpu_attention import attention_schedule, keys_of
+    from portmm.schedule.cpu_attention import attention_schedule, few_queries, keys_of
     from portmm.spec.row_classes import last_of_class
     from portmm.trace.tracer import trace
 
@@ -277,7 +277,7 @@ def attention_forms(target, dtype):
     forms = []
     for m in range(1, MOST_QUERIES):
         isa, atom, _ = cpu_kernels.attention_unit(dtype, score, target, last_of_class(m))
-        few, step, columns = not atom.tiled and m <= FEW // atom.k_pack, str(KEYS_OF_FEW), 0
+        few, step, columns = m <= few_queries(isa, atom, dtype), str(KEYS_OF_FEW), 0
         if not few:
             s = attention_schedule(isa, atom)
             masks = isa.spelling(atom, "load_mask", dtype)

@@ -19,7 +19,22 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.lane_nodes import Reduce, Shuffle
-from portmm.ir.nodes import Call, For, Function, If, Kernel, Let, Mac, Move, Parallel, Param, Scratch, Switch, Verb
+from portmm.ir.nodes import (
+    Call,
+    For,
+    Function,
+    If,
+    Kernel,
+    Let,
+    Mac,
+    Move,
+    Parallel,
+    Param,
+    Prefetch,
+    Scratch,
+    Switch,
+    Verb,
+)
 from portmm.kernels.cpu.blocking import TASKS_PER_WORKER, M, N, constants
 from portmm.spec.dtype import BY_NAME
 from portmm.target.summation import RUN, chained
@@ -149,7 +164,14 @@ def _call(s: Schedule, atom: Atom, rows: int, columns: int, b: tuple[Ptr, Index]
 
 
 def micro_kernel(
-    atom: Atom, rows: int, columns: int, types: tuple[str, str, str], *, short: bool = False, depth: int = 0
+    atom: Atom,
+    rows: int,
+    columns: int,
+    types: tuple[str, str, str],
+    *,
+    short: bool = False,
+    depth: int = 0,
+    ahead: int = 0,
 ) -> Function:
     """Micro-kernel C[rows][columns] = A[rows][k] . B[columns][k], lanes along k.
 
@@ -160,6 +182,7 @@ def micro_kernel(
         types: types of A, B and C.
         short: k is one run.
         depth: k, if it is compiled in.
+        ahead: prefetch rows of B that many rows ahead, if not 0.
     """
     accumulators = [(i, j) for i in range(rows) for j in range(columns)]
     p, end = var("p"), K - K % atom.n
@@ -174,6 +197,8 @@ def micro_kernel(
         for i in range(rows):
             out += loaded(load, f"a{i}", Ptr("a", const(i) * var("a_m") + p), mask, columns)
         for j in range(columns):
+            there = Ptr("b", const(j + ahead) * var("b_n") + p)
+            out += [Prefetch(there)] if ahead and not mask else []
             out += loaded(load, f"b{j % 2}", Ptr("b", const(j) * var("b_n") + p), mask, rows)
             out += [Verb("mac", f"c{i}_{j}", f"a{i}", f"b{j % 2}") for i in range(rows)]
         return tuple(out)
@@ -266,14 +291,14 @@ def summed(atom: Atom, registers: list[str], spare: str) -> tuple[Stmt, ...]:
         spare: a register.
     """
     body: list[Stmt] = []
-    left, inner = list(registers), min(atom.n, BLOCK // BY_NAME[atom.acc].bytes)
+    left, inner = list(registers), inner_lanes(atom)
     for parts, size in ((inner, 1), (atom.n // inner, inner)):
         for level in range(parts.bit_length() - 1):
             if len(registers) <= size:  # one vector, whose parts of `size` lanes are in the order of the registers
                 body += _butterfly(atom.n, left[0], spare, size << level)
                 continue
             pairs = [(x, (left[i : i + 2] or [x])[-1]) for i, x in enumerate(left)][::2]
-            picks = [_every_other(atom.n, parts, size, first) for first in (0, 1)]
+            picks = [every_other(atom.n, parts, size, first) for first in (0, 1)]
             for x, y in pairs:
                 body += (Shuffle(spare, x, y, picks[0]), Shuffle(x, x, y, picks[1]), Verb("add", x, spare))
             left = [x for x, _ in pairs]
@@ -285,7 +310,12 @@ def _butterfly(lanes: int, x: str, spare: str, apart: int) -> tuple[Stmt, ...]:
     return Shuffle(spare, x, x, tuple(i ^ apart for i in range(lanes))), Verb("add", x, spare)
 
 
-def _every_other(lanes: int, parts: int, size: int, first: int) -> tuple[int, ...]:
+def inner_lanes(atom: Atom) -> int:
+    """Lanes of the parts of a vector inside which shuffles are cheap."""
+    return min(atom.n, BLOCK // BY_NAME[atom.acc].bytes)
+
+
+def every_other(lanes: int, parts: int, size: int, first: int) -> tuple[int, ...]:
     """Lanes of two vectors: of each run of `parts` parts of `size` lanes every other part of one, then of the other."""
     halves = [(of, part) for of in (0, lanes) for part in range(first, parts, 2)]
     runs = range(0, lanes, parts * size)

@@ -2,7 +2,7 @@
 
     for each item of the batch, each head of keys, each run of keys   <- threads
       for each block of keys
-        s[query][key] = Q . K^T                                       dot products
+        s[query][key] = Q . K^T                                       dot products, kernels/cpu/row_pairs.py
         s becomes weights, a query at a time; earlier sums are rescaled
         o[query][column] += weights . V                               micro-kernel
     for each item, each head of keys                                  <- threads
@@ -20,7 +20,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
-from portmm.ir.lane_nodes import Map, Total
 from portmm.ir.nodes import (
     Call,
     For,
@@ -32,21 +31,19 @@ from portmm.ir.nodes import (
     Mac,
     Move,
     Parallel,
-    Param,
     Read,
-    Scratch,
     Verb,
 )
-from portmm.kernels.cpu import dot
+from portmm.kernels.cpu import dot, row_pairs
 from portmm.kernels.cpu.attention_geometry import FIELDS, AttentionMemory, D, M, N
-from portmm.kernels.cpu.elementwise import Elements, arguments, parameters, spread, vectors
+from portmm.kernels.cpu.decoding_softmax import joined, weights
+from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.microkernel import Shape, micro_kernel
-from portmm.kernels.cpu.online_softmax import BEFORE, KEPT, MOST, rescale, weight
-from portmm.spec.epilogue import C, Fused, acc, index
-from portmm.spec.expr_functions import select
+from portmm.kernels.cpu.online_softmax import rescale
+from portmm.schedule.cpu_attention import by_pairs
 
 if TYPE_CHECKING:
-    from portmm.ir.attention_program import Bounds, Form
+    from portmm.ir.attention_program import Form
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
     from portmm.schedule.schedule import Schedule
@@ -54,7 +51,12 @@ if TYPE_CHECKING:
     from portmm.target.isa import Isa
 
 QUERIES = 4
-"""Queries of a register tile, which share each load of K or V."""
+"""Queries of a register tile of dot products with lanes along elements, which share each load of K or V."""
+TALL = 8
+"""Queries of a tall register tile of values, two vectors wide."""
+AHEAD = 16
+"""Rows of K and V that are prefetched ahead where a tile reads all of its rows once: 4 KiB of heads of 64 elements,
+past which hardware does not prefetch."""
 PAD = 64
 """Padding of a row of scores past its keys: a vector."""
 ROWS = M * var(FIELDS["group"])
@@ -85,6 +87,38 @@ class FlashDecoding(AttentionMemory):
         return round_up(var(FIELDS["dv"]), self.real.n)
 
     @property
+    def pairs(self) -> bool:
+        """Whether scores are computed by vectors of pairs."""
+        return by_pairs(self.isa, self.real, self.form.dtype)
+
+    @property
+    def height(self) -> int:
+        """Queries of a tall tile: of scores by pairs, or of values alone; 0 without them."""
+        if self.pairs:
+            return self.real.n // 2
+        return TALL if self.isa.registers >= 32 and self.real.n >= TALL else 0
+
+    @property
+    def padded(self) -> Index:
+        """Number of queries that share keys, with those that fill tall tiles."""
+        return round_up(ROWS, self.height) if self.pairs else ROWS
+
+    @property
+    def tall(self) -> Index:
+        """Number of queries in tall tiles, of which by pairs the last may be partial, of more than `QUERIES`."""
+        if not self.height:
+            return const(0)
+        whole, rest = ROWS // self.height * self.height, ROWS % self.height
+        return whole + const(min(QUERIES, self.height // 2)).lt(rest) * self.height if self.pairs else whole
+
+    @property
+    def whole(self) -> Index:
+        """Number of queries in tiles of more than one; by pairs, up to four behind tall ones are in one."""
+        if self.pairs:
+            return self.tall + const(1).lt(ROWS - self.tall) * QUERIES
+        return maximum(self.tall, ROWS // QUERIES * QUERIES)
+
+    @property
     def line(self) -> Index:
         """Number of elements of a vector by queries."""
         return round_up(ROWS, 64)
@@ -92,7 +126,7 @@ class FlashDecoding(AttentionMemory):
     @property
     def part(self) -> Index:
         """Number of elements of a run's results."""
-        return self.line * 3 + round_up(ROWS * self.across, 64)
+        return self.line * 3 + round_up(self.padded * self.across, 64)
 
     @property
     def shared(self) -> Index:
@@ -101,7 +135,10 @@ class FlashDecoding(AttentionMemory):
 
     def sizes(self) -> dict[str, Index]:
         """Number of elements of each buffer of a worker's scratch, by name."""
-        return {"s": round_up(ROWS * (var(FIELDS["step"]) + PAD), 64)}
+        sizes = {"s": round_up(self.padded * (var(FIELDS["step"]) + PAD), 64)}
+        if self.pairs:
+            sizes |= {"pairs": round_up(self.padded * D, 64), "rest": round_up(D * QUERIES, 64)}
+        return sizes
 
     def lets(self) -> tuple[Stmt, ...]:
         """Local names of the sizes."""
@@ -110,6 +147,8 @@ class FlashDecoding(AttentionMemory):
             Let("few", var("heads") // var("group")),
             Let("rows", ROWS),
             Let("across", self.across),
+            Let("tall", self.tall),
+            Let("whole", self.whole),
         )
 
     def buffers(self, number: Index, more: str = "") -> tuple[Stmt, ...]:
@@ -136,12 +175,36 @@ class FlashDecoding(AttentionMemory):
         if bounds.window:
             start = maximum(start, var("offset") + 1 - var("window"))
         body += [Let("first", start), Let("end", maximum(end, var("first"))), *self.begin()]
+        body += self.packs()
         body.append(For("key", var("first"), var("end"), var("step"), self.block()))
         return Function("run_of_keys", "task", (), tuple(body), "A run of keys, all queries that share them")
 
     def begin(self) -> tuple[Stmt, ...]:
         """Initial sums and maxima."""
         return self.nothing("mosts", var("rows"), var("rows") * var("across"))
+
+    def packs(self) -> tuple[Stmt, ...]:
+        """Packing of the queries of tall tiles in pairs, and copies of the last ones that fill no tile, with zeros."""
+        if not self.pairs:
+            return ()
+        r, j, to, start = var("r"), var("j"), Ptr("rest", var("j")), var("tall") * D
+        args = (D, minimum(var("rows") - r, self.height), self.query(r), D, Ptr("pairs", r * D))
+        pack = Call(row_pairs.pack(self.real), args)
+        rest, n = (var("rows") - var("tall")) * D, self.real.n
+        source = self.query(const(0)) + start + j
+        copies = (
+            For("j", const(0), rest - rest % n, const(n), (Verb("load_b", "x", p=source), Verb("store", "x", p=to))),
+            For("j", rest - rest % n, rest, const(1), (Move(to, source),)),
+            For("j", rest, D * QUERIES, const(1), (Move(to, None),)),
+        )
+        return (
+            If(const(1) - D % 2, (For("r", const(0), var("tall"), const(self.height), (pack,)),)),
+            If(var("tall").lt(var("whole")), copies),
+        )
+
+    def query(self, row: Index) -> Ptr:
+        """Address of a query of those that share keys."""
+        return self.place("q", ("b", var("item")), ("h", var("other") * var("group"))) + row * D
 
     def block(self) -> tuple[Stmt, ...]:
         """Statements for one block of keys."""
@@ -157,70 +220,98 @@ class FlashDecoding(AttentionMemory):
         return (
             Let("keys", minimum(var("end") - var("key"), var("step"))),
             Let("wide", var("step") + PAD),
-            Let("tall", var("rows") // QUERIES * QUERIES),
-            *self.scores(QUERIES, const(0), var("tall"), 4),
-            *self.scores(1, var("tall"), var("rows"), 8),
+            *self.scores_by_pairs(),
+            *self.scores(QUERIES, var("tall") if self.pairs else const(0), var("whole"), 4),
+            *self.scores(1, var("whole"), var("rows"), 8),
             For("r", const(0), var("rows"), const(1), (Let("head", head), soft)),
             If(var("first").lt(var("key")), (change,)),
             *self.values(),
         )
 
-    def scores(self, rows: int, begin: Index, end: Index, columns: int) -> tuple[Stmt, ...]:
-        """First product, s[query][key] = Q . K^T, in register tiles of `rows` queries by `columns` keys."""
+    def scores(self, rows: int, begin: Index, end: Index, columns: int, *, whole: bool = False) -> tuple[Stmt, ...]:
+        """First product, s[query][key] = Q . K^T, in tiles of `rows` queries by `columns` keys; all `whole`."""
         r, c, storage = var("r"), var("c"), self.form.dtype
-        whole = var("keys") - var("keys") % columns
-        q = self.place("q", ("b", var("item")), ("h", var("other") * var("group"))) + r * D
+        most = var("keys") - var("keys") % columns
+        q = self.query(r) if whole or rows == 1 or not self.pairs else Ptr("rest", (r - var("tall")) * D)
         k = self.place("k", ("b", var("item")), ("h", var("other")), ("m", var("key") + c))
+        ahead = self.height and rows > 1
         masks = self.real.mask and self.isa.spelling(self.real, "load_mask", storage)
         atom = self.real if masks else replace(self.real, mask="")
 
         def call(many: int) -> tuple[Stmt, ...]:
-            f = dot.micro_kernel(atom, rows, many, (storage, storage, "f32"), short=True)
+            f = dot.micro_kernel(atom, rows, many, (storage, storage, "f32"), short=True, ahead=AHEAD if ahead else 0)
             to = Ptr("s", r * var("wide") + c)
             return (Call(f, (D, q, D, k, var(f"{self.at['k']}_m"), to, var("wide"))),)
 
         inner = (
-            For("c", const(0), whole, const(columns), call(columns)),
-            For("c", whole, var("keys"), const(1), call(1)),
+            For("c", const(0), most, const(columns), call(columns)),
+            For("c", most, var("keys"), const(1), call(1)),
         )
         return (For("r", begin, end, const(rows), inner),)
 
+    def scores_by_pairs(self) -> tuple[Stmt, ...]:
+        """First product for queries of tall tiles: keys behind the last whole tile are in one that ends with them."""
+        if not self.pairs:
+            return ()
+        r, c, n, keys, height = var("r"), var("c"), self.real.n, var("keys"), self.height
+        k = self.place("k", ("b", var("item")), ("h", var("other")), ("m", var("key") + c))
+        two = var("tall") // (2 * height) * (2 * height) if self.isa.registers >= 32 else const(0)
+
+        def tile(panels: int) -> Stmt:
+            args = (D, Ptr("pairs", r * D), k, var(f"{self.at['k']}_m"))
+            to = (Ptr("s", r * var("wide") + c), var("wide"))
+            return Call(row_pairs.micro_kernel(self.real, AHEAD, panels), (*args, *to))
+
+        tiles = (
+            For("r", const(0), two, const(2 * height), (tile(2),)),
+            For("r", two, var("tall"), const(height), (tile(1),)),
+        )
+        every = For("c", const(0), keys - keys % n, const(n), tiles)
+        last = If(const(0).lt(keys % n), (Let("c", keys - n), *tiles))
+        end = minimum(var("tall"), var("rows"))
+        fours = end // QUERIES * QUERIES
+        others = (*self.scores(QUERIES, const(0), fours, 4, whole=True), *self.scores(1, fours, end, 8))
+        return (If(keys.lt(n) + D % 2, others, (every, last)),)
+
     def values(self) -> tuple[Stmt, ...]:
         """Second product, o[query][column] += weights . V."""
+        two = 2 * self.real.n
+        wide = two * 2 if self.isa.registers >= 32 else two
+        tall = self.values_of(self.height, const(0), var("tall"), two) if self.height else ()
+        rest = self.values_of(QUERIES, var("tall"), var("whole"), wide)
+        return (*tall, *rest, *self.values_of(1, var("whole"), var("rows"), wide))
+
+    def values_of(self, rows: int, begin: Index, end: Index, n: int) -> tuple[Stmt, ...]:
+        """Second product for some queries, in register tiles of `rows` queries by `n` columns."""
         lanes, dv = self.real.n, var("dv")
-        n = lanes * (4 if self.isa.registers >= 32 else 2)
         most, whole = dv // n * n, dv // lanes * lanes
-        loops = (
-            For("c", const(0), most, const(n), self.columns(n)),
-            For("c", most, whole, const(lanes), self.columns(lanes)),
+        there = (rows, begin, end)
+        loops: tuple[Stmt, ...] = (
+            For("c", const(0), most, const(n), self.columns(there, n)),
+            For("c", most, whole, const(lanes), self.columns(there, lanes)),
         )
-        if lanes == 1:
-            return loops
-        return (*loops, If(whole.lt(dv), (Let("c", whole), *self.last_columns())))
+        if lanes > 1:
+            loops += (If(whole.lt(dv), (Let("c", whole), *self.last_columns(there))),)
+        return (If(begin.lt(end), loops),)
 
-    def columns(self, n: int, *, ragged: bool = False) -> tuple[Stmt, ...]:
-        """Second product for some columns of V, all queries."""
-        i, c = var("i"), var("c")
+    def columns(self, there: tuple[int, Index, Index], n: int, *, ragged: bool = False) -> tuple[Stmt, ...]:
+        """Second product for some columns of V: rows of a tile, its first query, and the end of the last one."""
+        i, c, (rows, begin, end) = var("i"), var("c"), there
         near = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key"))) + c
+        shape = Shape(rows, n, a_packed=False, b_packed=False, b=self.form.dtype, ragged=ragged, unroll=2)
+        shape = replace(shape, prefetch=AHEAD if self.height and rows > 1 else 0)
+        f = micro_kernel(self.real, shape)
+        f = replace(f, name=f"values_{rows}x{n}{'_last' if ragged else ''}")
+        args = (var("keys"), Ptr("s", i * var("wide")), var("wide"), const(1), near, var(f"{self.at['v']}_m"))
+        to = (Ptr("o", i * var("across") + c), var("across"))
+        call = Call(f, (*args, *to, minimum(var("dv") - c, n), var("first").lt(var("key"))))
+        return (For("i", begin, end, const(rows), (call,)),)
 
-        def call(rows: int) -> Stmt:
-            shape = Shape(rows, n, a_packed=False, b_packed=False, b=self.form.dtype, ragged=ragged, unroll=2)
-            f = micro_kernel(self.real, shape)
-            f = replace(f, name=f"values_{rows}x{n}{'_last' if ragged else ''}")
-            args = (var("keys"), Ptr("s", i * var("wide")), var("wide"), const(1), near, var(f"{self.at['v']}_m"))
-            to = (Ptr("o", i * var("across") + c), var("across"))
-            return Call(f, (*args, *to, minimum(var("dv") - c, n), var("first").lt(var("key"))))
-
-        return (
-            For("i", const(0), var("tall"), const(QUERIES), (call(QUERIES),)),
-            For("i", var("tall"), var("rows"), const(1), (call(1),)),
-        )
-
-    def last_columns(self) -> tuple[Stmt, ...]:
+    def last_columns(self, there: tuple[int, Index, Index]) -> tuple[Stmt, ...]:
         """Second product for the columns of V that do not fill a vector: masked, or one by one."""
         if self.real.mask and self.isa.spelling(self.real, "load_mask", self.form.dtype):
-            return self.columns(self.real.n, ragged=True)
-        i, j, p = var("i"), var("j"), var("p")
+            return self.columns(there, self.real.n, ragged=True)
+        i, j, p, (_, begin, end) = var("i"), var("j"), var("p"), there
         v = self.place("v", ("b", var("item")), ("h", var("other")), ("m", var("key") + p)) + j
         to = Ptr("o", i * var("across") + j)
         one = (
@@ -228,7 +319,7 @@ class FlashDecoding(AttentionMemory):
             For("p", const(0), var("keys"), const(1), (Mac(to, Ptr("s", i * var("wide") + p), v),)),
         )
         across = For("j", var("c"), var("dv"), const(1), one)
-        return (For("i", const(0), var("rows"), const(1), (across,)),)
+        return (For("i", begin, end, const(1), (across,)),)
 
     # -- all runs ------------------------------------------------------------
 
@@ -252,101 +343,3 @@ class FlashDecoding(AttentionMemory):
         lse = self.place("lse", ("b", var("item")), ("h", head)) + i if self.form.lse else None
         body += self.ended("mosts", ends, lse)
         return Function("join", "task", (), tuple(body), "The runs of an item and a head of keys become results")
-
-
-def weights(isa: Isa, real: Atom, scores: Fused, bounds: Bounds) -> Function:
-    """Function that turns s[keys], the scores of one query, into weights, and updates its maximum, sum and change."""
-    ((_, score),) = scores.results
-    score = select(bounds.seen(index("p"), index("n"), index("w")), score, float("-inf")) if bounds else score
-    weighed, change = weight(KEPT, MOST), weight(BEFORE, MOST)
-    at = Elements(
-        isa, real, Fused(scores.operands, ((C, score), (C, weighed), (C, change))), const(0), var("query"), var("key"),
-        further={"p": var("query") + var("offset"), "w": var("window")},
-    )  # fmt: skip
-    name, n, lanes = real.name, var("keys"), real.n
-    fixed: tuple[Stmt, ...] = at.once([score], "bhmpw")
-    row_names = dict(at.names)
-
-    def largest(j: Index, few: str) -> tuple[Stmt, ...]:
-        at.names = row_names | {acc(): at.name(acc())}
-        stmts = [Verb("load_c", at.names[acc()], p=Ptr("s", j), of=name), *at.compute([score], j, few)]
-        value, before = at.value(score)
-        stmts += before
-        if few:
-            stmts += [
-                Map("lanes", "place", (), "s32", "s32", name, const(0)),
-                Map("whole", "count", (), "s32", "s32", name, var(few)),
-                Map("lt", "there", ("place", "count"), "mask", "s32", name),
-                Map("select", "kept", ("there", value, float("-inf")), "f32", "f32", name),
-            ]
-            value = "kept"
-        store = Verb("store", value, p=Ptr("s", j), of=name)
-        return (*stmts, store, Map("greater", "most", (value, "most"), "f32", "f32", name))
-
-    def weigh(j: Index, few: str) -> tuple[Stmt, ...]:  # noqa: ARG001 - past the last key are scores of -inf
-        at.names = {MOST: "largest", KEPT: at.name(KEPT)}
-        stmts = [Verb("load_c", at.names[KEPT], p=Ptr("s", j), of=name), *at.compute([weighed], j, "")]
-        value = at.names[weighed]
-        store = Verb("store", value, p=Ptr("s", j), of=name)
-        return (*stmts, store, Map("add", "sum", ("sum", value), "f32", "f32", name))
-
-    body: list[Stmt] = [*at.scratch(), Scratch("lane", lanes, "f32"), Scratch("whole_sum", 1, "f32"), *fixed]
-    body += [
-        *spread(real, "before", Ptr("mosts")),
-        *spread(real, "most", Ptr("mosts")),
-        *vectors(at, const(0), n, largest),
-    ]
-    body += [Verb("store", "most", p=Ptr("lane"), of=name), Total("max", Ptr("mosts"), Ptr("lane"), lanes)]
-    body += [
-        *spread(real, "largest", Ptr("mosts")),
-        Map("literal", "sum", (0.0,), "f32", "f32", name),
-        *vectors(at, const(0), n, weigh),
-    ]
-    body += [Verb("store", "sum", p=Ptr("lane"), of=name), Total("add", Ptr("whole_sum"), Ptr("lane"), lanes)]
-    at.names = {MOST: "largest", BEFORE: "before"}
-    body += [*at.compute([change], const(0), ""), Verb("store", at.names[change], p=Ptr("lane"), of=name)]
-    body += [
-        Move(Ptr("changes"), Ptr("lane")),
-        *spread(real, "total", Ptr("sums")),
-        *spread(real, "fresh", Ptr("whole_sum")),
-    ]
-    body += [Map("fma", "total", ("total", at.names[change], "fresh"), "f32", "f32", name)]
-    body += [Verb("store", "total", p=Ptr("lane"), of=name), Move(Ptr("sums"), Ptr("lane"))]
-    params = [Param(x) for x in ("keys", "item", "head", "key", "query", "offset", "window")]
-    params += [Param(x, "f32") for x in ("s", "mosts", "sums", "changes")]
-    comment = "s[keys] = weights of the scores of one query, beside those of the blocks before"
-    return Function("weights", "inner", (*params, *parameters(scores)), tuple(body), comment)
-
-
-def joined(isa: Isa, real: Atom) -> Function:
-    """Function that combines two runs of keys, in place of the first."""
-    mine, other = weight(BEFORE, MOST), weight(KEPT, MOST)
-    at = Elements(isa, real, Fused((), ((C, mine), (C, other))))
-    name, j, i = real.name, var("j"), var("i")
-    at.names = {MOST: "most", BEFORE: "before", KEPT: "next"}
-    numbers: list[Stmt] = [Verb("load_c", "before", p=Ptr("mosts", j)), Verb("load_c", "next", p=Ptr("mosts_next", j))]
-    numbers += [Map("greater", "most", ("next", "before"), "f32", "f32", name)]
-    numbers += [*at.compute([mine, other], j, ""), Verb("load_c", "sum", p=Ptr("sums", j))]
-    numbers += [Verb("load_c", "more", p=Ptr("sums_next", j))]
-    numbers += [Map("mul", "sum", ("sum", at.names[mine]), "f32", "f32", name)]
-    numbers += [Map("fma", "sum", ("more", at.names[other], "sum"), "f32", "f32", name)]
-    kept = (("most", "mosts"), ("sum", "sums"), (at.names[mine], "changes"), (at.names[other], "changes_next"))
-    numbers += [Verb("store", x, p=Ptr(to, j)) for x, to in kept]
-    here = i * var("across") + j
-    row = [*spread(real, "a", Ptr("changes", i)), *spread(real, "b", Ptr("changes_next", i))]
-    step = (
-        Verb("load_c", "x", p=Ptr("o", here)),
-        Verb("load_c", "y", p=Ptr("o_next", here)),
-        Map("mul", "x", ("x", "a"), "f32", "f32", name),
-        Map("fma", "x", ("y", "b", "x"), "f32", "f32", name),
-        Verb("store", "x", p=Ptr("o", here)),
-    )
-    row.append(For("j", const(0), var("across"), const(real.n), step))
-    body = (
-        For("j", const(0), var("rows"), const(real.n), tuple(numbers)),
-        For("i", const(0), var("rows"), const(1), tuple(row)),
-    )
-    names = ("mosts", "sums", "changes", "o")
-    params = [Param("rows"), Param("across"), *(Param(x, "f32") for x in names)]
-    params += [Param(f"{x}_next", "f32") for x in names]
-    return Function("joined", "inner", tuple(params), body, "Two runs of keys together")

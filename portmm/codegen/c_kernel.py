@@ -17,7 +17,7 @@ from portmm.codegen.c_like import Printer, pruned
 from portmm.codegen.conversions import HELPERS, converted
 from portmm.ir import abi
 from portmm.ir.index import Index, Ptr
-from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, RowScale, Shuffle, Total
+from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, Repeat, RowScale, Shuffle, Total
 from portmm.ir.nodes import (
     FIELDS,
     OPERANDS,
@@ -97,6 +97,10 @@ _PRELUDE = """\
 #define SHUFFLE(x, y, ints, ...) __builtin_shuffle(x, y, (ints){__VA_ARGS__})
 #endif
 """
+_REPEAT = """\
+typedef long long pair_u __attribute__((aligned(4), may_alias));
+typedef long long pairs_t __attribute__((vector_size({bytes})));
+#define REPEAT(vector, p) (vector)((pairs_t){{0}} + *(const pair_u *)(p))"""
 _HELPERS = {
     "min_": "static inline long min_(long x, long y) { return x < y ? x : y; }",
     "max_": "static inline long max_(long x, long y) { return x > y ? x : y; }",
@@ -120,6 +124,8 @@ def source(kernel: Kernel) -> str:
     ]
     if kernel.isa.shuffles and kernel.atom.n > 1:
         parts.append(f"typedef {lanes} lanes_t __attribute__((vector_size({kernel.atom.n * lane})));")
+    if any(_calls(c, "REPEAT") for c in code):
+        parts.append(_REPEAT.format(bytes=kernel.atom.n * lane))
     used = {s.of: None for f in every for s in walk(f.body) if isinstance(s, Map)}
     parts += [vector_spelling.declaration(kernel.isa, kernel.isa.word(name)) for name in used]
     return "\n\n".join(p for p in (*parts, *code) if p) + "\n"
@@ -256,6 +262,9 @@ class _Printer(Printer):
 
     def do_shuffle(self, s: Shuffle, depth: int) -> None:
         self.put(depth, f"{s.d} = SHUFFLE({s.a}, {s.b}, lanes_t, {', '.join(map(str, s.pick))});")
+
+    def do_repeat(self, s: Repeat, depth: int) -> None:
+        self.put(depth, f"{s.d} = REPEAT({self.own.b_type}, {self.address(s.p)});")
 
     def do_reduce(self, s: Reduce, depth: int) -> None:
         acc = self.kernel.atom.acc

@@ -17,7 +17,7 @@ from portmm.codegen import vector_spelling
 from portmm.codegen.conversions import converted
 from portmm.errors import ScheduleError
 from portmm.ir.index import Index, Ptr
-from portmm.ir.lane_nodes import Map, Shuffle
+from portmm.ir.lane_nodes import Map, Repeat, Shuffle
 from portmm.ir.nodes import (
     BLOCKS,
     Add,
@@ -200,7 +200,7 @@ class Printer:
             if isinstance(s, Verb) and s.name in _WRITES:
                 written = "acc_type" if s.to == self.atom(s).acc else _WRITES[s.name]
                 ctypes.setdefault(s.d, (s.name == "ones" and self.atom(s).ones_type) or getattr(self.atom(s), written))
-            elif isinstance(s, Shuffle):
+            elif isinstance(s, Shuffle | Repeat):
                 ctypes.setdefault(s.d, self.own.b_type)
             elif isinstance(s, Exchange):
                 ctypes.setdefault(s.d, "float")

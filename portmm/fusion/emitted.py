@@ -19,8 +19,7 @@ from portmm.ir.attention_program import Form, attention_of, of_attention
 from portmm.ir.block_program import BlockProgram, program_of
 from portmm.ir.mugraph import MuGraph, Threads, program_to_json
 from portmm.ir.product_program import RESULT, A, B, of_product
-from portmm.ops.attention_launch import FEW
-from portmm.schedule.cpu_attention import attention_schedule, packs_values
+from portmm.schedule.cpu_attention import attention_schedule, few_queries, packs_values
 from portmm.schedule.text import parse as spelled
 from portmm.spec.epilogue import C, Fused, acc, load, parse
 from portmm.spec.problem import AXES
@@ -98,7 +97,7 @@ def _attention(name: str, form: Form, target: Target, queries: int) -> Emitted:
     isa, atom, lanes = attention_unit(form.dtype, form.score, target, queries)
     if form.to != form.dtype and not atom.tiled:
         raise ScheduleError("tile units alone have results of another type than the operands")
-    few = not atom.tiled and queries <= FEW // atom.k_pack and len(form.score.results) == 1
+    few = queries <= few_queries(isa, atom, form.dtype) and len(form.score.results) == 1
     loop = "n" if few else "m"
     program = of_attention(form if few else form._replace(score=_transposed(form.score)), loop)
     if form.dtype == "f32":

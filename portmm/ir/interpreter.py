@@ -19,7 +19,7 @@ import numpy as np
 
 from portmm.ir import register_values
 from portmm.ir.index import Index, Ptr, meaning
-from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, RowScale, Shuffle, Total
+from portmm.ir.lane_nodes import LEAST_PEAK, Map, Reduce, Repeat, RowScale, Shuffle, Total
 from portmm.ir.nodes import (
     FIELDS,
     OPERANDS,
@@ -311,6 +311,10 @@ class _Machine:
 
     def do_shuffle(self, s: Shuffle, f: _Frame) -> None:
         f.regs[s.d] = np.concatenate([f.regs[s.a], f.regs[s.b]])[list(s.pick)]
+
+    def do_repeat(self, s: Repeat, f: _Frame) -> None:
+        array, at, _ = self.at(s.p, f, 2)
+        f.regs[s.d] = np.tile(array[at : at + 2], self.kernel.atom.n // 2)
 
     def do_reduce(self, s: Reduce, f: _Frame) -> None:
         array, at, memory = self.at(s.p, f, 1)

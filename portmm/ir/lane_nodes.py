@@ -49,6 +49,14 @@ class Shuffle(Stmt):
 
 
 @dataclass(frozen=True, slots=True)
+class Repeat(Stmt):
+    """A vector of type b_type of two elements of 4 bytes at p, repeated: d[i] = p[i % 2]."""
+
+    d: str
+    p: Ptr
+
+
+@dataclass(frozen=True, slots=True)
 class Reduce(Stmt):
     """Store of the sum of the lanes of `d`, added to *p if `accumulate`, at p."""
 

@@ -15,7 +15,7 @@ from portmm.arrays.numpy_arrays import name_of
 from portmm.dispatch import config
 from portmm.errors import ScheduleError
 from portmm.ir.attention_program import Bounds, Form, of_attention
-from portmm.ops.attention_launch import FEW, KEYS_OF_FEW, AttentionKernel, begin, prepared, strides
+from portmm.ops.attention_launch import KEYS_OF_FEW, AttentionKernel, begin, prepared, strides
 from portmm.ops.attention_scores import score_expression
 from portmm.spec.epilogue import index
 from portmm.spec.expr_functions import substituted
@@ -49,7 +49,7 @@ def make_kernel(
         ScheduleError: no unit of the target computes it.
     """
     from portmm.dispatch import cpu_kernels, cpu_routes
-    from portmm.schedule.cpu_attention import attention_schedule, keys_of, packs_values
+    from portmm.schedule.cpu_attention import attention_schedule, few_queries, keys_of, packs_values
 
     target, dtype, to = config.target(), shape.element, name_of(result.dtype)
     fused = score_expression(traced, factors=factors)
@@ -57,7 +57,7 @@ def make_kernel(
     isa, atom, lanes = cpu_kernels.attention_unit(dtype, fused, target, last_of_class(shape.m))
     if to != dtype and not (atom.tiled and dtype == "bf16"):
         raise ScheduleError("tile units alone have exact weights of results of float32, of operands of bfloat16")
-    few = not atom.tiled and shape.m <= FEW // atom.k_pack and len(fused.results) == 1
+    few = shape.m <= few_queries(isa, atom, dtype) and len(fused.results) == 1
     function = traced if few else _transposed(traced)
     unit = lanes if few else atom
     schedule = attention_schedule(isa, unit)

@@ -24,9 +24,6 @@ if TYPE_CHECKING:
     from portmm.ops.attention_shapes import Shape
 
 Array = np.ndarray[Any, Any]
-FEW = 16
-"""Queries of a head up to which vectors along queries are slower (kernels/cpu/flash_decoding.py): measured on Zen 4,
-with 2048 keys; half as many for atoms that multiply units of two, which that program does not use."""
 TASKS = 64
 """KV splits of few queries, all heads together: for that many threads."""
 SHORTEST = 512

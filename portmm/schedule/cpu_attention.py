@@ -53,6 +53,19 @@ def _schedule(isa: Isa, scores: tuple[int, int], values: tuple[int, int], querie
     )
 
 
+def by_pairs(isa: Isa, lanes: Atom, dtype: str) -> bool:
+    """Whether scores of few queries are computed by vectors of pairs of elements (kernels/cpu/row_pairs.py)."""
+    return isa.shuffles and dtype == "f32" and lanes.n >= MODEL.pair_lanes
+
+
+def few_queries(isa: Isa, atom: Atom, dtype: str) -> int:
+    """Queries of a head up to which vectors along keys are faster (kernels/cpu/flash_decoding.py)."""
+    if atom.tiled:
+        return 0
+    wide = by_pairs(isa, atom, dtype) and isa.registers >= 32
+    return int(MODEL.few_by_pairs if wide else MODEL.few_queries) // atom.k_pack
+
+
 def packs_values(isa: Isa, atom: Atom, dtype: str, dv: int, columns: int) -> bool:
     """Whether V is packed: `columns` of a register tile cannot be read where they are in rows of `dv` elements."""
     masks = bool(isa.spelling(atom, "load_mask", dtype))

@@ -51,6 +51,7 @@ _TYPES = re.compile(
 _ELEMENTS = {"float": "F", "int": "I", "unsigned": "I"}
 _ZERO = re.compile(r"\((\w+)\)\{0\}")
 _SHUFFLE = re.compile(r"#define SHUFFLE\(.*")
+_REPEAT = re.compile(r"#define REPEAT\(.*")
 _INSTRUCTIONS = {
     ("vmovups %1, %0%{%2%}%{z%}", "=v"): "load_lanes", ("vmovups %1, %0%{%2%}", "+m"): "store_lanes",
     ("vmaskmovps %1, %2, %0", "=x"): "load_lanes", ("vmaskmovps %1, %2, %0", "+m"): "store_lanes",
@@ -165,6 +166,7 @@ def cpp(text: str) -> str:
         for pattern, meaning in _NARROW:
             text = pattern.sub(meaning, text)
     text = _SHUFFLE.sub("#define SHUFFLE(x, y, ints, ...) shuffled(x, y, __VA_ARGS__)", text)
+    text = _REPEAT.sub("#define REPEAT(vector, p) repeated<vector>(p)", text)
     text = text.replace("__attribute__((always_inline))", "")
     text = _TYPES.sub(declared, text)
     text = _ZERO.sub(lambda x: f"{x[1]}::all(0)" if x[1] in sizes else x[0], text)

@@ -302,6 +302,11 @@ template <class V> static V shuffled(const V &a, const V &b, const int *pick) {
   for (int i = 0; i < n; ++i) r.v[i] = pick[i] < n ? a.v[pick[i]] : b.v[pick[i] - n];
   return r;
 }
+template <class V> static V repeated(const F *p) {
+  V r;
+  for (int i = 0; i < (int)(sizeof(V) / 4); ++i) r.v[i] = p[i % 2];
+  return r;
+}
 #define __builtin_convertvector(x, R) converted<R>(x)
 #define shuffled(a, b, ...) ({ const int pick[] = {__VA_ARGS__}; shuffled(a, b, pick); })
 #define float F

@@ -312,6 +312,50 @@ def test_nothing_beside_the_operands_is_touched(dtype, end):
                 )
 
 
+@pytest.mark.thin(3)
+@pytest.mark.parametrize("target", HERE)
+@pytest.mark.parametrize("queries", [1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 21, 32])
+def test_tiles_of_few_queries(queries, target):
+    """Queries that fill register tiles, or all but some rows of one; keys that fill blocks, or no tile; odd heads."""
+    turn = queries + HERE.index(target)
+    sizes = [(16, 64, 64), (17, 6, 20), (15, 32, 33), (300, 64, 40), (257, 33, 32), (1100, 18, 96)]
+    with pm.config(target=target):
+        for group, (keys, d, dv) in zip((1, 2, 1, 3, 1, 1), cover.some(sizes, turn, 3), strict=False):
+            x = operands((1, 2 * group, 2, queries, keys, d, dv), seed=turn)
+            given = [guarded(y.ravel()).reshape(y.shape) for y in x]
+            for how in cover.some(({}, {"causal": True}, {"window": 40}), turn, 2):
+                check(*given, exact(*x, **how), **how)
+
+
+def test_few_queries_see_what_is_not_finite():
+    """What one key or query has spoils no other: a key of -inf has no weight, and zeros beside queries are not seen."""
+    for queries in (2, 3, 6, 8, 13):
+        q, k, v = operands((1, 1, 1, queries, 70, 18, 18))
+        q = np.abs(q)
+        k[0, 0, 33, 5] = -INF
+        v[0, 0, 33] = 7.0
+        np.testing.assert_allclose(pm.attention(q, k, v), exact(q, k, v)[0], rtol=2e-5, atol=2e-5)
+        q[0, 0, 1, 3] = np.nan
+        found, others = pm.attention(q, k, v), np.arange(queries) != 1
+        assert np.isnan(found[0, 0, 1]).all()
+        np.testing.assert_allclose(found[0, 0, others], exact(q, k, v)[0][0, 0, others], rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("m", [1, 3])
+def test_heads_that_share_keys_are_rows_of_one(m):
+    """Groups of heads that fill tiles (AMX) give what each head alone gives, with all options that do not tell rows."""
+    q, k, v = operands((2, 24, 2, m, 520, 64, 48), BF16)
+    for how in ({}, {"scale": 0.2}, {"lengths": np.array([520, 65])}, {"causal": True}, {"window": 100}):
+        check(q, k, v, exact(q, k, v, **how), **how)
+        out = np.zeros((2, 24, m, 48), BF16)
+        assert pm.attention(q, k, v, out=out, **how) is out
+        np.testing.assert_array_equal(out, pm.attention(q, k, v, **how))
+    turned = np.ascontiguousarray(q.swapaxes(1, 2)).swapaxes(1, 2)
+    np.testing.assert_array_equal(pm.attention(turned, k, v), pm.attention(q, k, v))
+    with pytest.raises(ValueError, match="shape"):
+        pm.attention(q, k, v, out=np.zeros((2, 24, m, 47), BF16))
+
+
 def test_results_do_not_depend_on_threads():
     for shape in ((2, 4, 2, 150, 700, 64, 64), (1, 2, 1, 1, 5000, 64, 64)):
         x = operands(shape)
