@@ -210,6 +210,11 @@ _codes = Memory(MOST_LOADED, "kernels")
 _lock = locks.lock()
 
 
+def recording() -> bool:
+    """Whether kernels are those for a machine that is not here, which calls record and do not run."""
+    return bool(_replaced)
+
+
 @cached("kernels", 64)  # 150 KiB each
 def kernel_of(s: Schedule, isa: Isa) -> Kernel:
     """The loop nest of a schedule, lowered once."""

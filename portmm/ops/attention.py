@@ -80,7 +80,7 @@ def attention(
     """
     scale = None if scale is None else float(scale)
     window = None if window is None else count(window, "window", 1)
-    kind = None
+    kind = call = None
     if there is not None and type(q) is not np.ndarray:
         result = there((q, k, v, out), Options(score, mask, scale, causal, window, lengths, offset, return_lse))
         if result is not NotImplemented:
@@ -103,19 +103,55 @@ def attention(
         more |= {"lengths": lengths, "offset": offset, "return_lse": return_lse}
         return elsewhere(where, attention, _on_device, (q, k, v), more)
     options = Options(score, mask, scale, causal, window, lengths, offset, return_lse)
+    if options.plain_rows:
+        result = _by_groups((q, k, v), options, out)
+        if result is not NotImplemented:
+            return result
+    return _on_host((q, k, v), options, out, kind and (kind, call))
+
+
+def _on_host(operands: tuple[Any, Any, Any], options: Options, out: Any, known: Any) -> Any:
+    """The same for NumPy's arrays; `known` is the kind of the call and its arguments, if others may be like it."""
+    q, k, v = operands
     rows = numpy_arrays.rows_of(q=q, k=k, v=v)
     shape, direct = shape_of(*rows), False
     if out is not None:
         numpy_arrays.check_out(out, shape.result, shape.dtype)
         direct = numpy_arrays.dense_at(out, shape.dtype, *shape.operands)
     result, lse, kernel = _computed(shape, options, out if direct else None)
-    if kind and kernel is not None:
-        numbers = [options.factor(shape.d)] * kernel.factors
-        attention_fastpath.keep(kind, (q, k, v), kernel, shape, window, numbers, lse=return_lse, call=call)
+    if known and kernel is not None:
+        from portmm.ops import attention_fastpath
+
+        (kind, call), numbers = known, [options.factor(shape.d)] * kernel.factors
+        attention_fastpath.keep(kind, operands, kernel, shape, options.window, numbers, lse=options.lse, call=call)
     if out is not None and result is not out:
         out[...] = result
         result = out
     return result if lse is None else (result, lse)
+
+
+def _by_groups(operands: tuple[Any, Any, Any], options: Options, out: Any) -> Any:
+    """Attention with heads that share keys as rows of one, where that is faster; else NotImplemented."""
+    q, k, v = operands
+    if not type(q) is type(k) is type(v) is np.ndarray or not q.ndim == k.ndim == v.ndim > 2:
+        return NotImplemented
+    if q.shape[-3] == k.shape[-3]:
+        return NotImplemented
+    from portmm.ops import attention_groups
+
+    rows = attention_groups.joined(q, k, v, causal=options.causal, offset=options.offset)
+    if rows is None:
+        return NotImplemented
+    shape, to = (*q.shape[:-1], v.shape[-1]), None
+    if out is not None:
+        if type(out) is not np.ndarray or out.shape != shape or not out.flags.c_contiguous:
+            return NotImplemented
+        to = out.reshape(*rows.shape[:-1], shape[-1])
+    more = {"scale": options.scale, "lengths": options.lengths, "return_lse": options.lse, "out": to}
+    result = attention(rows, k, v, **more)
+    result, *lse = result if options.lse else (result,)
+    result = result.reshape(shape) if out is None else out
+    return (result, lse[0].reshape(shape[:-1])) if lse else result
 
 
 def _on_device(q: Any, k: Any, v: Any, *, out: Any, return_lse: bool, **options: Any) -> Any:

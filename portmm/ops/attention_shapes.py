@@ -74,6 +74,11 @@ class Options:
         functions = self.score is None and self.mask is None
         return functions and self.window is None and self.lengths is None and self.offset is None and not self.lse
 
+    @property
+    def plain_rows(self) -> bool:
+        """Whether scores are alike for all queries, apart from a causal mask."""
+        return self.score is None and self.mask is None and self.window is None
+
     def factor(self, d: int) -> float | None:
         """The factor of products of heads of `d` elements, before the score."""
         return 1 / math.sqrt(d) if self.scale is None and self.score is None else self.scale
