@@ -21,11 +21,14 @@ FULL = 16
 LEAST_ROWS, LEAST_KEYS = 9, 512
 """Rows and keys from which tiles are faster: 16 heads of a query that share 256, 1024 and 4096 keys take 1.5, 0.6 and
 0.43 of the time of the kernel for few queries (bfloat16, heads of 64, Granite Rapids), 8 heads 1.9, 1.1 and 1.0."""
+UNIT = 4
+"""Bytes of a unit of tiles, of which strides of keys must be multiples."""
 MOST_KINDS = 256
 """Kinds of calls remembered before the memo is emptied."""
 
 _known = Memory(MOST_KINDS, "calls")
-"""Whether tiles multiply a number of rows of a type, by both, the width of V and the settings."""
+"""Elements of a head that a step of tiles multiplies, 0 where there are none for these rows: by the type, the rows, the
+width of V and the settings."""
 
 
 def joined(q: Array, k: Array, v: Array, *, causal: bool, offset: Any) -> Array | None:
@@ -41,17 +44,19 @@ def joined(q: Array, k: Array, v: Array, *, causal: bool, offset: Any) -> Array 
     if q.dtype.itemsize != 2 or not q.size or m > FULL or rows < LEAST_ROWS or n < LEAST_KEYS:
         return None
     key = (q.dtype, last_of_class(rows), v.shape[-1], config.current(), config.limit())
-    tiled = _known.get(key)
-    if tiled is None:
-        tiled = _known.keep(key, _tiled(q, last_of_class(rows), v.shape[-1]))
-    # Of keys that are not split there is a task for each of their heads.
-    if not tiled or config.get_num_threads() > 2 * few * (q.size // (heads * m * d)):
+    step = _known.get(key)
+    if step is None:
+        step = _known.keep(key, _step(q, last_of_class(rows), v.shape[-1]))
+    # Keys that tiles cannot read where they are would be copied. Without splits there is a task for each head of keys.
+    if not step or d % step or any([x % UNIT for x in k.strides[:-1]]):  # noqa: C419
+        return None
+    if config.get_num_threads() > 2 * few * (q.size // (heads * m * d)):
         return None
     return q.reshape(*lead, few, rows, d)
 
 
-def _tiled(q: Array, rows: int, dv: int) -> bool:
-    """Whether a unit of tiles multiplies heads with some rows."""
+def _step(q: Array, rows: int, dv: int) -> int:
+    """Elements of a head that a step of the unit of tiles multiplies that is for some rows; 0 if no tiles are."""
     from portmm.arrays.numpy_arrays import name_of
 
     dtype = name_of(q.dtype)
@@ -59,14 +64,15 @@ def _tiled(q: Array, rows: int, dv: int) -> bool:
         known = stored(dtype, rows, dv, causal=False)
         if known is not None:
             _, kr, k_step, _ = known[0]
-            return k_step > kr
+            return k_step if k_step > kr else 0
     from portmm.dispatch import cpu_kernels
     from portmm.errors import ScheduleError
     from portmm.spec.epilogue import C, Fused, acc
 
     if cpu_kernels.recording():
-        return False
+        return 0
     try:
-        return bool(cpu_kernels.attention_unit(dtype, Fused((), ((C, acc()),)), config.target(), rows)[1].tiled)
+        _, atom, _ = cpu_kernels.attention_unit(dtype, Fused((), ((C, acc()),)), config.target(), rows)
     except ScheduleError:
-        return False
+        return 0
+    return atom.k if atom.tiled else 0
