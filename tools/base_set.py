@@ -20,7 +20,8 @@ import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
-from itertools import pairwise, product
+from importlib.util import find_spec
+from itertools import islice, pairwise, product
 from pathlib import Path
 from typing import NamedTuple
 
@@ -114,6 +115,9 @@ LIBRARIES = {"gnu": "gnu.2.17", "musl": "musl"}
 """C libraries as zig spells them; glibc's is that of manylinux2014, the oldest that wheels are still made for."""
 WITHOUT_TABLES = ("-fno-asynchronous-unwind-tables",)
 """Options for objects that debuggers cannot unwind: a twentieth less."""
+FOLDED = ("-ffunction-sections", "-fdata-sections")
+FOLDING = ("--icf=all", "--ignore-data-address-equality", "--no-rosegment", "--hash-style=gnu")
+"""Options of compilers and of LLVM's linker of ELF for which kernels share functions of the same code: half remains."""
 PROCESSES = 3
 SHARED, MOST_PHRASES = 40, 320
 """Uses of a pair of words for which it is one, and phrases of a base set: each takes a first call 0.1 us,
@@ -301,6 +305,14 @@ def keys_text(s, target):
     return f"* max 1 / min {int(CPU.most_keys)} / {int(near) // 2} * 4 + {queries} * 2 d {step} {step}"
 
 
+def linker_of_llvm():
+    """The command of LLVM's linker of ELF: zig's, which makes the run time too; else an installed one, or empty."""
+    if find_spec("ziglang"):
+        return sys.executable, "-m", "ziglang", "ld.lld"
+    found = filter(None, map(shutil.which, ("ld.lld", "ld.lld-19")))
+    return tuple(islice(found, 1))
+
+
 def link(maker, output, platform, report):
     """Move kernels to one shared object."""
     from portmm.ops import c_library
@@ -310,9 +322,15 @@ def link(maker, output, platform, report):
     with tempfile.TemporaryDirectory(prefix="portmm-link-") as folder:
         jobs = {symbol: maker.jobs.pop(question) for question, symbol in maker.linked.items()}
         jobs = dict(sorted(jobs.items(), key=lambda x: x[1].name))  # alike side by side: a seventh less in a wheel
-        c_library.link(
-            Path(folder), output.name, platform, jobs, WITHOUT_TABLES, report=lambda i, *of: i % EACH or report(i, *of)
-        )
+        flags, linker = WITHOUT_TABLES, ()
+        if not system.of(platform)[1] and (found := linker_of_llvm()):
+            flags, linker = (*flags, *FOLDED), (*found, *FOLDING)
+
+        def told(done, *of):
+            if done % EACH == 0:
+                report(done, *of)
+
+        c_library.link(Path(folder), output.name, platform, jobs, flags, linker=linker, report=told)
         shutil.copy(Path(folder, output.name), output)
 
 

@@ -100,6 +100,7 @@ def link(  # noqa: PLR0917 - of a library
     more: Sequence[tuple[str, ...]] = (),
     libraries: tuple[str, ...] = ("-nostdlib",),
     *,
+    linker: tuple[str, ...] = (),
     report: Callable[[int, int, str], None] = lambda *_: None,
 ) -> None:
     """Compile kernels and link them to one library; `build.sh` beside it has the commands.
@@ -112,6 +113,7 @@ def link(  # noqa: PLR0917 - of a library
         flags: for all kernels.
         more: commands for further objects, as of `object_command`.
         libraries: the last words of the link.
+        linker: its command and options, if it is not the compiler that links; it needs no libraries.
         report: called with objects compiled, objects in all, and what is being done.
     """
     (folder / "kernels").mkdir(parents=True, exist_ok=True)
@@ -120,9 +122,12 @@ def link(  # noqa: PLR0917 - of a library
         (folder / f"kernels/{symbol}.c").write_text(f"#define {job.name} {symbol}\n{job.text}", encoding="utf-8")
         commands.append(object_command(compiler, (*job.flags, *flags), f"kernels/{symbol}"))
     objects = [x[-2] for x in commands]
-    first = object_command(compiler, (), "")[:-4]
-    words = LINK[system.of(arch)[1]]
-    last = (*first, "-shared", "-s", *words, *objects, *libraries, *system_flags(arch), "-o", name)
+    first, after = (
+        (*object_command(compiler, (), "")[:-4], *LINK[system.of(arch)[1]]),
+        (*libraries, *system_flags(arch)),
+    )
+    first, after = (linker, ()) if linker else (first, after)
+    last = (*first, "-shared", "-s", *objects, *after, "-o", name)
     script = "".join(f"{shlex.join(x)}\n" for x in (*commands, last))
     text = f"#!/bin/sh\n# Makes {name} of the sources beside this file.\nset -e\n{script}"
     (folder / "build.sh").write_text(text, encoding="utf-8")
