@@ -109,7 +109,8 @@ def assembled(work: Work, producer: tuple[Stmt, ...], consumer: tuple[Stmt, ...]
     body: list[Stmt] = [*(x.shared() for x in work.operands), *work.epilogue.shared(), *work.factors(), *ticket(s)]
     body += [Shared("full", s.stages, "b64", 8), Shared("empty", s.stages, "b64", 8)]
     body += [Shared("order", 2, "b64", 8)] if s.parallel.pingpong else []
-    body += [*(of_groups(s) if s.parallel.grouped else ()), *_begin(work), *_slice(s), *_tiles(s)]
+    # Barriers come before all that reads memory: a grid waits for those before it only then.
+    body += [*_begin(work), *(of_groups(s) if s.parallel.grouped else ()), *_slice(s), *_tiles(s)]
     down, up = budgets(s)
     one = If(
         var("group").eq(s.parallel.warpgroups), (*_adjusted("down", down), *producer), (*_adjusted("up", up), *consumer)

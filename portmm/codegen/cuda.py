@@ -1,19 +1,32 @@
 """CUDA C++ source of kernels, without headers, for NVRTC.
 
-Owns the dialect of CUDA. Instructions that C++ does not have are small functions of
+Owns the dialect of CUDA, and where kernels wait for the grid before theirs in programmatic dependent launch
+(`waiting`). Instructions that C++ does not have are small functions of
 inline PTX, in between `#ifdef __CUDACC__`: an emulator defines its own.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.codegen.gpu_kernel import Dialect, declared
 from portmm.codegen.gpu_kernel import source as _source
+from portmm.ir.index import Ptr
+from portmm.ir.nodes import BLOCKS, Let, LetPtr, Scratch, walk
+from portmm.ir.thread_nodes import Barrier, Clear, Do, Get, Shared
 from portmm.target.isa import Primitive
 
 if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
+    from portmm.ir.nodes import Stmt
+
+WAIT, TRIGGER = "griddepcontrol_wait", "griddepcontrol_launch_dependents"
+"""Functions that wait until the grids before have ended and their writes are visible, and that let the next begin."""
+HINTS = "tma_prefetch"
+"""Beginning of the names of primitives that neither read nor write what they are given."""
+_UNSEEN = (*BLOCKS, Let, LetPtr, Scratch, Shared, Barrier, Clear)
+"""Statements that do not access global memory themselves."""
 
 
 def _copy(size: int) -> Primitive:
@@ -36,7 +49,16 @@ def _wait(pending: int) -> Primitive:
     return Primitive(f"copy_async_wait_{pending}", text, "", hardware=True)
 
 
+def _grid(name: str) -> Primitive:
+    """An instruction of PTX from sm_90 on; elsewhere grids begin when those before have ended."""
+    words = name.replace("_", ".", 1)
+    return Primitive(
+        name, f'void {name}() {{\n#if __CUDA_ARCH__ >= 900\n  asm volatile("{words};" ::: "memory");\n#endif\n}}', ""
+    )
+
+
 _FUNCTIONS = (
+    *map(_grid, (WAIT, TRIGGER)),
     *(_copy(size) for size in (4, 8, 16)),
     *(_wait(pending) for pending in range(8)),
     Primitive(
@@ -105,6 +127,26 @@ DIALECT = Dialect(
 )
 
 
+def waiting(kernel: GridKernel) -> GridKernel:
+    """A kernel that may be launched while the grid before it still runs: see docs/devices.md.
+
+    All threads wait before the first statement that may access global memory, or end a block. Then
+    they let the next grid begin: its blocks come when all of this one have come, and there is room.
+    """
+    outside = {x.name for x in kernel.arguments if x.kind in ("pointer", "map")}
+    outside |= {x.name for x in walk(kernel.body) if isinstance(x, LetPtr)}
+    at = next((i for i, x in enumerate(kernel.body) if not all(_within(y, outside) for y in walk((x,)))), 0)
+    return replace(kernel, body=(*kernel.body[:at], Do(WAIT), Do(TRIGGER), *kernel.body[at:]))
+
+
+def _within(x: Stmt, outside: set[str]) -> bool:
+    """Whether a statement itself leaves global memory alone, and its thread goes on: pointers may be computed."""
+    if isinstance(x, Do | Get):
+        name = x.name if isinstance(x, Do) else x.primitive
+        return name.startswith(HINTS) or not any(isinstance(y, Ptr) and y.name in outside for y in x.args)
+    return isinstance(x, _UNSEEN)
+
+
 def source(kernel: GridKernel) -> str:
     """The CUDA C++ of a kernel."""
-    return _source(kernel, DIALECT)
+    return _source(waiting(kernel), DIALECT)

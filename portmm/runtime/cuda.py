@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.codegen.cuda import WAIT
 from portmm.errors import BuildError, DeviceError, NoDeviceError
 from portmm.runtime.backends import Facts
 from portmm.runtime.cuda_launch import PreparedLaunch
@@ -34,6 +35,8 @@ _SPECIFIC = frozenset((9, 10))
 # launches, as a model's graphs have thousands, and memory cannot be allocated while a stream is being captured.
 # They are allocated in multiples of a cache line; a new bank is made when fewer than the last of these are left.
 _RING, _KEPT, _LINE, _ENOUGH = 1 << 21, 1 << 20, 1 << 5, 1 << 16
+# The least architecture whose grids may begin before those before have ended: PTX ISA, griddepcontrol.
+_WAITING = 90
 # CUDA's handle of the default stream of a process: cudaStreamLegacy.
 _LEGACY = 1
 # cudaDeviceAttr, of driver_types.h.
@@ -54,12 +57,14 @@ class Function:
         name: of the kernel.
         device: the number of its device.
         cubin: the cubin that it was loaded from.
+        waits: it waits for the grid before its own, and may be launched while that runs.
     """
 
     call: Any
     name: str
     device: int
     cubin: Cubin
+    waits: bool = False
 
 
 @dataclass(slots=True)
@@ -187,11 +192,12 @@ def build(text: str, name: str, architecture: str, device: int) -> Function:
     """
     from portmm.build.nvrtc import compile_cuda
 
-    return load(compile_cuda(text, name, architecture), name, device)
+    waits = WAIT in text and int(architecture.rstrip("af")) >= _WAITING
+    return load(compile_cuda(text, name, architecture), name, device, waits=waits)
 
 
-def load(cubin: Cubin, name: str, device: int | None = None) -> Function:
-    """Load the kernel `name` of `cubin` on a device, by default the current one, once.
+def load(cubin: Cubin, name: str, device: int | None = None, *, waits: bool = False) -> Function:
+    """Load the kernel `name` of `cubin` on a device, by default the current one, once; perhaps one that `waits`.
 
     Raises:
         NoDeviceError: there is no such device, or no CuPy.
@@ -202,17 +208,17 @@ def load(cubin: Cubin, name: str, device: int | None = None) -> Function:
     with _lock:
         function = _functions.get(key)
         if function is None:
-            function = _functions[key] = _load(cubin, name, number)
+            function = _functions[key] = _load(cubin, name, number, waits)
     return function
 
 
-def _load(cubin: Cubin, name: str, device: int) -> Function:
+def _load(cubin: Cubin, name: str, device: int, waits: bool) -> Function:
     cuda = _cupy().cuda
     try:
         with cuda.Device(device):
             module = cuda.function.Module()
             module.load(cubin.code)
-            return Function(module.get_function(name), name, device, cubin)
+            return Function(module.get_function(name), name, device, cubin, waits)
     except RuntimeError as error:
         here = facts(device)
         version = ".".join(map(str, cubin.version))

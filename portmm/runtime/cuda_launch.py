@@ -3,19 +3,28 @@
 Owns the memory that the driver reads a launch's arguments from, and the call of the driver, by CuPy's
 `driver.launchKernel`: numbers that a call leaves open, and addresses, are written in place, so that a repeated launch
 makes no objects.
+
+Kernels that wait for the grid before theirs (`codegen.cuda.waiting`) are launched by `cuLaunchKernelEx`, which CuPy
+does not wrap, with an attribute that lets them begin before that grid has ended: CUDA C++ Programming Guide,
+"Programmatic Dependent Launch and Synchronization". No GPU has run that yet, so it is for PORTMM_PDL=on; without, they
+are launched as all others, and their waiting ends at once.
 """
 
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.errors import DeviceError
+from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
 
+LIBRARY = "libcuda.so.1"
 WORD = 8
 """Bytes of the memory of an argument; the driver reads as many as its type has, which is little-endian."""
 KINDS = ("pointer", "int", "long", "float", "map")
@@ -23,6 +32,31 @@ MOST_MAPS = 256
 """Tensor maps that an argument keeps, by address, before it drops all: allocators return to the same addresses."""
 _MASK = (1 << 64) - 1
 _LIMITS = {"int": 32, "long": 64}
+OVERLAP = "PORTMM_PDL"
+"""Variable of the environment: "on" or "1" where kernels may begin before the one before has ended."""
+# CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, of cuda.h; graphs of captured launches have it from CUDA 12.3.
+_SERIALIZATION, _CAPTURED = 6, 12030
+_NO_CONTEXT = 201
+
+
+class _Attribute(ctypes.Structure):
+    """CUlaunchAttribute."""
+
+    _fields_ = (("id", ctypes.c_uint32), ("_", ctypes.c_uint32), ("value", ctypes.c_uint64 * 8))
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig: extents of the grid and of a block, bytes of shared memory, and a stream."""
+
+    _fields_ = (
+        ("sizes", ctypes.c_uint32 * 7),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("count", ctypes.c_uint32),
+    )
+
+
+_overlapping = _Attribute(_SERIALIZATION, 0, (ctypes.c_uint64 * 8)(1))
 
 
 class _Block(NamedTuple):
@@ -34,6 +68,7 @@ class _Block(NamedTuple):
         places: the address of each argument.
         address: of `places`.
         maps: keep the memory of tensor maps alive until they are replaced.
+        config: of a launch that may begin early, else None.
     """
 
     words: Any
@@ -41,13 +76,14 @@ class _Block(NamedTuple):
     places: Any
     address: int
     maps: list[Any]
+    config: _Config | None
 
 
 class PreparedLaunch:
     """A launch of a kernel on its device, with the arguments that a call leaves open by index and name.
 
     Args:
-        function: has the kernel as CuPy's function `call`, its `name` and its `device`.
+        function: has the kernel as CuPy's function `call`, its `name` and its `device`, and whether it `waits`.
         grid: blocks along each of up to three dimensions; nothing runs if one is 0.
         block: threads along each.
         arguments: pairs of a kind and a value, as `cuda.launch` takes them; an open map has all but its address.
@@ -60,7 +96,9 @@ class PreparedLaunch:
         OverflowError: an integer does not fit.
     """
 
-    __slots__ = ("_arguments", "_floats", "_free", "_grant", "_maps", "_numbers", "_pointers", "_where", "function")
+    __slots__ = (
+        "_arguments", "_extended", "_floats", "_free", "_grant", "_maps", "_numbers", "_pointers", "_where", "function",
+    )  # fmt: skip
 
     def __init__(  # noqa: PLR0917 - the parameters of a launch
         self,
@@ -78,6 +116,7 @@ class PreparedLaunch:
         self.function, self._grant, self._free = function, grant, list[_Block]()
         whole = [(*x, *(1,) * (3 - len(x))) for x in (grid, block)]
         self._where = None if 0 in grid else (*whole[0], *whole[1], shared)
+        self._extended = extended() if function.waits else None
         opened = dict(left)
         self._arguments = [(kind, None if i in opened else value) for i, (kind, value) in enumerate(arguments)]
         kinds = [kind for kind, _ in arguments]
@@ -102,7 +141,11 @@ class PreparedLaunch:
                 floats[2 * i] = 0.0 if value is None else value
             else:
                 words[i] = _checked(kind, value)
-        return _Block(words, floats, places, ctypes.addressof(places), maps)
+        config = None
+        if self._extended is not None and self._where is not None:
+            sizes = (ctypes.c_uint32 * 7)(*self._where)
+            config = _Config(sizes, None, ctypes.addressof(_overlapping), 1)
+        return _Block(words, floats, places, ctypes.addressof(places), maps, config)
 
     def __call__(self, values: dict[str, Any], stream: int) -> None:  # noqa: C901 - calls would take as long as all this
         """Launch asynchronously, with the open arguments by name, on the stream of a handle.
@@ -116,7 +159,7 @@ class PreparedLaunch:
             block = self._free.pop()
         except IndexError:
             block = self._block()
-        words, floats, places, address, maps = block
+        words, floats, places, _, maps, _ = block
         for i, name in self._pointers:
             words[i] = values[name]
         for i, name in self._numbers:
@@ -135,27 +178,42 @@ class PreparedLaunch:
         function = self.function
         try:
             if cuda.runtime.getDevice() == function.device:
-                cuda.driver.launchKernel(function.call.ptr, *self._where, stream, address, 0)
+                self._start(cuda, stream, block)
             else:
-                self._elsewhere(cuda, stream, address)
+                self._elsewhere(cuda, stream, block)
         except RuntimeError as error:
-            self._again(cuda, stream, address, error)
+            self._again(cuda, stream, block, error)
         self._free.append(block)
 
-    def _elsewhere(self, cuda: Any, stream: int, address: int) -> None:
-        """Launch on the kernel's device where another one is current."""
+    def _start(self, cuda: Any, stream: int, block: _Block) -> None:
+        """Launch on the current device; without overlap where the driver refuses that."""
         assert self._where is not None  # noqa: S101 - else nothing is launched
-        with cuda.Device(self.function.device):
-            cuda.driver.launchKernel(self.function.call.ptr, *self._where, stream, address, 0)
+        refused = 0
+        if (config := block.config) is not None and self._extended is not None:
+            config.stream = stream
+            refused = self._extended(ctypes.addressof(config), self.function.call.ptr, block.address, None)
+            if not refused:
+                return
+            if refused == _NO_CONTEXT:
+                raise RuntimeError("CUDA_ERROR_INVALID_CONTEXT")
+        cuda.driver.launchKernel(self.function.call.ptr, *self._where, stream, block.address, 0)
+        if refused:
+            self._extended = None
+            _refused(refused)
 
-    def _again(self, cuda: Any, stream: int, address: int, error: RuntimeError) -> None:
+    def _elsewhere(self, cuda: Any, stream: int, block: _Block) -> None:
+        """Launch on the kernel's device where another one is current."""
+        with cuda.Device(self.function.device):
+            self._start(cuda, stream, block)
+
+    def _again(self, cuda: Any, stream: int, block: _Block, error: RuntimeError) -> None:
         """Launch again where the thread had no context yet: it is made by CUDA's run time, not by its driver."""
         cause = error
         if "INVALID_CONTEXT" in str(error):
             try:
                 with cuda.Device(self.function.device):
                     cuda.runtime.memGetInfo()
-                self._elsewhere(cuda, stream, address)
+                self._elsewhere(cuda, stream, block)
             except RuntimeError as second:
                 cause = second
             else:
@@ -178,6 +236,33 @@ class PreparedLaunch:
                 f"CUDA does not give {self.function.name} {self._where[6]} bytes of dynamic shared memory: {error}"
             ) from error
         self._grant = None
+
+
+@cache
+def extended() -> Callable[..., int] | None:
+    """The driver's launch with attributes; None where kernels do not overlap."""
+    if os.environ.get(OVERLAP, "").lower() not in ("1", "on"):
+        return None
+    version = int(sys.modules["cupy"].cuda.runtime.driverGetVersion())
+    try:
+        driver = ctypes.CDLL(LIBRARY)
+    except OSError:
+        return None
+    if version < _CAPTURED:
+        warn(f"kernels do not overlap: CUDA {version // 1000}'s driver is older than 12.3; update it")
+        return None
+    launch = driver.cuLaunchKernelEx
+    launch.argtypes, launch.restype = (ctypes.c_void_p,) * 4, ctypes.c_int
+    return launch
+
+
+@cache
+def _refused(status: int) -> None:
+    """Say once that kernels do not overlap."""
+    warn(
+        f"CUDA's driver refuses programmatic dependent launch (error {status}): kernels begin when those before have "
+        f"ended, as without {OVERLAP}=on"
+    )
 
 
 def _checked(kind: str, value: Any) -> int:

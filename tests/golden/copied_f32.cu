@@ -20,6 +20,18 @@ static __device__ __forceinline__ void copy_async_commit() { asm volatile("cp.as
 
 #endif
 
+static __device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+static __device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 static __device__ __forceinline__ float fma_f32(float a, float b, float c) { return fmaf(a, b, c); }
 
 static __device__ __forceinline__ int min_(int x, int y) { return x < y ? x : y; }
@@ -69,6 +81,8 @@ extern "C" __global__ void __launch_bounds__(32, 4) portmm_simt_f32_f32_f32_2x4x
   const int steps = (k + 7) >> 3;
   #pragma unroll
   for (int i = 0; i < 8; ++i) acc[i] = 0;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   if (0 < steps) {
     #pragma unroll
     for (int turn = 0; turn < 1; ++turn) {

@@ -8,6 +8,18 @@ static __device__ __forceinline__ int dot4_s8s8(int a, int b, int c) { return __
 
 #endif
 
+static __device__ __forceinline__ void griddepcontrol_wait() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+static __device__ __forceinline__ void griddepcontrol_launch_dependents() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
 static __device__ __forceinline__ int min_(int x, int y) { return x < y ? x : y; }
 
 extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_simt_dot4(
@@ -53,6 +65,8 @@ extern "C" __global__ void __launch_bounds__(32) portmm_simt_s32_s8_s8_2x4x4_sim
   const int steps = (k + 31) >> 5;
   #pragma unroll
   for (int i = 0; i < 8; ++i) acc[i] = 0;
+  griddepcontrol_wait();
+  griddepcontrol_launch_dependents();
   #pragma unroll
   for (int turn = 0; turn < 2; ++turn) {
     const int a_piece = thread + turn * 32;

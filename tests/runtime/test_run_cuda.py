@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import ctypes
 import sys
 from dataclasses import replace
+from types import SimpleNamespace
 
 import cuda_fakes
 import numpy as np
 import pytest
 from cuda_fakes import FakeCupy, install
 
+from portmm.build import nvrtc
 from portmm.build.nvrtc import Cubin, compile_cuda
+from portmm.codegen.cuda import WAIT
 from portmm.dispatch.machine import described
 from portmm.errors import BuildError, DeviceError, NoDeviceError
-from portmm.runtime import cuda
+from portmm.runtime import cuda, cuda_launch
 
+EXTENDED = cuda_launch.extended
 CUBIN = Cubin(b"\x7fELF code", "", 32, 0, 0, 0.1, cached=True, version=(13, 0), architecture="90a", key="k")
 
 
@@ -223,6 +228,100 @@ def test_more_shared_memory_is_asked_for_on_the_kernels_device(cupy):
     cupy.cuda.runtime.memGetInfo = lambda: contexts.append(cupy.current)
     cuda.launch(kernel, (1,), (1,), [], 0, shared=100 << 10)
     assert (asked, contexts, cupy.current) == ([1], [1], 0)
+
+
+class _Driver:
+    """cuLaunchKernelEx: it answers with a status, and hands a launch that it takes to `CuPy`."""
+
+    def __init__(self, cupy, status=0):
+        self.cupy, self.status, self.seen = cupy, status, []
+
+    def __call__(self, config, function, arguments, extra):
+        words = (ctypes.c_uint32 * 7).from_address(config)
+        stream, attributes = (ctypes.c_void_p * 2).from_address(config + 32)
+        count = ctypes.c_uint32.from_address(config + 48).value
+        what, value = (ctypes.c_int.from_address(attributes + at).value for at in (0, 8))
+        self.seen.append((count, what, value))
+        if self.status:
+            return self.status
+        self.cupy._launch(function, *words, stream or 0, arguments, extra)
+        self.cupy.log.append("early")
+        return 0
+
+
+@pytest.fixture
+def compiled(monkeypatch):
+    monkeypatch.setattr(nvrtc, "compile_cuda", lambda _text, _name, architecture: replace(CUBIN, key=architecture))
+
+
+@pytest.mark.usefixtures("compiled")
+@pytest.mark.parametrize("architecture", ["75", "80", "89", "90a", "100a", "120"])
+def test_kernels_that_wait_may_begin_early(cupy, monkeypatch, architecture):
+    """From sm_90 on; others are launched as ever."""
+    driver, early = _Driver(cupy), int(architecture.rstrip("a")) >= 90
+    monkeypatch.setattr(cuda_launch, "extended", lambda: driver)
+    cupy.formats = "Qi"
+    for text in (f"... {WAIT}();", "..."):
+        monkeypatch.setattr(cuda, "_functions", {})
+        run = cuda.prepared(
+            cuda.build(text, "f", architecture, 0), (5, 2), (32,), [("pointer", None), ("int", 3)], ((0, "a"),), 64
+        )
+        for stream in (7, 8):
+            cupy.log.clear()
+            run({"a": 1 << 40}, stream)
+            assert cupy.log[-1 - (cupy.log[-1] == "early")] == (
+                "launch", 0, (5, 2, 1), (32, 1, 1), (1 << 40, 3), 64, stream,
+            )  # fmt: skip
+            assert ("early" in cupy.log) == (early and WAIT in text)
+    assert driver.seen == [(1, 6, 1)] * 2 * early
+
+
+@pytest.mark.usefixtures("compiled")
+def test_a_driver_that_refuses_early_launches_is_asked_once(cupy, monkeypatch):
+    cuda_launch._refused.cache_clear()
+    driver = _Driver(cupy, 801)
+    monkeypatch.setattr(cuda_launch, "extended", lambda: driver)
+    run = cuda.prepared(cuda.build(WAIT, "f", "90a", 0), (1,), (1,), [], ())
+    with pytest.warns(RuntimeWarning, match=r"refuses programmatic dependent launch \(error 801\)"):
+        run({}, 3)
+    run({}, 3)
+    assert [x[0] for x in cupy.log] == ["load", "launch", "launch"]
+    assert len(driver.seen) == 1
+    # What the driver refuses either way is no matter of overlap.
+    run = cuda.prepared(cuda.build(WAIT, "f", "90a", 0), (1,), (4096,), [], ())
+    cupy.fail = "launch"
+    with pytest.raises(DeviceError, match="did not launch f"):
+        run({}, 3)
+
+
+@pytest.mark.usefixtures("compiled")
+def test_an_early_launch_of_a_thread_without_a_context(cupy, monkeypatch):
+    driver = _Driver(cupy, 201)
+    monkeypatch.setattr(cuda_launch, "extended", lambda: driver)
+    cupy.cuda.runtime.memGetInfo = lambda: setattr(driver, "status", 0)
+    cuda.prepared(cuda.build(WAIT, "f", "90a", 1), (1,), (1,), [], ())({}, 3)
+    assert cupy.log[-2:] == [("launch", 1, (1, 1, 1), (1, 1, 1), (), 0, 3), "early"]
+
+
+def test_where_kernels_do_not_overlap(cupy, monkeypatch):
+    found = SimpleNamespace(cuLaunchKernelEx=SimpleNamespace())
+    monkeypatch.setattr(cuda_launch.ctypes, "CDLL", lambda _: found)
+    asked = EXTENDED.__wrapped__
+    for off in ("", "off", "0"):
+        monkeypatch.setenv("PORTMM_PDL", off)
+        assert asked() is None
+    for word in ("on", "1", "ON"):
+        monkeypatch.setenv("PORTMM_PDL", word)
+        assert asked() is found.cuLaunchKernelEx
+    cupy.cuda.runtime.driverGetVersion = lambda: 12020
+    with pytest.warns(RuntimeWarning, match=r"CUDA 12's driver is older than 12\.3"):
+        assert asked() is None
+
+    def none(_):
+        raise OSError("no libcuda.so.1")
+
+    monkeypatch.setattr(cuda_launch.ctypes, "CDLL", none)
+    assert asked() is None
 
 
 def test_an_empty_grid_launches_nothing(cupy):

@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from portmm.runtime import cuda_launch
+
 PROPERTIES = {
     "name": b"Fake H100",
     "multiProcessorCount": 132,
@@ -267,5 +269,6 @@ class FakeLt:
 
 
 def install(monkeypatch, module):
+    monkeypatch.setattr(cuda_launch, "extended", lambda: None)  # there may be a driver
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return module
