@@ -133,7 +133,7 @@ def installed(facts, on):
     sys.modules["cupy"] = module
     known = Facts(**{**facts, "extensions": tuple(facts.get("extensions", ()))})
     cuda.facts = cuda.facts_of = lambda _device=None: known
-    cuda.load = lambda cubin, name, device=None: cuda.Function(None, name, device or 0, cubin)
+    cuda.load = lambda cubin, name, device=None, **_: cuda.Function(None, name, device or 0, cubin)
     cuda.prepared = lambda *_, **__: lambda *_: None
     cuda.counters = lambda *_: BEYOND
     tensor_map.tensor_map = lambda *_: np.zeros(1, "V128")
