@@ -6,8 +6,8 @@ makes no objects.
 
 Kernels that wait for the grid before theirs (`codegen.cuda.waiting`) are launched by `cuLaunchKernelEx`, which CuPy
 does not wrap, with an attribute that lets them begin before that grid has ended: CUDA C++ Programming Guide,
-"Programmatic Dependent Launch and Synchronization". No GPU has run that yet, so it is for PORTMM_PDL=on; without, they
-are launched as all others, and their waiting ends at once.
+"Programmatic Dependent Launch and Synchronization". That is for PORTMM_PDL=on, as some products take longer so: see
+docs/devices.md. Without, they are launched as all others, and their waiting ends at once.
 """
 
 from __future__ import annotations
