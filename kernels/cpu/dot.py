@@ -72,7 +72,7 @@ def build(s: Schedule, isa: Isa, atom: Atom) -> Kernel:
     block = Function("columns_of_c", "task", (), body, "A share of the columns of C, all rows")
     entry = Function("entry", "entry", (), (Parallel(block, chunks * var("batch")),), "All products of the batch")
     types = tuple(zip("abc", s.types, strict=True))
-    return Kernel(str(s.name(atom)), isa, atom, entry, const(64), swap=s.atom.swap, types=types, constants=constants(s))
+    return Kernel(str(s.name(atom)), isa, atom, entry, const(0), swap=s.atom.swap, types=types, constants=constants(s))
 
 
 def _few_columns(s: Schedule, isa: Isa, atom: Atom) -> Kernel:

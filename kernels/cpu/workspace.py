@@ -29,8 +29,10 @@ class Workspace(Blocks):
 
     def workspace(self) -> Index:
         """Number of elements of scratch for all workers."""
-        own = self.shared_size + self.own_size * WORKERS + self.quantised_size + 64
-        return own + self.runs * M * N if self.s.parallel.over == "k" else own
+        size = self.shared_size + self.own_size * WORKERS + self.quantised_size
+        if self.s.parallel.over == "k":
+            size += self.runs * M * N
+        return size if size == const(0) else size + 64
 
     @property
     def shared_size(self) -> Index:

@@ -117,7 +117,16 @@ typedef struct {
   portmm_args args;
   const long *offsets;
   long count;
+  int direct; /* one call of the kernel by the calling thread, without a workspace */
 } bound_launch;
+
+static bound_launch bind_launch(launch r, portmm_args args, const long *offsets, long count) {
+  args.workers = 1;
+  args.parallel = pool_parallel;
+  const int origin = count == 1 && !offsets[0] && !offsets[1] && !offsets[2];
+  const int full = args.m > 0 && args.n > 0 && args.k > 0 && args.batch > 0;
+  return (bound_launch){r, args, offsets, count, origin && full && r.workers <= 1 && !r.work};
+}
 
 /* Run a bound launch: 0, or -1 when there is no memory for the workspace. A `b` of NULL is the one that is bound. */
 static int run_bound(const void *bound, const void *a, const void *b, void *c) {
@@ -126,7 +135,9 @@ static int run_bound(const void *bound, const void *a, const void *b, void *c) {
   p.a = a;
   p.b = b ? b : p.b;
   p.c = c;
-  return run_launch(&x->launch, &p, x->offsets, x->count);
+  if (!x->direct) return run_launch(&x->launch, &p, x->offsets, x->count);
+  x->launch.function(&p);
+  return 0;
 }
 
 #ifndef PORTMM_PYTHON
@@ -159,10 +170,8 @@ EXPORT void *portmm_bind(void *function, long work, long workers, const long *by
                          const long *offsets, long count) {
   bound_launch *x = malloc(sizeof *x + (size_t)count * 3 * sizeof *offsets);
   if (!x) return NULL;
-  x->launch = (launch){(kernel_function)function, (size_t)work, workers, {bytes[0], bytes[1], bytes[2]}};
-  x->args = *args;
-  x->offsets = memcpy(x + 1, offsets, (size_t)count * 3 * sizeof *offsets);
-  x->count = count;
+  const launch r = {(kernel_function)function, (size_t)work, workers, {bytes[0], bytes[1], bytes[2]}};
+  *x = bind_launch(r, *args, memcpy(x + 1, offsets, (size_t)count * 3 * sizeof *offsets), count);
   return x;
 }
 

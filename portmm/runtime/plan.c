@@ -191,7 +191,7 @@ static PyMemberDef plan_members[] = {
 static PyObject *plan_pointer(PyObject *self, void *closure) {
   plan_object *p = (plan_object *)self;
   (void)closure;
-  p->bound = (bound_launch){p->route->launch, p->args, p->offsets, p->count};
+  p->bound = bind_launch(p->route->launch, p->args, p->offsets, p->count);
   if (p->packed) p->bound.args.b = p->packed->owner->data;
   return Py_BuildValue("(NN)", PyLong_FromVoidPtr((void *)run_bound), PyLong_FromVoidPtr(&p->bound));
 }
