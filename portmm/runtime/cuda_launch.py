@@ -6,8 +6,7 @@ makes no objects.
 
 Kernels that wait for the grid before theirs (`codegen.cuda.waiting`) are launched by `cuLaunchKernelEx`, which CuPy
 does not wrap, with an attribute that lets them begin before that grid has ended: CUDA C++ Programming Guide,
-"Programmatic Dependent Launch and Synchronization". That is for PORTMM_PDL=on, as some products take longer so: see
-docs/devices.md. Without, they are launched as all others, and their waiting ends at once.
+"Programmatic Dependent Launch and Synchronization". PORTMM_PDL=off launches them as all others.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ MOST_MAPS = 256
 _MASK = (1 << 64) - 1
 _LIMITS = {"int": 32, "long": 64}
 OVERLAP = "PORTMM_PDL"
-"""Variable of the environment: "on" or "1" where kernels may begin before the one before has ended."""
+"""Variable of the environment: "off" or "0" where no kernel begins before the one before it has ended."""
 # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION, of cuda.h; graphs of captured launches have it from CUDA 12.3.
 _SERIALIZATION, _CAPTURED = 6, 12030
 _NO_CONTEXT = 201
@@ -240,8 +239,8 @@ class PreparedLaunch:
 
 @cache
 def extended() -> Callable[..., int] | None:
-    """The driver's launch with attributes; None where kernels do not overlap."""
-    if os.environ.get(OVERLAP, "").lower() not in ("1", "on"):
+    """The driver's launch with attributes; None where kernels do not overlap: by the environment, or an old driver."""
+    if os.environ.get(OVERLAP, "").lower() in ("0", "off"):
         return None
     version = int(sys.modules["cupy"].cuda.runtime.driverGetVersion())
     try:
@@ -261,7 +260,7 @@ def _refused(status: int) -> None:
     """Say once that kernels do not overlap."""
     warn(
         f"CUDA's driver refuses programmatic dependent launch (error {status}): kernels begin when those before have "
-        f"ended, as without {OVERLAP}=on"
+        f"ended; {OVERLAP}=off says so beforehand"
     )
 
 
