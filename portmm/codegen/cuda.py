@@ -128,11 +128,13 @@ DIALECT = Dialect(
 
 
 def waiting(kernel: GridKernel) -> GridKernel:
-    """A kernel that may be launched while the grid before it still runs: see docs/devices.md.
+    """A kernel that may be launched while the grid before it still runs, if it overlaps: see docs/devices.md.
 
     All threads wait before the first statement that may access global memory, or end a block. Then
     they let the next grid begin: its blocks come when all of this one have come, and there is room.
     """
+    if not kernel.overlaps:
+        return kernel
     outside = {x.name for x in kernel.arguments if x.kind in ("pointer", "map")}
     outside |= {x.name for x in walk(kernel.body) if isinstance(x, LetPtr)}
     at = next((i for i, x in enumerate(kernel.body) if not all(_within(y, outside) for y in walk((x,)))), 0)

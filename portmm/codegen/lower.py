@@ -161,13 +161,22 @@ def lower_grid(s: Schedule, isa: Isa, views: Views | None = None) -> tuple[GridK
     atom, own = grid_atom(isa, s), s
     if s.fused:
         own = replace(s, epilogue=str(shortened(s.fused, s.types[2], device=True)))
-    kernels = [replace(_built(own, isa, atom, *([] if views is None else [views])), occupancy=s.parallel.occupancy)]
+    built = _built(own, isa, atom, *([] if views is None else [views]))
+    kernels = [replace(built, occupancy=s.parallel.occupancy, overlaps=views is None and _overlaps(s))]
     kernels += [_builder("gpu.split_k").reduction(own, isa, atom)] if s.slices else []
     command, text = f"portmm emit --schedule {quote(spell(s))}", str(s)
     if views is not None:
         read = ((x, y) for x, y in (("A", views.a), ("B", views.b)) if y is not None)
         command, text = f"portmm.conv on {isa.title}", ", ".join([text, *(f"{x} at {y.form}" for x, y in read)])
     return tuple(replace(_specialised(x, s), header=_header(x.name, isa, text, command)) for x in kernels)
+
+
+def _overlaps(s: Schedule) -> bool:
+    """Whether grids of a schedule begin while those before them end: where each block has one tile of a product.
+
+    Persistent blocks, convolutions and attention took as long or longer on an H200: see docs/devices.md.
+    """
+    return not (s.parallel.persistent or s.parallel.grouped or "attention" in s.program)
 
 
 def _specialised(kernel: GridKernel, s: Schedule) -> GridKernel:

@@ -101,6 +101,7 @@ class GridKernel:
         header: lines for the top of the source.
         occupancy: blocks per processor that a compiler must leave registers for; 0 for no bound.
         cluster: blocks that read each other's shared memory.
+        overlaps: it may begin while the grid before it ends.
     """
 
     name: str
@@ -113,6 +114,7 @@ class GridKernel:
     header: tuple[str, ...] = ()
     occupancy: int = 0
     cluster: int = 1
+    overlaps: bool = True
 
     @property
     def shared_bytes(self) -> int:

@@ -62,8 +62,16 @@ def test_texts_of_all_kinds_wait_first(family):
         for part in case.body.split('extern "C" __global__')[1:]
     ]
     assert len(texts) > 20
-    found = {x: early(x) for x in texts}
+    found = {x: early(x) for x in texts if WAIT in x or TRIGGER in x}
     assert not [x for x in found.items() if x[1]][:1]
+
+
+def test_persistent_blocks_do_not_overlap():
+    isa, target = load_target("h200").isa("wgmma"), load_target("h200")
+    every = [x for x in candidates(Problem(64, 4096, 4096, "bf16", b="col"), target, (8, 8, 8)) if x.isa == "wgmma"]
+    assert {bool(x.parallel.persistent) for x in every} == {False, True}
+    for s in every:
+        assert (WAIT in source(lower_grid(s, isa)[0])) == (not s.parallel.persistent)
 
 
 def test_the_search_finds_accesses():
@@ -94,7 +102,7 @@ def test_the_wait_is_before_the_first_statement_that_may_access_memory(access):
         Barrier(),
     )  # fmt: skip
     arguments = Argument("n", "int"), Argument("c", "pointer", "bf16"), Argument("b_map", "map")
-    body = waiting(replace(kernel, arguments=arguments, body=(*before, access, *before))).body
+    body = waiting(replace(kernel, arguments=arguments, body=(*before, access, *before), overlaps=True)).body
     assert body == (*before, Do(WAIT), Do(TRIGGER), access, *before)
 
 
