@@ -259,4 +259,11 @@ def launch_of(
 
 
 def _four(x: Array, shape: Shape) -> Array:
-    return x if x.ndim == 4 else x.reshape(shape.items, *x.shape[-3:])
+    """The array with four axes; the stride of an axis of extent 1 is what it would be in a new dense array.
+
+    Rows of the heads that share keys are apart by the stride of queries, of which there may be one.
+    """
+    sizes = (shape.items, *x.shape[-3:])
+    if x.flags.c_contiguous:
+        return x.reshape(-1).reshape(sizes)
+    return x if x.ndim == 4 else x.reshape(sizes)

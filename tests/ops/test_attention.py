@@ -279,22 +279,6 @@ def test_any_strides(dtype):
     check(*(x[0] for x in (q, k, v)), tuple(x[0] for x in want))
 
 
-def test_out():
-    q, k, v = operands((1, 2, 2, 33, 41, 16, 16))
-    want = pm.attention(q, k, v)
-    out = np.empty_like(want)
-    assert pm.attention(q, k, v, out=out) is out
-    np.testing.assert_array_equal(out, want)
-    wide = np.empty((1, 2, 33, 32), np.float32)
-    pm.attention(q, k, v, out=wide[..., ::2])
-    np.testing.assert_array_equal(wide[..., ::2], want)
-    double = np.empty(want.shape)
-    pm.attention(q, k, v, out=double)
-    np.testing.assert_array_equal(double, want)
-    pm.attention(q, k, v, out=q)
-    np.testing.assert_array_equal(q, want)
-
-
 @pytest.mark.thin(4)
 @pytest.mark.parametrize("end", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
