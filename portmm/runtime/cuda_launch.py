@@ -187,10 +187,10 @@ class PreparedLaunch:
     def _start(self, cuda: Any, stream: int, block: _Block) -> None:
         """Launch on the current device; without overlap where the driver refuses that."""
         assert self._where is not None  # noqa: S101 - else nothing is launched
-        refused = 0
-        if (config := block.config) is not None and self._extended is not None:
+        refused, launch = 0, self._extended  # another thread may set that to None
+        if (config := block.config) is not None and launch is not None:
             config.stream = stream
-            refused = self._extended(ctypes.addressof(config), self.function.call.ptr, block.address, None)
+            refused = launch(ctypes.addressof(config), self.function.call.ptr, block.address, None)
             if not refused:
                 return
             if refused == _NO_CONTEXT:
