@@ -12,6 +12,7 @@ import numpy as np
 
 from portmm.dispatch import base_kernels, config
 from portmm.ops.attention_launch import stored
+from portmm.ops.attention_shapes import SUPPORTED
 from portmm.spec.row_classes import last_of_class
 from portmm.util.memo import Memory
 
@@ -59,6 +60,8 @@ def _step(q: Array, rows: int, dv: int) -> int:
     """Elements of a head that a step of the unit of tiles multiplies that is for some rows; 0 if no tiles are."""
     from portmm.arrays.numpy_arrays import name_of
 
+    if q.dtype.name not in SUPPORTED:  # the general path says so
+        return 0
     dtype = name_of(q.dtype)
     if base_kernels.active():
         known = stored(dtype, rows, dv, causal=False)

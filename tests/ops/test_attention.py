@@ -381,6 +381,8 @@ def test_other_types_are_named():
         pm.attention(q.astype(np.float64), k, v)
     with pytest.raises(TypeError, match="must be equal"):
         pm.attention(q.astype(np.float16), k, v)
+    with pytest.raises(TypeError, match="q has elements of int16"):
+        pm.attention(*(x.astype(np.int16) for x in operands((1, 16, 1, 1, 512, 16, 16))))
     with pytest.raises(TypeError, match=r"window is 1\.5"):
         pm.attention(q, k, v, window=1.5)
     with pytest.raises(TypeError, match="lengths have dtype float64"):
