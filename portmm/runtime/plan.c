@@ -191,8 +191,6 @@ static PyMemberDef plan_members[] = {
 static PyObject *plan_pointer(PyObject *self, void *closure) {
   plan_object *p = (plan_object *)self;
   (void)closure;
-  p->bound = bind_launch(p->route->launch, p->args, p->offsets, p->count);
-  if (p->packed) p->bound.args.b = p->packed->owner->data;
   return Py_BuildValue("(NN)", PyLong_FromVoidPtr((void *)run_bound), PyLong_FromVoidPtr(&p->bound));
 }
 
@@ -238,7 +236,11 @@ static int fill_plan(plan_object *p, PyObject *a, PyObject *b, PyObject *c, PyOb
   if (p->offsets) memcpy(p->offsets, view.buf, (size_t)view.len);
   else PyErr_NoMemory();
   if (view.obj) PyBuffer_Release(&view);
-  return p->offsets != NULL;
+  if (!p->offsets) return 0;
+  /* Once: other threads may run it, without the lock of the interpreter, while one asks for its address again. */
+  p->bound = bind_launch(p->route->launch, p->args, p->offsets, p->count);
+  if (p->packed) p->bound.args.b = p->packed->owner->data;
+  return 1;
 }
 
 static PyObject *py_make_plan(PyObject *module, PyObject *args, PyObject *kwargs) {
