@@ -399,7 +399,7 @@ def test_signals_are_the_process_s_own_again():
         "faulthandler.enable()\n"
         """k = cuda_shim.compile('extern "C" __global__ void k(float *x) { x[1 << 28] = 1; }', 'k')\n"""
         "try:\n    k.launch((1, 1, 1), 1, [np.zeros(1, np.float32)])\n"
-        "except cuda_shim.ShimError as e:\n    print('caught')\n"
+        "except cuda_shim.ShimError as e:\n    print('caught', flush=True)\n"
         "ctypes.string_at(8)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], cwd=HELPERS, capture_output=True, text=True, check=False)
