@@ -120,6 +120,7 @@ typedef struct {
   int direct; /* one call of the kernel by the calling thread, without a workspace */
 } bound_launch;
 
+/* A launch with its arguments; `workers` and `parallel` are for a direct call; `run_launch` sets both. */
 static bound_launch bind_launch(launch r, portmm_args args, const long *offsets, long count) {
   args.workers = 1;
   args.parallel = pool_parallel;

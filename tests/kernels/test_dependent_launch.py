@@ -33,7 +33,7 @@ MEMORY = ("LDG", "LD", "STG", "ST", "LDGSTS", "UTMALDG", "UTMASTG", "ATOM", "ATO
 
 
 def early(text):
-    """What a kernel's text does in global memory before it waits, or that it may not wait at all."""
+    """Lines that access global memory, or end a block, before the wait; or that not all threads wait."""
     head, _, body = text.partition('extern "C" __global__')[2].partition(") {\n")
     outside = re.findall(r"(?:\*(?:__restrict__ )?|TensorMap )(\w+)(?:,|$)", head, re.MULTILINE)
     body = re.sub(r"Idx\.\w", "Idx", body.partition("\n}\n")[0])

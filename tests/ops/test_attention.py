@@ -312,7 +312,7 @@ def test_tiles_of_few_queries(queries, target):
 
 
 def test_few_queries_see_what_is_not_finite():
-    """What one key or query has spoils no other: a key of -inf has no weight, and zeros beside queries are not seen."""
+    """Infinities and NaN stay in the rows of their query: keys of score -inf have weight 0, padding has no effect."""
     for queries in (2, 3, 6, 8, 13):
         q, k, v = operands((1, 1, 1, queries, 70, 18, 18))
         q = np.abs(q)

@@ -287,7 +287,7 @@ def test_a_driver_that_refuses_early_launches_is_asked_once(cupy, monkeypatch):
     run({}, 3)
     assert [x[0] for x in cupy.log] == ["load", "launch", "launch"]
     assert len(driver.seen) == 1
-    # What the driver refuses either way is no matter of overlap.
+    # An error that a launch without the attribute gives, too, is not about overlap.
     run = cuda.prepared(cuda.build(WAIT, "f", "90a", 0), (1,), (4096,), [], ())
     cupy.fail = "launch"
     with pytest.raises(DeviceError, match="did not launch f"):

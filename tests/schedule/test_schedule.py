@@ -64,7 +64,7 @@ def test_candidates_are_legal_and_told_apart(target, dtype):
     [("f32", "packed", "f32x8"), ("s8-u4-f32", "codes", "u4x8k8g0"), ("f32-u4-f32", "codes", "u4x8k8g64c")],
 )
 def test_panels_for_shorter_vectors_are_read_by_other_instruction_sets(dtype, b, family):
-    """Those of a base set's level, on a processor with SVE of 512 bits."""
+    """Panels that the base set of the level dotprod packed, on a processor with SVE of 512 bits."""
     dynamic = dtype.startswith("s8")
     fused, source = (Dequantization(dynamic=True).text, "f32") if dynamic else ("", "")
     p = Problem(9, 33, 64, dtype, b=b, family=family, fused=fused, source=source)
