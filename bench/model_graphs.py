@@ -16,46 +16,8 @@ from typing import Any
 import diffusion
 import numpy as np
 import onnx
-from onnx import TensorProto, helper, numpy_helper
-
-OPSET = 17
-
-
-class Writer:
-    """A graph that is being written."""
-
-    def __init__(self, seed: int = 0) -> None:
-        self.nodes: list[Any] = []
-        self.arrays: list[Any] = []
-        self.rng = np.random.default_rng(seed)
-        self.count = 0
-
-    def op(self, kind: str, *inputs: str, outputs: int = 1, name: str = "", **attributes: Any) -> Any:
-        """Add a node, and return the names of its results."""
-        self.count += 1
-        label = f"{name or kind}_{self.count}"
-        names = [f"{label}:{i}" for i in range(outputs)]
-        self.nodes.append(helper.make_node(kind, list(inputs), names, label, **attributes))
-        return names[0] if outputs == 1 else names
-
-    def constant(self, value: Any, name: str = "") -> str:
-        """Add an array, and return its name."""
-        self.count += 1
-        label = name or f"constant_{self.count}"
-        self.arrays.append(numpy_helper.from_array(np.array(value, order="C"), label))
-        return label
-
-    def random(self, *shape: int, scale: float | None = None) -> Any:
-        """Normal values, by default with variances that keep those of products."""
-        factor = 1 / math.sqrt(shape[0] if len(shape) < 3 else math.prod(shape[1:])) if scale is None else scale
-        return (self.rng.standard_normal(shape) * factor).astype(np.float32)
-
-    def model(self, name: str, inputs: list[Any], outputs: list[Any]) -> Any:
-        """The model."""
-        graph = helper.make_graph(self.nodes, name, inputs, outputs, self.arrays)
-        made = helper.make_model(graph, opset_imports=[helper.make_opsetid("", OPSET)], producer_name="portmm.bench")
-        made.ir_version = 8
-        return made
+from graph_writer import Writer, gelu
+from onnx import TensorProto, helper
 
 
 @dataclass(frozen=True)
@@ -81,11 +43,6 @@ def _norm(w: Writer, x: str, scale: Any, bias: Any, eps: float) -> str:
     variance = w.op("Add", w.op("ReduceMean", square, axes=[-1]), w.constant(np.float32(eps)))
     normal = w.op("Div", centred, w.op("Sqrt", variance))
     return w.op("Add", w.op("Mul", normal, w.constant(scale)), w.constant(bias))
-
-
-def _gelu(w: Writer, x: str) -> str:
-    erf = w.op("Erf", w.op("Div", x, w.constant(np.float32(math.sqrt(2)))))
-    return w.op("Mul", w.op("Mul", x, w.op("Add", erf, w.constant(np.float32(1)))), w.constant(np.float32(0.5)))
 
 
 def _dense(w: Writer, x: str, weight: Any, bias: Any, name: str) -> str:
@@ -149,7 +106,7 @@ def bert(e: Encoder, *, vocabulary: int = 30522, weights: dict[str, Any] | None 
         )
         y = _dense(w, context, *linear(f"{at}.attention.output.dense", e.width, e.width), name="output")
         x = norm(w.op("Add", y, x), f"{at}.attention.output.LayerNorm")
-        y = _gelu(w, _dense(w, x, *linear(f"{at}.intermediate.dense", e.width, e.inner), name="up"))
+        y = gelu(w, _dense(w, x, *linear(f"{at}.intermediate.dense", e.width, e.inner), name="up"))
         y = _dense(w, y, *linear(f"{at}.output.dense", e.inner, e.width), name="down")
         x = norm(w.op("Add", y, x), f"{at}.output.LayerNorm")
     w.nodes.append(helper.make_node("Identity", [x], ["last_hidden_state"], "result"))
@@ -213,7 +170,7 @@ def vit(e: Encoder = VIT_B16, *, image: int = 224, patch: int = 16, classes: int
     for _ in range(e.layers):
         context = _attention(w, norm(x), lambda _: linear(e.width, e.width), e, shape)
         x = w.op("Add", x, _dense(w, context, *linear(e.width, e.width), name="output"))
-        y = _gelu(w, _dense(w, norm(x), *linear(e.width, e.inner), name="up"))
+        y = gelu(w, _dense(w, norm(x), *linear(e.width, e.inner), name="up"))
         x = w.op("Add", x, _dense(w, y, *linear(e.inner, e.width), name="down"))
     first = w.op("Gather", norm(x), w.constant(np.int64(0)), axis=1)
     weight, bias = linear(e.width, classes)

@@ -88,7 +88,7 @@ def torch_module(path: Path, threads: int, precision: str, *, backend: Any = "")
     if path.stem == "unet":
         import diffusion
 
-        module = diffusion.step().to(memory_format=torch.channels_last)
+        module = diffusion.module_of(path).to(memory_format=torch.channels_last)
     else:
         from model_modules import module_of
 

@@ -90,7 +90,10 @@ def with_groups(nodes: list[Node], outputs: Collection[str], constants: Mapping[
         if mul is None or add is None or kinds != ["Reshape", "Reshape", "Mul", "Add"]:
             continue
         by, plus = (next(x for x in n.inputs if x not in y.outputs) for n, y in ((mul, second), (add, mul)))
-        fixed = {*node.inputs[1:], first.inputs[1], second.inputs[1], by, plus} <= set(constants)
+        shape = maker.get(second.inputs[1])
+        known = shape is not None and shape.op == "Shape" and shape.inputs == first.inputs[:1] and not shape.attributes
+        numbers = {*node.inputs[1:], first.inputs[1], by, plus, *(() if known else second.inputs[1:])}
+        fixed = numbers <= set(constants)
         if not fixed or first.attribute("allowzero", 0) or second.attribute("allowzero", 0):
             continue
         gone |= {x.name for x in (first, node, second, mul)}

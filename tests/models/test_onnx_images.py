@@ -165,8 +165,8 @@ def test_images_of_a_unet_are_added_joined_and_repeated_by_kernels():
         assert (kinds["conv"], kinds["product"], kinds["numpy"]) == (1, 2, 0), kinds
 
 
-@pytest.mark.parametrize("n", [1, 2])
-def test_a_group_norm_of_a_convolution_keeps_channels_last(n):
+@pytest.mark.parametrize(("n", "shape"), [(1, "images"), (2, "images"), (1, "of")])
+def test_a_group_norm_of_a_convolution_keeps_channels_last(n, shape):
     arrays = {
         "w": rng.standard_normal((12, 3, 3, 3)).astype(np.float32), "one": np.ones(4, np.float32),
         "zero": np.zeros(4, np.float32), "rows": np.int64([0, 4, -1]), "images": np.int64([n, 12, 7, 6]),
@@ -174,7 +174,8 @@ def test_a_group_norm_of_a_convolution_keeps_channels_last(n):
     }  # fmt: skip
     nodes = [
         ("Conv", ["x", "w"], ["a"], {"pads": [1] * 4}), ("Reshape", ["a", "rows"], ["g"]),
-        ("InstanceNormalization", ["g", "one", "zero"], ["i"], {"epsilon": 1e-5}), ("Reshape", ["i", "images"], ["j"]),
+        ("InstanceNormalization", ["g", "one", "zero"], ["i"], {"epsilon": 1e-5}), ("Shape", ["a"], ["of"]),
+        ("Reshape", ["i", shape], ["j"]),
         ("Mul", ["s", "j"], ["k"]), ("Add", ["k", "b"], ["l"]), ("Sigmoid", ["l"], ["m"]), ("Mul", ["l", "m"], ["z"]),
     ]  # fmt: skip
     made = model(nodes, [("x", FLOAT, [n, 3, 7, 6])], [("z", FLOAT, [n, 12, 7, 6])], arrays)
