@@ -222,7 +222,8 @@ def joined(line, pair):
 def add_packings(maker, target, level, kinds):
     """Add the kernels that pack weights for kinds of products."""
     from portmm.dispatch import cpu_kernels
-    from portmm.dispatch.base_kernels import PACKING, int4_word
+    from portmm.dispatch.base_kernels import int4_word
+    from portmm.dispatch.stored_kernels import PACKING
     from portmm.errors import ScheduleError
     from portmm.spec.problem import family as family_of
 

@@ -32,8 +32,8 @@ from portmm.util import system
 if TYPE_CHECKING:
     from portmm.spec.problem import Problem
 
-LEVELS, GRID, PACKING, ROWS = "levels", "grid ", "pack ", "rows "
-"""Questions to the base set: the features of levels, and the beginnings of those for a table, packing, and expressions.
+LEVELS, GRID, ROWS = "levels", "grid ", "rows "
+"""Questions to the base set: the features of levels, and the beginnings of those for a table, and expressions.
 
 A table is three axes, of M, N and K; a character for each point, the number of a schedule from "0" on, or "-"; and the
 schedules.
@@ -169,13 +169,17 @@ def packing(word: str, layout: str, elements: int) -> tuple[str, Any] | None:
     Raises:
         BundleError: the base set is damaged.
     """
-    known = stored_kernels.packing(f"{PACKING}{level()} {word} {layout}")
+    known = stored_kernels.packing(f"{stored_kernels.PACKING}{level()} {word} {layout}")
     if known is None:
         return None
-    family, code = known
-    storage = "s32" if family.startswith("u4") else types(word)[1]
     workers = (config.limit() or cores()) if elements >= FORK_ELEMENTS else 1
-    return family, cpu_runtime.runtime().make_route(code, PACKING_BYTES, workers, storage)
+    return known[0], packing_route(*known, word, workers)
+
+
+def packing_route(family: str, code: Any, word: str, workers: int) -> Any:
+    """The route of code that packs weights in a layout for products of the types `word`."""
+    storage = "s32" if family.startswith("u4") else types(word)[1]
+    return cpu_runtime.runtime().make_route(code, PACKING_BYTES, workers, storage)
 
 
 def rows_route(text: str, size: tuple[int, int, int], operands: int) -> Any:

@@ -19,6 +19,8 @@ from portmm.util.records import dataclass, replace
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
+    from portmm.build.bundle import Bundle
+    from portmm.dispatch.bundle_machine import Here
     from portmm.target.target import Target
 
 
@@ -128,7 +130,35 @@ def _checked(threads: int) -> int:
 
 def get_num_threads() -> int:
     """The number of threads that one call may use now."""
-    return limit() or max(1, target().cores)
+    if threads := limit():
+        return threads
+    here = None if target_name() in _targets else _identified()
+    return max(1, here.cores if here else target().cores)
+
+
+def machine_of(bundle: Bundle) -> str:
+    """The machine of a bundle whose kernels serve calls under the current settings; empty if there is none.
+
+    Raises:
+        TargetError: as `target`.
+        BundleError: a bundle in use cannot be read.
+    """
+    from portmm.dispatch import stored_kernels
+
+    if here := _identified():
+        return stored_kernels.fitting(bundle, here.name, here.isas)
+    return stored_kernels.machine_of(bundle, target())
+
+
+def _identified() -> Here | None:
+    """This machine by the only bundle in use, without descriptions of chips; None where they are needed."""
+    from portmm.build import kernel_store
+
+    if target_name() or _described or len(kernel_store.bundles()) != 1:
+        return None
+    from portmm.dispatch import bundle_machine
+
+    return bundle_machine.here(kernel_store.bundles()[0])
 
 
 def limit() -> int:

@@ -19,18 +19,18 @@ from portmm.ir.block_program import BlockProgram
 from portmm.ir.block_program import spelled as program_spelled
 from portmm.ir.index import meaning, parsed, spelled
 from portmm.runtime import route_cache
-from portmm.runtime.cpu import clear_memo, load_kernel, runtime
+from portmm.runtime.cpu import load_kernel, runtime
 from portmm.schedule.candidates import PACKED_VECTORS, units
 from portmm.schedule.cpu_table import macs_per_cycle
 from portmm.schedule.schedule import Schedule
 from portmm.schedule.text import spell
-from portmm.spec.dtype import BY_NAME, CODES_KR, UNCONVERTED, types, unit
+from portmm.spec.dtype import BY_NAME, CODES_KR, UNCONVERTED, USUAL_GROUP, types, unit
 from portmm.spec.problem import Family, Problem
 from portmm.target.atom import Atom
 from portmm.target.isa import Isa
 from portmm.target.supports import lacks
 from portmm.util import locks
-from portmm.util.memo import Memory, cached, forget_all
+from portmm.util.memo import Memory, cached
 from portmm.util.records import replace
 from portmm.version import VERSION
 
@@ -43,8 +43,6 @@ if TYPE_CHECKING:
 
 NARROW = (1, 3)
 """Vectors of columns that have a panel of their own width."""
-USUAL_GROUP = 128
-"""Rows of an int4 weight that share a scale, by default."""
 
 
 def isa_of(s: Schedule, target: Target) -> Isa:
@@ -374,9 +372,6 @@ def forget() -> None:
 
     The cache on disk stays, and code that is in use. `portmm cache` names the caches.
     """
-    forget_all(functions=True)
     stored_kernels.forget()
-    route_cache.forget(kernels=True)
     with _lock:
         _loaded.clear()
-    clear_memo()

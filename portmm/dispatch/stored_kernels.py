@@ -6,15 +6,17 @@ kernels serve this one. Nothing that is imported here is slow to import.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from portmm.build import kernel_store
+from portmm.dispatch import bundle_machine
 from portmm.ir.prefix import value
-from portmm.runtime.cpu import load_kernel, runtime
+from portmm.runtime import route_cache
+from portmm.runtime.cpu import clear_memo, load_kernel, runtime
 from portmm.spec.row_classes import rows as class_of
-from portmm.util.memo import Memory
+from portmm.util.memo import Memory, forget_all
 from portmm.util.records import dataclass, replace
 
 if TYPE_CHECKING:
@@ -24,12 +26,13 @@ if TYPE_CHECKING:
 
 CODE, PROGRAM, ROUTE, MACHINES, THREADS = "code ", "program ", "route ", "machines", "threads"
 USED = "instruction sets"
+PACKING, HALF = "pack ", " half"
 """Questions, or their beginnings: the code of a schedule, that of a block program without one (see
 `cpu_kernels.program_text`), the route of a problem, for which machines, how many threads.
 
 Answers: object, empty for one of the bundle's library, symbol, 1 if it computes the transpose, bytes of an element of
-scratch, its elements; of a route also 1 if one thread does the work. Machines are as "zen4=avx512,avx2,...", with
-their instruction sets; `USED` are those of kernels.
+scratch, its elements; of a route also 1 if one thread does the work; of packing also the layout. Machines are as
+"zen4=avx512,avx2,...", with their instruction sets; `USED` are those of kernels.
 """
 MOST_KERNELS = 1024
 """Kernels loaded before all are dropped, as in `cpu_kernels`."""
@@ -95,9 +98,38 @@ def packing(question: str) -> tuple[str, Any] | None:
         BundleError: it is damaged.
     """
     answer = kernel_store.answer(question, last=True)
-    if answer is None:
-        return None
-    bundle, fields = answer
+    return None if answer is None else _packing(*answer)
+
+
+def bundled_packing(word: str, layout: str, n: int, machine: Callable[[Bundle], str]) -> tuple[str, Any] | None:
+    """The packed layout of weights of `n` columns, and the code that packs, of a bundle; None if there is none.
+
+    Args:
+        word: as of `packing_question`.
+        layout: "row" or "col", of the weight.
+        n: its columns.
+        machine: as of `route`.
+
+    Raises:
+        BundleError: a bundle is damaged.
+    """
+    for bundle in kernel_store.bundles():
+        name = machine(bundle)
+        fields = bundle.answer(packing_question(name, word, layout, n)) if name else None
+        if fields is not None:
+            return _packing(bundle, fields)
+    return None
+
+
+def packing_question(machine: str, word: str, layout: str, n: int) -> str:
+    """The question to bundles for packing weights of `n` columns for products of the types `word`.
+
+    Of weights of four bits these are `base_kernels.int4_word`, and `HALF` where scales are of 16 bits.
+    """
+    return f"{PACKING}{machine} {word} {layout} {n}"
+
+
+def _packing(bundle: Bundle, fields: list[str]) -> tuple[str, Any]:
     with read(bundle):
         number, symbol, *_, family = fields
         return family, _loaded(bundle, number, symbol)
@@ -145,21 +177,23 @@ def _loaded(bundle: Bundle, number: str, symbol: str) -> Any:
     return kernel
 
 
-def route(p: Problem, target: Callable[[], Target], threads: Callable[[], int]) -> tuple[Any, tuple[int, int]] | None:
+def route(
+    p: Problem, machine: Callable[[Bundle], str], threads: Callable[[], int]
+) -> tuple[Any, tuple[int, int]] | None:
     """A route of a bundle for a problem, and the least and the largest M that it serves; None if there is none.
 
     Args:
         p: the problem.
-        target: returns the machine; called if there is a bundle.
+        machine: returns the machine of a bundle that serves this one, or an empty text; called if there is a bundle.
         threads: returns the most threads to use.
 
     Raises:
         BundleError: a bundle is damaged.
     """
     for bundle in kernel_store.bundles():
-        machine = machine_of(bundle, target())
-        for served in dict.fromkeys((class_of(p), (p.m, p.m))) if machine else ():
-            fields = bundle.answer(question(machine, count(bundle, threads()), p, served))
+        name = machine(bundle)
+        for served in dict.fromkeys((class_of(p), (p.m, p.m))) if name else ():
+            fields = bundle.answer(question(name, count(bundle, threads()), p, served))
             if fields is not None:
                 kernel, workers = _code(bundle, fields), 1 if fields[-1] == "1" else threads()
                 work = kernel.scratch(p, served[1], workers)
@@ -193,15 +227,20 @@ def machine_of(bundle: Bundle, target: Target) -> str:
     """
     key = bundle.signature, id(target)
     if key not in _machines:
-        has, used = {isa.name for isa in target.isas}, set(bundle.answer(USED) or ())
-        fit = []
-        for text in bundle.answer(MACHINES) or ():
-            name, _, isas = text.partition("=")
-            lacks = set(isas.split(",")) - has
-            if not lacks & used:
-                fit.append((name == target.name, isas.count(",") - 2 * len(lacks), name))
-        _machines[key] = target, max(fit)[2] if fit else ""  # the target is kept alive, since its identity is the key
+        name = fitting(bundle, target.name, {isa.name for isa in target.isas})
+        _machines[key] = target, name  # the target is kept alive, since its identity is the key
     return _machines[key][1]
+
+
+def fitting(bundle: Bundle, chip: str, has: Collection[str]) -> str:
+    """As `machine_of`, of a chip by its name and the names of its instruction sets."""
+    used, fit = set(bundle.answer(USED) or ()), []
+    for text in bundle.answer(MACHINES) or ():
+        name, _, isas = text.partition("=")
+        lacks = set(isas.split(",")).difference(has)
+        if not lacks & used:
+            fit.append((name == chip, isas.count(",") - 2 * len(lacks), name))
+    return max(fit)[2] if fit else ""
 
 
 def served_by(target: Target) -> Target:
@@ -225,12 +264,19 @@ def served_by(target: Target) -> Target:
 
 
 def here(machine: Target, target: Target) -> Target:
-    """A described machine with the instruction sets that a target has as well."""
+    """A described machine with the instruction sets that a target has as well, and the cores of the target."""
     has = {isa.name for isa in target.isas}
-    return replace(machine, isas=tuple([x for x in machine.isas if x.name in has]))
+    return replace(machine, isas=tuple([x for x in machine.isas if x.name in has]), cores=target.cores)
 
 
 def forget() -> None:
-    """Drop which machines serve targets; loaded kernels are dropped with other memos."""
+    """Drop what this process remembers of calls, routes and machines, as after a change of its bundles.
+
+    Code that was built from sources stays loaded: see `cpu_kernels.forget`.
+    """
+    forget_all(functions=True)
     _machines.clear()
     _serving.clear()
+    bundle_machine.forget()
+    route_cache.forget(kernels=True)
+    clear_memo()

@@ -28,6 +28,7 @@ from functools import cache
 from typing import TYPE_CHECKING
 
 from portmm.errors import TargetError
+from portmm.host.chip_match import chip_of, signature
 from portmm.host.features import features
 from portmm.host.host_probe import (
     CACHE_FILES,
@@ -42,7 +43,7 @@ from portmm.host.host_probe import (
     snapshot,
 )
 from portmm.target.cache_levels import MemoryLevel
-from portmm.target.target import Match, Target, chips_mentioning, described, load_isa, names
+from portmm.target.target import Target, chips_mentioning, described, load_isa, names
 
 if TYPE_CHECKING:
     from portmm.target.isa import Isa
@@ -53,64 +54,19 @@ __all__ = [
 ]  # fmt: skip
 
 
-def _signature(shot: Snapshot) -> tuple[str, int, int, int]:
-    """Vendor, display family, display model and stepping of an x86 processor."""
-    if "1.0" in shot.cpuid and "0.0" in shot.cpuid:
-        _, b, c, d = shot.cpuid["0.0"]
-        vendor = b"".join(x.to_bytes(4, "little") for x in (b, d, c)).decode("ascii", "replace")
-        eax = shot.cpuid["1.0"][0]
-        family, model = eax >> 8 & 15, eax >> 4 & 15
-        model |= (eax >> 16 & 15) << 4 if family in (6, 15) else 0
-        family += eax >> 20 & 255 if family == 15 else 0
-        return vendor, family, model, eax & 15
-    first = (processors(shot.cpuinfo) or [{}])[0]
-    family, model, stepping = (number(first.get(key, "")) for key in ("cpu family", "model", "stepping"))
-    return first.get("vendor_id", ""), family, model, stepping
-
-
-def _cores_by_part(shot: Snapshot) -> dict[tuple[int, int], list[int]]:
-    """Processors in the affinity by Arm (implementer, part), in the order of /proc/cpuinfo."""
-    cores: dict[tuple[int, int], list[int]] = {}
-    for block in processors(shot.cpuinfo):
-        names = ("CPU implementer", "CPU part") if "CPU part" in block else ("mvendorid", "marchid")
-        part = (number(block.get(names[0], "")), number(block.get(names[1], "")))
-        if part[0] and number(block.get("processor", "")) in shot.affinity:
-            cores.setdefault(part, []).append(number(block["processor"]))
-    return cores
-
-
-def _within(value: int, ranges: tuple[tuple[int, int], ...]) -> bool:
-    return not ranges or any(first <= value <= last for first, last in ranges)
-
-
-def _generic(match: Match) -> bool:
-    return not match.vendor and not match.implementer
+def _mentioning(vendor: str = "", implementer: int = 0) -> list[Target]:
+    """The shipped chips of a maker; with neither those with levels: see `chips_mentioning`."""
+    if vendor:
+        return chips_mentioning(f'"{vendor}"')
+    return chips_mentioning(f"implementer = {implementer:#04x}" if implementer else "features = [")
 
 
 def _chip(shot: Snapshot, has: frozenset[str]) -> tuple[Target, tuple[int, ...]]:
     """The chip, and the processors of its kind in the affinity."""
-    for (implementer, part), cpus in _cores_by_part(shot).items():
-        for chip in chips_mentioning(f"implementer = {implementer:#04x}"):
-            if any(m.implementer == implementer and part in m.parts for m in chip.match):
-                return chip, tuple(cpus)
-    # Under user-mode emulation an Arm process reads the x86 host's cpuinfo.
-    vendor, family, model, stepping = _signature(shot) if shot.machine == "x86_64" else ("", 0, 0, 0)
-    named = [(m, chip) for chip in (chips_mentioning(f'"{vendor}"') if vendor else ()) for m in chip.match]
-    # A listed model is more specific than features, which a chip may share with its successors, that have more.
-    for m, chip in sorted(named, key=lambda x: (not x[0].models, -len(x[0].features))):
-        same = m.vendor == vendor and m.family == family and has.issuperset(m.features)
-        if same and _within(model, m.models) and _within(stepping, m.steppings):
-            return chip, shot.affinity
-    levels = [
-        (len(m.features), chip.name, chip)
-        for chip in chips_mentioning("features = [")
-        for m in chip.match
-        if chip.arch == shot.machine and _generic(m) and has.issuperset(m.features)
-    ]
-    if levels:
-        return max(levels)[2], shot.affinity
-    plain = described("scalar")
-    return replace(plain, name="unknown", title=f"unknown {shot.machine}", arch=shot.machine), shot.affinity
+    chip, cpus = chip_of(shot, has, _mentioning)
+    if chip is None:
+        chip = replace(described("scalar"), name="unknown", title=f"unknown {shot.machine}", arch=shot.machine)
+    return chip, cpus
 
 
 def _size(text: str) -> int:
@@ -169,7 +125,7 @@ def _lacking(isa: Isa, machine: str, has: frozenset[str]) -> tuple[str, ...]:
 def _isas(chip: Target, machine: str, has: frozenset[str]) -> tuple[Isa, ...]:
     """ISAs of the chip that run; on a generic chip also those that it does not list."""
     isas = [isa for isa in chip.isas if not _lacking(isa, machine, has)]
-    if not any(_generic(m) for m in chip.match):
+    if not any(m.generic for m in chip.match):
         return tuple(isas)
     listed = {isa.name for isa in chip.isas}
     others = [load_isa(name) for name in names("isa") if name not in listed]
@@ -267,7 +223,7 @@ def cross_check() -> list[str]:
     facts, shot = package_facts(), snapshot()
     first = (processors(shot.cpuinfo) or [{}])[0]
     detected = {
-        "vendor": (_signature(shot)[0] if shot.machine == "x86_64" else "", facts.get("vendor_id_raw", "")),
+        "vendor": (signature(shot)[0] if shot.machine == "x86_64" else "", facts.get("vendor_id_raw", "")),
         "name": (first.get("model name", ""), facts.get("brand_raw", "")),
     }
     differences = [

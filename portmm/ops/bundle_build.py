@@ -6,6 +6,7 @@ across, and packs what was built.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -19,18 +20,20 @@ from portmm.build.bundle import packed
 from portmm.build.compiler import common_options, find_compiler
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower_int4_repack, lower_pack
-from portmm.dispatch import cpu_kernels, stored_kernels
+from portmm.dispatch import bundle_machine, cpu_kernels, stored_kernels
+from portmm.dispatch.base_kernels import int4_word
 from portmm.dispatch.schedule_choice import select_for_class
-from portmm.dispatch.stored_kernels import CODE, MACHINES, THREADS, USED
+from portmm.dispatch.stored_kernels import CODE, HALF, MACHINES, THREADS, USED, packing_question
 from portmm.errors import BundleError, ScheduleError
 from portmm.ir.index import Index, spelled
 from portmm.ops.bundle_runs import packing_text
 from portmm.ops.bundle_shapes import AttentionShape, Shape, problem_of
 from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.text import spell
-from portmm.spec.dtype import BY_NAME
+from portmm.spec.dtype import BY_NAME, types
 from portmm.spec.problem import Family, Problem
 from portmm.spec.problem import family as family_of
+from portmm.target.target import load_isa, load_target, names
 from portmm.util import system
 
 if TYPE_CHECKING:
@@ -202,6 +205,7 @@ class Maker:
         """Add a machine."""
         if target.name not in self.machines:
             self.targets.append(target)
+            self.facts |= _facts(target.arch)
         self.machines[target.name] = tuple(isa.name for isa in target.isas)
 
     def add_source(self, kernel: Kernel, arch: str) -> str:
@@ -245,28 +249,36 @@ class Maker:
                 if threads == 1:
                     last = self.codes[text][1][0], _seconds(p, best, target)
         if shape.b == "packed":
-            self.add_packing(shape.dtype, target, shape.n)
+            self.add_packing(shape, target)
         self.built.append(Built(target.name, shape, shape.rows[-1], last[0], len(schedules), last[1]))
 
-    def add_packing(self, dtype: str, target: Target, n: int) -> None:
-        """Add the kernels that pack a weight of `n` columns, where there are some: the C library packs as usual."""
-        layout = family_of(cpu_kernels.family(dtype, target))
-        if layout.dtype == "u4":
+    def add_packing(self, shape: Shape, target: Target) -> None:
+        """Add the kernels that pack weights of a shape, where there are some: the C library packs as usual."""
+        layouts = _layouts(shape, target)
+        if layouts[0].dtype == "u4":
             with suppress(ScheduleError):
                 isa = cpu_kernels.int4_unit(target)[0]
-                forms = _forms(layout)
-                every = [self.add_source(lower_int4_repack(isa, x), target.arch) for x in forms]
-                self.packings[target.name, dtype] = layout, every[0], every[0]
-                for question, form in zip(every, forms, strict=True):
-                    self.runs[question, packing_text(isa.name, dtype, str(form), "row")] = None
+                for form in layouts:
+                    word = int4_word(form.group, symmetric=form.symmetric) + (HALF if form.half else "")
+                    question = packing_question(target.name, word, "row", shape.n)
+                    every = self._add_packing(lower_int4_repack(isa, form), target, question, form)
+                    self.runs[every, packing_text(isa.name, shape.dtype, str(form), "row")] = None
+                    self.packings.setdefault((target.name, shape.dtype), (form, every, every))
             return
-        isa, _ = cpu_kernels.packing_unit(dtype, target)
-        for panels in dict.fromkeys((layout, cpu_kernels.for_columns(layout, n))):
-            every = [self.add_source(lower_pack(isa, dtype, panels.nr, x), target.arch) for x in ("row", "col")]
-            if panels == layout:
-                self.packings[target.name, dtype] = (layout, every[0], every[1])
-            for question, x in zip(every, ("row", "col"), strict=True):
-                self.runs[question, packing_text(isa.name, dtype, str(panels), x)] = None
+        isa, _ = cpu_kernels.packing_unit(shape.dtype, target)
+        for form in layouts:
+            by = []
+            for x in ("row", "col"):
+                question = packing_question(target.name, shape.dtype, x, shape.n) if form == layouts[-1] else ""
+                by.append(self._add_packing(lower_pack(isa, shape.dtype, form.nr, x), target, question, form))
+                self.runs[by[-1], packing_text(isa.name, shape.dtype, str(form), x)] = None
+            self.packings.setdefault((target.name, shape.dtype), (form, by[0], by[1]))
+
+    def _add_packing(self, kernel: Kernel, target: Target, question: str, layout: Family) -> str:
+        """Add a kernel that packs weights in a layout, as the answer to a question if that is one."""
+        if question:
+            self.add_kernel(kernel, target.arch, question, str(layout))
+        return self.add_source(kernel, target.arch)
 
     def add_run_time(self, arch: str, headers: Path | None = None, libc: str = "gnu") -> None:
         """Add the run time: the extension for a version of Python, and that of cffi.
@@ -403,24 +415,34 @@ def add_cache(maker: Maker) -> None:
             maker.objects[stored_objects.SOURCE + name] = known.code
 
 
+@functools.cache
+def _facts(arch: str) -> dict[str, tuple[str, ...]]:
+    """The facts that identify the machine on which a bundle is used."""
+    return bundle_machine.facts(arch, map(load_target, names("chip")), map(load_isa, names("isa")))
+
+
 def _about(kernel: Kernel) -> tuple[str, ...]:
     """Fields of the answer to a kernel's question, after the number of its object."""
     return kernel.name, str(int(kernel.swap)), str(BY_NAME[kernel.atom.acc].bytes), spelled(kernel.workspace)
 
 
 def _families(shape: Shape, target: Target) -> list[str]:
-    """The packed layouts of B: see `_forms`; of few columns the C library's, too."""
-    if shape.b != "packed":
-        return [""]
-    usual = [str(x) for x in _forms(family_of(cpu_kernels.family(shape.dtype, target)))]
-    return list(dict.fromkeys((*usual, cpu_kernels.family(shape.dtype, target, shape.n))))
+    """The packed layouts of B, as problems have them."""
+    return [str(x) for x in _layouts(shape, target)] if shape.b == "packed" else [""]
 
 
-def _forms(layout: Family) -> list[Family]:
-    """A packed layout; of int4 values also those without offsets, of scales of 32 and of 16 bits."""
-    if layout.dtype != "u4":
-        return [layout]
-    return [layout, *(replace(layout, symmetric=True, half=x) for x in (False, True))]
+def _layouts(shape: Shape, target: Target) -> list[Family]:
+    """The packed layouts of weights, the C library's first: of few columns another; of int4 values several.
+
+    Those have offsets or not, and then scales of 32 or of 16 bits. A weight of no more rows than a group is one group,
+    which has no number.
+    """
+    if types(shape.dtype)[1] != "u4":
+        usual = family_of(cpu_kernels.family(shape.dtype, target))
+        return list(dict.fromkeys((usual, cpu_kernels.for_columns(usual, shape.n))))
+    groups = dict.fromkeys((shape.group, shape.group if shape.k > shape.group else 0))
+    every = [cpu_kernels.family_of_codes(target, group) for group in groups]
+    return [y for x in every for y in (x, *(replace(x, symmetric=True, half=half) for half in (False, True)))]
 
 
 def _seconds(p: Problem, best: Any, target: Target) -> float:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from portmm.arrays.call import problem
 from portmm.errors import BundleError
-from portmm.spec.dtype import word_of
+from portmm.spec.dtype import CODES_KR, USUAL_GROUP, types, word_of
 from portmm.spec.row_classes import last_of_class
 from portmm.spec.row_classes import rows as rows_of
 from portmm.target.reported_device import device_target
@@ -30,6 +30,8 @@ ATTENTION_EXAMPLE = "attention 1,128 512 64 f32 heads=32 kv_heads=8 causal"
 """Such a line: queries, keys, elements of a head."""
 ATTENTION_FLAGS, ATTENTION_SIZES = ("causal", "window", "lse"), ("items", "heads", "kv_heads", "dv")
 ATTENTION_TYPES = ("f32", "bf16", "f16")
+GROUP = "group="
+"""The beginning of a word of a line."""
 EXAMPLE = "1-512 768 3072 f32 packed"
 """A line of a file."""
 
@@ -43,6 +45,7 @@ class Shape:
         n, k: columns of B, and its rows.
         dtype: element types of A, B and C, as in a `Problem`.
         b: layout of B: "row", "col" or "packed".
+        group: rows of a B of four bits that share a scale; 0 if all do.
     """
 
     rows: tuple[int, ...]
@@ -50,10 +53,12 @@ class Shape:
     k: int
     dtype: str
     b: str
+    group: int = USUAL_GROUP
 
     def __str__(self) -> str:
         m = str(self.rows[0]) if len(self.rows) == 1 else f"{self.rows[0]}..{self.rows[-1]}"
-        return f"{m}x{self.n}x{self.k} {self.dtype} {self.b}"
+        group = "" if self.group == USUAL_GROUP else f" {GROUP}{self.group}"
+        return f"{m}x{self.n}x{self.k} {self.dtype} {self.b}{group}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +90,7 @@ class AttentionShape:
 def shapes_of(text: str, where: str = "shapes", *, empty: bool = False) -> list[Shape]:
     """The shapes of a file: a line each, `M N K [types] [layout of B]`; M may be a range as 1-512, or a list as 1,16.
 
+    A packed B of four bits may have another group, as `group=32`: rows that share a scale; of 0 all do.
     Lines of attention are those of `bundle_attention`.
 
     Args:
@@ -101,7 +107,8 @@ def shapes_of(text: str, where: str = "shapes", *, empty: bool = False) -> list[
     return shapes
 
 
-def _shape(*words: str) -> Shape:
+def _shape(*every: str) -> Shape:
+    words = [x for x in every if not x.startswith(GROUP)]
     if not 3 <= len(words) <= 5:
         raise ValueError(f"a line has 3 to 5 words, this one {len(words)}")
     m, columns, rows, *rest = words
@@ -115,7 +122,17 @@ def _shape(*words: str) -> Shape:
     if min(n, k) < 1:
         raise ValueError("N and K are positive")
     values = _rows(m, lambda at: rows_of(problem_of((at, n, k), word, "row", ""))[1])
-    return Shape(values, n, k, word, b)
+    return Shape(values, n, k, word, b, *(_group(x, word, b) for x in every if x.startswith(GROUP)))
+
+
+def _group(text: str, dtype: str, b: str) -> int:
+    """The group of a weight of four bits."""
+    number = text.removeprefix(GROUP)
+    if types(dtype)[1] != "u4" or b != "packed":
+        raise ValueError(f"{text} is of a packed B of four bits alone")
+    if not number.isdecimal() or int(number) % CODES_KR:
+        raise ValueError(f"{text} is no multiple of {CODES_KR} rows")
+    return int(number)
 
 
 def _rows(text: str, last_of: Callable[[int], int]) -> tuple[int, ...]:

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.arrays import numpy_arrays
 from portmm.build import kernel_store
 from portmm.dispatch import config
-from portmm.dispatch.stored_kernels import machine_of, read
+from portmm.dispatch.stored_kernels import read
 from portmm.errors import BundleError, PackError, ScheduleError
 from portmm.ops import packed_files
 from portmm.ops.checkpoint_layers import PackedLayer, opened, packed_layer, quantized_layers
@@ -145,7 +145,7 @@ def bundled_layers() -> dict[str, PackedLayer]:
     """
     layers: dict[str, PackedLayer] = {}
     for bundle in kernel_store.bundles():
-        machine = machine_of(bundle, config.target())
+        machine = config.machine_of(bundle)
         for family in _files(bundle, machine) if machine else ():
             for name, layer in _layers(bundle, family).items():
                 layers.setdefault(name, layer)

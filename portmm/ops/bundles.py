@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from portmm.build import kernel_store
 from portmm.build.bundle import open_bundle
+from portmm.dispatch import stored_kernels
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -24,7 +25,5 @@ def use_bundle(path: str | PathLike[str]) -> None:
     Raises:
         BundleError: it cannot be read, other users can write to it, it is damaged, or for another version of portmm.
     """
-    from portmm.dispatch.cpu_kernels import forget
-
     kernel_store.use(open_bundle(path))
-    forget()
+    stored_kernels.forget()

@@ -29,6 +29,9 @@ if TYPE_CHECKING:
     from portmm.ops.bundle_build import AttentionCall, Call, Job, Maker
     from portmm.ops.c_programs import Function
     from portmm.spec.problem import Family, Problem
+
+    Packings = dict[tuple[str, str], tuple[Family, str, str]]
+    """By machine and types the layout of weights, and the questions for the kernels that pack."""
     from portmm.target.target import Target
 
 LETTERS = {"row": "r", "col": "c", "packed": "p", "codes": "4"}
@@ -60,9 +63,9 @@ def write(
         The library.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    calls = [x for x in maker.calls if x.target.arch == arch and _has(x.problem)]
     targets = {x.name: x for x in maker.targets if x.arch == arch}
     packings = {x: y for x, y in maker.packings.items() if x[0] in targets}
+    calls = [x for x in maker.calls if x.target.arch == arch and _has(x, packings)]
     attentions = [x for x in maker.attentions if x.machine in targets]
     functions = [_of_machines(x, targets) for x in functions]
     sources = {i: maker.add_source(x, arch) for i, x in c_programs.kernels_of(functions).items()}
@@ -158,7 +161,7 @@ def _of_machines(f: Function, targets: Mapping[str, Target]) -> Function:
 def _tables(
     maker: Maker,
     machines: Mapping[str, Target],
-    has: tuple[list[Call], dict[tuple[str, str], tuple[Family, str, str]], list[AttentionCall]],
+    has: tuple[list[Call], Packings, list[AttentionCall]],
     numbers: dict[str, int],
 ) -> str:
     """The tables of the library in C: a template, with what its rows hold."""
@@ -192,9 +195,13 @@ def _tables(
     )
 
 
-def _has(p: Problem) -> bool:
-    """Whether the library has a function for a problem: its int4 weights have offsets."""
-    return p.b in LETTERS and not p.fused and not p.symmetric
+def _has(x: Call, packings: Packings) -> bool:
+    """Whether the library has a function for a call: its int4 weights have offsets, and one group for each type."""
+    p = x.problem
+    if p.b not in LETTERS or p.fused or p.symmetric:
+        return False
+    layout, *_ = packings.get((x.target.name, p.dtype), (None,))
+    return p.b != "codes" or (layout is not None and p.group == layout.group)
 
 
 def _row(x: Call, index: dict[str, int], kernel: int) -> str:

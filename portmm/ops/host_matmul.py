@@ -198,9 +198,11 @@ def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
     try:
         rt = base_kernels.run_time() if base_kernels.leads() and not config.target_name() else None
         _state["basic"] = rt is not None
-        if rt is None:
+        if rt is None and kernel_store.bundles():
+            rt = runtime()  # without the route cache, whose key takes longer than all else of a first call
+        elif rt is None:
             kept = route_cache.of_target(config.target_name())
-            if not kernel_store.bundles() and (kept is None or not kept.lines):
+            if kept is None or not kept.lines:
                 _build_ahead(a, b, out)
             rt = route_cache.runtime(kept)
     except BuildError as error:
@@ -247,13 +249,15 @@ def _build_ahead(a: Any, b: Any, out: Any) -> None:
 def _settings() -> None:
     rt = _state.get("runtime")
     if rt is not None:
+        from portmm.build import kernel_store
         from portmm.dispatch import base_kernels
 
         rt.set_override(config.overridden())
         if not config.overridden() and _state.get("basic"):
             rt.set_num_threads(config.limit() or base_kernels.cores())
         elif not config.overridden():
-            kept = None if config.limit() else route_cache.of_target(config.target_name())
+            without = config.limit() or kernel_store.bundles()
+            kept = None if without else route_cache.of_target(config.target_name())
             rt.set_num_threads(kept.cores if kept and kept.cores else config.get_num_threads())
 
 

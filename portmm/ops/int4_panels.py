@@ -13,7 +13,9 @@ import numpy as np
 
 from portmm.arrays import numpy_fallback, pages
 from portmm.dispatch import base_kernels, config
+from portmm.dispatch.stored_kernels import HALF
 from portmm.errors import BuildError, PackError, ScheduleError
+from portmm.ops import routes
 from portmm.runtime.cpu import runtime
 from portmm.spec.dtype import CODE_BITS, CODES_AT, CODES_KR, ZERO_CODE, ZERO_E2M1
 from portmm.spec.problem import AXES, Family, family
@@ -139,14 +141,16 @@ def pack_int4(q: Quantized, *, symmetric: bool | None = None) -> PackedInt4:
     (k, n), route, group = q.shape, None, group_of(q)
     symmetric = not q.e2m1 and (q.symmetric if symmetric is None else symmetric)
     word = base_kernels.int4_word(group, symmetric=symmetric)
-    basic = base_kernels.packing(word, "row", k * n) if base_kernels.active() and not q.e2m1 else None
+    basic = None if q.e2m1 else routes.packing(word, "row", n, k * n)
+    if basic is not None and not base_kernels.active() and _is_half(q, family(basic[0])):
+        basic = routes.packing(word + HALF, "row", n, k * n)
     if basic is not None:
         layout, route = family(basic[0]), basic[1]
     else:
         from portmm.dispatch.cpu_kernels import family_of_codes
 
         layout = family_of_codes(config.target(), group, symmetric=symmetric, e2m1=q.e2m1)
-        layout = replace(layout, half=layout.heads == 1 and _fit_half(heads_of(q, layout)[0]))
+        layout = replace(layout, half=_is_half(q, layout))
     owner = pages.lasting_empty(layout.units(k, n), np.int32)
     if q.codes.size:
         try:
@@ -160,6 +164,11 @@ def pack_int4(q: Quantized, *, symmetric: bool | None = None) -> PackedInt4:
         owner[...] = 0
     owner.flags.writeable = False
     return PackedInt4(owner, (k, n), str(layout))
+
+
+def _is_half(q: Quantized, layout: Family) -> bool:
+    """Whether a weight has no offsets in a layout, and scales that 16 bits hold."""
+    return layout.heads == 1 and _fit_half(heads_of(q, layout)[0])
 
 
 def _pack_by_kernel(q: Quantized, layout: Family, owner: Array, route: Any) -> None:

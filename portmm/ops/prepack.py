@@ -17,6 +17,7 @@ from portmm.arrays import numpy_arrays, numpy_fallback, pages
 from portmm.arrays.libraries import is_tensor, on_device
 from portmm.dispatch import config
 from portmm.errors import BuildError, PackError
+from portmm.ops import routes
 from portmm.runtime.cpu import runtime, types
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Family
@@ -189,11 +190,9 @@ def in_panels(array: np.ndarray[Any, Any], word: str, vectors: int = 0) -> Any:
     Raises:
         ScheduleError: no unit of the target multiplies these types.
     """
-    from portmm.dispatch import base_kernels
-
     dtype, route = array.dtype.newbyteorder("="), None
     src = numpy_arrays.canonical(array, dtype)
-    basic = base_kernels.packing(word, src.layout, array.size) if not vectors and base_kernels.active() else None
+    basic = None if vectors else routes.packing(word, src.layout, array.shape[-1], array.size)
     if basic is not None:
         layout, route = family_of(basic[0]), basic[1]
     else:

@@ -128,7 +128,7 @@ def _known(p: Problem) -> tuple[Any, bool] | None:
         return kernel, True
     from portmm.dispatch import base_kernels, stored_kernels
 
-    if (stored := stored_kernels.route(p, config.target, config.get_num_threads)) is not None:
+    if (stored := stored_kernels.route(p, config.machine_of, config.get_num_threads)) is not None:
         return _remembered(p, *stored)
     if base_kernels.leads() and not route_cache.is_open(config.target_name()):
         return None  # reading it would take longer than all of a first call
@@ -143,6 +143,26 @@ def _known(p: Problem) -> tuple[Any, bool] | None:
                 kernel = cpu_race.enter(kernel, p, served, kept)
             return _remembered(p, kernel, served)
     return None
+
+
+def packing(word: str, layout: str, n: int, elements: int) -> tuple[str, Any] | None:
+    """The packed layout of weights and the route that packs, of the base set or a bundle; None if neither has them.
+
+    Args:
+        word: as of `stored_kernels.packing_question`.
+        layout: "row" or "col", of the weight.
+        n: its columns.
+        elements: of the weight.
+
+    Raises:
+        BundleError: a bundle or the base set is damaged.
+    """
+    from portmm.dispatch import base_kernels, stored_kernels
+
+    if base_kernels.active():
+        return base_kernels.packing(word, layout, elements)
+    known = stored_kernels.bundled_packing(word, layout, n, config.machine_of)
+    return known and (known[0], base_kernels.packing_route(*known, word, config.get_num_threads()))
 
 
 def route_of_rows(p: Problem) -> Any:

@@ -73,6 +73,8 @@ _UNITS = tuple(_unit(t, pack) for t in (*_PLAIN, U4) for pack in (2, 4, 8) if 2 
 CODE_BITS = 4
 CODES_KR = 8
 """Int4 values of one column in a word of 32 bits, an s32."""
+USUAL_GROUP = 128
+"""Rows of an int4 weight that share a scale, by default."""
 ZERO_CODE = 8
 """The int4 value of zero in a weight without zero points; zero points are near it."""
 E2M1 = (0.0, 1.0, 2.0, 3.0, 4.0, 6.0, 8.0, 12.0, -0.0, -1.0, -2.0, -3.0, -4.0, -6.0, -8.0, -12.0)

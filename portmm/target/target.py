@@ -20,6 +20,7 @@ from portmm.target.clouds import read as read_clouds
 from portmm.target.device import Device, check_device
 from portmm.target.fragment import Fragment, check_shapes, fragments_of, resolved
 from portmm.target.isa import Isa, Primitive, Transfer, check_transfer
+from portmm.target.match import Match
 from portmm.target.toml_schema import nearest, of_length, parse, record, require
 from portmm.target.vector_ops import lanes_of
 from portmm.util.records import dataclass
@@ -28,34 +29,6 @@ ARCHS = ("x86_64", "aarch64", "riscv64", "device", "any")
 
 GENERIC_DEVICES = ("opencl_gpu", "cuda_gpu", "opencl_cpu")
 """Targets for devices that have no description of their own."""
-
-
-@dataclass(frozen=True, slots=True)
-class Match:
-    """Identification of a chip by the properties of a host: all fields that are set must agree.
-
-    Attributes:
-        vendor: x86 vendor string of cpuid leaf 0.
-        family: x86 display family.
-        models: inclusive ranges of x86 display models.
-        steppings: inclusive ranges of x86 steppings.
-        implementer: Arm MIDR implementer.
-        parts: Arm MIDR part numbers; of a mixed chip, the fast cores only.
-        features: for a generic level, the features that the host must have, as Linux spells them.
-        names: of a device, words of its name as its driver spells it, in any case; a word
-            that ends in a letter may be a prefix, so that "Mali-G" matches "Mali-G710".
-        capability: of a device for CUDA, as in "9.0".
-    """
-
-    vendor: str = ""
-    family: int = 0
-    models: tuple[tuple[int, int], ...] = ()
-    steppings: tuple[tuple[int, int], ...] = ()
-    implementer: int = 0
-    parts: tuple[int, ...] = ()
-    features: tuple[str, ...] = ()
-    names: tuple[str, ...] = ()
-    capability: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from zlib import crc32
 
 import numpy as np
 import pytest
+from places import HOSTS
 
 import portmm as pm
 from portmm.build import kernel_store, stored_objects
@@ -18,9 +19,10 @@ from portmm.build.cache import digest
 from portmm.build.compiler import find_compiler
 from portmm.build.stored_objects import SOURCE
 from portmm.cli.main import app
-from portmm.dispatch import config, stored_kernels
+from portmm.dispatch import bundle_machine, config, stored_kernels
 from portmm.dispatch.stored_kernels import CODE, THREADS, count
 from portmm.errors import BundleError, NoCompilerError, PortmmError
+from portmm.host import detect
 from portmm.host.detect import host, missing
 from portmm.ops import bundle_attention, bundle_build, bundle_check, bundle_shapes
 from portmm.target.target import load_isa, load_target
@@ -240,12 +242,23 @@ def test_a_process_needs_nothing_but_the_bundle(made, tmp_path):
     assert "computes with NumPy" in heard[0]
 
 
-FIRST = """
+SLOW = """
 import sys
 import numpy as np
 import portmm as pm
+slow = "codegen.lower", "dispatch.schedule_choice", "host.detect", "target.target"
+"""
+FIRST = """
 print(pm.matmul(np.ones((9, 96), np.float32), np.ones((96, 80), np.float32)).min())
-print([x for x in ("portmm.codegen.lower", "portmm.dispatch.schedule_choice") if x in sys.modules])
+print([x for x in slow if f"portmm.{x}" in sys.modules], pm.get_num_threads())
+"""
+BY_PACKED = """
+w = np.ones((96, 80), np.float32)
+print([float(pm.matmul(np.ones((9, 96), np.float32), pm.pack(x)).min()) for x in (w, np.asfortranarray(w))])
+for group in (32, 96):
+    q = pm.quantize(w, bits=4, group=group, symmetric=True)
+    print(round(float(pm.matmul(np.ones((9, 96), np.float32), pm.pack(q)).min()), 3))
+print([x for x in slow if f"portmm.{x}" in sys.modules])
 """
 
 
@@ -253,9 +266,51 @@ print([x for x in ("portmm.codegen.lower", "portmm.dispatch.schedule_choice") if
 def test_a_first_product_selects_and_builds_nothing(tmp_path):
     path = tmp_path / "first.bundle"
     path.write_bytes(bundle_build.make(bundle_shapes.shapes_of("9 80 96\n"), [host()], counts=(1, 2, 64))[0])
-    done = run(tmp_path, calls=FIRST, PORTMM_BUNDLE=str(path), PATH=os.environ["PATH"])
-    assert done.stdout.split("\n")[:2] == ["96.0", "[]"], done.stderr
+    done = run(tmp_path, calls=SLOW + FIRST, PORTMM_BUNDLE=str(path), PATH=os.environ["PATH"])
+    assert done.stdout.split("\n")[:2] == ["96.0", f"[] {config.get_num_threads()}"], done.stderr
     assert not list((tmp_path / "cache").glob("*.so"))
+
+
+@pytest.mark.usefixtures("made")
+def test_a_first_weight_is_packed_without_a_description_of_the_machine(tmp_path):
+    path = tmp_path / "packed.bundle"
+    lines = "9 80 96 f32 packed\n9 80 96 f32-u4-f32 packed group=32\n9 80 96 f32-u4-f32 packed\n"
+    path.write_bytes(bundle_build.make(bundle_shapes.shapes_of(lines), [host()], counts=(1, 2, 64))[0])
+    done = run(tmp_path, calls=SLOW + BY_PACKED, PORTMM_BUNDLE=str(path))
+    assert done.stdout.split("\n")[:4] == ["[96.0, 96.0]", "96.0", "96.0", "[]"], done.stderr
+
+
+def test_threads_are_those_of_this_machine_whichever_serves_it(tmp_path):
+    maker, least = bundle_build.Maker(), load_target("x86_64_v2" if host().arch == "x86_64" else "armv8a")
+    maker.add_machine(least)
+    path = tmp_path / "some.bundle"
+    path.write_bytes(maker.pack((1,), lambda *_: None))
+    before = config.get_num_threads(), host().cores
+    try:
+        pm.use_bundle(path)
+        assert (config.get_num_threads(), config.target().cores) == before
+        assert config.get_num_threads() == before[0]
+    finally:
+        kernel_store.forget()
+        pm.forget()
+
+
+@pytest.mark.parametrize("path", sorted(HOSTS.glob("*.json")), ids=lambda x: x.stem)
+def test_a_bundle_identifies_machines_as_their_descriptions_do(path, tmp_path, monkeypatch):
+    data = json.loads(path.read_text())["snapshot"]
+    shot = detect.Snapshot(**(data | {"affinity": tuple(data["affinity"])}))
+    maker = bundle_build.Maker()
+    maker.add_machine(load_target({"x86_64": "x86_64_v2", "aarch64": "armv8a", "riscv64": "rv64gcv"}[shot.machine]))
+    (tmp_path / "some.bundle").write_bytes(maker.pack((1,), lambda *_: None))
+    monkeypatch.setattr(bundle_machine.host_probe, "snapshot", lambda: shot)
+    monkeypatch.setattr(bundle_machine.system, "machine", lambda: shot.machine)
+    bundle_machine.forget()
+    here, found = bundle_machine.here(open_bundle(tmp_path / "some.bundle")), detect.identify(shot)
+    bundle_machine.forget()
+    if found.name == "unknown":
+        assert here is None
+    else:
+        assert (here.name, here.isas, here.cores) == (found.name, {x.name for x in found.isas}, found.cores)
 
 
 def test_another_chip_takes_what_it_can_run(made):
@@ -282,6 +337,8 @@ def test_another_chip_takes_what_it_can_run(made):
         ("3,x 1 1", "not as 7"),
         ("1 1 1 f32 diagonal", "layout"),
         ("1 1 1 f31", "line 1"),
+        ("1 1 64 f32 packed group=32", "four bits alone"),
+        ("1 1 64 f32-u4-f32 packed group=12", "no multiple of 8"),
     ],
 )
 def test_lines_that_are_no_shapes(text, words):
@@ -290,6 +347,8 @@ def test_lines_that_are_no_shapes(text, words):
 
 
 def test_ranges_have_each_class_once():
+    (other,) = bundle_shapes.shapes_of("1 8 64 f32-u4-f32 packed group=32")
+    assert (other.group, str(other)) == (32, "1x8x64 f32-u4-f32 packed group=32")
     (shape,) = bundle_shapes.shapes_of("1-40,100 8 9 bf16 packed # a layer\n")
     assert shape.rows == (*range(1, 33), 34, 36, 38, 40, 100)
     assert str(shape) == "1..100x8x9 bf16 packed"

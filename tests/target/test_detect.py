@@ -15,7 +15,7 @@ import pytest
 from places import HOSTS, MACHINES
 
 from portmm.errors import TargetError
-from portmm.host import amx_permission, detect
+from portmm.host import amx_permission, chip_match, detect
 from portmm.host import host_probe as snapshot_module
 from portmm.host.features import UNLISTED
 from portmm.host.host_probe import cgroup_folders, parse_list
@@ -78,7 +78,7 @@ def test_cpuid_and_the_kernel_agree() -> None:
     if not (shot.cpuid and shot.cpuinfo):
         pytest.skip("this host hides one of the two")
     assert detect.features(replace(shot, cpuinfo="")) - UNLISTED <= detect.features(replace(shot, cpuid={}))
-    assert detect._signature(shot) == detect._signature(replace(shot, cpuid={}))
+    assert chip_match.signature(shot) == chip_match.signature(replace(shot, cpuid={}))
 
 
 def test_ranges_of_processors() -> None:
@@ -254,7 +254,7 @@ def agreeing() -> dict:
     """Facts of py-cpuinfo that agree with this host."""
     shot = detect.snapshot()
     name = snapshot_module.processors(shot.cpuinfo)[0].get("model name", "")
-    vendor = detect._signature(shot)[0] if X86 else ""
+    vendor = chip_match.signature(shot)[0] if X86 else ""
     return {"vendor_id_raw": vendor, "brand_raw": name, "flags": sorted(detect.host_features())}
 
 
