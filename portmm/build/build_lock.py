@@ -21,6 +21,8 @@ if TYPE_CHECKING:
 LOCK_SECONDS = 60.0
 """Seconds to wait for another process that builds the same entry. Above any
 compilation of one kernel; a stopped process then costs time, not the result."""
+POLL_SECONDS = 0.002
+"""Seconds between two attempts: a compilation takes 30 to 600 ms, and an attempt some 10 us."""
 _locked: set[int] = set()
 """Descriptors of locks of this process. They change under `locks.starting`, which a fork waits for."""
 
@@ -66,7 +68,7 @@ def _acquire(path: Path) -> int | None:
                     _locked.add(fd)
             if fd is not None or time.monotonic() >= deadline:
                 return fd
-            time.sleep(0.01)
+            time.sleep(POLL_SECONDS)
     except OSError:
         return None
 

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 
 from portmm.build import cache, child_process, failed_builds, stored_objects
 from portmm.build.build_lock import build_lock
+from portmm.build.builds_ahead import compiling
 from portmm.build.compiler import (
     Compiler,
     command,
@@ -246,6 +247,7 @@ def _loaded_or_built(  # noqa: PLR0917 - as `_make`
     if loaded is not None:
         return (*loaded, True)
     _check_known(compiler, key)
+    compiling()
     with build_lock(key):
         loaded = cache.load(key)
         if loaded is not None:

@@ -12,6 +12,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.arrays.numpy_fallback import fall_back
+from portmm.build.builds_ahead import announced
 from portmm.errors import BuildError, ScheduleError
 from portmm.fusion.depth_to_space import match_depth_to_space
 from portmm.fusion.group_norm import match_group_norm
@@ -25,6 +26,7 @@ from portmm.trace.placeholders import Placeholder, rebuilt
 
 if TYPE_CHECKING:
     from portmm.fusion.graph import Graph, Node
+    from portmm.fusion.partition import Split
     from portmm.fusion.plan import Builder
 
 MOST_TRIES = 64
@@ -95,7 +97,7 @@ def compiled_program(
             split = Splitter(graph, outputs, plain, numpy).split()
         try:
             builder = make(graph, outputs, split)
-            if not builder.built(plain, numpy):
+            if not _built(builder, split, plain, numpy):
                 continue
             run, source = builder.program(result)
         except (ScheduleError, BuildError) as error:
@@ -111,6 +113,20 @@ def compiled_program(
     if strict:
         raise ScheduleError("no way to split the function into kernels was found")
     return _evaluated(graph, result, "no way to split it was found")
+
+
+def _built(builder: Builder, split: Split, plain: dict[Node, str], numpy: dict[Node, str]) -> bool:
+    """Add the steps of all units, as `Builder.built`; the kernels of a program for the host are built in parallel."""
+    if type(builder) is not HostBuilder:
+        return builder.built(plain, numpy)
+
+    def listed() -> list[Callable[[], Any]]:
+        from portmm.fusion.listed_kernels import builds_of
+
+        return builds_of(builder.graph, builder.outputs, split)
+
+    with announced(listed):
+        return builder.built(plain, numpy)
 
 
 def _rewritten(graph: Graph, outputs: list[Node]) -> list[tuple[str, str]]:

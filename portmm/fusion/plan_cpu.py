@@ -7,7 +7,8 @@ the arrays between them.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import numpy as np
 
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
     from portmm.fusion.partition import Split, Unit
     from portmm.ops.attention import Launch
 
+T = TypeVar("T")
 FOREVER = 1 << 30
 ATTENDS = ("attention", "attention_by_factors")
 OWN = ("attention", "attention_by_factors", "linear", "grouped_matmul", "conv", "copy")
@@ -137,6 +139,14 @@ class HostBuilder(Builder):
 
     # Steps.
 
+    def ready(self, make: Callable[[], T]) -> T:
+        """What a step launches, selected and built now; None of a builder that only lists it."""
+        return make()
+
+    def route(self, p: Problem) -> Any:
+        """The kernel of a product, as of `ready`."""
+        return routes.route_of_rows(p)
+
     def step(self, unit: Unit) -> None:
         """Add the kernel or the call of a unit, and the clock's call after it."""
         super().step(unit)
@@ -212,8 +222,8 @@ class HostBuilder(Builder):
         notes = tuple(x.note.split(", ")) if x.note else ()
         self.kernels.append(Kernel(kind, x.name, (x.where,), notes, types=_types(x)))
 
-    def launched(self, x: Node, launch_of: Callable[..., Launch]) -> bool:
-        """Add the launch of a function of portmm that is one kernel; False if it depends on more than addresses.
+    def launch_operands(self, x: Node) -> list[Place] | None:
+        """Buffers like the operands of a function of portmm; None if their alignment may differ between calls.
 
         Narrow operands are memory between kernels, or constants: those of a call may be less aligned. Arguments of a
         call may overlap, as those of the next may not, so memory of their own stands for them.
@@ -221,8 +231,14 @@ class HostBuilder(Builder):
         places = [self.buffer_of(y) for y in x.inputs if y.kind not in ("weight", "number")]
         narrow = any(p.like.dtype != np.float32 and p.root != ARENA and not p.root.isdigit() for p in places)
         if len(places) < len(x.inputs) or narrow:
+            return None
+        return [p if p.root == ARENA or p.root.isdigit() else replace(p, like=_disjoint(p.like)) for p in places]
+
+    def launched(self, x: Node, launch_of: Callable[..., Launch]) -> bool:
+        """Add the launch of a function of portmm that is one kernel; False if it depends on more than addresses."""
+        places = self.launch_operands(x)
+        if places is None:
             return False
-        places = [p if p.root == ARENA or p.root.isdigit() else replace(p, like=_disjoint(p.like)) for p in places]
         result = np.empty(x.shape, x.dtype)
         try:
             launch = launch_of(result, *(p.like for p in places))
@@ -270,28 +286,16 @@ class HostBuilder(Builder):
         v = call.numbers()
         addresses: list[Any] = [(a.root, a.offset), (b.root, b.offset), (to.root, to.offset), None, None]
         numbers = [*v[:4], *v[5:8], *v[9:12], *v[13:]]
-        self.writer.execute(routes.route_of_rows(call.problem), numbers, addresses, call.walk.outer)
         self.buffers[x] = to
+        route = self.route(call.problem)
+        self.writer.execute(route, numbers, addresses, call.walk.outer)
         notes = (x.note,) if x.note else ()
         p = call.problem
         self.kernels.append(Kernel("product", x.name, (x.where,), detail=str(p), notes=notes, problem=p, flop=p.flops))
 
     def over_rows(self, fusing: Expressions, text: str, size: tuple[int, int, int]) -> Any:
         """A kernel over rows for expressions, spelled `text`, of `size` rows, columns and items."""
-        from portmm.dispatch import base_kernels
-
-        route = None
-        if base_kernels.active():
-            route = base_kernels.rows_route(text, size, len(fusing.operands))
-            any_columns = None if route or fusing.numbers else base_kernels.of_any_columns(text, size[1])
-            if any_columns:
-                route = base_kernels.rows_route(any_columns, size, len(fusing.operands))
-                fusing.fixed = (float(size[1]),) if route else ()
-        if route is None:
-            from portmm.dispatch import cpu_routes
-            from portmm.spec.epilogue import parse
-
-            route = cpu_routes.expressions_route(parse(text), size)
+        route = self.ready(partial(_rows_route, fusing, text, size))
         return route, [size[0], size[1], 1, size[2], *(0,) * 9]
 
     def multiply(
@@ -308,7 +312,7 @@ class HostBuilder(Builder):
             fused=text,
         )  # fmt: skip
         numbers = [m, n, k, items, left.row, left.col, apart[0], b_k, b_n, apart[1], rows[2] or n, 1, apart[2]]
-        return p, (routes.route_of_rows(p), numbers)
+        return p, (self.route(p), numbers)
 
     def launch(self, kernel: Any, operands: tuple[Place, ...], fusing: Expressions, moved: tuple[int, ...]) -> None:
         """Add a run of a kernel, on operands of a product, if it is one, and of expressions, advanced by elements."""
@@ -316,6 +320,25 @@ class HostBuilder(Builder):
         addresses: list[Any] = [(y.root, y.offset + i * y.like.itemsize) for y, i in at] or [None] * 3
         table = self.writer.operands(fusing.buffers, fusing.strides, moved[len(operands) :])
         self.writer.execute(route, numbers, [*addresses, table, self.writer.pass_numbers(fusing.numbers, fusing.fixed)])
+
+
+def _rows_route(fusing: Expressions, text: str, size: tuple[int, int, int]) -> Any:
+    """The route of a kernel over rows; one of the base set may take the number of columns as an argument."""
+    from portmm.dispatch import base_kernels
+
+    route = None
+    if base_kernels.active():
+        route = base_kernels.rows_route(text, size, len(fusing.operands))
+        any_columns = None if route or fusing.numbers else base_kernels.of_any_columns(text, size[1])
+        if any_columns:
+            route = base_kernels.rows_route(any_columns, size, len(fusing.operands))
+            fusing.fixed = (float(size[1]),) if route else ()
+    if route is None:
+        from portmm.dispatch import cpu_routes
+        from portmm.spec.epilogue import parse
+
+        route = cpu_routes.expressions_route(parse(text), size)
+    return route
 
 
 def _first(x: Any) -> int:

@@ -216,7 +216,10 @@ def add_convolution(builder: Any, unit: Unit) -> None:
     types = tuple(p.like.dtype for p in fusing.written)
     ending = _Ending(fusing.text(), types) if len(unit.members) > 1 else None
     (m, rows), (items, apart) = w.rows, w.batch
-    p, route, strides = call.routed_view((m, x.shape[-1], items), ending, to)
+    viewed = builder.ready(functools.partial(call.routed_view, (m, x.shape[-1], items), ending, to))
+    if viewed is None:
+        return
+    p, route, strides = viewed
     numbers = [m, x.shape[-1], size.depth, items, *strides, rows[0], 1, apart[0]]
     for i, one in enumerate(blocks or (weight,)):
         owner = one.weight[0].owner
@@ -283,7 +286,8 @@ def add_norm(builder: Any, unit: Unit) -> None:
         raise ScheduleError("images of a group norm are broadcast along pixels or channels")
     text = fusing.text()
     size = (w.rows[0], channels, w.batch[0])
-    route = group_norm_route(parse(text), channels // form.groups, form.eps, size)
+    make = functools.partial(group_norm_route, parse(text), channels // form.groups, form.eps, size)
+    route = builder.ready(make)
     builder.launch((route, [size[0], channels, 1, size[2], *(0,) * 9]), (), fusing, (0,) * len(fusing.buffers))
     lines, names = tuple(dict.fromkeys(y.where for y in unit.members)), tuple(y.name for y in unit.members[1:])
     detail = f"{form.groups} groups, {' x '.join(map(str, x.shape))}"

@@ -165,6 +165,17 @@ def packing(word: str, layout: str, n: int, elements: int) -> tuple[str, Any] | 
     return known and (known[0], base_kernels.packing_route(*known, word, config.get_num_threads()))
 
 
+def build_selected(p: Problem) -> None:
+    """Build and load the kernel that is selected for a problem: its route then takes no compiler."""
+    from portmm.dispatch import cpu_kernels, overrides, schedule_choice
+
+    if overrides.active():
+        return
+    target = config.target()
+    choice = schedule_choice.choose(p, target, config.limit() or config.get_num_threads())
+    cpu_kernels.code_of(choice.schedule, target, route_cache.of_target(config.target_name()))
+
+
 def route_of_rows(p: Problem) -> Any:
     """A launchable kernel for a product of a fused function, perhaps that of another number of rows."""
     but_rows = (p.but_rows, config.current(), config.limit())

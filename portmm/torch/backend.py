@@ -15,7 +15,15 @@ from typing import Any
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
+from portmm.arrays.interop import as_numpy
+from portmm.build.builds_ahead import begin
+from portmm.ops.prepack import pack
+from portmm.runtime.cpu import runtime
 from portmm.torch.compiled import CompiledGraph
+
+MATRIX = 2
+PACKED = 128
+"""Rows and columns of a matrix that is packed like most parameters, in panels of the usual width."""
 
 _graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
 _numbers = itertools.count()
@@ -47,6 +55,7 @@ def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> 
     Returns:
         A function of the same inputs.
     """
+    _build_ahead(inputs)
     name = _title(module)
     return aot_autograd(
         fw_compiler=partial(_compiled, name=f"{name}, forward"),
@@ -54,6 +63,20 @@ def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> 
         inference_compiler=partial(_compiled, name=name, fixed=True),
         decompositions=decompositions(),
     )(module, inputs)
+
+
+def _build_ahead(inputs: list[Any]) -> None:
+    """Build the run time, and the kernels that pack parameters, while PyTorch traces the graph."""
+    dtypes = {
+        x.dtype for x in inputs if isinstance(x, torch.nn.Parameter) and x.ndim == MATRIX and x.device.type == "cpu"
+    }
+    packs = [] if torch.is_grad_enabled() else [partial(_pack, x) for x in sorted(dtypes, key=str)]
+    begin([runtime, *packs])
+
+
+def _pack(dtype: torch.dtype) -> None:
+    """Pack a matrix by rows of outputs, as parameters of linear layers are."""
+    pack(as_numpy(torch.zeros(PACKED, PACKED, dtype=dtype)).T)
 
 
 def _title(module: torch.fx.GraphModule) -> str:
