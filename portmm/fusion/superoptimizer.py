@@ -10,13 +10,13 @@ from __future__ import annotations
 import hashlib
 import heapq
 import secrets
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.dispatch import config, program_database
-from portmm.errors import ChangedError, PortmmError
+from portmm.errors import ChangedError, PortmmError, ScheduleError
 from portmm.fusion import turns
+from portmm.fusion.budget import Budget
 from portmm.fusion.emitted import all_emitted, unlisted, with_threads
 from portmm.fusion.finding import Finding, Run, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
@@ -28,7 +28,7 @@ from portmm.fusion.term_reader import Labelled, term_of
 from portmm.fusion.term_rewrites import alternatives, subterms
 from portmm.fusion.terms import Term, UnlabelledError, graph_of
 from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
-from portmm.verification.certificate import Emitted, certify, of_sizes
+from portmm.verification.certificate import LATE, Emitted, certify, late, of_sizes
 from portmm.verification.equivalence import check
 from portmm.verification.stability import judge
 
@@ -122,8 +122,7 @@ class _Search:
         self, task: Task, labelled: Labelled, seconds: float, progress: Callable[[int, int, str], None]
     ) -> None:
         self.task, self.labelled, self.progress = task, labelled, progress
-        self.start = time.monotonic()
-        self.end = self.start + seconds
+        self.budget = Budget(seconds, len(task.kernels) + 1)
         self.rates = Rates.of(config.target())
         self.inputs = labelled.inputs
         self.reference = self.graph(labelled.results)
@@ -142,7 +141,7 @@ class _Search:
     def run(self) -> Finding:
         """The best program."""
         known = self.known()
-        if known is not None or self.end <= self.start:
+        if known is not None or self.budget.seconds <= 0:
             return known or Finding(graph=self.reference)
         try:
             self.enumerate()
@@ -156,7 +155,7 @@ class _Search:
         if best.run is not None or not best.interrupted:
             self.show(self.steps, "its kernels are verified")
         best = self.as_it_is(best) if best.run is None else self.kept(best)
-        return best._replace(elapsed=time.monotonic() - self.start)
+        return best._replace(elapsed=self.budget.elapsed)
 
     def show(self, step: int, what: str) -> None:
         """Show the best so far, and what is done."""
@@ -170,7 +169,7 @@ class _Search:
         heap = [(first.seconds, 0, first)]
         seen = {first.roots}
         best = first.seconds
-        while heap and len(seen) < MOST_FORMS and time.monotonic() < self.start + (self.end - self.start) / 2:
+        while heap and len(seen) < MOST_FORMS and self.budget.left > self.budget.seconds / 2:
             _, _, form = heapq.heappop(heap)
             self.forms.append(form)
             if self.seconds(form.roots, optimistic=True) > SLACK * best:
@@ -191,23 +190,29 @@ class _Search:
 
     def measure(self) -> None:
         """Verify and measure the most promising forms."""
-        before = turns.timed(self.task.before, self.task.arrays)
+        with self.budget.busy():
+            before = turns.timed(self.task.before, self.task.arrays, self.budget.turn)
         self.best = Finding(before=before, seconds=before)
         ranked = sorted(self.forms, key=lambda x: x.seconds)[:MEASURED]
         self.steps = len(ranked) + KERNELS_MEASURED
         for i, form in enumerate(ranked):
-            if time.monotonic() > self.end:
+            if not self.budget.lasts:
                 break
             self.show(i, f"a form of {len(self.forms)}")
             if not check(self.reference, self.graph(form.roots), seed=self.seed):
                 continue
             self.verified += 1
-            try:
-                run, explained = self.compiled(form.roots)
-            except (PortmmError, ByValueError):
-                continue
-            if list(map(_work, explained.kernels)) != list(map(_work, self.task.kernels)):
-                self.compared(Placed(self.graph(form.roots), run, explained, form.seconds), form.path)
+            with self.budget.candidate():
+                self.tried(form)
+
+    def tried(self, form: Form) -> None:
+        """Compile a form, and measure it unless its kernels do the same work as those of the program as it is."""
+        try:
+            run, explained = self.compiled(form.roots)
+        except (PortmmError, ByValueError):
+            return
+        if list(map(_work, explained.kernels)) != list(map(_work, self.task.kernels)):
+            self.compared(Placed(self.graph(form.roots), run, explained, form.seconds), form.path)
 
     def compared(self, candidate: Placed, path: Path) -> None:
         """Measure a candidate beside the program as it is, and keep it if it is the fastest so far.
@@ -216,7 +221,7 @@ class _Search:
         """
         if turns.timed(candidate.run, self.task.arrays, 0.0) > REJECT_RATIO * self.best.seconds:
             return
-        times = turns.in_turns(self.task.before, candidate.run, self.task.arrays)
+        times = turns.in_turns(self.task.before, candidate.run, self.task.arrays, self.budget.turn)
         least = times.seconds
         if times.faster:
             self.faster.append((times.ratio, least, candidate, path))
@@ -231,12 +236,13 @@ class _Search:
 
     def draw(self) -> None:
         """Measure the fastest few again, beside the program as it is, which remains unless one is faster."""
-        few = sorted(self.faster, key=lambda x: x[:2])[:FINALISTS]
+        few = sorted(self.faster, key=lambda x: x[:2])[: FINALISTS if self.budget.left > 0 else 1]
         if not few:
             return
         self.show(self.steps, "the fastest are measured again")
-        times = turns.drawn(self.task.before, [x.run for *_, x, _ in few], self.task.arrays)
-        won = [(t.ratio, i) for i, t in enumerate(times) if t.faster]
+        short = self.budget.short(turns.SHORT)
+        times = turns.drawn(self.task.before, [x.run for *_, x, _ in few], self.task.arrays, short)
+        won = [(t.both, i) for i, t in enumerate(times) if t.faster]
         if not won:
             before = times[0].before
             self.best = self.best._replace(run=None, explained=None, path=(), seconds=before, before=before)
@@ -255,14 +261,11 @@ class _Search:
             every += [(x, form, i) for i, x in enumerate(kernels)]
         ran = 0
         for kernel, form, i in sorted(every, key=lambda x: (x[0].passes, x[0].moved)):
-            known = self.best.kernel is not None
-            if known and (ran >= KERNELS_MEASURED or time.monotonic() > self.end):
+            known, lasts = self.best.kernel is not None, self.budget.lasts_for_kernel
+            if (known and (ran >= KERNELS_MEASURED or not lasts)) or self.budget.left < 0:
                 break
             self.show(self.steps - KERNELS_MEASURED + ran, f"one kernel along {kernel.loop}")
-            try:
-                placed = self.placed(kernel) if KERNELS_MEASURED else []
-            except PortmmError:
-                placed = []
+            placed = self.placed(kernel) if KERNELS_MEASURED and lasts else []
             if known and not placed:
                 continue
             if (
@@ -273,22 +276,35 @@ class _Search:
             self.best = self.best if known else self.best._replace(kernel=kernel)
             ran, self.verified = ran + bool(placed), self.verified + bool(placed)
             for j, x in enumerate(placed):
-                self.compared(x, (*form.path, (f"{ONE_KERNEL}{kernel.loop}", i * MOST_SCHEDULES + j)))
+                if not self.budget.lasts:
+                    break
+                with self.budget.candidate():
+                    self.compared(x, (*form.path, (f"{ONE_KERNEL}{kernel.loop}", i * MOST_SCHEDULES + j)))
 
     def placed(self, kernel: Kernel) -> list[Placed]:
-        """A kernel as programs, one for each schedule.
+        """A kernel as programs, one for each schedule while the budget lasts; none if there are no loops for it."""
+        every: list[Placed] = []
+        try:
+            graph = laid_out(kernel.graph, self.labelled, self.task.arrays)
+            for s in schedules(graph, kernel.sizes)[:MOST_SCHEDULES]:
+                with self.budget.candidate():
+                    every.append(self.place(kernel, graph, s))
+                if not self.budget.lasts:
+                    break
+        except PortmmError:
+            return every
+        return every
+
+    def place(self, kernel: Kernel, graph: MuGraph, s: Schedule) -> Placed:
+        """A kernel as a program, by its graph as operands lie.
 
         Raises:
             PortmmError: there are no loops for it, or they are not built.
         """
         task = self.task
-        graph = laid_out(kernel.graph, self.labelled, task.arrays)
-        every: list[Placed] = []
-        for s in schedules(graph, kernel.sizes)[:MOST_SCHEDULES]:
-            run, kernels, source = compiled_kernel(graph, self.labelled, task.arrays, task.result, kernel.sizes, s)
-            seconds = predicted_kernel(graph.steps[0].program, kernel.sizes, s, self.rates)
-            every.append(Placed(graph, run, task.described(kernels, source), seconds, s))
-        return every
+        run, kernels, source = compiled_kernel(graph, self.labelled, task.arrays, task.result, kernel.sizes, s)
+        seconds = predicted_kernel(graph.steps[0].program, kernel.sizes, s, self.rates)
+        return Placed(graph, run, task.described(kernels, source), seconds, s)
 
     def compiled(self, roots: tuple[Term, ...]) -> tuple[Run, Any]:
         """The program of a form."""
@@ -318,7 +334,10 @@ class _Search:
         try:
             target, threads = config.target(), config.get_num_threads()
             less = unlisted(kernels, graph)
-            certificate = certify(self.reference, graph, target.name, self.kernels(candidate), less)
+            every = self.kernels(candidate)
+            certificate = certify(self.reference, graph, target.name, every, less, until=self.budget.last_proof)
+            if candidate.schedule is not None and late(certificate):  # a kernel that this search alone has made
+                raise ScheduleError(f"{LATE}; search longer")
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
             return Finding(note=note, forms=best.forms, kernel=best.kernel, graph=self.reference)
@@ -343,7 +362,9 @@ class _Search:
             graph = self.attended() if any(x.types is not None for x in kernels) else self.reference
             every = all_emitted(graph, kernels, target, config.get_num_threads())
             less = unlisted(kernels, graph)
-            certificate = certify(self.reference, graph, target.name, every, less, steps=False)
+            certificate = certify(
+                self.reference, graph, target.name, every, less, steps=False, until=self.budget.last_proof
+            )
         except PortmmError as error:
             return best._replace(note=f"the program as it is has no certificate: {error}")
         return best._replace(certificate=certificate)
@@ -373,7 +394,7 @@ class _Search:
         if list(map(_work, explained.kernels)) == list(map(_work, self.task.kernels)):
             return None
         certificate = of_sizes(entry.certificate, config.target().name, self.kernels(candidate))
-        path, elapsed = tuple(name for name, _ in entry.path), time.monotonic() - self.start
+        path, elapsed = tuple(name for name, _ in entry.path), self.budget.elapsed
         graph = with_threads(graph, certificate, config.target())
         return Finding(run, explained, path, elapsed=elapsed, certificate=certificate, graph=graph, stored=True)
 
@@ -400,8 +421,12 @@ class _Search:
         i, j = divmod(number, MOST_SCHEDULES)
         if i >= len(kernels) or name != ONE_KERNEL + kernels[i].loop:
             return None
-        programs = self.placed(kernels[i])
-        return programs[j] if j < len(programs) and trust * self.promise(programs[j].predicted) >= 1 else None
+        graph = laid_out(kernels[i].graph, self.labelled, self.task.arrays)
+        few = schedules(graph, kernels[i].sizes)[:MOST_SCHEDULES]
+        if j >= len(few):
+            return None
+        program = self.place(kernels[i], graph, few[j])
+        return program if trust * self.promise(program.predicted) >= 1 else None
 
 
 def _work(x: Described) -> tuple[str, ...]:

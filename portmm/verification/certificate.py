@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -32,6 +33,8 @@ CHECKED = ("f32", "bf16")
 """Types of operands of kernels of a host that are checked."""
 COMPILED, INTERPRETED = "compiled", "interpreted"
 """Ways to check an emitted kernel: its text with symbols for floats, or its loops."""
+LATE = "the time of the search ended before it was checked"
+"""Reason of a kernel that is not checked."""
 ROUNDING = 8.0
 """Largest ratio of errors of one program on two machines."""
 
@@ -82,7 +85,7 @@ class Emitted(NamedTuple):
 
 def certify(
     reference: MuGraph, candidate: MuGraph, target: str = "", emitted: Sequence[Emitted] = (),
-    unchecked: Sequence[tuple[str, str]] = (), *, steps: bool = True,
+    unchecked: Sequence[tuple[str, str]] = (), *, steps: bool = True, until: float = math.inf,
 ) -> dict[str, Any]:  # fmt: skip
     """The certificate of a candidate that computes what a reference does.
 
@@ -93,6 +96,7 @@ def certify(
         emitted: further kernels, which the program runs in the place of steps.
         unchecked: names of kernels that it runs, too, and why they are not checked.
         steps: whether steps of the candidate run as kernels of their own.
+        until: by the monotonic clock; kernels whose turn comes later are not checked, for the reason `LATE`.
 
     Raises:
         ScheduleError: they differ, or a kernel does, or the candidate is less stable.
@@ -117,9 +121,17 @@ def certify(
             kernel = _lowered(x, target)
             if kernel is None and emitted and x not in emitted:
                 continue  # what runs in the place of this step is among those
-            part = {"name": x.name, "reason": "labels or types"} if kernel is None else _kernel(x, kernel, target)
+            if kernel is None or time.monotonic() > until:
+                part = {"name": x.name, "reason": "labels or types" if kernel is None else LATE}
+            else:
+                part = _kernel(x, kernel, target)
             data["unchecked" if "reason" in part else "kernels"].append(part)
     return data
+
+
+def late(data: Mapping[str, Any]) -> bool:
+    """Whether a certificate has kernels that were not checked for want of time."""
+    return any(x["reason"] == LATE for x in data["unchecked"])
 
 
 def of_sizes(data: dict[str, Any], target: str, emitted: Sequence[Emitted]) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """Searches of equivalent programs: what is found is kept, verified, and used for other sizes."""
 
 import json
+import time
 import xml.etree.ElementTree as ET
 from itertools import count
 
@@ -245,12 +246,49 @@ def test_what_is_not_faster_in_the_last_draw_is_not_kept(database, monkeypatch):
 def test_the_last_draw_takes_turns(monkeypatch):
     """Each program once a turn, in orders that rotate; all turns but one are below the ratio."""
     order = []
-    monkeypatch.setattr(turns, "timed", lambda run, *_: order.append(run) or {"a": 1.0, "b": 0.5, "c": 2.0}[run])
+    seconds = {"a": 1.0, "b": 0.5, "c": 2.0}
+    monkeypatch.setattr(turns, "timed", lambda run, *_: order.append(run) or seconds[run])
     b, c = turns.drawn("a", ["b", "c"], [])
+    order = order[1:]  # the first one tells whether calls are too long for caches
     assert [sorted(order[i : i + 3]) for i in range(0, len(order), 3)] == [["a", "b", "c"]] * turns.FINAL
     assert {"".join(order[i : i + 2]) for i in range(0, len(order), 3)} >= {"cb", "bc", "ba"}
     assert (b.faster, c.faster) == (True, False)
     assert (b.ratio, c.ratio) == (0.5, 2.0)
+
+
+@pytest.mark.parametrize(("apart", "faster"), [(0.9, True), (0.99, True), (1.05, False)])
+def test_what_is_slower_apart_is_not_faster(monkeypatch, apart, faster):
+    """Of short calls, those are counted too between which something else happens: the worse of a pause and memory."""
+    kinds = []
+
+    def alone(every, _, order, between):
+        between()
+        assert (len(every), sorted(order)) == (2, [0, 1])
+        kinds.append(between)
+        return [1e-3, 1e-3 * (apart if len(kinds) % 2 else 0.8)]
+
+    monkeypatch.setattr(turns, "timed", lambda run, *_: {"a": 1e-3, "b": 0.5e-3}[run])
+    monkeypatch.setattr(turns, "apart", alone)
+    (b,) = turns.drawn("a", ["b"], [])
+    assert len({*kinds}) == 2
+    assert len(kinds) == 2 * turns.FINAL
+    assert (b.ratio, b.apart, b.faster) == (0.5, pytest.approx(apart), faster)
+
+
+def test_calls_apart_are_in_order_with_something_between():
+    seen = []
+    times = turns.apart([lambda _: seen.append("a"), lambda _: seen.append("b")], [], [1, 0], lambda: seen.append(" "))
+    assert "".join(seen).split() == [*"abbaabbaab"]
+    assert len(times) == 2
+    assert min(times) > 0
+
+
+def test_a_program_that_takes_long_is_run_once_more():
+    calls = []
+    assert turns.timed(lambda _: calls.append(1) or time.sleep(0.02), [], 0.01) >= 0.02
+    assert len(calls) == 2
+    turns.timed(lambda _: calls.append(1), [], 0.0)
+    assert len(calls) == 6
 
 
 def test_an_interrupt_keeps_the_best(database, monkeypatch):
