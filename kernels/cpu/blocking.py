@@ -266,11 +266,6 @@ class Blocks:
         return sweeps(self.s, self.atom)
 
     @property
-    def packs_slices(self) -> bool:
-        """Whether each slice of A is packed right before panels pass it, and not all of a block together."""
-        return self.s.a.packed and self.sweeps
-
-    @property
     def finishes(self) -> bool:
         """Whether sums are kept in scratch until they are complete, for an epilogue that writes C."""
         return self.s.program != "dot" and finishes(self.s, self.atom) and not self.finishes_in_c

@@ -17,8 +17,9 @@ thread keeps
 a block of C until it is complete, so that the passes over C stay in L3 and threads
 never wait for each other. While one tile is computed, the next is prefetched.
 
-Where the tile of L1 has all columns, a slice of A stays there while the panels pass, which stay in L2: the loop over
-panels is in the micro-kernel, inside that over slices (`sweep`). A slice that is packed is packed right before.
+Where the tile of L1 has all columns, a slice of A stays there while a few panels pass, which stay in L2: the loop over
+these is in the micro-kernel, inside that over slices (`sweep`). A block of A that is packed passes once per few panels,
+from L3 if need be: it has as many rows as its tile of L3.
 
 A tile extent of ALL omits its loop, and either operand may be read in
 place, so that small, thin and tall products are the same program with fewer
@@ -196,11 +197,10 @@ class Gemm(Operands):
         return For("i", const(0), var("slices"), const(1), (*bounds, *body))
 
     def pack_a(self) -> tuple[Stmt, ...]:
-        """Packing of the block of A, slice by slice; a sweep of panels packs each slice before they pass."""
+        """Packing of the block of A, slice by slice."""
         if not self.s.a.packed:
             return ()
-        place = LetPtr("ap", self.private() + self.b_size, self.atom.left)
-        return (place,) if self.packs_slices else (place, self.slices(self.pack_slice()))
+        return (LetPtr("ap", self.private() + self.b_size, self.atom.left), self.slices(self.pack_slice()))
 
     def pack_slice(self) -> Stmt:
         """Packing of the current slice of A."""
@@ -239,23 +239,23 @@ class Gemm(Operands):
     def visits(self, panels: int, begin: Index, end: Index) -> Stmt:
         """Loop over panels, or groups of them, around one over slices of A."""
         s = self.s
-        if s.b.packed and not (s.b.once or s.b.inside):
+        packs, few = s.b.packed and not (s.b.once or s.b.inside), self.sweeps and s.tiles[2].n > s.nr
+        if packs or few:
             near = self.near
             inner = self.tiles(1, var("jg"), minimum(end, var("jg") + near))
-            return For("jg", begin, end, const(near), (*pack_panels(self, end), inner))
+            return For("jg", begin, end, const(near), (*(pack_panels(self, end) if packs else ()), inner))
         return self.tiles(panels, begin, end)
 
     def tiles(self, panels: int, begin: Index, end: Index) -> Stmt:
         """Loop over the register tiles of a run of panels."""
         s = self.s
         width = (end - begin) * s.nr if self.sweeps else const(panels * s.nr)
-        packed = (self.pack_slice(),) if self.packs_slices else ()
         body = (
             Let("column", var("j") * s.nr),
             Let("columns", minimum(N - var("column"), width)),
             LetPtr("bp", self.panel(), self.read_types[1], readonly=not s.b.inside),
             *self.across(panels),
-            self.slices(*packed, *self.visit(panels), *finish(self)),
+            self.slices(*self.visit(panels), *finish(self)),
         )
         if self.sweeps:
             return If(begin.lt(end), (Let("j", begin), *body))

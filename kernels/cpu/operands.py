@@ -88,8 +88,8 @@ class Operands(Workspace):
 
     @property
     def packed_slice(self) -> Ptr:
-        """Address of the current packed slice of A: of a block, or the only one in a sweep."""
-        return Ptr("ap", const(0) if self.packs_slices else var("r") * var("kd"))
+        """Address of the current packed slice of A."""
+        return Ptr("ap", var("r") * var("kd"))
 
     def rows_of_a(self, before: Index) -> tuple[Index | Ptr, ...]:
         """Address and strides of the slice of A, from so many units on: packed, or in place."""

@@ -48,11 +48,10 @@ class Workspace(Blocks):
 
     @property
     def a_size(self) -> Index:
-        """Number of elements of one worker's packed block of A, or slice; stores may go one vector beyond."""
+        """Number of elements of one worker's packed block of A; stores may go one vector beyond."""
         if not self.s.a.packed:
             return const(0)
-        rows = minimum(self.block_rows, self.s.mr) if self.packs_slices else self.block_rows
-        return round_up((rows * self.kb + self.atom.n) * self.scaled("a"), 64)
+        return round_up((self.block_rows * self.kb + self.atom.n) * self.scaled("a"), 64)
 
     @property
     def b_size(self) -> Index:

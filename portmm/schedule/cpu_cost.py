@@ -62,8 +62,7 @@ def timed(v: Extents, workers: int, among: Partition) -> Cost:
     t, (column_blocks, tasks, threads, share) = v.t, among
     own, packing = work(v, threads if workers > 1 else None), packing_b(v)
     if "pack_a" in t.some:  # a block of A is packed once per block of columns
-        again = np.where(t.sweeps, np.ceil(v.n / t.swept), column_blocks)  # or each slice before it sweeps panels
-        packing = packing + (v.m * v.k) * again * t.copy_a
+        packing = packing + (v.m * v.k) * column_blocks * t.copy_a
     scale = v.batch / t.hertz
     packers = threads
     if "once" in t.some:

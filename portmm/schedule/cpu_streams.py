@@ -87,8 +87,8 @@ def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Itera
 
     Rows of C are stored in long runs, and B is packed once. Shallow rows of a B are better left in place. Slices of
     less than half of the largest tile have too few multiply-adds in a step (llvm-mca, Skylake: 6 x 32 0.85 of the peak,
-    14 x 32 0.93). Slices in place have few rows, which wait for panels from L2 unless these are prefetched; the largest
-    are packed, each before its sweep.
+    14 x 32 0.93). Slices in place have few rows. Of blocks that are packed before panels pass them, slices have the
+    most, or two less, and come in order from any level. Both wait for panels from L2 unless these are prefetched.
     """
     depth, top = panel_depth(p.k), tallest(isa, atom, nr)
     # Rows of A that start in one set of L1 leave two ways to panels.
@@ -100,15 +100,15 @@ def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Itera
         return
     if nr == 2 * isa.columns(atom) and a_in_place(p, isa, atom):
         ready = p.b == "packed"
-        nc, packed = (near, 0) if ready else (ALL, near)
-        for rows, pack_a in ((mr, False), (top, True)):
+        for rows, pack_a in ((mr, False), (top, True), (top - 2, True)):
             if 2 * rows < top or p.m <= rows:
                 continue
-            registers, l1, *outer = cache_tiles(rows, nr, depth, ALL, nc, least_of(rows), near=packed)
-            s = base_schedule("gemm", p, isa, (registers, l1._replace(n=ALL), *outer), pack_a, not ready)
+            nc, few = (near, 0) if ready and not pack_a else (ALL, near)
+            registers, l1, l2, l3 = cache_tiles(rows, nr, depth, ALL, nc, least_of(rows), near=few)
+            l3 = l3._replace(m=-(-MODEL.sweep_rows // rows) * rows) if pack_a else l3
+            s = base_schedule("gemm", p, isa, (registers, l1._replace(n=ALL), l2, l3), pack_a, not ready)
             yield s
-            if not pack_a:
-                yield replace(s, b=s.b.prefetched(0, MODEL.steps_ahead * nr))
+            yield replace(s, b=s.b.prefetched(0, MODEL.steps_ahead * nr))
 
 
 def packed_inside(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:

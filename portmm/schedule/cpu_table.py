@@ -195,7 +195,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "crowded": (thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "addresses": model.addresses if in_place and not (sweeping or atom.tiled) else 0.0,
         "apart": 1.0 + model.apart / lines * (not sweeping),
-        "sweeps": sweeping, "swept": (near if pack_b else s.nc or WHOLE) if sweeping else visit_n,
+        "sweeps": sweeping, "swept": (s.nc or near if over_panels else s.nc or WHOLE) if sweeping else visit_n,
         "unhidden": _unhidden(s, model, sweeping),
         "runs": 1.0 + (model.short_ahead if prefetches and not gathers else model.short_runs) / run, "near": near,
         "copy_a": _copying(s, atom, model, "a"), "copy_b": _copying(s, atom, model, "b"),

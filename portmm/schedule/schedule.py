@@ -89,8 +89,8 @@ class Schedule:
 
     @property
     def mc(self) -> int:
-        """Rows of A kept in L2."""
-        return self.tiles[2].m
+        """Rows of a block of A: those kept in L2, or, where slices of A sweep panels of B, in L3."""
+        return self.tiles[2].m or self.tiles[3].m
 
     @property
     def nc(self) -> int:
