@@ -50,7 +50,7 @@ FUSED = (
     *(
         Kind(f"s8-u4-{x}", "row", "codes", *y)
         for x in ("f32", "bf16")
-        for y in product((32, 64, 128), (("dynamic",),), (x,), BOTH)
+        for y in product(GROUPS, (("dynamic",),), (x,), BOTH)
     ),
     *(Kind("s8-s8-f32", "row", "packed", 0, steps) for steps in (("",), ("bias",))),
     *(Kind("u8-s8-f32", "row", "packed", 0, steps) for steps in (("a_zero",), ("a_zero", "bias"))),

@@ -159,9 +159,27 @@ def test_leave_is_asked_for_only_where_tiles_are(monkeypatch) -> None:
 def test_a_trial_may_end_in_any_way_and_is_made_once(monkeypatch, tmp_path: Path, trial: str) -> None:
     monkeypatch.setenv("PORTMM_CACHE", str(tmp_path))
     monkeypatch.setattr(amx_permission, "_TRIAL", trial)
+    monkeypatch.setattr(amx_permission, "_child_succeeds", lambda: None)
     assert amx_permission._trial_succeeds() == ("(0)" in trial)
     monkeypatch.setattr(subprocess, "run", lambda *_args, **_more: pytest.fail("tried again"))
     assert amx_permission._trial_succeeds() == ("(0)" in trial)
+
+
+@pytest.mark.skipif(not X86, reason="machine code of x86")
+@pytest.mark.parametrize("ended", ["refused", "by a signal", "without a result"])
+def test_a_child_of_machine_code_may_end_in_any_way(monkeypatch, ended: str) -> None:
+    request, leave = bytes.fromhex("be12000000"), bytes.fromhex("b89e000000 0f05 89c7 85c0 751b")
+    instead = {
+        "refused": (request, bytes.fromhex("be7f000000")),  # a state that does not exist
+        "by a signal": (request, bytes.fromhex("0f0b000000")),  # ud2
+        "without a result": (leave, bytes.fromhex("31ff eb24") + bytes(9)),  # exit_group(0)
+    }[ended]
+    code = amx_permission._CHILD.replace(*instead)
+    assert len(code) == len(amx_permission._CHILD)
+    assert code != amx_permission._CHILD
+    monkeypatch.setattr(amx_permission, "_CHILD", code)
+    before = [amx_permission._child_succeeds() for _ in range(2)]
+    assert before == [None if ended == "without a result" else False] * 2
 
 
 @pytest.mark.skipif(not X86, reason="asks for state of x86")
