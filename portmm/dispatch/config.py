@@ -267,6 +267,11 @@ def _resolve(name: str) -> Target:
     return resolved
 
 
+def is_described() -> bool:
+    """Whether calls are those of a described machine, and run no kernels: see `described`."""
+    return bool(_described)
+
+
 @contextmanager
 def described(machine: Target) -> Iterator[None]:
     """Take a described machine for this one in a block, whose calls run no kernels."""

@@ -142,10 +142,15 @@ def answered(question: str, *, last: bool = False) -> Code | None:
         BundleError: a bundle is damaged.
     """
     answer = kernel_store.answer(question, last=last)
-    return None if answer is None else _code(*answer)
+    return None if answer is None else code_of(*answer)
 
 
-def _code(bundle: Bundle, fields: list[str]) -> Code:
+def code_of(bundle: Bundle, fields: list[str]) -> Code:
+    """The loaded code of an answer of a bundle.
+
+    Raises:
+        BundleError: the bundle is damaged.
+    """
     with read(bundle):
         number, symbol, swap, size, text, *_ = fields
 
@@ -195,7 +200,7 @@ def route(
         for served in dict.fromkeys((class_of(p), (p.m, p.m))) if name else ():
             fields = bundle.answer(question(name, count(bundle, threads()), p, served))
             if fields is not None:
-                kernel, workers = _code(bundle, fields), 1 if fields[-1] == "1" else threads()
+                kernel, workers = code_of(bundle, fields), 1 if fields[-1] == "1" else threads()
                 work = kernel.scratch(p, served[1], workers)
                 return runtime().make_route(kernel.code, work, workers, p.storage, p.unit), served
     return None

@@ -31,7 +31,8 @@ SHORTEST = 512
 KEYS_OF_FEW = 256
 """Keys of a block of few queries."""
 ATTENTION = "attention "
-"""The beginning of questions to the base set for the forms of attention kernels, and for their code."""
+"""The beginning of questions to the base set for the forms of attention kernels, and for their code; and to bundles for
+both: see `question`."""
 FORK = 1e6
 """Multiply-adds from which threads pay: some 30 us."""
 
@@ -209,13 +210,50 @@ def stored(dtype: str, queries: int, dv: int, *, causal: bool) -> tuple[Form, st
     return None if code is None else ((few == "1", int(kr), int(k_step), step), code)
 
 
+def bundled(
+    dtype: str, queries: int, widths: tuple[int, int], *, causal: bool
+) -> tuple[Form, stored_kernels.Code] | None:
+    """The form of an attention kernel without functions in a bundle, and its code; None if there is none.
+
+    Args:
+        dtype: of the operands.
+        queries: their number.
+        widths: elements of a head of Q, and of V.
+        causal: whether the mask is causal.
+
+    Raises:
+        BundleError: a bundle is damaged.
+    """
+    for bundle in kernel_store.bundles():
+        name = config.machine_of(bundle)
+        fields = bundle.answer(question(name, dtype, queries, widths, causal=causal)) if name else None
+        if fields is not None:
+            with stored_kernels.read(bundle):
+                *_, few, kr, k_step, step = fields
+                return (few == "1", int(kr), int(k_step), step), stored_kernels.code_of(bundle, fields)
+    return None
+
+
+def question(machine: str, dtype: str, queries: int, widths: tuple[int, int], *, causal: bool) -> str:
+    """The question to bundles for the code of attention, and its form, as `stored` has it.
+
+    Args:
+        machine: of the bundle.
+        dtype: of the operands.
+        queries: their number, of whose class the kernel is.
+        widths: elements of a head of Q, and of V.
+        causal: whether the mask is causal.
+    """
+    return f"{ATTENTION}{machine} {dtype} {last_of_class(queries)} {widths[0]} {widths[1]} {int(causal)}"
+
+
 def packs(columns: int, dv: int) -> bool:
     """Whether V with heads of `dv` elements is packed: unless these are a multiple of `columns`; never if that is 0."""
     return bool(columns and dv % columns)
 
 
 def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: bool) -> AttentionKernel | None:
-    """The kernel of the base set for calls of a kind without functions, window and lengths; None if it has none.
+    """The kernel of the base set or a bundle for calls without functions, window and lengths; None if neither has one.
 
     Args:
         shape: of the operands.
@@ -224,11 +262,15 @@ def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: b
         causal: whether the mask is causal.
 
     Raises:
-        BundleError: the base set is damaged.
+        BundleError: the base set or a bundle is damaged.
     """
-    if factor is None or not base_kernels.active():
+    if factor is None:
         return None
-    known = stored(shape.element, shape.m, shape.dv, causal=causal)
+    known, based = None, base_kernels.active()
+    if based:
+        known = stored(shape.element, shape.m, shape.dv, causal=causal)
+    elif not config.is_described():
+        known = bundled(shape.element, shape.m, (shape.d, shape.dv), causal=causal)
     if known is None:
         return None
     begin(shape)
@@ -238,7 +280,7 @@ def basic_kernel(shape: Shape, factor: float | None, result: Array, *, causal: b
         return runtime().make_route(code.code, code.workspace(fields) * code.bytes, fields["workers"], "f32")
 
     def threads() -> int:
-        return config.limit() or base_kernels.cores()
+        return (config.limit() or base_kernels.cores()) if based else config.get_num_threads()
 
     form = (few, kr, k_step, value(step, {"d": max(shape.d, shape.dv)}))
     return prepared(form, shape, threads, route_of, lambda *x: Plain((*x, result), factor))

@@ -6,6 +6,7 @@ Owns `add_attention`. The kernel of a call serves other sizes too, within the li
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -14,6 +15,8 @@ from portmm.arrays import numpy_arrays
 from portmm.dispatch import config
 from portmm.errors import BundleError
 from portmm.ops.attention import attention
+from portmm.ops.attention_groups import rows_of
+from portmm.ops.attention_launch import question as question_of
 from portmm.ops.bundle_build import AttentionCall, Maker
 from portmm.ops.bundle_runs import attention_text
 from portmm.ops.recorded_kernels import launches_of
@@ -41,6 +44,20 @@ def add_attention(
                 for queries in shape.queries:
                     launch = _launch(shape, queries, target, threads)
                     maker.attentions.append(_call(maker, launch, shape, queries, (target, threads)))
+        for shape in shapes:
+            for queries in shape.queries:
+                _add_groups(maker, shape, queries, (target, counts[0]))
+
+
+def _add_groups(maker: Maker, x: AttentionShape, queries: int, on: tuple[Target, int]) -> None:
+    """Add the kernel of calls that take queries of heads that share keys as rows of one: see `attention_groups`."""
+    shared = x.heads != x.kv_heads and x.dtype != "f32" and not x.window
+    rows = rows_of((x.heads, x.kv_heads), queries, x.keys, causal=x.causal) if shared else 0
+    if rows:
+        heads = replace(x, heads=x.kv_heads, causal=False)
+        launch = _launch(heads, rows, *on)
+        if launch.route.kernel.kernel.atom.tiled:
+            _call(maker, launch, heads, rows, on)
 
 
 def _launch(x: AttentionShape, queries: int, target: Target, threads: int) -> Any:
@@ -77,7 +94,10 @@ def _call(maker: Maker, launch: Any, x: AttentionShape, queries: int, on: tuple[
     units = (atom.k if atom.k_pack > 1 and not run else 1, 1 if run or packs or masks else width)
     align = atom.k_pack * BY_NAME[x.dtype].bytes if not run else BY_NAME[x.dtype].bytes
     workspace = kernel.workspace * BY_NAME[atom.acc].bytes
+    wanted = "" if x.window or x.lse else question_of(target.name, x.dtype, queries, (x.d, x.dv), causal=x.causal)
     question = maker.add_source(kernel, target.arch)
+    if wanted:
+        maker.add_kernel(kernel, target.arch, wanted, str(int(run > 0)), str(atom.k_pack), str(atom.k), str(step))
     maker.runs[question, attention_text(isa.name, x, queries, (step, run), workspace)] = None
     least = atom.m if atom.tiled else 1
     return AttentionCall(target.name, threads, x, queries, question, workspace, step, run, least, units, align)

@@ -280,6 +280,38 @@ def test_a_first_weight_is_packed_without_a_description_of_the_machine(tmp_path)
     assert done.stdout.split("\n")[:4] == ["[96.0, 96.0]", "96.0", "96.0", "[]"], done.stderr
 
 
+ATTENTION = """
+import warnings
+import ml_dtypes
+warnings.simplefilter("error")  # as where NumPy computes
+r = np.random.default_rng(0)
+for m, n, d, heads, few, of in CASES:
+    q, k, v = (r.standard_normal((1, *x, d)).astype(of) for x in ((heads, m), (few, n), (few, n)))
+    left, (right, values) = q.astype(float), (np.repeat(x.astype(float), heads // few, 1) for x in (k, v))
+    weights = np.exp(left @ right.swapaxes(-1, -2) / np.sqrt(d))
+    want = weights / weights.sum(-1, keepdims=True) @ values
+    print(abs(pm.attention(q, k, v).astype(float) - want).max() < (1e-5 if of == "f4" else 2e-2), end=" ")
+print([x for x in slow if f"portmm.{x}" in sys.modules])
+"""
+CASES = [(33, 40, 16, 4, 4, "f4"), (16, 40, 80, 4, 4, "bfloat16"), (1, 600, 64, 32, 2, "bfloat16")]
+
+
+@pytest.mark.usefixtures("made")
+def test_a_first_attention_is_found_whatever_the_heads(tmp_path):
+    """Heads of no whole steps of tiles, and heads that share keys as rows of one."""
+    path = tmp_path / "attention.bundle"
+    lines = (
+        "attention 33 40 16 f32 heads=4\nattention 16 40 80 bf16 heads=4\nattention 1 600 64 bf16 heads=32 kv_heads=2\n"
+    )
+    maker = bundle_build.Maker()
+    bundle_build.add_shapes(maker, [], [host()], (1, 64))
+    bundle_attention.add_attention(maker, bundle_shapes.attention_of(lines, ""), [host()], (1, 64))
+    path.write_bytes(maker.pack((1, 64), lambda *_: None))
+    cases = f"CASES = {CASES}\nslow = slow[:2]\n"
+    done = run(tmp_path, calls=SLOW + cases + ATTENTION, PORTMM_BUNDLE=str(path))
+    assert done.stdout.splitlines() == ["True True True []"], done.stderr
+
+
 def test_threads_are_those_of_this_machine_whichever_serves_it(tmp_path):
     maker, least = bundle_build.Maker(), load_target("x86_64_v2" if host().arch == "x86_64" else "armv8a")
     maker.add_machine(least)
