@@ -33,7 +33,11 @@ def bundle(  # noqa: PLR0917 - typer's parameters
     shapes: Annotated[Path | None, typer.Option(help=LINES)] = None,
     machines: Annotated[
         str,
-        typer.Option("--for", help="Chips, levels, instruction sets, sm_90 or cloud instances, with commas between."),
+        typer.Option(
+            "--for",
+            help="Chips, levels as x86_64_v3, instruction sets, sm_90 or cloud instances, with commas between; `chips` "
+            "are all processors of instances, `levels` all levels.",
+        ),
     ] = "",
     from_onnx: Annotated[
         Path | None, typer.Option("--from-onnx", help="A model in ONNX's format: all kernels that it calls.")

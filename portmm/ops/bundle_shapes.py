@@ -16,7 +16,7 @@ from portmm.spec.dtype import CODES_KR, USUAL_GROUP, types, word_of
 from portmm.spec.row_classes import last_of_class
 from portmm.spec.row_classes import rows as rows_of
 from portmm.target.reported_device import device_target
-from portmm.target.target import Target, described, instance, load_target
+from portmm.target.target import Target, clouds, described, instance, load_target, names
 
 if TYPE_CHECKING:
     from portmm.spec.problem import Problem
@@ -199,12 +199,14 @@ def _attention(_: str, *words: str) -> AttentionShape:
 def targets_of(words: Iterable[str]) -> tuple[list[Target], list[Target]]:
     """The described processors that words name, and the devices for CUDA: also by capability, as sm_90.
 
+    "chips" names the processors of all cloud instances, "levels" the plain ones of their architectures, as x86_64_v3.
+
     Raises:
         TargetError: a word names no target.
         BundleError: it names a device whose driver alone compiles for it.
     """
     targets: dict[str, Target] = {}
-    for word in words:
+    for word in (x for several in words for x in _several(several)):
         capability = re.fullmatch(r"sm_(\d+)(\d)[af]?", word)
         family = None if capability else instance(word)
         if capability:
@@ -219,6 +221,19 @@ def targets_of(words: Iterable[str]) -> tuple[list[Target], list[Target]]:
             targets.setdefault(chip.name, chip)
     every = list(targets.values())
     return [x for x in every if x.device is None], [x for x in every if x.device is not None]
+
+
+def _several(word: str) -> list[str]:
+    """The chips that a word for several names, or the word."""
+    chips = [load_target(x) for x in dict.fromkeys(chip for family in clouds() for chip in family.chips)]
+    processors = [x for x in chips if x.device is None]
+    if word == "chips":
+        return [x.name for x in processors]
+    if word != "levels":
+        return [word]
+    every = [load_target(x) for x in names("chip")]
+    plain = [x for x in every if any(match.generic and match.features for match in x.match)]
+    return [x.name for x in plain if x.arch in {chip.arch for chip in processors}]
 
 
 def problem_of(size: tuple[int, int, int], dtype: str, b: str, family: str, a: str = "row") -> Problem:

@@ -393,6 +393,11 @@ def test_cloud_instances_are_all_their_chips():
         "skylake_sp", "cascade_lake", "zen4",
     ]  # fmt: skip
     assert [x.name for x in bundle_shapes.targets_of(["zen4", "h100"])[1]] == ["h100"]
+    chips, levels = (dict.fromkeys(x.name for x in bundle_shapes.targets_of([y])[0]) for y in ("chips", "levels"))
+    assert {"x86_64_v2", "armv8a"} <= chips.keys() & levels.keys()
+    assert {"zen4", "neoverse_n1", "x86_64_v1", "rv64gcv"} & {*chips} == {"zen4", "neoverse_n1"}
+    assert {"zen4", "neoverse_n1", "x86_64_v1", "rv64gcv"} & {*levels} == {"x86_64_v1"}
+    assert not bundle_shapes.targets_of(["chips", "levels"])[1]
 
 
 @pytest.mark.emulated
