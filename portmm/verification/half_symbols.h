@@ -141,6 +141,7 @@ static void tile_tdpbf16ps(int d, int a, int b) {
     const unsigned char rows[] = {__VA_ARGS__}; \
     tile_configure(rows, sizeof(rows)); \
   } while (0)
+#define TILE_KEEP() (void)0
 #define TILE_RELEASE() tile_configure(0, 0)
 #define TILE_ZERO(d) tile_zero(d)
 #define TILE_LOAD(d, p, step) tile_load(d, p, (step) * (long)sizeof(*(p)))

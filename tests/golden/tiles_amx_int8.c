@@ -38,7 +38,14 @@ typedef struct {
     for (int t = 0; t < 8; ++t) shapes.bytes[t] = shapes.rows[t] ? 64 : 0; /* none where there are no rows, or it faults */ \
     __asm__ volatile("ldtilecfg %0" : : "m"(shapes)); \
   } while (0)
-#define TILE_RELEASE() __asm__ volatile("tilerelease")
+#define TILE_KEEP() \
+  tile_shapes others; /* other code of this thread may rely on its tiles: llama.cpp configures them once */ \
+  __asm__ volatile("sttilecfg %0" : "=m"(others))
+#define TILE_RELEASE() \
+  do { \
+    if (others.palette) __asm__ volatile("ldtilecfg %0" : : "m"(others)); \
+    else __asm__ volatile("tilerelease"); \
+  } while (0)
 #define TILE_ZERO(d) __asm__ volatile("tilezero %tmm" #d)
 #define TILE_LOAD(d, p, step) \
   __asm__ volatile("tileloadd (%0,%1), %%tmm" #d : : "r"(p), "r"((step) * (long)sizeof(*(p))) : "memory")
@@ -217,7 +224,7 @@ static void block(const long *ctx, long task, long worker) {
   const long height = div_(rows, slices);
   const long taller = mod_(rows, slices);
   const long tall = max_(2, height + (0 < taller));
-  TILE_CONFIGURE((tall + 1) / 2, (tall + 1) / 2, tall / 2, tall / 2, (tall + 1) / 2, tall / 2, 16, 16);
+  TILE_KEEP(); TILE_CONFIGURE((tall + 1) / 2, (tall + 1) / 2, tall / 2, tall / 2, (tall + 1) / 2, tall / 2, 16, 16);
   const long kb = (div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16;
   int *cp = work + worker * (((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64 + (max_(1024, ((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 < (k + 3) / 4) * ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (div_((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64))) - 1, max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64)))) * 32))) + 63) / 64 * 64) + ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64;
   const long deep = kb < (k + 3) / 4;

@@ -6,6 +6,7 @@ cases: tiles.h, put before it, defines the words that stand for instructions.
 
 from __future__ import annotations
 
+import ctypes
 import platform
 import re
 from dataclasses import replace
@@ -20,6 +21,7 @@ import test_compiles
 from places import HELPERS
 from support import case, check_built, execute, interpret, pose, small
 
+import portmm as pm
 from portmm.build import shared_object as building
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
@@ -407,3 +409,27 @@ def functions_of(f: Function):
     for s in walk(f.body):
         if hasattr(s, "function"):
             yield from functions_of(s.function)
+
+
+KEEPS = """
+typedef struct { unsigned char palette, start, none[14]; unsigned short bytes[16]; unsigned char rows[16]; } shapes_t;
+void configure(const shapes_t *x) { __asm__ volatile("ldtilecfg %0" : : "m"(*x)); }
+void configured(shapes_t *x) { __asm__ volatile("sttilecfg %0" : "=m"(*x)); }
+void release(void) { __asm__ volatile("tilerelease"); }
+"""
+
+
+@pytest.mark.skipif(not support.runs_here("amx_int8"), reason="this machine has no AMX")
+def test_tiles_that_other_code_has_configured_stay_so():
+    built = build(KEEPS, flags=("-mamx-tile",), name="keeps", symbols=("configure", "configured", "release"))
+    tiles = ctypes.CDLL(str(built.path))
+    theirs, after = np.zeros(64, np.uint8), np.ones(64, np.uint8)
+    theirs[0], theirs[16:22:2], theirs[48:51] = 1, 64, (3, 5, 16)
+    rng = np.random.default_rng(0)
+    a, b = (rng.integers(-9, 9, s, np.int8) for s in ((64, 128), (128, 64)))
+    pm.matmul(a, b)  # asks the kernel for tiles
+    for before in (theirs, np.zeros(64, np.uint8)):
+        tiles.configure(before.ctypes.data_as(ctypes.c_void_p)) if before.any() else tiles.release()
+        np.testing.assert_array_equal(pm.matmul(a, b), a.astype(np.int32) @ b.astype(np.int32))
+        tiles.configured(after.ctypes.data_as(ctypes.c_void_p))
+        np.testing.assert_array_equal(after, before)

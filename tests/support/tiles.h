@@ -86,6 +86,7 @@ FLOATS(tile_tdpfp16ps, tile_f16)
     const unsigned char rows[] = {__VA_ARGS__}; \
     tile_configure(rows, sizeof(rows)); \
   } while (0)
+#define TILE_KEEP() (void)0
 #define TILE_RELEASE() tile_configure(0, 0)
 #define TILE_ZERO(d) tile_zero(d)
 #define TILE_LOAD(d, p, step) tile_load(d, (const unsigned char *)(p), (step) * (long)sizeof(*(p)))
