@@ -26,9 +26,10 @@ DEEPEST = 0.5
 LEAST_ROW = 9
 """Pixels of a row of a result from which a tile has enough rows. Granite Rapids, ResNet-50, of packed windows: rows of
 14, 28 and 56 take 0.7, 0.6 and 0.4 of the time, rows of 7 1.2."""
-OF_SINGLE = 1 / 4
-"""Share of L2 that filters of single taps may have. Granite Rapids, ResNet-50 and a U-Net, of a product that packs A:
-with 8 to 512 KiB of filters 0.75 to 1.1, with more 0.8 to 1.7."""
+OF_SINGLE = {1: 1 / 2, 2: 1 / 4}
+"""Step between pixels, and the share of L2 that filters of single taps may have; of longer steps as of two. Granite
+Rapids, ResNet-50 and a U-Net, of a product that packs A: with 512 KiB to 1 MiB of filters 0.7 to 0.87 of the time, of
+other pixels than each 1.0 to 1.35, with more 1.0 to 1.75."""
 ROW = 0.6
 """Share of L1 that a row of pixels may have, or two, past which all panels go; parts of longer ones do it singly."""
 FEWEST = 5
@@ -118,7 +119,7 @@ def tiled(  # noqa: PLR0917 - what a kernel is made for
     by_rows = single or (not fits and filters <= STAYS * levels["L2"])
     near = fits and not by_rows and stride[1] * pixel >= deep
     other = out[1] < (FEWEST if fits else LEAST_ROW) or depth * s.nr * size > DEEPEST * levels["L2"]
-    other = other or (single and filters > OF_SINGLE * levels["L2"])
+    other = other or (single and filters > OF_SINGLE[min(stride[1], 2)] * levels["L2"])
     if other and groups == 1 and not (copies and (x.padding or few)):
         return None  # windows are packed instead, if their padding is zero
     rows = out[0] if filters > FILTERS * levels["L2"] else min(out[0], -(-PIXELS // out[1]))
