@@ -35,11 +35,14 @@ __attribute__((constructor)) static void detect(void) {
   if (has_word(text, "amx_tile") && syscall(SYS_arch_prctl, 0x1023, 18))
     for (char *p = text; (p = strstr(p, "amx_"));) p[0] = '-';
 #endif
-  /* The best machine with all its features here; else one with those that its kernels need. */
-  for (int i = 0; i < 2 * MACHINES && machine < 0; i++) {
-    const char *const *word = i < MACHINES ? machines[i].features : machines[i - MACHINES].needs;
+  /* The machine most like this one of those whose kernels need no feature that is not here. */
+  for (int i = 0, most = 0; i < MACHINES; i++) {
+    const char *const *word = machines[i].needs;
+    int alike = 0;
     while (*word && has_word(text, *word)) word++;
-    if (!*word) machine = i % MACHINES;
+    if (*word) continue;
+    for (word = machines[i].features; *word; word++) alike += has_word(text, *word) ? 1 : -2;
+    if (machine < 0 || alike > most) machine = i, most = alike;
   }
   if (host_start()) machine = -1;
 }

@@ -4,6 +4,7 @@ import ctypes
 import os
 import shutil
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -70,6 +71,18 @@ def test_products_of_any_size(library):
                     assert lib.portmm_pack(words, long(k), long(n), at, *map(long, steps), place) == 0
                     assert call(lib.portmm_matmul_packed, words, m, n, k, a, (k, 1), packed, (), c) == 0
                     np.testing.assert_array_equal(c, expected)
+
+
+def test_the_machine_most_like_this_one_serves(tmp_path):
+    """A chip of which a guest hides an instruction set that no kernel uses, beside a lesser one that is here."""
+    here, maker = host(), bundle_build.Maker()
+    hidden = replace(here.isas[0], name="hidden", features=("hidden",), atoms=())
+    machines = [here.limited_to(here.isas[-2].name), replace(here, name="more", isas=(*here.isas, hidden))]
+    machines[0] = replace(machines[0], name="less")
+    bundle_build.add_shapes(maker, bundle_shapes.shapes_of("9 64 96 f32 row\n"), machines, (1,))
+    lib = ctypes.CDLL(str(c_library.write(maker, tmp_path, os.uname().machine)))
+    lib.portmm_machine.restype = ctypes.c_char_p
+    assert lib.portmm_machine() == b"more"
 
 
 def test_what_the_library_lacks(library):
