@@ -140,7 +140,7 @@ class HostBuilder(Builder):
     # Steps.
 
     def ready(self, make: Callable[[], T]) -> T:
-        """What a step launches, selected and built now; None of a builder that only lists it."""
+        """The launch of a step, whose kernel is selected and built; None of a builder that only lists it."""
         return make()
 
     def route(self, p: Problem) -> Any:
