@@ -125,10 +125,11 @@ class UnitTiles(Tiles):
             self.packers = self.packed()
         layout = "row" if a.contiguous(along) else "any"
         function = product(self.isa, self.unit, self.lines, layout, self.s)
+        after = self.last - var("loop_start") - var("loop_count") if along == self.loop else const(0)
         apart = to.along(p) if p else round_up(self.room(q), PAD) + PAD  # rows of a tile that has one value of them
         return Call(function, (
             self.count(along), self.count(p), self.count(q), a.at, a.along(p), a.along(along), b.at, b.along(along),
-            to.at, apart, accumulate, *self.packers,
+            to.at, apart, accumulate, *self.packers, after,
         ))  # fmt: skip
 
     def packed(self) -> tuple[Ptr, ...]:
@@ -147,7 +148,11 @@ class UnitTiles(Tiles):
 
 
 def product(isa: Isa, unit: Atom, lines: Atom, layout: str, s: Schedule) -> Function:
-    """Function C[rows][columns] (+)= A[rows][k] . B[k][columns]; C has whole tiles, A has a layout."""
+    """Function C[rows][columns] (+)= A[rows][k] . B[k][columns]; C has whole tiles, A has a layout.
+
+    Rows of B of fewer columns than a tile are read past their ends, as far as rows follow, `after` these k too: columns
+    of a tile do not depend on each other.
+    """
     k, rows, columns, p, j, r, t = map(var, ("k", "rows", "columns", "p", "j", "r", "t"))
     deep, wide, tall, kr = unit.k, ACROSS * unit.n, unit.m, unit.k_pack
     steps, step = var("steps"), unit.deep
@@ -164,13 +169,23 @@ def product(isa: Isa, unit: Atom, lines: Atom, layout: str, s: Schedule) -> Func
         Call(pack_right, (ceil_div(some, kr), some, const(0), few, rows_of_b, var("b_k"), const(1), to)),
         If(some.lt(deep), (Call(_cleared(unit, lines), (ceil_div(some, kr), to)),)),
     )
+    below = (k + var("after") - p - (t + 1) * deep) * var(
+        "b_k"
+    )  # elements of rows behind a step, which may be read too
+    thin = few.lt(unit.n + 1) * const(unit.n - 1).lt(few + below)
     pair = (
         Let("some", minimum(deep, var("kd") - t * deep)),
         Let("few", minimum(wide, columns - j)),
         If(
             some.eq(deep) * few.eq(wide),
             (Call(_interleaved(unit, lines, s.b.along), (rows_of_b, var("b_k"), to)),),
-            edge,
+            (
+                If(
+                    some.eq(deep) * thin,
+                    (Call(_interleaved(unit, lines, 0, ACROSS - 1), (rows_of_b, var("b_k"), to)),),
+                    edge,
+                ),
+            ),
         ),
     )
     sums = Call(_tiles(unit), (
@@ -189,24 +204,28 @@ def product(isa: Isa, unit: Atom, lines: Atom, layout: str, s: Schedule) -> Func
     params = (
         Param("k"), Param("rows"), Param("columns"), Param("a", unit.a, readonly=True), Param("a_m"), Param("a_k"),
         Param("b", unit.b, readonly=True), Param("b_k"), Param("c", unit.acc), Param("c_m"), Param("accumulate"),
-        Param("left", unit.left), Param("right", unit.right),
+        Param("left", unit.left), Param("right", unit.right), Param("after"),
     )  # fmt: skip
     body = (For("p", const(0), k, const(s.kc), block),)
     return Function(f"product_{layout}", "inner", params, body, "C[rows][columns] (+)= A[rows][k] . B[k][columns]")
 
 
-def _interleaved(unit: Atom, lines: Atom, along: int) -> Function:
-    """Function to[unit][columns] = a step of rows of B in units; what follows in the same rows is prefetched."""
+def _interleaved(unit: Atom, lines: Atom, along: int, tiles: int = ACROSS) -> Function:
+    """Function to[unit][columns] = a step of rows of B in units; what follows in the same rows is prefetched.
+
+    Of `tiles` of columns: what is in others of the panel stays there, in columns that nothing reads.
+    """
     wide, u, kr = ACROSS * unit.n, var("u"), unit.k_pack
     row = Ptr("b", u * (var("b_k") * kr))
     body: list[Stmt] = []
-    for v in range(0, wide, unit.n):
+    for v in range(0, tiles * unit.n, unit.n):
         body.append(Verb("load_rows", f"v{v}", p=row + v, step=var("b_k")))
         body.append(Verb("store", f"v{v}", p=Ptr("to", u * wide + v), to=unit.right))
     ahead = [Prefetch(row + (var("b_k") * e + along), near=False) for e in range(kr)] if along else []
     loop = For("u", const(0), const(unit.deep), const(1), (*ahead, *body), 2)
     params = (Param("b", unit.b, readonly=True), Param("b_k"), Param("to", unit.right))
-    return Function("interleaved", "inner", params, (loop,), f"to[{unit.deep}][{wide}] = B in units", of=lines.name)
+    name = "interleaved" if tiles == ACROSS else "interleaved_few"
+    return Function(name, "inner", params, (loop,), f"to[{unit.deep}][{wide}] = B in units", of=lines.name)
 
 
 def _cleared(unit: Atom, lines: Atom) -> Function:

@@ -52,7 +52,7 @@ KERNELS_MEASURED = 3
 """Kernels of the whole function that are compiled and measured."""
 ONE_KERNEL = "one kernel along "
 """Start of the last entry of a path that ends in one kernel: with the label of its loop, and its number."""
-MOST_SCHEDULES = 3
+MOST_SCHEDULES = 4
 """Schedules of such a kernel that are measured."""
 REJECT_RATIO = 1.5
 """Time of three runs of a form over that of the best one, from which it is not measured further."""

@@ -30,17 +30,19 @@ VECTORS = 3
 """Vectors across a register tile, but where products of `NEAR` columns would waste a quarter of them or more."""
 PANEL, DEPTH = 8, 256
 """Register tiles of a panel of many columns, and a block of k."""
-STREAMS = 32, 16
-"""Rows of B that are streams at once, in the place of a block of k, where B comes from memory (Zen 5: LoRA, whose
-weight is in L3, is 1.07 times as fast by blocks of 256, a gated MLP 1.06 times by streams; Granite Rapids: LoRA 1.6
-times by 32 streams, a gated MLP of 8 rows by 16 1.05 times as fast as by 32)."""
+STREAMS = (PANEL, 32), (PANEL, 16), (2, 64)
+"""Register tiles of a panel, and rows of B that are streams at once, in the place of a block of k, where B comes from
+memory (Zen 5: LoRA, whose weight is in L3, is 1.07 times as fast by blocks of 256, a gated MLP 1.06 times by streams;
+Granite Rapids: LoRA 1.6 times by 32 streams, and 1.03 to 1.1 times that by 64 in panels of 96 columns; a gated MLP of 8
+rows by 16 1.05 times as fast as by 32, and 1.06 as by 64)."""
 AHEAD = 2
 """Register tiles between a row of a stream and what of it is prefetched (Granite Rapids: 8 rows by 4096 x 4096 from
 memory 1.3 times as fast as without, and as with 1, 3 and 4 within 5 %)."""
-UNIT_DEPTHS, UNIT_AHEAD = (64, 32), 4
+UNIT_DEPTHS, UNIT_AHEAD = (64, 32, 128), 4
 """Elements of a block of k of products on units of tiles, and products of two tiles of columns between those that are
 interleaved and those that are prefetched (Granite Rapids: LoRA, whose weight is in L3, takes 157 us by blocks of 32 or
-64, 208 by 128 and 235 by 256; a gated MLP from memory 1.25 times as long by 64 as by 32; 2 to 16 ahead are alike)."""
+64, 208 by 128 and 235 by 256; a gated MLP from memory 1.25 times as long by 64 as by 32; 2 to 16 ahead are alike; an
+MLP with 8 elements between its products 42 us by 128, 45 by 64, 51 by 512)."""
 EVEN = 4
 """Tiles for each thread from which they are shared out evenly enough."""
 LEAST = 512
@@ -75,8 +77,8 @@ def candidates(
     wide = ALL if share >= columns else share
     streams = STREAMS[:1] if near else STREAMS
     every = tuple(
-        tiled(isa, register, tile, wide, (PANEL * nr, x, DEPTH), along) for x, along in
-        ((DEPTH, 0), *((x, AHEAD * nr) for x in streams))
+        tiled(isa, register, tile, wide, (panel * nr, x, DEPTH), along) for panel, x, along in
+        ((PANEL, DEPTH, 0), *((panel, x, AHEAD * nr) for panel, x in streams))
     )  # fmt: skip
     rows = row_label(program)
     grid = math.prod(-(-extents[x] // {rows: tile[0], result[-1]: wide or columns}.get(x, 1)) for x in result)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from support import guarded
 
 import portmm as pm
 from portmm.dispatch import config
 from portmm.fusion import superoptimizer
 
 QUICKLY = True
+ENOUGH = 600
+"""Budget of a search, in seconds, which numbers of kernels bound."""
 RNG = np.random.default_rng(3)
 
 
@@ -35,7 +38,7 @@ def test_one_kernel_of_bfloat16_multiplies_by_units_of_tiles(monkeypatch, rows):
         shapes = [tuple(extents[y] for y in x) for x in sizes.split()]
         arrays = [(RNG.standard_normal(x) / x[0] ** 0.5).astype(bf16) for x in shapes]
         seen.clear()
-        pm.fuse(function, search=30)(*arrays)
+        pm.fuse(function, search=ENOUGH)(*arrays)
         runs = [run for schedule, run in seen if schedule is not None and schedule.isa == "amx_bf16"]
         assert len(runs) >= 2
         want = function(*[x.astype(np.float64) for x in arrays])
@@ -43,3 +46,24 @@ def test_one_kernel_of_bfloat16_multiplies_by_units_of_tiles(monkeypatch, rows):
             got = run(arrays)
             assert got.dtype == bf16
             np.testing.assert_allclose(got.astype(np.float64), want, rtol=2e-2, atol=2e-2 * np.abs(want).max())
+
+
+@pytest.mark.parametrize(("depth", "columns"), [(64, 8), (96, 2), (70, 16), (256, 3)])
+def test_few_columns_are_read_within_their_array(monkeypatch, depth, columns):
+    """Rows of fewer columns than a tile are read past their ends, but for those behind which no more rows follow."""
+    bf16 = pytest.importorskip("ml_dtypes").bfloat16
+    if not any(y.tiled and y.a == "bf16" for x in config.target().isas for y in x.atoms):
+        pytest.skip("no units of tiles of bfloat16")
+    seen = []
+    monkeypatch.setattr(superoptimizer, "MEASURED", 0)
+    monkeypatch.setattr(superoptimizer._Search, "compared", lambda _, x, __: seen.append((x.schedule, x.run)))
+    shapes = (20, depth), (depth, columns), (columns, 70)
+    arrays = [(RNG.standard_normal(x) / x[0] ** 0.5).astype(bf16) for x in shapes]
+    want = mlp(*[x.astype(np.float64) for x in arrays])
+    pm.fuse(mlp, search=ENOUGH)(*arrays)
+    inside = [guarded(x.ravel().view(np.uint16), end=True).view(bf16).reshape(x.shape) for x in arrays]
+    runs = [run for schedule, run in seen if schedule is not None and schedule.isa == "amx_bf16"]
+    assert len(runs) >= 2
+    for run in runs:
+        got = run(inside).astype(np.float64)
+        np.testing.assert_allclose(got, want, rtol=2e-2, atol=2e-2 * np.abs(want).max())
