@@ -34,6 +34,7 @@ OF_FUNCTIONS: dict[str, frozenset[str]] = {
     **dict.fromkeys(("reshape", "ravel"), frozenset(("order",))),
     "squeeze": frozenset(("axis",)),
     **dict.fromkeys(("astype", "copy"), frozenset()),
+    "repeat": frozenset(("axis",)),
 }
 """Functions that are methods -> the options that these have, too."""
 
@@ -52,6 +53,16 @@ def _reshape(x: Any, *shape: Any, order: str = "C") -> Any:
 
 def _flat(x: Any, order: str = "C") -> Any:
     return _reshape(x, -1, order=order)
+
+
+def _repeat(x: Any, repeats: Any, axis: Any = None) -> Any:
+    """Each element along an axis so many times: a broadcast along a new axis behind it, which is then a part of it."""
+    if not isinstance(repeats, int) or axis is None:
+        return x.recorder.called("np.repeat", np.repeat, (x, repeats), {"axis": axis})
+    at = range(x.ndim)[axis] + 1
+    size = (*x.shape[:at], repeats, *x.shape[at:])
+    wide = x.recorder.viewed("broadcast_to", lambda y: np.broadcast_to(np.expand_dims(y, at), size), x)
+    return _reshape(wide, (*x.shape[: at - 1], x.shape[at - 1] * repeats, *x.shape[at:]))
 
 
 def _refuse_view(*_: Any, **__: Any) -> Any:
@@ -96,7 +107,7 @@ METHODS: dict[str, Callable[..., Any]] = {
     "sum": _reduction("sum", np.sum), "max": _reduction("max", np.max), "mean": _reduction("mean", np.mean),
     "min": _composed("min", lambda x: -(-x).max(-1, keepdims=True), floats=True),
     "var": _composed("var", _variance), "std": _composed("std", lambda x: np.sqrt(x.var(-1, keepdims=True))),
-    "dot": np.dot, "clip": _clip,
+    "dot": np.dot, "clip": _clip, "repeat": _repeat,
 }  # fmt: skip
 """Methods of arrays, by name."""
 

@@ -159,3 +159,23 @@ def test_any_expressions(data):
 
     fused = pm.fuse(f)
     agrees(fused, *(x.astype(np.float32) for x in arrays), rtol=2e-3, atol=2e-3)
+
+
+@pytest.mark.parametrize("axis", [0, 1, -1])
+def test_repeated_elements_are_copied_by_a_kernel(axis):
+    x = np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)
+
+    @pm.fuse
+    def f(x):
+        return np.repeat(2 * x, 3, axis) + x.repeat(3, axis=axis)
+
+    np.testing.assert_array_equal(f(x), np.repeat(3 * x, 3, axis))
+    assert "NumPy" not in str(f.explain(x))
+
+
+def test_repetitions_without_an_axis_or_of_different_numbers_are_numpys():
+    x = np.arange(6, dtype=np.float32).reshape(2, 3)
+    each = pm.fuse(lambda x: np.repeat(x + 1, 2)), pm.fuse(lambda x: np.repeat(x + 1, [1, 0, 2], 1))
+    for f, want in zip(each, (np.repeat(x + 1, 2), np.repeat(x + 1, [1, 0, 2], 1)), strict=True):
+        np.testing.assert_array_equal(f(x), want)
+        assert "np.repeat: NumPy computes it" in str(f.explain(x))
