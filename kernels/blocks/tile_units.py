@@ -51,12 +51,14 @@ class UnitTiles(Tiles):
     Attributes:
         multiplier, lines: the unit, and the vectors that move its operands.
         kinds: types of tiles in scratch that are not float32.
+        part: whether statements are of a part of the columns of a tile.
         packers: scratch of packed operands, in the order A, B.
     """
 
     def __init__(self, s: Schedule, isa: Isa, atom: Atom, real: Atom, program: BlockProgram, unit: Atom) -> None:  # noqa: PLR0917
         self.multiplier, self.lines = unit, isa.row_atom(unit) or unit
         self.kinds: dict[str, str] = {}
+        self.part = False
         super().__init__(s, isa, atom, real, program)
         self.packers: tuple[Ptr, ...] = ()
 
@@ -103,6 +105,34 @@ class UnitTiles(Tiles):
     def direct(self) -> dict[Expr, int]:
         """No sums are accumulated where results of bfloat16 are stored."""
         return {}
+
+    def room(self, label: str) -> Index:
+        """The largest extent of a tile along a label, or of a part of it."""
+        most = super().room(label)
+        return minimum(self.s.nc, most) if self.part and label == self.columns else most
+
+    def count(self, label: str) -> Index:
+        """The extent of the current tile along a label, or of its current part."""
+        return var("part_count") if self.part and label == self.columns else super().count(label)
+
+    def start(self, label: str) -> Index:
+        """The first element of the current tile along a label, or of its current part."""
+        return var("part_start") if self.part and label == self.columns else super().start(label)
+
+    def stores(self, direct: dict[Expr, int]) -> list[Stmt]:
+        """The results: a product that is one is stored in parts of its columns, whose sums stay in L1."""
+        (i, x), *others = self.program.fused.results
+        if others or x.op != "contract" or x in self.known or self.columns in self.axes[x.inner[0]]:
+            return super().stores(direct)
+        self.before = []
+        self.value(x.inner[0])
+        self.part = True
+        self.mapped(x, (self.rows, self.columns), self.operand(i))
+        self.part = False
+        *once, product, stored = self.before
+        whole, at = var("column_count"), var("part_at")
+        part = (Let("part_start", var("column_start") + at), Let("part_count", minimum(self.s.nc, whole - at)))
+        return [*once, For("part_at", const(0), whole, const(self.s.nc), (*part, product, stored))]
 
     def multiplied(
         self, left: Expr, labels: tuple[str, str, str], views: tuple[View, View, View], accumulate: Index

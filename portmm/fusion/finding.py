@@ -1,6 +1,6 @@
 """Records of a search of programs: what is searched, and what is found.
 
-Owns `Task` and `Finding`.
+Owns `Task`, `Finding`, and what is searched among: `Form` and `Placed`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,12 @@ if TYPE_CHECKING:
     from portmm.fusion.graph import Graph, Node
     from portmm.fusion.program import Kernel as Described
     from portmm.fusion.term_kernels import Kernel
+    from portmm.fusion.terms import Term
     from portmm.ir.mugraph import MuGraph
+    from portmm.schedule.schedule import Schedule
 
 Run = Any
+Path = tuple[tuple[str, int], ...]
 
 
 class Finding(NamedTuple):
@@ -102,3 +105,34 @@ class Task(NamedTuple):
     compiled: Callable[[list[Any], Any], tuple[Run, Any]]
     described: Callable[[tuple[Any, ...], str], Any]
     kernels: tuple[Described, ...] = ()
+
+
+class Form(NamedTuple):
+    """Terms that compute the results.
+
+    Attributes:
+        roots: a term for each result.
+        path: rewrites that lead to it: their names, each with its number among the alternatives.
+        seconds: as predicted.
+    """
+
+    roots: tuple[Term, ...]
+    path: Path
+    seconds: float
+
+
+class Placed(NamedTuple):
+    """A candidate that runs.
+
+    Attributes:
+        graph: its µGraph.
+        run, explained: as of `Finding`.
+        predicted: seconds.
+        schedule: of one kernel.
+    """
+
+    graph: MuGraph
+    run: Run
+    explained: Any
+    predicted: float
+    schedule: Schedule | None = None

@@ -11,14 +11,14 @@ import hashlib
 import heapq
 import secrets
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from portmm.dispatch import config, program_database
 from portmm.errors import ChangedError, PortmmError, ScheduleError
 from portmm.fusion import turns
 from portmm.fusion.budget import Budget
 from portmm.fusion.emitted import all_emitted, unlisted, with_threads
-from portmm.fusion.finding import Finding, Run, Task
+from portmm.fusion.finding import Finding, Form, Path, Placed, Run, Task
 from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
 from portmm.fusion.split_search import in_parts, parts_of
 from portmm.fusion.term_arrays import compute
@@ -58,38 +58,6 @@ REJECT_RATIO = 1.5
 """Time of three runs of a form over that of the best one, from which it is not measured further."""
 FINALISTS = 3
 """Programs that are measured again at the end, beside the program as it is."""
-Path = tuple[tuple[str, int], ...]
-
-
-class Form(NamedTuple):
-    """Terms that compute the results.
-
-    Attributes:
-        roots: a term for each result.
-        path: rewrites that lead to it: their names, each with its number among the alternatives.
-        seconds: as predicted.
-    """
-
-    roots: tuple[Term, ...]
-    path: Path
-    seconds: float
-
-
-class Placed(NamedTuple):
-    """A candidate that runs.
-
-    Attributes:
-        graph: its µGraph.
-        run, explained: as of `Finding`.
-        predicted: seconds.
-        schedule: of one kernel.
-    """
-
-    graph: MuGraph
-    run: Run
-    explained: Any
-    predicted: float
-    schedule: Schedule | None = None
 
 
 def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], None] | None = None) -> Finding:

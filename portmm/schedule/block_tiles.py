@@ -43,6 +43,8 @@ UNIT_DEPTHS, UNIT_AHEAD = (64, 32, 128), 4
 interleaved and those that are prefetched (Granite Rapids: LoRA, whose weight is in L3, takes 157 us by blocks of 32 or
 64, 208 by 128 and 235 by 256; a gated MLP from memory 1.25 times as long by 64 as by 32; 2 to 16 ahead are alike; an
 MLP with 8 elements between its products 42 us by 128, 45 by 64, 51 by 512)."""
+UNIT_PART = 512
+"""Columns of a part of a result, whose sums stay in L1 until they are stored."""
 EVEN = 4
 """Tiles for each thread from which they are shared out evenly enough."""
 LEAST = 512
@@ -104,7 +106,7 @@ def _of_units(program: BlockProgram, target: Target, extents: Mapping[str, int],
     share = max(LEAST, -(-columns // threads // wide) * wide)
     across = ALL if share >= columns else share
     return tuple(
-        tiled(isa, (atom.m, wide), (ROWS, x), across, (wide, x, x), UNIT_AHEAD * wide, "bf16-bf16-f32")
+        tiled(isa, (atom.m, wide), (ROWS, x), across, (UNIT_PART, x, x), UNIT_AHEAD * wide, "bf16-bf16-f32")
         for x in UNIT_DEPTHS
     )
 

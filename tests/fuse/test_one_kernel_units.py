@@ -48,16 +48,19 @@ def test_one_kernel_of_bfloat16_multiplies_by_units_of_tiles(monkeypatch, rows):
             np.testing.assert_allclose(got.astype(np.float64), want, rtol=2e-2, atol=2e-2 * np.abs(want).max())
 
 
-@pytest.mark.parametrize(("depth", "columns"), [(64, 8), (96, 2), (70, 16), (256, 3)])
-def test_few_columns_are_read_within_their_array(monkeypatch, depth, columns):
-    """Rows of fewer columns than a tile are read past their ends, but for those behind which no more rows follow."""
+@pytest.mark.parametrize(("depth", "columns", "wide"), [(64, 8, 70), (96, 2, 513), (70, 16, 1100), (256, 3, 512)])
+def test_few_columns_are_read_within_their_array(monkeypatch, depth, columns, wide):
+    """Rows of fewer columns than a tile are read past their ends, but for those behind which no more rows follow.
+
+    The result is stored in parts of its columns.
+    """
     bf16 = pytest.importorskip("ml_dtypes").bfloat16
     if not any(y.tiled and y.a == "bf16" for x in config.target().isas for y in x.atoms):
         pytest.skip("no units of tiles of bfloat16")
     seen = []
     monkeypatch.setattr(superoptimizer, "MEASURED", 0)
     monkeypatch.setattr(superoptimizer._Search, "compared", lambda _, x, __: seen.append((x.schedule, x.run)))
-    shapes = (20, depth), (depth, columns), (columns, 70)
+    shapes = (20, depth), (depth, columns), (columns, wide)
     arrays = [(RNG.standard_normal(x) / x[0] ** 0.5).astype(bf16) for x in shapes]
     want = mlp(*[x.astype(np.float64) for x in arrays])
     pm.fuse(mlp, search=ENOUGH)(*arrays)
