@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.build import kernel_store
 from portmm.build.cache import cache_dir
 from portmm.dispatch import config, stored_kernels
-from portmm.errors import BuildError
+from portmm.errors import BuildError, BundleError
 from portmm.host import host_probe
 from portmm.host.host_probe import Snapshot
 from portmm.runtime import cpu as cpu_runtime
@@ -54,9 +54,21 @@ def active() -> bool:
 
 @cache
 def leads() -> bool:
-    """Whether the base set serves first calls: there is one, and no earlier process has left routes in the cache."""
-    if os.environ.get("PORTMM_BUNDLE") or kernel_store.bundles() or kernel_store.base() is None:
+    """Whether the base set serves first calls.
+
+    There is one, no bundle in use has a machine that serves this one, and no earlier process has left routes in the
+    cache.
+    """
+    if kernel_store.base() is None:
         return False
+    with suppress(BundleError):  # the call that looks into the bundle raises it
+        if not any(map(config.machine_of, kernel_store.bundles())):
+            return _first()
+    return False
+
+
+def _first() -> bool:
+    """Whether no earlier process has left routes in the cache."""
     try:
         with os.scandir(cache_dir()) as entries:
             return not any(x.name.startswith(ROUTES) for x in entries)

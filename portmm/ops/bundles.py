@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from portmm.build import kernel_store
 from portmm.build.bundle import open_bundle
-from portmm.dispatch import stored_kernels
+from portmm.dispatch import base_kernels, stored_kernels
 
 if TYPE_CHECKING:
     from os import PathLike
@@ -27,3 +27,4 @@ def use_bundle(path: str | PathLike[str]) -> None:
     """
     kernel_store.use(open_bundle(path))
     stored_kernels.forget()
+    base_kernels.forget()

@@ -244,6 +244,45 @@ def test_the_level_is_the_first_whose_features_are_here(made, monkeypatch):
     assert open_bundle(made / f"{ARCH}.bundle").answer("levels")
 
 
+BESIDE = """
+import json, sys, warnings
+sys.modules["ziglang"] = None
+import numpy as np
+import portmm as pm
+warnings.simplefilter("error")
+a, b = np.ones((64, 96), np.float32), np.ones((96, 80), np.float32)
+before = pm.matmul(a, b).min() if "before" in sys.argv else 96
+pm.use_bundle(sys.argv[1])
+from portmm.dispatch import base_kernels
+print(before == pm.matmul(a, b).min() == pm.matmul(a, pm.pack(b)).min() == 96, base_kernels.leads())
+"""
+
+
+@pytest.mark.parametrize("other", [False, True])
+@pytest.mark.parametrize("words", [[], ["before"]])
+def test_a_bundle_leads_unless_it_is_for_other_machines(made, tmp_path, words, *, other):
+    from portmm.ops import bundle_build, bundle_shapes
+
+    maker, path = bundle_build.Maker(), tmp_path / "layers.bundle"
+    bundle_build.add_shapes(
+        maker, bundle_shapes.shapes_of("64 80 96 f32 row\n64 80 96 f32 packed\n"), [host()], (1, 64)
+    )
+    if other:
+        maker.machines = {"other": ("unknown",)}
+        maker.isas.add("unknown")
+    path.write_bytes(maker.pack((1, 64), lambda *_: None))
+    (tmp_path / "empty").mkdir()
+    env = {k: v for k, v in os.environ.items() if k != "CC"} | {
+        "PORTMM_BASE": str(made),
+        "PATH": str(tmp_path / "empty"),
+    }
+    env |= {"PORTMM_CACHE": str(tmp_path / "cache")}
+    done = subprocess.run(
+        [sys.executable, "-c", BESIDE, path, *words], env=env, capture_output=True, text=True, check=False
+    )
+    assert done.stdout.split() == ["True", str(other)], done.stderr
+
+
 def test_kernels_of_the_library_compute_products(made):
     """Kernels with epilogues and kernels of int4 weights are checked, too."""
     bundle = open_bundle(made / f"{ARCH}.bundle")
