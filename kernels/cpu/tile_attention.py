@@ -57,7 +57,7 @@ class TiledAttention(Attention):
     def sizes(self) -> dict[str, Index]:
         """Number of elements of each buffer of a worker's scratch, by name."""
         sums, sizes = self.across * self.g.queries, super().sizes()
-        sizes |= {"turned": round_up(sums, 64), "rest": round_up(self.depth * self.g.mr, 64)}
+        sizes |= {"transposed": round_up(sums, 64), "rest": round_up(self.depth * self.g.mr, 64)}
         if self.parts > 1:
             sizes["units"] *= self.parts
         return sizes | {"near": round_up(var(FIELDS["step"]) // self.kr * self.across, 64)}
@@ -75,7 +75,7 @@ class TiledAttention(Attention):
     @property
     def summed(self) -> str:
         """Name of the buffer of sums, by rows of queries."""
-        return "turned"
+        return "transposed"
 
     def ready(self) -> tuple[Stmt, ...]:
         """Configuration of this thread's tiles."""
@@ -192,7 +192,7 @@ class TiledAttention(Attention):
     def finish(self) -> tuple[Stmt, ...]:
         """Transposition of the sums, then the results."""
         return (
-            Call(transpose_strips(self.real), (self.across, var("rows"), Ptr("o"), Ptr("turned"))),
+            Call(transpose_strips(self.real), (self.across, var("rows"), Ptr("o"), Ptr("transposed"))),
             *super().finish(),
         )
 

@@ -135,8 +135,8 @@ class TileQueue(MmaWork):
             return (Let("tile", var("number") * self.t.s.parallel.persistent + var("block")),)
         return (
             *self.landed_q(),
-            Read("told", Ptr("given", var("warpgroup"))),
-            Get("tile", "same_in_warp", (var("told"),)),
+            Read("given_tile", Ptr("given", var("warpgroup"))),
+            Get("tile", "same_in_warp", (var("given_tile"),)),
             Leave(var("tile").lt(var("tiles")).eq(0)),
         )
 

@@ -144,7 +144,7 @@ def _warps(work: Work) -> list[Stmt]:
         Let("share", var("warp") % slices),
         Let("g", in_column(sums, var("lane"))),
         Let("t", in_row(sums, var("lane"))),
-        Let("turned", reversed_bits(var("g"))),
+        Let("reversed", reversed_bits(var("g"))),
     ]
 
 
@@ -176,7 +176,7 @@ def _words(work: Work, unit: Index) -> tuple[Stmt, ...]:
     b, i, half = work.b, var("i"), var("half")
     column = var("b_first") + i * work.atom.m + var("g") * PAIR + half
     word = unit * (work.lane_words * LANES) + var("t") * work.lane_words
-    at = b.place(column, word // LANES, var("turned")) + word % LANES
+    at = b.place(column, word // LANES, var("reversed")) + word % LANES
     src = Ptr("b_tile", var("stage") * b.size + at)
     load = Vector(Ptr("words_part", (i * PAIR + half) * work.lane_words), src, 4 * work.lane_words)
     return (unrolled("i", work.columns, unrolled("half", PAIR, load)),)
@@ -186,7 +186,7 @@ def _multiply(work: Work, unit: Index, c: int) -> tuple[Stmt, ...]:
     """Multiply-adds of the c-th word of each lane."""
     a, i, j = work.a, var("i"), var("j")
     row = var("a_first") + j * work.atom.n + var("g")
-    at = a.place(row, unit * (work.lane_words * LANES) + c * LANES + var("t"), var("turned"))
+    at = a.place(row, unit * (work.lane_words * LANES) + c * LANES + var("t"), var("reversed"))
     load = Vector(Ptr("a_part", j * 4), Ptr("a_tile", var("stage") * a.size + at), 16)
     name = f"codes_to_{work.atom.a}"
     word = Ptr("words_part", i * (PAIR * work.lane_words) + c)

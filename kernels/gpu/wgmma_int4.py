@@ -113,7 +113,7 @@ class Words(TmaTile):
 
     def at(self, stage: Index, row: Index, number: Index) -> Ptr:
         """A vector of a row whose `swizzle_of` is known."""
-        return Ptr("b_tile", stage * self.size + row * self.depth + (number ^ var("turned")) * WORDS)
+        return Ptr("b_tile", stage * self.size + row * self.depth + (number ^ var("swizzle")) * WORDS)
 
 
 @dataclass(frozen=True, slots=True)
@@ -299,7 +299,7 @@ class Work(wgmma.Work):
             Scratch("b_part", SETS * count * FRAGMENTS, "b32"),
             Scratch("factors_part", count * 4, "b32"),
             Let("own_row", first + var("warp") * 16 + var("lane") // 4),
-            Let("turned", self.operands[1].swizzle_of(var("lane") // 4)),  # type: ignore[attr-defined]
+            Let("swizzle", self.operands[1].swizzle_of(var("lane") // 4)),  # type: ignore[attr-defined]
             Let("selector", (t % 2) * (0x7362 - 0x5140) + 0x5140),
             Let("shift", t // 2 * 4),
         )
