@@ -2,8 +2,9 @@
 
 Owns the request to Linux for the state of AMX, whose registers a process may not use
 without it, and the test whether tiles work here: some sandboxes refuse the system
-call, and some kill the process that makes it. So another process tries first, once per
-machine, kernel and sandbox: a child of machine code, or of the interpreter where memory may not be executable.
+call, and some kill the process that makes it. So a child of machine code tries first, which takes less than to write
+its result to the cache; where memory may not be executable another interpreter does, once per machine, kernel and
+sandbox.
 """
 
 from __future__ import annotations
@@ -82,16 +83,20 @@ def _sandbox() -> str:
 
 
 def _trial_succeeds() -> bool:
-    """Whether a process like this one can use tiles: the cached result of a trial, or a new trial."""
+    """Whether a process like this one can use tiles."""
+    works = _child_succeeds()
+    return _process_succeeds_once() if works is None else works
+
+
+def _process_succeeds_once() -> bool:
+    """The cached result of `_process_succeeds`, or a new one."""
     kernel = os.uname()
     words = (kernel.release, kernel.version, sys.executable, _sandbox(), _TRIAL)
     note = "tiles-" + key_of("\n".join(words).encode("utf-8", "surrogateescape").decode("latin-1")).hex()
     result = read_note(note)
     if result in ("yes", "no"):
         return result == "yes"
-    works = _child_succeeds()
-    if works is None:
-        works = _process_succeeds()
+    works = _process_succeeds()
     if works is None:
         return False
     write_note(note, "yes" if works else "no")
@@ -105,13 +110,12 @@ def _child_succeeds() -> bool | None:
     except (OSError, ValueError):
         return None
     page[: len(_CHILD)] = _CHILD
-    shapes, to, words, status = ctypes.c_uint8 * 64, ctypes.c_uint8 * 1024, ctypes.c_uint64 * 6, ctypes.c_int(-1)
-    config, rows = shapes(), to(*[UNWRITTEN] * 1024)
+    config, rows = (ctypes.c_uint8 * 64)(), (ctypes.c_uint8 * 1024)(*[UNWRITTEN] * 1024)
     config[0], config[16], config[48] = 1, 64, 16
+    words, status = (ctypes.c_uint64 * 6)(0, 0, 0, 0, 1, 1), ctypes.c_int(-1)
     view = ctypes.c_char.from_buffer(page)
     call = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_void_p] * 4)(ctypes.addressof(view))
-    child = call(ctypes.addressof(config), ctypes.addressof(rows), ctypes.addressof(words(0, 0, 0, 0, 1, 1)),
-                 ctypes.addressof(status))  # fmt: skip
+    child = call(*map(ctypes.addressof, (config, rows, words, status)))
     del view
     page.close()
     if child < 0 or (not status.value and all(x == UNWRITTEN for x in rows)):  # an emulator's shares no memory
