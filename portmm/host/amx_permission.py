@@ -115,7 +115,13 @@ def _child_succeeds() -> bool | None:
     words, status = (ctypes.c_uint64 * 6)(0, 0, 0, 0, 1, 1), ctypes.c_int(-1)
     view = ctypes.c_char.from_buffer(page)
     call = ctypes.CFUNCTYPE(ctypes.c_long, *[ctypes.c_void_p] * 4)(ctypes.addressof(view))
-    child = call(*map(ctypes.addressof, (config, rows, words, status)))
+    at = [
+        ctypes.addressof(config),
+        ctypes.addressof(rows),
+        ctypes.addressof(words),
+        ctypes.addressof(status),
+    ]
+    child = call(*at)
     del view
     page.close()
     if child < 0 or (not status.value and all(x == UNWRITTEN for x in rows)):  # an emulator's shares no memory
