@@ -34,7 +34,8 @@ _SYSTEM = {
 """By the system of a platform, empty for Linux: the first line, and the files that differ."""
 _C_ONLY = ("pool.c", "host.c")
 _WITH_PYTHON = (
-    "extension.c", "race.c", "memo.c", "matmul.c", "tape.c", "plan.c", "general.c", "repeat.c", "attend.c", "module.c",
+    "extension.c", "race.c", "memo.c", "matmul.c", "tape.c", "codes.c", "plan.c", "general.c", "repeat.c",
+    "attend.c", "module.c",
 )  # fmt: skip
 
 # -Og halves the compile time of -O2 for five nanoseconds a call. -lc brings
@@ -289,6 +290,11 @@ def feature_reader() -> Callable[[], str] | None:
 def replayer() -> Callable[..., Any] | None:
     """The extension's function that replays a `cost_tape.Tape`; None if it is not loaded."""
     return getattr(_loaded[0], "tape", None) if _loaded else None
+
+
+def joiner() -> Callable[..., None] | None:
+    """The extension's function that writes values of four bits two in a byte; None if it is not loaded."""
+    return getattr(_loaded[0], "join_codes", None) if _loaded else None
 
 
 def forget_refusal() -> None:

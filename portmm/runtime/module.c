@@ -204,6 +204,7 @@ static PyMethodDef functions[] = {
     {"address", py_address, METH_O, "address(array) -> where its first element lies"},
     {"largest_scale", py_largest_scale, METH_O, "largest_scale(vector) -> the largest; -1 if any is negative or not finite"},
     {"tape", FUNCTION(py_tape), METH_FASTCALL, "tape(code, constants, sizes, shared) -> what the cost model predicts"},
+    {"join_codes", FUNCTION(py_join_codes), METH_FASTCALL, "join_codes(values, to): values of four bits, two in a byte"},
     {"matmul", FUNCTION(py_matmul), METH_FASTCALL | METH_KEYWORDS,
      "matmul($module, /, a, b, out=None)\n--\n\nMatrix product of two arrays."},
     {"make_plan", FUNCTION(py_make_plan), KEYWORDS, "make_plan(route, a, b, c, numbers, outer=None, *, detail=None) -> Plan"},

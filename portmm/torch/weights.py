@@ -23,6 +23,7 @@ from portmm.arrays.pages import adjoining_empty
 from portmm.ops.epilogues import NAMES
 from portmm.ops.prepack import pack
 from portmm.ops.rowwise import over_rows
+from portmm.runtime.cpu import joiner
 from portmm.spec import elementwise as ew
 from portmm.spec.dtype import ZERO_CODE
 from portmm.weights.quantized import SMALLEST_SCALE, Quantized
@@ -128,6 +129,10 @@ def int4_values(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
 
 def _join(codes: Any, both: Any) -> None:
     """Write values (rows, n) of a byte each as (rows, n / 2) bytes."""
+    join = joiner()
+    if join is not None:
+        join(codes, both)
+        return
     pairs, into = codes.view("<u2").reshape(-1), both.reshape(-1)
     shifted = np.empty(min(PIECE, pairs.size), np.uint16)
     for first in range(0, pairs.size, PIECE):
