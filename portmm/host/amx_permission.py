@@ -2,13 +2,13 @@
 
 Owns the request to Linux for the state of AMX, whose registers a process may not use
 without it, and the test whether tiles work here: some sandboxes refuse the system
-call, and some kill the process that makes it. So a child of machine code tries first, which takes less than to write
-its result to the cache; where memory may not be executable another interpreter does, once per machine, kernel and
-sandbox.
+call, and some kill the process that makes it. So another process tries first, once per
+machine, kernel and sandbox: a child of machine code, or of the interpreter where memory may not be executable.
 """
 
 from __future__ import annotations
 
+import atexit
 import ctypes
 import mmap
 import os
@@ -83,23 +83,19 @@ def _sandbox() -> str:
 
 
 def _trial_succeeds() -> bool:
-    """Whether a process like this one can use tiles."""
-    works = _child_succeeds()
-    return _process_succeeds_once() if works is None else works
-
-
-def _process_succeeds_once() -> bool:
-    """The cached result of `_process_succeeds`, or a new one."""
+    """Whether a process like this one can use tiles: the cached result of a trial, or a new trial."""
     kernel = os.uname()
     words = (kernel.release, kernel.version, sys.executable, _sandbox(), _TRIAL)
     note = "tiles-" + key_of("\n".join(words).encode("utf-8", "surrogateescape").decode("latin-1")).hex()
     result = read_note(note)
     if result in ("yes", "no"):
         return result == "yes"
-    works = _process_succeeds()
+    works = _child_succeeds()
+    if works is None:
+        works = _process_succeeds()
     if works is None:
         return False
-    write_note(note, "yes" if works else "no")
+    atexit.register(write_note, note, "yes" if works else "no")  # it takes longer than the child
     return works
 
 
