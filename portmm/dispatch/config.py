@@ -20,7 +20,7 @@ from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
     from portmm.build.bundle import Bundle
-    from portmm.dispatch.bundle_machine import Here
+    from portmm.host.chip_match import Here
     from portmm.target.target import Target
 
 
@@ -156,9 +156,9 @@ def _identified() -> Here | None:
 
     if target_name() or _described or len(kernel_store.bundles()) != 1:
         return None
-    from portmm.dispatch import bundle_machine
+    from portmm.host import chip_match
 
-    return bundle_machine.here(kernel_store.bundles()[0])
+    return chip_match.here(kernel_store.bundles()[0])
 
 
 def limit() -> int:

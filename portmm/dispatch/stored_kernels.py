@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from portmm.build import kernel_store
-from portmm.dispatch import bundle_machine
+from portmm.host import chip_match
 from portmm.ir.prefix import value
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import clear_memo, load_kernel, runtime
@@ -282,6 +282,6 @@ def forget() -> None:
     forget_all(functions=True)
     _machines.clear()
     _serving.clear()
-    bundle_machine.forget()
+    chip_match.forget()
     route_cache.forget(kernels=True)
     clear_memo()

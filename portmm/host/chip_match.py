@@ -1,56 +1,132 @@
 """Identification of a host as one of some described chips.
 
-Owns the comparison of a snapshot with identifications; pure. Nothing that is imported here is slow to import: the first
-call of a process by a bundle identifies the machine so, without a description of it.
+Owns the comparison of a snapshot with identifications, and what a bundle says of chips and instruction sets, for which
+`detect` would read a dozen files: the first call of a process by a bundle reads no description of a chip. Nothing that
+is imported here is slow to import.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Iterable, Iterator
+from functools import cache
+from typing import TYPE_CHECKING, Any
 
-from portmm.host.host_probe import Snapshot, number, processors
+from portmm.host.features import features
+from portmm.host.host_probe import Snapshot, cores, number, processors, snapshot
+from portmm.target import match
+from portmm.util import system
+from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-    from typing import Protocol, TypeVar
-
+    from portmm.build.bundle import Bundle
+    from portmm.target.isa import Isa
     from portmm.target.match import Match, Ranges
+    from portmm.target.target import Target
 
-    class Chip(Protocol):
-        """The facts about a chip."""
-
-        @property
-        def name(self) -> str:
-            """Its name."""
-
-        @property
-        def arch(self) -> str:
-            """Its architecture."""
-
-        @property
-        def match(self) -> tuple[Match, ...]:
-            """Its identifications."""
-
-    C = TypeVar("C", bound=Chip)
-    C_co = TypeVar("C_co", bound=Chip, covariant=True)
-
-    class Chips(Protocol[C_co]):
-        """Looks chips up."""
-
-        def __call__(self, vendor: str = "", implementer: int = 0) -> Iterable[C_co]:
-            """The chips of a vendor of x86 or an implementer of Arm, with neither those of levels; perhaps others."""
+CHIPS, SETS = "chips ", "features "
+"""Beginnings of questions, before an architecture: its chips, as "zen4;avx512,avx2;" and identifications with
+semicolons between, and its instruction sets, as "avx2=avx2,fma"."""
 
 
-def chip_of(shot: Snapshot, has: Collection[str], chips: Chips[C]) -> tuple[C | None, tuple[int, ...]]:
+@dataclass(frozen=True, slots=True)
+class Chip:
+    """A chip that this may be.
+
+    Attributes:
+        name: its name.
+        arch: its architecture.
+        isas: names of its instruction sets.
+        match: its identifications.
+    """
+
+    name: str
+    arch: str
+    isas: tuple[str, ...]
+    match: tuple[Match, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Here:
+    """This machine.
+
+    Attributes:
+        name: of its chip.
+        isas: names of the instruction sets that run.
+        cores: cores that may be used.
+    """
+
+    name: str
+    isas: frozenset[str]
+    cores: int
+
+
+def facts(arch: str, chips: Iterable[Target], isas: Iterable[Isa]) -> dict[str, tuple[str, ...]]:
+    """The facts of a bundle about the chips and instruction sets of an architecture, by question."""
+    rows = [x for x in chips if x.arch == arch and x.match]
+    return {
+        CHIPS + arch: tuple(
+            ";".join((x.name, ",".join(isa.name for isa in x.isas), *map(match.spelled, x.match))) for x in rows
+        ),
+        SETS + arch: tuple(f"{x.name}={','.join(x.features)}" for x in isas if x.arch in (arch, "any")),
+    }
+
+
+def here(bundle: Bundle) -> Here | None:
+    """This machine, by what a bundle says of chips; None if it says nothing of this one."""
+    key = bundle.signature
+    if key not in _known:
+        _known[key] = _identified(bundle)
+    return _known[key]
+
+
+_known: dict[str, Here | None] = {}
+
+
+@cache
+def _host() -> tuple[Snapshot, frozenset[str]]:
+    shot = snapshot()
+    return shot, features(shot)
+
+
+def _identified(bundle: Bundle) -> Here | None:
+    arch = system.machine()
+    rows, sets = bundle.answer(CHIPS + arch), bundle.answer(SETS + arch)
+    if rows is None or sets is None:
+        return None
+    shot, has = _host()
+
+    def chips(vendor: str = "", implementer: int = 0) -> Iterator[Chip]:
+        start = ";" + match.start(vendor, implementer)
+        for row in rows:
+            if start in row:
+                name, isas, *texts = row.split(";")
+                yield Chip(name, arch, tuple(isas.split(",")), tuple([match.parsed(x) for x in texts]))
+
+    chip, cpus = chip_of(shot, has, chips)
+    if chip is None:
+        return None
+    pairs = [x.partition("=") for x in sets]
+    run = {name for name, _, words in pairs if not words or has.issuperset(words.split(","))}
+    # A chip of a level may have instruction sets that its description does not list.
+    own = run if any(m.generic for m in chip.match) else run.intersection(chip.isas)
+    return Here(chip.name, frozenset(own), cores(shot, cpus))
+
+
+def forget() -> None:
+    """Drop what is known of this machine."""
+    _host.cache_clear()
+    _known.clear()
+
+
+def chip_of(shot: Snapshot, has: frozenset[str], chips: Callable[..., Iterable[Any]]) -> tuple[Any, tuple[int, ...]]:
     """The chip that a host is, None if it is none of them, and the processors of its kind in the affinity.
 
     Args:
         shot: of the host.
         has: its features: see `features.features`.
-        chips: the chips of a maker.
+        chips: chips with a name, an architecture and identifications, as `Chip` or `Target`: those of a `vendor` or of
+            an `implementer`, with neither those of levels.
     """
-    own = frozenset(has)
     for (implementer, part), cpus in _cores_by_part(shot).items():
         for chip in chips(implementer=implementer):
             if any(m.implementer == implementer and part in m.parts for m in chip.match):
@@ -60,14 +136,14 @@ def chip_of(shot: Snapshot, has: Collection[str], chips: Chips[C]) -> tuple[C | 
     named = [(m, chip) for chip in (chips(vendor=vendor) if vendor else ()) for m in chip.match]
     # A listed model is more specific than features, which a chip may share with its successors, that have more.
     for m, chip in sorted(named, key=lambda x: (not x[0].models, -len(x[0].features))):
-        same = m.vendor == vendor and m.family == family and own.issuperset(m.features)
+        same = m.vendor == vendor and m.family == family and has.issuperset(m.features)
         if same and _within(model, m.models) and _within(stepping, m.steppings):
             return chip, shot.affinity
     levels = [
         (len(m.features), chip.name, chip)
         for chip in chips()
         for m in chip.match
-        if chip.arch == shot.machine and m.generic and own.issuperset(m.features)
+        if chip.arch == shot.machine and m.generic and has.issuperset(m.features)
     ]
     return (max(levels)[2] if levels else None), shot.affinity
 

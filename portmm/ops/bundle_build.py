@@ -20,11 +20,12 @@ from portmm.build.bundle import packed
 from portmm.build.compiler import common_options, find_compiler
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower_int4_repack, lower_pack
-from portmm.dispatch import bundle_machine, cpu_kernels, stored_kernels
+from portmm.dispatch import cpu_kernels, stored_kernels
 from portmm.dispatch.base_kernels import int4_word
 from portmm.dispatch.schedule_choice import select_for_class
 from portmm.dispatch.stored_kernels import CODE, HALF, MACHINES, THREADS, USED, packing_question
 from portmm.errors import BundleError, ScheduleError
+from portmm.host import chip_match
 from portmm.ir.index import Index, spelled
 from portmm.ops.bundle_runs import packing_text
 from portmm.ops.bundle_shapes import AttentionShape, Shape, problem_of
@@ -418,7 +419,7 @@ def add_cache(maker: Maker) -> None:
 @functools.cache
 def _facts(arch: str) -> dict[str, tuple[str, ...]]:
     """The facts that identify the machine on which a bundle is used."""
-    return bundle_machine.facts(arch, map(load_target, names("chip")), map(load_isa, names("isa")))
+    return chip_match.facts(arch, map(load_target, names("chip")), map(load_isa, names("isa")))
 
 
 def _about(kernel: Kernel) -> tuple[str, ...]:

@@ -19,10 +19,10 @@ from portmm.build.cache import digest
 from portmm.build.compiler import find_compiler
 from portmm.build.stored_objects import SOURCE
 from portmm.cli.main import app
-from portmm.dispatch import bundle_machine, config, stored_kernels
+from portmm.dispatch import config, stored_kernels
 from portmm.dispatch.stored_kernels import CODE, THREADS, count
 from portmm.errors import BundleError, NoCompilerError, PortmmError
-from portmm.host import detect
+from portmm.host import chip_match, detect
 from portmm.host.detect import host, missing
 from portmm.ops import bundle_attention, bundle_build, bundle_check, bundle_shapes
 from portmm.target.target import load_isa, load_target
@@ -334,11 +334,11 @@ def test_a_bundle_identifies_machines_as_their_descriptions_do(path, tmp_path, m
     maker = bundle_build.Maker()
     maker.add_machine(load_target({"x86_64": "x86_64_v2", "aarch64": "armv8a", "riscv64": "rv64gcv"}[shot.machine]))
     (tmp_path / "some.bundle").write_bytes(maker.pack((1,), lambda *_: None))
-    monkeypatch.setattr(bundle_machine.host_probe, "snapshot", lambda: shot)
-    monkeypatch.setattr(bundle_machine.system, "machine", lambda: shot.machine)
-    bundle_machine.forget()
-    here, found = bundle_machine.here(open_bundle(tmp_path / "some.bundle")), detect.identify(shot)
-    bundle_machine.forget()
+    monkeypatch.setattr(chip_match, "snapshot", lambda: shot)
+    monkeypatch.setattr(chip_match.system, "machine", lambda: shot.machine)
+    chip_match.forget()
+    here, found = chip_match.here(open_bundle(tmp_path / "some.bundle")), detect.identify(shot)
+    chip_match.forget()
     if found.name == "unknown":
         assert here is None
     else:
