@@ -3,6 +3,7 @@
 import ast
 import io
 import os
+import re
 import tokenize
 import tomllib
 from pathlib import Path
@@ -13,6 +14,10 @@ from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
 OPENINGS = ('"""', "'''")
+C_TOKENS = re.compile(r""""(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|/\*.*?\*/|//[^\n]*""", re.DOTALL)
+"""Literals and comments of C."""
+ENDS_OF_LINES = re.compile(r"\\?\n")
+"""Ends of lines, in macros with their backslash."""
 
 
 def unread_strings(tree: ast.Module) -> list[ast.stmt]:
@@ -69,7 +74,17 @@ def bare_toml(text: str) -> str:
     return bare if tomllib.loads(bare) == tomllib.loads(text) else text
 
 
-BARE = {".py": bare_python, ".toml": bare_toml}
+def bare_c(text: str) -> str:
+    """C without comments; lines keep their numbers."""
+
+    def bare(found: re.Match[str]) -> str:
+        token = found[0]
+        return token if token[0] in "\"'" else " " + "".join(ENDS_OF_LINES.findall(token))
+
+    return re.sub(r"[ \t]+$", "", C_TOKENS.sub(bare, text), flags=re.MULTILINE)
+
+
+BARE = {".py": bare_python, ".toml": bare_toml, ".c": bare_c}
 
 
 class Build(build_py):
