@@ -30,9 +30,8 @@ result does not depend on the number of threads. Only `over="k"` (split-K), for 
 small to distribute or a B whose rows are better not cut, gives each thread a run of k
 and a C of its own, summed at the end.
 
-Loops are here. Their extents, scratch and addresses are expressions of `blocking`, `workspace` and `operands`, each of
-which extends the one before; what is done to a register tile, and to a few panels of B, is in `register_tile` and
-`panel_packing`.
+Loops are here. Their extents, scratch and addresses are expressions of `blocking` and `operands`, each of which extends
+the one before; what is done to a register tile, and to a few panels of B, is in `register_tile` and `panel_packing`.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="PyTorch is not installed: nothing of portmm.torch is tested")
 from torch.fx.experimental.proxy_tensor import make_fx  # noqa: E402
 
-from portmm.torch.compiled import merge  # noqa: E402
+from portmm.torch.backend import merge  # noqa: E402
 
 
 def merged(function, *inputs):
