@@ -73,8 +73,9 @@ class _Loops(TiledStrip):
 
     @property
     def grid(self) -> Grid:
-        """Tiles of a register tile."""
-        return Grid(2, self.s.nr // self.atom.n)
+        """Tiles of a register tile: of columns just those that panels fill, where a panel has more."""
+        n = self.atom.n
+        return Grid(self.x.across, min(self.s.nr, -(-self.x.outputs // n) * n) // n)
 
     @property
     def panels(self) -> Index:
@@ -83,15 +84,24 @@ class _Loops(TiledStrip):
         return const(self.x.groups * self.per) if self.x.groups > 1 else every
 
     @property
-    def heights(self) -> tuple[int, int]:
-        """Rows of the two tiles of A."""
-        tall = self.x.tall
-        return (tall, tall) if self.x.paired else ((tall + 1) // 2, tall // 2)
+    def height(self) -> int:
+        """Rows of a tile of A, the same of all."""
+        return self.x.tall if self.x.paired else -(-self.x.tall // self.x.across)
+
+    @property
+    def rows(self) -> int:
+        """Rows of a register tile."""
+        return self.x.tall * (self.x.across if self.x.paired else 1)
+
+    @property
+    def cut(self) -> tuple[Index, ...]:
+        """First row of each tile of A; the last one may have rows of the one before, which are computed twice."""
+        return tuple(const(min(r * self.height, self.rows - self.height)) for r in range(self.x.across))
 
     @property
     def sums_size(self) -> int:
         """Elements of the sums of a register tile."""
-        return -(-sum(self.heights) * self.s.nr // 64) * 64
+        return -(-self.rows * self.s.nr // 64) * 64
 
     @property
     def own_size(self) -> Index:
@@ -117,12 +127,12 @@ class _Loops(TiledStrip):
         )
 
     def configured(self) -> Configure:
-        """Shapes of tiles: of A of the two heights, and of a step of k."""
+        """Shapes of tiles: of A of a height, and of a step of k."""
         atom, grid, deep = self.atom, self.grid, self.x.deep
         rows, words = list(grid.tile_rows(atom)), [atom.n] * len(grid.tile_rows(atom))
-        for r, height in enumerate(self.heights):
+        for r in range(grid.rows):
             for i in (*(grid.c(r, v) for v in range(grid.columns)), grid.a(r)):
-                rows[i] = const(height)
+                rows[i] = const(self.height)
             words[grid.a(r)] = deep
         if deep == atom.deep:
             return Configure(tuple(rows))
@@ -140,8 +150,7 @@ class _Loops(TiledStrip):
     @property
     def part(self) -> int:
         """Rows of the tile before that one step finishes: an even number, since epilogues may take pairs of rows."""
-        rows = sum(self.heights)
-        return min(rows, max(LEAST_PART, 2 * -(-rows // (2 * self.steps))))
+        return min(self.rows, max(LEAST_PART, 2 * -(-self.rows // (2 * self.steps))))
 
     def products(self) -> tuple[Stmt, ...]:
         """The loop over all register tiles of a block, and one more, which finishes the last of them."""
@@ -219,9 +228,7 @@ class _Loops(TiledStrip):
     def multiply(self) -> tuple[Stmt, ...]:
         """Micro-kernel of a register tile, and the epilogue of the one before."""
         x, y, z = self.x, var("y"), var("z")
-        apart: Index = const(self.heights[0] * x.stride[1] * x.pixel)
-        if x.paired:
-            apart = (minimum(2, LAST - y) - 1) * (x.stride[0] * x.row)
+        below = (minimum(2, LAST - y) - 1) * (x.stride[0] * x.row)
         follow = (var("j") + 1).lt(var("last")) * var("lines")
         follow = follow * y.eq(FIRST) if x.by_rows else follow
         done = var("slice") if x.by_rows else (y - FIRST) * x.slices + var("slice")
@@ -232,7 +239,7 @@ class _Loops(TiledStrip):
             at = at + group * (x.reached * x.row if x.copies else x.channels)
         filters = Ptr("b", var("item") * var("b_batch") + var("j") * var("b_n"))
         sums = Ptr("sums", TILE % 2 * self.sums_size)
-        args = (Ptr("strip", at), apart, Ptr("bp"), sums, ahead, follow)
+        args = (Ptr("strip", at), *((below,) if x.paired else ()), Ptr("bp"), sums, ahead, follow)
         return (
             LetPtr("bp", filters, self.atom.right, readonly=True),
             Call(self.micro_kernel(), (*args, *self.finishing)),
@@ -242,9 +249,8 @@ class _Loops(TiledStrip):
         """Micro-kernel C[tall][nr] = A . B over all taps, which finishes the register tile before."""
         x, atom, deep, nr = self.x, self.atom, self.x.deep, self.s.nr
         steps, per = x.run // deep, x.runs_of_row
-        by = Strides(const(x.stride[1] * x.pixel), const(deep), nr, nr, a_next=var("apart"))
-        cut = (const(0), const(self.heights[0]))
-        outer = Outer(atom, self.grid, cut, self.grid.columns, by, passing=x.near, left="line", flowing=x.by_rows)
+        by = Strides(const(x.stride[1] * x.pixel), const(deep), nr, nr, a_next=var("below") if x.paired else None)
+        outer = Outer(atom, self.grid, self.cut, self.grid.columns, by, passing=x.near, left="line", flowing=x.by_rows)
         tap, run, step = var("tap"), var("run"), var("step")
         at = tap * (x.dilation[0] * x.row) + run * (x.dilation[1] * x.pixel)
         vector = self.isa.sum_row_atom(atom)
@@ -258,13 +264,14 @@ class _Loops(TiledStrip):
         line = LetPtr("line", Ptr("a", at), atom.left, readonly=True)
         runs = For("run", const(0), const(per), const(1), (line, For("step", const(0), const(steps), const(1), body)))
         params = (
-            Param("a", atom.left, readonly=True), Param("apart"), Param("b", atom.right, readonly=True),
+            Param("a", atom.left, readonly=True), *((Param("below"),) if x.paired else ()),
+            Param("b", atom.right, readonly=True),
             Param("c", atom.acc), Param("b_next", atom.right, readonly=True), Param("lines"),
             *(replace(p, name=f"{p.name}_done") for p in self.end.params),
         )  # fmt: skip
-        zero = tuple(Verb("zero", str(self.grid.c(r, v))) for r in range(2) for v in range(self.grid.columns))
+        zero = tuple(Verb("zero", str(self.grid.c(r, v))) for r in range(x.across) for v in range(self.grid.columns))
         loops = For("tap", const(0), const(x.kernel[0]), const(1), (runs,))
-        comment = f"C[{sum(self.heights)}][{nr}] = A[..][k] . B[k][{nr}], in tiles; the epilogue of the tile before"
+        comment = f"C[{self.rows}][{nr}] = A[..][k] . B[k][{nr}], in tiles; the epilogue of the tile before"
         return Function("ukr_conv", "inner", params, (*zero, loops, *outer.sums("store")), comment)
 
     def some_rows(self) -> tuple[Index | Ptr, ...]:

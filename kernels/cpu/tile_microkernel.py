@@ -31,7 +31,7 @@ class Grid:
     """Assignment of tile registers to tiles of A, B and C.
 
     Attributes:
-        rows: tiles of C along m: 1 or 2.
+        rows: tiles of C along m: 1 or 2, or 4 beside one along n, of which A has registers in rotation.
         columns: tiles of C along n, of the widest micro-kernel.
     """
 
@@ -44,20 +44,26 @@ class Grid:
 
     def a(self, r: int) -> int:
         """Number of a tile of A."""
-        return self.rows * self.columns + r
+        return self.rows * self.columns + r % self.of_a
+
+    @property
+    def of_a(self) -> int:
+        """Number of tile registers of A: all of a step's, or all but one that B takes."""
+        return min(self.rows, TILES - self.rows * self.columns - 1)
 
     @property
     def free(self) -> int:
         """Number of tile registers that remain for B."""
-        return TILES - self.a(self.rows)
+        return TILES - self.rows * self.columns - self.of_a
 
     def b(self, v: int) -> int:
         """Number of a tile of B: the remaining registers in rotation."""
-        return self.a(self.rows) + v % self.free
+        return self.rows * self.columns + self.of_a + v % self.free
 
     def cut(self, tall: Index) -> tuple[Index, ...]:
         """Numbers of rows of the tiles of A for `tall` rows."""
-        return (tall,) if self.rows == 1 else ((tall + 1) // 2, tall // 2)
+        parts = (tall + (self.rows - 1 - r) if r + 1 < self.rows else tall for r in range(self.rows))
+        return (tall,) if self.rows == 1 else tuple(x // self.rows for x in parts)
 
     def tile_rows(self, atom: Atom) -> tuple[Index, ...]:
         """Number of rows of each tile, in the order of tile numbers."""
@@ -131,20 +137,22 @@ class Outer:
         """Statements for one step of k; `panel` is the width of a panel of B."""
         loads: list[Stmt] = []
         macs: list[Stmt] = []
+        left: list[Stmt] = []
         for r in range(self.grid.rows):
             below = self.by.a_next * r if self.by.a_next else self.cut[r] * self.by.row
             at = Ptr(self.left, row * self.by.step + below)
-            loads.append(Verb("load_a", str(self.grid.a(r)), p=at, step=self.by.row, passing=self.passing))
+            left.append(Verb("load_a", str(self.grid.a(r)), p=at, step=self.by.row, passing=self.passing))
+        rotates = self.grid.of_a < self.grid.rows
+        loads += [] if rotates else left
         for v in range(self.columns):
             q, column = divmod(v * self.atom.n, panel)
             at = b + (self.by.b_next * v if self.by.b_next else (var("b_panel") * q if q else 0) + column)
             load = Verb("load_b", str(self.grid.b(v)), p=at, step=const(self.by.b), passing=self.flowing)
             # Loads before all products are faster by a tenth or more; registers in rotation must wait.
             (loads if self.columns <= self.grid.free else macs).append(load)
-            macs += [
-                Verb("mac", str(self.grid.c(r, v)), str(self.grid.a(r)), str(self.grid.b(v)))
-                for r in range(self.grid.rows)
-            ]
+            for r in range(self.grid.rows):
+                macs += left[r : r + rotates]
+                macs.append(Verb("mac", str(self.grid.c(r, v)), str(self.grid.a(r)), str(self.grid.b(v))))
         return (*loads, *macs)
 
 

@@ -36,6 +36,9 @@ FEWEST = 5
 """The same where a panel of filters stays in L1."""
 LEAST_STEP = 2
 """Part of the units of a tile's rows that a step of k has at least, or of a run if that is shorter."""
+FEW_SUMS = 4
+"""Tiles of A of a register tile where C has one tile of columns: a product waits for the one before of the same tile,
+which takes as long as three of others."""
 WIDEST = 2
 """Tiles of C along a panel, at most: with two tiles of A all of a step are loaded before they are multiplied."""
 
@@ -54,6 +57,7 @@ class Tiled(Strip):
         fill: value of padding.
         groups: of channels, whose panels follow each other; the strip has one part for each.
         outputs: of a group.
+        across: tiles of A of a register tile.
     """
 
     deep: int
@@ -65,6 +69,7 @@ class Tiled(Strip):
     fill: int = 0
     groups: int = 1
     outputs: int = 0
+    across: int = 2
 
     @property
     def slices(self) -> int:
@@ -110,7 +115,8 @@ def tiled(  # noqa: PLR0917 - what a kernel is made for
     if (groups == 1 and deep * LEAST_STEP < min(run, atom.deep)) or pixel < 1 or (row < 1 and not flat):
         return None
     paired = out[1] <= atom.m
-    tall = out[1] if paired else -(-out[1] // -(-out[1] // (2 * atom.m)))
+    across = FEW_SUMS if not paired and min(s.nr, x.outputs) <= atom.n else 2
+    tall = out[1] if paired else -(-out[1] // -(-out[1] // (across * atom.m)))
     size = BY_NAME[s.types[0]].bytes * kr
     levels = {y.name: y.bytes for y in target.levels}
     depth = channels * math.prod(kernel)
@@ -132,7 +138,7 @@ def tiled(  # noqa: PLR0917 - what a kernel is made for
     by_slices = by_rows and not paired and out[1] * stride[1] * pixel * size > ROW * levels["L1"]
     return Tiled(
         *windows.sizes, channels, image, own, copies, row, pixel, run, rows, few, deep, tall, paired, near, by_rows,
-        by_slices, x.padding, groups, x.outputs,
+        by_slices, x.padding, groups, x.outputs, across,
     )  # fmt: skip
 
 

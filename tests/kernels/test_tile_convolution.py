@@ -54,8 +54,8 @@ OF_BYTES = {
 }
 
 
-def posed(name, target, dtype, images=2):
-    """A product of windows, its operands, a schedule and the sizes of the convolution."""
+def posed(name, target, dtype, images=2, *, wide=False):
+    """A product of windows, its operands, a schedule (of the narrowest or widest panels), and the sizes."""
     x, of_pixel, of_row = CASES.get(name) or OF_BYTES[name]
     pixel = x.channels + of_pixel
     rows = [pixel * x.spatial[-1] + of_row] if len(x.spatial) > 1 else []
@@ -63,7 +63,8 @@ def posed(name, target, dtype, images=2):
     strides = (image, *rows, pixel, 1)
     view = windows(x, strides).bind(images=images)
     m, k = (int(y) for y in view.extents)
-    p = Problem(m, N, k, a="any", b="packed", dtype=dtype, family=packed_families(target, dtype)[0])
+    of = (max if wide else min)(packed_families(target, dtype), key=lambda x: family(x).nr)
+    p = Problem(m, N, k, a="any", b="packed", dtype=dtype, family=of)
     one = case(p, seed=3)
     limits = {"bf16": (-4, 5), "u8": (0, 256), "s8": (-128, 128)}[p.types[0]]
     memory = np.random.default_rng(5).integers(*limits, images * image).astype(one.a.dtype)
@@ -80,7 +81,7 @@ def posed(name, target, dtype, images=2):
 @pytest.mark.parametrize("name", CASES)
 def test_tiles_are_loaded_from_images(name, by_rows):
     target = small("amx_bf16")
-    k, s, sizes = posed(name, target, "bf16-bf16-f32")
+    k, s, sizes = posed(name, target, "bf16-bf16-f32", wide=by_rows)
     for i, workers in enumerate((1, 3)):
         order = {"by_rows": by_rows, "by_slices": by_rows and i > 0, "near": not by_rows}
         kernel = lower_tiled(s, target.isa(s.isa), replace(sizes, **order))
@@ -138,7 +139,9 @@ def test_panels_of_groups_follow_each_other(x, workers):
 
 def test_rows_of_a_register_tile():
     target = small("amx_bf16")
-    sizes = {name: posed(name, target, "bf16-bf16-f32")[2] for name in CASES}
+    sizes = {name: posed(name, target, "bf16-bf16-f32", wide=True)[2] for name in CASES}
+    narrow = posed("slices that overlap", target, "bf16-bf16-f32")[2]
+    assert (narrow.across, narrow.tall, narrow.slices) == (4, 35, 1)
     assert (sizes["two rows"].paired, sizes["two rows"].tall) == (True, 11)
     assert (sizes["slices that overlap"].tall, sizes["slices that overlap"].slices) == (18, 2)
     assert (sizes["few channels"].run, sizes["few channels"].near) == (16, False)
