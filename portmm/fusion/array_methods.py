@@ -56,8 +56,11 @@ def _flat(x: Any, order: str = "C") -> Any:
 
 
 def _repeat(x: Any, repeats: Any, axis: Any = None) -> Any:
-    """Each element along an axis so many times: a broadcast along a new axis behind it, which is then a part of it."""
-    if not isinstance(repeats, int) or axis is None:
+    """Each element along an axis so many times: a broadcast along a new axis behind it, which is then a part of it.
+
+    NumPy repeats elements by other arguments, or says what is wrong with them.
+    """
+    if type(repeats) is not int or type(axis) is not int or not -x.ndim <= axis < x.ndim:
         return x.recorder.called("np.repeat", np.repeat, (x, repeats), {"axis": axis})
     at = range(x.ndim)[axis] + 1
     size = (*x.shape[:at], repeats, *x.shape[at:])

@@ -179,3 +179,13 @@ def test_repetitions_without_an_axis_or_of_different_numbers_are_numpys():
     for f, want in zip(each, (np.repeat(x + 1, 2), np.repeat(x + 1, [1, 0, 2], 1)), strict=True):
         np.testing.assert_array_equal(f(x), want)
         assert "np.repeat: NumPy computes it" in str(f.explain(x))
+
+
+def test_repetitions_that_numpy_refuses_or_takes_for_others():
+    x = np.arange(3, dtype=np.float32)
+    np.testing.assert_array_equal(pm.fuse(lambda x: np.repeat(x * 2, True, 0))(x), x * 2)
+    np.testing.assert_array_equal(pm.fuse(lambda x: np.repeat(x * 2, 3, 0))(x[:0]), x[:0])
+    np.testing.assert_array_equal(pm.fuse(lambda x: np.repeat(x * 2, 3, 0))(np.array(2, np.float32)), [4, 4, 4])
+    for axis, repeats in ((1, 2), (-2, 2), (0, -1)):
+        with pytest.raises(ValueError, match=r"axis|negative"):
+            pm.fuse(lambda x, r=repeats, y=axis: np.repeat(x + 1, r, y))(x)
