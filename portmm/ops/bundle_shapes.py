@@ -108,7 +108,9 @@ def shapes_of(text: str, where: str = "shapes", *, empty: bool = False) -> list[
 
 
 def _shape(*every: str) -> Shape:
-    words = [x for x in every if not x.startswith(GROUP)]
+    words, groups = ([x for x in every if x.startswith(GROUP) == of] for of in (False, True))
+    if len(groups) > 1:
+        raise ValueError(f"{' '.join(groups)} are several groups")
     if not 3 <= len(words) <= 5:
         raise ValueError(f"a line has 3 to 5 words, this one {len(words)}")
     m, columns, rows, *rest = words
@@ -122,7 +124,7 @@ def _shape(*every: str) -> Shape:
     if min(n, k) < 1:
         raise ValueError("N and K are positive")
     values = _rows(m, lambda at: rows_of(problem_of((at, n, k), word, "row", ""))[1])
-    return Shape(values, n, k, word, b, *(_group(x, word, b) for x in every if x.startswith(GROUP)))
+    return Shape(values, n, k, word, b, *(_group(x, word, b) for x in groups))
 
 
 def _group(text: str, dtype: str, b: str) -> int:

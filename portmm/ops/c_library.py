@@ -29,10 +29,10 @@ if TYPE_CHECKING:
     from portmm.ops.bundle_build import AttentionCall, Call, Job, Maker
     from portmm.ops.c_programs import Function
     from portmm.spec.problem import Family, Problem
+    from portmm.target.target import Target
 
     Packings = dict[tuple[str, str], tuple[Family, str, str]]
     """By machine and types the layout of weights, and the questions for the kernels that pack."""
-    from portmm.target.target import Target
 
 LETTERS = {"row": "r", "col": "c", "packed": "p", "codes": "4"}
 NAME = "libportmm.so"

@@ -371,6 +371,7 @@ def test_another_chip_takes_what_it_can_run(made):
         ("1 1 1 f31", "line 1"),
         ("1 1 64 f32 packed group=32", "four bits alone"),
         ("1 1 64 f32-u4-f32 packed group=12", "no multiple of 8"),
+        ("1 1 64 f32-u4-f32 packed group=32 group=64", "several groups"),
     ],
 )
 def test_lines_that_are_no_shapes(text, words):
