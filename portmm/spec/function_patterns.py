@@ -21,7 +21,8 @@ NAMES = ("exp", "log", "tanh", "erf", "sigmoid", "silu", "expm1", "softplus", "g
 _patterns: dict[tuple[str, ...], list[tuple[str, Expr]]] = {}
 """Last operation, its type and the operations of its operands -> names, with expansions that end so."""
 _last: set[tuple[str, str]] = set()
-_decays: list[Expr] = []
+_decays: dict[tuple[str, ...], list[Expr]] = {}
+"""The same -> expansions that are for arguments alone that are not positive."""
 _matches = Memory(1 << 16, "kernels")
 _decaying = Memory(1 << 16, "kernels")
 DECAY = "decay"
@@ -39,7 +40,7 @@ def add(name: str, function: Callable[[Expr], Expr], *, decays: bool = False) ->
     if any(x is _ARGUMENT for x in pattern.args):
         raise ValueError(f"{name} ends with an operation on its argument, which may be any expression")
     if decays:
-        _decays.append(pattern)
+        _decays.setdefault(_kind(pattern), []).append(pattern)
     _last.add((pattern.op, pattern.dtype))
     _patterns.setdefault(_kind(pattern), []).append((name, pattern))
     _matches.clear()
@@ -71,8 +72,9 @@ def decaying(x: Expr) -> Expr | None:
     if x.op == DECAY:
         return x.args[0]
     if x not in _decaying:
-        named = function_of(x)
-        _decaying.keep(x, None if named is None or all(_unified(x, y) is None for y in _decays) else named[1])
+        some = _decays.get(_kind(x), ())
+        named = function_of(x) if any(_unified(x, y) is not None for y in some) else None
+        _decaying.keep(x, None if named is None else named[1])
     return _decaying[x]
 
 
