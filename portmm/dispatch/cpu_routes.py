@@ -113,8 +113,9 @@ class _Building(NamedTuple):
         try:
             return code_of(best.schedule, self.target, self.kept)
         except NoCompilerError as error:
+            none = NoCompilerError(f"there is no kernel for {p}: {error}")
             if missing.strict():
-                raise
+                raise none from error
             seconds = predicted(p, best.listed, best.workers)
             nearest = sorted(zip(seconds, best.listed.schedules, strict=True), key=lambda x: x[0])
             for i, (x, s) in enumerate(nearest):
@@ -123,7 +124,7 @@ class _Building(NamedTuple):
                 if code is not None:
                     missing.substituted(p, x / seconds[best.index], str(error))
                     return code
-            raise
+            raise none from error
 
     def _begin(self, best: ClassSelection, p: Problem, rows: int | None) -> StandIn | None:
         """Begin to build the code of the selected schedule if another one can take its place, which is returned."""
