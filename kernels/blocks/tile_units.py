@@ -184,7 +184,7 @@ def product(isa: Isa, unit: Atom, lines: Atom, layout: str, s: Schedule) -> Func
     of a tile do not depend on each other.
     """
     k, rows, columns, p, j, r, t = map(var, ("k", "rows", "columns", "p", "j", "r", "t"))
-    deep, wide, tall, kr = unit.k, ACROSS * unit.n, unit.m, unit.k_pack
+    deep, wide, tall = unit.k, ACROSS * unit.n, unit.m
     steps, step = var("steps"), unit.deep
     lines_of_a = pack_lines(isa, unit, lines, layout, unit.a)
     of_slice = Ptr("left", r * (steps * step))
@@ -192,31 +192,11 @@ def product(isa: Isa, unit: Atom, lines: Atom, layout: str, s: Schedule) -> Func
         var("kd"), minimum(tall, rows - r), const(tall), Ptr("a", r * var("a_m") + p * var("a_k")), var("a_m"),
         var("a_k"), of_slice,
     ))  # fmt: skip
-    rows_of_b = Ptr("b", (p + t * deep) * var("b_k") + j)
-    pack_right = replace(pack_b(isa, lines, wide, "row", unit.b, unit.right), name="pack_right")
-    to, some, few = Ptr("right", t * (step * wide)), var("some"), var("few")
-    edge = (
-        Call(pack_right, (ceil_div(some, kr), some, const(0), few, rows_of_b, var("b_k"), const(1), to)),
-        If(some.lt(deep), (Call(_cleared(unit, lines), (ceil_div(some, kr), to)),)),
-    )
-    below = (k + var("after") - p - (t + 1) * deep) * var(
-        "b_k"
-    )  # elements of rows behind a step, which may be read too
-    thin = few.lt(unit.n + 1) * const(unit.n - 1).lt(few + below)
+    right = Ptr("right", t * (step * wide))
     pair = (
         Let("some", minimum(deep, var("kd") - t * deep)),
         Let("few", minimum(wide, columns - j)),
-        If(
-            some.eq(deep) * few.eq(wide),
-            (Call(_interleaved(unit, lines, s.b.along), (rows_of_b, var("b_k"), to)),),
-            (
-                If(
-                    some.eq(deep) * thin,
-                    (Call(_interleaved(unit, lines, 0, ACROSS - 1), (rows_of_b, var("b_k"), to)),),
-                    edge,
-                ),
-            ),
-        ),
+        _pack_right(isa, unit, lines, s, (k + var("after") - p - (t + 1) * deep) * var("b_k"), right),
     )
     sums = Call(_tiles(unit), (
         steps, of_slice, Ptr("right"), Ptr("c", r * var("c_m") + j), var("c_m"),
@@ -238,6 +218,22 @@ def product(isa: Isa, unit: Atom, lines: Atom, layout: str, s: Schedule) -> Func
     )  # fmt: skip
     body = (For("p", const(0), k, const(s.kc), block),)
     return Function(f"product_{layout}", "inner", params, body, "C[rows][columns] (+)= A[rows][k] . B[k][columns]")
+
+
+def _pack_right(isa: Isa, unit: Atom, lines: Atom, s: Schedule, below: Index, to: Ptr) -> Stmt:  # noqa: PLR0917
+    """Packing of `some` rows of a step of B, of `few` columns of a panel; `below` elements follow its rows."""
+    wide, kr, deep = ACROSS * unit.n, unit.k_pack, unit.k
+    some, few, step = var("some"), var("few"), var("b_k")
+    rows_of_b = Ptr("b", (var("p") + var("t") * deep) * step + var("j"))
+    pack = replace(pack_b(isa, lines, wide, "row", unit.b, unit.right), name="pack_right")
+    edge = (
+        Call(pack, (ceil_div(some, kr), some, const(0), few, rows_of_b, step, const(1), to)),
+        If(some.lt(deep), (Call(_cleared(unit, lines), (ceil_div(some, kr), to)),)),
+    )
+    in_a_tile = few.lt(unit.n + 1) * const(unit.n - 1).lt(few + below)  # the last row ends within what follows
+    one = Call(_interleaved(unit, lines, 0, ACROSS - 1), (rows_of_b, step, to))
+    both = Call(_interleaved(unit, lines, s.b.along), (rows_of_b, step, to))
+    return If(some.eq(deep) * few.eq(wide), (both,), (If(some.eq(deep) * in_a_tile, (one,), edge),))
 
 
 def _interleaved(unit: Atom, lines: Atom, along: int, tiles: int = ACROSS) -> Function:
