@@ -25,7 +25,7 @@ neighbouring taps are contiguous.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.errors import ScheduleError
@@ -36,7 +36,7 @@ from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, rows_
 from portmm.kernels.cpu.elementwise import arguments
 from portmm.kernels.cpu.epilogue import finish
 from portmm.kernels.cpu.packing import line_of
-from portmm.kernels.cpu.tile_microkernel import Grid, Outer, Strides, awake, prefetch_next
+from portmm.kernels.cpu.tile_microkernel import Finishing, Grid, Outer, Strides, awake, prefetch_next
 from portmm.kernels.cpu.tile_strip import TiledStrip
 from portmm.spec.dtype import base
 
@@ -248,7 +248,7 @@ class _Loops(TiledStrip):
     def micro_kernel(self) -> Function:
         """Micro-kernel C[tall][nr] = A . B over all taps, which finishes the register tile before."""
         x, atom, deep, nr = self.x, self.atom, self.x.deep, self.s.nr
-        steps, per = x.run // deep, x.runs_of_row
+        steps, per, finishing = x.run // deep, x.runs_of_row, Finishing(self.end, self.s.fused)
         by = Strides(const(x.stride[1] * x.pixel), const(deep), nr, nr, a_next=var("below") if x.paired else None)
         outer = Outer(atom, self.grid, self.cut, self.grid.columns, by, passing=x.near, left="line", flowing=x.by_rows)
         tap, run, step = var("tap"), var("run"), var("step")
@@ -259,7 +259,7 @@ class _Loops(TiledStrip):
             *prefetch_next(atom),
             *outer.step(step, nr, Ptr("b", var("t") * (deep * nr))),
             *(awake(vector) if vector else ()),
-            If((var("t") * self.part).lt(var("rows_done")), (Call(self.end, self.some_rows()),)),
+            If((var("t") * self.part).lt(var("rows_done")), (finishing.rows(var("t") * self.part, const(self.part)),)),
         )
         line = LetPtr("line", Ptr("a", at), atom.left, readonly=True)
         runs = For("run", const(0), const(per), const(1), (line, For("step", const(0), const(steps), const(1), body)))
@@ -267,25 +267,9 @@ class _Loops(TiledStrip):
             Param("a", atom.left, readonly=True), *((Param("below"),) if x.paired else ()),
             Param("b", atom.right, readonly=True),
             Param("c", atom.acc), Param("b_next", atom.right, readonly=True), Param("lines"),
-            *(replace(p, name=f"{p.name}_done") for p in self.end.params),
+            *finishing.params,
         )  # fmt: skip
         zero = tuple(Verb("zero", str(self.grid.c(r, v))) for r in range(x.across) for v in range(self.grid.columns))
         loops = For("tap", const(0), const(x.kernel[0]), const(1), (runs,))
         comment = f"C[{self.rows}][{nr}] = A[..][k] . B[k][{nr}], in tiles; the epilogue of the tile before"
         return Function("ukr_conv", "inner", params, (*zero, loops, *outer.sums("store")), comment)
-
-    def some_rows(self) -> tuple[Index | Ptr, ...]:
-        """Arguments for the epilogue of the rows that a step finishes, of the micro-kernel's parameters."""
-        first, fused = var("t") * self.part, self.s.fused
-        args: list[Index | Ptr] = []
-        rows = {"sums": "wide_done", "c": "c_m_done"}
-        if fused:
-            rows |= {f"x{i}": f"x{i}_m_done" for i, y in enumerate(fused.operands) if "m" in y.axes}
-        for p in self.end.params:
-            name = f"{p.name}_done"
-            if p.dtype:
-                args.append(Ptr(name, first * var(rows[p.name])) if p.name in rows else Ptr(name))
-            else:
-                args.append(var(name) + first if p.name == "row" else var(name))
-        args[0] = minimum(self.part, var("rows_done") - first)
-        return tuple(args)

@@ -52,6 +52,11 @@ class Int4Tiles(Tiles):
     __slots__ = ()
 
     @property
+    def overlaps(self) -> bool:
+        """No tile is finished while the next one is multiplied."""
+        return False
+
+    @property
     def parts(self) -> int:
         """Number of parts of an element of A."""
         return parts(self.s.types[0], self.atom.a)

@@ -17,6 +17,10 @@ Blocks of k are either deep, and both operands come from L2, or such that a pane
 pass by, loaded with a hint that they are not read again. While a panel is multiplied, the next one is prefetched into
 L2 if it comes from an outer cache.
 
+The epilogue of a register tile runs a few rows at a time between the steps of the next one: vector units work while the
+tile unit does, which waits for no sums. Two tiles' sums are in scratch in turn. Granite Rapids, bf16: 128x3072x768
+takes 0.91 of the time, 197x3072x768 with GELU 0.83.
+
 The time of an instruction is proportional to the rows of A's tile. So tiles have just the rows
 of the tallest slice of a block, halved for R = 2; a slice that is one row shorter has an
 undefined row, whose sums are unused.
@@ -26,11 +30,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.ir.index import Ptr, ceil_div, const, maximum, round_up, var
-from portmm.ir.nodes import Call, Configure, If, Let, LetPtr, Scratch
+from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, var
+from portmm.ir.nodes import Call, Configure, For, If, Let, LetPtr, Scratch
+from portmm.kernels.cpu.blocking import N
+from portmm.kernels.cpu.elementwise import arguments, own
+from portmm.kernels.cpu.epilogue import finish as finish_tile
 from portmm.kernels.cpu.gemm import Gemm
 from portmm.kernels.cpu.packing import line_of
-from portmm.kernels.cpu.tile_microkernel import TALL, Grid, micro_kernel
+from portmm.kernels.cpu.tile_microkernel import TALL, Finishing, Grid, micro_kernel
 from portmm.kernels.cpu.tile_packing import pack_lines, rest_of_b
 
 if TYPE_CHECKING:
@@ -66,19 +73,39 @@ class Tiles(Gemm):
         return round_up(self.scratch_rows * round_up(self.kb, self.atom.deep) * self.scaled("a"), 64)
 
     @property
+    def overlaps(self) -> bool:
+        """Whether a register tile is finished while the next one is multiplied; not with vectors of the product's."""
+        return self.s.parallel.over != "k" and not (self.s.fused and own(self.s.fused))
+
+    @property
+    def tile_size(self) -> int:
+        """Number of sums of a register tile."""
+        return self.grid.rows * self.atom.m * self.s.nr * self.s.b.panels
+
+    @property
     def c_size(self) -> Index:
-        """Number of elements of one worker's sums: a register tile, or where k is cut a block by a chunk of columns."""
-        tile = const(self.grid.rows * self.atom.m * self.s.nr * self.s.b.panels)
+        """Number of elements of one worker's sums: of two register tiles in turn, or a block by a chunk of columns.
+
+        The latter are kept where k is cut.
+        """
+        tile = const(self.tile_size * (1 + self.overlaps))
         if not self.s.kc:
             return tile
         return round_up(maximum(tile, self.kb.lt(self.k) * (self.scratch_rows * self.chunk_width)), 64)
 
     def sums(self, row: Index, column: Index) -> Ptr:  # noqa: ARG002 - addressed by tile
         """Address of the sums of the current register tile, `c_wide` of each row."""
+        return self.sums_of(var("i"), var("j"), var("turn"))
+
+    def sums_of(self, i: Index, j: Index, turn: Index) -> Ptr:
+        """Address of the sums of a register tile: in its turn, or where k is cut at its place in the block."""
+        alternate = turn * self.tile_size if self.overlaps else const(0)
         if not self.s.kc:
-            return Ptr("cp")
-        place = var("i") * (var("last") - var("first")) + (var("j") - var("first"))
-        return Ptr("cp", var("deep") * (place * (TALL * self.s.nr)))
+            return Ptr("cp", alternate)
+        place = (i * (var("last") - var("first")) + (j - var("first"))) * (TALL * self.s.nr)
+        if not self.overlaps:
+            return Ptr("cp", var("deep") * place)
+        return Ptr("cp", var("deep") * place + (1 - var("deep")) * alternate)
 
     def scratch(self) -> tuple[Stmt, ...]:
         """Scratch for sums until the epilogue."""
@@ -122,6 +149,66 @@ class Tiles(Gemm):
             If(const(0).lt(rest), (fill,)),
         )
 
+    def tiles(self, panels: int, begin: Index, end: Index) -> Stmt:
+        """Loop over the register tiles of a run of panels, each of which finishes the one before."""
+        if not self.overlaps:
+            return super().tiles(panels, begin, end)
+        i, j, first = var("i"), var("j"), var("i").eq(0)
+        before = (
+            Let("turn", ((j - begin) // panels * var("slices") + i) % 2),
+            *self.done_tile(i - 1 + first * var("slices"), j - first * panels, panels),
+            Let("rows_done", var("h_done") * self.complete * (1 - first * j.eq(begin))),
+        )
+        body = (
+            Let("column", j * self.s.nr),
+            Let("columns", minimum(N - var("column"), self.s.nr * panels)),
+            LetPtr("bp", self.panel(), self.read_types[1], readonly=not self.s.b.inside),
+            *self.across(panels),
+            self.slices(*before, *self.visit(panels)),
+        )
+        count = ceil_div(end - begin, panels)
+        last = (
+            Let("turn", count * var("slices") % 2),
+            *self.done_tile(var("slices") - 1, begin + (count - 1) * panels, panels),
+            Let("rows_done", var("h_done")),
+            Let("c_wide", const(self.s.nr * panels)),
+            Call(self.finishing.end, self.of_finished()),
+        )
+        loop = For("j", begin, end, const(panels), body)
+        return If(begin.lt(end), (loop, If(self.complete, last)))
+
+    @property
+    def complete(self) -> Index:
+        """Whether the current block of k is the last one."""
+        return (var("pc") + var("kd")).eq(self.k) if self.s.kc else const(1)
+
+    @property
+    def finishing(self) -> Finishing:
+        """The epilogue of a register tile, after the last block of k."""
+        vectors = self.isa.sum_row_atom(self.atom) or self.atom
+        return Finishing(finish_tile(self.isa, vectors, self.acc, self.s.types[2], self.s.fused), self.s.fused)
+
+    def done_tile(self, i: Index, j: Index, panels: int) -> tuple[Stmt, ...]:
+        """Names of the rows and columns of a register tile that is multiplied."""
+        i_done, j_done, taller = var("i_done"), var("j_done"), var("taller")
+        return (
+            Let("i_done", i),
+            Let("j_done", j),
+            Let("h_done", var("height") + i_done.lt(taller)),
+            Let("r_done", i_done * var("height") + minimum(i_done, taller)),
+            Let("column_done", j_done * self.s.nr),
+            Let("columns_done", minimum(N - var("column_done"), self.s.nr * panels)),
+        )
+
+    def of_finished(self) -> tuple[Index | Ptr, ...]:
+        """Arguments for the epilogue of such a tile, whose turn was the one before."""
+        row, column, fused = var("row") + var("r_done"), var("column_done"), self.s.fused
+        place = (var("item"), row, column + self.slab_first)
+        more = (*place, *arguments(fused, *place)) if fused else ()
+        sums = self.sums_of(var("i_done"), var("j_done"), 1 - var("turn"))
+        into = (self.element(row, column), var("c_m"))
+        return (var("rows_done"), var("columns_done"), sums, var("c_wide"), *into, *more)
+
     def visit(self, panels: int) -> tuple[Stmt, ...]:
         """Micro-kernel call, for slices of any number of rows."""
         args: list[Index | Ptr] = [var("kd"), self.slice_of_a(), TALL, Ptr("bp")]
@@ -130,8 +217,10 @@ class Tiles(Gemm):
         vector, follows = self.isa.sum_row_atom(self.atom), self.s.c.prefetch > 0
         passing = bool(self.s.mc) and self.s.tiles[1].k == self.s.kc
         args += self.next_panels(panels) if follows else []
+        args += self.of_finished() if self.overlaps else ()
         shape = self.atom, self.grid, self.s.nr, panels
-        kernel = micro_kernel(*shape, self.s.b.prefetch, vector, follows=follows, passing=passing)
+        finishing = self.finishing if self.overlaps else None
+        kernel = micro_kernel(*shape, self.s.b.prefetch, vector, follows=follows, passing=passing, finishing=finishing)
         return (Call(kernel, tuple(args)),)
 
     def next_panels(self, panels: int) -> list[Index | Ptr]:

@@ -131,8 +131,26 @@ static __attribute__((noinline)) void rest_1(long count, const int *b, int *to) 
   }
 }
 
+/* C[rows][columns] = sums,  as s32 */
+static __attribute__((noinline)) void finish(long rows, long columns, int *sums, long wide, int *c, long c_m) {
+  v16i x;
+  unsigned short m;
+  for (long i = 0; i < rows; ++i) {
+    for (long j = 0; j < columns - columns % 16; j += 16) {
+      x = *(const v16i_u *)(sums + i * wide + j);
+      *(v16i_u *)(c + i * c_m + j) = x;
+    }
+    if (columns - columns % 16 < columns) {
+      const long j = columns - columns % 16;
+      m = (unsigned short)((1u << (max_(0, min_(columns - j, 16)))) - 1);
+      x = *(const v16i_u *)(sums + i * wide + j);
+      __asm__("vmovdqu32 %1, %0%{%2%}" : "+m"(*(v16i_u *)(c + i * c_m + j)) : "v"(x), "Yk"(m));
+    }
+  }
+}
+
 /* C[tall][32] (+)= A[tall][k] . B[k][32], in tiles */
-static __attribute__((noinline)) void ukr_2x2(long k, const int *a, long tall, const int *b, const int *rest, int *c, long accumulate) {
+static __attribute__((noinline)) void ukr_2x2(long k, const int *a, long tall, const int *b, const int *rest, int *c, long accumulate, long rows_done, long columns_done, int *sums_done, long wide_done, int *c_done, long c_m_done) {
   v16i zeros;
   if (accumulate) {
     TILE_LOAD(0, c, 32);
@@ -145,7 +163,24 @@ static __attribute__((noinline)) void ukr_2x2(long k, const int *a, long tall, c
     TILE_ZERO(2);
     TILE_ZERO(3);
   }
-  for (long t = 0; t < k / 16; ++t) {
+  const long part = max_(2, 2 * div_(tall + 2 * max_(1, k / 16) - 1, 2 * max_(1, k / 16)));
+  const long busy = min_(k / 16, div_(rows_done + part - 1, part));
+  for (long t = 0; t < busy; ++t) {
+    TILE_STREAM(4, a + t * (tall * 16), 16);
+    TILE_STREAM(5, a + t * (tall * 16) + (tall + 1) / 2 * 16, 16);
+    TILE_LOAD(6, b + t * 512, 32);
+    TILE_LOAD(7, b + t * 512 + 16, 32);
+    TILE_MAC(tdpbusd, 0, 4, 6);
+    TILE_MAC(tdpbusd, 2, 5, 6);
+    TILE_MAC(tdpbusd, 1, 4, 7);
+    TILE_MAC(tdpbusd, 3, 5, 7);
+    if (t % 8 == 7) {
+      zeros = (v16i){0};
+      *(v16i_u *)(c) = zeros;
+    }
+    finish(min_(part, rows_done - t * part), columns_done, sums_done + t * part * wide_done, wide_done, c_done + t * part * c_m_done, c_m_done);
+  }
+  for (long t = busy; t < k / 16; ++t) {
     TILE_STREAM(4, a + t * (tall * 16), 16);
     TILE_STREAM(5, a + t * (tall * 16) + (tall + 1) / 2 * 16, 16);
     TILE_LOAD(6, b + t * 512, 32);
@@ -169,28 +204,13 @@ static __attribute__((noinline)) void ukr_2x2(long k, const int *a, long tall, c
     TILE_MAC(tdpbusd, 1, 4, 7);
     TILE_MAC(tdpbusd, 3, 5, 7);
   }
+  if (busy * part < rows_done) {
+    finish(min_(rows_done, rows_done - busy * part), columns_done, sums_done + busy * part * wide_done, wide_done, c_done + busy * part * c_m_done, c_m_done);
+  }
   TILE_STORE(0, c, 32);
   TILE_STORE(1, c + 16, 32);
   TILE_STORE(2, c + (tall + 1) / 2 * 32, 32);
   TILE_STORE(3, c + (tall + 1) / 2 * 32 + 16, 32);
-}
-
-/* C[rows][columns] = sums,  as s32 */
-static __attribute__((noinline)) void finish(long rows, long columns, int *sums, long wide, int *c, long c_m) {
-  v16i x;
-  unsigned short m;
-  for (long i = 0; i < rows; ++i) {
-    for (long j = 0; j < columns - columns % 16; j += 16) {
-      x = *(const v16i_u *)(sums + i * wide + j);
-      *(v16i_u *)(c + i * c_m + j) = x;
-    }
-    if (columns - columns % 16 < columns) {
-      const long j = columns - columns % 16;
-      m = (unsigned short)((1u << (max_(0, min_(columns - j, 16)))) - 1);
-      x = *(const v16i_u *)(sums + i * wide + j);
-      __asm__("vmovdqu32 %1, %0%{%2%}" : "+m"(*(v16i_u *)(c + i * c_m + j)) : "v"(x), "Yk"(m));
-    }
-  }
 }
 
 /* A block of rows by a share of the columns of C */
@@ -226,32 +246,47 @@ static void block(const long *ctx, long task, long worker) {
   const long tall = max_(2, height + (0 < taller));
   TILE_KEEP(); TILE_CONFIGURE((tall + 1) / 2, (tall + 1) / 2, tall / 2, tall / 2, (tall + 1) / 2, tall / 2, 16, 16);
   const long kb = (div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16;
-  int *cp = work + worker * (((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64 + (max_(1024, ((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 < (k + 3) / 4) * ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (div_((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64))) - 1, max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64)))) * 32))) + 63) / 64 * 64) + ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64;
+  int *cp = work + worker * (((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64 + (max_(2048, ((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 < (k + 3) / 4) * ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (div_((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64))) - 1, max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64)))) * 32))) + 63) / 64 * 64) + ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64;
   const long deep = kb < (k + 3) / 4;
   for (long pc = 0; pc < (k + 3) / 4; pc += kb) {
     const long kd = min_(kb, (k + 3) / 4 - pc);
-    int *ap = (int *)(work + worker * (((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64 + (max_(1024, ((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 < (k + 3) / 4) * ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (div_((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64))) - 1, max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64)))) * 32))) + 63) / 64 * 64));
+    int *ap = (int *)(work + worker * (((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 + 15) / 16 * 16) + 63) / 64 * 64 + (max_(2048, ((div_((k + 3) / 4 + max_(1, ((k + 3) / 4 + 63) / 64) - 1, max_(1, ((k + 3) / 4 + 63) / 64)) + 15) / 16 * 16 < (k + 3) / 4) * ((min_(m, 64) + (min_(m, 64) + 31) / 32 + 2) * (div_((n + 31) / 32 + max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64))) - 1, max_((n + 63) / 64, min_((n + 31) / 32, div_((workers - 1) * 4 + (m + 63) / 64 - 1, (m + 63) / 64)))) * 32))) + 63) / 64 * 64));
     for (long i = 0; i < slices; ++i) {
       const long h = height + (i < taller);
       const long r = i * height + min_(i, taller);
       pack_lines(min_(k - pc * 4, kd * 4), h, tall, a + item * a_batch + (row + r) * a_m + pc * (a_k * 4), a_m, a_k, ap + i * (tall * ((kd + 15) / 16 * 16)));
     }
-    for (long j = first; j < last; ++j) {
-      const long column = j * 32;
-      const long columns = min_(n - column, 32);
-      const int *bp = b + item * b_batch + j * b_n + pc * 32;
-      const long c_wide = 32;
-      int rest[512] __attribute__((aligned(64)));
-      if (0 < kd % 16) {
-        rest_1(kd % 16, bp + (kd - kd % 16) * 32, rest);
-      }
-      for (long i = 0; i < slices; ++i) {
-        const long h = height + (i < taller);
-        const long r = i * height + min_(i, taller);
-        ukr_2x2(kd, ap + i * (tall * ((kd + 15) / 16 * 16)), tall, bp, rest, cp + deep * ((i * (last - first) + j - first) * (tall * 32)), 0 < pc);
-        if (pc + kd == (k + 3) / 4) {
-          finish(h, columns, cp + deep * ((i * (last - first) + j - first) * (tall * 32)), c_wide, c + item * c_batch + (row + r) * c_m + column, c_m);
+    if (first < last) {
+      for (long j = first; j < last; ++j) {
+        const int *bp = b + item * b_batch + j * b_n + pc * 32;
+        const long c_wide = 32;
+        int rest[512] __attribute__((aligned(64)));
+        if (0 < kd % 16) {
+          rest_1(kd % 16, bp + (kd - kd % 16) * 32, rest);
         }
+        for (long i = 0; i < slices; ++i) {
+          const long turn = ((j - first) * slices + i) % 2;
+          const long i_done = i - 1 + (i == 0) * slices;
+          const long j_done = j - (i == 0);
+          const long h_done = height + (i_done < taller);
+          const long r_done = i_done * height + min_(i_done, taller);
+          const long column_done = j_done * 32;
+          const long columns_done = min_(n - column_done, 32);
+          const long rows_done = h_done * (pc + kd == (k + 3) / 4) * (1 - (i == 0) * (j == first));
+          ukr_2x2(kd, ap + i * (tall * ((kd + 15) / 16 * 16)), tall, bp, rest, cp + deep * ((i * (last - first) + j - first) * (tall * 32)) + (1 - deep) * (turn * 1024), 0 < pc, rows_done, columns_done, cp + deep * ((i_done * (last - first) + j_done - first) * (tall * 32)) + (1 - deep) * ((1 - turn) * 1024), c_wide, c + item * c_batch + (row + r_done) * c_m + column_done, c_m);
+        }
+      }
+      if (pc + kd == (k + 3) / 4) {
+        const long turn = (last - first) * slices % 2;
+        const long i_done = slices - 1;
+        const long j_done = first + last - first - 1;
+        const long h_done = height + (i_done < taller);
+        const long r_done = i_done * height + min_(i_done, taller);
+        const long column_done = j_done * 32;
+        const long columns_done = min_(n - column_done, 32);
+        const long rows_done = h_done;
+        const long c_wide = 32;
+        finish(rows_done, columns_done, cp + deep * ((i_done * (last - first) + j_done - first) * (tall * 32)) + (1 - deep) * ((1 - turn) * 1024), c_wide, c + item * c_batch + (row + r_done) * c_m + column_done, c_m);
       }
     }
   }
