@@ -11,7 +11,6 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from portmm.build import kernel_store
-from portmm.host import chip_match
 from portmm.ir.prefix import value
 from portmm.runtime import route_cache
 from portmm.runtime.cpu import clear_memo, load_kernel, runtime
@@ -279,6 +278,8 @@ def forget() -> None:
 
     Code that was built from sources stays loaded: see `cpu_kernels.forget`.
     """
+    from portmm.host import chip_match  # not by calls of a base set, which is for no chip
+
     forget_all(functions=True)
     _machines.clear()
     _serving.clear()

@@ -9,6 +9,7 @@ from other code; the number of a version is left out. Nothing depends on the mac
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -44,12 +45,17 @@ KINDS = (*PROGRAMS, "attention", "rows", "columns", "lines", "pack", "fold", "pe
 
 
 def _runtime() -> Iterator[Case]:
-    """The C of the run time, in files and as it is put together."""
+    """The C of the run time, in files and as it is put together: without comments and spaces, as wheels have none."""
     yield Case("abi", abi.ARGS)
-    yield Case("extension", cpu_runtime.source(python=True))
-    yield Case("twin", cpu_runtime.source(python=False))
+    yield Case("extension", _bare(cpu_runtime.source(python=True)))
+    yield Case("twin", _bare(cpu_runtime.source(python=False)))
     for path in sorted(Path(cpu_runtime.__file__).parent.glob("*.[ch]")):
-        yield Case(path.name, path.read_text(encoding="utf-8"))
+        yield Case(path.name, _bare(path.read_text(encoding="utf-8")))
+
+
+def _bare(text: str) -> str:
+    """C without comments, and with single spaces."""
+    return " ".join(re.sub(r"/\*.*?\*/|//[^\n]*", " ", text, flags=re.DOTALL).split())
 
 
 FAMILIES: dict[str, Callable[[], Iterable[Case]]] = {
