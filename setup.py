@@ -20,17 +20,17 @@ ENDS_OF_LINES = re.compile(r"\\?\n")
 """Ends of lines, in macros with their backslash."""
 
 
-def unread_strings(tree: ast.Module) -> list[ast.stmt]:
+def unread_strings(tree: ast.Module, *, own: bool) -> list[ast.stmt]:
     """Docstrings of modules without `__all__`, of private functions and classes, and of attributes; taken out.
 
-    One that is all of a body stays.
+    Of a module for the package's `own` use, all of them are. One that is all of a body stays.
     """
     taken: list[ast.stmt] = []
     for node in ast.walk(tree):
         if not isinstance(node, ast.Module | ast.FunctionDef | ast.ClassDef):
             continue
         name = getattr(node, "name", "")
-        private = name.startswith("_") and not name.endswith("__")
+        private = own or (name.startswith("_") and not name.endswith("__"))
         if isinstance(node, ast.Module):
             targets = (x for one in node.body if isinstance(one, ast.Assign) for x in one.targets)
             private = not any(isinstance(x, ast.Name) and x.id == "__all__" for x in targets)
@@ -42,11 +42,11 @@ def unread_strings(tree: ast.Module) -> list[ast.stmt]:
     return taken
 
 
-def bare_python(text: str) -> str:
+def bare_python(text: str, *, own: bool = False) -> str:
     """Python without unread strings, and comments but those for type checkers; lines keep their numbers."""
     lines = text.splitlines(keepends=True)
     tree = ast.parse(text)
-    for docstring in unread_strings(tree):
+    for docstring in unread_strings(tree, own=own):
         for number in range(docstring.lineno, (docstring.end_lineno or docstring.lineno) + 1):
             lines[number - 1] = "\n"
     text = "".join(lines)
@@ -105,7 +105,10 @@ class Build(build_py):
         path = Path(copied[0])
         if path.suffix in BARE and not self.editable_mode:
             text = path.read_text(encoding="utf-8")
-            path.write_text(BARE[path.suffix](text), encoding="utf-8")
+            # Kernels are made by the package itself: nobody calls their builders, or asks for help on them.
+            builders = path.suffix == ".py" and ("portmm", "kernels") in zip(path.parts, path.parts[1:], strict=False)
+            bare = bare_python(text, own=True) if builders else BARE[path.suffix](text)
+            path.write_text(bare, encoding="utf-8")
         return copied
 
 
