@@ -188,12 +188,7 @@ class Gemm(Operands):
 
     def slices(self, *body: Stmt) -> Stmt:
         """Loop over nearly equal slices of the block's rows: `h` rows from `r` on."""
-        i, taller = var("i"), var("taller")
-        bounds = (
-            Let("h", var("height") + i.lt(taller)),
-            Let("r", i * var("height") + minimum(i, taller)),
-        )
-        return For("i", const(0), var("slices"), const(1), (*bounds, *body))
+        return For("i", const(0), var("slices"), const(1), (*slice_of(var("i")), *body))
 
     def pack_a(self) -> tuple[Stmt, ...]:
         """Packing of the block of A, slice by slice."""
@@ -249,16 +244,19 @@ class Gemm(Operands):
         """Loop over the register tiles of a run of panels."""
         s = self.s
         width = (end - begin) * s.nr if self.sweeps else const(panels * s.nr)
-        body = (
-            Let("column", var("j") * s.nr),
-            Let("columns", minimum(N - var("column"), width)),
-            LetPtr("bp", self.panel(), self.read_types[1], readonly=not s.b.inside),
-            *self.across(panels),
-            self.slices(*self.visit(panels), *finish(self)),
-        )
+        body = (*self.at_panels(panels, width), self.slices(*self.visit(panels), *finish(self)))
         if self.sweeps:
             return If(begin.lt(end), (Let("j", begin), *body))
         return For("j", begin, end, const(panels), body)
+
+    def at_panels(self, panels: int, width: Index) -> tuple[Stmt, ...]:
+        """Statements before the first slice of A of panels from `j` on: their columns, their address, and more."""
+        return (
+            Let("column", var("j") * self.s.nr),
+            Let("columns", minimum(N - var("column"), width)),
+            LetPtr("bp", self.panel(), self.read_types[1], readonly=not self.s.b.inside),
+            *self.across(panels),
+        )
 
     def across(self, panels: int) -> tuple[Stmt, ...]:  # noqa: ARG002 - for vectors, nothing
         """Statements before the first slice of A of a run of panels."""
@@ -277,6 +275,15 @@ class Gemm(Operands):
         """Dispatch of `call` on the slice's number of rows (MR variants)."""
         cases = tuple((h, (call(h),)) for h in self.s.heights)
         return cases[0][1] if len(cases) == 1 else (Switch(var("h"), cases),)
+
+
+def slice_of(i: Index, s: str = "") -> tuple[Stmt, ...]:
+    """Names of the number of rows of a slice of a block, and of its first row, with a suffix."""
+    taller = var("taller")
+    return (
+        Let(f"h{s}", var("height") + i.lt(taller)),
+        Let(f"r{s}", i * var("height") + minimum(i, taller)),
+    )
 
 
 def split_k(g: Operands, blocks: Stmt) -> tuple[Stmt, ...]:

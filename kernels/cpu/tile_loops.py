@@ -35,7 +35,7 @@ from portmm.ir.nodes import Call, Configure, For, If, Let, LetPtr, Scratch
 from portmm.kernels.cpu.blocking import N
 from portmm.kernels.cpu.elementwise import arguments, own
 from portmm.kernels.cpu.epilogue import finish as finish_tile
-from portmm.kernels.cpu.gemm import Gemm
+from portmm.kernels.cpu.gemm import Gemm, slice_of
 from portmm.kernels.cpu.packing import line_of
 from portmm.kernels.cpu.tile_microkernel import TALL, Finishing, Grid, micro_kernel
 from portmm.kernels.cpu.tile_packing import pack_lines, rest_of_b
@@ -159,13 +159,7 @@ class Tiles(Gemm):
             *self.done_tile(i - 1 + first * var("slices"), j - first * panels, panels),
             Let("rows_done", var("h_done") * self.complete * (1 - first * j.eq(begin))),
         )
-        body = (
-            Let("column", j * self.s.nr),
-            Let("columns", minimum(N - var("column"), self.s.nr * panels)),
-            LetPtr("bp", self.panel(), self.read_types[1], readonly=not self.s.b.inside),
-            *self.across(panels),
-            self.slices(*before, *self.visit(panels)),
-        )
+        body = (*self.at_panels(panels, const(self.s.nr * panels)), self.slices(*before, *self.visit(panels)))
         count = ceil_div(end - begin, panels)
         last = (
             Let("turn", count * var("slices") % 2),
@@ -190,13 +184,11 @@ class Tiles(Gemm):
 
     def done_tile(self, i: Index, j: Index, panels: int) -> tuple[Stmt, ...]:
         """Names of the rows and columns of a register tile that is multiplied."""
-        i_done, j_done, taller = var("i_done"), var("j_done"), var("taller")
         return (
             Let("i_done", i),
             Let("j_done", j),
-            Let("h_done", var("height") + i_done.lt(taller)),
-            Let("r_done", i_done * var("height") + minimum(i_done, taller)),
-            Let("column_done", j_done * self.s.nr),
+            *slice_of(var("i_done"), "_done"),
+            Let("column_done", var("j_done") * self.s.nr),
             Let("columns_done", minimum(N - var("column_done"), self.s.nr * panels)),
         )
 
