@@ -21,19 +21,8 @@ from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-from result_tables import (
-    Ratios,
-    by_chip,
-    chips,
-    device,
-    fusion,
-    is_tuning,
-    packing,
-    part,
-    ratios,
-    ratios_by_setting,
-    search,
-)
+from ratio_tables import Ratios, at_a_glance, by_chip, by_device, device_ratios, glance, ratios_by_setting
+from result_tables import device, devices, fusion, is_tuning, packing, part, ratios, search
 from speed_picture import shows, svg
 
 from portmm.comparison.figures import grouped
@@ -87,27 +76,35 @@ def _sorted(text: str) -> tuple[str, Any]:
 
 def _measured(results: Results) -> dict[tuple[str, str], Ratios]:
     reports, fusions = ([data for _, data in results[kind]] for kind in ("report", "fusion"))
-    return ratios_by_setting(reports, fusions, results["device"])
+    return ratios_by_setting(reports, fusions)
+
+
+def _glance(results: Results) -> tuple[dict[str, Ratios], ...]:
+    """What the README shows of processors, and of GPUs."""
+    runs = devices(results["device"])
+    gpus = {name: data for name, data in runs.items() if data["device"].get("facts", {}).get("kind") == "gpu"}
+    return glance(_measured(results), device_ratios(gpus))
 
 
 def overview(results: Results) -> str:
-    """All results in one table, by chip and type."""
-    return chips(_measured(results))
+    """All ratios by chip and type."""
+    parts = by_chip(_measured(results)), by_device(device_ratios(devices(results["device"])))
+    return "\n\n".join(filter(None, parts))
 
 
 def speed(results: Results) -> str:
-    """The README's tables: one for each chip."""
-    return by_chip(_measured(results)) or NOTHING
+    """The README's tables: one for processors, one for GPUs."""
+    return at_a_glance(*_glance(results)) or NOTHING
 
 
 def picture(results: Results) -> str:
     """The README's picture as SVG."""
-    return svg(_measured(results))
+    return svg(*_glance(results))
 
 
 def picture_is_current(path: Path, results: Results) -> bool:
     """Whether a file is the picture of these results."""
-    return path.exists() and shows(path.read_text(), _measured(results))
+    return path.exists() and shows(path.read_text(), *_glance(results))
 
 
 def summary(results: Results) -> str:
@@ -117,7 +114,11 @@ def summary(results: Results) -> str:
     parts += [part("left_out", data) for data in of["left_out"]]
     parts += [part("tuning", *row) for row in grouped(of["tuning"], itemgetter("chip")).items()]
     parts += [part(kind, data) for kind in ("overhead", "cliff", "ragged") for data in of[kind]]
-    parts += [*map(packing, of["packing"]), *fusion(of["fusion"]), *(device(*row) for row in results["device"])]
+    parts += [
+        *map(packing, of["packing"]),
+        *fusion(of["fusion"]),
+        *(device(*row) for row in devices(results["device"]).items()),
+    ]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 

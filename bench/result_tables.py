@@ -2,8 +2,7 @@
 
 Owns the values of the tables of reports of `portmm compare` and `portmm tune`, and of the results of
 `bench/exhaustive.py`, `bench/leave_one_out.py`, `bench/cliff.py`, `bench/ragged.py`, `bench/packing.py`,
-`bench/test_overhead.py`, `bench/fusion.py` and `bench/gpu.py`; and the ratios of all of them by chip and type. Their
-sentences and columns are in `result_tables.md`.
+`bench/test_overhead.py`, `bench/fusion.py` and `bench/gpu.py`. Their sentences and columns are in `result_tables.md`.
 """
 
 from __future__ import annotations
@@ -13,14 +12,11 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from functools import cache
 from operator import itemgetter
 from statistics import median
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from portmm.comparison.figures import Table, grouped
 from portmm.comparison.report import Report, geomean, summaries
 from portmm.util import templates
-
-if TYPE_CHECKING:
-    from portmm.comparison.case import Case
 
 Rows = list[list[str]]
 
@@ -77,9 +73,39 @@ def threads(number: int) -> str:
     return f"{number} thread{'s' if number > 1 else ''}"
 
 
-def device(stem: str, data: dict[str, Any]) -> str:
-    """Tables of a run on a device: the bars, each case with the best of its peers, candidates of products."""
-    return part("device", stem, data)
+def short(title: str) -> str:
+    """A chip's name without its vendor, and without what follows a bracket, a comma or `and`: a column's head."""
+    return re.split(r" \(|,| and ", title)[0].partition(" ")[2] or title
+
+
+def devices(runs: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
+    """What runs on each device found last: a device's name -> a run with the newest of each row, survey and bar.
+
+    Args:
+        runs: names of runs, and the runs. A name ends in a number that grows with each run on a device.
+    """
+    found: dict[str, dict[str, Any]] = {}
+    for _, data in sorted(runs, key=lambda run: _numbered(run[0])):
+        about = data["device"]
+        mine = found.setdefault(short(about.get("title", "")) or about["target"], {key: {} for key in PARTS})
+        for key, name in PARTS.items():
+            mine[key] |= {x[name]: x for x in data[key] if x.get("state") != "not measured"}
+        mine |= {"device": about, "notes": data["notes"]}
+    return {name: mine | {key: [*mine[key].values()] for key in PARTS} for name, mine in found.items()}
+
+
+PARTS = {"rows": "name", "surveys": "name", "bars": "bar", "sanitizer": "tool"}
+"""Lists of a device's run -> what tells their items apart."""
+
+
+def _numbered(name: str) -> list[int | str]:
+    """A key that sorts names as people do: a-9 before a-10."""
+    return [int(x) if x.isdigit() else x for x in re.split(r"(\d+)", name)]
+
+
+def device(name: str, data: dict[str, Any]) -> str:
+    """Tables of the runs on a device: the bars, each case with the best of its peers, candidates of products."""
+    return part("device", name, data)
 
 
 def device_ratio(x: dict[str, Any]) -> float | None:
@@ -228,75 +254,3 @@ def _weight(row: dict[str, Any]) -> str:
     group = f", groups of {row['group'] or 'all'} rows" if row["dtype"] == "u4" else ""
     mixed = f" for {row['activations']}" if row["activations"] != row["dtype"] and not group else ""
     return f"{row['dtype']}{mixed}{group}, by {'rows' if row['layout'] == 'row' else 'columns'}"
-
-
-INTEGERS = {"s8": "int8", "u8": "int8", "u4": "int4"}
-
-MARKS = {"fused": "fused", "random": "random shapes"}
-"""Beginning of a group's name -> what its cases are besides their type: rows of their own."""
-
-Ratios = dict[str, dict[str, float]]
-"""Type -> case -> ratio."""
-MEANING = "Rate of portmm over that of the best peer of each case: geometric mean, lowest in brackets, cases."
-
-
-def kind(case: Case) -> str:
-    """Type of a product as a row's name: that of its weight, where activations are floats or are rounded."""
-    a, b, _ = case.types
-    weight = INTEGERS.get(b, b)
-    if weight != b and a not in INTEGERS:
-        weight += " weights, A in 8 bits" if case.dynamic else " weights"
-    mark = next((text for prefix, text in MARKS.items() if case.group.startswith(prefix)), "")
-    return ", ".join(filter(None, (weight, mark)))
-
-
-def ratios_by_setting(
-    reports: Iterable[Report], fusions: Sequence[dict[str, Any]], devices: Iterable[tuple[str, dict[str, Any]]]
-) -> dict[tuple[str, str], Ratios]:
-    """Rates of portmm over those of the best peer, by machine and setting.
-
-    Args:
-        reports: of `portmm compare`.
-        fusions: runs of fused products.
-        devices: name of a device's run, and the run.
-    """
-    measured: dict[tuple[str, str], Ratios] = {}
-    # Of a case that was measured again, the latest ratio counts.
-    for report in sorted(reports, key=lambda x: x.date):
-        mine = measured.setdefault((report.machine, setting(report)), {})
-        for result in report.results:
-            if result.ratio is not None:
-                mine.setdefault(kind(result.case), {})[result.case.name] = result.ratio
-    for data in sorted(fusions, key=lambda x: str(x["date"])):
-        mine = measured.setdefault((data["machine"], threads(data["threads"])), {})
-        for row in rows_of([data]):
-            if row["ratio"] is not None:
-                group = "attention" if row["case"]["group"] == "attention" else "fused"
-                mine.setdefault(f"{row['case']['dtype']}, {group}", {})[row["case"]["name"]] = row["ratio"]
-    for stem, data in devices:
-        for x in data["rows"]:
-            ratio = device_ratio(x) if x["state"] == "ok" and x["seconds"] else None
-            if ratio is not None:
-                measured.setdefault((stem, ""), {}).setdefault(x["dtype"], {})[x["name"]] = ratio
-    return {key: mine for key, mine in measured.items() if mine}
-
-
-def chips(measured: dict[tuple[str, str], Ratios]) -> str:
-    """One table with a row for each type and a column for each machine and setting; empty if nothing was measured."""
-    columns = [", ".join(filter(None, key)) for key in measured]
-    return f"{MEANING}\n\n{_by_type('type', columns, list(measured.values()))}" if measured else ""
-
-
-def by_chip(measured: dict[tuple[str, str], Ratios]) -> str:
-    """A small table for each machine: a row for each type, a column for each setting."""
-    parts = [MEANING] if measured else []
-    for machine in dict.fromkeys(machine for machine, _ in measured):
-        settings = {name: mine for (of, name), mine in measured.items() if of == machine}
-        parts.append(_by_type(machine, [name or "ratio" for name in settings], list(settings.values())))
-    return "\n\n".join(parts)
-
-
-def _by_type(head: str, columns: list[str], ratios: list[Ratios]) -> str:
-    """A table with a row for each type: there are more of them than of chips."""
-    kinds = dict.fromkeys(name for mine in ratios for name in mine)
-    return table([head, *columns], ([name, *(mean(mine.get(name, {}).values()) for mine in ratios)] for name in kinds))

@@ -11,7 +11,7 @@ from portmm.comparison.report import geomean
 from portmm.util.templates import render
 
 if TYPE_CHECKING:
-    from result_tables import Ratios
+    from ratio_tables import Ratios
 
 AHEAD, BEHIND = "#2a7f62", "#b5532d"
 WIDTH, ROW, GAP, LETTER = 768.0, 23.0, 8.0, 6.0
@@ -20,31 +20,35 @@ LEAST, MOST, SPARE = 0.25, 4.0, 1.25
 """Ratios at the ends of the axis, and the room beyond; longer bars are cut, and their labels have the value."""
 
 
-def bars(measured: dict[tuple[str, str], Ratios]) -> list[tuple[str, float, float]]:
-    """Label, geometric mean of ratios, and lowest ratio of each bar: a type on a machine by one thread."""
+def bars(*tables: dict[str, Ratios]) -> list[tuple[str, float, float]]:
+    """Label, geometric mean of ratios, and lowest ratio of each bar: a type on a chip.
+
+    Args:
+        tables: chips, with their ratios by type.
+    """
     return [
-        (f"{machine}: {kind}", mean, min(ratios.values()))
-        for (machine, setting), kinds in measured.items()
-        if setting == "1 thread"
+        (f"{chip}: {kind}", mean, min(ratios.values()))
+        for columns in tables
+        for chip, kinds in columns.items()
         for kind, ratios in kinds.items()
         if (mean := geomean(ratios.values())) is not None
     ]
 
 
-def digest(measured: dict[tuple[str, str], Ratios]) -> str:
+def digest(*tables: dict[str, Ratios]) -> str:
     """A digest of what the picture shows, as its file has it."""
-    shown = [(label, f"{mean:.3f}", f"{lowest:.3f}") for label, mean, lowest in bars(measured)]
+    shown = [(label, f"{mean:.3f}", f"{lowest:.3f}") for label, mean, lowest in bars(*tables)]
     return hashlib.sha256(json.dumps(shown).encode()).hexdigest()[:16]
 
 
-def shows(text: str, measured: dict[tuple[str, str], Ratios]) -> bool:
+def shows(text: str, *tables: dict[str, Ratios]) -> bool:
     """Whether a picture shows these results."""
-    return f"data:{digest(measured)}" in text
+    return f"data:{digest(*tables)}" in text
 
 
-def svg(measured: dict[tuple[str, str], Ratios]) -> str:
+def svg(*tables: dict[str, Ratios]) -> str:
     """The picture's file."""
-    rows = bars(measured)
+    rows = bars(*tables)
     left = GAP + LETTER * max((len(label) for label, *_ in rows), default=0)
 
     def place(ratio: float) -> float:
@@ -54,4 +58,4 @@ def svg(measured: dict[tuple[str, str], Ratios]) -> str:
 
     numbers = {"left": left, "width": WIDTH, "row": ROW, "most": MOST}
     colours = {"ahead": AHEAD, "behind": BEHIND}
-    return render(__file__, "speed.svg", rows=rows, digest=digest(measured), place=place, **numbers, **colours)
+    return render(__file__, "speed.svg", rows=rows, digest=digest(*tables), place=place, **numbers, **colours)

@@ -61,7 +61,7 @@ def test_reports_and_tables_name_them(tmp_path):
     named = {*report.skipped, *(r.case.name for r in report.results)}
     assert named == {"tiny-4", *(c.name for c in drawn("random", 5))}
     assert seeded("quick", 5) == "quick"
-    assert {script("result_tables").kind(c) for c in drawn("random", 5)} == {"f32, random shapes"}
+    assert {script("ratio_tables").kind(c) for c in drawn("random", 5)} == {"f32, random shapes"}
 
 
 def test_a_seed_is_not_negative():

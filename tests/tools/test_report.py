@@ -17,7 +17,7 @@ from portmm.comparison.text import markdown
 from portmm.host.detect import host
 
 tables = script("report")
-kind = script("result_tables").kind
+kind = script("ratio_tables").kind
 
 REPORT = {
     "schema": 1, "chip": "A chip", "machine": "tiny", "threads": 1, "isa": "", "suite": "full", "date": "2026-01-02",
@@ -56,10 +56,11 @@ FUSION = {
     ],
 }  # fmt: skip
 DEVICE = {
-    "device": {"target": "h200"}, "bars": [], "surveys": [], "sanitizer": [], "notes": {},
+    "device": {"target": "h200", "title": "NVIDIA H200 SXM (Hopper)", "facts": {"kind": "gpu"}},
+    "bars": [], "surveys": [], "sanitizer": [], "notes": {},
     "rows": [
-        {"section": "f32", "m": 8, "n": 8, "k": 8, "dtype": "f32", "b": "row", "more": "", "name": "a", "state": "ok",
-         "right": True, "seconds": {"portmm": 1e-6, "torch": 2e-6}, "ratio": 2.0, "tflops": 1.0},
+        *({"section": "f32", "m": 8, "n": 8, "k": 8, "dtype": "f32", "b": "row", "more": "", "name": x, "state": "ok",
+           "right": True, "seconds": {"portmm": 1e-6, "torch": 2e-6}, "ratio": 2.0, "tflops": 1.0} for x in "ade"),
         {"section": "f32", "m": 8, "n": 8, "k": 8, "dtype": "f32", "b": "row", "more": "", "name": "b", "state": "ok",
          "right": True, "seconds": {"portmm": 1e-6}, "ratio": None, "tflops": 1.0},
         {"name": "c", "state": "refused"},
@@ -142,9 +143,13 @@ def test_tables_say_what_results_say(stored):
     assert text.startswith("before\n")
     assert text.endswith("after\n")
     assert "stale words" not in text
-    assert "| tiny | 1 thread | 2 threads |" in text
-    assert "| f32 | 1.14 (0.50) of 3 | 1.14 (0.50) of 3 |" in text
+    assert "| CPU, one thread | chip |" in text
+    assert "| f32 | 1.14 (0.50) |\n| bf16 | 1.14 (0.50) |\n| f32, 2 threads | 1.14 (0.50) |" in text
+    assert "attention" not in text, "a mean of one case says nothing"
+    assert "| GPU | H200 SXM |\n| --- | --: |\n| f32 | 2.00 (2.00) |" in text
     text = tables.page(found)
+    assert "| chip | 1 thread | 2 threads |" in text
+    assert "| f32 | 1.14 (0.50) of 3 | 1.14 (0.50) of 3 |" in text
     assert "| group | 1 thread | 2 threads, cube,odd |" in text
     assert "| cube | 1.00 (0.50) of 2 | 1.00 (0.50) of 2 |" in text
     assert "| **all** | 1.14 (0.50) of 3 |" in text
@@ -157,7 +162,7 @@ def test_tables_say_what_results_say(stored):
     assert "| weight | 1 thread | 2 threads |" in text
     assert "| u4, groups of 32 rows, by rows | 0.50 (0.50) | 1.00 (1.00) |" in text
     assert "| attention, bf16 | 3.00 (3.00) of 1 |  |" in text
-    assert "**i**: 2 of 2 products checked are right." in text
+    assert "**H200 SXM**: 4 of 4 products checked are right." in text
     assert "| 2 threads, cold caches | 2 | 0.71 | 0.50 | cube-2 | 3 | 1 | 0.95 |  |" in text
     assert "| 2 threads | 0 |  |  |  | 0 | 0 |  |  |" in text
     assert "| tiny-search | avx2 | 2 | 0.71 (0.50) | 0.50 (0.25) | 2.00 (2.00) | 1.00 (1.00) |" in text
@@ -170,15 +175,31 @@ def test_tables_say_what_results_say(stored):
     assert "Not tuned: cube-4 (no time)." in text
 
 
-def test_one_table_has_all_chips_and_types(stored):
+def test_a_table_of_each_chip_has_all_types(stored):
     lines = tables.overview(tables.load(stored)).splitlines()
-    assert lines[2] == "| type | tiny, 1 thread | tiny, 2 threads | i |"
+    assert lines[2] == "| chip | 1 thread | 2 threads |"
     assert lines[4:] == [
-        "| f32 | 1.14 (0.50) of 3 | 1.14 (0.50) of 3 | 2.00 (2.00) of 1 |",
-        "| bf16 | 1.14 (0.50) of 3 |  |  |",
-        "| bf16, attention | 3.00 (3.00) of 1 |  |  |",
-        "| bf16, fused | 0.75 (0.75) of 1 |  |  |",
+        "| f32 | 1.14 (0.50) of 3 | 1.14 (0.50) of 3 |",
+        "| bf16 | 1.14 (0.50) of 3 |  |",
+        "| bf16, attention | 3.00 (3.00) of 1 |  |",
+        "| bf16, fused | 0.75 (0.75) of 1 |  |",
+        "",
+        "| device | H200 SXM |",
+        "| --- | --: |",
+        "| f32 | 2.00 (2.00) of 3 |",
     ]
+
+
+def test_of_runs_on_a_device_the_newest_result_of_a_case_counts(stored):
+    row = {**DEVICE["rows"][0], "ratio": 0.25}
+    bars = [{"bar": "x", "least": 1, "reached": 2.0, "measured": 1, "of": 1, "state": "met"}]
+    (stored / "i-9.json").write_text(json.dumps({**DEVICE, "bars": bars}))
+    unmeasured = [{**bars[0], "reached": None, "state": "not measured"}]
+    (stored / "i-10.json").write_text(json.dumps({**DEVICE, "rows": [row], "bars": unmeasured}))
+    found = tables.load(stored)
+    assert "| f32 | 1.00 (0.25) of 3 |" in tables.overview(found)
+    assert "| x | 1 | 2 | 1/1 | met |" in tables.page(found)
+    assert tables.page(found).count("**H200 SXM**") == 1
 
 
 def test_a_case_measured_again_counts_as_it_was_found_last(stored):
@@ -194,7 +215,7 @@ def test_settings_are_told_apart(tmp_path):
     settings = "1 thread | 2 threads, avx2 for all | 1 thread, cold caches | cuda, cold caches"
     found = tables.load(tmp_path)
     assert f"| group | {settings} |" in tables.summary(found)
-    assert tables.overview(found).splitlines()[2] == f"| type | tiny, {settings.replace('| ', '| tiny, ')} |"
+    assert tables.overview(found).splitlines()[2] == f"| chip | {settings} |"
 
 
 def test_types_are_told_apart():
@@ -214,7 +235,7 @@ def test_nothing_measured_is_said(tmp_path):
 def test_the_command_prints_writes_and_checks(stored, run):
     picture = stored.parent / "images" / "speed.svg"
     places = ("--readme", stored.parent / "README.md", "--page", stored.parent / "page.md", "--picture", picture)
-    assert "| type | tiny, 1 thread |" in run(stored).out
+    assert "| chip | 1 thread | 2 threads |" in run(stored).out
     assert "stale words" in (stored.parent / "README.md").read_text()
     done = run(stored, "--check", *places, status=1)
     assert "README.md differs from" in done.err
@@ -222,8 +243,9 @@ def test_the_command_prints_writes_and_checks(stored, run):
     assert not (stored.parent / "page.md").exists()
     run(stored, "--write", *places)
     shown = picture.read_text()
-    assert "tiny: bf16, attention" in shown
-    assert " 3.00 " in shown
+    assert "chip: f32" in shown
+    assert "H200 SXM: f32" in shown
+    assert " 1.14 " in shown
     picture.write_text(shown.replace("data:", "data:0"))
     assert "speed.svg differs from" in run(stored, "--check", *places, status=1).err
     picture.write_text(shown)
