@@ -1,8 +1,8 @@
 """Surveys of schedules beside the cost model, and their best schedules for the database of tuned ones.
 
-    python gpu_fit.py results/h100-lease-1.json results/h100-lease-2.json            # how well the order is predicted
-    python gpu_fit.py results/h100-lease-*.json --fit                                # a factor for each term
-    python gpu_fit.py results/h100-lease-*.json --toml ../targets/tuned/h100.toml    # what was faster than the choice
+    python gpu_fit.py results/h100-1.json results/h100-2.json                        # how well the order is predicted
+    python gpu_fit.py results/h100-*.json       --fit                                # a factor for each term
+    python gpu_fit.py results/h100-*.json       --toml ../targets/tuned/h100.toml    # what was faster than the choice
 
 Each file is what `lease.py` or `gpu.py --schedules --save` wrote. A row of a survey has its problem, its schedule as
 `portmm.schedule.text.parse` reads it, the terms of its prediction, and seconds. A fit finds for each term the

@@ -28,7 +28,7 @@ from portmm.util import memo
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--update-golden", action="store_true", help="rewrite tests/golden/ instead of comparing")
-    parser.addoption("--record", action="store_true", help="after a full run, write the runs that passed to passed.txt")
+    parser.addoption("--record", action="store_true", help="write the runs of kernels that passed to passed.txt")
 
 
 def pytest_configure(config: pytest.Config) -> None:

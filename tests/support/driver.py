@@ -73,7 +73,8 @@ def check(
 
     Kernels are built with `flags` beside their own; a case may end in fused expressions.
     """
-    tools = (*command[:-1], *(version(x) for x in command[:-1][:1]), folder_text("driver.c"), processor())
+    emulator = command[:-1]
+    tools = (*emulator, version(emulator[0]) if emulator else processor(), folder_text("driver.c"))
     todo = []
     for kernel, case, workers, what in jobs:
         base = getattr(case, "case", case)

@@ -1,9 +1,10 @@
 """Runs of kernels that need not be repeated: identical text, operands and tools give identical results.
 
 A run is one use of compiled text in one test: it is compiled, or run on some operands and looked at. Its key is a
-digest of all that its result depends on. `passed.txt` has the keys of the last full run that was recorded:
+digest of all that its result depends on. `passed.txt` has the keys of the last runs of the tiers that were recorded:
 
-    PORTMM_TESTS=full pytest --record
+    PORTMM_TESTS=fast pytest --record
+    PORTMM_TESTS=rest pytest --record
 
 A run whose key is there has passed, and `unchanged` says so. Of the others a user's session takes the first few of each
 test and a share of those that follow, chosen by their keys, so that its time is bounded on machines with other tools
@@ -39,7 +40,7 @@ FIRST, SHARE = 1, 16
 """Of the runs of a test that have not passed, these many at first and one in so many of the others are repeated."""
 CHOOSERS = ("cover.py", "passed.py", "places.py", "tiers.py")
 """Helper modules that say which runs there are, and nothing of their results."""
-HEADER = "# Runs of kernels that have passed; `PORTMM_TESTS=full pytest --record` writes them. See passed.py.\n"
+HEADER = "# Runs of kernels that have passed, of each tier; `pytest --record` writes them. See passed.py.\n"
 
 
 @dataclass
@@ -73,7 +74,7 @@ class Ledger:
         known: keys that have passed.
         every: repeat all runs, whatever is known.
         bounded: of the runs of a test that are not known, take a share.
-        asked: the keys of the test that is running.
+        asked: the keys of the test that is running, those that are known included.
         taken: how many of them were not known.
         passed: keys of tests that have passed in this process.
     """
@@ -90,6 +91,7 @@ class Ledger:
         """A run need not be repeated."""
         if not self.every and key in self.known:
             self.counts.unchanged += 1
+            self.asked.append(key)
             return True
         self.taken += 1
         if self.bounded and not self.every and self.taken > FIRST and int(key, 16) % SHARE:
@@ -107,18 +109,32 @@ class Ledger:
         self.taken = 0
 
 
-def read(path: Path) -> frozenset[str]:
-    """The keys in a file; none if there is no file."""
-    if not path.exists():
-        return frozenset()
-    return frozenset(x for x in path.read_text(encoding="ascii").split("\n") if x and not x.startswith("#"))
+def read(path: Path) -> dict[str, frozenset[str]]:
+    """Tier -> the keys in a file; none if there is no file."""
+    found: dict[str, set[str]] = {}
+    now = found.setdefault(cover.TIERS[0], set())
+    for line in path.read_text(encoding="ascii").splitlines() if path.exists() else ():
+        if line.startswith("# tier "):
+            now = found.setdefault(line.removeprefix("# tier "), set())
+        elif not line.startswith("#"):
+            now.add(line)
+    return {tier: frozenset(keys) for tier, keys in found.items()}
 
 
-def write(keys: Iterable[str], path: Path) -> None:
-    path.write_text(HEADER + "".join(f"{x}\n" for x in sorted(keys)), encoding="ascii")
+def write(keys: dict[str, Iterable[str]], path: Path) -> None:
+    """Replace a file by the keys of each tier."""
+    parts = [f"# tier {tier}\n" + "".join(f"{x}\n" for x in sorted(some)) for tier, some in keys.items()]
+    path.write_text(HEADER + "".join(parts), encoding="ascii")
 
 
-LEDGER = Ledger(frozenset() if cover.EVERY_RUN else read(FILE), cover.EVERY_RUN, bounded=os.environ.get("CI") != "true")
+def known(path: Path) -> frozenset[str]:
+    """The keys in a file, of whichever tier."""
+    return frozenset().union(*read(path).values())
+
+
+LEDGER = Ledger(
+    frozenset() if cover.EVERY_RUN else known(FILE), cover.EVERY_RUN, bounded=os.environ.get("CI") != "true"
+)
 
 
 def unchanged(*parts: object) -> bool:
@@ -156,19 +172,32 @@ def digest(parts: Iterable[object]) -> str:
 
 @functools.cache
 def text_of(module: str) -> str:
-    """A digest of the text of a test module and of the helper modules that it imports, and they import."""
+    """A digest of the code of a test module and of the helper modules that it imports, and they import.
+
+    Comments, docstrings and the breaks of lines do not count.
+    """
     seen: dict[str, str] = {}
     todo = [module]
     while todo:
         path = _files().get(todo.pop())
         if path is None or path.name in seen or path.name in CHOOSERS:
             continue
-        seen[path.name] = text = path.read_text(encoding="utf-8")
-        for node in ast.walk(ast.parse(text)):
+        tree = ast.parse(path.read_text(encoding="utf-8"))
+        seen[path.name] = _code(tree)
+        for node in ast.walk(tree):
             names = [x.name for x in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module else []
             todo += [f"{x}.py" for x in names]
     return digest(f"{name}\n{seen[name]}" for name in sorted(seen))
+
+
+def _code(tree: ast.Module) -> str:
+    """What a module does, as text."""
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):  # a sentence as a statement does nothing
+            node.body = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]  # type: ignore[attr-defined]
+    return ast.dump(tree)
 
 
 @functools.cache

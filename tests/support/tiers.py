@@ -65,8 +65,10 @@ class Tiers:
             raise pytest.UsageError(f"PORTMM_TESTS={cover.TIER!r} is none of {', '.join(cover.TIERS)}")
         self.config, self.path = config, path
         self.record = config.getoption("--record")
-        if self.record and not cover.EVERY_RUN:
-            raise pytest.UsageError("--record keeps what a full run has found: it needs PORTMM_TESTS=full, or =all")
+        if self.record:
+            if cover.EVERY_RUN:
+                raise pytest.UsageError(f"--record keeps what a tier has found: fast and rest, not {cover.TIER}")
+            passed.LEDGER.bounded = False
         self.failed = False
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -111,10 +113,11 @@ class Tiers:
             # A session that was cut short has not seen what it would drop.
             ended = exitstatus in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
             whole = ended and not self.config.getoption("maxfail") and _everything(self.config, self.path.parent)
-            before = frozenset() if whole else passed.read(self.path)
-            keys = passed.LEDGER.passed | before
-            passed.write(keys, self.path)
-            terminalreporter.write_line(f"{len(keys)} runs of kernels are recorded in {self.path}")
+            tiers = passed.read(self.path)
+            before = frozenset() if whole else tiers.get(cover.TIER, frozenset())
+            tiers[cover.TIER] = passed.LEDGER.passed | before
+            passed.write(tiers, self.path)
+            terminalreporter.write_line(f"{len(tiers[cover.TIER])} runs of kernels are recorded in {self.path}")
 
 
 def _everything(config: pytest.Config, folder: Path) -> bool:

@@ -87,6 +87,8 @@ def test_the_text_of_a_test_is_that_of_its_helpers_too(monkeypatch, tmp_path):
     before = text_of("test_a.py")
     (tmp_path / "other.py").write_text("y = 2\n")
     assert text_of("test_a.py") == before
+    (tmp_path / "far.py").write_text("'''A number.'''\nx = (\n    1)  # one\n")
+    assert text_of("test_a.py") == before
     (tmp_path / "far.py").write_text("x = 2\n")
     assert text_of("test_a.py") != before
 
@@ -113,7 +115,7 @@ sys.path.insert(0, {helpers!r})
 from pathlib import Path
 import passed, tiers
 FILE = Path(__file__).with_name("passed.txt")
-passed.LEDGER = passed.Ledger(passed.read(FILE), passed.LEDGER.every)
+passed.LEDGER = passed.Ledger(passed.known(FILE), passed.LEDGER.every)
 def pytest_addoption(parser):
     parser.addoption("--record", action="store_true")
 def pytest_configure(config):
@@ -170,29 +172,33 @@ def session(tmp_path):
 @pytest.mark.rest("starts pytest many times")
 @pytest.mark.parametrize("workers", [(), ("-n", "2")], ids=["here", "workers"])
 def test_only_what_has_passed_is_recorded(session, tmp_path, workers):
-    said = session("full", "--record", *workers)
+    said = session("fast", "--record", *workers)
     assert "9 runs of kernels\n" in said
     assert "6 runs of kernels are recorded" in said
-    kept = passed.read(tmp_path / "passed.txt")
-    assert len(kept) == 6
+    path = tmp_path / "passed.txt"
+    kept = passed.read(path)
+    assert len(kept["fast"]) == 6
     said = session("", *workers)
     assert "3 runs of kernels; 6 not repeated" in said
     assert "PORTMM_TESTS=full repeats all" in said
     # A part of the tests adds to what is known; all of them replace it.
-    passed.write({*kept, "0" * passed.DIGITS}, tmp_path / "passed.txt")
-    said = session("full", "--record", "-k", "right", *workers)
+    more = {"fast": {*kept["fast"], "0" * passed.DIGITS}, "rest": {"1" * passed.DIGITS}}
+    passed.write(more, path)
+    said = session("fast", "--record", "-k", "right", *workers)
     assert "7 runs of kernels are recorded" in said
-    assert len(passed.read(tmp_path / "passed.txt")) == 7
-    session("full", "--record", *workers)
-    assert passed.read(tmp_path / "passed.txt") == kept
+    assert passed.read(path) == more
+    assert "3 runs of kernels; 6 not repeated" in session("fast", "--record", *workers)
+    assert passed.read(path) == kept | {"rest": more["rest"]}, "known runs stay, those of another tier too"
 
 
 @pytest.mark.rest("starts pytest many times")
 def test_a_changed_test_runs_again(session, tmp_path):
-    session("full", "--record")
+    session("fast", "--record")
     path = tmp_path / "test_few.py"
+    path.write_text(path.read_text().replace("def test_wrong():", "def test_wrong():  # a remark"))
+    assert "6 not repeated" in session("")
     path.write_text(path.read_text().replace('"right", i', '"left", i'))
-    assert "9 runs of kernels\n" in session("")
+    assert "not repeated" not in session("")
 
 
 @pytest.mark.rest("starts pytest many times")
@@ -215,7 +221,7 @@ def test_a_tier_has_its_tests(session, tier, count, there, absent):
 @pytest.mark.rest("starts pytest many times")
 def test_what_is_no_tier_is_told(session):
     assert "PORTMM_TESTS='most' is none of fast, rest, full, all" in session("most")
-    assert "needs PORTMM_TESTS=full" in session("fast", "--record")
+    assert "fast and rest, not full" in session("full", "--record")
 
 
 def test_every_case_is_of_one_tier():
