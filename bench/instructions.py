@@ -15,12 +15,13 @@ from pathlib import Path
 
 import driver
 import numpy as np
-import support
+import operands
 
 from portmm.build.compiler import find_compiler
 from portmm.codegen.lower import atom_of, lower, lower_pack
 from portmm.dispatch.cpu_kernels import family, family_of_codes, isa_of
 from portmm.dispatch.schedule_choice import choose
+from portmm.ir.interpreter import numpy_type
 from portmm.kernels.cpu import gemm
 from portmm.schedule.candidates import candidates
 from portmm.schedule.cpu_cost import cost
@@ -52,7 +53,7 @@ class Subject:
     """A kernel with operands: what is counted."""
 
     kernel: object
-    case: support.Case
+    case: operands.Case
     operations: int
     schedule: str
 
@@ -67,7 +68,7 @@ def product(isa, size, dtype="f32", b="row"):
         kept = str(family_of_codes(target, 32))
     p = Problem(*size, dtype, b=b, family=kept)
     s = choose(p, target, tuned=False).schedule
-    return Subject(lower(s, isa_of(s, target)), support.case(p, floats=b == "codes"), p.flops, spell(s))
+    return Subject(lower(s, isa_of(s, target)), operands.case(p, floats=b == "codes"), p.flops, spell(s))
 
 
 def packing(isa, size, dtype="f32", layout="row"):
@@ -75,13 +76,13 @@ def packing(isa, size, dtype="f32", layout="row"):
     k, n = size
     kept = family_of(family(dtype, load_target(CHIP).limited_to(isa)))
     rng = np.random.default_rng(0)
-    values = rng.integers(-4, 5, (1, k, n)).astype(support.numpy_type(kept.dtype))
-    b, want = support.lay(values, layout, 3), support.panels_of(values, kept).ravel()
+    values = rng.integers(-4, 5, (1, k, n)).astype(numpy_type(kept.dtype))
+    b, want = operands.lay(values, layout, 3), operands.panels_of(values, kept).ravel()
     fields = dict.fromkeys(("a_m", "a_k", "a_batch", "c_m", "c_n"), 0)
     fields |= {"m": 1, "n": n, "k": k, "batch": 1, "b_k": b.row, "b_n": b.col, "b_batch": b.item}
     fields["c_batch"] = want.size // kept.kr
-    c = support.Laid(np.zeros_like(want), 0, 0, 0, 1, (1, 1, want.size))
-    case = support.Case(Problem(1, n, k), fields, b.flat, 0, b.flat, 0, c, want[None, None], np.zeros(1))
+    c = operands.Laid(np.zeros_like(want), 0, 0, 0, 1, (1, 1, want.size))
+    case = operands.Case(Problem(1, n, k), fields, b.flat, 0, b.flat, 0, c, want[None, None], np.zeros(1))
     return Subject(lower_pack(load_isa(isa), dtype, kept.nr, layout), case, k * n, f"{layout} into {kept}")
 
 
@@ -94,7 +95,7 @@ def convolution(isa, image, n, *, gathered=False):
     p, target = Problem(*(int(x) for x in (view.extents[0], n, view.extents[1]))), load_target(CHIP).limited_to(isa)
     packed = [x for x in candidates(p, target) if x.program == "gemm" and x.a.packed and not x.atom.swap]
     s = min(packed, key=lambda x: cost(p, x, atom_of(target.isa(isa), x.dtype, x.atom.lanes), target).seconds)
-    one = support.case(p)
+    one = operands.case(p)
     values = np.random.default_rng(0).integers(-4, 5, int(np.prod(image))).astype(np.float32)
     a = view.gather(values)
     b = one.b[np.add.outer(np.arange(p.k) * one.fields["b_k"], np.arange(n))]

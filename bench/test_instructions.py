@@ -9,10 +9,10 @@ from concurrent.futures import ThreadPoolExecutor
 
 import driver
 import instructions
+import machines
 import pytest
-import support
 
-HERE = [name for name in instructions.SUBJECTS if support.runs_here(name.rpartition("-")[2])]
+HERE = [name for name in instructions.SUBJECTS if machines.runs_here(name.rpartition("-")[2])]
 VIEW = 1.08
 """Bound on the instructions of a product whose A is the windows of a convolution, over those of a matrix of these."""
 pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="what is stored is of x86-64")
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(platform.machine() != "x86_64", reason="what is 
 @pytest.fixture(scope="module")
 def counted(tmp_path_factory, storing):
     """Rows by kernel."""
-    valgrind, folder = support.require("valgrind"), tmp_path_factory.mktemp("callgrind")
+    valgrind, folder = machines.require("valgrind"), tmp_path_factory.mktemp("callgrind")
     program = driver.compile_driver(folder, list(instructions.find_compiler("x86_64").argv))
 
     def one(name):

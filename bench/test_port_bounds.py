@@ -7,9 +7,9 @@ import os
 from concurrent.futures import ThreadPoolExecutor
 
 import instructions
+import machines
 import port_bounds
 import pytest
-import support
 
 TOLERANCE = 0.02
 WANTED = 0.9
@@ -19,7 +19,7 @@ WANTED = 0.9
 @pytest.fixture(scope="module")
 def modelled(storing):
     """Loops of all chips."""
-    support.require("llvm-mca-19")
+    machines.require("llvm-mca-19")
     with ThreadPoolExecutor(os.cpu_count()) as workers:
         every = workers.map(lambda chip: port_bounds.of_chip(chip, port_bounds.find_tool()), port_bounds.CHIPS)
         found = dict(zip(port_bounds.CHIPS, every, strict=True))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import guarded
+from runs import guarded
 
 import portmm as pm
 from portmm.dispatch import config

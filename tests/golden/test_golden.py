@@ -7,9 +7,9 @@ these files: only a change of the emitted text does.
 from __future__ import annotations
 
 import pytest
+from machines import ISAS
 from places import GOLDEN
 from rows_lowered import lower_rows
-from support import ISAS
 
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower, lower_grid, lower_int4_repack, lower_pack

@@ -10,7 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels_of import transposed
-from support import TINY, case, execute, interpret
+from machines import TINY
+from operands import case
+from runs import execute, interpret
 
 from portmm.codegen.c_kernel import source
 from portmm.codegen.c_like import address, index

@@ -14,13 +14,14 @@ from concurrent.futures import ThreadPoolExecutor
 
 import cover
 import crossing
+import machines
 import passed
 import pytest
-import support
 from fused_cases import by_rows, epilogues, every_operation, every_type
 from kernels_of import folding
+from machines import require, small
+from problems import pose, selection
 from rows_lowered import NORMAL, lower_rows
-from support import pose, require, selection, small
 
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
@@ -40,7 +41,7 @@ WARNINGS = (
 
 @pytest.mark.rest("all compilers")
 @pytest.mark.parametrize("family", ["gcc", "clang"])
-@pytest.mark.parametrize("name", support.ISAS)
+@pytest.mark.parametrize("name", machines.ISAS)
 def test_compilers_have_no_complaint(name, family, tmp_path):
     target = small(name)
     isa = target.isas[0]
@@ -178,7 +179,7 @@ def gate(kernel, name):
     return faults
 
 
-@pytest.mark.parametrize("name", support.ISAS)
+@pytest.mark.parametrize("name", machines.ISAS)
 def test_loops_over_k_multiply_and_never_spill(name, monkeypatch):
     """All register tiles that are offered for large products, packed and not; by gcc, whose code is shipped."""
     target = described(name)
@@ -200,14 +201,14 @@ def test_loops_over_k_multiply_and_never_spill(name, monkeypatch):
 
 @pytest.mark.rest("all compilers")
 @pytest.mark.parametrize("family", ["gcc", "clang"])
-@pytest.mark.parametrize("name", support.ISAS)
+@pytest.mark.parametrize("name", machines.ISAS)
 def test_kernels_call_nothing(name, family, monkeypatch):
     """No memcpy of the compiler's making, no helper of libgcc: a kernel is all there is."""
     target = small(name)
     isa = target.isas[0]
     monkeypatch.setenv(*crossing.build_with(isa, family))
     arch = None if isa.arch == "any" else isa.arch
-    turn = 2 * support.ISAS.index(name) + (family == "clang")
+    turn = 2 * machines.ISAS.index(name) + (family == "clang")
     chosen = cover.some([s for _, found in selection(target, "f32", isa.atom("f32").n) for s in found], turn, 20)
     for kernel in [lower(s, isa) for s in chosen] + [lower_pack(isa, "f32", 2 * isa.atom("f32").n, "any")]:
         if passed.unchanged(source(kernel), kernel.name, passed.compiled_by(isa.flags, arch)):

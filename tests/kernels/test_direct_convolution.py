@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import HERE, TINY, case, check_built, interpret, load, packed_families, small
+from machines import HERE, TINY, small
+from operands import case
+from problems import packed_families
+from runs import check_built, interpret, load
 
 from portmm.codegen.lower import lower_direct
 from portmm.errors import ScheduleError

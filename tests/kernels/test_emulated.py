@@ -12,14 +12,18 @@ import sys
 import cover
 import crossing
 import driver
+import machines
 import numpy as np
+import problems
 import pytest
-import support
 import test_fused
 from fused_cases import by_rows, every_operation, every_type, gemm_case, rows_case
 from kernels_of import folding, fp4_products, packing_of_all_bits
+from machines import require, small
+from operands import case
+from problems import selection
 from rows_lowered import lower_rows
-from support import case, interpret, require, selection, small
+from runs import interpret
 
 from portmm.codegen.lower import lower
 from portmm.schedule.candidates import candidates
@@ -27,9 +31,9 @@ from portmm.target.target import load_isa
 
 pytestmark = pytest.mark.emulated
 
-ISAS = [name for name in support.ISAS if load_isa(name).arch in crossing.EMULATED]
-EVERY_ISA = [name for name in support.EVERY_ISA if load_isa(name).arch in crossing.EMULATED]
-NARROW = [(name, word) for name in EVERY_ISA for word in support.NARROW if load_isa(name).atom(word)]
+ISAS = [name for name in machines.ISAS if load_isa(name).arch in crossing.EMULATED]
+EVERY_ISA = [name for name in machines.EVERY_ISA if load_isa(name).arch in crossing.EMULATED]
+NARROW = [(name, word) for name in EVERY_ISA for word in problems.NARROW if load_isa(name).atom(word)]
 
 CODES = ("f32-u4-f32", "s8-u4-f32")
 
@@ -51,7 +55,7 @@ def foreign_driver(tmp_path_factory):
         yield words
 
 
-@pytest.mark.parametrize("dtype", support.NUMPY)
+@pytest.mark.parametrize("dtype", problems.NUMPY)
 @pytest.mark.parametrize("name", ISAS)
 def test_kernels_agree_with_the_interpreter(name, dtype, foreign_driver):
     """Bit for bit on small integers, within the error bound on floats."""
@@ -81,7 +85,7 @@ def test_kernels_for_short_vectors_run_on_longer_ones(foreign_driver):
         posed = (
             [(p, s) for p, found in selection(target, word, n) for s in found]
             if "u4" not in word
-            else [(p, s) for p in [support.coded((5, 21, 45), word, 2 * n, 8)] for s in candidates(p, target)]
+            else [(p, s) for p in [problems.coded((5, 21, 45), word, 2 * n, 8)] for s in candidates(p, target)]
         )
         dots = [x for x in posed if x[1].program == "dot"]
         some = cover.some(posed, turn, max(1, len(posed) // 8))[:8] + cover.some(dots, turn, max(1, len(dots)))[:1]
@@ -117,14 +121,14 @@ def test_scaled_sums_and_codes(name, foreign_driver):
     if isa.atom("s8-s8-f32"):
         for i, post in enumerate(("scale+azero", "scale+bzero+bias", "scale+azero+bzero+bias")):
             sizes = ((1, 3 * isa.vector_bytes, 37), (9, 21, 30), (17, 5, 8))
-            posed += support.pose(sizes[i], ("row", "packed", "row"), target, dtype="s8-s8-f32", post=post)[-1:]
-        p = support.pose((7, 19, 45), ("row", "packed", "row"), target, dtype="s8-s8-bf16", post="scale", source="f32")
+            posed += problems.pose(sizes[i], ("row", "packed", "row"), target, dtype="s8-s8-f32", post=post)[-1:]
+        p = problems.pose((7, 19, 45), ("row", "packed", "row"), target, dtype="s8-s8-bf16", post="scale", source="f32")
         posed += p[-1:]
     for i, word in enumerate(("f32-u4-f32", "bf16-u4-bf16", "s8-u4-f32", "s8-u4-bf16")):
         if isa.atom(word):
             post = {"post": "scale"} if word.startswith("s8") else {}
             source = {"source": "f32"} if word == "s8-u4-bf16" else {}
-            posed.append(support.coded((3 + 9 * i, 21, 45), word, 2 * isa.atom(word).n, 8 * i, **post, **source))
+            posed.append(problems.coded((3 + 9 * i, 21, 45), word, 2 * isa.atom(word).n, 8 * i, **post, **source))
     turn = EVERY_ISA.index(name)
     chosen = [(p, s) for i, p in enumerate(posed) for s in cover.some(candidates(p, target), i + turn, 6)]
     driver.check(

@@ -8,7 +8,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 from convolved import convolved
-from support import EVERY_ISA, HERE, TINY, case, check_built, interpret, load, runs_here, small
+from machines import EVERY_ISA, HERE, TINY, runs_here, small
+from operands import case
+from runs import check_built, interpret, load
 
 from portmm.codegen.lower import lower_grouped
 from portmm.dispatch.cpu_kernels import group_unit, vector_unit

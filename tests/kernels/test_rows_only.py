@@ -14,9 +14,12 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import crossing
+import machines
 import pytest
-import support
-from support import case, check_built, pose, small
+from machines import small
+from operands import case
+from problems import pose
+from runs import check_built
 
 from portmm.build.shared_object import build
 from portmm.codegen.c_kernel import source
@@ -48,7 +51,7 @@ static inline float two(float d, int a, int b) {
 #define vdpphps(d, a, b) do { LANES(two, d, a, b); } while (0)
 """
 
-LINES_RUN = support.runs_here("avx512bf16")
+LINES_RUN = machines.runs_here("avx512bf16")
 
 
 def shimmed(kernel):

@@ -10,12 +10,14 @@ import os
 
 import driver
 import numpy as np
+import problems
 import pytest
-import support
 from fused_cases import by_rows, epilogues, every_operation, every_type, gemm_case, rows_case
 from kernels_of import folding
+from machines import HERE, require, small
+from operands import case
+from problems import selection
 from rows_lowered import lower_rows
-from support import HERE, case, require, selection, small
 
 from portmm.codegen.lower import lower
 from portmm.schedule.candidates import candidates
@@ -33,7 +35,7 @@ def program(tmp_path_factory):
     return driver.compile_driver(tmp_path_factory.mktemp("sanitized"), [gcc], *FLAGS, "-DSANITIZED")
 
 
-@pytest.mark.parametrize("dtype", support.NUMPY)
+@pytest.mark.parametrize("dtype", problems.NUMPY)
 @pytest.mark.parametrize("name", HERE)
 def test_kernels_are_clean(name, dtype, program, monkeypatch):
     monkeypatch.setenv("CC", require("gcc"))
@@ -68,7 +70,7 @@ def test_expressions_are_clean(name, program, monkeypatch):
         for i, size in enumerate(((1, 1), (3, 2 * n + 3), (2, n))):
             jobs.append((kernel, rows_case(make(), size, 1 + i % 2, i), 1 + i, kernel.header[1]))
     for i, fused in enumerate(epilogues().values()):
-        p = support.pose((9, 2 * n + 3, 40), ("row", "row", "row"), target, fused=str(fused))[-1]
+        p = problems.pose((9, 2 * n + 3, 40), ("row", "row", "row"), target, fused=str(fused))[-1]
         kernel = lower(candidates(p, target)[i], isa)
         jobs.append((kernel, gemm_case(p, fused, i), 2, kernel.header[1]))
     driver.check([program], jobs, *FLAGS, env={**os.environ, "ASAN_OPTIONS": "detect_leaks=0"})

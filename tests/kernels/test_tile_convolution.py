@@ -6,7 +6,10 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import case, check_built, interpret, load, packed_families, runs_here, small
+from machines import runs_here, small
+from operands import case
+from problems import packed_families
+from runs import check_built, interpret, load
 
 from portmm.codegen.lower import atom_of, lower_tiled
 from portmm.errors import ScheduleError

@@ -7,11 +7,14 @@ from dataclasses import replace
 import grid_cases
 import numpy as np
 import pytest
+from machines import HERE, SEVEN, TINY, small
+from operands import case
 from places import MACHINES
-from support import HERE, SEVEN, TINY, case, check_built, interpret, load, numpy_type, small
+from runs import check_built, interpret, load
 
 from portmm.codegen.lower import atom_of, grid_atom
 from portmm.errors import ScheduleError
+from portmm.ir.interpreter import numpy_type
 from portmm.kernels.cpu import gemm, tile_int4
 from portmm.kernels.gpu import mma, simt
 from portmm.schedule.candidates import candidates

@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import ml_dtypes
 import numpy as np
+import operands
+import problems
 import pytest
-import support
+import runs
+from machines import HERE
 from passed import digest
-from support import HERE
 
 import portmm as pm
 from portmm.codegen.c_kernel import source
@@ -176,7 +178,7 @@ def test_schedules_of_a_unit_give_the_same_bits(target, k):
         ((29, 70), ("row", "row", "row")),
         ((29, 70), ("col",) * 3),
     ):
-        p = support.pose((*size, k), layouts, chip)[0]
+        p = problems.pose((*size, k), layouts, chip)[0]
         found = [s for s in candidates(p, chip) if s.program == "gemm" and s.parallel.over != "k"]
         kinds = {(s.atom.lanes, s.kc == ALL, s.kc < 96, s.a.packed, s.b.packed, s.b.once): s for s in found}
         chosen += [(p, s) for s in kinds.values()]
@@ -189,9 +191,9 @@ def test_schedules_of_a_unit_give_the_same_bits(target, k):
     texts = digest(map(source, kernels))
     wanted = {}
     for (p, s), kernel in zip(chosen, kernels, strict=True):
-        one = support.case(p, seed=k, floats=True)
-        if support.called_as_before(kernel, one, 1, texts):
+        one = operands.case(p, seed=k, floats=True)
+        if runs.called_as_before(kernel, one, 1, texts):
             continue
         for workers in (1, 3):
-            got = support.execute(kernel, one, workers)[one.c.places()]
+            got = runs.execute(kernel, one, workers)[one.c.places()]
             np.testing.assert_array_equal(got, wanted.setdefault((p.m, s.isa), got), err_msg=str(s))

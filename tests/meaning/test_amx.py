@@ -14,12 +14,18 @@ from functools import partial
 
 import cover
 import crossing
+import machines
 import numpy as np
+import operands
+import problems
 import pytest
-import support
+import runs
 import test_compiles
+from machines import small
+from operands import case
 from places import HELPERS
-from support import case, check_built, execute, interpret, pose, small
+from problems import pose
+from runs import check_built, execute, interpret
 
 import portmm as pm
 from portmm.build import shared_object as building
@@ -29,6 +35,7 @@ from portmm.codegen.lower import lower, lower_pack
 from portmm.dispatch import cpu_kernels, schedule_choice
 from portmm.errors import ScheduleError
 from portmm.host import gauge, microbenchmarks
+from portmm.ir.interpreter import numpy_type
 from portmm.ir.nodes import Configure, Function, If, walk
 from portmm.schedule.candidates import candidates
 from portmm.schedule.text import parse, spell
@@ -56,7 +63,7 @@ SHAPES = {(16, 16, 1), (16, 16, 2), (16, 32, 1), (16, 32, 2), (32, 16, 1), (32, 
 SHIM = (HELPERS / "tiles.h").read_text()
 
 LINES_RUN = all(
-    support.runs_here(isa.name) for name in ISAS for isa in load_isa(name).below if not isa.name.startswith("amx")
+    machines.runs_here(isa.name) for name in ISAS for isa in load_isa(name).below if not isa.name.startswith("amx")
 )
 needs_avx512 = pytest.mark.skipif(not LINES_RUN, reason="lines are moved by AVX-512")
 
@@ -120,8 +127,8 @@ def test_tiles_of_a_pass_a_panel_in_l1(name, word, b):
             k.check(interpret(kernel, k, 1 + i % 2), s)
             if LINES_RUN:
                 check_built(kernel, k, 1 + i % 2, s, code=shimmed)
-            if support.runs_here(name):
-                check_built(kernel, k, 1 + i % 2, s, code=support.load, end=True)
+            if machines.runs_here(name):
+                check_built(kernel, k, 1 + i % 2, s, code=runs.load, end=True)
 
 
 @pytest.mark.thin(2)
@@ -155,7 +162,7 @@ def test_codes_become_tiles(group):
         [(1, 33, 37), (16, 64, 64), (4, 64, 10), (16, 32, 33), (33, 40, 100), (70, 17, 200), (40, 64, 1)]
     ):
         word, layout = ("bf16-u4-bf16", "bf16-u4-f32")[i % 2], ("row", "col", "any")[i % 3]
-        p = support.coded(size, word, 32, group, a=layout)
+        p = problems.coded(size, word, 32, group, a=layout)
         k = case(p, seed=i, floats=True)
         found = [s for s in candidates(p, target) if s.program == "tiles"]
         assert found
@@ -173,13 +180,13 @@ def test_codes_become_tiles(group):
 @pytest.mark.parametrize(("name", "word"), [*WORDS, *SCALED])
 def test_built_kernels_are_the_product(name, word, tiles):
     """Operands lie beside pages that cannot be touched, on either side."""
-    if tiles == "machine" and not support.runs_here(name):
+    if tiles == "machine" and not machines.runs_here(name):
         pytest.skip(f"no {name} on this machine")
     more = {"post": "scale+bias"} if (name, word) in SCALED else {}
     for i, p, found in posed(name, word, **more):
         for s in found[i % 3 :: 3] if tiles == "shim" else found[i % 2 :: 2]:
             kernel = lower(s, load_isa(name))
-            code = shimmed if tiles == "shim" else support.load
+            code = shimmed if tiles == "shim" else runs.load
             for floats in (False, True) if not more else ():
                 k = case(p, seed=i, floats=floats)
                 check_built(kernel, k, 1 + i % 2, s, code=code, end=bool(i % 2))
@@ -192,15 +199,15 @@ def test_extremes_are_exact(word):
     isa, target = load_isa("amx_int8"), small("amx_int8")
     p = pose((3, 17, 70_000), ("row", "packed", "row"), target, dtype=word)[0]
     k = case(p)
-    low, high = np.iinfo(support.numpy_type(p.types[0])).min, np.iinfo(support.numpy_type(p.types[0])).max
-    panels = support.panels_of(np.full((1, p.k, p.n), -128, np.int8), family(p.family))
+    low, high = np.iinfo(numpy_type(p.types[0])).min, np.iinfo(numpy_type(p.types[0])).max
+    panels = operands.panels_of(np.full((1, p.k, p.n), -128, np.int8), family(p.family))
     k.b[:] = panels.ravel()
     for value in (high, low):
         k.a[:] = value
         want = np.int64(int(value) * -128 * p.k).astype(np.int32)
         for s in candidates(p, target):
             kernel = lower(s, isa)
-            if not support.called_as_before(kernel, k, 1, "tiles in C"):
+            if not runs.called_as_before(kernel, k, 1, "tiles in C"):
                 assert (execute(kernel, k, code=shimmed(kernel))[k.c.places()] == want).all(), s
 
 
@@ -212,12 +219,12 @@ def test_a_weight_is_packed_as_for_vectors(name, word, layout):
     atom = isa.atom(word)
     kept = family(cpu_kernels.family(word, small(name)))
     assert str(kept) == {"bf16": "bf16x32k2", "s8": "s8x32k4s", "f16": "f16x32k2"}[word]
-    b = np.random.default_rng(0).integers(-128, 128, (1, k, n)).astype(support.numpy_type(atom.b))
-    want = support.panels_of(b, kept).ravel()
+    b = np.random.default_rng(0).integers(-128, 128, (1, k, n)).astype(numpy_type(atom.b))
+    want = operands.panels_of(b, kept).ravel()
     kernel = lower_pack(isa, word, kept.nr, layout)
     plain = replace(kernel, isa=replace(isa, flags=tuple(x for x in isa.flags if "amx" not in x)))
-    got = support.packed_by(plain, support.lay(b, layout, 3), want, kept, k, n)
-    valid = support.valid_of(kept, k, n)
+    got = runs.packed_by(plain, operands.lay(b, layout, 3), want, kept, k, n)
+    valid = operands.valid_of(kept, k, n)
     np.testing.assert_array_equal(got[valid], want[valid])
 
 
@@ -290,7 +297,7 @@ def test_the_peak_loop_multiplies_every_step(name, row, monkeypatch):
     atom = isa.word(row)
     found = microbenchmarks.peak(isa, atom)
     steps, kr, rng = 6, atom.k_pack, np.random.default_rng(0)
-    types = [support.numpy_type(x) for x in (atom.a, atom.b, atom.acc)]
+    types = [numpy_type(x) for x in (atom.a, atom.b, atom.acc)]
     sizes = (found.a * steps * kr, found.b * steps * kr, found.c)
     a, b, c = (rng.integers(0, 9, n).astype(t) for n, t in zip(sizes, types, strict=True))
     before = c.reshape(2, 2, 16, 16).astype(float)
@@ -423,7 +430,7 @@ void release(void) { __asm__ volatile("tilerelease"); }
 """
 
 
-@pytest.mark.skipif(not support.runs_here("amx_int8"), reason="this machine has no AMX")
+@pytest.mark.skipif(not machines.runs_here("amx_int8"), reason="this machine has no AMX")
 def test_tiles_that_other_code_has_configured_stay_so():
     built = build(KEEPS, flags=("-mamx-tile",), name="keeps", symbols=("configure", "configured", "release"))
     tiles = ctypes.CDLL(str(built.path))

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 from fused_cases import check_built, gemm_case, interpreted
-from support import HERE, pose
+from machines import HERE
+from problems import pose
 from test_meaning import _with_l2
 
 from portmm.codegen.lower import lower

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import machines
 import pytest
-import support
 from kernels_of import fp4_products
-from support import HERE, case, check_built, interpret, load_isa, small
+from machines import HERE, small
+from operands import case
+from runs import check_built, interpret
 
 from portmm.codegen.lower import lower
+from portmm.target.target import load_isa
 
 WORDS = ("f32-u4-f32", "bf16-u4-bf16", "s8-u4-f32")
-NAMES = [x for x in support.EVERY_ISA if x != "amx_int8" and any(load_isa(x).atom(word) for word in WORDS)]
+NAMES = [x for x in machines.EVERY_ISA if x != "amx_int8" and any(load_isa(x).atom(word) for word in WORDS)]
 """Integers by tiles, in groups of whole steps alone, are in test_int4_tiles.py."""
 
 

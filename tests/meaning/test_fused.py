@@ -7,13 +7,13 @@ from itertools import product
 
 import fused_cases
 import numpy as np
+import problems
 import pytest
-import support
 from fused_cases import by_rows, check_built, epilogues, every_operation, every_type, gemm_case, interpreted, rows_case
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from machines import EVERY_ISA, HERE, ISAS, require, runs_here, small
 from rows_lowered import lower_rows
-from support import EVERY_ISA, HERE, ISAS, require, runs_here, small
 
 from portmm.codegen.lower import lower
 from portmm.dispatch import config as of_portmm
@@ -154,13 +154,13 @@ def products(name, word, kind):
     layouts = [("row", "row", "row"), ("row", "packed", "row"), ("col", "col", "row"), ("any", "any", "row")]
     for i, size in enumerate(shapes):
         if "u4" in word:
-            posed = [support.coded(size, word, 2 * lanes, 8 * i, a=("row", "col")[i % 2], fused=str(fused))]
+            posed = [problems.coded(size, word, 2 * lanes, 8 * i, a=("row", "col")[i % 2], fused=str(fused))]
         else:
             more = {"dtype": word, "fused": str(fused), "batch": 1 + (i == 0)}
-            posed = support.pose(size, layouts[(i + len(kind)) % 4], target, **more)[-1:]
+            posed = problems.pose(size, layouts[(i + len(kind)) % 4], target, **more)[-1:]
         for p in posed:
             for s in candidates(p, target):
-                key = (support.shape_of(s), p.m > s.mr)
+                key = (problems.shape_of(s), p.m > s.mr)
                 if key not in seen:
                     seen.add(key)
                     yield p, s

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from fused_cases import check_built, interpreted, rows_case
-from support import HERE, ISAS
+from machines import HERE, ISAS
 
 from portmm.codegen.lower import lower_group_norm
 from portmm.spec.epilogue import parse

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import machines
 import pytest
-import support
-from support import HERE, case, check_built, coded, interpret
+from machines import HERE
+from operands import case
+from problems import coded
+from runs import check_built, interpret
 
 from portmm.codegen.lower import lower
 from portmm.schedule.candidates import candidates
@@ -25,7 +28,7 @@ KINDS = [
 @pytest.mark.parametrize(("name", "dtype", "more"), KINDS, ids=str)
 def test_panels_that_are_prefetched(name, dtype, more):
     """Whole panels in pairs or fours, then those that are left: a whole one, or one of few columns."""
-    target = support.small(name)
+    target = machines.small(name)
     nr, found = 2 * target.isas[0].atom(dtype).n, 0
     for i, (rows, n) in enumerate([(1, 5 * nr), (2, 3 * nr - 3), (1, 2 * nr + 1)]):
         p = coded((rows, n, 75), dtype, nr, 32, **more)
@@ -44,11 +47,11 @@ def test_panels_that_are_prefetched(name, dtype, more):
 
 
 def test_panels_from_beyond_l2_are_prefetched_in_pairs():
-    target = support.small("avx512")
+    target = machines.small("avx512")
     far = [x.b for x in candidates(coded((1, 4096, 4096), "f32-u4-f32", 32, 32), target) if not x.b.packed]
     assert {(x.along > 0, x.panels) for x in far} == {(True, 1), (True, 2)}
     exact = coded((1, 4096, 4096), "s8-u4-f32", 32, 32, symmetric=True, post="scale")
-    four = [x.b for x in candidates(exact, support.small("avx512vnni")) if not x.b.packed]
+    four = [x.b for x in candidates(exact, machines.small("avx512vnni")) if not x.b.packed]
     assert {x.panels for x in four} == {1, 2, 4}
     near = [x.b for x in candidates(coded((1, 256, 256), "f32-u4-f32", 32, 32), target) if not x.b.packed]
     assert {(x.along > 0, x.panels) for x in near} == {(False, 1)}

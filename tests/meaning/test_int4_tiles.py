@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import machines
 import numpy as np
+import problems
 import pytest
-import support
+import runs
 from kernels_of import packed_parts
-from support import case, check_built, interpret, small
+from machines import small
+from operands import case
+from runs import check_built, interpret
 from test_amx import LINES_RUN, shimmed
 
 from portmm.codegen.lower import lower
+from portmm.ir.interpreter import numpy_type
 from portmm.schedule.candidates import candidates
 from portmm.schedule.text import parse, spell
 from portmm.spec.dtype import parts
@@ -36,7 +41,7 @@ def test_products(turn, name, word, more):
     for i, size in enumerate(SIZES):
         layout = "row" if "source" in more else ("row", "col", "any")[i % 3]
         group, numbers = (0, 64, 128)[(i + turn) % 3], NUMBERS[(i + turn // 2) % 4]
-        p = support.coded(size, word, 32, group, a=layout, **numbers, **more)
+        p = problems.coded(size, word, 32, group, a=layout, **numbers, **more)
         found, k = in_tiles(p, target), case(p, seed=i, floats=True)
         kinds |= {(s.mr, s.b.panels) for s in found}
         for s in found:
@@ -45,15 +50,15 @@ def test_products(turn, name, word, more):
             k.check(interpret(kernel, k, 1 + i % 2), s)
             if LINES_RUN:
                 check_built(kernel, k, 1 + i % 2, s, code=shimmed)
-            if support.runs_here(name):
-                check_built(kernel, k, 1 + i % 2, s, code=support.load, end=True)
+            if machines.runs_here(name):
+                check_built(kernel, k, 1 + i % 2, s, code=runs.load, end=True)
     assert kinds == {(16, 2), (32, 1)}
 
 
 @pytest.mark.parametrize(("nr", "panels"), [(16, {4, 2}), (64, {1}), (32, {2, 1})])
 def test_panels_of_other_widths(nr, panels):
     """Four tiles of sums, of as many panels as that takes."""
-    target, p = small("amx_bf16"), support.coded((40, 150, 200), "f32-u4-f32", nr, 64)
+    target, p = small("amx_bf16"), problems.coded((40, 150, 200), "f32-u4-f32", nr, 64)
     found, k = in_tiles(p, target), case(p, floats=True)
     assert {s.b.panels for s in found} == panels
     for s in found:
@@ -62,9 +67,9 @@ def test_panels_of_other_widths(nr, panels):
 
 def test_groups_are_whole_steps_and_results_that_may_not_depend_on_rows_come_from_vectors():
     target = load_target("sapphire_rapids")
-    assert in_tiles(support.coded((8, 64, 200), "f32-u4-f32", 32, 64), target)
-    assert not in_tiles(support.coded((8, 64, 200), "f32-u4-f32", 32, 24), target)
-    assert not in_tiles(support.coded((8, 64, 200), "f32-u4-f32", 32, 64, deterministic=True), target)
+    assert in_tiles(problems.coded((8, 64, 200), "f32-u4-f32", 32, 64), target)
+    assert not in_tiles(problems.coded((8, 64, 200), "f32-u4-f32", 32, 24), target)
+    assert not in_tiles(problems.coded((8, 64, 200), "f32-u4-f32", 32, 64, deterministic=True), target)
 
 
 @pytest.mark.parametrize(("storage", "count"), [("f32", 3), ("f16", 2), ("bf16", 1)])
@@ -74,7 +79,7 @@ def test_elements_are_sums_of_their_parts(storage, count):
         return
     rng = np.random.default_rng(0)
     numbers = rng.standard_normal((5, 77)) * 2.0 ** rng.integers(-90 if storage == "f32" else -14, 10, (5, 77))
-    a = numbers.astype(support.numpy_type(storage))
+    a = numbers.astype(numpy_type(storage))
     for layout in ("row", "col"):
         got = packed_parts(load_isa("amx_bf16"), a, layout, storage)
         assert got.shape == (5, count, 96)

@@ -6,10 +6,16 @@ from dataclasses import replace
 from itertools import product
 
 import cover
+import machines
 import numpy as np
+import operands
+import problems
 import pytest
-import support
-from support import HERE, LAYOUTS, SEVEN, TINY, case, check_built, execute, interpret, pose, selection
+import runs
+from machines import HERE, SEVEN, TINY
+from operands import case
+from problems import LAYOUTS, pose, selection
+from runs import check_built, execute, interpret
 
 from portmm.codegen.lower import lower
 from portmm.dispatch import config
@@ -61,11 +67,11 @@ def test_workers_and_orders_do_not_matter(more, workers):
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("dtype", support.NUMPY)
-@pytest.mark.parametrize("name", support.ISAS)
+@pytest.mark.parametrize("dtype", problems.NUMPY)
+@pytest.mark.parametrize("name", machines.ISAS)
 def test_every_isa_means_the_product(name, dtype):
     """Vectors, masks, spare tiles and shuffles, which the scalar machine has not."""
-    target = support.small(name)
+    target = machines.small(name)
     lanes = target.isas[0].atom(dtype).n
     for i, layouts in enumerate(LAYOUTS):
         size = [(5, lanes + 1, 3), (1, 3 * lanes, lanes + 2), (2 * lanes + 1, 3, 2)][i % 3]
@@ -103,14 +109,14 @@ def test_rows_of_b_may_start_anywhere(name, dtype):
 
     Sums are in C between blocks of k, or in tiles of their own.
     """
-    target = support.small(name)
+    target = machines.small(name)
     lanes = target.isas[0].atom(dtype).n
     for i in range(2 * lanes):
         apart = i % 3 == 1
         n, k, row = 3 * lanes + i, 35 + i + 700 * apart, 8 * lanes - (i % 4 == 3)
         p = Problem(CPU.sums_in_c + 1 + i % 9 if apart else 1 + i % 3, n, k, dtype=dtype)
         whole = case(p, seed=i)
-        b = np.full((k - 1) * row + n, support.poison(whole.b.dtype), whole.b.dtype)
+        b = np.full((k - 1) * row + n, operands.poison(whole.b.dtype), whole.b.dtype)
         places = np.arange(k)[:, np.newaxis]
         b[places * row + np.arange(n)] = whole.b[places * whole.fields["b_k"] + np.arange(n)]
         # Flush with the end of a page, so that it starts at any multiple of an element.
@@ -128,7 +134,7 @@ def test_rows_of_b_may_start_anywhere(name, dtype):
 @pytest.mark.parametrize("kc", [7, 12, 24])
 def test_sweeps_of_any_depth(kc, apart):
     """KC need not be a multiple of the steps of k that are written out."""
-    target = support.small("avx2")
+    target = machines.small("avx2")
     p = Problem(CPU.sums_in_c + 2 if apart else 1, 37, 700)
     found = [s for s in candidates(p, target) if sweeps(s, target.isas[0].atom("f32")) and s.parallel.over != "k"]
     s = next(s for s in found if s.c.packed == apart)
@@ -144,7 +150,7 @@ def test_sweeps_of_any_depth(kc, apart):
 @pytest.mark.parametrize("few", [False, True])
 def test_sweeps_of_a_b_in_the_last_level(name, dtype, few, monkeypatch):
     """Many rows of B are swept at a time, by one slice of rows or several; sums are in tiles of their own."""
-    target = support.small(name)
+    target = machines.small(name)
     room = [("L1", 2), ("L2", 2), ("L3", 8)]
     levels = [replace(target.levels[0], name=x, bytes=times * target.levels[0].bytes) for x, times in room]
     target = replace(target, levels=tuple(levels))
@@ -205,7 +211,7 @@ def test_panels_that_a_micro_kernel_packs(name, dtype, ragged):
 
 def _with_l2(name):
     """A machine of one instruction set whose L2 has room for panels of a run, and L1 ways for a slice of rows."""
-    target = support.small(name)
+    target = machines.small(name)
     l1 = replace(target.levels[0], ways=16)
     return replace(target, levels=(l1, replace(l1, name="L2", bytes=1 << 20)))
 
@@ -226,7 +232,7 @@ def test_what_no_sweep_of_panels_does_is_illegal():
 @pytest.mark.parametrize(("name", "dtype"), [("avx2", "f32"), ("avx512", "f64"), ("avx512", "u8-s8-s32")])
 def test_panels_from_afar(name, dtype):
     """Lines of a packed panel are prefetched beyond its end, which nothing reads."""
-    target = support.small(name)
+    target = machines.small(name)
     lanes = target.isas[0].atom(dtype).n
     size, layouts = (CPU.panel_rows + 1, 5 * lanes + 1, 40 * lanes), ("row", "packed", "row")
     found = [(p, s) for p in pose(size, layouts, target, dtype=dtype) for s in candidates(p, target) if s.b.along]
@@ -263,9 +269,9 @@ SLABS = [
 def test_slabs_of_b(name, dtype, layouts, more, monkeypatch):
     """A B that is packed as a whole, but of which only a few columns have room at a time."""
     monkeypatch.setattr(CPU, "slab_bytes", 1)
-    target, size = support.small(name), (40 if "amx" in name else 9, 3 * CPU.run_bytes // 4 - 11, 37)
+    target, size = machines.small(name), (40 if "amx" in name else 9, 3 * CPU.run_bytes // 4 - 11, 37)
     if layouts[1] == "codes":
-        posed = [support.coded(size, dtype, 2 * target.isas[0].atom("f32").n, 16)]
+        posed = [problems.coded(size, dtype, 2 * target.isas[0].atom("f32").n, 16)]
     else:
         posed = pose(size, layouts, target, dtype=dtype, **more)
     found = [(p, s) for p in posed for s in candidates(p, target) if s.b.once]
@@ -299,7 +305,7 @@ def counted(x):
 @pytest.mark.parametrize("size", [(7, 9, 11), (1, 13, 20), (4, 5, 23)])
 @pytest.mark.parametrize("name", ["tiny", "sse2", "avx512"])
 def test_each_element_of_c_is_covered_once_per_block_of_k(name, size):
-    target = SEVEN if name == "tiny" else support.small(name)
+    target = SEVEN if name == "tiny" else machines.small(name)
     for layouts in [("row", "row", "row"), ("col", "col", "row"), ("row", "col", "row"), ("any", "row", "col")]:
         for p in [*pose(size, layouts, target), *pose(size, layouts, target, batch=2)]:
             k = case(p)
@@ -342,11 +348,11 @@ def _three_threads():
 
 @pytest.mark.thin(3)
 @pytest.mark.usefixtures("_three_threads")
-@pytest.mark.parametrize("dtype", support.NUMPY)
+@pytest.mark.parametrize("dtype", problems.NUMPY)
 @pytest.mark.parametrize("name", HERE)
 def test_built_kernels_agree_with_the_interpreter(name, dtype):
     """Bit for bit on small integers, where every order and every rounding gives the same."""
-    target = support.small(name)
+    target = machines.small(name)
     isa = target.isas[0]
     chosen = [(p, s) for p, found in selection(target, dtype, isa.atom(dtype).n) for s in found]
     # Every kind is interpreted, and a part of them built, another for each set of instructions.
@@ -356,7 +362,7 @@ def test_built_kernels_agree_with_the_interpreter(name, dtype):
         meant = interpret(kernel, exact)
         exact.check(meant, s)
         for workers in (1, 2, 3):
-            if not support.called_as_before(kernel, exact, workers, meant):
+            if not runs.called_as_before(kernel, exact, workers, meant):
                 got = execute(kernel, exact, workers, end=workers != 2)
                 np.testing.assert_array_equal(got, meant, err_msg=str(s))
         check_built(kernel, rough, 1 + i % 3, s)

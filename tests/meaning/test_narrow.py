@@ -4,16 +4,23 @@ from __future__ import annotations
 
 import cover
 import numpy as np
+import operands
+import problems
 import pytest
-import support
-from support import EVERY_ISA, LAYOUTS, case, check_built, execute, interpret, pose, runs_here, small
+import runs
+from machines import EVERY_ISA, runs_here, small
+from operands import case
+from problems import LAYOUTS, pose
+from runs import check_built, execute, interpret
 
 from portmm.codegen.lower import lower, lower_pack
+from portmm.ir.interpreter import numpy_type
 from portmm.schedule.candidates import candidates
 from portmm.spec.dtype import types
+from portmm.spec.problem import family
 from portmm.target.target import load_isa
 
-PLAIN = [(name, word) for name in EVERY_ISA for word in support.NARROW if load_isa(name).atom(word)]
+PLAIN = [(name, word) for name in EVERY_ISA for word in problems.NARROW if load_isa(name).atom(word)]
 GROUPS = (0, 8, 32)
 POSTS = ("scale", "scale+azero", "scale+bzero+bias", "scale+azero+bzero+bias")
 
@@ -56,7 +63,7 @@ def chosen(target, word, **more):
         for p in posed(target, word, layouts, sizes(lanes)[i % 7], **more)[-1:]:
             found = []
             for s in candidates(p, target):
-                kind = (support.shape_of(s), p.m > s.mr)
+                kind = (problems.shape_of(s), p.m > s.mr)
                 if kind not in seen:
                     seen.add(kind)
                     found.append(s)
@@ -125,7 +132,7 @@ def test_codes_are_multiplied(name, word, group):
     target = small(name)
     lanes = target.isas[0].atom(word).n
     for i, size in enumerate([(1, lanes + 1, 37), (3, 2 * lanes, 64), (9, 1, 8), (2, 5, 3), (20, 3 * lanes, 45)]):
-        p = support.coded(size, word, 2 * lanes, group, a=("row", "col")[i % 2], symmetric=i in {1, 4})
+        p = problems.coded(size, word, 2 * lanes, group, a=("row", "col")[i % 2], symmetric=i in {1, 4})
         k = case(p, seed=i, floats=True)
         atom = target.isas[0].atom(word)
         found = [s for s in candidates(p, target) if s.b.packed or not atom.tiled]
@@ -148,7 +155,7 @@ def test_codes_by_codes(name, group):
     kinds = [{"post": "scale"}, {"post": "scale+bias"}, {"post": "scale", "source": "f32"}]
     for i, size in enumerate([(1, lanes + 1, 37), (3, 2 * lanes, 64), (9, 1, 8), (2, 5, 3), (40, 3 * lanes, 45)]):
         layout, to = ("row" if i % 3 == 2 else ("row", "col")[i % 2]), ("f32", "bf16")[i % 2]
-        p = support.coded(size, f"s8-u4-{to}", 2 * lanes, group, a=layout, symmetric=i in {1, 4}, **kinds[i % 3])
+        p = problems.coded(size, f"s8-u4-{to}", 2 * lanes, group, a=layout, symmetric=i in {1, 4}, **kinds[i % 3])
         k = case(p, seed=i, floats=True)
         found = candidates(p, target)
         built = cover.some(found, i + GROUPS.index(group), 3)  # other groups build the others
@@ -169,14 +176,14 @@ def test_packing_is_the_layout_that_is_written_down(name, layout):
         atom = isa.atom(word)
         if atom is None:
             continue
-        kept = support.family(support.packed_families(small(name), word)[-1])
+        kept = family(problems.packed_families(small(name), word)[-1])
         for k, n in ((1, 1), (5, kept.nr + 3), (4 * atom.n + 3, 2 * kept.nr), (2 * atom.n, 3 * kept.nr - 1)):
             rng = np.random.default_rng(k)
-            dtype = support.numpy_type(types(word)[1])
+            dtype = numpy_type(types(word)[1])
             b = rng.integers(-128, 128, (1, k, n)).astype(dtype)
-            want = support.panels_of(b, kept).ravel()
-            got = support.packed_by(lower_pack(isa, word, kept.nr, layout), support.lay(b, layout, 3), want, kept, k, n)
-            valid = support.valid_of(kept, k, n)
+            want = operands.panels_of(b, kept).ravel()
+            got = runs.packed_by(lower_pack(isa, word, kept.nr, layout), operands.lay(b, layout, 3), want, kept, k, n)
+            valid = operands.valid_of(kept, k, n)
             np.testing.assert_array_equal(got[valid], want[valid])
 
 
@@ -187,13 +194,13 @@ def test_extremes_are_exact(name, word):
     lanes = target.isas[0].atom(word).n
     p = posed(target, word, ("row", "row", "row"), (3, lanes + 1, 70_000))[0]
     k = case(p)
-    low, high = np.iinfo(support.numpy_type(p.types[0])).min, np.iinfo(support.numpy_type(p.types[0])).max
+    low, high = np.iinfo(numpy_type(p.types[0])).min, np.iinfo(numpy_type(p.types[0])).max
     k.b[:] = -128
     for value in (high, low):
         k.a[:] = value
         want = np.int64(value) * -128 * p.k
         for s in candidates(p, target)[:3]:
             kernel = lower(s, target.isa(s.isa))
-            if not support.called_as_before(kernel, k, 1):
+            if not runs.called_as_before(kernel, k, 1):
                 got = execute(kernel, k)[k.c.places()]
                 assert (got == np.int64(want).astype(np.int32)).all(), s

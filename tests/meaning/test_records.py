@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from support import TINY
+from machines import TINY
 
 from portmm.codegen.lower import lower_program
 from portmm.ir import block_meaning

@@ -14,10 +14,13 @@ import subprocess
 import crossing
 import driver
 import numpy as np
+import operands
 import pytest
-import support
 import test_compiles
-from support import Case, Laid, case, interpret, pose, small
+from machines import small
+from operands import Case, Laid, case
+from problems import pose
+from runs import interpret
 from test_emulated import foreign_driver  # noqa: F401 - a fixture
 
 from portmm.build import compiler as shipped
@@ -26,7 +29,7 @@ from portmm.codegen.lower import lower, lower_pack
 from portmm.dispatch import cpu_kernels, schedule_choice
 from portmm.errors import TargetError
 from portmm.host import microbenchmarks
-from portmm.ir.interpreter import run
+from portmm.ir.interpreter import numpy_type, run
 from portmm.ir.nodes import FIELDS
 from portmm.schedule.candidates import candidates
 from portmm.schedule.text import parse, spell
@@ -108,7 +111,7 @@ def test_sums_wrap(word, foreign_driver):  # noqa: F811
     """255 by -128 and their like, over a k whose sum passes 2**31: modulo 2**32, as documented."""
     target, isa = small("neon_smmla"), load_isa("neon_smmla")
     p = pose((3, 5, 70_000), ("row", "row", "row"), target, dtype=word)[0]
-    info = np.iinfo(support.numpy_type(p.types[0]))
+    info = np.iinfo(numpy_type(p.types[0]))
     kernel, jobs = lower(candidates(p, target)[0], isa), [case(p), case(p)]
     for k, value in zip(jobs, (info.max, info.min), strict=True):
         k.a[:], k.b[:] = value, -128
@@ -128,15 +131,15 @@ def test_packing_is_the_layout_that_is_written_down(name, word, layout, foreign_
     kept = family(cpu_kernels.family(word, load_target("neoverse_v1")))
     kernel = lower_pack(load_isa(name), word, kept.nr, layout)
     for k, n in ((1, 1), (5, kept.nr + 3), (19, 2 * kept.nr), (16, 3 * kept.nr - 1), (64, 5)):
-        b = np.random.default_rng(k).integers(-128, 128, (1, k, n)).astype(support.numpy_type(kept.dtype))
-        want = support.panels_of(b, kept).ravel()
-        laid = support.lay(b, layout, 3)
+        b = np.random.default_rng(k).integers(-128, 128, (1, k, n)).astype(numpy_type(kept.dtype))
+        want = operands.panels_of(b, kept).ravel()
+        laid = operands.lay(b, layout, 3)
         fields = {"m": 1, "n": n, "k": k, "batch": 1, "b_k": laid.row, "b_n": laid.col, "b_batch": laid.item}
         fields |= dict.fromkeys(("a_m", "a_k", "a_batch", "c_m", "c_n"), 0) | {"c_batch": want.size // kept.kr}
         to = Laid(np.zeros_like(want), 0, 0, 0, 0, (1, 1, 1))
         like = Case(Problem(1, n, k, word), fields, laid.flat, 0, laid.flat, laid.offset, to, want, want)
         jobs.append((0, kernel, like, 1))
-        wanted.append((want, support.valid_of(kept, k, n)))
+        wanted.append((want, operands.valid_of(kept, k, n)))
     for got, (want, valid) in zip(
         driver.run([*foreign_driver(name), *driver.objects([kernel])], jobs), wanted, strict=True
     ):
@@ -208,7 +211,7 @@ def test_the_measured_loops_multiply_every_step(name, row, loop):
     atom = isa.word(row)
     found = loop(isa, atom)
     steps, rng = 3, np.random.default_rng(0)
-    types = [support.numpy_type(x) for x in (atom.a, atom.b, atom.acc)]
+    types = [numpy_type(x) for x in (atom.a, atom.b, atom.acc)]
     sizes = (found.a * steps * atom.k_pack, found.b * steps * atom.k_pack, found.c)
     a, b, c = (rng.integers(0, 4, n).astype(t) for n, t in zip(sizes, types, strict=True))
     before, fields = c.astype(float), dict.fromkeys(FIELDS, 0) | {"m": 2, "k": steps, "workers": 1}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import cover
 import numpy as np
 import pytest
-from support import HERE, guarded
+from machines import HERE
+from runs import guarded
 
 import portmm as pm
 from portmm.arrays import numpy_fallback

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_amx
-from support import guarded
+from runs import guarded
 
 import portmm as pm
 from portmm.dispatch import config, cpu_kernels

@@ -7,7 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import test_amx
-from support import TINY, guarded, small
+from machines import TINY, small
+from runs import guarded
 from test_attention import BF16, TOLERANCE, check, exact, operands
 
 import portmm as pm

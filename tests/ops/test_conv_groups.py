@@ -8,7 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from convolved import convolved
-from support import guarded
+from runs import guarded
 
 import portmm as pm
 from portmm.dispatch import config

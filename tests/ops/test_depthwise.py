@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from convolved import LAYOUTS, convolved
-from support import guarded
+from runs import guarded
 
 import portmm as pm
 from portmm.ops import depthwise

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ml_dtypes
 import numpy as np
 import pytest
-from support import HERE
+from machines import HERE
 
 import portmm as pm
 

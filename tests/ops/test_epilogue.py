@@ -8,7 +8,7 @@ import math
 import numpy as np
 import pytest
 from arrays_of import INPUTS, LAYOUTS
-from support import HERE
+from machines import HERE
 
 import portmm as pm
 from portmm.dispatch import cpu_kernels
@@ -227,7 +227,7 @@ def test_the_same_strides_unaligned():
 
 
 def test_no_operand_is_read_beyond_its_end():
-    from support import guarded
+    from runs import guarded
 
     for m, n, k in ((1, 1, 1), (3, 17, 5), (1, 65, 70), (16, 33, 300)):
         a, b = floats(m, k), floats(k, n)

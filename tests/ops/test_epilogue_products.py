@@ -7,7 +7,7 @@ import pytest
 from arrays_of import LAYOUTS
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import HERE
+from machines import HERE
 from test_epilogue import BF16, BIAS, A, B, K, M, N, close, floats, rng
 
 import portmm as pm

@@ -6,7 +6,7 @@ import ml_dtypes  # noqa: F401 - names bfloat16
 import numpy as np
 import pytest
 from emulated_cuda import install
-from support import HERE, runs_here
+from machines import HERE, runs_here
 
 import portmm as pm
 from portmm.errors import BuildError

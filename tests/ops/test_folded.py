@@ -9,7 +9,7 @@ import pickle
 import ml_dtypes
 import numpy as np
 import pytest
-from support import HERE
+from machines import HERE
 
 import portmm as pm
 from portmm.ops.int4_panels import pack_int4, unpack_int4

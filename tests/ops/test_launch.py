@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import machines
 import numpy as np
 import pytest
-import support
-from support import HERE
+from machines import HERE
 
 import portmm as pm
 from portmm.codegen.lower import lower
@@ -23,7 +23,7 @@ RNG = np.random.default_rng(0)
 
 def kernel_for(isa, shape, **layouts):
     p = Problem(*shape, **layouts)
-    s = next(s for s in candidates(p, support.small(isa)) if s.program == "gemm" and not s.static)
+    s = next(s for s in candidates(p, machines.small(isa)) if s.program == "gemm" and not s.static)
     return lower(s, load_isa(isa))
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import HERE, small
+from machines import HERE, small
 
 import portmm as pm
 from portmm.codegen.lower import lower

@@ -7,7 +7,7 @@ import pytest
 from arrays_of import INPUTS, LAYOUTS, close
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from support import HERE
+from machines import HERE
 
 import portmm as pm
 

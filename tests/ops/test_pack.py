@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import pickle
 
+import machines
 import numpy as np
+import operands
+import problems
 import pytest
-import support
 from arrays_of import INPUTS, LAYOUTS, close
 from kernels_of import transposed
-from support import HERE, case, guarded, interpret, panels_of
+from machines import HERE
+from operands import case, panels_of
+from runs import guarded, interpret
 
 import portmm as pm
 from portmm.codegen.lower import lower_pack
@@ -17,7 +21,7 @@ from portmm.dispatch.schedule_choice import choose
 from portmm.ops.prepack import unpack
 from portmm.runtime.cpu import runtime
 from portmm.spec.problem import Family, Problem, family
-from portmm.target.target import load_target
+from portmm.target.target import load_isa, load_target
 
 pytestmark = pytest.mark.calls
 
@@ -47,22 +51,22 @@ def test_packing_is_a_bijection(target, dtype, how):
 
 
 @pytest.mark.parametrize("layout", ["row", "col", "any"])
-@pytest.mark.parametrize("dtype", support.NUMPY)
-@pytest.mark.parametrize("name", support.ISAS)
+@pytest.mark.parametrize("dtype", problems.NUMPY)
+@pytest.mark.parametrize("name", machines.ISAS)
 def test_the_packer_means_panels(name, dtype, layout):
-    isa = support.load_isa(name)
+    isa = load_isa(name)
     lanes = isa.atom(dtype).n
     for columns in (1, lanes, 2 * lanes - 1, 2 * lanes + 1):
         nr = 2 * lanes
         p = Problem(1, columns, lanes + 2, dtype, 2, b=layout)
         k = case(p, seed=columns)
-        values = k.b[support.lay(np.zeros((2, p.k, p.n), k.b.dtype), layout, 3).places()]
+        values = k.b[operands.lay(np.zeros((2, p.k, p.n), k.b.dtype), layout, 3).places()]
         want = panels_of(values, Family(dtype, nr, 1))
         c = np.full(want.size, np.nan, want.dtype)
-        out = support.Laid(c, 0, want[0].size, 0, 0, (2, 1, 1))
+        out = operands.Laid(c, 0, want[0].size, 0, 0, (2, 1, 1))
         fields = {**k.fields, "m": 1, "c_m": 0, "c_n": 0, "c_batch": want[0].size}
         kernel = lower_pack(isa, dtype, nr, layout)
-        interpret(kernel, support.Case(p, fields, k.a, 0, k.b, k.b_offset, out, want, k.bound), 2, shuffle=1, c=c)
+        interpret(kernel, operands.Case(p, fields, k.a, 0, k.b, k.b_offset, out, want, k.bound), 2, shuffle=1, c=c)
         kept = ~np.isnan(want.ravel())
         np.testing.assert_array_equal(c[kept], want.ravel()[kept])
         assert not np.isnan(c).any()

@@ -9,14 +9,16 @@ import mmap
 import sys
 from pathlib import Path
 
+import machines
 import ml_dtypes
 import numpy as np
 import pytest
-import support
 from bench_scripts import script as shared
 from kernels_of import folding
+from machines import HERE
+from operands import panels_of, valid_of
 from places import BENCH
-from support import HERE, interpret, panels_of, valid_of
+from runs import interpret
 
 import portmm as pm
 from portmm.arrays import numpy_fallback, pages
@@ -146,7 +148,7 @@ def test_empty_codes(shape):
     assert not pm.matmul(np.zeros((2, k), np.float32), packed).any()
 
 
-@pytest.mark.parametrize("name", support.ISAS)
+@pytest.mark.parametrize("name", machines.ISAS)
 def test_folding_means_words(name):
     """In the interpreter, on every instruction set."""
     for k, n, group, more in (

@@ -6,7 +6,7 @@ import cover
 import ml_dtypes
 import numpy as np
 import pytest
-from support import HERE
+from machines import HERE
 
 import portmm as pm
 

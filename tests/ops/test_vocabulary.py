@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support import HERE
+from machines import HERE
 
 import portmm as pm
 from portmm.ops.rowwise import over_rows

@@ -228,7 +228,7 @@ def test_lines_that_are_no_attention(line):
 @pytest.mark.emulated
 def test_functions_for_aarch64(tmp_path):
     from crossing import program_compiler
-    from support import require
+    from machines import require
 
     compiler = program_compiler("aarch64")
     ((target,), _) = bundle_shapes.targets_of(["c7g"])

@@ -138,7 +138,7 @@ def test_the_example_in_rust(library, tmp_path):
 @pytest.mark.emulated
 def test_the_library_for_aarch64(tmp_path):
     from crossing import program_compiler
-    from support import require
+    from machines import require
 
     compiler = program_compiler("aarch64")
     maker = bundle_build.Maker()

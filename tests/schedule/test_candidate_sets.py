@@ -6,7 +6,7 @@ import random
 from dataclasses import replace
 
 import pytest
-from support import SEVEN, TINY
+from machines import SEVEN, TINY
 
 from portmm.codegen.lower import atom_of
 from portmm.dispatch import cpu_kernels

@@ -10,7 +10,10 @@ from functools import partial
 
 import numpy as np
 import pytest
-from support import EVERY_ISA, NARROW, case, coded, interpret, load_isa, pose, runs_here, small
+from machines import EVERY_ISA, runs_here, small
+from operands import case
+from problems import NARROW, coded, pose
+from runs import interpret
 
 import portmm as pm
 from portmm.codegen.lower import lower
@@ -19,6 +22,7 @@ from portmm.dispatch.cpu_background import same_results
 from portmm.ir.interpreter import numpy_type
 from portmm.schedule.candidates import candidates
 from portmm.schedule.text import spell
+from portmm.target.target import load_isa
 
 K = 330
 SIZE = (5, 11, K)

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import machines
 import pytest
-import support
-from support import LAYOUTS, SEVEN, TINY, pose
+from machines import SEVEN, TINY
+from problems import LAYOUTS, NUMPY, pose
 
 from portmm.codegen.lower import lower
 from portmm.errors import ScheduleError
@@ -22,7 +23,7 @@ from portmm.target.target import described, load_target, names_of
 
 SIZES = [(1, 1, 1), (1, 9, 300), (7, 9, 11), (16, 64, 16), (3, 1, 5), (100, 37, 64), (1024, 1024, 1024), (5000, 3, 70)]
 MACHINES = [SEVEN, *(load_target(name) for name in names_of("cpu"))]
-FEW = [SEVEN, *map(described, support.ISAS)]
+FEW = [SEVEN, *map(described, machines.ISAS)]
 
 
 def problems(target, dtype):
@@ -35,7 +36,7 @@ def problems(target, dtype):
 
 @pytest.mark.thin(10)
 @pytest.mark.parametrize("target", MACHINES, ids=lambda t: t.name)
-@pytest.mark.parametrize("dtype", support.NUMPY)
+@pytest.mark.parametrize("dtype", NUMPY)
 def test_candidates_are_legal_and_told_apart(target, dtype):
     for p in problems(target, dtype):
         found = candidates(p, target)

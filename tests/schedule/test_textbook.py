@@ -6,8 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from machines import HERE, TINY
 from places import BENCH
-from support import HERE, TINY
 
 import portmm as pm
 from portmm.dispatch import overrides

@@ -9,7 +9,7 @@ import random
 import ml_dtypes
 import numpy as np
 import pytest
-from support import HERE
+from machines import HERE
 
 import portmm as pm
 from portmm.errors import PackError

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
-from support import guarded
+from runs import guarded
 
 
 def _padded(x):

@@ -12,7 +12,7 @@ import subprocess
 from typing import TYPE_CHECKING
 
 import pytest
-from support import require
+from machines import require
 
 if TYPE_CHECKING:
     from portmm.target.isa import Isa

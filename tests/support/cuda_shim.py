@@ -19,7 +19,9 @@ from typing import Any
 
 import numpy as np
 import passed
-from support import Guarded, poison, require
+from machines import require
+from operands import poison
+from runs import Guarded
 
 from portmm.build.cache import cache_dir, digest
 

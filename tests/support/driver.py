@@ -17,7 +17,7 @@ from portmm.dispatch.cpu_kernels import workspace_bytes
 from portmm.ir.abi import ARGS
 
 if TYPE_CHECKING:
-    from support import Case
+    from operands import Case
 
     from portmm.ir.nodes import Kernel
 

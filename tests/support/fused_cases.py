@@ -10,8 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import numpy as np
-import support
-from support import Case, Extra, Laid, lay, poison
+import problems
+import runs
+from operands import Case, Extra, Laid, lay, poison
+from operands import case as case_of
 
 from portmm.ir.interpreter import numpy_type
 from portmm.spec.dtype import BY_NAME, spell
@@ -395,8 +397,8 @@ def gemm_case(p, fused, seed=0, *, special=False):
     """Operands for a product with an epilogue."""
     a, b, _ = p.types
     word = spell(a, b, "f32")
-    plain = replace(p, dtype=word, **({"fused": ""} | support.ended(word, {})))
-    base = support.case(plain, seed, floats=True)
+    plain = replace(p, dtype=word, **({"fused": ""} | problems.ended(word, {})))
+    base = case_of(plain, seed, floats=True)
     unset = poison(numpy_type(p.types[2]))
     blank = np.full((p.batch, p.m, p.n), unset + 1 if unset.dtype.kind in "iu" else np.nan, numpy_type(p.types[2]))
     c = lay(blank, p.c, 3)
@@ -410,18 +412,18 @@ def gemm_case(p, fused, seed=0, *, special=False):
 
 def interpreted(kernel, f, workers=1, shuffle=0):
     """C and the operands as the interpreter leaves them."""
-    return support.interpret_all(kernel, f.case, workers, shuffle)
+    return runs.interpret_all(kernel, f.case, workers, shuffle)
 
 
 def check_built(kernel, f, workers=1, what="", *, end=True):
     """The built kernel leaves what it should, or did so before."""
-    if not support.called_as_before(kernel, f.case, workers, end, *f.parts()):
+    if not runs.called_as_before(kernel, f.case, workers, end, *f.parts()):
         f.check(executed(kernel, f, workers, end=end), what)
 
 
 def executed(kernel, f, workers=1, *, end=True):
     """C and the operands as the built kernel leaves them, each beside a guard page."""
-    return support.execute_all(kernel, f.case, workers, end=end)
+    return runs.execute_all(kernel, f.case, workers, end=end)
 
 
 def axes_of(roots, operands):

@@ -15,7 +15,7 @@ import numpy as np
 import opencl_cpu
 import passed
 from cuda_shim import ORDERS, ShimError
-from support import Case, expected, lay, poison
+from operands import Case, expected, lay, poison
 
 from portmm.codegen.lower import lower_grid
 from portmm.dispatch.machine import bind, source

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 import numpy as np
-from support import (
-    Case,
-    Extra,
-    Laid,
-    coded,
-    lay,
-    load_isa,
-    numpy_type,
-    packed_families,
-    panels_of,
-    small,
-    valid_of,
-)
+from machines import small
+from operands import Case, Extra, Laid, lay, panels_of, valid_of
+from problems import coded, packed_families
 
 from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.ir.index import Ptr, const, var
-from portmm.ir.interpreter import run
+from portmm.ir.interpreter import numpy_type, run
 from portmm.ir.nodes import Call, Function, Kernel
 from portmm.kernels.cpu.packing import transpose
 from portmm.kernels.cpu.tile_packing import pack_parts
 from portmm.schedule.candidates import PACKED_VECTORS, candidates
 from portmm.spec.dtype import CODES_AT, CODES_KR, parts
 from portmm.spec.problem import Family, Problem, family
+from portmm.target.target import load_isa
 
 
 def transposed(lines: np.ndarray) -> np.ndarray:

@@ -10,9 +10,10 @@ from itertools import product
 from typing import TYPE_CHECKING, Any
 
 from fused_cases import by_rows, columns, epilogues, every_operation, every_type
+from machines import small
 from manifest_case import Case, all_words, covering, few, on_host, smallest
+from problems import LAYOUTS, coded, pose
 from rows_lowered import NORMAL, lower_rows
-from support import LAYOUTS, coded, pose, small
 
 from portmm.codegen.lower import lower, lower_group_norm, lower_grouped, lower_int4_repack, lower_pack, lower_program
 from portmm.dispatch.cpu_kernels import attention_unit

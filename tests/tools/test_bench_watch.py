@@ -6,8 +6,8 @@ import sys
 from dataclasses import replace
 
 import driver
+import machines
 import pytest
-import support
 from places import BENCH
 
 from portmm.comparison.report import Entrant, Entry, Report, Result
@@ -171,9 +171,9 @@ def test_what_is_stored_is_what_is_counted(bench):
 
 
 def test_counting_repeats_itself_and_sees_more_work(bench, tmp_path):
-    if not support.runs_here("sse2"):
+    if not machines.runs_here("sse2"):
         pytest.skip("instructions are counted on x86-64")
-    valgrind, program = support.require("valgrind"), driver.compile_driver(tmp_path, ["gcc"])
+    valgrind, program = machines.require("valgrind"), driver.compile_driver(tmp_path, ["gcc"])
     subject = bench.instructions.product("sse2", (8, 16, 16))
     one, two = (bench.instructions.count(subject, tmp_path, valgrind, program) for _ in range(2))
     assert one == two

@@ -10,8 +10,8 @@ import sysconfig
 from pathlib import Path
 
 import pytest
+from machines import TINY, require
 from places import MACHINES
-from support import TINY, require
 from typer.testing import CliRunner
 
 from portmm.build import cache, cache_contents

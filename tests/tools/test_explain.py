@@ -8,7 +8,7 @@ import sys
 
 import numpy as np
 import pytest
-from support import require
+from machines import require
 
 import portmm as pm
 from portmm.dispatch import config

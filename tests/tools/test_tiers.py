@@ -7,10 +7,12 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import machines
 import numpy as np
+import operands
 import passed
 import pytest
-import support
+import runs
 import tiers
 from passed import Ledger, digest
 from places import HELPERS
@@ -31,28 +33,28 @@ def asked(monkeypatch):
 
 def chosen():
     p = Problem(5, 7, 9)
-    s = candidates(p, support.TINY)[0]
-    return lower(s, support.TINY.isa(s.isa)), support.case(p, seed=1)
+    s = candidates(p, machines.TINY)[0]
+    return lower(s, machines.TINY.isa(s.isa)), operands.case(p, seed=1)
 
 
 def test_an_equal_run_has_an_equal_key(asked):
     for _ in range(2):
         kernel, k = chosen()
-        support.check_built(kernel, k)
+        runs.check_built(kernel, k)
     assert asked[0] == asked[1]
 
 
 def test_whatever_a_result_depends_on_makes_a_run_new(asked, monkeypatch):
     kernel, k = chosen()
-    other = candidates(k.problem, support.TINY)[-1]
-    support.called_as_before(kernel, k, 1)
-    support.called_as_before(lower(other, support.TINY.isa(other.isa)), k, 1)
-    support.called_as_before(replace(kernel, isa=replace(kernel.isa, flags=(*kernel.isa.flags, "-g"))), k, 1)
-    support.called_as_before(kernel, support.case(k.problem, seed=2), 1)
-    support.called_as_before(kernel, k, 2)
-    support.called_as_before(kernel, replace(k, want=k.want + 1), 1)
+    other = candidates(k.problem, machines.TINY)[-1]
+    runs.called_as_before(kernel, k, 1)
+    runs.called_as_before(lower(other, machines.TINY.isa(other.isa)), k, 1)
+    runs.called_as_before(replace(kernel, isa=replace(kernel.isa, flags=(*kernel.isa.flags, "-g"))), k, 1)
+    runs.called_as_before(kernel, operands.case(k.problem, seed=2), 1)
+    runs.called_as_before(kernel, k, 2)
+    runs.called_as_before(kernel, replace(k, want=k.want + 1), 1)
     monkeypatch.setattr(compiler, "_BASE", (*compiler._BASE, "-g"))
-    support.called_as_before(kernel, k, 1)
+    runs.called_as_before(kernel, k, 1)
     monkeypatch.undo()
     assert len(set(asked)) == len(asked) == 7
 
@@ -60,13 +62,13 @@ def test_whatever_a_result_depends_on_makes_a_run_new(asked, monkeypatch):
 @pytest.mark.parametrize("what", ["compiler", "processor", "run_time", "text_of"])
 def test_other_tools_make_a_run_new(what, asked, monkeypatch):
     kernel, k = chosen()
-    support.called_as_before(kernel, k, 1)
+    runs.called_as_before(kernel, k, 1)
     if what == "compiler":
         newer = replace(compiler.find_compiler(None), version="gcc 99.1")
         monkeypatch.setattr(compiler, "find_compiler", lambda _arch: newer)
     else:
         monkeypatch.setattr(passed, what, lambda *_: "another")
-    support.called_as_before(kernel, k, 1)
+    runs.called_as_before(kernel, k, 1)
     assert len(set(asked)) == 2
 
 

@@ -7,7 +7,7 @@ from dataclasses import fields, is_dataclass, replace
 
 import numpy as np
 import pytest
-from support import TINY
+from machines import TINY
 
 from portmm.codegen.lower import lower_program
 from portmm.ir import block_meaning, interpreter

@@ -1,156 +1,22 @@
-"""Shared parts of the tests of kernels: machines, problems, operands with guards, and ways to run."""
+"""Operands of products, laid in memory between poison, with the exact product and a bound of the error."""
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import mmap
-import os
-import shutil
-from dataclasses import dataclass, field, replace
-from itertools import combinations
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
-import passed
-import pytest
+from problems import post_of
 
-from portmm.host.detect import host_features
 from portmm.ir.interpreter import numpy_type
-from portmm.schedule.candidates import candidates
-from portmm.spec.dequantization import IDENTITY, OPERANDS, Dequantization, of_words
-from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR, accumulator, types
-from portmm.spec.epilogue import PRODUCT
-from portmm.spec.problem import AXES, LAYOUTS_A, LAYOUTS_B, LAYOUTS_C, Family, Problem, family
-from portmm.target.target import load_isa, load_target, names_of
-
-NUMPY = {"f32": np.float32, "f64": np.float64}
-NARROW = (
-    "bf16", "f16", "bf16-bf16-f32", "f16-f16-f32", "f32-bf16-f32",
-    "f32-s8-f32", "bf16-s8-bf16", "s8-s8-s32", "u8-s8-s32",
-)  # fmt: skip
-"""Products of narrow types: floats summed in f32, integers in s32."""
-TINY = load_target(str(Path(__file__).with_name("targets") / "tiny.toml"))
-SEVEN = replace(TINY, isas=tuple(replace(isa, registers=7) for isa in TINY.isas))
-"""Six registers hold no tile beside three columns of B, which batched products would try."""
-ISAS = tuple(name for name in names_of("cpu", "isa") if load_isa(name).base is None)
-"""Those that stand on their own: they multiply f32 and f64. The others add units for narrow types. Of CPUs."""
-EVERY_ISA = names_of("cpu", "isa")
+from portmm.spec.dequantization import OPERANDS, Dequantization
+from portmm.spec.dtype import BY_NAME, CODES_AT, CODES_KR
+from portmm.spec.problem import Family, Problem, family
 
 
 def poison(dtype: np.dtype) -> Any:
     """The value around operands: no result has it."""
     return np.asarray({1: 85, 2: -7777.0}.get(dtype.itemsize, -77777.0)).astype(dtype)
-
-
-def require(tool: str) -> str:
-    """The path of a tool; without it the test is skipped, or failed where CI promises it."""
-    found = shutil.which(tool)
-    if not found:
-        (pytest.fail if os.environ.get("CI") else pytest.skip)(f"{tool} is not installed")
-    return found
-
-
-def runs_here(isa_name: str) -> bool:
-    """The host has the instructions of an ISA."""
-    return set(load_isa(isa_name).features) <= host_features()
-
-
-HERE = [name for name in ISAS if runs_here(name)]
-
-
-@functools.cache
-def small(isa_name: str):
-    """A machine with an ISA and caches so small that little products need many blocks."""
-    isa = load_isa(isa_name)
-    scale = 4 * isa.vector_bytes
-    levels = tuple(replace(x, bytes=x.bytes * scale // 8) for x in TINY.levels)
-    return replace(TINY, name=f"small_{isa_name}", arch=isa.arch, isas=(isa,), levels=levels, rates={})
-
-
-# -- problems ---------------------------------------------------------------------
-
-LAYOUTS = [
-    (a, b, c) for a in LAYOUTS_A for b in LAYOUTS_B for c in LAYOUTS_C if b != "codes" and (b, c) != ("packed", "col")
-]
-"""A packed B is always on the right, so that C runs by rows."""
-
-
-def ended(dtype: str, more: dict[str, Any]) -> dict[str, Any]:
-    """Fields of a problem: `post`, the words of a quantised product as in "scale+azero", are an epilogue."""
-    more = dict(more)
-    post, text = more.pop("post", ""), more.get("fused", "")
-    a, b, c = types(dtype)
-    if post and not text:
-        more["fused"] = of_words(post, "", dynamic=bool(more.get("source")))
-    elif not text and accumulator(a, b) == "s32" != c:
-        more["fused"] = IDENTITY
-    return more
-
-
-POSTS = ["+".join(("scale", *x)) for i in range(4) for x in combinations(("azero", "bzero", "bias"), i)]
-
-
-def post_of(p: Problem) -> str:
-    """The words of a problem's epilogue, if it is that of a quantised product."""
-    words = (x for x in POSTS if p.fused == of_words(x, "", dynamic=bool(p.source)))
-    return next(words, "")
-
-
-def packed_families(target: Any, dtype: str, post: str = "") -> list[str]:
-    """The panel widths that a machine's own schedules would pack."""
-    more = ended(dtype, {"post": post.replace("+azero", "")})
-    return sorted(
-        {s.family for s in candidates(Problem(64, 64, 64, dtype, **more), target)}, key=lambda name: family(name).nr
-    )
-
-
-def pose(size: tuple[int, int, int], layouts: tuple[str, str, str], target: Any, **more: Any) -> list[Problem]:
-    """The problem of a size and layouts, once for each packed family if B is packed."""
-    a, b, c = layouts
-    dtype, post = more.get("dtype", "f32"), more.get("post", "")
-    families = packed_families(target, dtype, post) if b == "packed" else [""]
-    return [Problem(*size, a=a, b=b, c=c, family=f, **ended(dtype, more)) for f in families]
-
-
-def coded(
-    size: tuple[int, int, int], word: str, nr: int, group: int, a: str = "row", *, symmetric: bool = False,
-    e2m1: bool = False, half: bool = False, **more: Any,
-) -> Problem:  # fmt: skip
-    """A product with a weight of four bits."""
-    kept = Family("u4", nr, CODES_KR, group=group, symmetric=symmetric, e2m1=e2m1, half=half)
-    return Problem(*size, word, a=a, b="codes", family=str(kept), **ended(word, more))
-
-
-def shape_of(s):
-    """The key of a schedule by the code it becomes, sizes aside."""
-    a, b = ((x.layout, x.packed) for x in (s.a, s.b))
-    kind = (s.program, a, b, s.atom.swap, s.parallel.over, s.atom.lanes, s.b.panels > 1, s.static is not None)
-    return (*kind, s.nr) if s.b.layout == "packed" else kind
-
-
-def selection(target, dtype, lanes):
-    """Problems of all layouts and kinds, each with the candidates whose like has not come yet."""
-    posed = []
-    for i, layouts in enumerate(LAYOUTS):
-        if layouts[2] == "col" and dtype.startswith("u8"):
-            continue
-        size = ((17, 2 * lanes + 1, 13), (3, 4 * lanes, 2 * lanes + 3))[i % 2]
-        posed += pose(size, layouts, target, dtype=dtype)
-        posed += pose((9, lanes + 3, 6), layouts, target, dtype=dtype, batch=7) if i % 4 == 0 else []
-    for layouts in LAYOUTS[::3]:
-        if {"any", "packed"}.isdisjoint(layouts) and (layouts[2] == "row" or not dtype.startswith("u8")):
-            posed += pose((7, lanes + 2, 5), layouts, target, dtype=dtype, batch=3, static=True)
-    seen = set()
-    for p in posed:
-        fresh = {shape_of(s): s for s in reversed(candidates(p, target))}
-        fresh = {x: s for x, s in fresh.items() if x not in seen}
-        seen |= fresh.keys()
-        yield p, list(fresh.values())
-
-
-# -- operands ---------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -390,20 +256,6 @@ def valid_of(kept: Family, k: int, n: int) -> np.ndarray:
     return np.concatenate([units, gap, sums], axis=1).ravel()
 
 
-def packed_by(  # noqa: PLR0917
-    kernel: Any, b: Laid, like: np.ndarray, kept: Family, k: int, n: int
-) -> np.ndarray:
-    """A packer's result for an operand."""
-    from portmm.runtime.cpu import runtime
-
-    flat, to = guarded(b.flat), guarded(np.zeros_like(like))
-    route = runtime().make_route(load(kernel), 1024, 2, kept.dtype)
-    at = flat.ctypes.data + b.offset * flat.itemsize
-    item = like.size // kept.kr
-    runtime().execute(route, 1, n, k, 1, at, 0, 0, 0, at, b.row, b.col, b.item, to.ctypes.data, 0, 0, item)
-    return to.copy()
-
-
 LARGEST = 64
 """More than a scale times a code and an offset of `folded` come to."""
 
@@ -441,117 +293,3 @@ def quantised(
     names = Dequantization("azero" in post, "bzero" in post, "bias" in post, bool(p.source)).names
     steps = {"m": (0, 1, 0), "n": (0, 0, 1)}
     return tuple(Extra(vectors[x], 0, steps[OPERANDS[x][1]]) for x in names), vectors, want
-
-
-# -- running ----------------------------------------------------------------------
-
-
-def interpret(kernel: Any, k: Case, workers: int = 1, shuffle: int = 0, c: np.ndarray | None = None) -> np.ndarray:
-    """C as the interpreter computes it."""
-    return interpret_all(kernel, k, workers, shuffle, c)[0]
-
-
-def interpret_all(
-    kernel: Any, k: Case, workers: int = 1, shuffle: int = 0, c: np.ndarray | None = None
-) -> list[np.ndarray]:
-    """C and the operands of its epilogue as the interpreter leaves them."""
-    from portmm.ir.interpreter import run
-
-    c, flats = k.fresh() if c is None else c, [x.flat.copy() for x in k.operands]
-    arrays = {"a": (k.a, k.a_offset), "b": (k.b, k.b_offset), "c": (c, k.c.offset), "numbers": (k.numbers, 0)}
-    arrays |= {f"x{i}": (x, k.operands[i].offset) for i, x in enumerate(flats)}
-    steps = {f"x{i}_{axis}": s for i, x in enumerate(k.operands) for axis, s in zip(PRODUCT, x.steps, strict=True)}
-    run(kernel, k.fields | {"workers": workers} | steps, arrays, shuffle=shuffle)
-    return [c, *flats]
-
-
-class Guarded:
-    """Memory between two pages that cannot be touched, flush with one of them."""
-
-    PAGE = mmap.PAGESIZE
-    _protect = ctypes.CDLL(None, use_errno=True).mprotect
-    _protect.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int)
-
-    def __init__(self, nbytes: int, *, end: bool = True) -> None:
-        pages = max(1, -(-nbytes // self.PAGE))
-        self.map = mmap.mmap(-1, (pages + 2) * self.PAGE)
-        raw = np.frombuffer(self.map, np.uint8)
-        first = raw.ctypes.data
-        for at in (first, first + (pages + 1) * self.PAGE):
-            assert self._protect(at, self.PAGE, 0) == 0
-        begin = self.PAGE + (pages * self.PAGE - nbytes if end else 0)
-        self.bytes = raw[begin : begin + nbytes]
-
-
-def guarded(x: np.ndarray, *, end: bool = True) -> np.ndarray:
-    """A copy of a flat array that faults if it is overrun (`end`) or underrun."""
-    copy = Guarded(x.nbytes, end=end).bytes.view(x.dtype)
-    copy[...] = x
-    return copy
-
-
-def load(kernel: Any) -> Any:
-    """A kernel built and loaded through the real pipeline."""
-    from portmm.dispatch import cpu_kernels
-
-    return cpu_kernels.loaded(kernel)
-
-
-def execute(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bool = True) -> np.ndarray:
-    """C as the built kernel computes it, every operand beside a guard page."""
-    return execute_all(kernel, k, workers, code=code, end=end)[0]
-
-
-def execute_all(kernel: Any, k: Case, workers: int = 1, *, code: Any = None, end: bool = True) -> list[np.ndarray]:
-    """C and the operands of its epilogue as the built kernel leaves them, each beside a guard page."""
-    from portmm.dispatch import cpu_kernels
-    from portmm.runtime.cpu import runtime
-
-    route = runtime().make_route(
-        code or load(kernel),
-        cpu_kernels.workspace_bytes(kernel, k.problem, workers),
-        workers,
-        k.problem.storage,
-        k.problem.unit,
-    )
-    a, b, c, values, *flats = (
-        guarded(x, end=end) for x in (k.a, k.b, k.fresh(), k.numbers, *(x.flat for x in k.operands))
-    )
-    at = {"a": a.ctypes.data + k.a_offset * a.itemsize, "b": b.ctypes.data + k.b_offset * b.itemsize}
-    at["c"] = c.ctypes.data + k.c.offset * c.itemsize
-    f = k.fields
-    numbers = [f[x] for x in ("m", "n", "k", "batch")]
-    for name, steps in (("a", "mk"), ("b", "kn"), ("c", "mn")):
-        numbers += [at[name], *(f[f"{name}_{s}"] for s in steps), f[f"{name}_batch"]]
-    places = [
-        (x.ctypes.data + y.offset * x.itemsize, *y.steps, *(0,) * (len(AXES) - len(PRODUCT)))
-        for x, y in zip(flats, k.operands, strict=True)
-    ] or [(0,) * (1 + len(AXES))]
-    runtime().execute(route, *numbers, None, np.array(places, np.int64), values)
-    return [c.copy(), *(x.copy() for x in flats)]
-
-
-def same_as_before(kernel: Any, *parts: object) -> bool:
-    """A kernel is built from a text and run as it was when it passed."""
-    from portmm.codegen.c_kernel import source
-
-    arch = None if kernel.isa.arch == "any" else kernel.isa.arch
-    tools = (passed.compiled_by(kernel.isa.flags, arch), passed.run_time(), passed.processor())
-    return passed.unchanged(source(kernel), kernel.name, *tools, passed.folder_text("tiles.h"), *parts)
-
-
-def called_as_before(kernel: Any, k: Case, workers: int, *more: object) -> bool:
-    """A kernel is called in this process as it was when it passed, with a scratch of the same size."""
-    from portmm.dispatch import cpu_kernels
-
-    p = k.problem
-    work = cpu_kernels.workspace_bytes(kernel, p, workers)
-    return same_as_before(kernel, "here", work, workers, p.storage, p.unit, *more, *k.parts())
-
-
-def check_built(
-    kernel: Any, k: Case, workers: int = 1, what: object = "", *, code: Any = load, end: bool = True
-) -> None:
-    """C as the built kernel computes it is the product, or was so before. `code` builds and loads a kernel."""
-    if not called_as_before(kernel, k, workers, code.__name__, end):
-        k.check(execute(kernel, k, workers, code=code(kernel), end=end), what)
