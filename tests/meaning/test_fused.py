@@ -27,8 +27,6 @@ from portmm.spec.expr import apply, real
 from portmm.spec.expr_functions import bits, fma, from_bits, select, sqrt
 from portmm.target.target import load_isa
 
-pytestmark = pytest.mark.calls
-
 ROWS = {"every operation": every_operation, "every type": every_type, "by rows": by_rows}
 WORDS = (
     "f32", "bf16", "bf16-bf16-f32", "f16", "f32-bf16-f32", "f32-s8-f32", "s8-s8-f32", "s8-s8-s8", "u8-s8-bf16",
@@ -72,6 +70,7 @@ def test_rows_mean_their_expressions(name, make):
         f.check(interpreted(kernel, f, 1 + i % 3, shuffle=i), (size, batch))
 
 
+@pytest.mark.calls
 @pytest.mark.thin(2)
 @pytest.mark.parametrize("make", ROWS)
 @pytest.mark.parametrize("name", HERE)
@@ -135,6 +134,7 @@ def test_any_expression_over_rows(fused, seed, m, n, special):
     f.check(interpreted(over_rows(name, fused), f), (name, str(fused)))
 
 
+@pytest.mark.calls
 @settings(fuzz, max_examples=12)
 @given(fused=expressions(), seed=st.integers(0, 1000), n=st.integers(1, 40), special=st.booleans())
 def test_any_built_expression_over_rows(fused, seed, n, special):
@@ -183,6 +183,7 @@ def test_products_end_in_expressions(name, word):
             f.check(interpreted(lower(s, small(name).isa(s.isa)), f, 1 + i % 3, shuffle=i), s)
 
 
+@pytest.mark.calls
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "word"), [x for x in SERVED if runs_here(x[0])])
 def test_built_products_end_in_expressions(name, word):
@@ -213,6 +214,7 @@ def test_the_interpreter_guards_operands():
             interpreted(kernel, type(f)(fused_cases.replace(f.case, operands=tuple(short)), f.results, f.written))
 
 
+@pytest.mark.calls
 @pytest.mark.parametrize("name", [x for x in ISAS if load_isa(x).arch in ("any", "x86_64") and runs_here(x)])
 def test_a_square_root_calls_nothing(name):
     fused = Fused((Operand("f32", "mn"), Operand("f32", "mn")), ((1, sqrt(load(0, "f32"))),))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import cover
 import ml_dtypes
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ pytestmark = pytest.mark.calls
 QUICKLY = "fast"
 
 SIZES = [(37, 1, 700), (35, 5, 64), (16, 200, 300), (5, 33, 1500)]
+OF_EACH = cover.pairs(HERE, [np.float32, np.float64], SIZES)
 
 
 def operands(size, dtype):
@@ -32,35 +34,31 @@ def weights(b):
     }
 
 
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("target", HERE)
-def test_threads_do_not_matter(target, dtype):
-    for size in SIZES:
-        a, b = operands(size, dtype)
-        with pm.config(target=target, deterministic=True):
-            for name, weight in weights(b).items():
-                with pm.config(threads=1):
-                    want = pm.matmul(a, weight)
-                for threads in (2, 3, 5):
-                    with pm.config(threads=threads):
-                        np.testing.assert_array_equal(pm.matmul(a, weight), want, err_msg=f"{size} {name} {threads}")
-
-
-@pytest.mark.thin(5)
-@pytest.mark.parametrize("dtype", [np.float32, np.float64])
-@pytest.mark.parametrize("target", HERE)
-def test_other_rows_do_not_matter(target, dtype):
-    """Row i of a product is the product of row i, however many rows there are beside it."""
-    for size in SIZES:
-        a, b = operands(size, dtype)
-        with pm.config(target=target, deterministic=True, threads=2):
-            for name, weight in weights(b).items():
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(("target", "dtype", "size"), OF_EACH)
+def test_threads_do_not_matter(target, dtype, size):
+    a, b = operands(size, dtype)
+    with pm.config(target=target, deterministic=True):
+        for name, weight in weights(b).items():
+            with pm.config(threads=1):
                 want = pm.matmul(a, weight)
-                for first, last in ((0, 1), (3, 4), (1, 5), (0, size[0] // 2), (size[0] - 1, size[0])):
-                    got = pm.matmul(a[first:last], weight)
-                    np.testing.assert_array_equal(got, want[first:last], err_msg=f"{size} {name} {first}:{last}")
-                np.testing.assert_array_equal(pm.matmul(a[2], weight), want[2], err_msg=f"{size} {name} vector")
+            for threads in (2, 3, 5):
+                with pm.config(threads=threads):
+                    np.testing.assert_array_equal(pm.matmul(a, weight), want, err_msg=f"{size} {name} {threads}")
+
+
+@pytest.mark.thin(2)
+@pytest.mark.parametrize(("target", "dtype", "size"), OF_EACH)
+def test_other_rows_do_not_matter(target, dtype, size):
+    """Row i of a product is the product of row i, however many rows there are beside it."""
+    a, b = operands(size, dtype)
+    with pm.config(target=target, deterministic=True, threads=2):
+        for name, weight in weights(b).items():
+            want = pm.matmul(a, weight)
+            for first, last in ((0, 1), (3, 4), (1, 5), (0, size[0] // 2), (size[0] - 1, size[0])):
+                got = pm.matmul(a[first:last], weight)
+                np.testing.assert_array_equal(got, want[first:last], err_msg=f"{size} {name} {first}:{last}")
+            np.testing.assert_array_equal(pm.matmul(a[2], weight), want[2], err_msg=f"{size} {name} vector")
 
 
 @pytest.mark.thin(4)

@@ -6,6 +6,7 @@ import json
 import mmap as memory_map
 import pickle
 
+import cover
 import ml_dtypes
 import numpy as np
 import pytest
@@ -29,10 +30,11 @@ def rounded(q):
     return pm.Quantized(q.codes, scales, -8 * scales, q.bits, q.group)
 
 
-@pytest.mark.thin(7)
-@pytest.mark.parametrize("target", HERE)
-@pytest.mark.parametrize("kind", ["symmetric", "with offsets", "scales of 16 bits"])
-@pytest.mark.parametrize("group", [32, 64, 128, None])
+@pytest.mark.thin(3)
+@pytest.mark.parametrize(
+    ("target", "group", "kind"),
+    cover.pairs(HERE, [32, 64, 128, None], ["symmetric", "with offsets", "scales of 16 bits"]),
+)
 def test_products_are_those_of_the_weight(target, group, kind):
     """Odd sizes, groups that do not divide k, a last unit that is not full."""
     rng = np.random.default_rng(0)

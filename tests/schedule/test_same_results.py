@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from functools import partial
 
+import cover
 import numpy as np
 import pytest
 from machines import EVERY_ISA, runs_here, small
@@ -48,11 +49,6 @@ def groups(found):
         yield ordered[:: max(1, (len(ordered) - 1) // (MOST - 1))][: MOST - 1] + ordered[-1:]
 
 
-def multiplied(name):
-    """The types that an instruction set multiplies itself."""
-    return [word for word in WORDS if load_isa(name).atom(word)]
-
-
 def interpreted(p, target):
     """The number of schedules whose bits were compared."""
     k, compared = case(p, floats=True), 0
@@ -63,21 +59,23 @@ def interpreted(p, target):
     return compared
 
 
-@pytest.mark.thin(3)
-@pytest.mark.parametrize(("name", "word"), [(name, word) for name in EVERY_ISA for word in multiplied(name)])
-def test_candidates_mean_the_same_bits(name, word):
-    target, compared = small(name), 0
-    for layouts in LAYOUTS:
-        if layouts[2] == "row" or not word.startswith("u8"):
-            for p in pose(SIZE, layouts, target, dtype=word):
-                compared += interpreted(p, target)
-    assert compared > len(LAYOUTS)
+def posed(name, word, layouts):
+    """An instruction set multiplies a type, whose kernels have layouts."""
+    return bool(load_isa(name).atom(word)) and (layouts[2] == "row" or not word.startswith("u8"))
 
 
 @pytest.mark.thin(3)
-@pytest.mark.parametrize("group", [0, 32])
+@pytest.mark.parametrize(("name", "word", "layouts"), cover.pairs(EVERY_ISA, WORDS, LAYOUTS, where=posed))
+def test_candidates_mean_the_same_bits(name, word, layouts):
+    target = small(name)
+    compared = [interpreted(p, target) for p in pose(SIZE, layouts, target, dtype=word)]
+    assert all(compared), "some types and layouts have a single schedule"
+
+
+@pytest.mark.thin(3)
 @pytest.mark.parametrize(
-    ("name", "word"), [(name, word) for name in EVERY_ISA for word in CODED if load_isa(name).atom(word)]
+    ("name", "word", "group"),
+    cover.pairs(EVERY_ISA, CODED, [0, 32], where=lambda name, word, _: load_isa(name).atom(word)),
 )
 def test_candidates_of_codes_mean_the_same_bits(name, word, group):
     target, isa = small(name), load_isa(name)
@@ -144,35 +142,41 @@ def shifted(x, i):
     return pm.gelu(x + BIAS[i.n])
 
 
-CALLS = {
-    f"{t} {form}{' epilogue' * bool(epilogue)}": partial(of_floats, t, form, epilogue)
-    for t in ("f32", "f64", "f16", "bf16")
-    for form in ("rows", "columns", "batch", "packed", "small items")
-    for epilogue in (None, gelu)
-    if not epilogue or (t != "f64" and form in ("rows", "packed"))
-}
-CALLS |= {f"int8 {kind}": partial(of_int8, kind) for kind in (
-    "matmul", "unsigned", "packed", "epilogue", "linear", "to int8", "dynamic", "of floats"
-)}  # fmt: skip
-CALLS |= {
-    f"int4 {t} in groups of {group}, {rows} rows{how}": partial(
-        of_int4, t, group, rows, shifted if "epilogue" in how else None, "dynamic" in how
-    )
-    for t, group, rows, how in (
-        ("f32", 32, M, ""), ("f32", 128, 3, ""), ("bf16", 128, M, ""), ("bf16", 32, 3, ""), ("f16", 128, 3, ""),
-        ("f32", 128, M, " epilogue"), ("f32", 128, M, " dynamic"), ("f32", 32, 3, " dynamic epilogue"),
-    )
-}  # fmt: skip
+FORMS = ("rows", "columns", "batch", "packed", "small items")
+
+
+TARGETS = ("", "avx2", "sse2", "scalar")
+OF_INT8 = ("matmul", "unsigned", "packed", "epilogue", "linear", "to int8", "dynamic", "of floats")
+OF_INT4 = (
+    ("f32", 32, M, None, False), ("f32", 128, 3, None, False), ("bf16", 128, M, None, False),
+    ("bf16", 32, 3, None, False), ("f16", 128, 3, None, False), ("f32", 128, M, shifted, False),
+    ("f32", 128, M, None, True), ("f32", 32, 3, shifted, True),
+)  # fmt: skip
+OF_FLOATS = cover.pairs(
+    ("f32", "f64", "f16", "bf16"), FORMS, (None, gelu), TARGETS,
+    where=lambda t, form, epilogue, _: not epilogue or (t != "f64" and form in ("rows", "packed")),
+)  # fmt: skip
+CALLS = [
+    *((of_floats, x, target) for *x, target in OF_FLOATS),
+    *((of_int8, (kind,), target) for kind in OF_INT8 for target in TARGETS),
+    *((of_int4, x, target) for x in OF_INT4 for target in TARGETS),
+]
+
+
+def named(made):
+    """A case by its name."""
+    if callable(made):
+        return made.__name__
+    return " ".join(getattr(x, "__name__", str(x)) for x in made) if isinstance(made, tuple | list) else made
 
 
 @pytest.mark.thin(7)
-@pytest.mark.parametrize("target", ["", "avx2", "sse2", "scalar"])
-@pytest.mark.parametrize("name", CALLS)
-def test_calls_by_rivals_give_the_same_bits(name, target):
+@pytest.mark.parametrize(("make", "given", "target"), CALLS, ids=named)
+def test_calls_by_rivals_give_the_same_bits(make, given, target):
     if target and not runs_here(target):
         pytest.skip(f"no {target} here")
     with pm.config(threads=1, target=target or None):
-        call = CALLS[name]()
+        call = make(*given)
         with overrides.intercept() as interception:
             call()
         p = interception.problem
