@@ -146,6 +146,14 @@ def fake(tmp_path, monkeypatch, real):
     return made
 
 
+@pytest.fixture
+def cupy(monkeypatch):
+    """An emulated device of CUDA, of whose kernels nothing is remembered."""
+    memo.forget_all()
+    yield emulated_cuda.install(monkeypatch)
+    memo.forget_all()
+
+
 @pytest.fixture(params=["opencl", "cuda"])
 def on(request, monkeypatch):
     """A device: OpenCL's on a CPU, or an emulated one of CUDA."""

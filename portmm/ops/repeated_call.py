@@ -41,6 +41,22 @@ class RepeatedCall:
             are those of the results.
         out: the array that the first result was written to, or None for a new one.
         read: the arrays that the call's function captured.
+
+    Attributes:
+        settings: of portmm when the call was made.
+        on: the machine.
+        device: its number.
+        stream: gives the library's current stream of a device.
+        launches: with the operands that each moves.
+        names: of the parameters that are operands.
+        spans: bytes of the operands, from their addresses.
+        own: the same of `out`, or None.
+        to: the parameter that is the first result.
+        new: parameters that are new results, and what makes these.
+        several: the call returns a tuple.
+        work: makes the scratch, or None.
+        read: parameters that are captured arrays, their keys, bytes before the first element, and spans.
+        floats: parameters that are captured numbers, and their keys.
     """
 
     __slots__ = (

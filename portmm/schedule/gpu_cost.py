@@ -37,19 +37,23 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         "moves": MODEL.moves, "L2": MODEL.l2_bytes_per_cycle, "latency": 1.0, "additions": MODEL.adds,
         "dequantising": MODEL.integer_lanes, "instructions": PARTS, "epilogue": 1.0,
     }  # fmt: skip
-    operations, moved = epilogue(p)
+    operations, moved, loaded = epilogue(p)
     rates["memory"] = 1e9 * _bandwidth(target) / hertz
     counts = work.counts | {"memory": work.counts["memory"] + moved}
     added = {"waiting": work.waiting / hertz, "launch": MODEL.launch} | _slices(p, s, target)
     if operations:
-        counts["epilogue"], added["epilogue"] = _ended(p, s, target, operations * MODEL.epilogue_issue / plain, hertz)
+        issued = operations * MODEL.epilogue_issue / plain + loaded * MODEL.epilogue_load
+        counts["epilogue"], added["epilogue"] = _ended(p, s, target, issued, hertz)
     return roofline(counts, rates, added, MODEL.exposed, hertz=hertz)
 
 
-def epilogue(p: Problem) -> tuple[float, float]:
-    """Operations of a fused epilogue, and bytes of its operands and results besides C."""
+def epilogue(p: Problem) -> tuple[float, float, float]:
+    """Of a fused epilogue: operations, bytes of operands and of results besides C, and elements that are loaded.
+
+    Arrays of one axis of C stay in registers: their elements do not count as loaded.
+    """
     if not p.fused:
-        return 0.0, 0.0
+        return 0.0, 0.0, 0.0
     fused = shortened(parse(p.fused), p.types[2], device=True)
     extents = {"b": p.batch, "m": p.m, "n": p.n}
     moved = 0.0
@@ -58,24 +62,20 @@ def epilogue(p: Problem) -> tuple[float, float]:
         for axis in x.axes:
             elements *= extents[axis]
         moved += elements * size(x.dtype)
-    return float(p.batch * p.m * p.n * sum(x.op in OPS for x in fused.steps)), moved
+    c = p.batch * p.m * p.n
+    arrays = sum({"m", "n"} <= set(x.axes) for x in fused.operands)
+    return float(c * sum(x.op in OPS for x in fused.steps)), moved, float(c * arrays)
 
 
-def loaded(p: Problem) -> float:
-    """Elements that a fused epilogue loads of arrays of C's rows and columns; those of one axis stay in registers."""
-    arrays = [x for x in parse(p.fused).operands if {"m", "n"} <= set(x.axes)]
-    return float(p.batch * p.m * p.n * len(arrays))
-
-
-def _ended(p: Problem, s: Schedule, target: Target, operations: float, hertz: float) -> tuple[float, float]:
-    """Cycles of epilogues that other work hides, and the seconds of those that nothing does.
+def _ended(p: Problem, s: Schedule, target: Target, issued: float, hertz: float) -> tuple[float, float]:
+    """Cycles of epilogues that other work hides, and the seconds of those that nothing does, of `issued` cycles in all.
 
     Other blocks of a processor hide them, or a warpgroup that multiplies its own tile: all but those of the last tile,
     for which half of the threads are left. Warpgroups that share a tile finish it together.
     """
     tiles = blocks(s, p) * s.parallel.split
     busy = min(device_of(target).processors, tiles)
-    cycles = (operations + loaded(p) * MODEL.epilogue_load) / busy
+    cycles = issued / busy
     seen = 0.0
     if s.parallel.warpgroups:
         seen = 2 * cycles / ceil(tiles / busy) if s.parallel.pingpong else cycles

@@ -9,7 +9,6 @@ import grid_cases
 import ml_dtypes
 import numpy as np
 import pytest
-from emulated_cuda import install
 from opencl_cpu import OpenCl, missing
 from test_attention import TOLERANCE, exact, operands
 
@@ -37,13 +36,6 @@ F16, F32 = np.float16, np.float32
 def cl():
     memo.forget_all()
     yield OpenCl()
-    memo.forget_all()
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    memo.forget_all()
-    yield install(monkeypatch)
     memo.forget_all()
 
 

@@ -8,7 +8,6 @@ from dataclasses import replace
 import ml_dtypes
 import numpy as np
 import pytest
-from emulated_cuda import install
 from opencl_cpu import missing
 from test_attention import TOLERANCE, exact, operands
 from test_grid_attention import SCALED, asked, check, close, in_shim
@@ -24,17 +23,9 @@ from portmm.schedule.gpu_attention_choice import choices, splits
 from portmm.schedule.gpu_mma_attention import MatrixTiling
 from portmm.schedule.text import parse, spell
 from portmm.target.target import load_target
-from portmm.util import memo
 
 BF16, F16, F32 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16), np.dtype(np.float32)
 HELD = {F16: "f16", BF16: "bf16"}
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    memo.forget_all()
-    yield install(monkeypatch)
-    memo.forget_all()
 
 
 def ran(cupy):

@@ -6,7 +6,6 @@ import ml_dtypes
 import numpy as np
 import opencl_cpu
 import pytest
-from emulated_cuda import install
 from test_attention import TOLERANCE, exact, operands
 from test_grid_attention import SCALED, asked, check, in_shim
 
@@ -21,17 +20,9 @@ from portmm.schedule import gpu_wgmma_attention as warpgroups
 from portmm.schedule.gpu_wgmma_attention import WarpgroupTiling, schedule_of
 from portmm.schedule.text import parse, spell
 from portmm.target.target import load_target
-from portmm.util import memo
 
 BF16, F16 = np.dtype(ml_dtypes.bfloat16), np.dtype(np.float16)
 H100 = load_target("h100")
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    memo.forget_all()
-    yield install(monkeypatch)
-    memo.forget_all()
 
 
 # Items, heads, heads of keys, queries, keys, and elements of heads of K and V.

@@ -7,7 +7,6 @@ import numpy as np
 import opencl_cpu
 import pytest
 from convolved import convolved
-from emulated_cuda import install
 from test_convolution_device import values
 from test_wgmma import H200, FakeDriver, disassembled
 
@@ -23,17 +22,9 @@ from portmm.schedule.gpu_wgmma import boxes
 from portmm.spec.convolution import Convolution, of_windows, planes, windows
 from portmm.spec.layouts import Views
 from portmm.spec.problem import Problem
-from portmm.util import memo
 
 QUICKLY = "fast"
 BF16 = np.dtype(ml_dtypes.bfloat16)
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    memo.forget_all()
-    yield install(monkeypatch)
-    memo.forget_all()
 
 
 @pytest.fixture

@@ -8,7 +8,6 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cuda_shim import compile as compiled
-from emulated_cuda import install
 
 import portmm as pm
 from portmm.arrays import grid_call
@@ -17,16 +16,8 @@ from portmm.dispatch import schedule_choice
 from portmm.dispatch.machine import source
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
-from portmm.util import memo
 
 QUICKLY = "fast"
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    memo.forget_all()
-    yield install(monkeypatch)
-    memo.forget_all()
 
 
 @pytest.fixture

@@ -4,20 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from emulated_cuda import install
 
 import portmm as pm
 from portmm.dispatch import machine
-from portmm.util import memo
 
 QUICKLY = "fast"
-
-
-@pytest.fixture
-def cupy(monkeypatch):
-    memo.forget_all()
-    yield install(monkeypatch)
-    memo.forget_all()
 
 
 @pytest.mark.rest("takes long for what it finds")
