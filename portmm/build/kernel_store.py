@@ -100,7 +100,7 @@ def answer(question: str, *, last: bool = False) -> tuple[Bundle, list[str]] | N
     """The answer of the bundles to a question, with the bundle whose objects it names; None if there is none.
 
     Args:
-        question: as `dispatch.bundle_build` writes it.
+        question: as `ops.bundle_build` writes it.
         last: ask the base set instead, after the cache.
     """
     for bundle in filter(None, (base(),)) if last else bundles():

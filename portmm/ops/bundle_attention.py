@@ -17,13 +17,14 @@ from portmm.errors import BundleError
 from portmm.ops.attention import attention
 from portmm.ops.attention_groups import rows_of
 from portmm.ops.attention_launch import question as question_of
-from portmm.ops.bundle_build import AttentionCall, Maker
+from portmm.ops.bundle_jobs import AttentionCall
 from portmm.ops.bundle_runs import attention_text
 from portmm.ops.recorded_kernels import launches_of
 from portmm.schedule.cpu_attention import packs_values
 from portmm.spec.dtype import BY_NAME
 
 if TYPE_CHECKING:
+    from portmm.ops.bundle_build import Maker
     from portmm.ops.bundle_shapes import AttentionShape
     from portmm.target.target import Target
 

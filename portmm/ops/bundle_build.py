@@ -1,7 +1,7 @@
 """Making of bundles: which kernels the calls of some shapes need on some machines, selected and compiled for each.
 
-Owns `make`, which selects for each described chip as its own process would, compiles for its instruction sets, here or
-across, and packs what was built.
+Owns `make`, which selects for each described chip as its own process would, compiles for its instruction sets, and
+packs what was built.
 """
 
 from __future__ import annotations
@@ -11,13 +11,12 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import product
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from portmm.build import cache, stored_objects
 from portmm.build.bundle import packed
-from portmm.build.compiler import common_options, find_compiler
 from portmm.codegen.c_kernel import source
 from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.dispatch import cpu_kernels, stored_kernels
@@ -26,9 +25,10 @@ from portmm.dispatch.schedule_choice import select_for_class
 from portmm.dispatch.stored_kernels import CODE, HALF, MACHINES, THREADS, USED, packing_question
 from portmm.errors import BundleError, ScheduleError
 from portmm.host import chip_match
-from portmm.ir.index import Index, spelled
+from portmm.ir.index import spelled
+from portmm.ops.bundle_jobs import AttentionCall, Built, Call, Job
 from portmm.ops.bundle_runs import packing_text
-from portmm.ops.bundle_shapes import AttentionShape, Shape, problem_of
+from portmm.ops.bundle_shapes import Shape, problem_of
 from portmm.runtime import cpu as cpu_runtime
 from portmm.schedule.text import spell
 from portmm.spec.dtype import BY_NAME, types
@@ -45,117 +45,10 @@ if TYPE_CHECKING:
 
 COUNTS = (1, 2, 4, 8, 16, 32, 64)
 """Numbers of threads that kernels are selected for; a count in between has those of the next."""
-SMALL = ("-s", "-Wl,-z,noseparate-code", "-Wl,--build-id=none")
-"""Options of the linker for objects of a third of the size; zig knows the first."""
 SCHEDULES = "schedules"
 """The question for the spelling of all schedules of a bundle."""
 RUN, RUNS = "run ", "runs"
 """The beginning of questions for kernels with texts of `bundle_runs`, which numbers end, and that for their number."""
-
-
-@dataclass(frozen=True, slots=True)
-class Built:
-    """A kernel that a bundle has for a shape on a machine.
-
-    Attributes:
-        machine: name of the chip.
-        shape: the shape.
-        m: the M of the prediction, the largest of the shape.
-        kernel: name of the kernel for it.
-        kernels: number of kernels for all M and numbers of threads.
-        seconds: predicted time on one thread; 0 where the chip's clock is unknown.
-    """
-
-    machine: str
-    shape: Shape
-    m: int
-    kernel: str
-    kernels: int
-    seconds: float
-
-
-class Call(NamedTuple):
-    """The kernel that was selected for a class of calls.
-
-    Attributes:
-        target: the machine.
-        threads: the most threads.
-        problem: the problem.
-        rows: the least and the largest M.
-        schedule: spelling of the schedule.
-        one: whether one thread does the work.
-    """
-
-    target: Target
-    threads: int
-    problem: Problem
-    rows: tuple[int, int]
-    schedule: str
-    one: bool
-
-
-class AttentionCall(NamedTuple):
-    """The kernel of attention for calls of a kind.
-
-    Attributes:
-        machine: name of the machine.
-        threads: the most threads.
-        shape: the shape, of `queries`.
-        queries: number of queries.
-        question: for its code.
-        workspace: bytes of its scratch, in fields of the argument block.
-        step, run: keys of a block, and of a KV split.
-        least: the least number of queries.
-        units: what d and dv are multiples of.
-        align: bytes that the address of keys is a multiple of.
-    """
-
-    machine: str
-    threads: int
-    shape: AttentionShape
-    queries: int
-    question: str
-    workspace: Index
-    step: int
-    run: int
-    least: int
-    units: tuple[int, int]
-    align: int
-
-
-@dataclass(frozen=True, slots=True)
-class Job:
-    """A source to compile."""
-
-    arch: str
-    text: str
-    flags: tuple[str, ...]
-    name: str
-    symbols: tuple[str, ...]
-    interface: str = ""
-    headers: Path | None = None
-
-    @property
-    def question(self) -> str:
-        """The question for its object."""
-        return stored_objects.SOURCE + stored_objects.identity(
-            self.text, (*common_options(), *self.flags), self.arch, self.interface
-        )
-
-    def compiled(self) -> bytes:
-        """The object."""
-        from portmm.build import child_process
-        from portmm.build.shared_object import build
-
-        child_process.background.set(True)  # in a thread of its own: there are hundreds, and others want processors
-        include = (self.headers,) if self.headers else ()
-        zig = find_compiler(None if self.arch == system.platform() else self.arch).kind == "zig"
-        flags = (*self.flags, *(SMALL[:1] if zig else SMALL))
-        artifact = build(
-            self.text, flags=flags, arch=self.arch, name=self.name, symbols=self.symbols, include=include,
-            interface=self.interface,
-        )  # fmt: skip
-        return artifact.code
 
 
 class Maker:

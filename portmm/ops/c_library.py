@@ -26,7 +26,8 @@ from portmm.util import system
 from portmm.util.templates import render
 
 if TYPE_CHECKING:
-    from portmm.ops.bundle_build import AttentionCall, Call, Job, Maker
+    from portmm.ops.bundle_build import Maker
+    from portmm.ops.bundle_jobs import AttentionCall, Call, Job
     from portmm.ops.c_programs import Function
     from portmm.spec.problem import Family, Problem
     from portmm.target.target import Target
