@@ -41,6 +41,7 @@ CHIPS = {
     "zen3": "znver3",
     "zen4": "znver4",
     "neoverse_n1": "neoverse-n1",
+    "neoverse_n2": "neoverse-n2",
     "neoverse_v1": "neoverse-v1",
     "neoverse_v2": "neoverse-v2",
 }
