@@ -146,10 +146,12 @@ if os.path.isdir(f"{__path__[0]}/base"):  # noqa: PTH112 - faster
     # A wheel with kernels: the modules of its first calls would be half of their 2 ms. They load nothing else.
     import portmm.host.amx_permission
     import portmm.ops.outlined_rows
-    import portmm.spec.elementwise  # noqa: F401 - loaded, as these two
+    import portmm.spec.elementwise
     from portmm.fusion.fuse import fuse
     from portmm.ops.attention import attention
     from portmm.ops.linear import linear
+if os.environ.get("PORTMM_BUNDLE"):
+    import portmm.ops.bundles  # noqa: F401 - loaded, as three above
 
 
 def __getattr__(name: str) -> object:

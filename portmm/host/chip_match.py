@@ -84,7 +84,7 @@ _known: dict[str, Here | None] = {}
 
 @cache
 def _host() -> tuple[Snapshot, frozenset[str]]:
-    shot = snapshot()
+    shot = snapshot(caches=False)
     return shot, features(shot)
 
 

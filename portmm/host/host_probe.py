@@ -203,11 +203,15 @@ def _cpuid() -> tuple[dict[str, tuple[int, int, int, int]], int]:
     xgetbv = ctypes.CFUNCTYPE(ctypes.c_uint64)(start + XGETBV_AT)
     out = (ctypes.c_uint32 * 4)()
     results: dict[str, tuple[int, int, int, int]] = {}
+    last: dict[int, int] = {}
     for leaf, sub in LEAVES:
-        # A leaf above the last one of its range returns the numbers of that one.
-        cpuid(leaf & 0x80000000, 0, out)
-        if leaf <= out[0]:
-            cpuid(leaf, sub, out)
+        # A leaf above the last one of its range returns the numbers of that one. In a virtual machine each takes 20 us.
+        if (start_of := leaf & 0x80000000) not in last:
+            cpuid(start_of, 0, out)
+            last[start_of] = out[0]
+        if leaf <= last[start_of]:
+            if leaf != start_of:
+                cpuid(leaf, sub, out)
             results[f"{leaf:x}.{sub:x}"] = (out[0], out[1], out[2], out[3])
     # Without OSXSAVE the instruction does not exist.
     xcr0 = int(xgetbv()) if results.get("1.0", (0, 0, 0, 0))[2] >> OSXSAVE & 1 else 0
@@ -256,23 +260,28 @@ def _tiles(cpuinfo: str) -> bool:
     return tiles()
 
 
-def snapshot() -> Snapshot:
+def snapshot(*, caches: bool = True) -> Snapshot:
     """Facts about this host, read in a few milliseconds; hidden facts are left out without an error.
 
-    Where AMX is detected for the first time, a subprocess tries it: see `host.amx_permission`.
+    Where AMX is detected in a sandbox for the first time, a subprocess tries it: see `host.amx_permission`.
+
+    Args:
+        caches: whether to read the sizes of caches, of which some thirty files tell.
     """
     machine, affinity = system.machine(), system.processors()
     if machine == "x86_64":
         cpuid, xcr0 = _cpuid()
         cpuinfo = _first_processor() or substitute_cpuinfo(flags=bool(cpuid))
-        return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, cpuid, xcr0, tiles=_tiles(cpuinfo))
+        files = _files(cpuinfo, affinity) if caches else sharing(affinity)
+        return Snapshot(machine, cpuinfo, files, affinity, cpuid, xcr0, tiles=_tiles(cpuinfo))
     if system.of(system.platform())[1] == system.MACOS:
         from portmm.host import macos_probe
 
         return Snapshot(machine, macos_probe.cpuinfo(), {}, affinity)
     cpuinfo = text_of(CPUINFO) or substitute_cpuinfo(flags=False)
     hwcap, hwcap2, sve = _arm() if machine == "aarch64" else (0, 0, 0)
-    return Snapshot(machine, cpuinfo, _files(cpuinfo, affinity), affinity, hwcap=hwcap, hwcap2=hwcap2, sve_bytes=sve)
+    files = _files(cpuinfo, affinity) if caches else sharing(affinity)
+    return Snapshot(machine, cpuinfo, files, affinity, hwcap=hwcap, hwcap2=hwcap2, sve_bytes=sve)
 
 
 def number(text: str) -> int:

@@ -1,15 +1,25 @@
-"""Use of bundles: compiled kernels in a file, for machines without a compiler."""
+"""Use of bundles: compiled kernels in a file, for machines without a compiler.
+
+A process that uses one loads this module before its first call, and with it what identifies the machine, and reads and
+loads kernels: half of what that call would take.
+"""
 
 from __future__ import annotations
 
+import zlib  # noqa: F401 - loaded, as three below
 from typing import TYPE_CHECKING
 
+import portmm.build.sealed_library
+import portmm.host.chip_match  # noqa: F401 - loaded
 from portmm.build import kernel_store
 from portmm.build.bundle import open_bundle
+from portmm.build.cache import sha256
 from portmm.dispatch import base_kernels, stored_kernels
 
 if TYPE_CHECKING:
     from os import PathLike
+
+sha256()
 
 
 def use_bundle(path: str | PathLike[str]) -> None:

@@ -161,9 +161,31 @@ def test_a_trial_may_end_in_any_way_and_is_made_once(monkeypatch, tmp_path: Path
     monkeypatch.setattr(amx_permission, "_TRIAL", trial)
     monkeypatch.setattr(amx_permission, "_child_succeeds", lambda: None)
     monkeypatch.setattr(amx_permission.atexit, "register", lambda function, *words: function(*words))
-    assert amx_permission._trial_succeeds() == ("(0)" in trial)
+    assert amx_permission._trial_succeeds([]) == ("(0)" in trial)
     monkeypatch.setattr(subprocess, "run", lambda *_args, **_more: pytest.fail("tried again"))
-    assert amx_permission._trial_succeeds() == ("(0)" in trial)
+    assert amx_permission._trial_succeeds(["TracerPid:\t9"]) == ("(0)" in trial)
+
+
+@pytest.mark.skipif(not X86, reason="asks for state of x86")
+@pytest.mark.parametrize(
+    ("lines", "tried"),
+    [
+        (["TracerPid:\t0", "NoNewPrivs:\t0", "Seccomp:\t0", "Seccomp_filters:\t0"], False),
+        (["TracerPid:\t0", "NoNewPrivs:\t1", "Seccomp:\t2", "Seccomp_filters:\t1"], True),
+        (["TracerPid:\t7", "Seccomp:\t0"], True),
+        (["TracerPid:\t0"], True),
+        ([], True),
+    ],
+)
+def test_tiles_are_tried_first_where_a_system_call_may_kill(monkeypatch, lines: list[str], tried: bool) -> None:
+    asked = []
+    monkeypatch.setattr(amx_permission, "_restrictions", lambda: lines)
+    monkeypatch.setattr(amx_permission, "_trial_succeeds", lambda _: bool(asked.append(1)))
+    amx_permission.tiles.cache_clear()
+    found = amx_permission.tiles()
+    amx_permission.tiles.cache_clear()
+    assert bool(asked) == tried
+    assert not (found and tried)
 
 
 @pytest.mark.skipif(not X86, reason="machine code of x86")
@@ -193,6 +215,36 @@ def test_leave_agrees_with_what_this_host_shows(monkeypatch, tmp_path: Path) -> 
     found = amx_permission.tiles()
     amx_permission.tiles.cache_clear()
     assert not found or "amx_tile" in detect.snapshot().cpuinfo
+
+
+FILTERED = """
+import ctypes, struct, sys
+from portmm.host import amx_permission
+action = int(sys.argv[1])
+# Classic BPF: the number of the call, and the low half of its first argument: arch_prctl(ARCH_REQ_XCOMP_PERM).
+steps = [(0x20, 0, 0, 0), (0x15, 0, 3, 158), (0x20, 0, 0, 16), (0x15, 0, 1, 0x1023), (6, 0, 0, action)]
+steps.append((6, 0, 0, 0x7FFF0000))
+code = b"".join(struct.pack("<HBBI", *x) for x in steps)
+words = ctypes.create_string_buffer(code, len(code))
+program = ctypes.create_string_buffer(struct.pack("<HxxxxxxQ", len(steps), ctypes.addressof(words)), 16)
+prctl = ctypes.CDLL(None).prctl
+prctl.argtypes = [ctypes.c_int] + [ctypes.c_ulong] * 4
+if prctl(38, 1, 0, 0, 0) or prctl(22, 2, ctypes.addressof(program), 0, 0):
+    raise SystemExit("no filter")
+print(amx_permission.tiles())
+"""
+
+
+@pytest.mark.skipif(not X86, reason="asks for state of x86")
+@pytest.mark.parametrize("action", [0x80000000, 0, 0x30000, 0x50001], ids=["kill", "kill a thread", "trap", "refuse"])
+def test_a_filter_that_forbids_tiles_ends_no_process(tmp_path: Path, action: int) -> None:
+    environment = os.environ | {"PORTMM_CACHE": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", FILTERED, str(action)], capture_output=True, text=True, check=False, env=environment
+    )
+    if "no filter" in done.stderr:
+        pytest.skip("this process may not install filters")
+    assert (done.returncode, done.stdout) == (0, "False\n"), done.stderr
 
 
 def test_an_unknown_architecture_gets_plain_c() -> None:
