@@ -60,7 +60,5 @@ def svg(*tables: dict[str, Ratios]) -> str:
 
     colours = {chip: COLOURS[i % len(COLOURS)] for i, chip in enumerate(chips)}
     step = (WIDTH - GAP) / max(1, len(colours))
-    return render(
-        __file__, "speed.svg", rows=rows, digest=digest(*tables), place=place, colours=colours, step=step, left=left, gap=GAP,
-        width=WIDTH, row=ROW,
-    )  # fmt: skip
+    sizes = {"left": left, "width": WIDTH, "row": ROW, "gap": GAP, "step": step}
+    return render(__file__, "speed.svg", rows=rows, digest=digest(*tables), place=place, colours=colours, **sizes)

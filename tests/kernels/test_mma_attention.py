@@ -274,7 +274,7 @@ def test_nothing_is_spilled(architecture, d):
             program = of_attention(Form(SCALED, held, held, bounds, lse=True))
             kernel = lower_program(program, t.s, isa, atom)[0]
             text = cuda.source(kernel)
-            if passed.unchanged(text, kernel.name, architecture, t, passed.nvrtc()):
+            if passed.unchanged(text, kernel.name, architecture, t.s, passed.nvrtc()):
                 continue
             made = nvrtc.compile_cuda(text, kernel.name, architecture)
             assert made.spills == 0, (t, made.registers)
