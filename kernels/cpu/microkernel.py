@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from portmm.ir.index import Index, Ptr, const, var
-from portmm.ir.nodes import For, Function, If, LetPtr, Move, Param, Prefetch, Scratch, Verb
+from portmm.ir.nodes import For, Function, If, Let, LetPtr, Move, Param, Prefetch, Scratch, Verb
 from portmm.kernels.cpu.packing import keep, line_of
 from portmm.target.summation import BlockOfK
 
@@ -30,6 +30,8 @@ FEW_ROWS = 4
 """Rows of a tile up to which each has an address of its own in each step that is written out."""
 AT_ONCE = 4
 """Vectors of C that are loaded before the first of them is added."""
+GROUP = 4
+"""Rows of an A in place that are addressed from the first of them: by one, two and three strides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +65,8 @@ class Shape:
         apart: of a part of a run, sums are in tiles of `part`, and those of earlier runs in tiles of `kept`, until the
             end of the last run, not in C, whose rows may all start in one set of L1.
         a_row: stride between rows of an A in place, contiguous along k, if that is a constant.
+        grouped: of an A in place, each GROUP rows have an address, and three strides a name: with a multiple of the
+            stride for each row, 14 rows leave no integer registers, and each step takes additions instead.
         steps_of_run: where k is several runs, as taps of a filter: strides in A and in B from one run to the next.
     """
 
@@ -88,6 +92,7 @@ class Shape:
     block_of_k: BlockOfK = BlockOfK.RUN
     apart: bool = False
     a_row: int = 0
+    grouped: bool = False
     steps_of_run: tuple[int, int] | None = None
 
 
@@ -178,6 +183,10 @@ def element_of_a(s: Shape, i: int, p: Index, a: str = "a") -> Ptr:
     """Address of row i of the slice at `a` at step p."""
     if s.a_row:
         return Ptr(a, p + i * s.a_row)
+    if s.grouped:
+        first, row = divmod(i, GROUP)
+        stride = (const(0), var("a_m"), 2 * var("a_m"), var("three_rows"))[row]
+        return Ptr(f"rows{first * GROUP}", stride + p * var("a_k"))
     return Ptr(a, p * s.rows + i) if s.a_packed else Ptr(a, const(i) * var("a_m") + p * var("a_k"))
 
 
@@ -294,6 +303,15 @@ def _copy(s: Shape, to: Ptr, src: Ptr, to_m: Index, src_m: Index) -> tuple[Stmt,
     return (For("row", const(0), const(s.rows), const(1), (inner,)),)
 
 
+def _groups(s: Shape) -> tuple[Stmt, ...]:
+    """Addresses of groups of rows of A."""
+    if not s.grouped:
+        return ()
+    a_m = var("a_m")
+    rows = (LetPtr(f"rows{i}", Ptr("a", const(i) * a_m), s.a, readonly=True) for i in range(0, s.rows, GROUP))
+    return (Let("three_rows", 3 * a_m), *rows)
+
+
 def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
     """Loop over k: one outer product per step.
 
@@ -311,12 +329,12 @@ def _loop(atom: Atom, s: Shape, *, masked: bool) -> tuple[Stmt, ...]:
         return (For("q", const(0), var("runs"), const(1), each),)
     body = _step(atom, s, p, Ptr("b", p * step), masked=masked)
     if s.written == 1:
-        return (For("p", const(0), var("k"), const(1), body, s.unroll),)
+        return (*_groups(s), For("p", const(0), var("k"), const(1), body, s.unroll))
     steps: tuple[Stmt, ...] = (LetPtr("row0", Ptr("b", p * step), s.b, readonly=True),)
     for i in range(s.written):
         steps += (LetPtr(f"row{i}", Ptr(f"row{i - 1}", const(0) + step), s.b, readonly=True),) if i else ()
         steps += _step(atom, s, p + i, Ptr(f"row{i}"), masked=masked)
-    return (For("p", const(0), var("k"), const(s.written), steps),)
+    return (*_groups(s), For("p", const(0), var("k"), const(s.written), steps))
 
 
 def _step(atom: Atom, s: Shape, p: Index, row: Ptr, *, masked: bool, a: str = "a") -> tuple[Stmt, ...]:

@@ -22,6 +22,9 @@ if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
 
+OWN_ADDRESSES = 8
+"""Rows of an A in place that have an integer register each, at most: x86-64 has 16."""
+
 
 class Workspace(Blocks):
     """Scratch of one kernel: all of B where it is packed once, then buffers of each worker, then quantised rows of A.
@@ -237,13 +240,20 @@ class Operands(Workspace):
 
     @property
     def streams(self) -> tuple[str, ...]:
-        """Operands to prefetch: those not packed here, or all of the next item."""
+        """Operands to prefetch: those not packed here, or all of the next item; of grouped rows, hardware follows A."""
         s = self.s
         if not s.c.prefetch:
             return ()
         if s.parallel.over == "batch":
             return ("a", "b")
-        return (() if s.a.packed else ("a",)) + (("b",) if self.panel_step is not None or not s.b.packed else ())
+        a = not (s.a.packed or self.grouped)
+        return (("a",) if a else ()) + (("b",) if self.panel_step is not None or not s.b.packed else ())
+
+    @property
+    def grouped(self) -> bool:
+        """Whether the tallest slice of A in place has more rows than have an integer register each."""
+        s = self.s
+        return not (s.a.packed or s.static) and s.a.layout == "row" and s.mr > OWN_ADDRESSES
 
     @property
     def packed_slice(self) -> Ptr:

@@ -141,9 +141,10 @@ def _shape(g: Operands, height: int, panels: int) -> Shape:
         along=s.b.along,
         ahead=g.streams if s.c.prefetch and panels == 1 else None,
         slice_ahead=s.parallel.over != "batch" and s.a.layout != "col",
-        unroll=_unroll(g.atom.strips(height) * (panels * s.nr // g.atom.n), s.static[2] if s.static else 0),
+        unroll=_unroll(g.atom.strips(height) * (panels * s.nr // g.atom.n), s.static[2] if s.static else 0, g.grouped),
         inline=s.static is not None,
         ragged=s.static is None or s.static[1] % s.nr != 0,
+        grouped=g.grouped,
         a=g.read_types[0],
         b=g.read_types[1],
         final=s.types[2] if g.finishes else "",
@@ -153,8 +154,13 @@ def _shape(g: Operands, height: int, panels: int) -> Shape:
     )
 
 
-def _unroll(macs: int, depth: int) -> int:
-    """Unroll factor along k: all steps of a short k, else until loop control is a tenth of the work."""
+def _unroll(macs: int, depth: int, grouped: bool) -> int:
+    """Unroll factor along k: all steps of a short k, else until loop control is a tenth of the work.
+
+    Of grouped rows, whose addresses take four additions, it is 4.
+    """
+    if grouped:
+        return 4
     if 1 < depth <= MOST_UNROLLED // macs:
         return depth
     return 4 if macs < 8 else 2 if macs < 16 else 1

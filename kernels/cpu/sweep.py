@@ -42,7 +42,7 @@ def sweep(atom: Atom, s: Shape, kc: int) -> Function:
         kc: steps of all blocks of k but those at the end of a run.
     """
     edge = micro_kernel(atom, replace(s, partial=True))
-    whole_tile = replace(s, ragged=False, inline=True, unroll=1)
+    whole_tile = replace(s, ragged=False, inline=True, unroll=s.unroll if s.grouped else 1)
     written = _written(s, kc)
     steps = replace(whole_tile, written=written, unroll=1 if written > 1 else min(kc, MOST_STEPS))
     short = replace(micro_kernel(atom, whole_tile), name=f"{edge.name}_short")

@@ -163,8 +163,6 @@ def compute(v: Extents) -> Array:
         loads = np.where(t.dots, loads * t.model.dot_loads, loads)
     # A chain advances one step per latency, however far it is unrolled.
     step = np.maximum(np.maximum(macs / t.rate, loads), t.latency) + t.model.conflicts * loads
-    if t.model.addresses and "rows_in_place" in t.some:
-        step = step * (1.0 + t.addresses * np.maximum(0.0, mr - t.model.in_place_rows))
     cycles: Array = (v.counts * (step + t.steps + _tile_decoding(v))).sum(axis=0) * (v.visits * np.ceil(v.k / t.covers))
     if "tiled" in t.some:
         cycles = cycles * np.where(t.tiled & ~_b_fits(v, "L1"), t.model.both_far, 1.0)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 from portmm.schedule.cpu_blocking import blocking, cache_tiles, least_of, tallest
 from portmm.schedule.legality import illegal
 from portmm.schedule.parts import ALL, Tile
+from portmm.spec.dtype import UNCONVERTED
 from portmm.target.model import CPU as MODEL
 from portmm.util.records import dataclass
 
@@ -120,9 +121,9 @@ def _too_tall(s: Schedule, q: Problem, isa: Isa, atom: Atom) -> str:
 
 
 def _tallest(s: Schedule, isa: Isa, atom: Atom) -> int:
-    """Largest MR that fits the registers with a panel; each row of an A in place takes an integer register, too."""
-    most = tallest(isa, atom, s.nr)
-    return min(most, MODEL.in_place_rows) if not s.a.packed and s.a.layout == "row" and not s.static else most
+    """Largest MR that fits the registers with a panel; rows of an A in place that is converted have one each, too."""
+    most, one_each = tallest(isa, atom, s.nr), not s.a.packed and s.a.layout == "row" and s.dtype not in UNCONVERTED
+    return min(most, MODEL.in_place_rows) if one_each and not s.static else most
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,8 +87,9 @@ def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Itera
 
     Rows of C are stored in long runs, and B is packed once. Shallow rows of a B are better left in place. Slices of
     less than half of the largest tile have too few multiply-adds in a step (llvm-mca, Skylake: 6 x 32 0.85 of the peak,
-    14 x 32 0.93). Slices in place have few rows. Of blocks that are packed before panels pass them, slices have the
-    most, or two less, and come in order from any level. Both wait for panels from L2 unless these are prefetched.
+    14 x 32 0.93). Of blocks that are packed before panels pass them, slices come in order from any level. All wait for
+    panels from L2 unless these are prefetched. The tallest slices in place take 0.95 of the time of eight rows (Granite
+    Rapids, prepacked: 128x768x768, 784x128x1152), and need no packing.
     """
     depth, top = panel_depth(p.k), tallest(isa, atom, nr)
     # Rows of A that start in one set of L1 leave two ways to panels.
@@ -100,7 +101,8 @@ def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Itera
         return
     if nr == 2 * isa.columns(atom) and a_in_place(p, isa, atom):
         ready = p.b == "packed"
-        for rows, pack_a in ((mr, False), (top, True), (top - 2, True)):
+        tall = () if p.a == "col" else ((top, False), (top - 2, False))
+        for rows, pack_a in dict.fromkeys(((mr, False), *tall, (top, True), (top - 2, True))):
             if 2 * rows < top or p.m <= rows:
                 continue
             nc, few = (near, 0) if ready and not pack_a else (ALL, near)
@@ -121,7 +123,7 @@ def packed_inside(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> 
     vectors = nr // isa.columns(atom)
     if vectors < 2 or p.dtype not in UNCONVERTED or not both_in_place(p, isa, atom, nr):
         return
-    for mr, pack_a in ((min(top, MODEL.in_place_rows), False), (top, True)):
+    for mr, pack_a in dict.fromkeys(((min(top, MODEL.in_place_rows), False), (top, False), (top, True))):
         rows = max(mr, int(MODEL.inside_share * has.l2) // (kc * size) // mr * mr)
         if mr < p.m and (vectors == 2 or not pack_a):
             near = min(kc, has.l1 // ((mr + nr) * size))

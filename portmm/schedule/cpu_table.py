@@ -81,7 +81,6 @@ class Table:
         sweeps: a micro-kernel call covers all columns, in long streams of B.
         swept: columns of one call of the micro-kernel, or of all of those in a sweep.
         crowded: slowdown where rows of A in place start in one set of L1.
-        addresses: slowdown of multiply-adds by the address of each further row of A in place.
         apart: slowdown of multiply-adds by short runs of a strided B.
         runs: slowdown of reading a strided B, likewise; of a B that is packed in passing, of reading its rows.
         near: columns of B that are packed together in passing.
@@ -193,7 +192,6 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         else model.dot_cycles if dots else model.begin_tiles if atom.tiled
         else model.static_cycles if s.static else model.inside_cycles if s.b.inside else model.tile_cycles,
         "crowded": (thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
-        "addresses": model.addresses if in_place and not (sweeping or atom.tiled) else 0.0,
         "apart": 1.0 + model.apart / lines * (not sweeping),
         "sweeps": sweeping, "swept": (s.nc or near if over_panels else s.nc or WHOLE) if sweeping else visit_n,
         "unhidden": _unhidden(s, model, sweeping),
