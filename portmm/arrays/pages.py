@@ -53,12 +53,17 @@ def advise_huge(pages: mmap.mmap, start: int, length: int) -> None:
 
 
 class Chunk:
-    """Memory in huge pages, for arrays of a type one after the other; it is free again when the last of them is."""
+    """Memory in huge pages, for arrays of a type one after the other; it is free again when the last of them is.
 
-    __slots__ = ("free", "lock")
+    Attributes:
+        scratch: memory for values of one step, which the next one overwrites.
+    """
+
+    __slots__ = ("free", "lock", "scratch")
 
     def __init__(self) -> None:
         self.free: dict[Any, numpy_arrays.Array] = {}
+        self.scratch: numpy_arrays.Array | None = None
         self.lock = locks.lock()
 
     def take(self, size: int, dtype: np.dtype[Any]) -> numpy_arrays.Array:
@@ -94,6 +99,16 @@ def adjoining_empty(elements: int, dtype: Any) -> numpy_arrays.Array | None:
     chunk, dtype = _chunk.get(), np.dtype(dtype)
     size = elements * dtype.itemsize
     return chunk.take(size, dtype).view(dtype) if chunk is not None and size else None
+
+
+def scratch_empty(size: int) -> numpy_arrays.Array:
+    """Uninitialised bytes, in a block of `adjoining` those of the call before, since new pages take their time."""
+    chunk = _chunk.get()
+    if chunk is None:
+        return np.empty(size, np.uint8)
+    if chunk.scratch is None or len(chunk.scratch) < size:
+        chunk.scratch = np.empty(size, np.uint8)
+    return chunk.scratch[:size]
 
 
 def adjoined(arrays: list[numpy_arrays.Array]) -> numpy_arrays.Array | None:

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from portmm.arrays.interop import as_numpy
-from portmm.arrays.pages import adjoining_empty
+from portmm.arrays.pages import adjoining_empty, scratch_empty
 from portmm.ops.epilogues import NAMES
 from portmm.ops.prepack import pack
 from portmm.ops.rowwise import over_rows
@@ -109,7 +109,8 @@ def int4_values(weight: torch.Tensor, group: int) -> tuple[torch.Tensor, torch.T
         ValueError: a value is not finite, or too large for a scale.
     """
     outputs, inputs = weight.shape
-    scratch, unpacked = _scratch(weight), torch.empty((min(_step(weight), outputs), inputs), dtype=torch.uint8)
+    scratch, block = _scratch(weight), (min(_step(weight), outputs), inputs)
+    unpacked = torch.from_numpy(scratch_empty(math.prod(block)).reshape(block))
     both = _empty(weight, (outputs, inputs // 2), np.uint8)
     scales = _empty(weight, (outputs, -(-inputs // max(group, 1))), np.float32)
     for rows, values in _blocks(weight, scratch, _step(weight)):
