@@ -35,13 +35,17 @@ _SUM, _MOST = reduction("add", _FIRST), reduction("max", _FIRST)
 def match_attention(graph: Graph, outputs: list[Node]) -> list[tuple[str, str]]:
     """Replace each softmax between products by attention; return (line, reason) of near matches that are kept."""
     apart: list[tuple[str, str]] = []
+    users: dict[Node, list[Node]] = {}
+    for x in graph.nodes:
+        for y in x.inputs:
+            users.setdefault(y, []).append(x)
     for x in list(graph.nodes):
         if x.kind == "map" and x.name == "exp" and len(x.inputs) == 1:
-            match = _Softmax.of(x, graph, outputs)
+            match = _Softmax.of(x, users, outputs)
             if isinstance(match, str):
                 apart.append((x.where, match))
             elif match is not None:
-                match.replace()
+                match.replace(users)
     return apart
 
 
@@ -66,12 +70,8 @@ class _Softmax:
     names: tuple[str, ...]
 
     @classmethod
-    def of(cls, x: Node, graph: Graph, outputs: list[Node]) -> _Softmax | str | None:
+    def of(cls, x: Node, users: dict[Node, list[Node]], outputs: list[Node]) -> _Softmax | str | None:
         """The softmax of an exponential; or the reason why attention cannot replace it; or None if it is no softmax."""
-        users: dict[Node, list[Node]] = {}
-        for y in graph.nodes:
-            for z in y.inputs:
-                users.setdefault(z, []).append(y)
         products = _after(x, users)
         if products is None:
             return None
@@ -104,14 +104,18 @@ class _Softmax:
             return "batches of the products broadcast otherwise than over heads, or have more than two dimensions"
         return next((f"{x.name} ({x.where}) rounds scores first" for x in self.steps if x.rounds), "")
 
-    def replace(self) -> None:
-        """Turn the last node into a call of attention."""
+    def replace(self, users: dict[Node, list[Node]]) -> None:
+        """Turn the last node into a call of attention, one user of each of its inputs."""
         (q, k), v, last = self.scores.inputs, self.values.inputs[1], self.last
         own = {self.scores, *self.steps}
         extras = list(dict.fromkeys(y for x in self.steps for y in x.inputs if y not in own))
         assert self.heads is not None  # noqa: S101 - `refusal` is asked first
         last.plain = _call(_score(self.scores, self.steps, extras), self.heads, last.shape)
+        for x in last.inputs:
+            users[x].remove(last)
         last.kind, last.inputs, last.template, last.name = "call", (q, k, v, *extras), None, "attention"
+        for x in last.inputs:
+            users[x].append(last)
         last.note = ", ".join(self.names)
 
 
