@@ -19,17 +19,18 @@ from functools import cache, partial
 from operator import attrgetter, is_
 from typing import Any
 
-import numpy as np
 import torch
 from torch._dynamo.backends.common import aot_autograd
 
-from portmm.arrays.interop import as_numpy, as_tensor
+from portmm.arrays.interop import as_numpy
 from portmm.build.builds_ahead import begin
 from portmm.fusion.compilation import compiled_program
 from portmm.fusion.program import Explained
 from portmm.ops.prepack import pack
 from portmm.runtime.cpu import runtime
 from portmm.torch.aten import Unsupported
+from portmm.torch.lowering import lowered
+from portmm.torch.outputs import memory_of, with_outputs
 from portmm.torch.translation import Constants, Translator
 from portmm.trace.placeholders import Array
 
@@ -71,7 +72,7 @@ class CompiledGraph:
         arrays, key = [], []
         for i in self.varying:
             x = args[i]
-            if x.__class__ is int:
+            if x.__class__ is int or x.__class__ is float:
                 key.append(x)
                 continue
             try:
@@ -134,7 +135,7 @@ class CompiledGraph:
             self.programs.clear()
             self.explained.clear()
         self.explained[kind] = Explained(self.name, tuple(kernels), tuple(blocked), tuple(notes), source)
-        program = self.programs[kind] = _with_outputs(run, results, translator.layouts())
+        program = self.programs[kind] = with_outputs(run, self.module.graph, results, translator)
         self.watch()
         return program
 
@@ -151,71 +152,22 @@ class CompiledGraph:
         return "\n".join(map(str, self.explained.values())) or f"{self.name}: not called yet"
 
 
-def _with_outputs(run: Callable[[Any], Any], results: list[Any], layouts: list[Any]) -> Callable[[Any], Any]:
-    """A function of arrays that returns the outputs of the graph, as tensors."""
-    places = [i for i, x in enumerate(results) if isinstance(x, Array)]
-    names = {np.dtype(x.dtype).name for x in results if isinstance(x, Array)}
-    plain = "bfloat16" not in names
-    from_numpy = torch.from_numpy
-
-    def tensor(x: np.ndarray[Any, Any]) -> Any:
-        x = x if isinstance(x, np.ndarray) and x.flags.writeable else np.array(x)
-        return from_numpy(x) if plain else as_tensor(x)
-
-    laid_out = [(i, *layouts[i]) for i in places if layouts[i] is not None]
-    if len(places) == len(results) and not laid_out:
-        return lambda arrays: tuple([tensor(x) for x in run(arrays)])
-    others = [None if isinstance(x, Array) else x for x in results]
-
-    def program(arrays: Any) -> Any:
-        outputs = others.copy()
-        for i, x in zip(places, run(arrays), strict=True):
-            outputs[i] = tensor(x)
-        for i, stride, offset in laid_out:
-            outputs[i] = _at(outputs[i], stride, offset)
-        return tuple(outputs)
-
-    return program
-
-
-def _at(x: torch.Tensor, stride: tuple[int, ...], offset: int) -> torch.Tensor:
-    """A tensor with these strides and this offset, by which PyTorch finds a view in the memory of another output."""
-    sizes = zip(x.shape, x.stride(), stride, strict=True)
-    if x.storage_offset() == offset and all(n == 1 or s == t for n, s, t in sizes):
-        return x
-    last = sum((n - 1) * s for n, s in zip(x.shape, stride, strict=True)) if x.numel() else 0
-    whole = x.new_empty(offset + last + 1)
-    # Elements of an expanded axis are one: the first of each is copied.
-    first = tuple(slice(0, 1) if s == 0 else slice(None) for s in stride)
-    whole.as_strided(x[first].shape, stride, offset).copy_(x[first])
-    return whole.as_strided(x.shape, stride, offset)
-
-
 def merge(graph: torch.fx.Graph) -> None:
     """Compute the same operator of the same operands once, in place.
 
     Results that share memory with an output stay apart, as they are for a caller who changes one of them. PyTorch's own
     function for this imports Inductor, which takes as long as all of portmm's compilation.
     """
-    outputs = {_memory(x) for node in graph.nodes if node.op == "output" for x in node.all_input_nodes}
+    outputs = {memory_of(x) for node in graph.nodes if node.op == "output" for x in node.all_input_nodes}
     known: dict[Any, Any] = {}
     for node in [*graph.nodes]:
         key = _key(node)
         if key is None:
             continue
         first = known.setdefault(key, node)
-        if first is not node and _memory(node) not in outputs:
+        if first is not node and memory_of(node) not in outputs:
             node.replace_all_uses_with(first)
             graph.erase_node(node)
-
-
-def _memory(node: Any) -> Any:
-    """The memory of a node's tensor; of another value, the node."""
-    value = node.meta.get("val")
-    try:
-        return value.untyped_storage()._cdata  # noqa: SLF001 - as PyTorch compares storages
-    except (AttributeError, NotImplementedError):
-        return node
 
 
 def _key(node: Any) -> Any:
@@ -284,6 +236,11 @@ def compile_graph(module: torch.fx.GraphModule, inputs: list[Any], **_: Any) -> 
     """
     _build_ahead(inputs)
     name = _title(module)
+    lower = lowered(module, decompositions())
+    if lower is not None:
+        graph = CompiledGraph(*lower, name)
+        _graphs[next(_numbers)] = graph
+        return lambda *args: graph([*args])
     return aot_autograd(
         fw_compiler=partial(_compiled, name=f"{name}, forward"),
         bw_compiler=partial(_compiled, name=f"{name}, backward"),

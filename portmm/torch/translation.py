@@ -162,8 +162,17 @@ class Translator:
                 self.symbols[s.node.expr] = int(n)
 
     def extent(self, s: Any) -> int:
-        """An extent of this call."""
-        return int(s.node.expr.xreplace(self.symbols)) if isinstance(s, torch.SymInt) else int(s)
+        """An extent of this call.
+
+        Raises:
+            Unsupported: it depends on elements of tensors.
+        """
+        if not isinstance(s, torch.SymInt):
+            return int(s)
+        expression = s.node.expr.xreplace(self.symbols)
+        if getattr(expression, "free_symbols", ()):
+            raise Unsupported(f"an extent, {expression}, depends on elements of tensors")
+        return int(expression)
 
     def layouts(self) -> list[tuple[tuple[int, ...], int] | None]:
         """Strides and the offset of each output that is a view, or may be columns of a joined product; else None."""
