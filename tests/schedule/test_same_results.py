@@ -50,12 +50,12 @@ def groups(found):
 
 
 def interpreted(p, target):
-    """The number of schedules whose bits were compared."""
+    """The number of schedules whose bits were compared with those of another."""
     k, compared = case(p, floats=True), 0
     for kind in groups(candidates(p, target)):
         results = {spell(s): interpret(lower(s, target.isas[0]), k).tobytes() for s in kind}
         assert len(set(results.values())) == 1, list(results)
-        compared += len(results)
+        compared += len(results) - 1
     return compared
 
 
@@ -67,9 +67,15 @@ def posed(name, word, layouts):
 @pytest.mark.thin(3)
 @pytest.mark.parametrize(("name", "word", "layouts"), cover.pairs(EVERY_ISA, WORDS, LAYOUTS, where=posed))
 def test_candidates_mean_the_same_bits(name, word, layouts):
-    target = small(name)
-    compared = [interpreted(p, target) for p in pose(SIZE, layouts, target, dtype=word)]
-    assert all(compared), "some types and layouts have a single schedule"
+    """In these layouts, or in the next ones that have rivals."""
+    target, turn = small(name), LAYOUTS.index(layouts)
+    compared = (
+        interpreted(p, target)
+        for x in LAYOUTS[turn:] + LAYOUTS[:turn]
+        if posed(name, word, x)
+        for p in pose(SIZE, x, target, dtype=word)
+    )
+    assert any(compared)
 
 
 @pytest.mark.thin(3)
@@ -82,7 +88,8 @@ def test_candidates_of_codes_mean_the_same_bits(name, word, group):
     more = {"post": "scale"} if word.startswith("s8") else {}
     atom = isa.atom(word)
     whole = atom.k if atom.tiled and group else group  # tiles convert the values of groups of whole steps
-    assert interpreted(coded(SIZE, word, 2 * atom.n, whole, **more), target)
+    # Tiles have one schedule each of what may be compared.
+    assert interpreted(coded(SIZE, word, 2 * atom.n, whole, **more), target) or atom.tiled
 
 
 M, N, DEEP = 37, 150, 768
