@@ -339,8 +339,9 @@ def better_unfused(p: Problem, step: Step) -> bool:
     target, threads = config.target(), config.get_num_threads()
     alone = replace(p, fused="", dtype=spell(*p.types[:2], p.acc))
     passes = p.batch * p.m * p.n * BY_NAME["f32"].bytes * (2 + len(step.fused.operands)) / CPU.least_bandwidth
-    seconds = [schedule_choice.choose(x, target, threads).cost.seconds for x in (p, alone)]
-    return bool(seconds[1] + passes + CALL < seconds[0])
+    fused, plain = [schedule_choice.choose(x, target, threads).cost for x in (p, alone)]
+    # Either kernel computes the epilogue; its arrays are among the passes.
+    return bool(plain.seconds + passes + CALL < fused.seconds - fused.added.get("epilogue", 0.0))
 
 
 def _item_stride(x: numpy_arrays.Operand, size: tuple[int, int, int]) -> int:

@@ -73,6 +73,8 @@ def timed(v: Extents, workers: int, among: Partition) -> Cost:
         rows = np.where(t.strided, t.model.cut_cycles * v.m, t.model.tile_cycles * v.slices)
         waiting = waiting + t.sweeps * (rows * v.passes * (column_blocks - 1.0))
     added = {"tiles": waiting * (share * scale), "packing": packing * scale / packers}
+    if t.operations or t.whole:
+        added["epilogue"] = ending(v) * (share * scale)
     if "over_k" in t.some:
         size = v.m * v.n * tasks * t.c
         sums = np.where(threads > 1, size / t.model.between_cores, 2 * v.outward(size))
@@ -223,6 +225,15 @@ def tile_setup(v: Extents) -> Array:
     if "tiled" in t.some:
         cycles = cycles + t.tiled * (t.model.configure * v.blocks)
     return cycles
+
+
+def ending(v: Extents) -> Any:
+    """Cycles of a fused epilogue besides a store: its operations, and its arrays, of which few lines are under way."""
+    t = v.t
+    size = v.m * v.n
+    level = v.home(_bytes(v) + v.batch * size * t.whole)
+    reads = t.model.epilogue_reads * t.whole * size / np.choose(level, t.bandwidth)
+    return t.model.epilogue_operation * t.operations * (v.m * np.ceil(v.n / t.vector)) + reads
 
 
 def _page_walks(v: Extents) -> Any:

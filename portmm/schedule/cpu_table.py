@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.schedule.epilogue_work import EpilogueWork
 from portmm.schedule.schedule import Schedule, finishes, finishes_in_c, sweeps
 from portmm.spec.dtype import BY_NAME, parts, size
 from portmm.target.model import CPU as MODEL
@@ -106,6 +107,8 @@ class Table:
         model: constants of the cost model for it.
         hertz: its cycles per second.
         elements: bytes of an element of A, B and C.
+        operations: of a fused epilogue, of each element of C.
+        whole: bytes of its arrays with an element for each of C's.
         firsts: the first of each group of candidates that are partitioned into tasks alike.
         group_of: the group of each candidate.
         reach: bytes of the largest data that stays in each level.
@@ -124,6 +127,8 @@ class Table:
         self.__dict__.update(columns)
         self.count, self.target, self.hertz, self.model = len(rows), target, hertz(target), model
         self.elements = tuple(x.bytes for x in q.elements)
+        ending = EpilogueWork.of(q)
+        self.operations, self.whole = ending.operations, sum(size(x.dtype) for x in ending.whole)
         self.some = frozenset(
             {name for name in flags if columns[name].any()}
             | ({"panels"} if (self.panels > 1).any() else set())

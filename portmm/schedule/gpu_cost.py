@@ -9,14 +9,11 @@ from __future__ import annotations
 from math import ceil
 from typing import TYPE_CHECKING
 
+from portmm.schedule.epilogue_work import EpilogueWork
 from portmm.schedule.legality import occupancy
 from portmm.schedule.program import at_once, blocks, device_of
 from portmm.schedule.programs import PROGRAMS
 from portmm.schedule.roofline import Cost, roofline
-from portmm.spec.dtype import size
-from portmm.spec.epilogue import parse
-from portmm.spec.expr_ops import OPS
-from portmm.spec.shortened import shortened
 from portmm.target.device import PARTS
 from portmm.target.model import DEVICE as MODEL
 
@@ -37,45 +34,25 @@ def cost(p: Problem, s: Schedule, atom: Atom, target: Target) -> Cost:
         "moves": MODEL.moves, "L2": MODEL.l2_bytes_per_cycle, "latency": 1.0, "additions": MODEL.adds,
         "dequantising": MODEL.integer_lanes, "instructions": PARTS, "epilogue": 1.0,
     }  # fmt: skip
-    operations, moved, loaded = epilogue(p)
+    ending = EpilogueWork.of(p, device=True)
     rates["memory"] = 1e9 * _bandwidth(target) / hertz
-    counts = work.counts | {"memory": work.counts["memory"] + moved}
+    counts = work.counts | {"memory": work.counts["memory"] + ending.moved(p)}
     added = {"waiting": work.waiting / hertz, "launch": MODEL.launch} | _slices(p, s, target)
-    if operations:
-        issued = operations * MODEL.epilogue_issue / plain + loaded * MODEL.epilogue_load
-        counts["epilogue"], added["epilogue"] = _ended(p, s, target, issued, hertz)
+    if ending.operations:
+        each = ending.operations * MODEL.epilogue_issue / plain + len(ending.whole) * MODEL.epilogue_load
+        counts["epilogue"], added["epilogue"] = _ended(p, s, target, each, hertz)
     return roofline(counts, rates, added, MODEL.exposed, hertz=hertz)
 
 
-def epilogue(p: Problem) -> tuple[float, float, float]:
-    """Of a fused epilogue: operations, bytes of operands and of results besides C, and elements that are loaded.
-
-    Arrays of one axis of C stay in registers: their elements do not count as loaded.
-    """
-    if not p.fused:
-        return 0.0, 0.0, 0.0
-    fused = shortened(parse(p.fused), p.types[2], device=True)
-    extents = {"b": p.batch, "m": p.m, "n": p.n}
-    moved = 0.0
-    for x in fused.operands:
-        elements = 1
-        for axis in x.axes:
-            elements *= extents[axis]
-        moved += elements * size(x.dtype)
-    c = p.batch * p.m * p.n
-    arrays = sum({"m", "n"} <= set(x.axes) for x in fused.operands)
-    return float(c * sum(x.op in OPS for x in fused.steps)), moved, float(c * arrays)
-
-
-def _ended(p: Problem, s: Schedule, target: Target, issued: float, hertz: float) -> tuple[float, float]:
-    """Cycles of epilogues that other work hides, and the seconds of those that nothing does, of `issued` cycles in all.
+def _ended(p: Problem, s: Schedule, target: Target, each: float, hertz: float) -> tuple[float, float]:
+    """Cycles of epilogues that other work hides, and the seconds of those that nothing does; `each`: of an element.
 
     Other blocks of a processor hide them, or a warpgroup that multiplies its own tile: all but those of the last tile,
     for which half of the threads are left. Warpgroups that share a tile finish it together.
     """
     tiles = blocks(s, p) * s.parallel.split
     busy = min(device_of(target).processors, tiles)
-    cycles = issued / busy
+    cycles = float(p.batch * p.m * p.n) * each / busy
     seen = 0.0
     if s.parallel.warpgroups:
         seen = 2 * cycles / ceil(tiles / busy) if s.parallel.pingpong else cycles

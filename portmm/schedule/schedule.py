@@ -222,7 +222,7 @@ def finishes_in_c(s: Schedule, atom: Atom) -> bool:
 
 def reads_matrix(fused: str) -> bool:
     """Whether an operand of expressions has an element for each one of C, which C may overlap."""
-    return bool(fused) and any({"m", "n"} <= set(x.axes) for x in parse(fused).operands)
+    return bool(fused) and any(x.whole for x in parse(fused).operands)
 
 
 def shifts(s: Schedule, atom: Atom) -> bool:

@@ -49,6 +49,11 @@ class Operand:
     axes: str
     dense: bool = True
 
+    @property
+    def whole(self) -> bool:
+        """Whether it has an element for each row and column of C."""
+        return {"m", "n"} <= set(self.axes)
+
     def __str__(self) -> str:
         return f"{self.dtype}.{self.axes}{'' if self.dense else '~'}"
 

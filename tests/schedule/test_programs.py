@@ -9,12 +9,14 @@ import pytest
 import portmm.targets
 from portmm.codegen.lower import grid_atom
 from portmm.errors import TargetError
+from portmm.schedule import cpu_cost
 from portmm.schedule.candidates import candidates
-from portmm.schedule.gpu_cost import cost, epilogue
+from portmm.schedule.epilogue_work import EpilogueWork
+from portmm.schedule.gpu_cost import cost
 from portmm.schedule.programs import PROGRAMS
 from portmm.spec.epilogue import C as RESULT
 from portmm.spec.epilogue import Fused, Operand, acc, load
-from portmm.spec.expr import apply
+from portmm.spec.expr import apply, const
 from portmm.spec.problem import Problem
 from portmm.target import model
 from portmm.target.target import load_target
@@ -36,8 +38,8 @@ def test_programs_have_builders(name):
 def test_a_fused_epilogue_takes_time(chip):
     """Each schedule of a product with two added matrices takes longer than of the plain one, by more than its bytes."""
     target = load_target(chip)
-    operations, moved, _ = epilogue(ADDED)
-    assert (operations, moved) == (2 * 4096**2, 2 * 2 * 4096**2)
+    ending = EpilogueWork.of(ADDED, device=True)
+    assert (ending.operations, moved := ending.moved(ADDED)) == (2, 2 * 2 * 4096**2)
     for s in candidates(PLAIN, target, (8, 8, 8))[::7]:
         atom = grid_atom(target.isa(s.isa), s)
         plain, added = (cost(p, s, atom, target) for p in (PLAIN, ADDED))
@@ -45,6 +47,22 @@ def test_a_fused_epilogue_takes_time(chip):
         more = added.overlapped["memory"] - plain.overlapped["memory"]
         assert more == pytest.approx(moved / (target.device.memory_gbs * 1e9))
         assert added.overlapped["epilogue"] + added.added["epilogue"] > 0
+
+
+@pytest.mark.parametrize("chip", ["granite_rapids", "zen4", "haswell", "neoverse_n1"])
+def test_a_fused_epilogue_takes_time_on_cpus(chip):
+    """Candidates predict operations of an epilogue, and more its arrays, the more the further away they are."""
+    target, plain = load_target(chip), Problem(64, 96, 128)
+    relu = replace(plain, fused=str(Fused((), ((RESULT, apply("max", acc(), const(0.0))),))))
+    added = replace(plain, fused=str(Fused((Operand("f32", "mn"),), ((RESULT, apply("add", acc(), load(0, "f32"))),))))
+    far = replace(added, m=8192, n=8192)
+    for s in candidates(relu, target):
+        atom = target.atom(s.isa, s.dtype, s.atom.lanes)
+        one, two, three = (cpu_cost.cost(p, replace(s, epilogue=p.fused), atom, target) for p in (relu, added, far))
+        assert 0 < one.added["epilogue"] < two.added["epilogue"]
+        assert three.added["epilogue"] > 8192**2 / (64 * 96) * two.added["epilogue"]
+    for s in candidates(plain, target):
+        assert "epilogue" not in cpu_cost.cost(plain, s, target.atom(s.isa, s.dtype, s.atom.lanes), target).added
 
 
 @pytest.mark.parametrize("name", ["cpu", "device"])
