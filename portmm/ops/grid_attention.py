@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.arrays import operand
-from portmm.arrays.device_kinds import kinds
 from portmm.arrays.interop import adopt_all
 from portmm.arrays.numpy_arrays import contiguous
 from portmm.codegen.lower import lower_program
@@ -56,37 +55,34 @@ def attention(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     if out is not None and operand.overlap(out, (*parts.values(), *read)):
         return via_temporary(out, q, out.dtype, lambda to: attention((*shape.operands, to), options))
     results = ready.run(parts, q, out, user_function.closure, read, **numbers)
-    if (now := _kinds(operands, options)) is not None:
-        repeated_call.keep(now[0], ready, parts, out, user_function, read)
+    repeated_call.keep(*_arrays(operands, options), ready, parts, out, user_function, read)
     return ready.returned(results)
 
 
-def _kinds(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[tuple[Any, ...], list[int]] | None:
-    """The kind of a call, and the addresses of its operands, of arrays of its options, and of the result."""
+def _arrays(operands: tuple[Any, Any, Any, Any], options: Options) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The operands of a call, arrays of its options, and its result; and what the call is besides their kinds."""
     q, k, v, out = operands
     numbers = [x is None or type(x) is int for x in (options.lengths, options.offset)]
     by_item = [x for x, number in zip((options.lengths, options.offset), numbers, strict=True) if not number]
-    now = kinds((q, k, v, *by_item) if out is None else (q, k, v, *by_item, out))
-    form = options.causal, options.window is None, options.lse, *numbers
-    return None if now is None else ((now[0], "attention", out is None, form), now[1])
+    form = "attention", out is None, options.causal, options.window is None, options.lse, *numbers
+    return ((q, k, v, *by_item) if out is None else (q, k, v, *by_item, out)), form
 
 
 def again(operands: tuple[Any, Any, Any, Any], options: Options) -> Any:
     """The attention of a call that is like an earlier one but for addresses; NotImplemented if there was none."""
-    now, (q, k, _, out) = _kinds(operands, options), operands
-    if now is None or min(len(q.shape), len(k.shape)) < 3:
+    q, k, _, out = operands
+    queries: tuple[int, ...] = getattr(q, "shape", ())
+    keys: tuple[int, ...] = getattr(k, "shape", ())
+    if min(len(queries), len(keys)) < 3:
         return NotImplemented
-    key, addresses = now
-    (*_, m, d), n = q.shape, k.shape[-2]
-    call, closure = repeated_call.find(key, function_of(options, d))
-    if call is None:
-        return NotImplemented
+    m, d, n = queries[-2], queries[-1], keys[-2]
     seen, offset, window = options.lengths, options.offset, options.window
     seen, offset = seen if type(seen) is int else n, offset if type(offset) is int else n - m
     if not (0 <= seen <= n and -m <= offset <= n):
         return NotImplemented
     most = m + n if window is None else min(window, m + n)
-    return call.run(addresses, out, addresses[-1], closure, n=seen, offset=offset, window=most)
+    arrays, form = _arrays(operands, options)
+    return repeated_call.again(arrays, form, function_of(options, d), out, n=seen, offset=offset, window=most)
 
 
 def launch(operands: tuple[Any, Any, Any, Any], options: Options, traced: Traced, closure: Closure) -> list[Operand]:

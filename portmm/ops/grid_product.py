@@ -94,23 +94,9 @@ def product(
             raise TypeError("b is an int4 weight; quantize the result of prologue_b")
         right = replace(x.b, queue=x.a.queue)  # one queue for all, that of A
         x = replace(x, b=before(over_rows, spread, prologue_b, right, "b"))
-    key = None
-    if prologue_a is prologue_b is ends is x.weight is None:
-        key = kinds((a, b) if out is None else (a, b, out))
-    requested = "" if dtype is None else named(dtype)
-    call = GridProduct(x, requested, () if key is None else (key[0], dtype))
+    repeated = ((a, b) if out is None else (a, b, out), (dtype,)) if prologue_a is prologue_b is ends is None else None
+    call = GridProduct(x, "" if dtype is None else named(dtype), repeated)
     return call.plain().source if epilogue is None else fused(call, epilogue)
-
-
-def again(a: Any, b: Any, out: Any = None, dtype: Any = None, epilogue: Any = None) -> Any:
-    """The product of a call that is like an earlier one but for addresses; NotImplemented if there was none."""
-    now = kinds((a, b) if out is None else (a, b, out))
-    if now is None:
-        return NotImplemented
-    call, closure = repeated_call.find((now[0], dtype), epilogue)
-    if call is None:
-        return NotImplemented
-    return call.run(now[1], out, now[1][-1], closure)
 
 
 def spread(x: Operand, shape: tuple[int, ...]) -> Operand:
@@ -126,12 +112,13 @@ class GridProduct:
     Attributes:
         x: the operands.
         requested: type of the result, or empty.
-        key: of further calls like this one: see `repeated_call.find`; empty where they take this way, too.
+        repeated: arrays and form of further calls like this one: see `repeated_call.again`; None where they take this
+            way, too.
     """
 
     x: Product
     requested: str = ""
-    key: tuple[Any, ...] = ()
+    repeated: tuple[tuple[Any, ...], tuple[Any, ...]] | None = None
 
     @property
     def kind(self) -> tuple[Any, ...]:
@@ -202,13 +189,13 @@ class GridProduct:
         if ready is None:
             ready = _ready.keep(key, self.prepared())
         result = ready.run(self.parts, x.a, out)[0]
-        if self.key:
-            repeated_call.keep(self.key, ready, self.parts, out)
+        if self.repeated:
+            repeated_call.keep(*self.repeated, ready, self.parts, out)
         return result
 
     def into(self, out: Operand | None, requested: str) -> Self:
         """The call with another array for its result."""
-        return replace(self, x=replace(self.x, out=out), requested=requested, key=())
+        return replace(self, x=replace(self.x, out=out), requested=requested, repeated=None)
 
     def writes(self, out: Operand, *others: Operand) -> bool:
         """Whether kernels can write to an array: it overlaps neither the operands nor others."""
@@ -236,8 +223,8 @@ class GridProduct:
             run = function.function
             return via_temporary(out, x.a, out.dtype, lambda to: fused(self.into(to, self.requested), run))
         results = kernel.run(self.parts, x.a, out, closure, read)
-        if self.key:
-            repeated_call.keep(self.key, kernel, self.parts, out, function, read)
+        if self.repeated:
+            repeated_call.keep(*self.repeated, kernel, self.parts, out, function, read)
         return kernel.returned(results)
 
     def split(self, epilogue: Callable[..., Any]) -> Any:

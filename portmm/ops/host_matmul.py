@@ -128,9 +128,9 @@ _state: dict[str, Any] = {}
 def on_device(a: Any, b: Any, out: Any, **options: Any) -> Any:
     """The product of arrays on a device: see `matmul.matmul`."""
     global there  # noqa: PLW0603 - replaced once, so that no other call asks for it
-    from portmm.ops import grid_product
+    from portmm.ops import grid_product, repeated_call
 
-    there = grid_product.again
+    there = repeated_call.product
     return grid_product.product(a, b, out, **options)
 
 
@@ -172,7 +172,7 @@ again: Callable[..., Any] = _not_again
 attend: Callable[..., Any] = _not_again
 """`CffiRuntime.repeat` and `attend`, once that is loaded."""
 there: Callable[..., Any] = _not_again
-"""`grid_product.again`, once arrays on a device were multiplied."""
+"""`repeated_call.product`, once arrays on a device were multiplied."""
 
 
 def begin(a: Any = None, b: Any = None, out: Any = None) -> None:

@@ -11,15 +11,14 @@ import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from portmm.arrays.device_kinds import NewArray, kind, streams_of
+from portmm.arrays.device_kinds import NewArray, kind, kinds, streams_of
 from portmm.arrays.libraries import library_of
 from portmm.arrays.numpy_arrays import span_of
 from portmm.dispatch import config
 from portmm.spec.dtype import BY_NAME
 from portmm.trace.bind import UserFunction, code_of
 from portmm.trace.closures import resolve
-from portmm.trace.guards import Way, remember
-from portmm.trace.guards import find as find_way
+from portmm.trace.guards import Way, find, remember
 from portmm.util.memo import Memory
 
 if TYPE_CHECKING:
@@ -151,26 +150,47 @@ _ways = Memory(MOST_KINDS)
 """The same and the function's code -> calls, by what the function captures."""
 
 
-def find(key: tuple[Any, ...], function: Any = None) -> tuple[RepeatedCall | None, Closure | None]:
-    """The call of a kind under the current settings, and what its function captures now; None if none was kept."""
+def product(a: Any, b: Any, out: Any = None, dtype: Any = None, epilogue: Any = None) -> Any:
+    """The product of arrays like those of an earlier call; NotImplemented if there was none: see `grid_product`."""
+    return again((a, b) if out is None else (a, b, out), (dtype,), epilogue, out)
+
+
+def again(arrays: tuple[Any, ...], form: tuple[Any, ...], function: Any, out: Any, **numbers: int) -> Any:
+    """The result of a call that is like an earlier one but for addresses; NotImplemented if there was none.
+
+    Args:
+        arrays: the operands, and `out` if there is one.
+        form: the properties of the call besides the kinds of its arrays.
+        function: its epilogue or function of scores, or None.
+        out: the array of the first result, or None for a new one.
+        numbers: further arguments of kernels.
+    """
+    now = kinds(arrays)
+    if now is None:
+        return NotImplemented
+    key, closure = (now[0], *form), None
     if function is None:
-        call, closure = _calls.get(key), None
+        call = _calls.get(key)
     else:
-        way, closure = find_way(_ways, (key, code_of(function)), function)
+        way, closure = find(_ways, (key, code_of(function)), function)
         call = None if way is None else way.result
-    return (call, closure) if call is not None and call.current else (None, None)
+    if call is None or not call.current:
+        return NotImplemented
+    return call.run(now[1], out, now[1][-1], closure, **numbers)
 
 
 def keep(  # noqa: PLR0917 - a call, and its function
-    key: tuple[Any, ...], ready: KernelCall, operands: dict[str, Operand], out: Operand | None = None,
-    function: UserFunction | None = None, read: Sequence[Operand] = (),
+    arrays: tuple[Any, ...], form: tuple[Any, ...], ready: KernelCall, operands: dict[str, Operand],
+    out: Operand | None = None, function: UserFunction | None = None, read: Sequence[Operand] = (),
 ) -> None:  # fmt: skip
-    """Keep a call, if further ones of its kind need no more than addresses; see `RepeatedCall` for the arguments.
+    """Keep a call, if further ones of its kind need no more than addresses; see `RepeatedCall` and `again`.
 
     Arrays that a function captures may be of libraries whose addresses are not asked for here.
     """
-    if not repeats(ready, next(iter(operands.values()))) or any(kind(x.source) is None for x in read):
+    now = kinds(arrays)
+    if now is None or not repeats(ready, next(iter(operands.values()))) or any(kind(x.source) is None for x in read):
         return
+    key = (now[0], *form)
     if function is None:
         _calls.keep(key, RepeatedCall(ready, operands, out))
     elif function.way is not None:
