@@ -7,13 +7,14 @@ its own; those of the last calls are cached.
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache
 from typing import Any
 
 import numpy as np
 
 from portmm.errors import DeviceError, NoDeviceError
 from portmm.spec.dtype import BY_NAME
+from portmm.util.memo import cached
 
 LIBRARY = "libcuda.so.1"
 BYTES, ALIGNED = 128, 64
@@ -50,7 +51,7 @@ def _why(driver: Any, status: int) -> str:
     return (name.value or b"an unknown error").decode("ascii", "replace")
 
 
-@lru_cache(KEPT)
+@cached("calls", KEPT)
 def tensor_map(  # noqa: PLR0917 - the fields of a map
     dtype: str, address: int, sizes: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...], swizzle: int,
     rounds: bool = False, pixels: tuple[tuple[int, int], ...] | None = None,

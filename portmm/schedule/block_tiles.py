@@ -14,6 +14,7 @@ from portmm.schedule.program import Footprint, Program
 from portmm.schedule.roofline import Work
 from portmm.schedule.schedule import Schedule
 from portmm.spec.epilogue import summed, varies
+from portmm.target.model import CPU as MODEL
 
 if TYPE_CHECKING:
     from collections.abc import Mapping
@@ -23,26 +24,13 @@ if TYPE_CHECKING:
 
 ROWS, BLOCK = 64, 256
 """Rows of a tile, and elements of a block of the loop."""
-NEAR_ROWS, NEAR = 128, 64
-"""Rows of a tile and elements of a block of the loop, where a product of tiles feeds another from L2 (Zen 5, QKNorm
-with attention: 64 rows take 1.1 times as long, blocks of 64 to 256 the same)."""
+NEAR = 64
+"""Elements of a block of the loop, where a product of tiles feeds another from L2: `block_near_rows` are those of a
+tile."""
 VECTORS = 3
 """Vectors across a register tile, but where products of `NEAR` columns would waste a quarter of them or more."""
 PANEL, DEPTH = 8, 256
 """Register tiles of a panel of many columns, and a block of k."""
-STREAMS = (PANEL, 32), (PANEL, 16), (2, 64)
-"""Register tiles of a panel, and rows of B that are streams at once, in the place of a block of k, where B comes from
-memory (Zen 5: LoRA, whose weight is in L3, is 1.07 times as fast by blocks of 256, a gated MLP 1.06 times by streams;
-Granite Rapids: LoRA 1.6 times by 32 streams, and 1.03 to 1.1 times that by 64 in panels of 96 columns; a gated MLP of 8
-rows by 16 1.05 times as fast as by 32, and 1.06 as by 64)."""
-AHEAD = 2
-"""Register tiles between a row of a stream and what of it is prefetched (Granite Rapids: 8 rows by 4096 x 4096 from
-memory 1.3 times as fast as without, and as with 1, 3 and 4 within 5 %)."""
-UNIT_DEPTHS, UNIT_AHEAD = (64, 32, 128), 4
-"""Elements of a block of k of products on units of tiles, and products of two tiles of columns between those that are
-interleaved and those that are prefetched (Granite Rapids: LoRA, whose weight is in L3, takes 157 us by blocks of 32 or
-64, 208 by 128 and 235 by 256; a gated MLP from memory 1.25 times as long by 64 as by 32; 2 to 16 ahead are alike; an
-MLP with 8 elements between its products 42 us by 128, 45 by 64, 51 by 512)."""
 UNIT_PART = 512
 """Columns of a part of a result, whose sums stay in L1 until they are stored."""
 EVEN = 4
@@ -75,12 +63,12 @@ def candidates(
     vectors = VECTORS - 1 if near and -(-NEAR // (VECTORS * atom.n)) * (VECTORS * atom.n) >= 5 * NEAR // 4 else VECTORS
     tall, nr = (isa.registers - vectors - 1) // vectors, vectors * atom.n
     share = max(LEAST, -(-columns // threads // atom.n) * atom.n)
-    register, tile = (1 << tall.bit_length() - 1, nr), (NEAR_ROWS, NEAR) if near else (ROWS, BLOCK)
+    register, tile = (1 << tall.bit_length() - 1, nr), (MODEL.block_near_rows, NEAR) if near else (ROWS, BLOCK)
     wide = ALL if share >= columns else share
-    streams = STREAMS[:1] if near else STREAMS
+    streams = MODEL.block_streams[:1] if near else MODEL.block_streams
     every = tuple(
         tiled(isa, register, tile, wide, (panel * nr, x, DEPTH), along) for panel, x, along in
-        ((PANEL, DEPTH, 0), *((panel, x, AHEAD * nr) for panel, x in streams))
+        ((PANEL, DEPTH, 0), *((panel, x, MODEL.block_ahead * nr) for panel, x in streams))
     )  # fmt: skip
     rows = row_label(program)
     grid = math.prod(-(-extents[x] // {rows: tile[0], result[-1]: wide or columns}.get(x, 1)) for x in result)
@@ -106,8 +94,8 @@ def _of_units(program: BlockProgram, target: Target, extents: Mapping[str, int],
     share = max(LEAST, -(-columns // threads // wide) * wide)
     across = ALL if share >= columns else share
     return tuple(
-        tiled(isa, (atom.m, wide), (ROWS, x), across, (UNIT_PART, x, x), UNIT_AHEAD * wide, "bf16-bf16-f32")
-        for x in UNIT_DEPTHS
+        tiled(isa, (atom.m, wide), (ROWS, x), across, (UNIT_PART, x, x), MODEL.block_unit_ahead * wide, "bf16-bf16-f32")
+        for x in MODEL.block_unit_depths
     )
 
 

@@ -32,9 +32,10 @@ from portmm.schedule.program import (
     device_of,
     exceeded,
     footprint_of,
+    room,
 )
 from portmm.schedule.roofline import Work, roofline
-from portmm.target.device import CUDA_WARP, PARTS
+from portmm.target.device import CUDA_WARP
 from portmm.target.model import DEVICE as MODEL
 from portmm.target.supports import multiplies
 
@@ -202,8 +203,7 @@ def footprint(s: Schedule) -> Footprint:
 
 def occupancy(t: MatrixTiling, device: Device) -> int:
     """Number of blocks that run on a processor at once."""
-    each = -(-t.registers // 8) * 8
-    warps = PARTS * (device.registers // (PARTS * each * t.warp))
+    warps = room(device, t.registers, t.warp)
     return max(1, min(warps // t.warps, device.processor_shared_bytes // t.shared_bytes, device.threads // t.threads))
 
 

@@ -7,7 +7,6 @@ addresses and strides that are multiples of 16 bytes: for other operands there a
 from __future__ import annotations
 
 from dataclasses import replace
-from functools import lru_cache
 from math import ceil, gcd
 from typing import TYPE_CHECKING
 
@@ -31,6 +30,7 @@ from portmm.spec.convolution import of_windows
 from portmm.spec.dtype import BY_NAME
 from portmm.target.device import RESERVED
 from portmm.target.model import DEVICE as MODEL
+from portmm.util.memo import cached
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator
@@ -142,7 +142,7 @@ def panel_buffers(s: Schedule) -> int:
     return min(SLOTS, panels(s)) * read if read else min(BUFFERS, panels(s))
 
 
-@lru_cache(VIEWS)
+@cached("routes", VIEWS)
 def boxes(view: Layout, dtype: str) -> tuple[Convolution, tuple[int, ...]] | None:
     """Convolution whose windows the copy engine reads by itself, and the strides of its images; or None.
 

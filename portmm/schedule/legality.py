@@ -7,10 +7,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from portmm.schedule.program import TICKET, Footprint, capacities_of, device_of, exceeded, footprint_of
+from portmm.schedule.program import TICKET, Footprint, capacities_of, device_of, exceeded, footprint_of, room
 from portmm.schedule.programs import PROGRAMS
 from portmm.schedule.schedule import Schedule, finishes, finishes_in_c, shifts, sweeps, sweeps_panels
-from portmm.target.device import PARTS, RESERVED
+from portmm.target.device import RESERVED
 from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
@@ -111,9 +111,7 @@ def occupancy(s: Schedule, target: Target) -> int:
     device, most = device_of(target), [int(MODEL.most_occupancy)]
     registers, shared = _of_block(s)
     if device.registers:
-        each = -(-registers // 8) * 8  # registers are allocated in groups of 8
-        warps = PARTS * (device.registers // (PARTS * each * device.warp))
-        most.append(warps * device.warp // s.threads)
+        most.append(room(device, registers, device.warp) * device.warp // s.threads)
     if device.threads:
         most.append(device.threads // s.threads)
     if shared and device.processor_shared_bytes:

@@ -28,7 +28,7 @@ from portmm.schedule.parts import (
 )
 from portmm.schedule.schedule import Schedule
 from portmm.spec.dtype import size
-from portmm.target.device import STATIC_SHARED, Device
+from portmm.target.device import PARTS, STATIC_SHARED, Device
 from portmm.target.model import DEVICE as MODEL
 from portmm.util.records import dataclass
 
@@ -169,6 +169,11 @@ def asynchronous(target: Target) -> bool:
 def on_gpu(target: Target) -> bool:
     """Whether the device is a GPU, whose threads run in warps with shared memory, and not a CPU under OpenCL."""
     return target.device is not None and not target.device.lanes
+
+
+def room(device: Device, registers: int, warp: int) -> int:
+    """Number of warps of `warp` lanes that a processor has registers for, which are allocated in groups of eight."""
+    return PARTS * (device.registers // (PARTS * (-(-registers // 8) * 8) * warp))
 
 
 def device_tiles(*sizes: tuple[int, int, int]) -> tuple[Tile, ...]:
