@@ -17,7 +17,7 @@ from portmm.ir.nodes import Kernel, Let
 from portmm.schedule.candidates import PACKED_VECTORS
 from portmm.schedule.gpu_w4a16 import PROGRAMS as MATRIX_PROGRAMS
 from portmm.schedule.legality import inconsistent
-from portmm.schedule.programs import PROGRAMS
+from portmm.schedule.programs import PAGES, PROGRAMS
 from portmm.schedule.text import spell
 from portmm.spec.dtype import dequantized_types, types
 from portmm.spec.epilogue import parse
@@ -64,6 +64,10 @@ def _built(s: Schedule, isa: Isa, atom: Atom, *more: Any) -> Any:
 def _check(s: Schedule, *, device: bool) -> None:
     """Check that a schedule is of a program of CPUs, or of devices."""
     known = [name for name, x in PROGRAMS.items() if x.device == device]
+    if s.program in PAGES:
+        raise ScheduleError(
+            f"a schedule of {s.program!r} says how a block program is computed, not which: lower_program takes both"
+        )
     if s.program not in known:
         where = "devices have" if device else "known are"
         raise ScheduleError(f"no block program called {s.program!r}; {where} {', '.join(known)}")

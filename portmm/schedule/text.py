@@ -23,7 +23,7 @@ IN_PLACE = ("direct", "stream", "rows", "columns")
 _NAMED = ("a", "b", "panels", "over", "lanes", "prefetch")
 _MARKS = (
     "pack_a", "pack_b", "once", "inside", "pack_c", "swap", "ahead", "copies", "pingpong", "grouped", "joined",
-    "held_a", "exchange", "symmetric", "e2m1", "half",
+    "held_a", "exchange", "symmetric", "e2m1", "half", "pack_v",
 )  # fmt: skip
 _USUAL: dict[str, Any] = {
     "a": "row", "b": "row", "c": "row", "panels": 1, "over": "tiles", "lanes": 0, "prefetch": 0, "along": 0, "kr": 1,
@@ -46,7 +46,8 @@ def flat(s: Schedule) -> dict[str, Any]:
         "vectors": s.vectors + ((s.v.vector,) if s.v else ()), "over": x.over, "split": x.split, "joined": x.fixup,
         "cell": x.cell, "resident": x.occupancy, "groups": x.warpgroups, "pingpong": x.pingpong,
         "cluster": x.cluster, "persistent": x.persistent, "grouped": x.grouped,
-        "v": s.v.layout if s.v else "", "held_a": s.v is not None and s.a.at(parts.REGISTERS) is not None,
+        "v": s.v.layout if s.v else "", "pack_v": s.v is not None and s.v.packed,
+        "held_a": s.v is not None and s.a.at(parts.REGISTERS) is not None,
         "exchange": s.c.by(parts.SHUFFLE) is not None,
     }  # fmt: skip
 
@@ -81,6 +82,7 @@ def of_flat(program: str, isa: str, dtype: str, tiles: tuple[Tile, ...], **field
         a += [parts.PACKED] if x["pack_a"] else []
         how = parts.PACKED_ONCE if x["once"] else parts.PACKED_INSIDE if x["inside"] else parts.PACKED
         b += [how] if x["pack_b"] else []
+        v = OperandPlan(x["v"], (parts.PACKED,) if x["pack_v"] else ()) if x["v"] else None
     return Schedule(
         program, isa, dtype, tiles,
         AtomUse(x["lanes"], x["kr"], x["swap"]),
@@ -113,11 +115,12 @@ def spell(s: Schedule) -> str:
     marks += [f"group={x['group']}"] if x["b"] == "codes" else []
     marks += [name for name in _MARKS if x[name]]
     marks += [f"split={x['split']}"] if x["split"] > 1 and not x["stages"] else []
+    marks += [f"cell={'x'.join(map(str, x['cell']))}"] if x["cell"] != (1, 1) and not x["stages"] else []
+    marks += [f"v={x['v']}"] if x["v"] else []
     if x["stages"]:
         marks += [f"stages={x['stages']}", f"split={x['split']}"]
         marks += [f"{name}={'x'.join(map(str, x[name]))}" for name in ("vectors", "cell")]
         marks += [f"c={x['c']}"] if x["c"] != "row" else []
-        marks += [f"v={x['v']}"] if x["v"] else []
         marks += [f"resident={x['resident']}"] if x["resident"] else []
         marks += [f"groups={x['groups']}", f"cluster={x['cluster']}"] if x["groups"] else []
         marks += [f"persistent={x['persistent']}"] if x["persistent"] else []

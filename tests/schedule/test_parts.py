@@ -2,9 +2,13 @@
 
 import pytest
 
+from portmm.codegen.lower import lower
+from portmm.errors import ScheduleError
+from portmm.schedule.cpu_attention import attention_schedule
 from portmm.schedule.parts import ASYNC, LOAD, PACK, PREFETCH, TMA, AtomUse, OperandPlan, Staging
 from portmm.schedule.text import flat, parse, spell, varied
 from portmm.spec.dequantization import IDENTITY, Dequantization
+from portmm.target.target import load_isa
 
 CPU = (
     "gemm:avx512:f32:14x32x1/14x32x256/140x64x256/140x640x256:7-14:"
@@ -13,6 +17,10 @@ CPU = (
 INSIDE = CPU.replace("pack_a,pack_b,once,ahead", "pack_b,inside")
 STREAM = "gemm:avx2:f32:4x16x1/4x16x32/0x16x32/0x0x32:4-4:a=row,b=row,panels=1,over=k,lanes=8,prefetch=12,swap"
 THIN = "gemm:avx2:f32:1x16x1/1x16x0/0x16x0/0x0x0:1-1:a=row,b=packed,panels=4,over=tiles,lanes=0,prefetch=0,pack_a"
+ATTENTION = (
+    "attention:avx512:f32:6x64x1/6x64x0/0x64x0/0x0x0:6-6:a=row,b=col,panels=1,over=batch,lanes=0,prefetch=0,pack_b,"
+    "pack_v,cell=8x32,v=row"
+)
 GPU = (
     "mma:mma_sm80:bf16:8x16x16/64x64x16/128x128x32/1024x0x0:8-8:a=row,b=col,panels=1,over=tiles,lanes=0,prefetch=0,"
     "copies,joined,stages=4,split=3,vectors=8x8x2,cell=1x1,resident=2,static=0x4096x4096"
@@ -21,6 +29,15 @@ HOPPER = (
     "wgmma:wgmma:bf16:2x64x16/64x256x16/128x256x64/1024x0x0:2-2:a=row,b=col,panels=1,over=tiles,lanes=0,prefetch=0,"
     "stages=4,split=1,vectors=8x8x8,cell=1x1,groups=2,cluster=2,persistent=132"
 )
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_schedules_of_attention_on_cpus_are_read_back(packs):
+    isa = load_isa("avx512")
+    s = attention_schedule(isa, isa.atom("f32"), packs=packs)
+    assert parse(spell(s)) == s
+    with pytest.raises(ScheduleError, match="says how a block program is computed, not which"):
+        lower(s, isa)
 
 
 def test_packing_and_filling_stages_are_one_record():
@@ -45,7 +62,7 @@ def test_numbers_of_parts():
         device.tile("L1")
 
 
-@pytest.mark.parametrize("text", [CPU, INSIDE, STREAM, THIN, GPU, HOPPER])
+@pytest.mark.parametrize("text", [CPU, INSIDE, STREAM, THIN, ATTENTION, GPU, HOPPER])
 def test_stored_text_is_read_back(text):
     s = parse(text)
     assert spell(s) == text
