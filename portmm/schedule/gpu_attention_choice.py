@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from portmm.schedule import gpu_attention, gpu_mma_attention, gpu_wgmma_attention
 from portmm.schedule.candidates import units
 from portmm.schedule.gpu_attention import split_keys
 from portmm.schedule.gpu_mma_attention import MatrixTiling, occupancy
 from portmm.schedule.program import device_of
+from portmm.schedule.programs import PROGRAMS
 from portmm.target.model import DEVICE as MODEL
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
-
     from portmm.schedule.gpu_attention import AttentionSizes
     from portmm.schedule.schedule import Schedule
     from portmm.target.atom import Atom
@@ -47,25 +46,13 @@ def matrix_units(shape: AttentionSizes, target: Target) -> list[Schedule]:
     return [*gpu_wgmma_attention.candidates(shape, target), *gpu_mma_attention.candidates(shape, target)]
 
 
-class Unit(NamedTuple):
-    """A program of matrix units: its estimated time, and its instruction for a type."""
-
-    time: Callable[[Schedule, AttentionSizes, Target], float]
-    unit: Callable[[str, Target], tuple[Isa, Atom] | None]
-
-
-UNITS = {
-    "wgmma_attention": Unit(gpu_wgmma_attention.time, gpu_wgmma_attention.unit),
-    "mma_attention": Unit(gpu_mma_attention.time, gpu_mma_attention.unit),
-}
-
-
 def time(s: Schedule, shape: AttentionSizes, target: Target) -> float | None:
     """Estimated time of a schedule in cycles of a processor; None where nothing estimates it."""
-    return UNITS[s.program].time(s, shape, target) if s.program in UNITS else None
+    estimated = PROGRAMS[s.program].time
+    return estimated(s, shape, target) if estimated else None
 
 
 def unit_of(s: Schedule, target: Target) -> tuple[Isa, Atom]:
     """The instruction set and the atom of a schedule of any program."""
-    pair = UNITS[s.program].unit(s.dtype, target) if s.program in UNITS else None
-    return pair or units("f32", target)[0]
+    unit = PROGRAMS[s.program].unit
+    return (unit(s.dtype, target) if unit else None) or units("f32", target)[0]

@@ -238,4 +238,6 @@ def time(s: Schedule, shape: AttentionSizes, target: Target) -> float:
     return float(steps * step * waits)
 
 
-PROGRAM = Program("gpu.mma_attention", candidates, footprint, work, device=True, dynamic_shared=True)
+PROGRAM = Program(
+    "gpu.mma_attention", candidates, footprint, work, device=True, dynamic_shared=True, time=time, unit=unit
+)

@@ -160,4 +160,6 @@ def _seen(shape: AttentionSizes, end: int) -> int:
     return max(0, min(shape.keys, shape.keys - shape.queries + end)) if shape.causal else shape.keys
 
 
-PROGRAM = Program("gpu.wgmma_attention", candidates, footprint, work, device=True, dynamic_shared=True)
+PROGRAM = Program(
+    "gpu.wgmma_attention", candidates, footprint, work, device=True, dynamic_shared=True, time=time, unit=unit
+)

@@ -34,6 +34,7 @@ from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from portmm.spec.problem import Problem
+    from portmm.target.atom import Atom
     from portmm.target.isa import Isa
     from portmm.target.target import Target
 
@@ -96,6 +97,8 @@ class Program:
         fixup: its last block of a tile can add the sums of all slices of k, on devices that order memory.
         bounded: its compiler is told how many blocks must fit a processor.
         slice_steps: minimum number of steps of k in a slice.
+        time: of attention by matrix units, the estimated time of a schedule, in cycles of a processor.
+        unit: of the same, the instruction of a target for a type, or None.
     """
 
     builder: str
@@ -108,6 +111,8 @@ class Program:
     fixup: bool = False
     bounded: bool = True
     slice_steps: int = 4
+    time: Callable[..., float] | None = None
+    unit: Callable[[str, Target], tuple[Isa, Atom] | None] | None = None
 
 
 def counted(registers: Callable[[Schedule], int], shared_bytes: Callable[[Schedule], int]) -> Callable[..., Footprint]:
