@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+import portmm.kernels
 import portmm.targets
 from portmm.codegen.lower import grid_atom
 from portmm.errors import TargetError
