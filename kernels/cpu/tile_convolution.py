@@ -34,7 +34,6 @@ from portmm.ir.nodes import Call, Configure, For, Function, If, Kernel, Let, Let
 from portmm.kernels.cpu.blocking import N
 from portmm.kernels.cpu.convolution_blocks import FIRST, IMAGE, LAST, LOW, rows_of_task, share
 from portmm.kernels.cpu.elementwise import arguments
-from portmm.kernels.cpu.epilogue import finish
 from portmm.kernels.cpu.packing import line_of
 from portmm.kernels.cpu.tile_microkernel import Finishing, Grid, Outer, Strides, awake, prefetch_next
 from portmm.kernels.cpu.tile_strip import TiledStrip
@@ -165,7 +164,11 @@ class _Loops(TiledStrip):
             Let("rows_done", const(0).lt(TILE) * self.written("_done")[0]),
             *self.multiply(),
         )
-        end = (*self.place(before, "_done"), Let("rows_done", self.written("_done")[0]), Call(self.end, self.finishing))
+        end = (
+            *self.place(before, "_done"),
+            Let("rows_done", self.written("_done")[0]),
+            Call(self.finishing.end, self.of_finished),
+        )
         return (
             Let("lines", ceil_div(lines, tiles)),
             Let("count", var("last") - var("first")),
@@ -208,13 +211,12 @@ class _Loops(TiledStrip):
         return const(x.tall) - skipped, skipped
 
     @property
-    def end(self) -> Function:
-        """The epilogue of some rows of a register tile."""
-        vectors = self.isa.sum_row_atom(self.atom) or self.atom
-        return finish(self.isa, vectors, self.atom.acc, self.s.types[2], self.s.fused)
+    def finishing(self) -> Finishing:
+        """The epilogue of a register tile."""
+        return Finishing.of(self.s, self.isa, self.atom)
 
     @property
-    def finishing(self) -> tuple[Index | Ptr, ...]:
+    def of_finished(self) -> tuple[Index | Ptr, ...]:
         """Arguments for the epilogue of the register tile before."""
         x, s, nr = self.x, self.s, self.s.nr
         skipped = self.written("_done")[1]
@@ -242,13 +244,13 @@ class _Loops(TiledStrip):
         args = (Ptr("strip", at), *((below,) if x.paired else ()), Ptr("bp"), sums, ahead, follow)
         return (
             LetPtr("bp", filters, self.atom.right, readonly=True),
-            Call(self.micro_kernel(), (*args, *self.finishing)),
+            Call(self.micro_kernel(), (*args, *self.of_finished)),
         )
 
     def micro_kernel(self) -> Function:
         """Micro-kernel C[tall][nr] = A . B over all taps, which finishes the register tile before."""
         x, atom, deep, nr = self.x, self.atom, self.x.deep, self.s.nr
-        steps, per, finishing = x.run // deep, x.runs_of_row, Finishing(self.end, self.s.fused)
+        steps, per, finishing = x.run // deep, x.runs_of_row, self.finishing
         by = Strides(const(x.stride[1] * x.pixel), const(deep), nr, nr, a_next=var("below") if x.paired else None)
         outer = Outer(atom, self.grid, self.cut, self.grid.columns, by, passing=x.near, left="line", flowing=x.by_rows)
         tap, run, step = var("tap"), var("run"), var("step")

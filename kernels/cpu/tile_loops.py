@@ -34,7 +34,6 @@ from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, round_up, va
 from portmm.ir.nodes import Call, Configure, For, If, Let, LetPtr, Scratch
 from portmm.kernels.cpu.blocking import N
 from portmm.kernels.cpu.elementwise import arguments, own
-from portmm.kernels.cpu.epilogue import finish as finish_tile
 from portmm.kernels.cpu.gemm import Gemm, slice_of
 from portmm.kernels.cpu.packing import line_of
 from portmm.kernels.cpu.tile_microkernel import TALL, Finishing, Grid, micro_kernel
@@ -179,8 +178,7 @@ class Tiles(Gemm):
     @property
     def finishing(self) -> Finishing:
         """The epilogue of a register tile, after the last block of k."""
-        vectors = self.isa.sum_row_atom(self.atom) or self.atom
-        return Finishing(finish_tile(self.isa, vectors, self.acc, self.s.types[2], self.s.fused), self.s.fused)
+        return Finishing.of(self.s, self.isa, self.atom)
 
     def done_tile(self, i: Index, j: Index, panels: int) -> tuple[Stmt, ...]:
         """Names of the rows and columns of a register tile that is multiplied."""

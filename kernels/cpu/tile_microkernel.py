@@ -10,13 +10,18 @@ from typing import TYPE_CHECKING
 
 from portmm.ir.index import Ptr, ceil_div, const, maximum, minimum, var
 from portmm.ir.nodes import TILES, Call, For, Function, If, Let, Param, Prefetch, Verb
+from portmm.kernels.cpu.epilogue import finish
 from portmm.kernels.cpu.packing import line_of
 
 if TYPE_CHECKING:
+    from typing import Self
+
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
+    from portmm.schedule.schedule import Schedule
     from portmm.spec.epilogue import Fused
     from portmm.target.atom import Atom
+    from portmm.target.isa import Isa
 
 TALL = var("tall")
 """Number of rows of a slice in scratch, and of the R tiles of A together."""
@@ -174,6 +179,11 @@ class Finishing:
 
     end: Function
     fused: Fused | None
+
+    @classmethod
+    def of(cls, s: Schedule, isa: Isa, atom: Atom) -> Self:
+        """That of a schedule's epilogue, by the vectors that sums in tiles are stored in."""
+        return cls(finish(isa, isa.sum_row_atom(atom) or atom, atom.acc, s.types[2], s.fused), s.fused)
 
     @property
     def params(self) -> tuple[Param, ...]:
