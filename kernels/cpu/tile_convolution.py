@@ -74,13 +74,18 @@ class _Loops(TiledStrip):
     def grid(self) -> Grid:
         """Tiles of a register tile: of columns just those that panels fill, where a panel has more."""
         n = self.atom.n
-        return Grid(self.x.across, min(self.s.nr, -(-self.x.outputs // n) * n) // n)
+        return Grid(self.x.across, min(self.s.nr * self.x.panels, -(-self.x.outputs // n) * n) // n)
+
+    @property
+    def wide(self) -> int:
+        """Columns of the sums of a register tile: of one panel all."""
+        return self.s.nr if self.x.panels == 1 else self.grid.columns * self.atom.n
 
     @property
     def panels(self) -> Index:
-        """Panels of filters."""
+        """Runs of panels of filters, each of a register tile."""
         every: Index = super(_Loops, self).panels
-        return const(self.x.groups * self.per) if self.x.groups > 1 else every
+        return const(self.x.groups * self.per) if self.x.groups > 1 else ceil_div(every, self.x.panels)
 
     @property
     def height(self) -> int:
@@ -100,7 +105,7 @@ class _Loops(TiledStrip):
     @property
     def sums_size(self) -> int:
         """Elements of the sums of a register tile."""
-        return -(-self.rows * self.s.nr // 64) * 64
+        return -(-self.rows * self.wide // 64) * 64
 
     @property
     def own_size(self) -> Index:
@@ -154,7 +159,7 @@ class _Loops(TiledStrip):
     def products(self) -> tuple[Stmt, ...]:
         """The loop over all register tiles of a block, and one more, which finishes the last of them."""
         x = self.x
-        lines = const(x.deep * self.s.nr // line_of(self.atom, self.atom.right))
+        lines = const(x.deep * self.s.nr * x.panels // line_of(self.atom, self.atom.right))
         tiles = const(x.slices) if x.by_rows else (LAST - FIRST) * x.slices
         count = var("bands") * var("count") * x.slices
         before = maximum(0, TILE - 1)
@@ -179,7 +184,7 @@ class _Loops(TiledStrip):
 
     def place(self, tile: Index, s: str = "") -> tuple[Stmt, ...]:
         """Names of the panel, the row, the slice and the columns of a register tile, with a suffix."""
-        x, bands, panels, nr = self.x, var("bands"), var("count"), self.s.nr
+        x, bands, panels, wide = self.x, var("bands"), var("count"), self.wide
         row, number, j = tile // x.slices % bands, tile % x.slices, tile // (bands * x.slices)
         if x.by_rows:
             row, j = tile // (panels * x.slices), tile // x.slices % panels
@@ -192,14 +197,14 @@ class _Loops(TiledStrip):
             Let(f"z{s}", minimum(var(f"slice{s}") * x.tall, x.out[1] - x.tall)),
         )
         if x.groups == 1:
-            column = var(f"j{s}") * nr
-            return (*named, Let(f"column{s}", column), Let(f"columns{s}", minimum(nr, N - var(f"column{s}"))))
-        part = var(f"j{s}") % self.per * nr
+            column = var(f"j{s}") * wide
+            return (*named, Let(f"column{s}", column), Let(f"columns{s}", minimum(wide, N - var(f"column{s}"))))
+        part = var(f"j{s}") % self.per * wide
         return (
             *named,
             Let(f"group{s}", var(f"j{s}") // self.per),
             Let(f"column{s}", var(f"group{s}") * x.outputs + part),
-            Let(f"columns{s}", minimum(nr, const(x.outputs) - part)),
+            Let(f"columns{s}", minimum(wide, const(x.outputs) - part)),
         )
 
     def written(self, s: str = "") -> tuple[Index, Index]:
@@ -218,14 +223,14 @@ class _Loops(TiledStrip):
     @property
     def of_finished(self) -> tuple[Index | Ptr, ...]:
         """Arguments for the epilogue of the register tile before."""
-        x, s, nr = self.x, self.s, self.s.nr
+        x, s, wide = self.x, self.s, self.wide
         skipped = self.written("_done")[1]
         row = IMAGE * x.pixels + var("y_done") * x.out[1] + var("z_done") + skipped
         place = (var("item"), row, var("column_done"))
-        sums = Ptr("sums", maximum(0, TILE - 1) % 2 * self.sums_size + skipped * nr)
+        sums = Ptr("sums", maximum(0, TILE - 1) % 2 * self.sums_size + skipped * wide)
         into = Ptr("c", var("item") * var("c_batch") + row * var("c_m") + var("column_done"))
         more = (*place, *arguments(s.fused, *place)) if s.fused else ()
-        return (var("rows_done"), var("columns_done"), sums, const(nr), into, var("c_m"), *more)
+        return (var("rows_done"), var("columns_done"), sums, const(wide), into, var("c_m"), *more)
 
     def multiply(self) -> tuple[Stmt, ...]:
         """Micro-kernel of a register tile, and the epilogue of the one before."""
@@ -234,14 +239,16 @@ class _Loops(TiledStrip):
         follow = (var("j") + 1).lt(var("last")) * var("lines")
         follow = follow * y.eq(FIRST) if x.by_rows else follow
         done = var("slice") if x.by_rows else (y - FIRST) * x.slices + var("slice")
-        ahead = Ptr("bp", var("b_n") + done * (var("lines") * self.steps * line_of(self.atom, self.atom.right)))
+        passed = done * (var("lines") * self.steps * line_of(self.atom, self.atom.right))
+        ahead = Ptr("bp", var("b_n") * x.panels + passed)
         at = (y * x.stride[0] - LOW) * x.row + z * (x.stride[1] * x.pixel)
         if x.groups > 1:
             group = var("group") - var("first") // self.per if x.copies else var("group")
             at = at + group * (x.reached * x.row if x.copies else x.channels)
-        filters = Ptr("b", var("item") * var("b_batch") + var("j") * var("b_n"))
+        filters = Ptr("b", var("item") * var("b_batch") + var("j") * (var("b_n") * x.panels))
         sums = Ptr("sums", TILE % 2 * self.sums_size)
-        args = (Ptr("strip", at), *((below,) if x.paired else ()), Ptr("bp"), sums, ahead, follow)
+        args = (Ptr("strip", at), *((below,) if x.paired else ()), Ptr("bp"), *((var("b_n"),) if x.panels > 1 else ()))
+        args += (sums, ahead, follow)
         return (
             LetPtr("bp", filters, self.atom.right, readonly=True),
             Call(self.micro_kernel(), (*args, *self.of_finished)),
@@ -249,9 +256,9 @@ class _Loops(TiledStrip):
 
     def micro_kernel(self) -> Function:
         """Micro-kernel C[tall][nr] = A . B over all taps, which finishes the register tile before."""
-        x, atom, deep, nr = self.x, self.atom, self.x.deep, self.s.nr
+        x, atom, deep, nr, wide = self.x, self.atom, self.x.deep, self.s.nr, self.wide
         steps, per, finishing = x.run // deep, x.runs_of_row, self.finishing
-        by = Strides(const(x.stride[1] * x.pixel), const(deep), nr, nr, a_next=var("below") if x.paired else None)
+        by = Strides(const(x.stride[1] * x.pixel), const(deep), nr, wide, a_next=var("below") if x.paired else None)
         outer = Outer(atom, self.grid, self.cut, self.grid.columns, by, passing=x.near, left="line", flowing=x.by_rows)
         tap, run, step = var("tap"), var("run"), var("step")
         at = tap * (x.dilation[0] * x.row) + run * (x.dilation[1] * x.pixel)
@@ -267,11 +274,11 @@ class _Loops(TiledStrip):
         runs = For("run", const(0), const(per), const(1), (line, For("step", const(0), const(steps), const(1), body)))
         params = (
             Param("a", atom.left, readonly=True), *((Param("below"),) if x.paired else ()),
-            Param("b", atom.right, readonly=True),
+            Param("b", atom.right, readonly=True), *((Param("b_panel"),) if x.panels > 1 else ()),
             Param("c", atom.acc), Param("b_next", atom.right, readonly=True), Param("lines"),
             *finishing.params,
         )  # fmt: skip
         zero = tuple(Verb("zero", str(self.grid.c(r, v))) for r in range(x.across) for v in range(self.grid.columns))
         loops = For("tap", const(0), const(x.kernel[0]), const(1), (runs,))
-        comment = f"C[{self.rows}][{nr}] = A[..][k] . B[k][{nr}], in tiles; the epilogue of the tile before"
+        comment = f"C[{self.rows}][{wide}] = A[..][k] . B[k][{wide}], in tiles; the epilogue of the tile before"
         return Function("ukr_conv", "inner", params, (*zero, loops, *outer.sums("store")), comment)

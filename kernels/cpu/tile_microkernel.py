@@ -182,7 +182,7 @@ class Finishing:
 
     @classmethod
     def of(cls, s: Schedule, isa: Isa, atom: Atom) -> Self:
-        """That of a schedule's epilogue, by the vectors that sums in tiles are stored in."""
+        """The epilogue of a schedule, by the vectors that sums in tiles are stored in."""
         return cls(finish(isa, isa.sum_row_atom(atom) or atom, atom.acc, s.types[2], s.fused), s.fused)
 
     @property

@@ -28,8 +28,8 @@ class TiledStrip(Loops):
 
     @property
     def per(self) -> int:
-        """Panels of a group."""
-        return -(-self.x.outputs // self.s.nr)
+        """Register tiles along the outputs of a group."""
+        return -(-self.x.outputs // (self.s.nr * self.x.panels))
 
     def strip(self, place: Ptr) -> tuple[Stmt, ...]:
         """Copy of the rows of an image that a block reads, with its padding, from which rows count."""

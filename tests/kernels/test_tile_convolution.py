@@ -18,7 +18,7 @@ from portmm.schedule.tile_convolution import tiled
 from portmm.spec.convolution import Convolution, windows
 from portmm.spec.problem import Problem, family
 
-N = 37
+N = 53
 
 
 def conv(channels, spatial, kernel, *, stride=1, dilation=1, before=0, after=None, fill=0):
@@ -46,6 +46,8 @@ CASES = {
     "gaps": (conv(32, (4, 10), 3, before=1), 2, 6),
     "gaps in place": (conv(32, (4, 12), (2, 2)), 2, 6),
     "one dimension": (conv(32, (23,), 3, stride=2, before=1), 0, 0),
+    "three tiles of columns": (replace(conv(32, (5, 20), 3, before=1), outputs=37), 0, 0),
+    "three tiles of columns in place": (replace(conv(32, (4, 13), (2, 2)), outputs=48), 2, 6),
 }
 """A convolution, and gaps after pixels and after rows of the images."""
 
@@ -67,11 +69,11 @@ def posed(name, target, dtype, images=2, *, wide=False):
     view = windows(x, strides).bind(images=images)
     m, k = (int(y) for y in view.extents)
     of = (max if wide else min)(packed_families(target, dtype), key=lambda x: family(x).nr)
-    p = Problem(m, N, k, a="any", b="packed", dtype=dtype, family=of)
+    p = Problem(m, x.outputs, k, a="any", b="packed", dtype=dtype, family=of)
     one = case(p, seed=3)
     limits = {"bf16": (-4, 5), "u8": (0, 256), "s8": (-128, 128)}[p.types[0]]
     memory = np.random.default_rng(5).integers(*limits, images * image).astype(one.a.dtype)
-    matrix = family(p.family).layout(k, N).gather(one.b)
+    matrix = family(p.family).layout(k, x.outputs).gather(one.b)
     seen = view.gather(memory.astype(np.float64) - x.padding) + x.padding
     fields = one.fields | {"a_m": 0, "a_k": 0, "a_batch": 0}
     one = replace(one, a=memory, a_offset=0, fields=fields, want=(seen @ matrix.astype(np.float64))[None])
@@ -118,7 +120,8 @@ def test_built_kernels_load_tiles_from_images(name):
     "x",
     [Convolution(3, 12, 32, (6, 11), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1)),
      Convolution(3, 40, 32, (5, 37), (3, 2), (2, 2), (1, 1), (1, 0), (0, 2)),
-     Convolution(2, 12, 32, (3, 19), (1, 1), (1, 1), (1, 1), (0, 0), (0, 0))], ids=str,
+     Convolution(2, 12, 32, (3, 19), (1, 1), (1, 1), (1, 1), (0, 0), (0, 0)),
+     Convolution(3, 12, 48, (4, 18), (3, 3), (1, 1), (1, 1), (1, 1), (1, 1))], ids=str,
 )  # fmt: skip
 def test_panels_of_groups_follow_each_other(x, workers):
     target, images, n = small("amx_bf16"), 2, x.groups * x.outputs
@@ -126,7 +129,7 @@ def test_panels_of_groups_follow_each_other(x, workers):
     strides = (pixel * x.spatial[0] * x.spatial[1], pixel * x.spatial[1], pixel, 1)
     view = windows(x, strides).bind(images=images)
     m, k = (int(y) for y in view.extents)
-    families = [y for y in packed_families(target, "bf16-bf16-f32") if family(y).nr == x.outputs]
+    families = [y for y in packed_families(target, "bf16-bf16-f32") if x.outputs % family(y).nr == 0]
     p = Problem(m, n, k, a="any", b="packed", dtype="bf16-bf16-f32", family=families[0])
     one = case(p, seed=3)
     memory = np.random.default_rng(5).integers(-4, 5, images * strides[0]).astype(one.a.dtype)
@@ -149,6 +152,8 @@ def test_rows_of_a_register_tile():
     assert (sizes["slices that overlap"].tall, sizes["slices that overlap"].slices) == (18, 2)
     assert (sizes["few channels"].run, sizes["few channels"].near) == (16, False)
     assert not sizes["in place"].copies
+    three = sizes["three tiles of columns"], sizes["three tiles of columns in place"]
+    assert [(y.across, y.panels, y.paired, y.tall) for y in three] == [(1, 2, False, 10), (1, 2, False, 12)]
     assert (sizes["pixels"].by_rows, sizes["pixels"].by_slices, sizes["pixels"].near) == (True, False, False)
     assert (sizes["shorter steps"].run, sizes["shorter steps"].deep) == (18, 9)
     assert (sizes["three channels"].run, sizes["three channels"].deep, sizes["three channels"].copies) == (14, 14, True)
