@@ -237,6 +237,7 @@ class _Loops(Loops):
         x, line = self.x, line_of(self.atom)
         if not x.k_outer:
             return ()
-        tile = (var("y") - FIRST) * -(-x.out[1] // self.s.mr) + var("z") // rows
-        part = minimum(tile, self.s.nr // line * x.of_block - 1) * (var("depth") * line)
-        return (c, Ptr("filters", var("b_n") + part), const(line))
+        of_row = -(-x.out[1] // self.s.mr)
+        step = min(line, -(-self.s.nr * x.of_block // (x.rows * of_row)))
+        tile = (var("y") - FIRST) * of_row + var("z") // rows
+        return (c, Ptr("filters", var("b_n") + tile * step * var("depth")), const(step))

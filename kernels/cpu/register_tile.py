@@ -16,7 +16,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from portmm.ir.address import strides
-from portmm.ir.index import Ptr, const, minimum, var
+from portmm.ir.index import Ptr, ceil_div, const, minimum, var
 from portmm.ir.nodes import Call, If
 from portmm.kernels.cpu import int4_in_place
 from portmm.kernels.cpu.elementwise import arguments, own
@@ -76,15 +76,20 @@ def _next_a(g: Operands, height: int) -> list[Index | Ptr]:
 
 
 def _next_b(g: Operands) -> list[Index | Ptr]:
-    """Prefetch operands of B: the next panel, or after the last panel the first of the next block of k."""
+    """Prefetch operands of B: the next panel, or after the last panel the first of the next block of k.
+
+    Of a panel that is contiguous each slice of A prefetches a share, so that few lines are under way at a time.
+    Granite Rapids, panels from memory: 0.89 to 0.94 of the time of a half by each of the first two slices.
+    """
     s, line = g.s, g.line
-    part = var("i") % max(1, s.nr // line) * line
     more = (var("j") + 1).lt(var("last"))
     back = var("column") - var("first") * s.nr
     if g.panel_step is not None:
         back = back // s.nr * g.panel_step
         there = more * g.panel_step + (1 - more) * (var("kd") * s.nr - back)
-        return [Ptr("bp", there + part * var("kd") + g.before * line), const(line)]
+        step = minimum(line, ceil_div(const(s.nr), var("slices")))
+        return [Ptr("bp", there + (var("i") * var("kd") + g.before) * step), step]
+    part = var("i") % max(1, s.nr // line) * line
     there = more * s.nr + (1 - more) * (var("kd") * var("b_k") - back)
     return [Ptr("bp", there + part + g.before * var("b_k")), var("b_k")]
 
