@@ -9,8 +9,8 @@ peer's time over portmm's. Results are compared with PyTorch's in float64 where 
 memory is portmm's resident set beyond images, filters and result. oneDNN is called through PyTorch, with filters in
 the layout that it asks for; ONNX Runtime gets a model of one node.
 
-Run it on one processor that does nothing else; `--save` appends to a file, from which cases that it has are not
-measured again, so that runs may be short.
+Run it on one processor that does nothing else; `--save` appends to a file of results, from which cases that it has of
+a type are not measured again, so that runs may be short.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
+from result_tables import heading
 
 
 @dataclass(frozen=True)
@@ -368,7 +369,8 @@ def main():
             print(f"{CASES[i].name:34} {memory(i, args.type):6.1f} MiB")
         return
     path = Path(args.save or os.devnull)
-    rows = json.loads(path.read_text()) if args.save and path.exists() else {}
+    kept = json.loads(path.read_text()) if args.save and path.exists() else heading("convolutions", {})
+    rows = kept["convolutions"].setdefault(args.type, {})
     begin = time.monotonic()
     peers = [x for x in args.peers.split(",") if x and (args.type == "f32" or x != "onnxruntime")]
     workers = {name: Worker(name, args.type) for name in ["portmm", *peers]}
@@ -382,7 +384,7 @@ def main():
         rate = case.flops / statistics.median(times["portmm"]) / 1e9
         rows[case.name] = {"ratio": best, "best": peer, "gflops": rate, "error": worst_error(workers, folder)}
         if args.save:
-            path.write_text(json.dumps(rows, indent=1) + "\n")
+            path.write_text(json.dumps(kept, indent=1) + "\n")
     for x in workers.values():
         x.close()
     Path(folder).rmdir()

@@ -24,6 +24,7 @@ import tempfile
 import time
 from contextlib import suppress
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -274,7 +275,18 @@ def main() -> None:
             if options.memory:
                 print(f"  peak in MiB {row['peak_mebibytes']}", flush=True)
     if options.save:
-        options.save.write_text(json.dumps(rows, indent=1) + "\n")
+        keep(options.save, rows)
+
+
+def keep(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Store rows in a file of results, in the place of those of the same models and settings."""
+    from result_tables import heading
+
+    kept = json.loads(path.read_text()) if path.exists() else heading("models", [])
+    setting = itemgetter("model", "precision", "batch", "length", "threads")
+    new = {setting(x): x for x in rows}
+    kept["models"] = [x for x in kept["models"] if setting(x) not in new] + rows
+    path.write_text(json.dumps(kept, indent=1) + "\n")
 
 
 if __name__ == "__main__":

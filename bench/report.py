@@ -7,9 +7,10 @@
 A folder of results has JSON files of these kinds: reports of `portmm compare`
 and of `portmm tune`, searches of `bench/exhaustive.py --json`, surveys of
 `bench/cliff.py --json`, rates of `bench/packing.py --json`, fused products of
-`bench/fusion.py --save`, devices of `bench/gpu.py --save`, choices on chips that are left out of
-`bench/leave_one_out.py --write`, time against M of `bench/ragged.py --save`, and the figures that `keep_overhead`
-stores of `pytest bench/test_overhead.py --benchmark-json`.
+`bench/fusion.py --save`, convolutions and whole models of `bench/convolutions.py --save` and `bench/models.py --save`,
+devices of `bench/gpu.py --save`, choices on chips that are left out of `bench/leave_one_out.py --write`, time against M
+of `bench/ragged.py --save`, and the figures that `keep_overhead` stores of `pytest bench/test_overhead.py
+--benchmark-json`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,19 @@ from pathlib import Path
 from typing import Any
 
 from ratio_tables import Ratios, at_a_glance, by_chip, by_device, device_ratios, glance, ratios_by_setting
-from result_tables import device, devices, fusion, is_tuning, packing, part, ratios, search
+from result_tables import (
+    convolution_cases,
+    convolutions,
+    device,
+    devices,
+    fusion,
+    is_tuning,
+    models,
+    packing,
+    part,
+    ratios,
+    search,
+)
 from speed_picture import shows, svg
 
 from portmm.comparison.figures import grouped
@@ -34,7 +47,7 @@ BEGIN, END = "<!-- results: made by bench/report.py -->", "<!-- end of results -
 """Lines of the README before and after its tables."""
 NOTHING = "Nothing has been measured for this version yet; `python bench/run_suite.py` measures."
 HEAD = "# Performance\n\nMade by `bench/report.py` from `bench/results/`; how is told in [measuring](measuring.md).\n"
-KINDS = ("overhead", "cliff", "packing", "fusion", "device", "left_out", "ragged")
+KINDS = ("overhead", "cliff", "packing", "fusion", "device", "left_out", "ragged", "convolutions", "models")
 """Top-level keys of the files of one kind; reports may have any of these keys."""
 
 Results = dict[str, list[tuple[str, Any]]]
@@ -114,11 +127,9 @@ def summary(results: Results) -> str:
     parts += [part("left_out", data) for data in of["left_out"]]
     parts += [part("tuning", *row) for row in grouped(of["tuning"], itemgetter("chip")).items()]
     parts += [part(kind, data) for kind in ("overhead", "cliff", "ragged") for data in of[kind]]
-    parts += [
-        *map(packing, of["packing"]),
-        *fusion(of["fusion"]),
-        *(device(*row) for row in devices(results["device"]).items()),
-    ]
+    parts += [*map(packing, of["packing"]), *fusion(of["fusion"])]
+    parts += [*map(convolutions, of["convolutions"]), *map(models, of["models"])]
+    parts += [device(*row) for row in devices(results["device"]).items()]
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 
@@ -132,6 +143,7 @@ def details(results: Results) -> str:
         part("fusion_cases", x, [*dict.fromkeys(y for row in x["fusion"] for y in row["entries"])])
         for x in of["fusion"]
     ]
+    parts += map(convolution_cases, of["convolutions"])
     return "\n\n".join(filter(None, parts)) or NOTHING
 
 

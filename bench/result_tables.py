@@ -2,13 +2,15 @@
 
 Owns the values of the tables of reports of `portmm compare` and `portmm tune`, and of the results of
 `bench/exhaustive.py`, `bench/leave_one_out.py`, `bench/cliff.py`, `bench/ragged.py`, `bench/packing.py`,
-`bench/test_overhead.py`, `bench/fusion.py` and `bench/gpu.py`. Their sentences and columns are in `result_tables.md`.
+`bench/test_overhead.py`, `bench/fusion.py`, `bench/convolutions.py`, `bench/models.py` and `bench/gpu.py`. Their
+sentences and columns are in `result_tables.md`.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Collection, Iterable, Sequence
+from datetime import UTC, datetime
 from functools import cache
 from operator import itemgetter
 from statistics import median
@@ -240,6 +242,41 @@ def left_out_row(data: dict[str, Any]) -> list[str]:
 LEFT_OUT = ("of_best", "refitted", "over_constant", "refitted_over_constant")
 """Rates of choices over others' in a row of `bench/leave_one_out.py`: with the constants of `targets/model/`, and with
 constants that were fitted without the chip."""
+
+
+def heading(kind: str, value: Any) -> dict[str, Any]:
+    """A new file of results of one kind: of this chip, on one day."""
+    from portmm.comparison.limit import chip
+
+    return {"chip": chip(), "date": datetime.now(UTC).date().isoformat(), kind: value}
+
+
+def convolutions(data: dict[str, Any]) -> str:
+    """Table of convolutions by network and type, one thread."""
+    every = data["convolutions"]
+    ratios = [(name.split("-")[0], kind, x["ratio"]) for kind, rows in every.items() for name, x in rows.items()]
+    return part("convolutions", data, [*every], cells(ratios, [*every], mean))
+
+
+def convolution_cases(data: dict[str, Any]) -> str:
+    """Table of every convolution: its rate, and that over the best peer's, of each type."""
+    every = data["convolutions"]
+    names = dict.fromkeys(name for rows in every.values() for name in rows)
+    found = [[rows.get(name) for rows in every.values()] for name in names]
+    texts = [[f"{x['gflops']:.0f}, {x['ratio']:.2f} of {x['best']}" if x else "" for x in row] for row in found]
+    return part("convolution_cases", data, [*every], [[name, *row] for name, row in zip(names, texts, strict=True)])
+
+
+def models(data: dict[str, Any]) -> str:
+    """Table of whole models: milliseconds of each runtime, and the best peer's time over portmm's."""
+    runtimes = [*dict.fromkeys(name for x in data["models"] for name in x["milliseconds"])]
+    return part("models", data, runtimes, [_model_row(x, runtimes) for x in data["models"]])
+
+
+def _model_row(x: dict[str, Any], runtimes: Sequence[str]) -> list[str]:
+    times = [f"{x['milliseconds'][name]:.4g}" if name in x["milliseconds"] else "" for name in runtimes]
+    kind = "int8" if x["model"].endswith("int8") else x["precision"]
+    return [x["model"].removesuffix("-int8"), kind, str(x["threads"]), *times, two(x["ratio"])]
 
 
 def packing(data: dict[str, Any]) -> str:
