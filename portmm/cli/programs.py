@@ -6,6 +6,7 @@ Owns `portmm superoptimize` and `verify`, with their options. What they run is i
 from __future__ import annotations
 
 import json
+import time
 from pathlib import Path  # noqa: TC003 - typer reads annotations
 from typing import Annotated
 
@@ -14,11 +15,16 @@ import typer
 from portmm.errors import PortmmError, TraceError
 from portmm.util.console import Json, Threads, print_json
 
+_LOADED = time.monotonic()
+"""When the command began."""
+_LEAST = 0.1
+"""Seconds of a search, at least, whatever its start took."""
+
 
 def superoptimize(
     function: Annotated[str, typer.Argument(help="FILE.py:NAME or MODULE:NAME, a function of arrays.")],
     shapes: Annotated[list[str], typer.Argument(help="Shape of each argument, as in 16x1024.")],
-    budget: Annotated[float, typer.Option(min=1, help="Seconds of the search.")] = 60.0,
+    budget: Annotated[float, typer.Option(min=1, help="Seconds of the command.")] = 60.0,
     threads: Threads = None,
     save: Annotated[
         Path | None, typer.Option(help="Write the certificate of what is found, as JSON, or its picture: graph.svg.")
@@ -31,9 +37,11 @@ def superoptimize(
 
     if threads is not None:
         settings.set_num_threads(threads)
-    fused = fuse(function_named(function), search=budget)
+    called = function_named(function)
     try:
-        explained = fused.explain(*arrays_of(shapes))
+        arrays = arrays_of(shapes)
+        fused = fuse(called, search=max(_LEAST, budget - (time.monotonic() - _LOADED)))
+        explained = fused.explain(*arrays)
     except (TypeError, ValueError) as error:  # of the function, on arrays of other shapes than it takes
         raise TraceError(f"{function} cannot be called with arrays of shapes {' '.join(shapes)}: {error}") from error
     typer.echo(str(explained))

@@ -13,8 +13,6 @@ from portmm.fusion import turns
 
 PROOF = 0.6
 """Seconds of a kernel's proof, or of its compiler, on an idle core (Granite Rapids: 0.2 to 1.3)."""
-OVER = 1.0
-"""Seconds by which the last proof may end after the budget."""
 KEPT = 0.6
 """Most of a budget that is kept back for its end."""
 TURN = 0.02
@@ -23,18 +21,18 @@ MOST_LOAD = 4.0
 
 
 class Budget:
-    """A budget in seconds, from now on.
+    """A budget in seconds.
 
     Attributes:
-        start: of the search, by the monotonic clock.
+        start: of the search, by the monotonic clock: by default now.
         seconds: of all of it.
         kernels: whose proofs are at its end.
         load: seconds that pass for one of processor time.
         longest: seconds of the longest candidate so far.
     """
 
-    def __init__(self, seconds: float, kernels: int = 2) -> None:
-        self.start = time.monotonic()
+    def __init__(self, seconds: float, kernels: int = 2, start: float | None = None) -> None:
+        self.start = time.monotonic() if start is None else start
         self.seconds, self.kernels = seconds, kernels
         self.load, self.longest = 1.0, 0.0
 
@@ -49,9 +47,9 @@ class Budget:
         return self.seconds - self.elapsed
 
     @property
-    def last_proof(self) -> float:
-        """When the last proof of a kernel may begin, by the monotonic clock."""
-        return self.start + self.seconds + OVER - PROOF * self.load
+    def end(self) -> float:
+        """When it ends, by the monotonic clock: a proof of a kernel that lasts until then is given up."""
+        return self.start + self.seconds
 
     @property
     def turn(self) -> float:

@@ -61,7 +61,9 @@ def attentions(graph: MuGraph, target: Target, kernels: Iterable[Kernel]) -> lis
     ran = {x.kind: x.types for x in kernels if x.types is not None}
     every = []
     for form in _forms(graph):
-        dtype, to = ran.get("attention_by_factors" if form.score.operands else "attention", ("f32", "f32"))
+        if (types := ran.get(_call(form))) is None:
+            continue
+        dtype, to = types
         called = form._replace(score=_called(form.score), dtype=dtype, to=to)
         for name, queries in (("few", 1), ("many", MOST_EXACT)):
             with suppress(ScheduleError):
@@ -76,6 +78,11 @@ def _forms(graph: MuGraph) -> list[Form]:
         with suppress(ScheduleError):
             forms += [attention_of(x.program).form] if x.program.is_attention else []
     return forms
+
+
+def _call(form: Form) -> str:
+    """The kind of the kernel that a call has: factors are read from operands of its score."""
+    return "attention_by_factors" if form.score.operands else "attention"
 
 
 def _called(score: Fused) -> Fused:
@@ -120,10 +127,11 @@ def unlisted(kernels: Iterable[Kernel], graph: MuGraph | None) -> list[tuple[str
 
     A step of attention has the kernel of its record, as a call of `attention` does.
     """
-    steps = () if graph is None else graph.steps
-    calls = any(x.program.is_attention for x in steps)
+    calls = () if graph is None else tuple(map(_call, _forms(graph)))
     reasons = {"product": "its weight is packed, or its rows are quantized", "rows": "it has no text of expressions"}
-    every = [(i, x) for i, x in enumerate(kernels, 1) if not (x.kind == "block" or (x.types is not None and calls))]
+    every = [
+        (i, x) for i, x in enumerate(kernels, 1) if not (x.kind == "block" or (x.types is not None and x.kind in calls))
+    ]
     listed = [(i, x) for i, x in every if not emitted_alone(x)]
     return [(f"kernel {i}, {x.what}", reasons.get(x.kind, "greedy fusion made it of several steps")) for i, x in listed]
 

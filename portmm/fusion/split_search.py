@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -31,6 +30,7 @@ from portmm.util.records import replace
 from portmm.verification.certificate import together
 
 if TYPE_CHECKING:
+    from portmm.fusion.budget import Budget
     from portmm.fusion.graph import Node
 
     Progress = Callable[[int, int, str], None]
@@ -74,7 +74,7 @@ class Layout(NamedTuple):
     strides: tuple[int, ...]
 
 
-def in_parts(parts: Parts, optimize: Search, seconds: float, progress: Progress) -> Finding:
+def in_parts(parts: Parts, optimize: Search, budget: Budget, progress: Progress) -> Finding:
     """Search each part of a function, and keep the program of all where it is faster than the function as it is.
 
     An interrupt outside the search of a part leaves the function as it is; what is found for parts is stored.
@@ -82,32 +82,31 @@ def in_parts(parts: Parts, optimize: Search, seconds: float, progress: Progress)
     Args:
         parts: of the function.
         optimize: the search of a part.
-        seconds: budget, as of `superoptimizer.optimize`.
-        progress: the same.
+        budget: of all parts.
+        progress: as of `superoptimizer.optimize`.
     """
-    start = time.monotonic()
     findings: dict[int, Finding] = {}
     try:
-        best = _searched(parts, findings, optimize, seconds, progress)
+        best = _searched(parts, findings, optimize, budget, progress)
     except KeyboardInterrupt:
-        if seconds <= 0:  # there is no search that it could end
+        if budget.seconds <= 0:  # there is no search that it could end
             raise
         best = _counted(parts, findings)._replace(interrupted=True)
         best = best if best.forms else best._replace(note="")
-    return best._replace(elapsed=time.monotonic() - start)
+    return best._replace(elapsed=budget.elapsed)
 
 
 def _searched(
-    parts: Parts, findings: dict[int, Finding], optimize: Search, seconds: float, progress: Progress
+    parts: Parts, findings: dict[int, Finding], optimize: Search, budget: Budget, progress: Progress
 ) -> Finding:
     """Search each part, whose findings it adds, and the program of all."""
-    end = time.monotonic() + seconds
+    seconds = budget.seconds
     key, target, threads = parts.key(), config.target().name, config.get_num_threads()
     if seconds <= 0 and program_database.find(key, target, threads) is None:
         return Finding()
     parts.build()
     for i in parts.searched:
-        left = (end - time.monotonic()) / (len(parts.searched) - len(findings)) if seconds > 0 else 0.0
+        left = budget.left / (len(parts.searched) - len(findings)) if seconds > 0 else 0.0
         if any(x.interrupted for x in findings.values()):
             left = 0.0
         findings[i] = optimize(parts.task(i), max(0.0, left), progress)

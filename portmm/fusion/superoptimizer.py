@@ -10,32 +10,31 @@ from __future__ import annotations
 import hashlib
 import heapq
 import secrets
+import time
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from portmm.dispatch import config, program_database
 from portmm.errors import ChangedError, PortmmError, ScheduleError
 from portmm.fusion import turns
 from portmm.fusion.budget import Budget
 from portmm.fusion.emitted import all_emitted, unlisted, with_threads
-from portmm.fusion.finding import Finding, Form, Path, Placed, Run, Task
-from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
+from portmm.fusion.finding import Finding, Form, Path, Placed, Task
+from portmm.fusion.placing import MOST_SCHEDULES, ONE_KERNEL, Placing
 from portmm.fusion.split_search import in_parts, parts_of
-from portmm.fusion.term_arrays import compute
-from portmm.fusion.term_cost import Rates, predicted, predicted_kernel
-from portmm.fusion.term_kernels import Kernel, one_kernels
+from portmm.fusion.term_cost import Rates
 from portmm.fusion.term_reader import Labelled, term_of
 from portmm.fusion.term_rewrites import alternatives, subterms
-from portmm.fusion.terms import Term, UnlabelledError, graph_of
-from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
+from portmm.fusion.terms import UnlabelledError
+from portmm.trace.placeholders import ByValueError
 from portmm.verification.certificate import LATE, Emitted, certify, late, of_sizes
 from portmm.verification.equivalence import check
 from portmm.verification.stability import judge
 
 if TYPE_CHECKING:
     from portmm.fusion.program import Kernel as Described
+    from portmm.fusion.term_kernels import Kernel
     from portmm.ir.mugraph import MuGraph
-    from portmm.schedule.schedule import Schedule
 
 SECONDS = 60.0
 """Budget of a search by default."""
@@ -50,17 +49,16 @@ FORMS_OF_KERNELS = 60
 """Forms that are tried as one kernel, with the fewest rewrites first."""
 KERNELS_MEASURED = 3
 """Kernels of the whole function that are compiled and measured."""
-ONE_KERNEL = "one kernel along "
-"""Start of the last entry of a path that ends in one kernel: with the label of its loop, and its number."""
-MOST_SCHEDULES = 4
-"""Schedules of such a kernel that are measured."""
 REJECT_RATIO = 1.5
 """Time of three runs of a form over that of the best one, from which it is not measured further."""
+ENDED = "its start took the time of the search; search longer"
 FINALISTS = 3
 """Programs that are measured again at the end, beside the program as it is."""
 
 
-def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], None] | None = None) -> Finding:
+def optimize(
+    task: Task, seconds: float, progress: Callable[[int, int, str], None] | None = None, start: float | None = None
+) -> Finding:
     """Search a faster program; an interrupt from the keyboard ends the search, and what it found is kept.
 
     A function with operations that have no terms is split at them, and what is between is searched: see `split_search`.
@@ -69,7 +67,9 @@ def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], Non
         task: the function.
         seconds: budget; 0: only what an earlier search has found for the same structure is taken.
         progress: takes numbers of forms measured and to measure, and the best so far.
+        start: of the budget, by the monotonic clock; by default now.
     """
+    start = time.monotonic() if start is None else start
     shown = progress or (lambda *_: None)
     try:
         labelled = term_of(task.graph, task.outputs)
@@ -77,23 +77,21 @@ def optimize(task: Task, seconds: float, progress: Callable[[int, int, str], Non
         unsearched = Finding(note=f"not searched: {error}")
         try:
             parts = parts_of(task)
-            return unsearched if parts is None else in_parts(parts, optimize, seconds, shown)
+            return unsearched if parts is None else in_parts(parts, optimize, Budget(seconds, start=start), shown)
         except (PortmmError, ByValueError, ChangedError, RecursionError):
             return unsearched
-    return _Search(task, labelled, seconds, shown).run()
+    return _Search(task, labelled, Budget(seconds, len(task.kernels) + 1, start), shown).run()
 
 
 class _Search:
     """A search that runs."""
 
     def __init__(
-        self, task: Task, labelled: Labelled, seconds: float, progress: Callable[[int, int, str], None]
+        self, task: Task, labelled: Labelled, budget: Budget, progress: Callable[[int, int, str], None]
     ) -> None:
-        self.task, self.labelled, self.progress = task, labelled, progress
-        self.budget = Budget(seconds, len(task.kernels) + 1)
-        self.rates = Rates.of(config.target())
-        self.inputs = labelled.inputs
-        self.reference = self.graph(labelled.results)
+        self.task, self.labelled, self.budget, self.progress = task, labelled, budget, progress
+        self.place = Placing(task, labelled, Rates.of(config.target()))
+        self.reference = self.place.graph(labelled.results)
         self.key = hashlib.sha256(labelled.structure().encode()).hexdigest()
         self.seed = secrets.randbits(63)  # of the tests of all candidates; a certificate has tests of its own
         self.forms: list[Form] = []
@@ -102,15 +100,13 @@ class _Search:
         self.selected: tuple[Placed, Path] | None = None
         self.faster: list[tuple[float, float, Placed, Path]] = []
 
-    def graph(self, roots: tuple[Term, ...]) -> MuGraph:
-        """The µGraph of a form."""
-        return graph_of(roots, self.labelled.axes, self.inputs)
-
     def run(self) -> Finding:
         """The best program."""
         known = self.known()
         if known is not None or self.budget.seconds <= 0:
             return known or Finding(graph=self.reference)
+        if self.budget.left <= 0:
+            return Finding(graph=self.reference, note=f"not searched: {ENDED}")
         try:
             self.enumerate()
             self.measure()
@@ -133,28 +129,24 @@ class _Search:
 
     def enumerate(self) -> None:
         """Expand forms, best first, until there are no more, or enough."""
-        first = Form(self.labelled.results, (), self.seconds(self.labelled.results))
+        first = Form(self.labelled.results, (), self.place.seconds(self.labelled.results))
         heap = [(first.seconds, 0, first)]
         seen = {first.roots}
         best = first.seconds
         while heap and len(seen) < MOST_FORMS and self.budget.left > self.budget.seconds / 2:
             _, _, form = heapq.heappop(heap)
             self.forms.append(form)
-            if self.seconds(form.roots, optimistic=True) > SLACK * best:
+            if self.place.seconds(form.roots, optimistic=True) > SLACK * best:
                 self.bounded += 1
                 continue
             for i, (name, roots) in enumerate(alternatives(form.roots)):
                 if roots in seen:
                     continue
                 seen.add(roots)
-                new = Form(roots, (*form.path, (name, i)), self.seconds(roots))
+                new = Form(roots, (*form.path, (name, i)), self.place.seconds(roots))
                 best = min(best, new.seconds)
                 heapq.heappush(heap, (new.seconds, len(seen), new))
         self.forms += [x for *_, x in heap]
-
-    def seconds(self, roots: tuple[Term, ...], *, optimistic: bool = False) -> float:
-        """Predicted seconds of a form."""
-        return predicted(roots, self.labelled.extents, self.rates, optimistic=optimistic)
 
     def measure(self) -> None:
         """Verify and measure the most promising forms."""
@@ -167,7 +159,7 @@ class _Search:
             if not self.budget.lasts:
                 break
             self.show(i, f"a form of {len(self.forms)}")
-            if not check(self.reference, self.graph(form.roots), seed=self.seed):
+            if not check(self.reference, self.place.graph(form.roots), seed=self.seed):
                 continue
             self.verified += 1
             with self.budget.candidate():
@@ -176,11 +168,11 @@ class _Search:
     def tried(self, form: Form) -> None:
         """Compile a form, and measure it unless its kernels do the same work as those of the program as it is."""
         try:
-            run, explained = self.compiled(form.roots)
+            run, explained = self.place.form(form.roots)
         except (PortmmError, ByValueError):
             return
         if list(map(_work, explained.kernels)) != list(map(_work, self.task.kernels)):
-            self.compared(Placed(self.graph(form.roots), run, explained, form.seconds), form.path)
+            self.compared(Placed(self.place.graph(form.roots), run, explained, form.seconds), form.path)
 
     def compared(self, candidate: Placed, path: Path) -> None:
         """Measure a candidate beside the program as it is, and keep it if it is the fastest so far.
@@ -222,11 +214,9 @@ class _Search:
 
     def as_one(self) -> None:
         """Find the function as one kernel, of any form, with the fewest passes and bytes; measure what has loops."""
-        extents, axes = self.labelled.extents, self.labelled.axes
         every: list[tuple[Kernel, Form, int]] = []
         for form in sorted(self.forms, key=lambda x: len(x.path))[:FORMS_OF_KERNELS]:
-            kernels = one_kernels(form.roots, axes, self.inputs, extents, self.rates.near)
-            every += [(x, form, i) for i, x in enumerate(kernels)]
+            every += [(x, form, i) for i, x in enumerate(self.place.kernels(form.roots))]
         ran = 0
         for kernel, form, i in sorted(every, key=lambda x: (x[0].passes, x[0].moved)):
             known, lasts = self.best.kernel is not None, self.budget.lasts_for_kernel
@@ -253,46 +243,15 @@ class _Search:
         """A kernel as programs, one for each schedule while the budget lasts; none if there are no loops for it."""
         every: list[Placed] = []
         try:
-            graph = laid_out(kernel.graph, self.labelled, self.task.arrays)
-            for s in schedules(graph, kernel.sizes)[:MOST_SCHEDULES]:
+            graph, few = self.place.schedules(kernel)
+            for s in few:
                 with self.budget.candidate():
-                    every.append(self.place(kernel, graph, s))
+                    every.append(self.place.kernel(kernel, graph, s))
                 if not self.budget.lasts:
                     break
         except PortmmError:
             return every
         return every
-
-    def place(self, kernel: Kernel, graph: MuGraph, s: Schedule) -> Placed:
-        """A kernel as a program, by its graph as operands lie.
-
-        Raises:
-            PortmmError: there are no loops for it, or they are not built.
-        """
-        task = self.task
-        run, kernels, source = compiled_kernel(graph, self.labelled, task.arrays, task.result, kernel.sizes, s)
-        seconds = predicted_kernel(graph.steps[0].program, kernel.sizes, s, self.rates)
-        return Placed(graph, run, task.described(kernels, source), seconds, s)
-
-    def compiled(self, roots: tuple[Term, ...]) -> tuple[Run, Any]:
-        """The program of a form."""
-        labelled, result = self.labelled, self.task.result
-
-        def function(*arrays: Any) -> Any:
-            inputs = []
-            for leaf, views in labelled.leaves:
-                x = arrays[leaf]
-                for view in views:
-                    x = view(x)
-                inputs.append(x)
-            every = compute(roots, labelled.axes, inputs, labelled.extents, labelled.dtype)
-            types = labelled.types[len(inputs) :]
-            if types:
-                every = [x if x.dtype == y else x.astype(y) for x, y in zip(every, types, strict=True)]
-            ends = iter(every)
-            return rebuilt(result, lambda x: next(ends) if isinstance(x, Placeholder) else x)
-
-        return self.task.compiled(self.task.arrays, function)
 
     def kept(self, best: Finding) -> Finding:
         """A finding with its certificate, stored for later searches; none if a check fails."""
@@ -303,13 +262,13 @@ class _Search:
             target, threads = config.target(), config.get_num_threads()
             less = unlisted(kernels, graph)
             every = self.kernels(candidate)
-            certificate = certify(self.reference, graph, target.name, every, less, until=self.budget.last_proof)
+            certificate = certify(self.reference, graph, target.name, every, less, until=self.budget.end)
             if candidate.schedule is not None and late(certificate):  # a kernel that this search alone has made
                 raise ScheduleError(f"{LATE}; search longer")
         except PortmmError as error:
             note = f"a faster program is not kept: {error}"
             return Finding(note=note, forms=best.forms, kernel=best.kernel, graph=self.reference)
-        promise, gain = self.promise(candidate.predicted), best.before / best.seconds
+        promise, gain = self.place.promise(candidate.predicted), best.before / best.seconds
         trust = max(LEAST_TRUST, min(gain, max(1.0, promise)) / promise)  # no loss is predicted to be a gain
         program_database.store(self.key, target.name, threads, program_database.Entry(path, certificate, trust))
         return best._replace(certificate=certificate, graph=with_threads(graph, certificate, target))
@@ -327,25 +286,24 @@ class _Search:
             return best
         target, kernels = config.target(), self.task.kernels
         try:
-            graph = self.attended() if any(x.types is not None for x in kernels) else self.reference
+            calls = {x.kind for x in kernels if x.types is not None}
+            graph = self.attended("attention_by_factors" in calls) if calls else self.reference
             every = all_emitted(graph, kernels, target, config.get_num_threads())
             less = unlisted(kernels, graph)
-            certificate = certify(
-                self.reference, graph, target.name, every, less, steps=False, until=self.budget.last_proof
-            )
+            certificate = certify(self.reference, graph, target.name, every, less, steps=False, until=self.budget.end)
         except PortmmError as error:
             return best._replace(note=f"the program as it is has no certificate: {error}")
         return best._replace(certificate=certificate)
 
-    def attended(self) -> MuGraph:
-        """The form that greedy fusion makes of a softmax between products: attention, by the fewest rewrites."""
-        every = sorted(self.forms, key=lambda x: len(x.path))
-        form = next((x for x in every if any(y.op == "attention" for y in subterms(x.roots))), None)
-        return self.reference if form is None else self.graph(form.roots)
+    def attended(self, by_factors: bool) -> MuGraph:
+        """The form that greedy fusion makes of a softmax between products: attention, by the fewest rewrites.
 
-    def promise(self, seconds: float) -> float:
-        """The predicted speed-up of a program that is predicted to take some seconds."""
-        return self.seconds(self.labelled.results) / seconds
+        Factors are further operands of attention, beside queries, keys and values.
+        """
+        every = sorted(self.forms, key=lambda x: len(x.path))
+        calls = ((x, y) for x in every for y in subterms(x.roots) if y.op == "attention")
+        form = next((x for x, y in calls if (len(y.args) > 3) == by_factors), None)
+        return self.reference if form is None else self.place.graph(form.roots)
 
     def known(self) -> Finding | None:
         """The program that an earlier search has found for the same structure, verified again, if it may pay."""
@@ -353,7 +311,7 @@ class _Search:
         if entry is None:
             return None
         try:
-            candidate = self.replayed(entry.path, entry.trust)
+            candidate = self.place.replayed(entry.path, entry.trust)
         except (PortmmError, ByValueError):
             return None
         if candidate is None or not check(self.reference, candidate.graph):
@@ -365,36 +323,6 @@ class _Search:
         path, elapsed = tuple(name for name, _ in entry.path), self.budget.elapsed
         graph = with_threads(graph, certificate, config.target())
         return Finding(run, explained, path, elapsed=elapsed, certificate=certificate, graph=graph, stored=True)
-
-    def replayed(self, path: Path, trust: float) -> Placed | None:
-        """The program of a path, if it may pay for these sizes: as predicted, times `trust`.
-
-        Raises:
-            PortmmError: it is not built.
-        """
-        roots = self.labelled.results
-        one = [x for x in path if x[0].startswith(ONE_KERNEL)]
-        for name, i in path[: len(path) - len(one)]:
-            every = list(alternatives(roots))
-            if i >= len(every) or every[i][0] != name:
-                return None
-            roots = every[i][1]
-        if not one:
-            seconds = self.seconds(roots)
-            pays = trust * self.promise(seconds) >= 1
-            return Placed(self.graph(roots), *self.compiled(roots), seconds) if pays else None
-        axes, extents = self.labelled.axes, self.labelled.extents
-        kernels = list(one_kernels(roots, axes, self.inputs, extents, self.rates.near))
-        ((name, number),) = one
-        i, j = divmod(number, MOST_SCHEDULES)
-        if i >= len(kernels) or name != ONE_KERNEL + kernels[i].loop:
-            return None
-        graph = laid_out(kernels[i].graph, self.labelled, self.task.arrays)
-        few = schedules(graph, kernels[i].sizes)[:MOST_SCHEDULES]
-        if j >= len(few):
-            return None
-        program = self.place(kernels[i], graph, few[j])
-        return program if trust * self.promise(program.predicted) >= 1 else None
 
 
 def _work(x: Described) -> tuple[str, ...]:

@@ -6,6 +6,7 @@ Owns `Program`, and `program_of`, which traces a function with the arguments of 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -64,6 +65,7 @@ def program_of(f: Any, args: Any, options: Any, kept: list[Any], *, by_value: bo
     Returns:
         The program, the arrays and numbers of the call, and whether numbers are constants after all.
     """
+    began = time.monotonic()  # a budget is for the program as it is, too
     try:
         graph, program = traced(f, args, options, kept, by_value=by_value)
     except ByValueError:
@@ -72,7 +74,7 @@ def program_of(f: Any, args: Any, options: Any, kept: list[Any], *, by_value: bo
         by_value = True
         graph, program = traced(f, args, options, kept, by_value=True)
     if program.cacheable and (f.search or program_database.present()):
-        _superoptimize(f, program, args, options, by_value=by_value)
+        _superoptimize(f, program, args, options, began, by_value=by_value)
     leaves, graph.leaves, graph.values = graph.leaves, [], {}  # a cached program must not keep arrays alive
     return program, leaves, by_value
 
@@ -119,7 +121,7 @@ def traced(f: Any, args: Any, options: Any, kept: list[Any], *, by_value: bool) 
     return graph, Program(run, captures.finished(), kept, explained, graph.lasting)
 
 
-def _superoptimize(f: Any, program: Program, args: Any, options: Any, *, by_value: bool) -> None:
+def _superoptimize(f: Any, program: Program, args: Any, options: Any, began: float, *, by_value: bool) -> None:
     """Search a faster program, which takes the place of one if there is one: see `superoptimizer.optimize`."""
     from contextlib import nullcontext
 
@@ -136,7 +138,7 @@ def _superoptimize(f: Any, program: Program, args: Any, options: Any, *, by_valu
         task = Task(graph, outputs, result, list(graph.leaves), program.run, compiled, _described, kernels)
         shows = f.search and sys.stderr.isatty()
         with progress("superoptimize", f.search) if shows else nullcontext() as shown:
-            finding = superoptimizer.optimize(task, f.search, shown)
+            finding = superoptimizer.optimize(task, f.search, shown, began)
     explained = finding.explained or program.explained
     if finding.run is not None:
         program.run = finding.run

@@ -190,7 +190,7 @@ def attention_of(program: BlockProgram) -> Attention:
     loads = [x.args[0] for y in gemms for x in y.inner if x.op == "load"]
     if not (len(gemms) == 2 and len(tops) == 1 and loop in ("n", "m") and len(loads) == 3 and 1 <= len(stores) <= 2):
         raise ScheduleError(REFUSED)
-    dot, masked = gemms[0], tops[0].args[1]
+    dot, masked, factors = gemms[0], tops[0].args[1], _factors(gemms[1])
     items = [i for i, x in enumerate(every) if x.dtype == "s32" and x.axes == "b" and i not in (*loads, *stores)]
     literals = [x for x in ordered((masked,)) if x.op == "const" and x.dtype == "s32"]
     loaded = {x.args[0] for x in ordered((masked,)) if x.op == "load"}
@@ -207,8 +207,8 @@ def attention_of(program: BlockProgram) -> Attention:
         form = Form(Fused((), ()), every[at.q].dtype, every[at.o].dtype, bounds, *there)
         score = substituted(inner, lambda x: acc() if x is dot else None, {})
         for width in (extent("w"), *literals) if window else (extent("w"),):
-            if _same(_passes(score, form, at, width, loop, guarded=guarded), program.passes):
-                form = form._replace(score=_alone(score, reads, every))
+            if _same(_passes(score, form, at, width, loop, guarded=guarded, factors=factors), program.passes):
+                form = form._replace(score=_alone((score, *factors), reads, every))
                 return Attention(form, at, reads, width.args[0] if width.op == "const" else None)
     raise ScheduleError(REFUSED)
 
@@ -223,13 +223,20 @@ def _parts(program: BlockProgram) -> tuple[list[Expr], list[Expr], list[int]]:
     )
 
 
-def _alone(score: Expr, reads: tuple[int, ...], every: tuple[Operand, ...]) -> Fused:
-    """A score with the operands that it reads."""
+def _factors(mixed: Expr) -> list[Expr]:
+    """Factors of weights in the sum of values, at most one: that of each key's values, which an operand has."""
+    left = mixed.args[1]
+    last = left.args[1] if left.op == "mul" else left
+    return [last] if last.op == "load" else []
+
+
+def _alone(scores: tuple[Expr, ...], reads: tuple[int, ...], every: tuple[Operand, ...]) -> Fused:
+    """A score, and a factor if there is one, with the operands that they read."""
 
     def change(x: Expr) -> Expr | None:
         return load(reads.index(x.args[0]), every[x.args[0]].dtype) if x.op == "load" else None
 
-    return Fused(tuple(every[i] for i in reads), ((C, substituted(score, change, {})),))
+    return Fused(tuple(every[i] for i in reads), tuple((C, substituted(x, change, {})) for x in scores))
 
 
 def _same(one: tuple[Pass, ...], other: tuple[Pass, ...]) -> bool:

@@ -19,10 +19,9 @@ from portmm.ir.mugraph import MuGraph, from_json, program_from_json, program_to_
 from portmm.schedule.text import parse, spell
 from portmm.target.target import load_target, names_of
 from portmm.verification.equivalence import Verdict, check
-from portmm.verification.kernels import check_kernel
 from portmm.verification.lowered import Lowered, every_on_device, lowered
 from portmm.verification.stability import EPS, judge
-from portmm.verification.values import UncompiledError, UnsupportedError
+from portmm.verification.values import LateError, UncompiledError, UnsupportedError
 
 if TYPE_CHECKING:
     from portmm.ir.block_program import BlockProgram
@@ -96,7 +95,7 @@ def certify(
         emitted: further kernels, which the program runs in the place of steps.
         unchecked: names of kernels that it runs, too, and why they are not checked.
         steps: whether steps of the candidate run as kernels of their own.
-        until: by the monotonic clock; kernels whose turn comes later are not checked, for the reason `LATE`.
+        until: by the monotonic clock; kernels that are not checked then remain so, for the reason `LATE`.
 
     Raises:
         ScheduleError: they differ, or a kernel does, or the candidate is less stable.
@@ -124,7 +123,7 @@ def certify(
             if kernel is None or time.monotonic() > until:
                 part = {"name": x.name, "reason": "labels or types" if kernel is None else LATE}
             else:
-                part = _kernel(x, kernel, target)
+                part = _kernel(x, kernel, target, until)
             data["unchecked" if "reason" in part else "kernels"].append(part)
     return data
 
@@ -163,14 +162,16 @@ def _numbers(x: Verdict) -> dict[str, Any]:
     return {"seed": x.seed, "tests": x.tests, "bits": round(x.bits, 2), "extents": dict(x.extents), "primes": primes}
 
 
-def _kernel(of: Emitted, x: Lowered, target: str) -> dict[str, Any]:
+def _kernel(of: Emitted, x: Lowered, target: str, until: float) -> dict[str, Any]:
     """The part of a certificate for a kernel, or the reason why it is not checked."""
     emitted, text = {"by": COMPILED, "reason": ""}, source(x.kernel)
-    verdict = check_kernel(of.program, x.kernel, x.extents, text=text)
+    verdict = x.check(of.program, text=text, until=until)
+    if not verdict and verdict.reason.startswith(LateError.__name__):
+        return {"name": of.name, "reason": LATE}
     if _unsupported(verdict):
         compiled = not verdict.reason.startswith(UncompiledError.__name__)
         emitted = {"by": INTERPRETED, "reason": verdict.reason}
-        verdict = check_kernel(of.program, x.kernel, x.extents)
+        verdict = x.check(of.program)
         if verdict and compiled:
             raise ScheduleError(f"the text of {of.name} is another kernel than its loops are: {emitted['reason']}")
     if _unsupported(verdict):
@@ -249,7 +250,7 @@ def _repeated(data: Mapping[str, Any]) -> list[Outcome]:
     emitted, by = source(x.kernel), data["emitted"]["by"]
     same_text = digest(emitted) == data["digest"]
     seed, compiled = int(data["check"]["seed"]), emitted if by == COMPILED else ""
-    verdict = check_kernel(program, x.kernel, x.extents, seed=seed, text=compiled)
+    verdict = x.check(program, seed=seed, text=compiled)
     name = f"{data['name']}, {data['target']}"
     text = "as it was certified" if same_text else "another text than was certified: this portmm emits another kernel"
     holds = bool(verdict) and _numbers(verdict) == data["check"]

@@ -7,8 +7,10 @@ printer writes is judged too: declarations, addresses, the order of statements a
 
 from __future__ import annotations
 
+import math
 import re
 import struct
+import time
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
@@ -16,13 +18,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from portmm.build import child_process
 from portmm.build.compiler import find_compiler
 from portmm.errors import BuildError
 from portmm.ir.interpreter import evaluate
 from portmm.ir.nodes import FIELDS, OPERANDS, SWAPPED, Kernel
 from portmm.spec.problem import AXES
 from portmm.verification.node_table import OPERATIONS, replayed
-from portmm.verification.values import UncompiledError, UnsupportedError
+from portmm.verification.values import LateError, UncompiledError, UnsupportedError
 
 if TYPE_CHECKING:
     from portmm.spec.expr import Expr
@@ -100,26 +103,33 @@ class Arrays(NamedTuple):
     literals: frozenset[float] = frozenset()
 
 
-def run(text: str, kernel: Kernel, ints: Mapping[str, int], arrays: Arrays) -> dict[str, list[Expr | None]]:
-    """The expressions of the elements that a text writes.
+def run(
+    text: str, kernel: Kernel, calls: Sequence[tuple[Mapping[str, int], Arrays]], until: float = math.inf
+) -> list[dict[str, list[Expr | None]]]:
+    """The expressions of the elements that a text writes, in each of some calls.
 
     Args:
         text: of the kernel.
         kernel: whose name, fields and scratch it has.
-        ints: the caller's integer fields.
-        arrays: the call's.
+        calls: the caller's integer fields, and the arrays, of each.
+        until: by the monotonic clock, what has not ended then is given up.
 
     Raises:
+        LateError: it has not ended.
         UncompiledError: it has vectors or instructions that have no meaning on symbols, or no compiler has C++.
         UnsupportedError: its masks depend on data.
         BuildError: it ends with an error.
     """
-    return expressions(program(text, kernel, ints, arrays), arrays)
+    outputs = _outputs(program(text, kernel, calls), len(calls), until)
+    return [_read(x, arrays) for x, (_, arrays) in zip(outputs, calls, strict=True)]
 
 
 def expressions(source: str, arrays: Arrays) -> dict[str, list[Expr | None]]:
     """The expressions that a program writes: see `run`."""
-    data = _output(source)
+    return _read(_outputs(source, 1, math.inf)[0], arrays)
+
+
+def _read(data: bytes, arrays: Arrays) -> dict[str, list[Expr | None]]:
     (count,) = struct.unpack_from("<I", data)
     nodes = np.frombuffer(data, "<u4", 4 * count, 4).reshape(-1, 4)
     words = np.frombuffer(data, "<u4", -1, 4 + 16 * count).tolist()
@@ -128,10 +138,15 @@ def expressions(source: str, arrays: Arrays) -> dict[str, list[Expr | None]]:
     return {x: [known.get(next(each)) for _ in range(arrays.shapes[x])] for x in arrays.results}
 
 
-def program(text: str, kernel: Kernel, ints: Mapping[str, int], arrays: Arrays) -> str:
-    """The source of a program that calls a text on symbols and writes its expressions."""
+def program(text: str, kernel: Kernel, calls: Sequence[tuple[Mapping[str, int], Arrays]]) -> str:
+    """The source of a program that calls a text on symbols and writes its expressions.
+
+    Of several calls a run makes one, of the number of its arguments.
+    """
     parts = [operations(), header("symbols"), header("half_symbols"), 'extern "C" {', cpp(text), "}"]
-    return "\n".join([*parts, _main(kernel, ints, arrays)])
+    parts += [_call(i, kernel, *x) for i, x in enumerate(calls)]
+    cases = (f"    case {i}: return call_{i}::run();" for i in range(len(calls)))
+    return "\n".join([*parts, "int main(int count, char **) {\n  switch (count - 1) {", *cases, "  }\n}\n"])
 
 
 def operations() -> str:
@@ -206,17 +221,17 @@ def _instruction(text: str) -> str:
     return f"{function}({', '.join(x for _, x in operands)})"
 
 
-def _main(kernel: Kernel, ints: Mapping[str, int], arrays: Arrays) -> str:
-    """The program's main function."""
+def _call(number: int, kernel: Kernel, ints: Mapping[str, int], arrays: Arrays) -> str:
+    """A call, as a function `run` in a namespace of its own."""
     source = SWAPPED if kernel.swap else {}
     extra = [f"x{i}" for i in range(len(kernel.operands))]
     fields = {x: ints[source.get(x, x)] for x in FIELDS} | dict(kernel.constants)
     strides = {f"{x}_{axis}": ints.get(f"{x}_{axis}", 0) for x in extra for axis in AXES}
     work = evaluate(kernel.workspace, fields | strides)
     sizes = {name: arrays.shapes.get(name, 0) for name in (*OPERANDS, *extra)} | {"work": work}
-    lines = declared(sizes, arrays)
+    lines = [f"namespace call_{number} {{", *declared(sizes, arrays)]
     lines.append("static void each(void *, void (*body)(const long *, long, long), const long *ctx, long n, long k) {")
-    lines.append("  for (long i = 0; i < n; ++i) body(ctx, i, i % k);\n}\nint main() {")
+    lines.append("  for (long i = 0; i < n; ++i) body(ctx, i, i % k);\n}\nstatic int run() {")
     lines += filled(arrays)
     lines.append(f"  static portmm_operand operands[{len(extra) + 1}];\n  static portmm_args g;")
     for i, x in enumerate(extra):
@@ -225,7 +240,7 @@ def _main(kernel: Kernel, ints: Mapping[str, int], arrays: Arrays) -> str:
     lines += [f"  g.{x} = {ints[x]};" for x in FIELDS]
     lines += [f"  g.{x} = {'(char *)' if x == 'work' else ''}array_{x};" for x in OPERANDS]
     lines.append(f"  g.parallel = each;\n  g.operands = operands;\n  {kernel.name}(&g);")
-    return "\n".join([*lines, *checks(sizes, arrays), *written(arrays)])
+    return "\n".join([*lines, *checks(sizes, arrays), *written(arrays), "}"])
 
 
 def declared(sizes: Mapping[str, int], arrays: Arrays) -> list[str]:
@@ -279,15 +294,15 @@ def written(arrays: Arrays) -> list[str]:
 
 
 @lru_cache(maxsize=4)
-def _output(source: str) -> bytes:
-    """The output of a program, which is the same each time.
+def _outputs(source: str, calls: int, until: float) -> list[bytes]:
+    """The output of each call of a program, which is the same each time.
 
     Raises:
+        LateError: neither its compiler nor it has ended at a time.
         UncompiledError: there is no compiler of C++, or it refuses the program.
         UnsupportedError: its masks depend on data.
         BuildError: the program fails.
     """
-    import subprocess
     import tempfile
 
     compiler = find_compiler()
@@ -295,21 +310,28 @@ def _output(source: str) -> bytes:
         path = Path(folder, "text.cpp")
         path.write_text(source, encoding="utf-8")
         words = [*compiler.argv, *_FLAGS, str(path), "-o", str(path.with_suffix(""))]
-        try:
-            done = subprocess.run(words, capture_output=True, text=True, timeout=LIMIT, check=False, cwd=folder)
-        except subprocess.TimeoutExpired:
-            raise UncompiledError(f"the compiler takes longer than {LIMIT:g} s with symbols for floats") from None
-        if done.returncode:
-            message = done.stderr.strip().splitlines()
-            if "cc1plus" in done.stderr and "error:" in done.stderr:
+        done = child_process.run(words, _left(until), folder=folder)
+        if done.status is None:
+            _late(until)
+            raise UncompiledError(f"the compiler takes longer than {LIMIT:g} s with symbols for floats")
+        if done.status:
+            message = done.output.strip().splitlines()
+            if "cc1plus" in done.output and "error:" in done.output:
                 raise UncompiledError("the compiler has no C++: install g++, or name clang by CC")
             error = next((x for x in message if "error" in x), "".join(message[-1:]))
             raise UncompiledError(f"the text does not compile with symbols for floats: {error}")
-        words = [str(path.with_suffix(""))]
-        try:
-            ran = subprocess.run(words, capture_output=True, timeout=LIMIT, check=False, cwd=folder)
-        except subprocess.TimeoutExpired:
-            raise BuildError(f"the text does not end within {LIMIT:g} s on symbols") from None
+        return [_ran([str(path.with_suffix("")), *["-"] * i], folder, until) for i in range(calls)]
+
+
+def _ran(words: list[str], folder: str, until: float) -> bytes:
+    """The output of a call: see `_outputs`."""
+    import subprocess
+
+    try:
+        ran = subprocess.run(words, capture_output=True, timeout=_left(until), check=False, cwd=folder)
+    except subprocess.TimeoutExpired:
+        _late(until)
+        raise BuildError(f"the text does not end within {LIMIT:g} s on symbols") from None
     if ran.returncode == DEPENDS:
         raise UnsupportedError("a mask of lanes depends on data")
     if ran.returncode == FULL:
@@ -323,3 +345,13 @@ def _output(source: str) -> bytes:
         reason = "it reads outside of its arrays, or traps"
         raise BuildError(f"the text ends with status {ran.returncode} on symbols: {reason}")
     return ran.stdout
+
+
+def _left(until: float) -> float:
+    """Seconds of a process that ends at a time."""
+    return max(0.0, min(LIMIT, until - time.monotonic()))
+
+
+def _late(until: float) -> None:
+    if time.monotonic() >= until:
+        raise LateError("the text was not checked in time")

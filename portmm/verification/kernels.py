@@ -8,102 +8,40 @@ text is judged in the same way, compiled with symbols for floats.
 from __future__ import annotations
 
 import gc
-import itertools
+import math
 import secrets
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from portmm.errors import PortmmError
 from portmm.ir import block_meaning
-from portmm.ir.attention_program import attention_of
-from portmm.ir.block_program import BlockProgram, TileGemm
 from portmm.ir.grid_kernel import GridKernel
 from portmm.ir.mugraph import Binding, MuGraph, Step, Tensor
-from portmm.ir.nodes import FIELDS, Kernel
-from portmm.ir.product_program import product_of
-from portmm.ir.tile_program import PREFIX, extent_fields, stride_field
 from portmm.spec.expr import Expr, ordered
 from portmm.spec.function_patterns import add
-from portmm.spec.problem import AXES
 from portmm.verification import device_text, emitted_text, symbolic
 from portmm.verification.batches import decays, evaluate_all, unguarded_exponential
 from portmm.verification.bounds import REDRAWS, Size, element_sizes, sizes, tests_for
+from portmm.verification.calls import Call, Layout, Shape, attention_on_device, call_of
 from portmm.verification.emitted_text import NARROW, Arrays
 from portmm.verification.equivalence import Verdict, fields
 from portmm.verification.values import Residues, UnsupportedError, Value
 
+if TYPE_CHECKING:
+    from portmm.ir.block_program import BlockProgram
+    from portmm.ir.nodes import Kernel
+
 ATTENTION = ("portmm_attention_", "portmm_mma_attention_")
 """Starts of the names of kernels of attention on devices."""
-KEYS = 4
-"""Keys of a block of attention, or those of one step of a unit."""
-GAP = 4
-"""Elements between rows of an operand, of which each has its own multiples: no two strides are alike."""
-
-
-class Call(NamedTuple):
-    """A call of a kernel on dense arrays.
-
-    Attributes:
-        names: the kernel's name of each operand.
-        ints: integer fields.
-        scratch: floats of an array `work` of a device.
-    """
-
-    names: tuple[str, ...]
-    ints: dict[str, int]
-    scratch: int = 0
-
-
-class Layout(NamedTuple):
-    """Operands with gaps between their rows, so that no two strides are alike.
-
-    Attributes:
-        program, extents: of the operands.
-        dense: operands that have none.
-        keys: of a block of attention.
-        scores: operands of scores of attention, in which queries are contiguous.
-    """
-
-    program: BlockProgram
-    extents: Mapping[str, int]
-    dense: frozenset[int] = frozenset()
-    keys: int = KEYS
-    scores: frozenset[int] = frozenset()
-
-    @classmethod
-    def of(cls, program: BlockProgram, extents: Mapping[str, int], kernel: Kernel | GridKernel) -> Layout:
-        """The layout of a kernel's call: that of attention has dense logarithms, and for few queries dense rows."""
-        if not program.is_attention or kernel.name.startswith(PREFIX):
-            return cls(program, extents)
-        at = attention_of(program).at
-        few = program.loop == "n" and not isinstance(kernel, GridKernel)
-        keys = kernel.atom.k if isinstance(kernel, Kernel) and kernel.atom.tiled else KEYS
-        dense = frozenset(x for x in (at.lse, *(at.q, at.o) * few) if x is not None)
-        return cls(program, extents, dense, keys, frozenset(range(len(program.operands))) - {*at})
-
-    def strides(self, operand: int) -> dict[str, int]:
-        """Strides of an operand, by label."""
-        strides, step, axes = {}, 1, self.program.operands[operand].axes
-        if operand in self.scores:
-            queries = "nm"["nm".index(self.program.loop) - 1]
-            axes = "".join(sorted(axes, key=queries.__eq__))
-        for i, x in enumerate(reversed(axes), 1):
-            strides[x.lower()] = step
-            step = step * self.extents[x] + (GAP * (operand + i) if operand not in self.dense else 0)
-        return strides
-
-    def places(self, operand: int) -> list[int]:
-        """The place of each element of an operand."""
-        strides, axes = self.strides(operand), self.program.operands[operand].axes
-        steps = [range(0, self.extents[x] * strides[x.lower()], strides[x.lower()]) for x in axes]
-        return [sum(x) for x in itertools.product(*steps)]
 
 
 def check_kernel(
     program: BlockProgram, kernel: Kernel | GridKernel, extents: Mapping[str, int], *, seed: int | None = None,
-    text: str = "", further: Sequence[tuple[GridKernel, str]] = (), runs: int = 1,
+    text: str = "", further: Sequence[tuple[GridKernel, str]] = (), runs: int = 1, until: float = math.inf,
+    more: Sequence[Shape] = (),
 ) -> Verdict:  # fmt: skip
     """Check that a kernel computes what its record means, at these extents of the record's labels.
 
@@ -115,12 +53,18 @@ def check_kernel(
         text: the kernel's, which is compiled and run in the place of its loops.
         further: kernels of a device that are launched after it, and their texts.
         runs: into which keys of attention on a device are split.
+        until: by the monotonic clock, when a text of a host that has not ended is given up.
+        more: shapes at which a kernel of a host is called, too.
+
+    Returns:
+        The verdict at the first extents, with the largest probability of all; or that of the first where they differ.
     """
     seed = secrets.randbits(63) if seed is None else seed
     collects = gc.isenabled()
     gc.disable()  # expressions have no cycles, and a collection visits all of them
     try:
-        return _checked(program, _Texts(kernel, text, tuple(further), runs), dict(extents), seed)
+        texts = _Texts(kernel, text, tuple(further), runs, until)
+        return _checked(program, texts, (Shape(extents), *more), seed)
     except (IndexError, KeyError, PortmmError, ValueError) as error:
         return Verdict(equal=False, reason=f"{type(error).__name__}: {error}", seed=seed)
     finally:
@@ -135,22 +79,53 @@ class _Texts(NamedTuple):
     text: str
     further: tuple[tuple[GridKernel, str], ...]
     runs: int
+    until: float
 
-    def expressions(self, call: Call, arrays: Arrays) -> dict[str, list[Any]]:
-        """The expressions that they write."""
+    def expressions(self, calls: Sequence[_Called]) -> list[dict[str, list[Any]]]:
+        """The expressions that they write, in each call."""
         if not self.text:
-            if arrays.narrow or self.further:
+            if calls[0].arrays.narrow or self.further:
                 raise UnsupportedError("loops of elements of 16 bits, or of several kernels, are no symbols")
-            return symbolic.run(self.kernel, call.ints, arrays.shapes, arrays.results)
+            return [symbolic.run(self.kernel, x.call.ints, x.arrays.shapes, x.arrays.results) for x in calls]
         if isinstance(self.kernel, GridKernel):
-            return device_text.run(((self.kernel, self.text), *self.further), call.ints, arrays)
-        return emitted_text.run(self.text, self.kernel, call.ints, arrays)
+            kernels = ((self.kernel, self.text), *self.further)
+            return [device_text.run(kernels, x.call.ints, x.arrays) for x in calls]
+        return emitted_text.run(self.text, self.kernel, [(x.call.ints, x.arrays) for x in calls], self.until)
 
 
-def _checked(program: BlockProgram, texts: _Texts, extents: dict[str, int], seed: int) -> Verdict:
+class _Called(NamedTuple):
+    """A call at some extents.
+
+    Attributes:
+        extents: of the record's labels.
+        shapes: of operands.
+        places: of the elements of each operand.
+        call, arrays: the call, and its arrays.
+    """
+
+    extents: dict[str, int]
+    shapes: list[tuple[int, ...]]
+    places: list[list[int]]
+    call: Call
+    arrays: Arrays
+
+
+def _checked(program: BlockProgram, texts: _Texts, shapes: Sequence[Shape], seed: int) -> Verdict:
     _spellings()
+    calls = [_called(program, texts, x) for x in shapes]
+    verdicts = []
+    for of, expressions in zip(calls, texts.expressions(calls), strict=True):
+        verdicts.append(_judged(program, of, expressions, seed))
+        if not verdicts[-1]:
+            return verdicts[-1]
+    return replace(verdicts[0], bits=min(x.bits for x in verdicts))
+
+
+def _called(program: BlockProgram, texts: _Texts, shape: Shape) -> _Called:
+    """The call at a shape."""
+    extents = dict(shape.extents)
     shapes = [tuple(extents[x] for x in y.axes) for y in program.operands]
-    layout = Layout.of(program, extents, texts.kernel)
+    layout = Layout.of(program, extents, texts.kernel, shape.keys)
     places = [layout.places(i) for i in range(len(shapes))]
     if any(x.dtype not in ("f32", *NARROW) for x in program.operands):
         raise UnsupportedError("operands of other types than f32, bf16 and f16 are no symbols")
@@ -160,7 +135,7 @@ def _checked(program: BlockProgram, texts: _Texts, extents: dict[str, int], seed
     call = call_of(layout, kernel.name)
     if isinstance(kernel, GridKernel):
         attends = kernel.name.startswith(ATTENTION)
-        on_device = _attention_on_device(layout, texts.runs) if attends else call
+        on_device = attention_on_device(layout, texts.runs) if attends else call
         call = on_device._replace(names=tuple(f"{x}_all" if x.startswith("x") else x for x in on_device.names))
     written = dict(program.fused.results)
     arrays = Arrays(
@@ -168,8 +143,13 @@ def _checked(program: BlockProgram, texts: _Texts, extents: dict[str, int], seed
         frozenset(call.names[i] for i, x in enumerate(program.operands) if x.dtype in NARROW), call.scratch,
         _literals(program),
     )  # fmt: skip
-    expressions = texts.expressions(call, arrays)
-    for i in written:
+    return _Called(extents, shapes, places, call, arrays)
+
+
+def _judged(program: BlockProgram, of: _Called, expressions: dict[str, list[Expr]], seed: int) -> Verdict:
+    """The verdict on the expressions that a call writes."""
+    extents, shapes, places, call, _ = of
+    for i in dict(program.fused.results):
         every = expressions[call.names[i]]
         expressions[call.names[i]] = [every[at] for at in places[i]]
         if sum(x is not None for x in every) > len(places[i]):
@@ -239,106 +219,10 @@ def graph_of(program: BlockProgram) -> MuGraph:
     return MuGraph(tensors, (Step(program, tuple(map(Binding, range(len(tensors))))),), inputs, tuple(written))
 
 
-def call_of(layout: Layout, name: str = "") -> Call:
-    """A call of the kernel of a record, which has this name if it is one of a general block program."""
-    if name.startswith(PREFIX):
-        return _block(layout)
-    gemms = sum(isinstance(x, TileGemm) for one in layout.program.passes for x in one)
-    return (_attention if gemms > 1 else _product if gemms else _rows)(layout)
-
-
-def _block(layout: Layout) -> Call:
-    """A call of the kernel of a general block program."""
-    program, extents, *_ = layout
-    ints = dict.fromkeys(FIELDS, 0) | {"workers": 2}
-    ints |= {field: extents[x] for x, field in extent_fields(program).items()}
-    for i, x in enumerate(program.operands):
-        strides = layout.strides(i)
-        ints |= {f"x{i}_{field}": strides[y] for y in x.axes if (field := stride_field(x.axes, y))}
-    return Call(tuple(f"x{i}" for i in range(len(program.operands))), ints)
-
-
-def _further(layout: Layout, numbers: Mapping[int, str]) -> dict[str, int]:
-    """Strides of the operands of expressions."""
-    ints: dict[str, int] = {}
-    for i, name in numbers.items():
-        strides = layout.strides(i)
-        ints |= {f"{name}_{x}": strides.get(x, 0) for x in AXES}
-    return ints
-
-
-def _rows(layout: Layout) -> Call:
-    program, extents, *_ = layout
-    names = {i: f"x{i}" for i in range(len(program.operands))}
-    ints = {"m": extents.get("m", 1), "n": extents.get("n", 1), "k": 1, "batch": extents.get("b", 1), "workers": 2}
-    ints |= {f"{x}_{y}": 0 for x in "abc" for y in ("m", "n", "k", "batch")}
-    return Call(tuple(names.values()), ints | _further(layout, names))
-
-
-def _product(layout: Layout) -> Call:
-    program, extents, *_ = layout
-    parts = product_of(program)
-    c = parts.results[0][0]
-    rest = {i: f"x{j}" for j, i in enumerate((*parts.reads, *(i for i, _ in parts.results[1:])))}
-    names = {parts.a: "a", parts.b: "b", c: "c"} | rest
-    ints = {"m": extents["m"], "n": extents["n"], "k": extents["k"], "batch": extents.get("b", 1), "workers": 2}
-    for i, name in ((parts.a, "a"), (parts.b, "b"), (c, "c")):
-        strides = layout.strides(i)
-        ints |= {f"{name}_{'batch' if x == 'b' else x}": strides.get(x, 0) for x in "bmnk"}
-    ints["rows"] = extents["m"]
-    return Call(tuple(names[i] for i in range(len(names))), ints | _further(layout, rest))
-
-
-def _attention(layout: Layout) -> Call:
-    program, extents, *_ = layout
-    parts = attention_of(program)
-    if parts.form.lengths or parts.form.starts or parts.form.bounds.window:
-        raise UnsupportedError("operands of scores and of items are no symbols yet")
-    at, names = parts.at, {i: f"x{i}" for i in range(len(program.operands))}
-    queries = "nm"["nm".index(program.loop) - 1]
-    m, n = extents[queries], extents[program.loop]
-    heads, few = extents["h"], extents.get("H", extents["h"])
-    ints = dict.fromkeys(("a_batch", "b_batch", "b_k"), 0)
-    ints |= {"m": m, "n": n, "k": extents["d"], "batch": extents["b"] * heads, "workers": 2, "a_m": heads}
-    ints |= {"a_k": heads // few, "b_n": layout.keys, "c_m": n - m, "c_n": extents["e"]}
-    ints["c_batch"] = 2 * layout.keys
-    for i, name in names.items():
-        axes = program.operands[i].axes
-        strides = layout.strides(i)
-        if i not in at:
-            ints |= {f"{name}_{x}": strides.get(x, 0) for x in AXES}
-            continue
-        rows = "m" if program.loop == "n" else "n"
-        row, column = (rows, "e" if i in (at.v, at.o) else "d") if i in (at.q, at.o) else (program.loop, axes[-1])
-        if i == at.lse:
-            row, column = queries, ""
-        ints |= {f"{name}_b": strides["b"], f"{name}_h": strides["h"], f"{name}_m": strides[row]}
-        ints[f"{name}_n"] = strides.get(column, 1)
-    return Call(tuple(names.values()), ints)
-
-
 def _literals(program: BlockProgram) -> frozenset[float]:
     """The literals of a record."""
     every = ordered(tuple(x for _, x in program.fused.results))
     return frozenset(float(x.args[0]) for x in every if x.op == "const" and x.dtype == "f32")
-
-
-def _attention_on_device(layout: Layout, runs: int) -> Call:
-    program, extents, *_ = layout
-    at, queries = attention_of(program).at, "nm"["nm".index(program.loop) - 1]
-    heads, few, m, n = extents["h"], extents.get("H", extents["h"]), extents[queries], extents[program.loop]
-    ints = {"m": m, "n": n, "heads": heads, "group": heads // few, "few": few, "items": extents["b"]}
-    ints |= {"window": 0, "offset": n - m}
-    names = {at.q: "q", at.k: "k", at.v: "v", at.o: "o"} | ({} if at.lse is None else {at.lse: "lse"})
-    for i, name in names.items():
-        strides = layout.strides(i)
-        row = "n" if name in ("k", "v") else "m"
-        ints |= {f"{name}_b": strides["b"], f"{name}_h": strides["h"]}
-        ints[f"{name}_{row}"] = strides[program.loop if row == "n" else queries]
-    rows, dv = extents["b"] * heads * m, extents["e"]
-    ints |= {"runs": runs, "run": -(-n // runs), "all_rows": rows, "mosts_at": runs * rows * dv}
-    ints |= {"sums_at": runs * rows * (dv + 1)}
-    return Call(tuple(names[i] for i in range(len(names))), ints, runs * rows * (dv + 2) if runs > 1 else 0)
 
 
 _added: list[bool] = []

@@ -6,6 +6,7 @@ shape of some hundred elements has several.
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from importlib import import_module
 from typing import TYPE_CHECKING, NamedTuple
@@ -30,18 +31,22 @@ from portmm.spec.epilogue import summed
 from portmm.spec.problem import Problem
 from portmm.target.summation import RUN
 from portmm.target.target import Target, load_isa
+from portmm.verification.calls import Shape
 from portmm.verification.kernels import check_kernel
 
 if TYPE_CHECKING:
     from portmm.ir.grid_kernel import GridKernel
     from portmm.ir.nodes import Kernel
     from portmm.schedule.schedule import Schedule
+    from portmm.target.atom import Atom
     from portmm.verification.equivalence import Verdict
 
 DEPTH = 4
 """Block of k."""
 SHORT = 2
 """Block of k, and of the loop, where a kernel has several products."""
+TOGETHER = 8
+"""Panels of B that are packed at once: see `kernels.cpu.panel_packing`."""
 COLUMNS = 2
 """Elements of a head of V."""
 THREADS = ("simt", "stream", "direct")
@@ -63,11 +68,19 @@ class Lowered(NamedTuple):
         kernel: the kernel.
         schedule: its schedule.
         extents: of the record's labels.
+        more: further shapes: for register tiles of other heights, and vectors that the first one is too small for.
     """
 
     kernel: Kernel
     schedule: Schedule
     extents: dict[str, int]
+    more: tuple[Shape, ...] = ()
+
+    def check(
+        self, program: BlockProgram, *, seed: int | None = None, text: str = "", until: float = math.inf
+    ) -> Verdict:
+        """Check the kernel, or a text of it, at all shapes: see `check_kernel`."""
+        return check_kernel(program, self.kernel, self.extents, seed=seed, text=text, until=until, more=self.more)
 
 
 class OnDevice(NamedTuple):
@@ -243,7 +256,9 @@ def _block(program: BlockProgram, target: Target, schedule: Schedule) -> Lowered
     extents = {x: SHORT + 1 for y in program.operands for x in y.axes}
     extents |= dict.fromkeys(result[:-2], 2) | dict.fromkeys(result[-2:-1], tall + 1)
     extents[program.loop] = deep * (1 if atom.tiled else max(2, runs)) + 1
-    return Lowered(kernel, s, extents | {result[-1]: (columns or nr) + atom.n // 2})
+    extents[result[-1]] = (columns or nr) + atom.n // 2
+    lower = [] if atom.tiled or tall < 3 else [extents | dict.fromkeys(result[-2:-1], tall - 1)]
+    return Lowered(kernel, s, extents, tuple(map(Shape, lower)))
 
 
 def _product(program: BlockProgram, target: Target, schedule: Schedule | None, rows: int) -> Lowered:
@@ -253,13 +268,18 @@ def _product(program: BlockProgram, target: Target, schedule: Schedule | None, r
         schedule = next(x for x in candidates(p, target) if not x.on_device)
     isa = next(x for x in target.isas if x.name == schedule.isa)
     atom = atom_of(isa, schedule.dtype, schedule.atom.lanes)
-    depth, step = (2 * atom.k, atom.k) if atom.tiled else (DEPTH, DEPTH)
+    depth, step = (2 * atom.k, atom.k) if atom.tiled else (max(DEPTH, atom.n + 2), 0)
     s = small(schedule, depth)
     (kernel,) = lower_program(program, s, isa)
     in_panels = s.b.packed or s.b.layout == "packed" or atom.mask
     columns = s.nr + s.nr // 2 + 1 if in_panels else 2 * s.nr  # without masks B in place has whole register tiles
-    extents = {"m": rows or s.mr + 1, "n": columns, "k": depth + step + 1}
-    return Lowered(kernel, s, _labelled(program, extents | {"b": 2}))
+    extents = {"m": rows or s.mr + 1, "n": columns, "k": depth + step + 1, "b": 2}
+    whole = (s.mr + 1) // 2, s.mr // 2 + 1  # rows of the first shape are in two slices, nearly equal ones
+    more = [] if atom.tiled or rows else [{"m": x, "n": s.nr + 1} for x in s.heights if x not in whole]
+    if s.b.packed and not atom.tiled and not rows:
+        more.append({"m": s.heights[0], "n": TOGETHER * s.nr + 1})
+    shapes = tuple(Shape(_labelled(program, extents | {"b": 1} | x)) for x in more)
+    return Lowered(kernel, s, _labelled(program, extents), shapes)
 
 
 def _other(program: BlockProgram, target: Target, gemms: int, by: tuple[Schedule, str] | None) -> Lowered:
@@ -277,7 +297,7 @@ def _other(program: BlockProgram, target: Target, gemms: int, by: tuple[Schedule
             s = attention_schedule(isa, atom, packs=True)
         queries = "nm"["nm".index(program.loop) - 1]
         many = 5 if program.loop == "n" else s.tile("L2").n + (1 if atom.tiled else 5)
-        head = 2 * atom.k + (atom.k_pack == 1)  # callers pad heads to whole units
+        head = atom.k if atom.tiled else 2 * atom.k + (atom.k_pack == 1)  # callers pad heads to whole units
         keys = atom.k + 3 if atom.tiled else 2 * atom.n + 3 if program.loop == "n" else 9
         extents = {queries: many, program.loop: keys, "d": head, "e": COLUMNS}
         extents |= {"b": 1, "h": 2, "H": 1}
@@ -285,7 +305,25 @@ def _other(program: BlockProgram, target: Target, gemms: int, by: tuple[Schedule
         s = core_schedule(program, isa, atom)
         extents = {"b": 2, "m": 7 if program.loop == "m" else 2, "n": 2 * s.nr + 3}
     (kernel,) = lower_program(program, s, isa, atom)
-    return Lowered(kernel, s, _labelled(program, extents))
+    more = () if gemms < 2 else _heads(program, s, atom, extents)
+    return Lowered(kernel, s, _labelled(program, extents), more)
+
+
+def _heads(program: BlockProgram, s: Schedule, atom: Atom, extents: dict[str, int]) -> tuple[Shape, ...]:
+    """Shapes of attention with heads of several vectors, and as many queries and keys as there are kinds of tiles."""
+    queries, n = "nm"["nm".index(program.loop) - 1], atom.n
+
+    def shape(keys: int, block: int, **others: int) -> Shape:
+        return Shape(_labelled(program, extents | {"d": n + 2, "h": 1, program.loop: keys} | others), block)
+
+    if atom.tiled:  # of one task for each head, which packs V itself
+        return (shape(atom.k + 2, atom.k, d=2 * atom.k, e=s.parallel.cell[1] + 2, **{queries: 4}),)
+    wide = s.parallel.cell[1] + n + 2
+    if program.loop == "m":
+        pairs = zip(range(1, s.mr, 2), range(2, s.mr + 1, 2), strict=False)
+        return tuple(shape(s.mr + x + y, s.mr + x, e=wide, **{queries: 2}) for x, y in pairs)
+    few = tuple(shape(n // 2 + 3, 2 * n, e=wide + s.parallel.cell[1], m=x) for x in (1, 3))
+    return (*few, shape(n + 3, 2 * n, e=wide, m=24))
 
 
 def _labelled(program: BlockProgram, extents: dict[str, int]) -> dict[str, int]:

@@ -33,6 +33,10 @@ class UnsupportedError(PortmmError):
     """Error for a program whose numbers have no meaning in a field."""
 
 
+class LateError(PortmmError):
+    """Error for a text whose compiler, or whose run, had not ended when the time for it had."""
+
+
 class UncompiledError(UnsupportedError):
     """Error for a text that is not compiled with symbols for floats; its loops may be interpreted."""
 

@@ -1,6 +1,7 @@
 """The budget of a search: candidates leave time for the last draw and the certificate, which end with it."""
 
 import time
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -8,10 +9,12 @@ from test_superoptimizer import CASES, arrays_of
 
 import portmm as pm
 from portmm.dispatch import config
-from portmm.fusion import budget, superoptimizer, turns
+from portmm.fusion import budget, superoptimizer, tracing, turns
 from portmm.fusion.budget import Budget
+from portmm.fusion.placing import Placing
+from portmm.ir.mugraph import Builder
 from portmm.target.target import names_of
-from portmm.verification import certificate
+from portmm.verification import certificate, emitted_text
 
 QUICKLY = True
 
@@ -27,7 +30,7 @@ def clock(monkeypatch):
 def test_the_end_is_kept_back(clock):
     b = Budget(10.0, kernels=2)
     assert (b.left, b.elapsed) == (10, 0)
-    assert b.last_proof == 110 + budget.OVER - budget.PROOF
+    assert b.end == 110
     assert 2 * budget.PROOF < b.kept < 10 * budget.KEPT
     assert b.lasts
     kept = b.kept
@@ -72,7 +75,7 @@ def test_kernels_that_are_not_proved_in_time(tmp_path, monkeypatch, name):
     monkeypatch.setattr(turns, "timed", lambda run, arrays, *_: run(arrays) is None or 0.5 ** next(order))
     monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", int(name == "lora"))
     monkeypatch.setattr(superoptimizer, "MEASURED", int(name == "chain"))
-    monkeypatch.setattr(Budget, "last_proof", property(lambda self: self.start))
+    monkeypatch.setattr(Budget, "end", property(lambda self: self.start))
     function, shapes, _ = CASES[name]
     fused, arrays = pm.fuse(function, search=600), arrays_of(shapes)
     np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-3)
@@ -89,20 +92,55 @@ def test_kernels_that_are_not_proved_in_time(tmp_path, monkeypatch, name):
 
 
 def test_a_search_ends_in_time(tmp_path, monkeypatch):
-    """Of few rows, whose kernels take a compiler some seconds on a busy machine: candidates are left out, not late."""
+    """Of few rows, whose kernels take a compiler some seconds on a busy machine: candidates are left out, not late.
+
+    Here that is a pause; their kernels are those of a search before.
+    """
+    function, shapes, _ = CASES["grouped"]
+    arrays = arrays_of(shapes)
+    monkeypatch.setenv("PORTMM_TUNED", str(tmp_path / "first.sqlite"))
+    monkeypatch.setattr(superoptimizer, "certify", lambda *_, **__: {"kernels": [], "unchecked": []})
+    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
+    pm.fuse(function, search=60)(*arrays)
     monkeypatch.setenv("PORTMM_TUNED", str(tmp_path / "tuned.sqlite"))
-    compiled, slow = superoptimizer._Search.compiled, 0.4
+    compiled, slow = Placing.form, 0.4
 
     def slowly(self, roots):
         time.sleep(slow)
         return compiled(self, roots)
 
-    monkeypatch.setattr(superoptimizer._Search, "compiled", slowly)
-    monkeypatch.setattr(superoptimizer, "certify", lambda *_, **__: {"kernels": [], "unchecked": []})
-    monkeypatch.setattr(superoptimizer, "KERNELS_MEASURED", 0)
-    function, shapes, _ = CASES["grouped"]
-    fused, arrays = pm.fuse(function, search=2), arrays_of(shapes)
+    monkeypatch.setattr(Placing, "form", slowly)
+    fused = pm.fuse(function, search=2)
     fused(*arrays)
     finding = fused.explain(*arrays).finding
     assert finding.verified < finding.forms
     assert finding.elapsed < 3.5
+
+
+def test_what_runs_before_a_search_is_part_of_its_budget(monkeypatch):
+    """The program as it is takes its compiler some seconds: nothing is searched, and the finding says why."""
+    traced, slow = tracing.traced, 0.3
+
+    def slowly(*of, **more):
+        time.sleep(slow)
+        return traced(*of, **more)
+
+    monkeypatch.setattr(tracing, "traced", slowly)
+    function, shapes, _ = CASES["chain"]
+    fused, arrays = pm.fuse(function, search=slow / 2), arrays_of(shapes)
+    np.testing.assert_allclose(fused(*arrays), function(*arrays), rtol=1e-3, atol=1e-3)
+    finding = fused.explain(*arrays).finding
+    assert (finding.run, finding.forms) == (None, 0)
+    assert superoptimizer.ENDED in str(finding)
+
+
+def test_a_proof_ends_with_the_budget(monkeypatch):
+    """A compiler that does not end in time, as on a busy machine, is given up, and the kernel is listed."""
+    b = Builder()
+    graph = b.graph(b.matmul(b.input("a", "mk"), b.input("b", "kn"), "k"))
+    slow = SimpleNamespace(argv=("sh", "-c", "sleep 30; true"))
+    monkeypatch.setattr(emitted_text, "find_compiler", lambda: slow)
+    began = time.monotonic()
+    data = certificate.certify(graph, graph, "zen4", until=began + 1)
+    assert certificate.late(data)
+    assert time.monotonic() - began < 20

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from itertools import product
 
 import ml_dtypes
@@ -12,6 +13,7 @@ from portmm.errors import ScheduleError
 from portmm.ir.attention_program import Bounds, Form, attention_of, of_attention
 from portmm.ir.block_meaning import run
 from portmm.ir.block_program import BlockProgram, TileGemm, TileReduce, TileTransfer, of_rows
+from portmm.ir.mugraph import program_from_json, program_to_json
 from portmm.ir.product_program import of_product, product_of
 from portmm.spec.dequantization import IDENTITY, Dequantization
 from portmm.spec.elementwise import exp
@@ -177,6 +179,15 @@ def test_what_kernels_do_not_compute_is_refused():
         attention_of(program)
     with pytest.raises(ScheduleError, match="no contraction"):
         BlockProgram("mn", "k", operands, ((TileGemm(X),), (TileTransfer(2, X),)))
+
+
+@pytest.mark.parametrize("loop", ["n", "m"])
+def test_factors_of_scores_and_of_values_are_read_from_a_record(loop):
+    """As a certificate is repeated, which has the record alone."""
+    operands = (Operand("f32", "bhm"), Operand("f32", "bhn"))
+    form = Form(Fused(operands, ((C, acc() * load(0, "f32")), (C, load(1, "f32")))), "f32", "f32")
+    read = program_from_json(json.loads(json.dumps(program_to_json(of_attention(form, loop)))))
+    assert attention_of(read).form == form
 
 
 def test_masks_of_ones_own_are_part_of_the_score():

@@ -142,7 +142,7 @@ def test_a_kernel_of_a_chip():
     assert streams.b.along == 2 * streams.nr  # what is prefetched
     for each in (streams, s):
         x = lowered(program, target, parse(spell(each)))
-        verdict = check_kernel(program, x.kernel, x.extents, seed=SEED)
+        verdict = x.check(program, seed=SEED)
         assert verdict, verdict
         assert ("prefetch" in source(x.kernel)) == (each is streams)
     assert x.extents["n"] > x.schedule.tile("L2").n > x.schedule.nr
@@ -195,7 +195,7 @@ def test_loops_on_units_of_tiles_compute_their_record(name, which):
     """Whole steps and a rest along k, whole and partial tiles of rows and of columns: the text on symbols."""
     program, x = in_units(name, which)
     assert x.extents["k"] == 65
-    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=source(x.kernel))
+    verdict = x.check(program, seed=SEED, text=source(x.kernel))
     assert verdict, verdict
     assert verdict.bits >= 40
 
@@ -214,7 +214,7 @@ def test_units_of_tiles_that_multiply_wrongly_are_told(what):
     program, x = in_units("mlp", 1)
     text, (old, new) = source(x.kernel), UNITS_WRONGLY[what]
     assert old in text, text
-    assert not check_kernel(program, x.kernel, x.extents, seed=SEED, text=text.replace(old, new))
+    assert not x.check(program, seed=SEED, text=text.replace(old, new))
 
 
 def test_units_of_tiles_have_no_maxima_and_no_computed_right_factor():

@@ -49,7 +49,7 @@ def test_maxima_masks_and_shuffles(chip):
     """A softmax over rows: selections by bits, helpers of sums and maxima, masked vectors of two instruction sets."""
     program = softmax()
     x = lowered(program, load_target(chip))
-    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=source(x.kernel))
+    verdict = x.check(program, seed=SEED, text=source(x.kernel))
     assert verdict, verdict
 
 
@@ -103,7 +103,7 @@ def test_texts_of_bfloat16(what, chip):
     """Pairs of elements, their products, widening, rounding, and the stores of a ragged tail."""
     program = narrow(what)
     x = lowered(program, load_target(chip))
-    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=source(x.kernel))
+    verdict = x.check(program, seed=SEED, text=source(x.kernel))
     assert verdict, verdict
     assert verdict.bits >= 40
 
@@ -116,10 +116,10 @@ def test_a_row_of_bfloat16():
     program = replace(of_product(p), operands=(a, replace(b, axes="nk"), c))
     x = lowered(program, target, s, 1)
     text = source(x.kernel)
-    assert check_kernel(program, x.kernel, x.extents, seed=SEED, text=text)
+    assert x.check(program, seed=SEED, text=text)
     for old, new in (("0x7fff + (v.u", "0x3fff + (v.u"), ("v.u >> 16 | 0x40", "v.u >> 16")):
         assert old in text
-        assert not check_kernel(program, x.kernel, x.extents, seed=SEED, text=text.replace(old, new))
+        assert not x.check(program, seed=SEED, text=text.replace(old, new))
 
 
 def test_attention_of_bfloat16_by_its_unit():
@@ -130,7 +130,7 @@ def test_attention_of_bfloat16_by_its_unit():
         x = lowered(program, load_target("zen5"), attention_schedule(isa, lanes, packs=what == "m"), 0, unit)
         text = source(x.kernel)
         assert ("vdpbf16ps" in text) == (what == "m")
-        verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=text)
+        verdict = x.check(program, seed=SEED, text=text)
         assert verdict, verdict
 
 
@@ -154,7 +154,7 @@ def test_wrong_texts_of_bfloat16_are_told(what):
     x = lowered(program, load_target(chip))
     text = source(x.kernel)
     assert old in text
-    assert not check_kernel(program, x.kernel, x.extents, seed=SEED, text=text.replace(old, new))
+    assert not x.check(program, seed=SEED, text=text.replace(old, new))
 
 
 def test_what_has_no_meaning():

@@ -24,7 +24,8 @@ from portmm.spec.elementwise import exp
 from portmm.spec.epilogue import C, Fused, Operand, acc, load, reduction
 from portmm.spec.problem import Problem
 from portmm.target.target import load_isa, load_target
-from portmm.verification.kernels import Layout, call_of, check_kernel
+from portmm.verification.calls import Layout, call_of
+from portmm.verification.kernels import check_kernel
 from portmm.verification.lowered import lowered, small
 
 SEED = 5
@@ -53,7 +54,7 @@ def tiny(program, loop="n"):
 @pytest.mark.parametrize("program", [PRODUCT, softmax(), scaled_attention("n")], ids=["product", "rows", "decoding"])
 def test_kernels_of_chips(program, chip):
     x = lowered(program, load_target(chip))
-    verdict = check_kernel(program, x.kernel, x.extents, seed=SEED)
+    verdict = x.check(program, seed=SEED)
     assert verdict, verdict
     assert verdict.bits >= 40
 

@@ -14,7 +14,6 @@ from portmm.schedule.candidates import candidates
 from portmm.spec.epilogue import C, Fused, Operand, acc, load
 from portmm.spec.problem import Problem
 from portmm.target.target import load_target
-from portmm.verification.kernels import check_kernel
 from portmm.verification.lowered import lowered
 
 SEED = 5
@@ -72,7 +71,7 @@ def test_texts_on_tiles(what):
     text = source(x.kernel)
     for old, new in WRONG[what]:
         assert old in text, old
-        verdict = check_kernel(program, x.kernel, x.extents, seed=SEED, text=text.replace(old, new) if old else text)
+        verdict = x.check(program, seed=SEED, text=text.replace(old, new) if old else text)
         assert bool(verdict) == (not old), (old, verdict)
         assert verdict.bits >= 40 or old
 
@@ -83,4 +82,4 @@ def test_weights_that_are_cut_short_are_told():
     text = source(x.kernel)
     third = text.index("* 64 * 2 + c *")
     begin, end = text.rindex("values(", 0, third), text.index(";", third)
-    assert not check_kernel(program, x.kernel, x.extents, seed=SEED, text=text[:begin] + text[end:])
+    assert not x.check(program, seed=SEED, text=text[:begin] + text[end:])
