@@ -225,10 +225,18 @@ def evaluate(
 
 
 def _local(graph: MuGraph, step: Step, extents: Mapping[str, int]) -> dict[str, int]:
-    """Extents of a program's labels."""
+    """Extents of a program's labels.
+
+    Raises:
+        ScheduleError: one is bound to different labels of tensors, whose extents may be equal here and nowhere else.
+    """
     local: dict[str, int] = {}
+    known: dict[str, list[str]] = {}
     for x, at in zip(step.program.operands, step.operands, strict=True):
         for y, group in zip(x.axes, graph.labels(at), strict=True):
+            of = sorted(z for z in group if z != "1")
+            if known.setdefault(y, of) != of:
+                raise ScheduleError(f"the label {y} is bound to {'.'.join(known[y])} and to {'.'.join(of)}")
             local[y] = math.prod(extents.get(z, 1) for z in group)
     return local
 

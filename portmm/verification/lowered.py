@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from importlib import import_module
+from itertools import zip_longest
 from typing import TYPE_CHECKING, NamedTuple
 
 from portmm.codegen.lower import atom_of, lower_program
@@ -253,8 +254,9 @@ def _block(program: BlockProgram, target: Target, schedule: Schedule) -> Lowered
     s = split_loop(tiled(isa, (mr, nr), (tall, deep), columns, swept, schedule.b.along, schedule.dtype), runs)
     (kernel,) = lower_program(program, s, isa, atom)
     result = program.operands[program.fused.results[0][0]].axes
-    extents = {x: SHORT + 1 for y in program.operands for x in y.axes}
-    extents |= dict.fromkeys(result[:-2], 2) | dict.fromkeys(result[-2:-1], tall + 1)
+    inner = sorted({x for y in program.operands for x in y.axes} - {*result, program.loop})
+    extents = {x: SHORT + 1 + i + (i > 1) for i, x in enumerate(inner)}  # no two labels are alike, nor like the loop
+    extents |= {x: 2 + i for i, x in enumerate(result[:-2])} | dict.fromkeys(result[-2:-1], tall + 1)
     extents[program.loop] = deep * (1 if atom.tiled else max(2, runs)) + 1
     extents[result[-1]] = (columns or nr) + atom.n // 2
     lower = [] if atom.tiled or tall < 3 else [extents | dict.fromkeys(result[-2:-1], tall - 1)]
@@ -320,7 +322,9 @@ def _heads(program: BlockProgram, s: Schedule, atom: Atom, extents: dict[str, in
         return (shape(atom.k + 2, atom.k, d=2 * atom.k, e=s.parallel.cell[1] + 2, **{queries: 4}),)
     wide = s.parallel.cell[1] + n + 2
     if program.loop == "m":
-        pairs = zip(range(1, s.mr, 2), range(2, s.mr + 1, 2), strict=False)
+        # Blocks have whole units of keys, and what is left of a register tile behind one, or behind all of them.
+        even, odd = range(s.mr % 2, s.mr, 2), range(1 - s.mr % 2, s.mr, 2)
+        pairs = zip_longest(even, odd, fillvalue=s.mr % 2)
         return tuple(shape(s.mr + x + y, s.mr + x, e=wide, **{queries: 2}) for x, y in pairs)
     few = tuple(shape(n // 2 + 3, 2 * n, e=wide + s.parallel.cell[1], m=x) for x in (1, 3))
     return (*few, shape(n + 3, 2 * n, e=wide, m=24))

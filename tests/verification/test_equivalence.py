@@ -22,6 +22,16 @@ class Unchecked(BlockProgram):
         pass
 
 
+def other_part():
+    """LoRA by concatenation, in which a part of the joined label is taken for the other one, which is as long here."""
+    data = to_json(g.concatenated_lora())
+    (label, parts) = data["joined"][0]
+    binding = next(x for y in data["steps"] for x in y["operands"] if x[2] is not None and x[2][2] == parts[0])
+    binding[2] = (*binding[2][:2], parts[1])
+    assert label == "c"
+    return from_json(data)
+
+
 SAME = {
     "a product": (g.product, g.one_product),
     "LoRA, concatenated": (g.lora, g.concatenated_lora),
@@ -67,6 +77,13 @@ def test_rejected(name):
     verdict = check(one(), other(), seed=SEED, extents=extents)
     assert not verdict
     assert "differs" in verdict.reason, verdict
+
+
+def test_a_label_of_another_extent_elsewhere_is_told():
+    """Labels of equal extents here, as there are more of them than extents: where sizes differ it is no program."""
+    verdict = check(g.lora(), other_part(), seed=SEED)
+    assert dict(reduced(g.lora()))["k"] == dict(reduced(g.lora()))["r"]
+    assert "bound to" in verdict.reason, verdict
 
 
 def test_a_seed_gives_the_same_verdict():
