@@ -79,6 +79,8 @@ def labels_of(graph: MuGraph) -> list[str]:
 def reduced(*graphs: MuGraph) -> dict[str, int]:
     """Small extents for the labels of graphs that share labels; larger ones where an index is compared with a literal.
 
+    No two are alike, so that no label passes for another.
+
     Raises:
         UnsupportedError: the literal is too large.
     """
@@ -87,7 +89,7 @@ def reduced(*graphs: MuGraph) -> dict[str, int]:
     if least > MOST:
         raise UnsupportedError(f"an index is compared with {least - 2}: shapes that show its meaning are too large")
     labels = sorted({x for graph in graphs for x in labels_of(graph)})
-    extents = {x: least + i % 3 for i, x in enumerate(labels)}
+    extents = {x: least + i for i, x in enumerate(labels)}
     for label, parts in (x for graph in graphs for x in graph.joined):
         extents[label] = sum(extents[x] for x in parts)
     return extents

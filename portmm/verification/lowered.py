@@ -305,7 +305,7 @@ def _other(program: BlockProgram, target: Target, gemms: int, by: tuple[Schedule
         extents |= {"b": 1, "h": 2, "H": 1}
     else:
         s = core_schedule(program, isa, atom)
-        extents = {"b": 2, "m": 7 if program.loop == "m" else 2, "n": 2 * s.nr + 3}
+        extents = {"b": 2, "m": 7 if program.loop == "m" else 3, "n": 2 * s.nr + 3}
     (kernel,) = lower_program(program, s, isa, atom)
     more = () if gemms < 2 else _heads(program, s, atom, extents)
     return Lowered(kernel, s, _labelled(program, extents), more)

@@ -80,10 +80,20 @@ def test_rejected(name):
 
 
 def test_a_label_of_another_extent_elsewhere_is_told():
-    """Labels of equal extents here, as there are more of them than extents: where sizes differ it is no program."""
-    verdict = check(g.lora(), other_part(), seed=SEED)
-    assert dict(reduced(g.lora()))["k"] == dict(reduced(g.lora()))["r"]
+    """Where both labels are as long, as at extents of a caller's."""
+    verdict = check(g.lora(), other_part(), seed=SEED, extents={"c": 8, "k": 4, "m": 5, "n": 3, "r": 4})
     assert "bound to" in verdict.reason, verdict
+    small = reduced(g.lora(), other_part())
+    assert len({small[x] for x in "kmnr"}) == 4
+
+
+def test_the_extent_of_another_label_is_told():
+    """A mask that takes the columns of values for the keys."""
+    data = to_json(g.flash(causal=True))
+    values = data["steps"][0]["values"]
+    (place,) = [x for x in values if x[0] == "extent" and x[2] == ["n"]]
+    place[2] = ["e"]
+    assert not check(g.attention(causal=True), from_json(data), seed=SEED)
 
 
 def test_a_seed_gives_the_same_verdict():

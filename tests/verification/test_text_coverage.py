@@ -10,7 +10,7 @@ import pytest
 import test_block_kernels as blocks
 import test_kernels as kernels
 import test_tile_text as tiles
-from support import require
+from machines import require
 
 from portmm.build.compiler import find_compiler
 from portmm.codegen.c_kernel import source
