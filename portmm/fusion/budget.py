@@ -64,7 +64,7 @@ class Budget:
     @property
     def kept(self) -> float:
         """Seconds that are kept back for the last draw and the certificate."""
-        draw = 2 * turns.FINAL * self.short(turns.SHORT)
+        draw = 2 * turns.FINAL * self.short(turns.SHORT) * self.load
         return min(KEPT * self.seconds, draw + self.proof)
 
     @property

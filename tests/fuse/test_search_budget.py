@@ -57,7 +57,7 @@ def test_a_loaded_machine_keeps_more_back(monkeypatch):
     with b.busy():
         pass
     assert b.load == 2
-    assert b.kept == pytest.approx(before + b.proof / 2)
+    assert b.kept == pytest.approx(2 * before)
 
 
 def test_short_budgets_have_short_turns():
