@@ -15,8 +15,6 @@ import typer
 from portmm.errors import PortmmError, TraceError
 from portmm.util.console import Json, Threads, print_json
 
-_LOADED = time.monotonic()
-"""When the command began."""
 _LEAST = 0.1
 """Seconds of a search, at least, whatever its start took."""
 
@@ -31,6 +29,7 @@ def superoptimize(
     ] = None,
 ) -> None:
     """Search an equivalent program of a function that is faster: verified, measured and kept for later calls."""
+    began = time.monotonic()
     from portmm.cli.functions import arrays_of, function_named
     from portmm.dispatch import config as settings
     from portmm.fusion.fuse import fuse
@@ -40,7 +39,7 @@ def superoptimize(
     called = function_named(function)
     try:
         arrays = arrays_of(shapes)
-        fused = fuse(called, search=max(_LEAST, budget - (time.monotonic() - _LOADED)))
+        fused = fuse(called, search=max(_LEAST, budget - (time.monotonic() - began)))
         explained = fused.explain(*arrays)
     except (TypeError, ValueError) as error:  # of the function, on arrays of other shapes than it takes
         raise TraceError(f"{function} cannot be called with arrays of shapes {' '.join(shapes)}: {error}") from error
