@@ -326,8 +326,8 @@ def _heads(program: BlockProgram, s: Schedule, atom: Atom, extents: dict[str, in
         even, odd = range(s.mr % 2, s.mr, 2), range(1 - s.mr % 2, s.mr, 2)
         pairs = zip_longest(even, odd, fillvalue=s.mr % 2)
         return tuple(shape(s.mr + x + y, s.mr + x, e=wide, **{queries: 2}) for x, y in pairs)
-    few = tuple(shape(n // 2 + 3, 2 * n, e=wide + s.parallel.cell[1], m=x) for x in (1, 3))
-    return (*few, shape(n + 3, 2 * n, e=wide, m=24))
+    few = tuple(shape(n // 2 + 3, n // 2, e=wide + s.parallel.cell[1], m=x) for x in (1, 3))
+    return (*few, shape(n + 3, n, e=wide, m=24))
 
 
 def _labelled(program: BlockProgram, extents: dict[str, int]) -> dict[str, int]:

@@ -39,9 +39,9 @@ KERNELS = {
     "gated": (lambda: of_block("gated"), 0),
     "norm": (lambda: of_block("norm"), 0.01),
     "online": (lambda: of_block("online"), 0.1),
-    "product": (lambda: of_record(kernels.PRODUCT), 0.25),
+    "product": (lambda: of_record(kernels.PRODUCT), 0.42),
     "few queries": (lambda: of_record(kernels.scaled_attention("n")), 0.1),
-    "many queries": (lambda: of_record(kernels.scaled_attention("m")), 0.12),
+    "many queries": (lambda: of_record(kernels.scaled_attention("m")), 0.14),
     "tiles": (lambda: tiles.of("attention"), 0.04),
     "tiles by factors": (lambda: tiles.of("factors"), 0.04),
 }
