@@ -1,4 +1,4 @@
-"""What a search is to find without hints: each program in a process of its own, on two threads, with empty caches.
+"""Searches of seven programs without hints, each in a process of its own, on two threads, with empty caches.
 
     python bench/found_programs.py --out bench/results/superoptimiser/granite_rapids-2t-found.json
 

@@ -104,7 +104,7 @@ FEW = 3
 
 
 def glance(cpus: dict[tuple[str, str], Ratios], devices: dict[str, Ratios]) -> tuple[dict[str, Ratios], ...]:
-    """What the README shows: ratios of processors by one thread, float32 by two, and of devices.
+    """The README's ratios: of CPUs by one thread, float32 also by two, and of devices.
 
     Columns are chips; of fewer cases than `FEW` nothing is shown.
     """

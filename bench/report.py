@@ -93,7 +93,7 @@ def _measured(results: Results) -> dict[tuple[str, str], Ratios]:
 
 
 def _glance(results: Results) -> tuple[dict[str, Ratios], ...]:
-    """What the README shows of processors, and of GPUs."""
+    """The README's rows of CPUs, and those of GPUs."""
     runs = devices(results["device"])
     gpus = {name: data for name, data in runs.items() if data["device"].get("facts", {}).get("kind") == "gpu"}
     return glance(_measured(results), device_ratios(gpus))

@@ -81,7 +81,7 @@ def short(title: str) -> str:
 
 
 def devices(runs: Iterable[tuple[str, dict[str, Any]]]) -> dict[str, dict[str, Any]]:
-    """What runs on each device found last: a device's name -> a run with the newest of each row, survey and bar.
+    """The newest results of each device: its name -> a run with the newest of each row, survey and bar.
 
     Args:
         runs: names of runs, and the runs. A name ends in a number that grows with each run on a device.

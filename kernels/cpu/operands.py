@@ -16,14 +16,12 @@ from portmm.kernels.cpu.packing import sum_units
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.layouts import operand
 from portmm.spec.problem import family
+from portmm.target.model import CPU as MODEL
 from portmm.target.summation import BlockOfK
 
 if TYPE_CHECKING:
     from portmm.ir.index import Index
     from portmm.ir.nodes import Stmt
-
-OWN_ADDRESSES = 8
-"""Rows of an A in place that have an integer register each, at most: x86-64 has 16."""
 
 
 class Workspace(Blocks):
@@ -253,7 +251,7 @@ class Operands(Workspace):
     def grouped(self) -> bool:
         """Whether the tallest slice of A in place has more rows than have an integer register each."""
         s = self.s
-        return not (s.a.packed or s.static) and s.a.layout == "row" and s.mr > OWN_ADDRESSES
+        return not (s.a.packed or s.static) and s.a.layout == "row" and s.mr > MODEL.in_place_rows
 
     @property
     def packed_slice(self) -> Ptr:

@@ -107,9 +107,9 @@ def multiply(g: Operands, height: int, panels: int, *, packs: bool = False) -> S
     """Call of the micro-kernel of so many rows, by a number of panels; perhaps of the one that packs the panel."""
     s, shape = g.s, _shape(g, height, panels)
     if packs:
-        shape = replace(
-            shape, b_packed=False, packs=True, prefetch=ROWS_AHEAD, unroll=1 if shape.grouped else shape.unroll
-        )
+        shape = replace(shape, b_packed=False, packs=True, prefetch=ROWS_AHEAD)
+        if shape.grouped:  # of steps that are written out, clang loads rows of B early, and spills vectors of RISC-V
+            shape = replace(shape, unroll=1)
     if g.int4_in_place:
         return int4_in_place.multiply(g, shape, ROW, COLUMN)
     runs, part = g.block_of_k is BlockOfK.RUNS, g.block_of_k is BlockOfK.PART

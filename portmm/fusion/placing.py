@@ -82,12 +82,7 @@ class Placing(NamedTuple):
         labelled, result = self.labelled, self.task.result
 
         def function(*arrays: Any) -> Any:
-            inputs = []
-            for leaf, views in labelled.leaves:
-                x = arrays[leaf]
-                for view in views:
-                    x = view(x)
-                inputs.append(x)
+            inputs = labelled.read(arrays)
             every = compute(roots, labelled.axes, inputs, labelled.extents, labelled.dtype)
             types = labelled.types[len(inputs) :]
             if types:

@@ -7,7 +7,8 @@ product sums.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import reduce
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -55,6 +56,10 @@ class Labelled(NamedTuple):
                 axes[x.data] = x.labels
             stack += x.args
         return tuple(axes.get(i, "") for i in range(len(self.leaves)))
+
+    def read(self, arrays: Sequence[Any]) -> list[Any]:
+        """The inputs, as views of a call's arguments."""
+        return [reduce(lambda x, view: view(x), views, arrays[leaf]) for leaf, views in self.leaves]
 
     def structure(self) -> str:
         """The text of what is computed, without sizes; float32 is not named."""

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from traced_terms import labelled_of
 
 import portmm as pm
-from portmm.fusion.fuse import FusedFunction
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_kernels import one_kernels
-from portmm.fusion.term_reader import term_of
 from portmm.fusion.term_rewrites import RULES, alternatives, rebuilt, subterms
 from portmm.fusion.terms import UnlabelledError, attention, dot, graph_of
-from portmm.trace.placeholders import Placeholder
-from portmm.trace.placeholders import rebuilt as nested
 from portmm.verification.equivalence import check
 
 QUICKLY = True
@@ -59,23 +56,6 @@ def arrays_of(shapes):
     return [rng.standard_normal(x, dtype=np.float32) for x in shapes]
 
 
-def labelled_of(function, arrays):
-    graph, result, _ = FusedFunction(function, strict=False).trace(tuple(arrays), {}, by_value=False)
-    outputs = []
-    nested(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
-    return term_of(graph, outputs)
-
-
-def inputs_of(labelled, arrays):
-    inputs = []
-    for leaf, views in labelled.leaves:
-        x = arrays[leaf]
-        for view in views:
-            x = view(x)
-        inputs.append(x)
-    return inputs
-
-
 def reachable(roots, most):
     """Forms by rewrites, nearest first."""
     seen, queue = {roots: ()}, [roots]
@@ -100,7 +80,7 @@ def test_every_form_is_equivalent(name):
     for form, path in forms.items():
         verdict = check(reference, graph_of(form, labelled.axes, axes), seed=SEED)
         assert verdict, (path, form, verdict)
-        got = compute(form, labelled.axes, inputs_of(labelled, arrays), labelled.extents)
+        got = compute(form, labelled.axes, labelled.read(arrays), labelled.extents)
         for x, y in zip(got, want, strict=True):
             assert x.shape == y.shape
             np.testing.assert_allclose(x, y, rtol=2e-4, atol=2e-4 * np.abs(y).max())

@@ -80,7 +80,7 @@ def test_the_command_makes_and_checks_kernels_of_other_machines(tmp_path, capsys
 def test_kernels_of_tiles_are_run(tmp_path):
     """The driver asks Linux for the state of AMX, as the run time does."""
     if missing(load_isa("amx_bf16")) or missing(load_isa("amx_int8")):
-        pytest.skip("no AMX here")
+        pytest.skip("this machine has no AMX")
     path = tmp_path / "tiles.bundle"
     shapes = bundle_shapes.shapes_of("1,40 64 96 bf16 packed\n40 64 96 s8-s8-s32 packed\n")
     data, built = bundle_build.make(shapes, [load_target("sapphire_rapids")], counts=(1,))

@@ -19,7 +19,7 @@ SEVEN = replace(TINY, isas=tuple(replace(isa, registers=7) for isa in TINY.isas)
 """Six registers hold no tile beside three columns of B, which batched products would try."""
 
 ISAS = tuple(name for name in names_of("cpu", "isa") if load_isa(name).base is None)
-"""Those that stand on their own: they multiply f32 and f64. The others add units for narrow types. Of CPUs."""
+"""Instruction sets of CPUs that multiply f32 and f64; those that extend one of them add units of narrow types."""
 
 EVERY_ISA = names_of("cpu", "isa")
 

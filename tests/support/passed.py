@@ -192,11 +192,11 @@ def text_of(module: str) -> str:
 
 
 def _code(tree: ast.Module) -> str:
-    """What a module does, as text."""
+    """The syntax tree of a module, without docstrings, as text."""
     for node in ast.walk(tree):
         body = getattr(node, "body", None)
         if isinstance(body, list):  # a sentence as a statement does nothing
-            node.body = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]  # type: ignore[attr-defined]
+            body[:] = [x for x in body if not (isinstance(x, ast.Expr) and isinstance(x.value, ast.Constant))]
     return ast.dump(tree)
 
 
@@ -228,7 +228,7 @@ def processor() -> str:
 
 @functools.cache
 def version(program: str) -> str:
-    """What a program says of its version."""
+    """The output of a program's --version."""
     path = shutil.which(program)
     if path is None:
         return f"no {program}"

@@ -14,16 +14,13 @@ from string import ascii_letters
 
 import numpy as np
 import pytest
+from traced_terms import labelled_of
 
 import portmm as pm
 from portmm.errors import PortmmError
-from portmm.fusion.fuse import FusedFunction
 from portmm.fusion.term_kernels import one_kernels
-from portmm.fusion.term_reader import term_of
 from portmm.fusion.term_rewrites import alternatives, joined_extents, rebuilt, replaced, subterms
 from portmm.fusion.terms import Term, dot, elementwise_term, graph_of, literal, reduced
-from portmm.trace.placeholders import Placeholder
-from portmm.trace.placeholders import rebuilt as nested
 from portmm.verification.equivalence import check
 from portmm.verification.stability import judge
 
@@ -70,13 +67,6 @@ def function_of(names, body):
     lines = "\n".join(f"    {x}" for x in body.strip().splitlines())
     exec(f"def function({', '.join(names.split())}):\n{lines}\n    return r\n", space)  # noqa: S102 - the texts above
     return space["function"]
-
-
-def labelled_of(function, arrays):
-    graph, result, _ = FusedFunction(function, strict=False).trace(tuple(arrays), {}, by_value=False)
-    outputs = []
-    nested(result, lambda x: outputs.append(x.node) if isinstance(x, Placeholder) else None)
-    return term_of(graph, outputs)
 
 
 class Change(ast.NodeTransformer):
@@ -142,13 +132,8 @@ def alike(one, other, shapes):
 
 def read_by(labelled, shapes):
     """The elements of each input of terms: of which argument, in which order."""
-    every = []
-    for leaf, views in labelled.leaves:
-        x = np.arange(math.prod(shapes[leaf])).reshape(shapes[leaf])
-        for view in views:
-            x = view(x)
-        every.append((leaf, x.tolist()))
-    return every
+    numbered = [np.arange(math.prod(shape)).reshape(shape) for shape in shapes]
+    return [(leaf, x.tolist()) for (leaf, _), x in zip(labelled.leaves, labelled.read(numbered), strict=True)]
 
 
 def hunt_functions(name, count, seed):
