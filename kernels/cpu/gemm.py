@@ -47,9 +47,10 @@ from portmm.kernels.cpu.dynamic_quantization import quantise_rows
 from portmm.kernels.cpu.operands import Operands
 from portmm.kernels.cpu.packing import pack_a
 from portmm.kernels.cpu.panel_packing import pack_once, pack_panels, params_of_tasks
-from portmm.kernels.cpu.register_tile import finish, multiply
+from portmm.kernels.cpu.register_tile import finish, multiply, multiply_column
 from portmm.kernels.cpu.summation_runs import extents_of_k, over_k
 from portmm.kernels.cpu.view_packing import Viewed
+from portmm.schedule.schedule import by_columns
 from portmm.spec.epilogue import operand_types
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import BlockOfK
@@ -244,7 +245,10 @@ class Gemm(Operands):
         """Loop over the register tiles of a run of panels."""
         s = self.s
         width = (end - begin) * s.nr if self.sweeps else const(panels * s.nr)
-        body = (*self.at_panels(panels, width), self.slices(*self.visit(panels), *finish(self)))
+        tiles: tuple[Stmt, ...] = (self.slices(*self.visit(panels), *finish(self)),)
+        if by_columns(s, self.atom):
+            tiles = (If(self.k.lt(s.kc + 1), self.column(), tiles),)
+        body = (*self.at_panels(panels, width), *tiles)
         if self.sweeps:
             return If(begin.lt(end), (Let("j", begin), *body))
         return For("j", begin, end, const(panels), body)
@@ -261,6 +265,20 @@ class Gemm(Operands):
     def across(self, panels: int) -> tuple[Stmt, ...]:  # noqa: ARG002 - for vectors, nothing
         """Statements before the first slice of A of a run of panels."""
         return ()
+
+    def column(self) -> tuple[Stmt, ...]:
+        """The register tiles of a panel: the first, which packs it, and a call for those of each of the two heights."""
+        packs = self.by_height(lambda height: multiply(self, height, 1, packs=True))
+        first = For("i", const(0), minimum(1, var("slices")), const(1), (*slice_of(var("i")), *packs))
+        part, i, bound = var("part"), var("i"), maximum(1, var("taller"))
+        many = self.by_height(lambda height: multiply_column(self, height))
+        same = (
+            Let("i", 1 - part + part * bound),
+            Let("count", (1 - part) * bound + part * var("slices") - i),
+            *slice_of(i),
+            If(const(0).lt(var("count")), many),
+        )
+        return first, For("part", const(0), const(2), const(1), same)
 
     def visit(self, panels: int) -> tuple[Stmt, ...]:
         """Micro-kernel call for the slice's number of rows, for each run of a block of k that has several."""

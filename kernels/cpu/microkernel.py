@@ -47,6 +47,7 @@ class Shape:
         packs: of a B in place, store each row to a panel, too, which has all columns.
         prefetch: prefetch distance in rows of a B in place, 0 for none; `along`, in elements of the same row.
         ahead: prefetch the next tile of C, and these operands: at step p, operand s at s_next + p * s_step.
+        near: prefetch A and B into L1, not L2.
         slice_ahead: of A, prefetch instead a line of each row of a slice at a_next, every `line` steps.
         unroll: steps of k that a compiler is to write out.
         written: steps of k that are written out here, each at the row of B after the last; k is a multiple of them.
@@ -79,6 +80,7 @@ class Shape:
     prefetch: int = 0
     along: int = 0
     ahead: tuple[str, ...] | None = None
+    near: bool = False
     slice_ahead: bool = False
     unroll: int = 1
     written: int = 1
@@ -354,10 +356,10 @@ def _step(atom: Atom, s: Shape, p: Index, row: Ptr, *, masked: bool, a: str = "a
         body += [Verb("hold", f"b{v}") for v in vectors_of(atom, s)]
     for x in s.ahead or ():
         if x == "a" and s.slice_ahead:
-            lines = (Prefetch(element_of_a(s, i, p, "a_next"), near=False) for i in range(s.rows))
+            lines = (Prefetch(element_of_a(s, i, p, "a_next"), near=s.near) for i in range(s.rows))
             body.append(If((p % line_of(atom)).eq(0), tuple(lines), rare=True))
         else:
-            body.append(Prefetch(Ptr(f"{x}_next", p * var(f"{x}_step")), near=False))
+            body.append(Prefetch(Ptr(f"{x}_next", p * var(f"{x}_step")), near=s.near))
     for i in range(0, s.rows, atom.m):
         left = f"a{i // atom.m % 2}"
         body.append(Verb("load_a", left, p=element_of_a(s, i, p, a), step=_row_stride(atom, s, i, const(1))))

@@ -133,7 +133,7 @@ class _Kind:
             k * row > has.far,
             k * row > MODEL.panels_near * has.l2,
             shallow_depth(elements, m, n, k, has),
-            panel_depth(k),
+            panel_depth(k, MODEL.column_depths),
             streams_near(elements, m, n, k, has),
             (least, k > least, k > MODEL.near_depth),
             crowds_l2(elements, m, n, has),

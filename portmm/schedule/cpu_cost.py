@@ -214,8 +214,9 @@ def tile_setup(v: Extents) -> Array:
         cycles = cycles + t.model.walk * _page_walks(v)
     if "sweeps" in t.some:  # a call for all columns of a slice
         cycles = cycles + t.sweeps * (t.model.tile_cycles * v.slices * v.passes * np.ceil(v.n / t.swept))
-    if "inside" in t.some:  # tiles of C in short runs, which are not prefetched
-        cycles = cycles + t.inside * (t.model.inside_sums * v.passes * v.outward(v.m * v.n * t.c))
+    if "inside" in t.some:  # tiles of C in short runs, which are prefetched by columns of tiles alone
+        waits = t.inside & ~(t.c_ahead & (v.n <= t.visit_n))
+        cycles = cycles + waits * (t.model.inside_sums * v.passes * v.outward(v.m * v.n * t.c))
     if "dots" in t.some:
         block = v.rows * v.depth * t.a
         far = t.dots & (block > t.target.counted("L1") // 2)

@@ -26,7 +26,7 @@ from portmm.schedule.cpu_blocking import (
 )
 from portmm.schedule.cpu_streams import caches, in_pairs, over_panels, packed_inside, shallow, sums_apart
 from portmm.schedule.cpu_textbook import blockings, fits
-from portmm.schedule.parts import ALL, PACKED, PACKED_ONCE, PREFETCHED, OperandPlan, Parallel, Staging, Tile
+from portmm.schedule.parts import AHEAD, ALL, PACKED, PACKED_ONCE, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
 from portmm.spec.dtype import BY_NAME, UNCONVERTED
 from portmm.spec.problem import Problem, family
@@ -49,7 +49,6 @@ DOT_ROWS = 16
 """M up to which the dot program divides rows into slices of nearly equal heights, where MR does not divide it."""
 FEW_COLUMNS = 8
 """Columns of a B by rows, or of a panel, that the dot program copies, at most: fewer than a vector of AVX-512 has."""
-AHEAD = OperandPlan(stagings=(PREFETCHED,))
 OVER_K = Parallel("k")
 
 
@@ -304,8 +303,9 @@ def _whole(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedul
     # A batch that does not stay in L2 is prefetched an item ahead.
     ahead = p.bytes > capacity(target, "L2") and p.bytes > MODEL.few_bytes * p.batch
     for nr in widths(isa, atom, p):
-        top = tallest(isa, atom, nr)
-        for limit in dict.fromkeys((top, min(top, MODEL.in_place_rows))):
+        top, all_rows = tallest(isa, atom, nr), (isa.registers - 1) * atom.n // nr - 1
+        limits = (top, min(top, MODEL.in_place_rows), *((p.m,) if p.static and top < p.m <= all_rows else ()))
+        for limit in dict.fromkeys(limits):
             slices = -(-p.m // limit)
             # The tallest of equal slices; a kernel for any M keeps the limit itself.
             mr = -(-p.m // slices) if p.static or slices == 1 else limit

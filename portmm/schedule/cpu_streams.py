@@ -6,7 +6,7 @@ Owns when products are of such a shape, and such matrices so far, that this pays
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import gcd
 from typing import TYPE_CHECKING, NamedTuple
@@ -20,8 +20,8 @@ from portmm.schedule.cpu_blocking import (
     tallest,
     whole_depth,
 )
-from portmm.schedule.parts import ALL, PACKED, PACKED_INSIDE
-from portmm.schedule.schedule import reads_matrix
+from portmm.schedule.parts import AHEAD, ALL, PACKED, PACKED_INSIDE
+from portmm.schedule.schedule import by_columns, reads_matrix
 from portmm.spec.dtype import UNCONVERTED, DType
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN
@@ -91,7 +91,7 @@ def over_panels(p: Problem, isa: Isa, atom: Atom, nr: int, has: Caches) -> Itera
     panels from L2 unless these are prefetched. The tallest slices in place take 0.95 of the time of eight rows (Granite
     Rapids, prepacked: 128x768x768, 784x128x1152), and need no packing.
     """
-    depth, top = panel_depth(p.k), tallest(isa, atom, nr)
+    depth, top = panel_depth(p.k, MODEL.panel_depths), tallest(isa, atom, nr)
     # Rows of A that start in one set of L1 leave two ways to panels.
     mr = min(top, MODEL.in_place_rows, max(1, has.ways - 2))
     near = panel_columns(depth, nr, p.elements[1].bytes, has)
@@ -117,11 +117,13 @@ def packed_inside(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> 
     """Schedules whose first slice of each block of rows packs a panel as it multiplies by it, for the other slices.
 
     B is read once per block, so that a block has as many rows of A as stay in L2 while panels pass. A is in place, or,
-    beside panels of two vectors, packed: rows in place that start in one set of L1 leave no ways to others.
+    beside panels of two vectors, packed: rows in place that start in one set of L1 leave no ways to others. Columns of
+    register tiles prefetch C, and A in place, where these are not in L2.
     """
-    kc, top, has, size = panel_depth(p.k), tallest(isa, atom, nr), caches(target), p.elements[0].bytes
+    kc, top = panel_depth(p.k, MODEL.column_depths), tallest(isa, atom, nr)
+    has, size = caches(target), p.elements[0].bytes
     vectors = nr // isa.columns(atom)
-    if vectors < 2 or p.dtype not in UNCONVERTED or not both_in_place(p, isa, atom, nr):
+    if (vectors < 2 and p.n > nr) or p.dtype not in UNCONVERTED or not both_in_place(p, isa, atom, nr):
         return
     for mr, pack_a in dict.fromkeys(((min(top, MODEL.in_place_rows), False), (top, False), (top, True))):
         rows = max(mr, int(MODEL.inside_share * has.l2) // (kc * size) // mr * mr)
@@ -129,12 +131,12 @@ def packed_inside(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> 
             near = min(kc, has.l1 // ((mr + nr) * size))
             tiles = whole_depth(p, p.k, cache_tiles(mr, nr, kc, rows, ALL, least_of(mr), first=near))
             s = base_schedule("gemm", p, isa, tiles, pack_a, False)
-            yield replace(s, b=s.b.with_pack(PACKED_INSIDE))
+            s = replace(s, b=s.b.with_pack(PACKED_INSIDE))
+            yield replace(s, c=AHEAD) if by_columns(s, atom) and p.bytes > has.l2 else s
 
 
-def panel_depth(k: int) -> int:
-    """KC of such sweeps: a run, or little more than K if that is much less."""
-    depths = MODEL.panel_depths
+def panel_depth(k: int, depths: Sequence[int]) -> int:
+    """KC of such sweeps: a run, or the least of `depths` that has all of K."""
     return int(depths[bisect_left(depths, k)]) if k <= depths[-1] else RUN
 
 

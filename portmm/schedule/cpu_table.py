@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from portmm.schedule.epilogue_work import EpilogueWork
-from portmm.schedule.schedule import Schedule, finishes, finishes_in_c, sweeps
+from portmm.schedule.schedule import Schedule, by_columns, finishes, finishes_in_c, sweeps
 from portmm.spec.dtype import BY_NAME, parts, size
 from portmm.target.model import CPU as MODEL
 from portmm.target.model import Model
@@ -94,6 +94,7 @@ class Table:
         decodes: quantized values are multiplied without repacking; `spans`, by atoms that sum a group at a time.
         prefetches: the next rows of a B in place are prefetched; `along`, what comes next in the same rows.
         inside: B is packed by the micro-kernel of a block's first slice of rows.
+        c_ahead: its call covers many slices of rows, and prefetches those of C.
         strided: B is read in place, by rows.
         gathers: B is packed in passing, from rows.
         dots: dot products of rows of A and columns of B in place.
@@ -162,7 +163,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
     """The columns of one candidate; flags are bools."""
     isa, level = target.isa(s.isa), target.level("L1")
     left, right = s.element_types(atom)
-    pack_a, pack_b, ahead = s.a.packed, s.b.packed, s.c.prefetch > 0
+    pack_a, pack_b, ahead = s.a.packed, s.b.packed, s.c.prefetch > 0 and not s.b.inside
     copied = s.program == "dot" and pack_b  # all columns by a few rows at a time
     once = s.b.once or copied
     dots, decodes = s.program == "dot", s.b.layout == "codes" and not pack_b
@@ -208,7 +209,8 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "pack_a": pack_a, "pack_b": pack_b, "once": once, "ahead": ahead, "left": left != atom.left,
         "right": right != atom.right and not decodes, "decodes": decodes,
         "spans": decodes and atom.takes_int4 and s.b.group > 0, "prefetches": prefetches, "along": s.b.along > 0,
-        "inside": s.b.inside, "strided": strided, "gathers": gathers, "dots": dots and not copied,
+        "inside": s.b.inside, "c_ahead": by_columns(s, atom) and s.c.prefetch > 0,
+        "strided": strided, "gathers": gathers, "dots": dots and not copied,
         "rows_in_place": in_place, "finishes": not dots and finishes(s, atom), "static": s.static is not None,
         "finish": model.finish_in_c if finishes_in_c(s, atom) else model.finish,
         "cut": strided and not (prefetches or s.b.along or over_k or over_batch),

@@ -18,8 +18,7 @@ from portmm.schedule.cpu_blocking import (
     may_pack_once,
     panel_in_l1,
 )
-from portmm.schedule.cpu_gemm import AHEAD
-from portmm.schedule.parts import ALL, PACKED_ONCE, Parallel
+from portmm.schedule.parts import AHEAD, ALL, PACKED_ONCE, Parallel
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.problem import Problem, family
 from portmm.target.model import CPU as MODEL

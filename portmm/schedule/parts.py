@@ -172,6 +172,8 @@ PACKED = Staging("L2", PACK)
 PACKED_ONCE = Staging(MEMORY, PACK)
 PACKED_INSIDE = Staging("L1", PACK)
 PREFETCHED = Staging("L1", PREFETCH)
+AHEAD = OperandPlan(stagings=(PREFETCHED,))
+"""The plan of a C whose next tile is prefetched."""
 
 
 class AtomUse(NamedTuple):

@@ -13,6 +13,7 @@ from portmm.spec.dtype import CODES_KR, accumulator, types, unit
 from portmm.spec.epilogue import Fused, parse
 from portmm.spec.kernel_name import KernelName
 from portmm.spec.problem import Family
+from portmm.target.model import CPU as MODEL
 from portmm.target.summation import BlockOfK, block_of_k, chained
 from portmm.util.records import dataclass
 
@@ -246,3 +247,13 @@ def sweeps(s: Schedule, atom: Atom) -> bool:
 def sweeps_panels(s: Schedule) -> bool:
     """Whether a slice of A stays in L1 while panels of B pass, which stay in L2: the tile of L1 has all columns."""
     return s.program == "gemm" and s.tiles[1].n == ALL
+
+
+def by_columns(s: Schedule, atom: Atom) -> bool:
+    """Whether a call of a micro-kernel covers many slices of rows by a panel of few steps of k.
+
+    The first slice has packed the panel. Rows of A have an address each, so that those of the next slice are
+    prefetched.
+    """
+    few = s.b.inside and s.kc <= MODEL.column_depths[-1] and s.mr <= MODEL.in_place_rows
+    return bool(few and s.a.layout == "row" and not (s.a.packed or finishes(s, atom) or finishes_in_c(s, atom)))
