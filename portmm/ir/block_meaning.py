@@ -127,7 +127,7 @@ class Reals:
         if array.dtype.kind in "iu" and value.dtype.kind == "f":
             limits = np.iinfo(array.dtype)
             value = np.clip(np.rint(value), limits.min, limits.max)
-        array[at] = np.broadcast_to(value, shape).astype(array.dtype)
+        array[at or ...] = np.broadcast_to(value, shape).astype(array.dtype)
 
 
 def run(

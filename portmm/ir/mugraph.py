@@ -6,28 +6,14 @@ a product or a sum is, or many that share a grid and a loop. Which part of a ten
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import BlockProgram, Operator, Pass, TileGemm, TileMap, TileReduce, TileTransfer
-from portmm.spec.epilogue import (
-    Operand,
-    argument,
-    column_reduction,
-    contraction,
-    extent,
-    index,
-    load,
-    number,
-    reduction,
-    summed,
-)
+from portmm.ir.block_program import BlockProgram, Operator, Pass, TileGemm, TileReduce, TileTransfer
+from portmm.ir.program_types import check_types
+from portmm.spec.epilogue import Operand, argument, contraction, load, reduction, summed
 from portmm.spec.expr import Expr, const, node, ordered
-from portmm.spec.expr_ops import OPS
-
-_OPERATORS: dict[str, Any] = {x.__name__: x for x in (TileMap, TileReduce, TileGemm, TileTransfer)}
 
 
 class Tensor(NamedTuple):
@@ -108,8 +94,8 @@ class MuGraph:
         joined: labels of concatenations, each with those of its parts.
 
     Raises:
-        ScheduleError: a step reads a tensor before one writes it, or an operand has more or fewer dimensions than its
-            tensor.
+        ScheduleError: a step reads a tensor before one writes it, an operand has more or fewer dimensions than its
+            tensor, a number is that of no tensor or dimension, or an expression is ill-typed.
     """
 
     tensors: tuple[Tensor, ...]
@@ -120,19 +106,42 @@ class MuGraph:
 
     def __post_init__(self) -> None:
         known = {*self.inputs}
+        if outside := {*self.inputs, *self.results} - {*range(len(self.tensors))}:
+            raise ScheduleError(f"{outside} are inputs or results; there are {len(self.tensors)} tensors")
         for i, x in enumerate(self.steps):
-            written = {x.operands[j].tensor for j, _ in x.program.fused.results}
-            for j, (operand, at) in enumerate(zip(x.program.operands, x.operands, strict=True)):
-                if len(self.labels(at)) != len(operand.axes):
-                    raise ScheduleError(
-                        f"operand {j} of step {i} is along {operand.axes!r}, its tensor {self.tensors[at.tensor]}: "
-                        f"bind a dimension to each label"
-                    )
-                if at.tensor not in known | written:
-                    raise ScheduleError(f"step {i} reads {self.tensors[at.tensor]} before it is written")
-            known |= written
+            self._check(x, f"step {i}")
+            read = {x.operands[y.args[0]].tensor for y in x.program.fused.steps if y.op == "load"}
+            if early := sorted(read - known):
+                raise ScheduleError(f"step {i} reads {self.tensors[early[0]]} before it is written")
+            known |= {x.operands[j].tensor for j, _ in x.program.fused.results}
         if not known >= {*self.results}:
             raise ScheduleError("a result is written by no step")
+
+    def _check(self, step: Step, where: str) -> None:
+        """Check of the operands of a step, and of its expressions.
+
+        Raises:
+            ScheduleError: an operand is none of a tensor, or an expression is ill-typed.
+        """
+        if len(step.operands) != len(step.program.operands):
+            raise ScheduleError(
+                f"{where} binds {len(step.operands)} of {len(step.program.operands)} operands: bind each"
+            )
+        for j, (operand, at) in enumerate(zip(step.program.operands, step.operands, strict=True)):
+            if not 0 <= at.tensor < len(self.tensors):
+                raise ScheduleError(f"operand {j} of {where} is tensor {at.tensor} of {len(self.tensors)}")
+            of = self.tensors[at.tensor]
+            dims, part = [y for group in at.dims or () for y in group], 0 if at.part is None else at.part[0]
+            if len({*dims}) < len(dims) or {*dims, part} - {0, *range(len(of.axes))}:
+                raise ScheduleError(f"operand {j} of {where} has dimensions {dims} of {of}: name each once")
+            if len(self.labels(at)) != len(operand.axes):
+                raise ScheduleError(
+                    f"operand {j} of {where} is along {operand.axes!r}, its tensor {of}: bind a dimension to each label"
+                )
+        try:
+            check_types(step.program)
+        except ScheduleError as error:
+            raise ScheduleError(f"{where}: {error}") from error
 
     def labels(self, at: Binding) -> tuple[str, ...]:
         """The labels that are one dimension of an operand, for each."""
@@ -173,7 +182,7 @@ def described(x: Operator) -> str:
 
 
 def to_json(graph: MuGraph) -> dict[str, Any]:
-    """A graph as lists and strings, which `from_json` reads."""
+    """A graph as lists and strings, which `graph_reader.from_json` reads."""
     return {
         "tensors": [list(x) for x in graph.tensors],
         "steps": [_step_to_json(x) for x in graph.steps],
@@ -189,7 +198,7 @@ def _step_to_json(x: Step) -> dict[str, Any]:
 
 
 def program_to_json(x: BlockProgram) -> dict[str, Any]:
-    """A block program as lists and strings, which `program_from_json` reads."""
+    """A block program as lists and strings, which `graph_reader.program_from_json` reads."""
     values = [y.value for one in x.passes for y in one]
     rescaled = [r for one in x.passes for y in one if (r := getattr(y, "rescaled", None)) is not None]
     every = ordered((*values, *rescaled))
@@ -207,55 +216,6 @@ def program_to_json(x: BlockProgram) -> dict[str, Any]:
         "values": [[y.op, y.dtype, [f"%{at[z]}" if isinstance(z, Expr) else z for z in y.args]] for y in every],
         "passes": [[spelled(y) for y in one] for one in x.passes],
     }
-
-
-def from_json(data: Mapping[str, Any]) -> MuGraph:
-    """The graph of `to_json`.
-
-    Raises:
-        ScheduleError: it is none.
-    """
-    try:
-        steps = tuple(
-            Step(program_from_json(x), tuple(Binding(i, y and tuple(map(tuple, y)), z and tuple(z))
-                                         for i, y, z in x["operands"]),
-                 Threads(*x["threads"]) if "threads" in x else None) for x in data["steps"]
-        )  # fmt: skip
-        tensors, joined = tuple(Tensor(*x) for x in data["tensors"]), tuple(tuple(x) for x in data["joined"])
-        return MuGraph(tensors, steps, tuple(data["inputs"]), tuple(data["results"]), joined)
-    except (KeyError, IndexError, TypeError, ValueError) as error:
-        raise ScheduleError(f"this is no serialised graph of kernels ({error!r})") from error
-
-
-def program_from_json(data: Mapping[str, Any]) -> BlockProgram:
-    """The block program of `program_to_json`."""
-    values: list[Expr] = []
-    for op, dtype, args in data["values"]:
-        if op not in OPS and op not in _LEAVES:
-            raise ValueError(f"operation {op!r}")
-        filled = [values[int(x[1:])] if isinstance(x, str) and x.startswith("%") else x for x in args]
-        values.append(_LEAVES.get(op, node)(*((op, tuple(filled), dtype) if op in OPS else (dtype, *filled))))
-    passes: list[Pass] = []
-    for one in data["passes"]:
-        read = []
-        for name, fields in one:
-            known = {k: values[v] if k in ("value", "rescaled") and v is not None else v for k, v in fields.items()}
-            read.append(_OPERATORS[name](**known))
-        passes.append(tuple(read))
-    return BlockProgram(data["grid"], data["loop"], tuple(Operand(*x) for x in data["arrays"]), tuple(passes))
-
-
-_LEAVES: dict[str, Any] = {
-    "const": lambda dtype, x: const(x, dtype),
-    "load": lambda dtype, i: node("load", (i,), dtype),
-    "index": lambda _, x: index(x),
-    "extent": lambda _, x: extent(x),
-    "number": lambda _, i: number(i),
-    "given": lambda dtype, i: argument(i, dtype),
-    "reduce": lambda _, kind, x: reduction(kind, x),
-    "fold": lambda _, kind, x: column_reduction(kind, x),
-    "contract": lambda dtype, along, x, y: contraction(x, y, along, dtype),
-}
 
 
 # Graphs of one operation for each step.
@@ -349,8 +309,10 @@ def one_step(  # noqa: PLR0917 - the parts of an operation
             return node(x.op, (local(x.args[0]),), x.dtype)
         return node(x.op, args, x.dtype)
 
-    operands = tuple(Operand(x.dtype, local(x.axes.replace("1", ""))) for x in (*tensors, result))
-    loop = local(along) or next((x.axes[-1] for x in operands if x.axes), "")
+    every = [(x, local(x.axes.replace("1", ""))) for x in (*tensors, result)]
+    alone = not any(axes for _, axes in every)  # without labels, the loop is along one of extent 1
+    operands = tuple(Operand(x.dtype, "n" if alone else axes) for x, axes in every)
+    loop = local(along) or next(x.axes[-1] for x in operands if x.axes)
     body, store = filled(value), len(tensors)
     if along:
         carried = (TileGemm if body.op == "contract" else TileReduce)(body)
@@ -358,8 +320,7 @@ def one_step(  # noqa: PLR0917 - the parts of an operation
     else:
         passes = ((TileTransfer(store, body),),)
     grid = "".join(x for x in dict.fromkeys("".join(y.axes for y in operands)) if x != loop)
-    bindings = tuple(
-        Binding(i, None if "1" not in x.axes else tuple((j,) for j, y in enumerate(x.axes) if y != "1"))
-        for i, x in zip((*of, to), (*tensors, result), strict=True)
-    )
+    dims = [((),) if alone else tuple((j,) for j, y in enumerate(x.axes) if y != "1") for x, _ in every]
+    same = ["1" not in x.axes and not alone for x, _ in every]
+    bindings = tuple(Binding(i, None if x else y) for i, x, y in zip((*of, to), same, dims, strict=True))
     return Step(BlockProgram(grid, loop, operands, passes), bindings)

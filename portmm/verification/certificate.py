@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from portmm.codegen.c_kernel import source
 from portmm.errors import PortmmError, ScheduleError
-from portmm.ir.mugraph import MuGraph, from_json, program_from_json, program_to_json, to_json
+from portmm.ir.graph_reader import from_json, program_from_json
+from portmm.ir.mugraph import MuGraph, program_to_json, to_json
 from portmm.schedule.text import parse, spell
 from portmm.target.target import load_target, names_of
 from portmm.verification.equivalence import Verdict, check

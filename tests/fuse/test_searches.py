@@ -16,7 +16,8 @@ from portmm.dispatch import config
 from portmm.errors import ChangedError
 from portmm.fusion import placing, superoptimizer, turns
 from portmm.fusion.split_search import Layout, Parts, _laid_out
-from portmm.ir.mugraph import from_json, to_json
+from portmm.ir.graph_reader import from_json
+from portmm.ir.mugraph import to_json
 from portmm.target.target import names_of
 from portmm.verification.certificate import repeat
 

@@ -13,7 +13,8 @@ from portmm.errors import ScheduleError
 from portmm.ir.attention_program import Bounds, Form, attention_of, of_attention
 from portmm.ir.block_meaning import run
 from portmm.ir.block_program import BlockProgram, TileGemm, TileReduce, TileTransfer, of_rows
-from portmm.ir.mugraph import program_from_json, program_to_json
+from portmm.ir.graph_reader import program_from_json
+from portmm.ir.mugraph import program_to_json
 from portmm.ir.product_program import of_product, product_of
 from portmm.spec.dequantization import IDENTITY, Dequantization
 from portmm.spec.elementwise import exp

@@ -8,7 +8,8 @@ import pytest
 
 from portmm.ir.block_meaning import Reals
 from portmm.ir.block_program import BlockProgram
-from portmm.ir.mugraph import from_json, to_json
+from portmm.ir.graph_reader import from_json
+from portmm.ir.mugraph import to_json
 from portmm.verification.bounds import BITS
 from portmm.verification.equivalence import check, evaluate, reduced
 
