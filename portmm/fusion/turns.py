@@ -30,6 +30,10 @@ ALONE, PAUSE, OTHER = 5, 5e-4, 8 << 20
 """Calls of a program in a turn between which something else happens: seconds of a pause, and bytes of other memory that
 is read, more than an L2 has (Granite Rapids: attention of 16 heads of bfloat16 that share keys takes 0.81 to 0.85 of
 the time of two products in a row, 0.94 to 1.04 with other memory read between, and 1.07 to 1.10 after a pause)."""
+MANY, BRIEF = 21, 1e-3
+"""The same number of calls for programs of fewer seconds a call, where the budget lasts: medians of 5 calls of 30
+microseconds differ by 5 % (Granite Rapids: a program of 0.71 of the time in a row and 0.90 to 0.96 apart was read as
+1.02 to 1.17 apart in three of four draws), of 21 by 1 %."""
 LONG = 0.01
 """Seconds of a call from which its own memory is more than caches have: calls in a row are then like those apart."""
 
@@ -83,8 +87,10 @@ def drawn(before: Run, runs: Sequence[Run], arrays: Sequence[Any], short: float 
     """
     every, other = [before, *runs], np.ones(OTHER // 4, np.float32)
     between: list[Callable[[], Any]] = [partial(time.sleep, PAUSE), other.max]
-    if timed(before, arrays, 0.0) > LONG:
+    call = timed(before, arrays, 0.0)
+    if call > LONG:
         between = []
+    calls = MANY if call < BRIEF and short >= SHORT else ALONE
     in_a_row: list[list[float]] = []
     alone: list[list[list[float]]] = [[] for _ in between]
     for i in range(FINAL):
@@ -93,7 +99,7 @@ def drawn(before: Run, runs: Sequence[Run], arrays: Sequence[Any], short: float 
         took = {j: timed(every[j], arrays, short) for j in order}
         in_a_row.append([took[j] for j in range(len(every))])
         for way, what in zip(alone, between, strict=True):
-            way.append(apart(every, arrays, order, what))
+            way.append(apart(every, arrays, order, what, calls))
     least, *others = (min(x) for x in zip(*in_a_row, strict=True))
     worst = [max(x) for x in zip(*map(_ratios, alone), strict=True)] or [0.0] * len(others)
     return [Times(least, *x) for x in zip(others, _ratios(in_a_row), worst, strict=True)]
@@ -106,11 +112,11 @@ def _ratios(turns: Sequence[Sequence[float]]) -> list[float]:
 
 
 def apart(
-    every: Sequence[Run], arrays: Sequence[Any], order: Sequence[int], between: Callable[[], Any]
-) -> list[float]:  # fmt: skip
-    """The median seconds of single calls of each program, in an order, between which something else is done."""
+    every: Sequence[Run], arrays: Sequence[Any], order: Sequence[int], between: Callable[[], Any], calls: int = ALONE
+) -> list[float]:
+    """The median seconds of some single calls of each program, in an order; something else is done between them."""
     times: list[list[float]] = [[] for _ in every]
-    for i in range(ALONE):
+    for i in range(calls):
         for j in order if i % 2 else order[::-1]:
             between()
             start = time.perf_counter()

@@ -224,19 +224,22 @@ class _Point:
                     self._store(x, here | {loop: range(0)})
 
     def _step(self, one: Pass, tile: Tile) -> None:
-        """A tile of the loop in a pass."""
-        known: Values = {}
+        """A tile of the loop in a pass: what is rescaled by r has values of its own, of its accumulators."""
+        known: dict[Expr | None, Values] = {None: {}}
+        factors: dict[Expr, tuple[Any, Any]] = {}
         rescales = any(isinstance(x, (TileReduce, TileGemm)) and x.rescaled is not None for x in one)
         before = self._kept() if rescales else self
         for x in one:
             if isinstance(x, TileTransfer) and self.program.loop in self.program.operands[x.operand].axes:
                 self._store(x, tile)
             elif isinstance(x, (TileReduce, TileGemm)) and self.program.carried(x):
-                kept = self.state[x.value]
-                if x.rescaled is not None:
-                    then, now, known = before.value(x.rescaled, tile, {}), self.value(x.rescaled, tile, {}), {}
-                    kept = self.arithmetic.rescaled(kept, then, now)
-                more = self._sum(x.value, tile, known)
+                kept, r = self.state[x.value], x.rescaled
+                if r is not None:
+                    if r not in factors:
+                        known[r] = dict(known[None])
+                        factors[r] = before.value(r, tile, {}), self.value(r, tile, known[r])
+                    kept = self.arithmetic.rescaled(kept, *factors[r])
+                more = self._sum(x.value, tile, known[r])
                 self.state[x.value] = self.arithmetic.together(x.value.args[0], kept, more)
 
     def _kept(self) -> _Point:

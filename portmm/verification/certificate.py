@@ -35,6 +35,10 @@ COMPILED, INTERPRETED = "compiled", "interpreted"
 """Ways to check an emitted kernel: its text with symbols for floats, or its loops."""
 LATE = "the time of the search ended before it was checked"
 """Reason of a kernel that is not checked."""
+_FIELDS = {"reference": dict, "candidate": dict, "check": dict, "errors": list, "kernels": list, "digests": dict}
+_OF_CHECK = {"seed": int, "extents": dict, "primes": list}
+_OF_KERNEL = {"name": str, "target": str, "record": dict, "rows": int, "schedule": str, "digest": str, "emitted": dict,
+              "check": dict}  # fmt: skip
 ROUNDING = 8.0
 """Largest ratio of errors of one program on two machines."""
 
@@ -203,6 +207,11 @@ def repeat(data: Mapping[str, Any]) -> list[Outcome]:
             raise CertificateError(f"a certificate of format {data['format']}; this portmm reads {FORMAT}")
         if "parts" in data:
             return [y._replace(what=f"part {i}: {y.what}") for i, x in enumerate(data["parts"], 1) for y in repeat(x)]
+        _need(data, _FIELDS, "the certificate")
+        _need(data["check"], _OF_CHECK, "its check")
+        for i, x in enumerate(data["kernels"]):
+            _need(x, _OF_KERNEL, f"kernel {i}")
+            _need(x["check"], _OF_CHECK, f"the check of kernel {i}")
         reference, candidate = from_json(data["reference"]), from_json(data["candidate"])
         outcomes = [
             Outcome(f"text of the {x}", digest(_text(data[x])) == data["digests"][x], data["digests"][x][:16])
@@ -219,9 +228,24 @@ def repeat(data: Mapping[str, Any]) -> list[Outcome]:
         outcomes.append(_compared(stability.errors, data["errors"]))
         for x in data["kernels"]:
             outcomes += _repeated(x)
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError, ScheduleError) as error:
+    except ScheduleError as error:
+        raise CertificateError(f"the certificate is damaged: {error}; or search again") from error
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise CertificateError(f"the certificate is damaged: {error!r}; search again") from error
     return outcomes
+
+
+def _need(data: Any, kinds: Mapping[str, type], where: str) -> None:
+    """Check the fields of a part of a certificate.
+
+    Raises:
+        CertificateError: one is absent, or of another kind.
+    """
+    for name, kind in kinds.items():
+        value = data.get(name) if isinstance(data, dict) else None
+        if type(value) is not kind:
+            found = "has none" if value is None else f"has {str(value)[:60]!r}"
+            raise CertificateError(f"{where} needs a field {name!r}, a {kind.__name__}, and {found}: search again")
 
 
 def _compared(errors: Sequence[Sequence[float]], stated: Sequence[Sequence[float]]) -> Outcome:

@@ -18,6 +18,7 @@ import numpy as np
 from portmm.errors import ScheduleError
 from portmm.ir import block_meaning
 from portmm.ir.block_meaning import Arithmetic
+from portmm.ir.block_program import TileTransfer
 from portmm.util.memo import Memory
 from portmm.verification.bounds import MOST_TESTS, REDRAWS, Size, sizes, tests_for
 from portmm.verification.field import Field
@@ -209,7 +210,15 @@ def _drawn(graph: MuGraph, i: int, numbers: Residues, extents: Mapping[str, int]
 def evaluate(
     graph: MuGraph, inputs: list[Any], numbers: Numbers, extents: Mapping[str, int], *, tiled: bool = True
 ) -> list[Any]:
-    """The results of a graph for some inputs; `tiled`: with a border of tiles before the last element of each label."""
+    """The results of a graph for some inputs.
+
+    Args:
+        graph: the graph.
+        inputs: one for each of its inputs.
+        numbers: the arithmetic.
+        extents: of labels.
+        tiled: with a border of tiles before the last element of each label, where a step has accumulators.
+    """
     known = dict(zip(graph.inputs, inputs, strict=True))
     for number, step in enumerate(graph.steps):
         written = {step.operands[j].tensor for j, _ in step.program.fused.results}
@@ -217,13 +226,21 @@ def evaluate(
             known[i] = _unwritten(graph, i, numbers, extents, f"{'tiles' if tiled else 'whole'} {number} {i}")
         views = [_view(graph, at, known[at.tensor], extents) for at in step.operands]
         local = _local(graph, step, extents)
-        tiles = {x: max(1, n - 1) for x, n in local.items()} if tiled else None
+        tiles = {x: max(1, n - 1) for x, n in local.items()} if tiled and not _by_elements(step) else None
         block_meaning.run(step.program, views, tiles, (), numbers, nested=True, **local)
         for j, _ in step.program.fused.results:
             known[step.operands[j].tensor] = _back(
                 graph, step.operands[j], views[j], known[step.operands[j].tensor], extents
             )
     return [known[i] for i in graph.results]
+
+
+def _by_elements(step: Step) -> bool:
+    """Whether a step has no state that tiles share: no accumulators, and it writes nothing that it reads."""
+    program = step.program
+    read = {step.operands[x.args[0]].tensor for x in program.fused.steps if x.op == "load"}
+    stores = all(isinstance(x, TileTransfer) for one in program.passes for x in one)
+    return stores and not read & {step.operands[i].tensor for i, _ in program.fused.results}
 
 
 def _local(graph: MuGraph, step: Step, extents: Mapping[str, int]) -> dict[str, int]:

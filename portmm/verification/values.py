@@ -78,27 +78,30 @@ class Residues:
     """The arithmetic of some tests: see `block_meaning.Arithmetic`.
 
     Attributes:
-        literals: residues of literals that were met.
+        literals: that were met, by their rank.
         seen: residues of the arguments of exponentials, if these are to be kept.
     """
 
     def __init__(self, field: Field, *, keeps: bool = False) -> None:
         self.field = field
-        self.literals: dict[float, Array] = {}
+        self.literals: dict[tuple[float, int], Value] = {}
         self.seen: list[Array] | None = [] if keeps else None
 
     # Values.
 
     def empty(self, shape: tuple[int, ...], name: str) -> Value:
-        """An operand that is to be written: elements that are not written are random."""
-        at = np.arange(int(np.prod(shape, dtype=np.int64)), dtype=np.uint64).reshape(*shape, 1)
-        value = self._fresh(name, at)
-        whole = (*shape, self.field.tests)
-        return Value.of((np.array(np.broadcast_to(x, whole)) for x in value.parts()), positive=True)
+        """An operand that is to be written: what is not written is a random number, the same everywhere."""
+        return self._copies(self._fresh(name, np.zeros((1,) * (len(shape) + 1), np.uint64), positive=True), shape)
 
     def drawn(self, shape: tuple[int, ...], name: str) -> Value:
         """A random operand."""
-        return replace(self.empty(shape, name), positive=False)
+        at = np.arange(int(np.prod(shape, dtype=np.int64)), dtype=np.uint64).reshape(*shape, 1)
+        return self._copies(self._fresh(name, at), shape)
+
+    def _copies(self, x: Value, shape: tuple[int, ...]) -> Value:
+        """A value as an operand of a shape."""
+        whole = (*shape, self.field.tests)
+        return Value.of((np.array(np.broadcast_to(y, whole)) for y in x.parts()), positive=x.positive)
 
     def _fresh(self, name: str, *of: Array, positive: bool = False) -> Value:
         """A value of a random function."""
@@ -112,13 +115,15 @@ class Residues:
         """A literal."""
         if np.isnan(x) or x == np.inf:
             raise UnsupportedError(f"{x} has no residue")
-        shape = (1,) * rank + (self.field.tests,)
+        if (x, rank) not in self.literals:
+            self.literals[x, rank] = self._literal(x, rank)
+        return self.literals[x, rank]
+
+    def _literal(self, x: float, rank: int) -> Value:
         if x == -np.inf:
             return self.start("max", [1] * rank, "f32")
-        if x not in self.literals:
-            self.literals[x] = self.field.literal(x)
-        p = self.literals[x].reshape(shape)
-        value = self._plain(p, np.full(shape, q_literal(x)), positive=x >= 0)
+        shape = (1,) * rank + (self.field.tests,)
+        value = self._plain(self.field.literal(x).reshape(shape), np.full(shape, q_literal(x)), positive=x >= 0)
         return replace(value, peak=np.full(shape, IDENTITY)) if x < LOWEST else value
 
     # The arithmetic of tiles.
