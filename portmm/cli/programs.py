@@ -34,6 +34,8 @@ def superoptimize(
     from portmm.dispatch import config as settings
     from portmm.fusion.fuse import fuse
 
+    if save is not None and (save.is_dir() or not save.parent.is_dir()):
+        raise PortmmError(f"{save} cannot be written: its folder must exist, and it be a file; nothing was searched")
     if threads is not None:
         settings.set_num_threads(threads)
     called = function_named(function)

@@ -51,7 +51,7 @@ def check_types(program: BlockProgram) -> None:
 
 
 def _operation(x: Expr) -> str:
-    """What is wrong with an operation, or an empty string."""
+    """The error of an operation, or an empty string."""
     takes, types = TAKES[x.op], [y.dtype if isinstance(y, Expr) else repr(y) for y in x.args]
     known: dict[str, str] = {}
     if len(types) != len(takes) or any(
@@ -67,7 +67,7 @@ def _spelled(takes: str) -> str:
 
 
 def _leaf(x: Expr, program: BlockProgram, labels: set[str]) -> str:
-    """What is wrong with a leaf or a reduction, or an empty string."""
+    """The error of a leaf or a reduction, or an empty string."""
     args, along = x.args, "".join(sorted(labels))
     if x.op == "load":
         return _load(x, program)

@@ -257,6 +257,7 @@ def test_a_slip_of_the_user_is_explained(words, said):
     [
         (("report", "nosuch"), "no file nosuch"),
         (("superoptimize", "nofunction", "3x3"), "write FILE.py:NAME"),
+        (("superoptimize", "operator:matmul", "3x3", "--save", "no/folder/x.json"), "its folder must exist"),
         (("superoptimize", "operator:matmul", "3x3"), "cannot be called with arrays of shapes 3x3"),
         (("superoptimize", "operator:matmul", "3x3", "4x4"), "cannot multiply"),
     ],
