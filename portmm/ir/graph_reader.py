@@ -168,7 +168,7 @@ def _value(x: Any, values: list[Expr], operands: int, where: str) -> Expr:
         fits = len(filled) == len(TAKES[op]) and all(isinstance(y, Expr) for y in filled)
         _need(fits, f"arguments of {where}", args, f"a list of {len(TAKES[op])} values, as in '%0',")
         return node(op, filled, dtype)
-    count, made = _LEAVES[op]
+    count, build = _LEAVES[op]
     _need(len(filled) == count, f"arguments of {where}", args, f"a list of {count}")
     if op in ("load", "number"):
         _numbers(filled, operands if op == "load" else MOST, f"arguments of {where}")
@@ -176,7 +176,7 @@ def _value(x: Any, values: list[Expr], operands: int, where: str) -> Expr:
         _need(isinstance(filled[0], str), f"argument of {where}", filled[0], "a word")
         _need(all(isinstance(y, Expr) for y in filled[1:]), f"arguments of {where}", args, "a value, as in '%0',")
     try:
-        return made(dtype, *filled)
+        return build(dtype, *filled)
     except (PortmmError, TypeError, ValueError) as error:  # of a literal
         raise ScheduleError(f"literal of {where}: {error}; write the graph again by to_json") from error
 
@@ -194,9 +194,9 @@ def _operator(x: Any, values: list[Expr], where: str) -> Any:
     """An operator of a pass."""
     name, fields = _row(x, 2, 2, where)
     _need(isinstance(name, str) and name in _OPERATORS, where, name, f"one of {', '.join(_OPERATORS)}")
-    made = _OPERATORS[name]
+    kind = _OPERATORS[name]
     _need(
-        isinstance(fields, dict) and {*fields} == {*made._fields}, where, fields, f"{', '.join(made._fields)} by name"
+        isinstance(fields, dict) and {*fields} == {*kind._fields}, where, fields, f"{', '.join(kind._fields)} by name"
     )
     known = dict(fields)
     for k in ("value", "rescaled"):
@@ -206,4 +206,4 @@ def _operator(x: Any, values: list[Expr], where: str) -> Any:
             known[k] = values[known[k]]
     _need(known.get("level", "L1") in _LEVELS, f"level of {where}", known.get("level"), f"one of {', '.join(_LEVELS)}")
     _need(type(known.get("operand", 0)) is int, f"operand of {where}", known.get("operand"), "a number")
-    return made(**known)
+    return kind(**known)

@@ -244,8 +244,8 @@ def _need(data: Any, kinds: Mapping[str, type], where: str) -> None:
     for name, kind in kinds.items():
         value = data.get(name) if isinstance(data, dict) else None
         if type(value) is not kind:
-            found = "has none" if value is None else f"has {str(value)[:60]!r}"
-            raise CertificateError(f"{where} needs a field {name!r}, a {kind.__name__}, and {found}: search again")
+            what = "none" if value is None else f"{str(value)[:60]!r}"
+            raise CertificateError(f"{where} needs a field {name!r}, a {kind.__name__}, and has {what}: search again")
 
 
 def _compared(errors: Sequence[Sequence[float]], stated: Sequence[Sequence[float]]) -> Outcome:

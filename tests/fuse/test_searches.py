@@ -264,9 +264,9 @@ def test_what_is_slower_apart_is_not_faster(monkeypatch, apart, faster):
     """Of short calls, those are counted too between which something else happens: the worse of a pause and memory."""
     kinds = []
 
-    def alone(every, _, order, between):
+    def alone(every, _, order, between, calls):
         between()
-        assert (len(every), sorted(order)) == (2, [0, 1])
+        assert (len(every), sorted(order), calls) == (2, [0, 1], turns.ALONE)
         kinds.append(between)
         return [1e-3, 1e-3 * (apart if len(kinds) % 2 else 0.8)]
 
@@ -276,6 +276,16 @@ def test_what_is_slower_apart_is_not_faster(monkeypatch, apart, faster):
     assert len({*kinds}) == 2
     assert len(kinds) == 2 * turns.FINAL
     assert (b.ratio, b.apart, b.faster) == (0.5, pytest.approx(apart), faster)
+
+
+@pytest.mark.parametrize(("seconds", "short", "calls"), [(1e-5, turns.SHORT, turns.MANY), (1e-5, 0.04, turns.ALONE)])
+def test_brief_programs_are_called_more_often_apart(monkeypatch, seconds, short, calls):
+    monkeypatch.setattr(turns, "timed", lambda *_: seconds)
+    monkeypatch.setattr(turns, "PAUSE", 0.0)
+    counts = []
+    monkeypatch.setattr(turns, "apart", lambda *given: counts.append(given[-1]) or [1.0])
+    turns.drawn("a", [], [], short)
+    assert {*counts} == {calls}
 
 
 def test_calls_apart_are_in_order_with_something_between():
