@@ -267,18 +267,21 @@ class Gemm(Operands):
         return ()
 
     def column(self) -> tuple[Stmt, ...]:
-        """The register tiles of a panel: the first, which packs it, and a call for those of each of the two heights."""
-        packs = self.by_height(lambda height: multiply(self, height, 1, packs=True))
-        first = For("i", const(0), minimum(1, var("slices")), const(1), (*slice_of(var("i")), *packs))
-        part, i, bound = var("part"), var("i"), maximum(1, var("taller"))
+        """The register tiles of a panel: perhaps the first, which packs it, and a call for those of each height."""
+        first: tuple[Stmt, ...] = ()
+        begin = int(self.s.b.inside)
+        if begin:
+            packs = self.by_height(lambda height: multiply(self, height, 1, packs=True))
+            first = (For("i", const(0), minimum(1, var("slices")), const(1), (*slice_of(var("i")), *packs)),)
+        part, i, bound = var("part"), var("i"), maximum(begin, var("taller"))
         many = self.by_height(lambda height: multiply_column(self, height))
         same = (
-            Let("i", 1 - part + part * bound),
+            Let("i", (1 - part) * begin + part * bound),
             Let("count", (1 - part) * bound + part * var("slices") - i),
             *slice_of(i),
             If(const(0).lt(var("count")), many),
         )
-        return first, For("part", const(0), const(2), const(1), same)
+        return *first, For("part", const(0), const(2), const(1), same)
 
     def visit(self, panels: int) -> tuple[Stmt, ...]:
         """Micro-kernel call for the slice's number of rows, for each run of a block of k that has several."""

@@ -26,6 +26,7 @@ from portmm.kernels.cpu.packing import sums_at
 from portmm.kernels.cpu.summation_runs import apart, kept
 from portmm.kernels.cpu.sweep import sweep
 from portmm.kernels.cpu.tile_column import column
+from portmm.schedule.schedule import by_columns
 from portmm.spec.dtype import BY_NAME
 from portmm.spec.layouts import operand
 from portmm.target.summation import BlockOfK
@@ -159,7 +160,7 @@ def _shape(g: Operands, height: int, panels: int) -> Shape:
         b_packed=s.b.packed or s.b.layout == "packed",
         prefetch=s.b.prefetch,
         along=s.b.along,
-        ahead=g.streams if s.c.prefetch and panels == 1 and not s.b.inside else None,
+        ahead=g.streams if s.c.prefetch and panels == 1 and not by_columns(s, g.atom) else None,
         near=_near(s),
         slice_ahead=s.parallel.over != "batch" and s.a.layout != "col",
         unroll=_unroll(g.atom.strips(height) * (panels * s.nr // g.atom.n), s.static[2] if s.static else 0, g.grouped),

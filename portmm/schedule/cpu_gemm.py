@@ -24,7 +24,7 @@ from portmm.schedule.cpu_blocking import (
     whole_depth,
     widths,
 )
-from portmm.schedule.cpu_streams import caches, in_pairs, over_panels, packed_inside, shallow, sums_apart
+from portmm.schedule.cpu_streams import caches, in_pairs, over_panels, packed_inside, ready_panels, shallow, sums_apart
 from portmm.schedule.cpu_textbook import blockings, fits
 from portmm.schedule.parts import AHEAD, ALL, PACKED, PACKED_ONCE, OperandPlan, Parallel, Staging, Tile
 from portmm.schedule.schedule import Schedule, finishes, shifts
@@ -107,6 +107,7 @@ def _blocked(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Sched
         yield from sums_apart(p, isa, atom, target, nr)
         yield from over_panels(p, isa, atom, nr, caches(target))
         yield from packed_inside(p, isa, atom, target, nr)
+        yield from ready_panels(p, isa, atom, target, nr)
         for mr in dict.fromkeys((top, top - 2, min(top, MODEL.in_place_rows))):
             if mr < 1 or p.m <= mr:
                 continue

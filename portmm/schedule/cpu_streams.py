@@ -135,6 +135,19 @@ def packed_inside(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> 
             yield replace(s, c=AHEAD) if by_columns(s, atom) and p.bytes > has.l2 else s
 
 
+def ready_panels(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
+    """Schedules by columns of register tiles for few steps of k and one or two panels that are packed before."""
+    mr, has = min(tallest(isa, atom, nr), MODEL.in_place_rows), caches(target)
+    kc, size = panel_depth(p.k, MODEL.column_depths), p.elements[0].bytes
+    few = p.k <= kc <= MODEL.column_depths[-1] and p.n <= 2 * nr and p.m > mr
+    if p.b != "packed" or not few or not a_in_place(p, isa, atom):
+        return
+    rows = max(mr, int(MODEL.inside_share * has.l2) // (kc * size) // mr * mr)
+    s = base_schedule("gemm", p, isa, cache_tiles(mr, nr, kc, rows, ALL, least_of(mr)), False, False)
+    if by_columns(s, atom):
+        yield replace(s, c=AHEAD) if p.bytes > has.l2 else s
+
+
 def panel_depth(k: int, depths: Sequence[int]) -> int:
     """KC of such sweeps: a run, or the least of `depths` that has all of K."""
     return int(depths[bisect_left(depths, k)]) if k <= depths[-1] else RUN

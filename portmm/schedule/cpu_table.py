@@ -94,7 +94,7 @@ class Table:
         decodes: quantized values are multiplied without repacking; `spans`, by atoms that sum a group at a time.
         prefetches: the next rows of a B in place are prefetched; `along`, what comes next in the same rows.
         inside: B is packed by the micro-kernel of a block's first slice of rows.
-        c_ahead: its call covers many slices of rows, and prefetches those of C.
+        c_ahead: a call of the micro-kernel covers many slices of rows, and prefetches those of C.
         strided: B is read in place, by rows.
         gathers: B is packed in passing, from rows.
         dots: dot products of rows of A and columns of B in place.
@@ -163,7 +163,9 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
     """The columns of one candidate; flags are bools."""
     isa, level = target.isa(s.isa), target.level("L1")
     left, right = s.element_types(atom)
-    pack_a, pack_b, ahead = s.a.packed, s.b.packed, s.c.prefetch > 0 and not s.b.inside
+    pack_a, pack_b, ahead = s.a.packed, s.b.packed, s.c.prefetch > 0
+    columns = by_columns(s, atom)
+    c_ahead, ahead = columns and ahead, ahead and not columns
     copied = s.program == "dot" and pack_b  # all columns by a few rows at a time
     once = s.b.once or copied
     dots, decodes = s.program == "dot", s.b.layout == "codes" and not pack_b
@@ -196,7 +198,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "begins": model.panel_cycles if over_panels
         else model.sweep_cycles + model.sweep_line * lines * (not s.b.along) if sweeping
         else model.dot_cycles if dots else model.begin_tiles if atom.tiled
-        else model.static_cycles if s.static else model.inside_cycles if s.b.inside else model.tile_cycles,
+        else model.static_cycles if s.static else model.inside_cycles if s.b.inside or columns else model.tile_cycles,
         "crowded": (thrashed if s.mr + 1 >= ways and not ahead else crowded) if in_place else 1.0,
         "apart": 1.0 + model.apart / lines * (not sweeping),
         "sweeps": sweeping, "swept": (s.nc or near if over_panels else s.nc or WHOLE) if sweeping else visit_n,
@@ -209,7 +211,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
         "pack_a": pack_a, "pack_b": pack_b, "once": once, "ahead": ahead, "left": left != atom.left,
         "right": right != atom.right and not decodes, "decodes": decodes,
         "spans": decodes and atom.takes_int4 and s.b.group > 0, "prefetches": prefetches, "along": s.b.along > 0,
-        "inside": s.b.inside, "c_ahead": by_columns(s, atom) and s.c.prefetch > 0,
+        "inside": s.b.inside, "c_ahead": c_ahead,
         "strided": strided, "gathers": gathers, "dots": dots and not copied,
         "rows_in_place": in_place, "finishes": not dots and finishes(s, atom), "static": s.static is not None,
         "finish": model.finish_in_c if finishes_in_c(s, atom) else model.finish,

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from portmm.schedule.parts import ALL, SHARED, AtomUse, OperandPlan, Parallel, Tile
-from portmm.spec.dtype import CODES_KR, accumulator, types, unit
+from portmm.spec.dtype import CODES_KR, UNCONVERTED, accumulator, types, unit
 from portmm.spec.epilogue import Fused, parse
 from portmm.spec.kernel_name import KernelName
 from portmm.spec.problem import Family
@@ -252,8 +252,10 @@ def sweeps_panels(s: Schedule) -> bool:
 def by_columns(s: Schedule, atom: Atom) -> bool:
     """Whether a call of a micro-kernel covers many slices of rows by a panel of few steps of k.
 
-    The first slice has packed the panel. Rows of A have an address each, so that those of the next slice are
-    prefetched.
+    The panel is packed before, or by the first slice. Rows of A have an address each, so that those of the next slice
+    are prefetched.
     """
-    few = s.b.inside and s.kc <= MODEL.column_depths[-1] and s.mr <= MODEL.in_place_rows
-    return bool(few and s.a.layout == "row" and not (s.a.packed or finishes(s, atom) or finishes_in_c(s, atom)))
+    panel = s.b.inside or (s.program == "gemm" and s.b.layout == "packed" and s.b.panels == 1 and not sweeps_panels(s))
+    few = panel and 0 < s.kc <= MODEL.column_depths[-1] and s.mr <= MODEL.in_place_rows
+    rows = s.a.layout == "row" and not s.a.packed and s.dtype in UNCONVERTED and s.static is None
+    return bool(few and rows and not (finishes(s, atom) or finishes_in_c(s, atom)))

@@ -22,20 +22,23 @@ def columns(p, target):
     return [s for s in candidates(p, target) if by_columns(s, atom)]
 
 
+@pytest.mark.parametrize("b", ["row", "packed"])
 @pytest.mark.parametrize("name", ["avx2", "avx512", "neon"])
-def test_columns_mean_the_product(name):
+def test_columns_mean_the_product(name, b):
     """Every number of rows of the last slices; full panels and a partial one, whose rows of C have gaps; any few k."""
     target = _with_l2(name)
-    lanes, isa = target.isas[0].atom("f32").n, target.isas[0]
+    lanes, isa, seen = target.isas[0].atom("f32").n, target.isas[0], set()
     for i, k in enumerate((1, 5, 8, 16, 31, 32, 63, 64)):
         for m in (9 + i, 33 + 5 * i):
             n = (2 * lanes, 2 * lanes - 3, 4 * lanes + 1, lanes)[i % 4]
-            for p in pose((m, n, k), ("row", "row", "row"), target, dtype="f32"):
+            for p in pose((m, n, k), ("row", b, "row"), target, dtype="f32"):
                 for s in columns(p, target)[i % 2 :: 2]:
+                    seen.add(s.c.prefetch > 0)
                     kernel, operands = lower(s, isa), case(p, seed=i)
                     operands.check(interpret(kernel, operands, 1 + i % 2), s)
                     if name in HERE:
                         operands.check(execute(kernel, operands, 1 + i % 3, end=bool(i % 2)), s)
+    assert seen
 
 
 def test_a_deeper_product_is_right_by_the_same_kernel():
