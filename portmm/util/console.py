@@ -77,7 +77,8 @@ def progress(title: str, budget: float | None = None) -> Iterator[Callable[[int,
         budget: seconds for all of it; the bar shows those that are left. Without a terminal, a command with a
             budget prints a line for each step, and a command without one prints nothing.
     """
-    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeElapsedColumn
+    from rich.text import Text
 
     output = console(stderr=True)
     end = time.monotonic() + (budget or 0.0)
@@ -93,10 +94,15 @@ def progress(title: str, budget: float | None = None) -> Iterator[Callable[[int,
 
         yield line
         return
+
+    class Left(ProgressColumn):
+        """Seconds of the budget that are left, at each refresh: a step may take many."""
+
+        def render(self, task: Task) -> Text:  # noqa: ARG002 - all tasks have one budget
+            return Text(left())
+
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.completed}/{task.total}"))
-    times = (TimeElapsedColumn(), TextColumn("{task.fields[left]}"))
+    times = (TimeElapsedColumn(), Left())
     with Progress(*columns, *times, console=output, transient=True) as bar:
-        task = bar.add_task(title, total=None, left=left())
-        yield lambda done, total, text: bar.update(
-            task, completed=done, total=total, description=f"{title}: {text}", left=left()
-        )
+        task = bar.add_task(title, total=None)
+        yield lambda done, total, text: bar.update(task, completed=done, total=total, description=f"{title}: {text}")
