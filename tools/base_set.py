@@ -17,6 +17,7 @@ import re
 import shutil
 import sys
 import tempfile
+import zlib
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -28,6 +29,8 @@ from typing import NamedTuple
 import numpy as np
 from base_products import EPILOGUES, FUSED, KINDS, epilogue, grids, summed
 
+from portmm.build.bundle import HEADER, OBJECT, open_bundle
+from portmm.build.cache import digest
 from portmm.build.compiler import variable_of, zig_target
 from portmm.codegen.lower import lower_int4_repack, lower_pack
 from portmm.dispatch.base_kernels import FIRST, ROWS, grid_question
@@ -355,6 +358,16 @@ def run_time(maker, folder, platform, libc):
     maker.jobs = kernels
 
 
+def with_object(made, code):
+    """The bytes of a bundle that has one object, with another in its place: the answers stay as they are."""
+    small = zlib.compress(code, 9)
+    table = OBJECT.pack(0, len(small), len(code), bytes.fromhex(digest(code)))
+    index = made.data[HEADER.size : made.text - OBJECT.size] + table + made.data[made.text : made.code]
+    header = list(HEADER.unpack_from(made.data))
+    header[-3:-1] = zlib.crc32(index), bytes.fromhex(digest(index))
+    return HEADER.pack(*header) + index + small
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("platform", choices=LEVELS)
@@ -362,7 +375,7 @@ def main():
     parser.add_argument("--libc", choices=LIBRARIES, default="gnu")
     parser.add_argument("--levels", default="", help="some levels only, with commas between")
     parser.add_argument("--types", default="", help="products of some types only, with commas between")
-    parser.add_argument("--run-time", action="store_true", help="only the run time for versions of Python")
+    parser.add_argument("--run-time", action="store_true", help="only the run time, beside kernels that were made")
     options = parser.parse_args()
     levels = {
         x: y for x, y in LEVELS[options.platform].items() if x in (options.levels.split(",") if options.levels else [x])
@@ -372,7 +385,11 @@ def main():
     if options.run_time:
         from portmm.ops.bundle_build import Maker
 
-        run_time(Maker(system.of(options.platform)[1]), options.output, options.platform, options.libc)
+        maker = Maker(system.of(options.platform)[1])
+        run_time(maker, options.output, options.platform, options.libc)
+        (code,) = maker.objects.values()
+        path = options.output / f"{options.platform}.bundle"
+        path.write_bytes(with_object(open_bundle(path), code))
         return
     from portmm.util.console import progress
 

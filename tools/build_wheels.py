@@ -6,10 +6,10 @@ One wheel of an architecture serves all versions of Python whose headers are nam
 the kernels in `portmm/base`. Headers of a free-threaded build that are not there, as `.../python3.14t`, are those of
 `.../python3.14` with `Py_GIL_DISABLED`, in which the two differ. Kernels are compiled by gcc where there is one for the
 architecture, and else by zig; the run time by zig against the oldest C library. `--base` takes kernels that were made
-before, and makes the run time for the versions that are named; that for others, through cffi, is in the bundle of these
-kernels, for the C library that they were made for. `--audit` has auditwheel look at all shared objects of a wheel, and
-`--repair` has it write the wheel again (it needs patchelf), under the platforms that it finds. For macOS all is
-compiled by zig, against Linux's headers of Python without what only Linux has.
+before, for either C library, and makes the run time for the versions that are named, and that for others, through cffi.
+`--audit` has auditwheel look at all shared objects of a wheel, and `--repair` has it write the wheel again (it needs
+patchelf), under the platforms that it finds. For macOS all is compiled by zig, against Linux's headers of Python
+without what only Linux has.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ def build(arch: str, libc: str, output: Path, pythons: str, made: Path | None) -
         words = [sys.executable, str(ROOT / "tools" / "base_set.py"), arch, str(base), "--libc", libc]
         if made:
             base.mkdir()
-            kept = sorted(made.glob(f"{arch}.*"))
-            if f"{arch}.bundle" not in [x.name for x in kept]:
-                sys.exit(f"--base: {made} has no {arch}.bundle; `python tools/base_set.py {arch} {made}` makes it")
+            kept = [made / f"{arch}.{x}" for x in ("bundle", "so")]
+            if missing := next((x.name for x in kept if not x.is_file()), ""):
+                sys.exit(f"--base: {made} has no {missing}; `python tools/base_set.py {arch} {made}` makes it")
             for path in kept:
                 shutil.copy(path, base)
             words.append("--run-time")

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from portmm.build.bundle import check, open_bundle, packed
 from portmm.target.target import load_target
 
 ROOT = Path(__file__).parents[2]
@@ -40,6 +41,16 @@ def test_headers_and_kernels_that_are_not_there_are_refused(tmp_path):
             build_wheels.headers_of(tmp_path / name, tmp_path)
     with pytest.raises(SystemExit, match=r"has no aarch64\.bundle"):
         build_wheels.build("aarch64", "gnu", tmp_path, "", tmp_path)
+
+
+def test_kernels_that_were_made_get_the_run_time_of_another_library(tmp_path):
+    answers = {"run time": (b"glibc's", ()), "schedule": (None, ("", "k0", "32")), "levels": (None, ("v3=avx2", "v2="))}
+    (path := tmp_path / "x86_64.bundle").write_bytes(packed(answers, ("v3=", "avx2")))
+    path.write_bytes(base_set.with_object(open_bundle(path), b"that of musl"))
+    bundle = open_bundle(path)
+    check(bundle)
+    assert bundle.load(0)[1] == b"that of musl"
+    assert [bundle.answer(x) for x in answers] == [["0"], ["", "k0", "32"], ["v3=avx2", "v2="]]
 
 
 def test_the_configuration_of_cibuildwheel_runs_the_script_of_the_base_set():
