@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from portmm.build import kernel_store
 from portmm.build.cache import cache_dir
 from portmm.dispatch import config, stored_kernels
-from portmm.errors import BuildError, BundleError
+from portmm.errors import BundleError
 from portmm.host import host_probe
 from portmm.host.host_probe import Snapshot
 from portmm.runtime import cpu as cpu_runtime
@@ -88,24 +88,16 @@ def level() -> str:
     return ""
 
 
-def _features() -> set[str]:
+def _features() -> frozenset[str]:
     """Features of this processor: by the run time of the base set, which calls need anyway; else from a snapshot."""
-    with suppress(BuildError):
-        run_time()
-    read = cpu_runtime.feature_reader()
-    if read is not None:
-        has = set(read().split())
-        if "amx_tile" in has:
-            from portmm.host.amx_permission import tiles
-
-            return has if tiles() else {x for x in has if not x.startswith("amx_")}
-        return has
+    if words := cpu_runtime.processor_words():
+        return words
     from portmm.host.features import features
     from portmm.host.host_probe import processors, snapshot
 
     shot = snapshot()
     first = (processors(shot.cpuinfo) or [{}])[0] if shot.machine == "x86_64" else {}
-    return {*features(shot), f"vendor={first.get('vendor_id')}", f"family={first.get('cpu family')}"}
+    return features(shot) | {f"vendor={first.get('vendor_id')}", f"family={first.get('cpu family')}"}
 
 
 @cache

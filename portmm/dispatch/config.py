@@ -157,8 +157,9 @@ def _identified() -> Here | None:
     if target_name() or _described or len(kernel_store.bundles()) != 1:
         return None
     from portmm.host import chip_match
+    from portmm.runtime import cpu as cpu_runtime
 
-    return chip_match.here(kernel_store.bundles()[0])
+    return chip_match.here(kernel_store.bundles()[0], cpu_runtime.processor_words)
 
 
 def limit() -> int:

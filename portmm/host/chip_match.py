@@ -11,8 +11,9 @@ from collections.abc import Callable, Iterable, Iterator
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
-from portmm.host.features import features
-from portmm.host.host_probe import Snapshot, cores, number, processors, snapshot
+from portmm.host import host_probe
+from portmm.host.features import CPUID, UNLISTED, features
+from portmm.host.host_probe import Snapshot, cores, number, processors, sharing, snapshot
 from portmm.target import match
 from portmm.util import system
 from portmm.util.records import dataclass
@@ -71,11 +72,16 @@ def facts(arch: str, chips: Iterable[Target], isas: Iterable[Isa]) -> dict[str, 
     }
 
 
-def here(bundle: Bundle) -> Here | None:
-    """This machine, by what a bundle says of chips; None if it says nothing of this one."""
+def here(bundle: Bundle, words: Callable[[], frozenset[str]] = frozenset) -> Here | None:
+    """This machine, by what a bundle says of chips; None if it says nothing of this one.
+
+    Args:
+        bundle: the bundle.
+        words: returns the features of this processor and who made it, as `features.c` writes them, or none.
+    """
     key = bundle.signature
     if key not in _known:
-        _known[key] = _identified(bundle)
+        _known[key] = _identified(bundle, words)
     return _known[key]
 
 
@@ -83,17 +89,26 @@ _known: dict[str, Here | None] = {}
 
 
 @cache
-def _host() -> tuple[Snapshot, frozenset[str]]:
+def _host(words: Callable[[], frozenset[str]]) -> tuple[Snapshot, frozenset[str]]:
+    machine = system.machine()
+    if machine == "x86_64" and (has := words()):
+        affinity = system.processors()
+        shot = Snapshot(machine, host_probe.first_processor(), sharing(affinity), affinity)
+        vendor, family, *_ = signature(shot)
+        named, listed = {f"vendor={vendor}", f"family={family}"}, set(shot.cpuinfo.split())
+        if named <= has and has - named - UNLISTED <= listed:  # what the kernel disables, it does not list
+            listed.difference_update(*CPUID.values())
+            return shot, has.union(listed if "amx_tile" in has else [x for x in listed if not x.startswith("amx_")])
     shot = snapshot(caches=False)
     return shot, features(shot)
 
 
-def _identified(bundle: Bundle) -> Here | None:
+def _identified(bundle: Bundle, words: Callable[[], frozenset[str]]) -> Here | None:
     arch = system.machine()
     rows, sets = bundle.answer(CHIPS + arch), bundle.answer(SETS + arch)
     if rows is None or sets is None:
         return None
-    shot, has = _host()
+    shot, has = _host(words)
 
     def chips(vendor: str = "", implementer: int = 0) -> Iterator[Chip]:
         start = ";" + match.start(vendor, implementer)

@@ -149,7 +149,8 @@ def text_of(path: str) -> str:
     return b"".join(parts).decode(errors="replace").strip()
 
 
-def _first_processor() -> str:
+def first_processor() -> str:
+    """The part of /proc/cpuinfo about the first processor; empty where it cannot be read."""
     # Each further x86 processor costs the kernel a measurement of its clock.
     text = b""
     with suppress(OSError), Path(CPUINFO).open("rb", buffering=0) as file:
@@ -271,7 +272,7 @@ def snapshot(*, caches: bool = True) -> Snapshot:
     machine, affinity = system.machine(), system.processors()
     if machine == "x86_64":
         cpuid, xcr0 = _cpuid()
-        cpuinfo = _first_processor() or substitute_cpuinfo(flags=bool(cpuid))
+        cpuinfo = first_processor() or substitute_cpuinfo(flags=bool(cpuid))
         files = _files(cpuinfo, affinity) if caches else sharing(affinity)
         return Snapshot(machine, cpuinfo, files, affinity, cpuid, xcr0, tiles=_tiles(cpuinfo))
     if system.of(system.platform())[1] == system.MACOS:

@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -285,6 +285,26 @@ def clear_memo() -> None:
 def feature_reader() -> Callable[[], str] | None:
     """The extension's function that reads the features of the processor; None if it is not loaded."""
     return getattr(_loaded[0], "features", None) if _loaded else None
+
+
+def processor_words() -> frozenset[str]:
+    """The features of this processor, and on x86-64 who made it, by the run time of the wheel, which is loaded.
+
+    As `features.c` writes them, without tiles that may not be used; empty if the wheel has no run time.
+    """
+    from portmm.errors import BuildError
+
+    with suppress(BuildError):
+        path = base_extension()
+        if path:
+            runtime(path=path)
+    read = feature_reader()
+    words = frozenset(read().split()) if read else frozenset()
+    if "amx_tile" in words:
+        from portmm.host.amx_permission import tiles
+
+        return words if tiles() else frozenset([x for x in words if not x.startswith("amx_")])
+    return words
 
 
 def replayer() -> Callable[..., Any] | None:

@@ -5,7 +5,6 @@ Owns `Problem`, the description of one matrix product, independent of any machin
 
 from __future__ import annotations
 
-import re
 from functools import cache
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -134,15 +133,17 @@ def family(name: str) -> Family:
         ValueError: `name` is no packed layout.
     """
     dtype, _, rest = name.partition("x")
-    of_groups = r"(?:g(?P<group>\d+)(?P<heads>[ce]?)(?P<half>h?))?"
-    match = re.fullmatch(rf"(?P<nr>[1-9]\d*)(?:k(?P<kr>[1-9]\d*))?{of_groups}(?P<sums>s?)", rest)
-    if dtype not in BY_NAME or match is None:
+    before, _, of_groups = rest.removesuffix("s").partition("g")
+    nr, _, kr = before.partition("k")
+    group = of_groups.rstrip("ceh")
+    heads = of_groups.removeprefix(group)
+    columns, adjacent, rows = (int(x) if x.isdecimal() else y for x, y in ((nr, 0), (kr, 1), (group, 0)))
+    made = Family(dtype, columns, adjacent, rest.endswith("s"), rows, "c" in heads, "e" in heads, "h" in heads)
+    if dtype not in BY_NAME or 0 in (columns, adjacent) or str(made) != name:  # the name's own spelling
         raise ValueError(f"{name!r} is no family of packed weights; one is called f32x32 or s8x32k4s")
-    nr, kr, group = (int(match[x] or y) for x, y in (("nr", 1), ("kr", 1), ("group", 0)))
-    heads = match["heads"]
-    if match["half"] and not heads:
+    if made.half and made.heads == 2:
         raise ValueError(f"{name!r} has offsets beside scales of 16 bits; these are without")
-    return Family(dtype, nr, kr, bool(match["sums"]), group, heads == "c", heads == "e", bool(match["half"]))
+    return made
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from portmm.errors import BundleError, NoCompilerError, PortmmError
 from portmm.host import chip_match, detect
 from portmm.host.detect import host
 from portmm.ops import bundle_attention, bundle_build, bundle_shapes
+from portmm.runtime.cpu import processor_words, runtime
 from portmm.target.target import load_target
 from portmm.version import VERSION
 
@@ -342,6 +343,23 @@ def test_a_bundle_identifies_machines_as_their_descriptions_do(path, tmp_path, m
         assert here is None
     else:
         assert (here.name, here.isas, here.cores) == (found.name, {x.name for x in found.isas}, found.cores)
+
+
+def test_the_run_time_tells_a_bundle_the_machine_that_a_snapshot_does(made):
+    bundle, asked = open_bundle(made[0]), []
+    runtime()
+
+    def other() -> frozenset[str]:
+        asked.append(1)
+        return frozenset({"vendor=Another", "family=1", "avx512f"})
+
+    found = []
+    for words in (frozenset, processor_words, other):
+        chip_match.forget()
+        found.append(chip_match.here(bundle, words))
+    chip_match.forget()
+    assert found[1:] == found[:1] * 2
+    assert bool(asked) == (host().arch == "x86_64")
 
 
 def test_another_chip_takes_what_it_can_run(made):

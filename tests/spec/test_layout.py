@@ -341,3 +341,13 @@ def test_faults_are_named():
         row_major(2, 2).compose(row_major(2))
     with pytest.raises(ValueError, match="one of them must change"):
         row_major(2, 3).gather(np.zeros((3, 2)))
+
+
+def test_names_of_packed_layouts_are_read_back_and_others_refused():
+    for name in ("f32x32", "bf16x64k2", "s8x32k4s", "u4x32k8g0", "u4x32k8g32c", "u4x16k8g64e", "u4x32k8g128ch"):
+        assert str(family(name)) == name
+    for name in ("f32", "f32x", "x32", "f99x3", "f32x0", "f32x032", "f32x32k0", "f32x32kk4", "f32x32k4ss", "f32x32 "):
+        with pytest.raises(ValueError, match="is no family of packed weights"):
+            family(name)
+    with pytest.raises(ValueError, match="offsets beside scales of 16 bits"):
+        family("u4x32k8g128h")

@@ -61,10 +61,10 @@ def test_a_chip_that_nobody_has_described_has_tiles() -> None:
 def test_leave_is_asked_for_only_where_tiles_are(monkeypatch) -> None:
     asked = []
     monkeypatch.setattr(amx_permission, "tiles", lambda: asked.append(1) or True)
-    monkeypatch.setattr(snapshot_module, "_first_processor", lambda: "flags : avx512f amx_bf16")
+    monkeypatch.setattr(snapshot_module, "first_processor", lambda: "flags : avx512f amx_bf16")
     assert not snapshot_module.snapshot().tiles
     assert not asked
-    monkeypatch.setattr(snapshot_module, "_first_processor", lambda: "flags : avx512f amx_tile")
+    monkeypatch.setattr(snapshot_module, "first_processor", lambda: "flags : avx512f amx_tile")
     assert snapshot_module.snapshot().tiles == X86 == bool(asked)
 
 

@@ -85,8 +85,8 @@ class Finder:
 
         def exec_module(module) -> None:
             run(module)
-            first, cpuid = module._first_processor, module._cpuid
-            module._first_processor = lambda: lesser_cpuinfo(first(), self.kept)
+            first, cpuid = module.first_processor, module._cpuid
+            module.first_processor = lambda: lesser_cpuinfo(first(), self.kept)
             module._cpuid = lambda: lesser_cpuid(*cpuid(), self.kept)
 
         spec.loader.exec_module = exec_module
