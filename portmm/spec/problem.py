@@ -138,12 +138,12 @@ def family(name: str) -> Family:
     group = of_groups.rstrip("ceh")
     heads = of_groups.removeprefix(group)
     columns, adjacent, rows = (int(x) if x.isdecimal() else y for x, y in ((nr, 0), (kr, 1), (group, 0)))
-    made = Family(dtype, columns, adjacent, rest.endswith("s"), rows, "c" in heads, "e" in heads, "h" in heads)
-    if dtype not in BY_NAME or 0 in (columns, adjacent) or str(made) != name:  # the name's own spelling
+    layout = Family(dtype, columns, adjacent, rest.endswith("s"), rows, "c" in heads, "e" in heads, "h" in heads)
+    if dtype not in BY_NAME or 0 in (columns, adjacent) or str(layout) != name:  # the name's own spelling
         raise ValueError(f"{name!r} is no family of packed weights; one is called f32x32 or s8x32k4s")
-    if made.half and made.heads == 2:
+    if layout.half and layout.heads == 2:
         raise ValueError(f"{name!r} has offsets beside scales of 16 bits; these are without")
-    return made
+    return layout
 
 
 @dataclass(frozen=True, slots=True)
