@@ -30,6 +30,7 @@ from portmm.version import VERSION
 if TYPE_CHECKING:
     from portmm.comparison import compare
     from portmm.dispatch.cpu_kernels import forget
+    from portmm.dispatch.threadpools import register_threadpoolctl
     from portmm.explanation.convolution import explain_conv
     from portmm.explanation.product import explain
     from portmm.explanation.record import Explanation
@@ -102,9 +103,9 @@ __all__ = [
     "from_gguf", "from_gptq", "from_int4", "fuse", "gelu", "gelu_tanh", "get_num_threads", "grouped_matmul",
     "hard_sigmoid", "hard_swish", "launch", "layer_norm", "leaky_relu", "linear", "load_packed", "load_quantized",
     "log", "log_softmax", "logsumexp", "matmul", "max", "maximum", "mean", "minimum", "open_checkpoint", "open_gguf",
-    "pack", "pack_checkpoint", "pack_conv", "plan", "quantize", "quantize_fp4", "quantize_rows", "relu", "relu6",
-    "rms_norm", "rsqrt", "save_packed", "save_quantized", "set_num_threads", "sigmoid", "silu", "softmax", "softplus",
-    "sqrt", "square", "sum", "tanh", "tune", "use_bundle", "warmup", "where",
+    "pack", "pack_checkpoint", "pack_conv", "plan", "quantize", "quantize_fp4", "quantize_rows",
+    "register_threadpoolctl", "relu", "relu6", "rms_norm", "rsqrt", "save_packed", "save_quantized", "set_num_threads",
+    "sigmoid", "silu", "softmax", "softplus", "sqrt", "square", "sum", "tanh", "tune", "use_bundle", "warmup", "where",
 ]  # fmt: skip
 
 _LAZY = {
@@ -128,6 +129,7 @@ _LAZY = {
     "pack_checkpoint": "ops.checkpoint_layers",
     "linear": "ops.linear",
     "forget": "dispatch.cpu_kernels",
+    "register_threadpoolctl": "dispatch.threadpools",
     "fuse": "fusion.fuse",
     "tune": "tuning",
     "bundled_layers": "ops.bundle_weights",

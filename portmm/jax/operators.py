@@ -16,6 +16,7 @@ import numpy as np
 from portmm.arrays.numpy_arrays import as_operand, product_shape, types_of
 from portmm.jax import handler
 from portmm.ops.attention import attention as array_attention
+from portmm.ops.attention_shapes import sizes_of
 from portmm.ops.matmul import matmul as array_matmul
 from portmm.ops.prepack import is_packed, is_quantized
 from portmm.ops.result_dtype import numbers
@@ -112,9 +113,14 @@ def linear(x: Any, w: Any, bias: Any = None) -> Any:
 
     Returns:
         The result, (..., n).
+
+    Raises:
+        TypeError: the types have no product.
+        ValueError: shapes do not match.
     """
     if is_packed(w) or is_quantized(w):
         rows = jnp.asarray(x)
+        product_shape(rows.shape, w.shape)  # raises here rather than in XLA's call
         result = _weighted(rows.reshape(-1, rows.shape[-1]), _Constant(w)).reshape(*rows.shape[:-1], w.shape[1])
     else:
         result = matmul(x, w)
@@ -162,8 +168,14 @@ def attention(q: Any, k: Any, v: Any, *, causal: bool = False, scale: float | No
 
     Returns:
         An array (..., heads, queries, dv).
+
+    Raises:
+        TypeError: types differ, or are not supported.
+        ValueError: shapes do not match.
     """
-    return _attention(jnp.asarray(q), jnp.asarray(k), jnp.asarray(v), causal, scale)
+    operands = [jnp.asarray(x) for x in (q, k, v)]
+    sizes_of(*[(x.dtype.name, x.shape) for x in operands])  # raises here rather than in XLA's call
+    return _attention(*operands, causal, scale)
 
 
 def _attend(q: Any, k: Any, v: Any, causal: bool, scale: float | None) -> Any:

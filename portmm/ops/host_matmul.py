@@ -10,6 +10,7 @@ there is no plan. Operands that no kernel can read in place go to `_general` eve
 from __future__ import annotations
 
 import math
+import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -195,6 +196,10 @@ def _begin(a: Any, b: Any, out: Any) -> Callable[[Any, Any, Any], Any]:
     from portmm.build import kernel_store
     from portmm.dispatch import base_kernels
 
+    if hasattr(sys.modules.get("threadpoolctl"), "register"):
+        from portmm.dispatch.threadpools import register_threadpoolctl
+
+        register_threadpoolctl()
     try:
         rt = base_kernels.run_time() if base_kernels.leads() and not config.target_name() else None
         _state["basic"] = rt is not None

@@ -55,7 +55,7 @@ class DaskExecutor:
 
     def workers(self) -> dict[str, Machine]:
         """See `Executor`."""
-        alive = set(self._client.scheduler_info(n_workers=-1)["workers"])
+        alive = set(self._client.nthreads())  # `scheduler_info` lists none where the client renews it meanwhile
         fresh = [x for x in alive if x not in self._machines]
         if fresh:
             self._machines |= self._client.run(identify, workers=fresh, on_error="ignore")
@@ -136,10 +136,12 @@ class RayExecutor:
 
     def __init__(self, ray: Any) -> None:
         self._ray, self._machines = ray, dict[str, Machine]()
+        self._nodes, self._dead = dict[Any, str](), set[str]()
 
     def workers(self) -> dict[str, Machine]:
         """See `Executor`."""
-        alive = {x["NodeID"] for x in self._ray.nodes() if x["Alive"]}
+        # A node that died is said to be alive until it has missed some heartbeats.
+        alive = {x["NodeID"] for x in self._ray.nodes() if x["Alive"]} - self._dead
         for node in alive - set(self._machines):
             try:
                 self._machines[node] = self.result(self.submit(node, identify))
@@ -152,7 +154,9 @@ class RayExecutor:
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
         where = NodeAffinitySchedulingStrategy(worker, soft=False)
-        return self._ray.remote(max_retries=0, scheduling_strategy=where)(function).remote(*args)
+        future = self._ray.remote(max_retries=0, scheduling_strategy=where)(function).remote(*args)
+        self._nodes[future] = worker
+        return future
 
     def done(self, future: Any) -> bool:
         """See `Executor`."""
@@ -160,16 +164,19 @@ class RayExecutor:
 
     def result(self, future: Any) -> Any:
         """See `Executor`."""
-        errors = self._ray.exceptions
+        errors, node = self._ray.exceptions, self._nodes.pop(future)
         try:
             return self._ray.get(future)
         except errors.RayTaskError as failed:
             raise failed.cause from failed
         except errors.RayError as lost:
+            if isinstance(lost, (errors.NodeDiedError, errors.TaskUnschedulableError)):
+                self._dead.add(node)
             raise LostWorkerError(str(lost)) from lost
 
     def cancel(self, future: Any) -> None:
         """See `Executor`."""
+        self._nodes.pop(future, None)
         self._ray.cancel(future, force=True)
 
     def close(self) -> None:

@@ -122,6 +122,25 @@ def test_attention(causal):
     check_grads(attend, (q, k, v), order=1, modes=["rev"], rtol=2e-2, atol=2e-2)
 
 
+MISFITS = [((4, 10, 8), (3, 12, 8), (3, 12, 6)), ((4, 10, 8), (2, 12, 7), (2, 12, 6)), ((10, 8), (12, 8), (12, 6)),
+           ((2, 2, 10, 8), (1, 2, 12, 8), (1, 2, 12, 6))]  # fmt: skip
+
+
+@pytest.mark.parametrize("shapes", MISFITS, ids=str)
+def test_attention_of_shapes_that_do_not_fit_is_refused_before_it_runs(shapes):
+    with pytest.raises(ValueError, match=r"q (has|\()"):
+        jax.eval_shape(pj.attention, *(normal(*x) for x in shapes))
+
+
+def test_layers_of_shapes_or_types_that_do_not_fit_are_refused_before_they_run():
+    w = pm.pack(np.ones((32, 16), np.float32))
+    for x in (normal(4, 31), jnp.float32(2)):
+        with pytest.raises(ValueError, match=r"multiply|scalar"):
+            jax.eval_shape(lambda x: pj.linear(x, w), x)
+    with pytest.raises(TypeError, match="must be equal"):
+        jax.eval_shape(pj.attention, normal(2, 4, 8), normal(2, 4, 8, dtype=jnp.bfloat16), normal(2, 4, 8))
+
+
 def test_the_page_on_jax_runs():
     page = (ROOT / "docs" / "jax.md").read_text()
     exec(compile(page.split("```python\n")[1].split("```")[0], "jax.md", "exec"), {})  # noqa: S102 - our own

@@ -242,3 +242,45 @@ def test_products_in_a_block_of_settings_have_plans_of_their_own(monkeypatch):
     with pm.config(threads=1):
         np.testing.assert_allclose(pm.matmul(square, square, out=square), want, rtol=1e-5)
         assert len(made) == 4, "out overlaps its operands: no plan"
+
+
+THREADPOOLS = """
+import numpy as np, portmm as pm
+{first}
+a = np.ones((64, 64), np.float32)
+pm.matmul(a, a)
+import threadpoolctl
+{then}
+every = pm.get_num_threads()
+own = [x for x in threadpoolctl.threadpool_info() if x["internal_api"] == "portmm"]
+assert [(x["user_api"], x["num_threads"], x["version"]) for x in own] == [("blas", every, pm.__version__)], own
+for limits in ({{"limits": 3}}, {{"limits": 3, "user_api": "blas"}}, {{"limits": {{"portmm": 3}}}}):
+    with threadpoolctl.threadpool_limits(**limits):
+        assert pm.get_num_threads() == 3
+        assert (pm.matmul(a, a) == 64).all()
+        with threadpoolctl.threadpool_limits(1):
+            assert pm.get_num_threads() == 1
+        assert pm.get_num_threads() == 3
+    assert pm.get_num_threads() == every
+from portmm.dispatch import config
+assert config.current().threads == 0, "no number stays"
+"""
+
+
+@pytest.mark.parametrize(("first", "then"), [("import threadpoolctl", ""), ("", "pm.register_threadpoolctl()")])
+def test_limits_of_threadpoolctl_hold(first, then):
+    pytest.importorskip("threadpoolctl", reason="threadpoolctl is not installed: its limits are not tested")
+    code = THREADPOOLS.format(first=first, then=then)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_threadpoolctl_that_is_missing_or_old(monkeypatch, old):
+    from types import ModuleType
+
+    from portmm.dispatch import threadpools
+
+    monkeypatch.setitem(sys.modules, "threadpoolctl", ModuleType("threadpoolctl") if old else None)
+    with pytest.raises(pm.PortmmError, match=r"pip install 'threadpoolctl>=3\.2'"):
+        threadpools.register_threadpoolctl.__wrapped__()

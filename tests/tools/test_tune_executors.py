@@ -214,6 +214,19 @@ def test_dask_survives_the_death_of_a_worker(processes, tmp_path, monkeypatch):
     check(results, path)
 
 
+def test_no_worker_of_dask_is_missed_while_the_client_renews_what_it_knows():
+    distributed = pytest.importorskip("distributed", reason="Dask is not installed: its workers are not listed")
+    dask = pytest.importorskip("dask", reason="Dask is not installed: its workers are not listed")
+    options = {"n_workers": 2, "threads_per_worker": 1, "processes": False, "dashboard_address": ":0"}
+    with (
+        dask.config.set({"distributed.client.scheduler-info-interval": "1ms"}),
+        distributed.LocalCluster(**options) as cluster,
+        distributed.Client(cluster) as client,
+    ):
+        workers = DaskExecutor(client)
+        assert all(len(workers.workers()) == 2 for _ in range(200))
+
+
 # -- Ray -------------------------------------------------------------------------------
 
 
@@ -239,4 +252,30 @@ def test_ray_survives_the_death_of_a_worker(tmp_path, monkeypatch):
         killer.join()
     finally:
         ray.shutdown()
+    check(results, path)
+
+
+@pytest.mark.rest("starts a cluster of Ray's")
+@pytest.mark.parametrize("nodes", [2, 4])
+def test_ray_survives_the_death_of_a_node(nodes, tmp_path, monkeypatch):
+    ray = pytest.importorskip("ray", reason="Ray is not installed: `tune` on its nodes is not tested")
+    from ray.cluster_utils import Cluster
+
+    monkeypatch.setenv("FAKE_LOG", str(tmp_path / "log"))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HELPERS), *filter(None, sys.path)]))
+    path = tmp_path / "tuned.sqlite"
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
+    try:
+        others = [cluster.add_node(num_cpus=1) for _ in range(nodes - 1)]
+        ray.init(address=cluster.address, log_to_driver=False)
+        workers = RayExecutor(ray)
+        assert len(workers.workers()) == nodes
+        killer = threading.Timer(0.5, lambda: cluster.remove_node(others[0], allow_graceful=False))
+        killer.start()
+        results = tune_on(workers, SUITE, database=path, **OPTIONS)
+        killer.join()
+        assert others[0].node_id not in workers.workers(), "at once, before Ray finds out"
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
     check(results, path)
