@@ -215,20 +215,21 @@ def _of_panels(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target)
     """Schedules with all rows in registers by panels of all of k, those from afar perhaps prefetched along the panel.
 
     A core's window of instructions holds the fewer lines of B the more rows multiply each, and of one whose elements
-    are widened, for any number of rows: several panels of these are prefetched from L3, too.
+    are widened, for any number of rows: several panels of these are prefetched from L3, too. Few rows are multiplied by
+    several panels at once instead, or, where registers suffice for one, by a panel that is prefetched.
     """
     if atom.k_pack > 1 and p.b == "row":
         return
     size, few = p.elements[1].bytes, p.m <= MODEL.panel_rows
-    widened = size < BY_NAME[atom.right].bytes
-    if few and widened and p.b == "packed" and base.b.panels > 1 and p.k * p.n * size > capacity(target, "L2"):
-        base = replace(base, b=base.b.prefetched(0, MODEL.several_ahead // (size * atom.k_pack)))
+    widened, lone = size < BY_NAME[atom.right].bytes, 2 * p.m >= tallest(isa, atom, base.nr)
+    distance = MODEL.widened_ahead if few and widened else MODEL.panel_ahead
+    far = min(caches(target).far, MODEL.panels_far * capacity(target, "L2"))
+    if base.b.panels > 1:
+        far, distance = capacity(target, "L2"), MODEL.several_ahead
+    ahead = few and widened if base.b.panels > 1 else widened or lone or not few
+    if ahead and p.b == "packed" and p.k * p.n * size > far:
+        base = replace(base, b=base.b.prefetched(0, distance // (size * atom.k_pack)))
     yield from _packings(base, p, isa, atom)
-    if few and not widened:
-        return
-    if p.b == "packed" and base.b.panels == 1 and p.k * p.n * size > caches(target).far:
-        ahead = base.b.prefetched(0, (MODEL.widened_ahead if few else MODEL.panel_ahead) // (size * atom.k_pack))
-        yield from _packings(replace(base, b=ahead), p, isa, atom)
 
 
 def _streamed(base: Schedule, p: Problem, isa: Isa, atom: Atom, rows_ahead: int) -> Iterator[Schedule]:
