@@ -19,7 +19,8 @@ never wait for each other. While one tile is computed, the next is prefetched.
 
 Where the tile of L1 has all columns, a slice of A stays there while a few panels pass, which stay in L2: the loop over
 these is in the micro-kernel, inside that over slices (`sweep`). A block of A that is packed passes once per few panels,
-from L3 if need be: it has as many rows as its tile of L3.
+from L3 if need be: it has as many rows as its tile of L3. Slices of rows by one panel of few steps of k are one call,
+too (`tile_column`).
 
 A tile extent of ALL omits its loop, and either operand may be read in
 place, so that small, thin and tall products are the same program with fewer

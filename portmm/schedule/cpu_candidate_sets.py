@@ -132,6 +132,7 @@ class _Kind:
             replace(p, m=rows).bytes > has.l2,
             k * row > has.far,
             k * row > MODEL.panels_near * has.l2,
+            k * row > MODEL.panels_far * has.l2,
             shallow_depth(elements, m, n, k, has),
             panel_depth(k, MODEL.column_depths),
             streams_near(elements, m, n, k, has),

@@ -220,13 +220,13 @@ def _of_panels(base: Schedule, p: Problem, isa: Isa, atom: Atom, target: Target)
     """
     if atom.k_pack > 1 and p.b == "row":
         return
-    size, few = p.elements[1].bytes, p.m <= MODEL.panel_rows
+    size, few, near = p.elements[1].bytes, p.m <= MODEL.panel_rows, capacity(target, "L2")
     widened, lone = size < BY_NAME[atom.right].bytes, 2 * p.m >= tallest(isa, atom, base.nr)
-    distance = MODEL.widened_ahead if few and widened else MODEL.panel_ahead
-    far = min(caches(target).far, MODEL.panels_far * capacity(target, "L2"))
     if base.b.panels > 1:
-        far, distance = capacity(target, "L2"), MODEL.several_ahead
-    ahead = few and widened if base.b.panels > 1 else widened or lone or not few
+        ahead, far, distance = few and widened, near, MODEL.several_ahead
+    else:
+        ahead, far = widened or lone or not few, min(caches(target).far, MODEL.panels_far * near)
+        distance = MODEL.widened_ahead if few and widened else MODEL.panel_ahead
     if ahead and p.b == "packed" and p.k * p.n * size > far:
         base = replace(base, b=base.b.prefetched(0, distance // (size * atom.k_pack)))
     yield from _packings(base, p, isa, atom)

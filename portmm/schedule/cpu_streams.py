@@ -139,7 +139,7 @@ def ready_panels(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> I
     """Schedules by columns of register tiles for few steps of k and one or two panels that are packed before."""
     mr, has = min(tallest(isa, atom, nr), MODEL.in_place_rows), caches(target)
     kc, size = panel_depth(p.k, MODEL.column_depths), p.elements[0].bytes
-    few = p.k <= kc <= MODEL.column_depths[-1] and p.n <= 2 * nr and 0 < mr < p.m
+    few = p.k <= kc <= MODEL.column_depths[-1] and p.n <= 2 * nr <= 4 * isa.columns(atom) and 0 < mr < p.m
     if p.b != "packed" or not few or not a_in_place(p, isa, atom):
         return
     rows = max(mr, int(MODEL.inside_share * has.l2) // (kc * size) // mr * mr)
