@@ -102,7 +102,7 @@ def test_dependencies_are_those_that_are_imported():
     assert needed <= foreign, "declared and never imported"
     optional = {"cupy", "matplotlib", "ml_dtypes", "onnx", "onnxoptimizer", "onnxruntime", "pyopencl", "torch"}
     optional |= {"array_api_compat", "dask", "distributed", "jax", "joblib", "openvino", "opt_einsum", "optuna"}
-    optional |= {"ray", "scipy"}
+    optional |= {"ray", "scipy", "threadpoolctl"}
     assert foreign - needed <= optional, "imported and not declared"
 
 
