@@ -18,7 +18,7 @@ def register_threadpoolctl() -> None:
         PortmmError: threadpoolctl is missing, or older than 3.2.
     """
     try:
-        from threadpoolctl import LibController, register  # type: ignore[import-not-found]
+        from threadpoolctl import LibController, register
     except ImportError as error:
         raise PortmmError(f"threadpoolctl cannot be used: {error}; `pip install 'threadpoolctl>=3.2'`") from error
 
