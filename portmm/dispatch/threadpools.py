@@ -22,7 +22,7 @@ def register_threadpoolctl() -> None:
     except ImportError as error:
         raise PortmmError(f"threadpoolctl cannot be used: {error}; `pip install 'threadpoolctl>=3.2'`") from error
 
-    class Controller(LibController):  # type: ignore[misc]
+    class Controller(LibController):  # type: ignore[misc]  # Any, as mypy does not follow it
         """The threads of portmm's calls, as threadpoolctl reads and sets them."""
 
         user_api, internal_api = "blas", "portmm"

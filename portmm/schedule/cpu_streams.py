@@ -126,13 +126,12 @@ def packed_inside(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> 
     if (vectors < 2 and p.n > nr) or p.dtype not in UNCONVERTED or not both_in_place(p, isa, atom, nr):
         return
     for mr, pack_a in dict.fromkeys(((min(top, MODEL.in_place_rows), False), (top, False), (top, True))):
-        rows = max(mr, int(MODEL.inside_share * has.l2) // (kc * size) // mr * mr)
+        rows = _block_rows(mr, kc * size, has)
         if mr < p.m and (vectors == 2 or not pack_a):
             near = min(kc, has.l1 // ((mr + nr) * size))
             tiles = whole_depth(p, p.k, cache_tiles(mr, nr, kc, rows, ALL, least_of(mr), first=near))
             s = base_schedule("gemm", p, isa, tiles, pack_a, False)
-            s = replace(s, b=s.b.with_pack(PACKED_INSIDE))
-            yield replace(s, c=AHEAD) if by_columns(s, atom) and p.bytes > has.l2 else s
+            yield _columns_ahead(replace(s, b=s.b.with_pack(PACKED_INSIDE)), p, atom, has)
 
 
 def ready_panels(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Iterator[Schedule]:
@@ -142,10 +141,20 @@ def ready_panels(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> I
     few = p.k <= kc <= MODEL.column_depths[-1] and p.n <= 2 * nr <= 4 * isa.columns(atom) and 0 < mr < p.m
     if p.b != "packed" or not few or not a_in_place(p, isa, atom):
         return
-    rows = max(mr, int(MODEL.inside_share * has.l2) // (kc * size) // mr * mr)
+    rows = _block_rows(mr, kc * size, has)
     s = base_schedule("gemm", p, isa, cache_tiles(mr, nr, kc, rows, ALL, least_of(mr)), False, False)
     if by_columns(s, atom):
-        yield replace(s, c=AHEAD) if p.bytes > has.l2 else s
+        yield _columns_ahead(s, p, atom, has)
+
+
+def _block_rows(mr: int, row: int, has: Caches) -> int:
+    """Rows of a block of A, in whole slices, that stay in L2 while panels pass; a row has `row` bytes."""
+    return int(max(mr, int(MODEL.inside_share * has.l2) // row // mr * mr))
+
+
+def _columns_ahead(s: Schedule, p: Problem, atom: Atom, has: Caches) -> Schedule:
+    """The schedule, with prefetches of C and of A if it has columns of register tiles and L2 does not hold these."""
+    return replace(s, c=AHEAD) if by_columns(s, atom) and p.bytes > has.l2 else s
 
 
 def panel_depth(k: int, depths: Sequence[int]) -> int:

@@ -119,7 +119,7 @@ def changed(data, path, to):
     ],
 )
 def test_ill_typed_graphs_are_refused_with_their_place(path, to, what):
-    """What is serialised is checked before it is computed: there is no error of Python's."""
+    """Malformed graphs are refused when they are read, before any of them is computed."""
     b = Builder()
     x = b.input("x", "mn")
     scaled = argument(0, "f32") * const(3.0)
