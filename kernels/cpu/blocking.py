@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from portmm.ir.index import ceil_div, const, maximum, minimum, round_up, var
 from portmm.ir.nodes import Let
 from portmm.kernels.cpu.packing import line_of
-from portmm.schedule.schedule import finishes, finishes_in_c, shifts, sweeps
+from portmm.schedule.schedule import finishes, finishes_in_c, shifts, sweeps, sweeps_panels
 from portmm.spec.dtype import BY_NAME, CODES_KR
 from portmm.target.model import CPU as MODEL
 from portmm.target.summation import RUN, STEP, BlockOfK, block_of_k, chained, runs_in
@@ -157,9 +157,17 @@ class Blocks:
         return minimum(WORKERS, ceil_div(self.k, self.kb))
 
     @property
+    def cuts_rows(self) -> bool:
+        """Whether blocks of rows are tasks of their own: where MC is less than M, or panels are swept by threads."""
+        return bool(self.s.mc) or (self.s.parallel.over == "tiles" and sweeps_panels(self.s))
+
+    @property
     def fewest_blocks(self) -> Index:
-        """Number of blocks of rows that MC allows."""
-        return ceil_div(M, self.s.mc) if self.s.mc else const(1)
+        """Number of blocks of rows that MC allows; where panels are swept, one per thread if each has many rows."""
+        if self.s.mc:
+            return ceil_div(M, self.s.mc)
+        many = MODEL.thread_rows if self.s.b.packed else MODEL.thread_rows_ready
+        return maximum(1, minimum(WORKERS, M // many)) if self.cuts_rows else const(1)
 
     @property
     def evens_out(self) -> bool:
@@ -206,8 +214,8 @@ class Blocks:
         return ceil_div((WORKERS - 1) * TASKS_PER_WORKER, self.fewest_blocks)
 
     def chunk_start(self, chunk: Index, chunks: Index) -> Index:
-        """First visit of a chunk; a block's wider chunks are first, so that the last ones even out the threads."""
-        return self.groups // chunks * chunk + minimum(chunk, self.groups % chunks)
+        """First visit of a chunk; neighbouring chunks, which a thread has, are together as wide as those of others."""
+        return self.groups * chunk // chunks
 
     @property
     def slab(self) -> Index:

@@ -147,7 +147,7 @@ class Gemm(Operands):
         index, chunk = (number, const(0)) if single else (number // var("shares"), number % var("shares"))
         blocks, chunks = self.blocks, var("shares")
         panels = ceil_div(N, s.nr)
-        rows = M * (index + 1) // blocks - var("row") if s.mc else M
+        rows = M * (index + 1) // blocks - var("row") if self.cuts_rows else M
         inside: tuple[Stmt, ...] = (Let("kd", self.depth), *self.pack_a(), *self.totals(), *self.macro())
         inside = over_k(self, inside)
         if s.parallel.over != "k":
@@ -156,7 +156,7 @@ class Gemm(Operands):
             *self.quantised_rows(),
             *self.count_blocks(),
             *(() if single else (Let("shares", self.column_chunks),)),
-            Let("row", M * index // blocks if s.mc else const(0)),
+            Let("row", M * index // blocks if self.cuts_rows else const(0)),
             Let("rows", rows),
             Let("first", const(0) if single else self.chunk_start(chunk, chunks) * s.b.panels),
             Let("last", panels if single else minimum(panels, self.chunk_start(chunk + 1, chunks) * s.b.panels)),

@@ -28,7 +28,7 @@ from portmm.util.records import dataclass
 from portmm.util.user_warnings import warn
 
 if TYPE_CHECKING:
-    from portmm.schedule.cpu_cost import Array
+    from portmm.schedule.cpu_partition import Array
     from portmm.schedule.program import Vectors
     from portmm.schedule.roofline import Cost
     from portmm.schedule.schedule import Schedule

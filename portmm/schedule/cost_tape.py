@@ -16,15 +16,16 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from portmm.schedule.cpu_cost import Array, Extents, reached, shared, timed
+from portmm.schedule.cpu_cost import timed
+from portmm.schedule.cpu_partition import Array, Extents, Partition, reached, shared
 from portmm.util.records import dataclass
 
 if TYPE_CHECKING:
     from portmm.schedule.cpu_table import Table
     from portmm.spec.problem import Problem
 
-SHARED = 4
-"""Number of columns about several threads, as `cpu_cost.shared` returns them."""
+SHARED = len(Partition._fields)
+"""Number of columns about several threads."""
 
 OPERATIONS = (
     *("add", "subtract", "multiply", "divide", "minimum", "maximum", "ceil", "floor", "remainder"),
@@ -179,7 +180,8 @@ class Tape:
         recorder = Recorder((rows, t.count), among + 4 + len(names))
         sizes = [recorder.input(among + i) for i in range(4 + len(names))]
         v = Extents(t, (sizes[0], sizes[1], sizes[2], sizes[3]), dict(zip(names, sizes[4:], strict=True)))
-        parts: Any = tuple([recorder.input(i) for i in range(among)]) if several else shared(v, 1)
+        inputs: list[Any] = [recorder.input(i) for i in range(among)]
+        parts = Partition(*inputs) if several else shared(v, 1)
         seconds = timed(v, 2 if several else 1, parts).seconds
         constants = np.array([np.frombuffer(x, np.float64) for x in recorder.constants])
         return cls(placed(recorder, seconds.slots[0], among + 4 + len(names)), constants, recorder.shape, several)

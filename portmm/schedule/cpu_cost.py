@@ -8,16 +8,14 @@ times of every candidate on one thread of a Zen 4, with AVX-512 and with AVX2 (`
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from heapq import heapreplace
-from math import gcd
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from portmm.schedule.cpu_partition import Array, Extents, Partition, shared
 from portmm.schedule.cpu_table import LINE, WHOLE, Table
 from portmm.schedule.roofline import Cost, Work, roofline
-from portmm.util.memo import cached
 
 if TYPE_CHECKING:
     from portmm.schedule.schedule import Schedule
@@ -25,14 +23,7 @@ if TYPE_CHECKING:
     from portmm.target.atom import Atom
     from portmm.target.target import Target
 
-MOST_SIMULATED = 64
-"""Maximum number of tasks whose scheduling is simulated; with more, simulation would take longer than it saves."""
-
-Array = np.ndarray[Any, np.dtype[np.float64]]
-"""Numbers by value of M, or one for all of them, then by candidate."""
 Flags = np.ndarray[Any, np.dtype[np.bool_]]
-Partition = tuple[Any, Any, Any, Any]
-"""Column blocks, tasks, threads with at least one, and the part of the work that the busiest thread does."""
 
 
 def cost(p: Problem, s: Schedule, atom: Atom, target: Target, workers: int = 1) -> Cost:
@@ -59,8 +50,8 @@ def costs(t: Table, q: Problem, rows: Sequence[int], workers: Sequence[int]) -> 
 
 def timed(v: Extents, workers: int, among: Partition) -> Cost:
     """Times of work that several threads share, partitioned as `shared` returns it."""
-    t, (column_blocks, tasks, threads, share) = v.t, among
-    own, packing = work(v, threads if workers > 1 else None), packing_b(v)
+    t, (row_blocks, column_blocks, tasks, threads, share) = v.t, among
+    own, packing = work(v, threads if workers > 1 else None), packing_b(v, row_blocks)
     if "pack_a" in t.some:  # a block of A is packed once per block of columns
         packing = packing + (v.m * v.k) * column_blocks * t.copy_a
     scale = v.batch / t.hertz
@@ -88,64 +79,6 @@ def timed(v: Extents, workers: int, among: Partition) -> Cost:
 def work(v: Extents, threads: Any = None) -> Work:
     """Work of one item: cycles of multiply-adds, bytes of each level, and cycles of tiles; `threads` if several."""
     return Work({"compute": compute(v), **traffic(v, threads)}, tile_setup(v))
-
-
-class Extents:
-    """Problems that differ in M, partitioned into the blocks of each candidate.
-
-    Attributes:
-        t: the candidates.
-        m: values of M, as a column.
-        n, elements, batch: N, K and the number of items, which all of them share.
-        reached: number of sets of a level that rows in place start in, by "B" or "A" and the level's name.
-        k: steps of a full sum: units of k.
-        visits: calls of the micro-kernel along N.
-        blocks: blocks of rows.
-        slices: register tiles along M.
-        passes: blocks of k.
-        depth: units of k of a block.
-        rows: rows of a block.
-        fewest: blocks of NC columns.
-        mr_variants: rows of the register tiles: at most two values.
-        counts: number of register tiles with each.
-    """
-
-    def __init__(self, t: Table, sizes: tuple[Any, Any, Any, Any], reached: dict[str, Any]) -> None:
-        self.t, self.reached, (m, n, k, self.batch) = t, reached, sizes
-        self.m, self.n, self.elements = m, n, k
-        self.k = np.ceil(k / t.k_pack)
-        self.visits, self.fewest = np.ceil(n / t.visit_n), np.ceil(n / t.nc)
-        self.blocks, self.rows = np.ceil(m / t.mc), np.minimum(m, t.mc)
-        self.passes, self.depth = np.ceil(self.k / t.kc), np.minimum(self.k, t.kc)
-        self.slices = np.ceil(m / t.mr)
-        low = np.floor(m / self.slices)
-        taller = m - low * self.slices
-        self.mr_variants, self.counts = np.stack((low + 1, low)), np.stack((taller, self.slices - taller))
-
-    @classmethod
-    def of(cls, t: Table, q: Problem, rows: Sequence[int]) -> Extents:
-        """The extents of a problem, for several values of M."""
-        m = np.array(rows, np.float64)[:, np.newaxis]
-        return cls(t, (m, float(q.n), float(q.k), float(q.batch)), reached(t, q.n, q.k))
-
-    def home(self, size: Array) -> Any:
-        """The index of the nearest level with room for `size` bytes; that of memory is last."""
-        return np.searchsorted(self.t.reach, size)
-
-    def outward(self, size: Array, times: float = 1.0) -> Any:
-        """Cycles to move `size` bytes between a core and the nearest level with room for them, some times over."""
-        return size / np.choose(self.home(times * size), self.t.bandwidth)
-
-
-def reached(t: Table, n: int, k: int) -> dict[str, float]:
-    """Number of sets of each level that rows in place start in: of a B of `n` columns, and of an A of `k`."""
-
-    def of(row: int) -> Iterator[float]:
-        return (float(sets // gcd(max(1, row // line), sets)) for _, line, sets in t.sets)
-
-    names = [name for name, _, _ in t.sets]
-    sides = (("B", int(n * t.strided_bytes)), ("A", int(k * t.rows_bytes)))
-    return {side + name: x for side, row in sides if row for name, x in zip(names, of(row), strict=True)}
 
 
 def compute(v: Extents) -> Array:
@@ -248,7 +181,7 @@ def _page_walks(v: Extents) -> Any:
     return missed * (v.slices * v.visits * v.passes * pages)
 
 
-def packing_b(v: Extents) -> Any:
+def packing_b(v: Extents, row_blocks: Any) -> Any:
     """Cycles to pack B: a panel once per block of rows, or all of it once for all threads."""
     t = v.t
     cycles = t.packs
@@ -258,13 +191,13 @@ def packing_b(v: Extents) -> Any:
             if "panels" not in t.some
             else np.ceil(v.n * t.panels / t.visit_n) * t.visit_n / t.panels
         )
-        cycles = cycles + v.k * columns * np.where(t.once, 1.0, v.blocks) * t.copy_b
+        cycles = cycles + v.k * columns * np.where(t.once, 1.0, row_blocks) * t.copy_b
     if "inside" in t.some:  # rows of what L2 does not hold are late
         far = np.maximum(0.0, v.k * v.n * t.b_far - t.target.counted("L2"))
-        cycles = cycles + t.inside * t.model.unhidden_inside * (v.blocks * v.outward(far))
+        cycles = cycles + t.inside * t.model.unhidden_inside * (row_blocks * v.outward(far))
     if "unhidden" in t.some:  # rows that lie in one tile are a stream, which hardware follows
-        streamed = t.strided & (v.n <= t.visit_n)
-        cycles = cycles + ~streamed * t.unhidden * (np.where(t.once, 1.0, v.blocks) * v.outward(v.k * v.n * t.b_far))
+        streamed = np.where(t.strided & (v.n <= t.visit_n), t.model.unhidden_stream, 1.0)
+        cycles = cycles + streamed * t.unhidden * (np.where(t.once, 1.0, row_blocks) * v.outward(v.k * v.n * t.b_far))
     if "once" in t.some:
         # The copy is written to, and read from, the level that it fits beside B; half of that overlaps.
         cycles = cycles + t.once * v.outward(v.k * v.n * t.b, 2.0)
@@ -377,42 +310,3 @@ def _bytes(v: Extents) -> Any:
     """Compulsory traffic, as in `Problem.bytes`, by value of M."""
     a, b, c = v.t.elements
     return v.batch * (v.m * v.elements * a + v.elements * v.n * b + v.m * v.n * c)
-
-
-def shared(v: Extents, workers: int) -> Partition:
-    """The partition of work among threads: a task is taken by the next thread that is free."""
-    t = v.t
-    if workers == 1:
-        one = np.ones(1)
-        return np.where(t.over_k | t.over_batch, 1.0, v.fewest), one, one, one
-    first, of = t.firsts, t.group_of
-    visits, blocks, fewest, passes = v.visits[first], v.blocks[:, first], v.fewest[first], v.passes[first]
-    over_k, over_batch = t.over_k[first], t.over_batch[first]
-    # Blocks of rows that are not cut along the columns are as many for every thread.
-    whole = ~(over_k | over_batch) & (blocks >= (workers - 1) * 4)
-    blocks = np.where(whole, np.ceil(blocks / workers) * workers, blocks)
-
-    def cut(threads: Any) -> tuple[Array, Array]:
-        column_blocks = np.maximum(fewest, np.minimum(visits, np.ceil((threads - 1) * 4 / blocks)))
-        tasks = np.where(over_k, np.minimum(threads, passes), blocks * column_blocks)
-        return column_blocks, np.where(over_batch, np.minimum(v.batch, threads * 4), tasks)
-
-    column_blocks, tasks = cut(workers)
-    packed = np.where(over_k | over_batch, 1.0, column_blocks)[:, of]
-    threads = np.minimum(workers, tasks)
-    parts, mine = cut(threads)
-    share = np.ceil(mine / threads) / mine
-    played = ~(over_k | over_batch) & (threads > 1) & (mine <= MOST_SIMULATED)
-    for i, j in zip(*map(np.ndarray.tolist, played.nonzero()), strict=True):
-        share[i, j] = _busiest(int(visits[j]), int(parts[i, j]), int(blocks[i, j]), int(threads[i, j]))
-    return packed, tasks[:, of], threads[:, of], np.where(threads == 1, 1.0, share)[:, of]
-
-
-@cached("routes", 4096)
-def _busiest(visits: int, column_blocks: int, blocks: int, threads: int) -> float:
-    """Part of all calls of the micro-kernel that the busiest thread makes, each taking the next task when free."""
-    low, wider = divmod(visits, column_blocks)
-    load = [0] * threads  # a heap
-    for task in range(column_blocks * blocks):
-        heapreplace(load, load[0] + low + (task % column_blocks < wider))
-    return max(load) / (visits * blocks)

@@ -60,6 +60,7 @@ class Table:
 
     Attributes:
         mr, mc, kc, nc: extents of blocks, `WHOLE` for all of a dimension.
+        thread_rows: rows of each thread from which threads that sweep panels have rows of their own.
         visit_n: columns of one call of the micro-kernel.
         vectors: fragments of B, or tiles, that a step loads.
         covers: elements or units of k that a step covers.
@@ -137,7 +138,7 @@ class Table:
             | ({"unhidden"} if self.unhidden.any() else set())
         )
         over = np.where(self.over_k, self.kc, np.where(self.over_batch, -1.0, 0.0))
-        kinds = np.stack((self.visit_n, self.mc, self.nc, over), axis=1)
+        kinds = np.stack((self.visit_n, self.mc, self.nc, self.thread_rows, over), axis=1)
         _, self.firsts, groups = np.unique(kinds, axis=0, return_index=True, return_inverse=True)
         self.group_of = groups.reshape(-1)
         # A core's share of L3 may be less than its L2: data stays in the first level that it fits.
@@ -173,6 +174,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
     strided, in_place = s.b.layout == "row" and not pack_b, s.a.layout == "row" and not pack_a
     prefetches, sweeping = ahead or s.b.prefetch > 0, sweeps(s, atom)
     over_panels = sweeping and not strided
+    own_rows = over_panels and not (s.mc or over_k or over_batch)
     cut = parts(s.types[0], atom.a) if atom.tiled and decodes else 1
     visit_n, b = s.nr * s.b.panels, sizes[1] * atom.k_pack if decodes else BY_NAME[right].bytes
     gathers, near = pack_b and not once and s.b.layout == "row", max(s.tiles[2].n, visit_n)
@@ -184,6 +186,7 @@ def _facts(s: Schedule, atom: Atom, target: Target, model: Model, sizes: Sequenc
     carried = 1.0 + (atom.n.bit_length() if dots else 0)
     return {
         "mr": s.mr, "mc": model.dot_rows if copied else s.mc or WHOLE,
+        "thread_rows": (model.thread_rows if pack_b else model.thread_rows_ready) if own_rows else WHOLE,
         "kc": s.kc or WHOLE, "nc": s.nc or WHOLE, "visit_n": visit_n,
         "vectors": s.nr if dots else s.nr // atom.n * s.b.panels, "covers": atom.n if dots else atom.deep,
         "deep": atom.deep, "m": atom.m, "strip_rows": 1 if atom.tiled else atom.m, "k_pack": atom.k_pack,

@@ -357,8 +357,8 @@ static void block(const long *ctx, long task, long worker) {
   const long shares = max_((n + 63) / 64, min_((n + 15) / 16, div_((workers - 1) * 4 + (m + 7) / 8 - 1, (m + 7) / 8)));
   const long row = div_(m * div_(task, shares), blocks);
   const long rows = div_(m * (div_(task, shares) + 1), blocks) - row;
-  const long first = div_((n + 15) / 16, shares) * mod_(task, shares) + min_(mod_(task, shares), mod_((n + 15) / 16, shares));
-  const long last = min_((n + 15) / 16, div_((n + 15) / 16, shares) * (mod_(task, shares) + 1) + min_(mod_(task, shares) + 1, mod_((n + 15) / 16, shares)));
+  const long first = div_((n + 15) / 16 * mod_(task, shares), shares);
+  const long last = min_((n + 15) / 16, div_((n + 15) / 16 * (mod_(task, shares) + 1), shares));
   const long slices = (rows + 1) / 2;
   const long height = div_(rows, slices);
   const long taller = mod_(rows, slices);

@@ -151,8 +151,8 @@ static void block(const long *ctx, long task, long worker) {
   const long shares = max_(1, min_((n + 31) / 32, (workers - 1) * 4));
   const long row = 0;
   const long rows = m;
-  const long first = (div_((n + 31) / 32, shares) * mod_(task, shares) + min_(mod_(task, shares), mod_((n + 31) / 32, shares))) * 2;
-  const long last = min_((n + 15) / 16, (div_((n + 31) / 32, shares) * (mod_(task, shares) + 1) + min_(mod_(task, shares) + 1, mod_((n + 31) / 32, shares))) * 2);
+  const long first = div_((n + 31) / 32 * mod_(task, shares), shares) * 2;
+  const long last = min_((n + 15) / 16, div_((n + 31) / 32 * (mod_(task, shares) + 1), shares) * 2);
   const long slices = rows;
   const long height = div_(rows, slices);
   const long taller = mod_(rows, slices);
