@@ -13,6 +13,8 @@ from setuptools import Distribution, setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
+OWN = ("arrays", "build", "dispatch", "fusion", "host", "kernels", "runtime", "trace", "util", "verification")
+"""Packages for the package's own use: nobody asks for help on what `portmm/__init__.py` does not export of them."""
 OPENINGS = ('"""', "'''")
 C_TOKENS = re.compile(r""""(?:\\.|[^"\\\n])*"|'(?:\\.|[^'\\\n])*'|/\*.*?\*/|//[^\n]*""", re.DOTALL)
 """Literals and comments of C."""
@@ -87,6 +89,16 @@ def bare_c(text: str) -> str:
 BARE = {".py": bare_python, ".toml": bare_toml, ".c": bare_c}
 
 
+def is_own(path: Path) -> bool:
+    """Whether a module is for the package's own use: in a package that is, and not named by `portmm/__init__.py`."""
+    _, *words = path.parts[len(path.parts) - path.parts[::-1].index("portmm") - 1 :]
+    if words[0] not in OWN:
+        return False
+    exports = ast.parse(Path(__file__).parent.joinpath("portmm/__init__.py").read_text(encoding="utf-8"))
+    exported = {x.module for x in ast.walk(exports) if isinstance(x, ast.ImportFrom)}
+    return ".".join(("portmm", *words)).removesuffix(".py") not in exported
+
+
 class Build(build_py):
     """`build_py` that copies sources and tables without comments."""
 
@@ -105,9 +117,7 @@ class Build(build_py):
         path = Path(copied[0])
         if path.suffix in BARE and not self.editable_mode:
             text = path.read_text(encoding="utf-8")
-            # Kernels are made by the package itself: nobody calls their builders, or asks for help on them.
-            builders = path.suffix == ".py" and ("portmm", "kernels") in zip(path.parts, path.parts[1:], strict=False)
-            bare = bare_python(text, own=True) if builders else BARE[path.suffix](text)
+            bare = bare_python(text, own=is_own(path)) if path.suffix == ".py" else BARE[path.suffix](text)
             path.write_text(bare, encoding="utf-8")
         return copied
 
