@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from portmm.cli import model_calls
+from portmm.cli.options import Json  # noqa: TC001 - typer reads annotations
 from portmm.errors import BundleError
 from portmm.ops import bundle_wheel
-from portmm.util.console import Json, console, print_json, progress, table
+from portmm.util.console import console, print_json, progress, table
 from portmm.util.text import time as time_text
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 
 import typer
 
+from portmm.cli.options import Json  # noqa: TC001 - typer reads annotations
 from portmm.errors import PortmmError, ScheduleError
-from portmm.util.console import Json, console, print_json, progress, table
+from portmm.util.console import console, print_json, progress, table
 
 if TYPE_CHECKING:
     from portmm.target.target import Target

@@ -16,10 +16,11 @@ from portmm.cli.bundling import bundle
 from portmm.cli.clouds import clouds
 from portmm.cli.measuring import compare, probe, report, tune, tuned
 from portmm.cli.models import run
+from portmm.cli.options import Json, Threads  # noqa: TC001 - typer reads annotations
 from portmm.cli.programs import superoptimize, verify
 from portmm.errors import PortmmError
 from portmm.target.device import LANGUAGES
-from portmm.util.console import Json, Threads, console, print_json, progress
+from portmm.util.console import console, print_json, progress
 
 TARGET = "A chip, an ISA, a .toml file or a cloud instance."
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import numpy as np
 import typer
 
+from portmm.cli.options import Json  # noqa: TC001 - typer reads annotations
 from portmm.util import text
-from portmm.util.console import Json, console, print_json, progress, table
+from portmm.util.console import console, print_json, progress, table
 
 if TYPE_CHECKING:
     from portmm.onnx import NodeArg, Session

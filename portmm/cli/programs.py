@@ -12,8 +12,9 @@ from typing import Annotated
 
 import typer
 
+from portmm.cli.options import Json, Threads  # noqa: TC001 - typer reads annotations
 from portmm.errors import PortmmError, TraceError
-from portmm.util.console import Json, Threads, print_json
+from portmm.util.console import print_json
 
 _LEAST = 0.1
 """Seconds of a search, at least, whatever its start took."""

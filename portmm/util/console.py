@@ -1,7 +1,7 @@
 """Console of the command line.
 
-Owns the console, the progress bar and the options that several commands share. rich is imported only when
-something is printed.
+Owns the console and the progress bar. rich and typer are imported only when something is printed:
+functions that are fused, and layers of bundles, load this module as well.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ import json
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -21,9 +19,6 @@ if TYPE_CHECKING:
 
 PIPE_WIDTH = 140
 """Columns of a table where the output is no terminal."""
-
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-Threads = Annotated[int | None, typer.Option(min=0, help="Threads; 0 for every core.", show_default=False)]
 
 
 def console(*, stderr: bool = False) -> Console:
@@ -36,7 +31,9 @@ def console(*, stderr: bool = False) -> Console:
 
 def print_json(data: Any) -> None:
     """Print `data` as JSON."""
-    typer.echo(json.dumps(data, indent=1))
+    from typer import echo
+
+    echo(json.dumps(data, indent=1))
 
 
 def table(
@@ -90,7 +87,9 @@ def progress(title: str, budget: float | None = None) -> Iterator[Callable[[int,
 
         def line(done: int, total: int, text: str) -> None:
             if budget is not None and done < total:
-                typer.echo(f"{title} {done + 1}/{total}: {text}, {left()}", err=True)
+                from typer import echo
+
+                echo(f"{title} {done + 1}/{total}: {text}, {left()}", err=True)
 
         yield line
         return

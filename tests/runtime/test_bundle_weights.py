@@ -144,3 +144,18 @@ def test_a_wheel_brings_kernels_and_weights(tmp_path, capsys):
         app(["bundle", str(path), "--check"], standalone_mode=False)
     with pytest.raises(BundleError, match=r"layers-1\.0-py3-none-any"):
         app(["bundle", str(tmp_path / "x.whl"), "--check"], standalone_mode=False)
+
+
+OF_THE_COMMAND_LINE = """
+import sys
+import numpy as np
+import portmm as pm
+pm.bundled_layers()
+pm.fuse(lambda x: pm.tanh(x) + 1.5)(np.ones((4, 8), np.float32))
+print({"typer", "rich", "jinja2"} & set(sys.modules))
+"""
+
+
+def test_layers_of_a_bundle_and_traced_functions_load_nothing_of_the_command_line():
+    done = subprocess.run([sys.executable, "-c", OF_THE_COMMAND_LINE], capture_output=True, text=True, check=True)
+    assert done.stdout == "set()\n"
