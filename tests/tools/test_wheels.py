@@ -1,5 +1,6 @@
 """Wheels of tools/build_wheels.py, without compiling one."""
 
+import re
 import sys
 import tomllib
 from pathlib import Path
@@ -59,6 +60,13 @@ def test_the_configuration_of_cibuildwheel_runs_the_script_of_the_base_set():
     assert (ROOT / script).is_file()
     options = {table["environment"]["PORTMM_LIBC"], *(x["environment"]["PORTMM_LIBC"] for x in table["overrides"])}
     assert options == set(build_wheels.PLATFORMS)
+
+
+def test_blocks_are_declared_small_as_kernels_define_them():
+    declared = re.search(r"static void block\((.*?)\) __attribute__", base_set.SMALL_BLOCKS)[1]
+    kernel = (ROOT / "tests" / "golden" / "fused_avx512.c").read_text()
+    defined = re.search(r"static void block\((.*?)\) {", kernel)[1]
+    assert [re.sub(r"\w+$", "", x).strip() for x in defined.split(",")] == [x.strip() for x in declared.split(",")]
 
 
 def test_a_chip_selects_the_level_that_was_made_for_it():
