@@ -105,8 +105,9 @@ def _clip(x: Any, low: Any = None, high: Any = None) -> Any:
 METHODS: dict[str, Callable[..., Any]] = {
     "transpose": _view("transpose", "transpose"), "swapaxes": _view("swapaxes", "swapaxes"),
     "squeeze": lambda x, axis=None: _view("reshape", "squeeze")(x, axis),
-    "reshape": _reshape, "ravel": _flat, "flatten": _flat, "view": _refuse_view, "copy": lambda x, order="C": x,  # noqa: ARG005
-    "astype": lambda x, dtype, **_: x.recorder.wrap(x.recorder.convert(x.node, dtype)),
+    "reshape": _reshape, "ravel": _flat, "flatten": _flat, "view": _refuse_view,
+    "copy": lambda x, order="C": x.recorder.copied(x),  # noqa: ARG005
+    "astype": lambda x, dtype, **_: x.recorder.converted(x, dtype),
     "sum": _reduction("sum", np.sum), "max": _reduction("max", np.max), "mean": _reduction("mean", np.mean),
     "min": _composed("min", lambda x: -(-x).max(-1, keepdims=True), floats=True),
     "var": _composed("var", _variance), "std": _composed("std", lambda x: np.sqrt(x.var(-1, keepdims=True))),

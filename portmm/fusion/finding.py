@@ -63,10 +63,14 @@ class Finding(NamedTuple):
         return f"{self.forms} forms ({self.bounded} not expanded by the bound)"
 
     @property
-    def graphs(self) -> tuple[MuGraph, ...]:
-        """The µGraphs that a picture shows: of each part that has one."""
-        one = self.graph if self.kernel is None or self.run is not None else self.kernel.graph
-        return tuple(y for x in self.parts for y in x.graphs) if self.parts else (one,) if one is not None else ()
+    def graphs(self) -> tuple[tuple[str, MuGraph], ...]:
+        """The µGraphs that a picture shows, each below what it is: of each part that has one."""
+        if self.parts:
+            return tuple(y for x in self.parts for y in x.graphs)
+        if self.run is None and self.kernel is not None:
+            return (("verified as one kernel, which is not faster and does not run", self.kernel.graph),)
+        what = "the function, an operation at a time" if self.run is None else "found, verified and run"
+        return () if self.graph is None else ((what, self.graph),)
 
     def __str__(self) -> str:
         if self.run is None and not self.forms:

@@ -342,6 +342,8 @@ class Graph:
             return None, f"{a.dtype} @ {storage} wraps around in NumPy; write portmm.matmul for sums in int32"
         if int4:
             return np.dtype(wanted or a.dtype), ""
+        if by_numpy and {*map(numpy_arrays.name_of, (a.dtype, storage))} - {*numpy_arrays.FACTORS}:
+            return None, f"{a.dtype} by {storage} is multiplied by NumPy"
         types = numpy_arrays.types_of(a.dtype, storage, np.dtype(wanted) if wanted is not None else None)
         usual = (
             np.result_type(a.dtype, storage)

@@ -129,7 +129,7 @@ def compiled_kernel(  # noqa: PLR0917 - a kernel, and a call of it
     ]
     table = writer.operands(places, strides, (0,) * len(places))
     writer.execute(route, [ints[x] for x in FIELDS if x != "workers"], [None, None, None, table, None])
-    run, source = writer.program(1 + max(x.leaf for x in inputs), "out")
+    run, source = writer.program(len(arrays), "out")
     words = ", ".join(f"{y}={sizes[y]}" for y in sizes)
     return run, (Described("block", "one kernel", (result.node.where,), detail=words),), source
 

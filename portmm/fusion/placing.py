@@ -12,6 +12,7 @@ from portmm.fusion.one_kernel import compiled_kernel, laid_out, schedules
 from portmm.fusion.term_arrays import compute
 from portmm.fusion.term_cost import Rates, predicted, predicted_kernel
 from portmm.fusion.term_kernels import Kernel, one_kernels
+from portmm.fusion.term_reader import leaf_of
 from portmm.fusion.term_rewrites import alternatives
 from portmm.fusion.terms import Term, graph_of
 from portmm.trace.placeholders import Placeholder, rebuilt
@@ -49,8 +50,8 @@ class Placing(NamedTuple):
         return predicted(roots, self.labelled.extents, self.rates, optimistic=optimistic)
 
     def promise(self, seconds: float) -> float:
-        """The predicted speed-up of a program that is predicted to take some seconds."""
-        return self.seconds(self.labelled.results) / seconds
+        """The predicted speed-up of a program that is predicted to take some seconds; 1 if it computes nothing."""
+        return self.seconds(self.labelled.results) / seconds if seconds else 1.0
 
     def kernels(self, roots: tuple[Term, ...]) -> list[Kernel]:
         """A form as one kernel, for each loop with which it is one."""
@@ -80,6 +81,11 @@ class Placing(NamedTuple):
     def form(self, roots: tuple[Term, ...]) -> tuple[Run, Any]:
         """The program of a form, and what it explains."""
         labelled, result = self.labelled, self.task.result
+        # Results of equal terms are arrays of their own, and none is an argument, unless the function returns one.
+        apart = [
+            (x in roots[:i] or x.op == "input") and leaf_of(y) is None
+            for i, (x, y) in enumerate(zip(roots, self.task.outputs, strict=True))
+        ]
 
         def function(*arrays: Any) -> Any:
             inputs = labelled.read(arrays)
@@ -87,7 +93,7 @@ class Placing(NamedTuple):
             types = labelled.types[len(inputs) :]
             if types:
                 every = [x if x.dtype == y else x.astype(y) for x, y in zip(every, types, strict=True)]
-            ends = iter(every)
+            ends = iter([x.copy() if alone else x for x, alone in zip(every, apart, strict=True)])
             return rebuilt(result, lambda x: next(ends) if isinstance(x, Placeholder) else x)
 
         return self.task.compiled(self.task.arrays, function)

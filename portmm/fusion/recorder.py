@@ -59,6 +59,12 @@ class Axis(Index):
     extent: tuple[int, int]
 
 
+class Converted(Array):
+    """An array of the type that it was converted to: the same one, but for a function that returns it."""
+
+    __slots__ = ()
+
+
 class WholeArrays(Graph):
     """The recorder of a fused function."""
 
@@ -259,16 +265,30 @@ class WholeArrays(Graph):
 
     def mapped(self, name: str, traced: Any, plain: Any, values: tuple[Any, ...]) -> Any:
         """Record an element-wise function."""
+        whole = [x.dtype for x in values if isinstance(x, Array) and not isinstance(x, Index) and x.dtype is not None]
+        whole = whole if all(x.kind in "iub" for x in whole) else []
         node = self.map(
-            name, traced, plain, tuple([self._operand(name, x) for x in values]),
+            name, traced, plain, tuple([self._operand(name, x, whole) for x in values]),
             index=any(isinstance(x, Index) for x in values),
         )  # fmt: skip
         if node.dtype == np.int32 and all(isinstance(x, (Index, int, np.integer)) for x in values):
             return Index(self, node)
         return self.wrap(node)
 
-    def _operand(self, name: str, x: Any) -> Any:
-        """A node, or a literal: NumPy's scalars of float64 or integer type become Python's."""
+    def copied(self, x: Array) -> Any:
+        """An array of the same elements that shares no memory with it."""
+        return self.mapped("copy", lambda y: y, np.copy, (x,))
+
+    def converted(self, x: Array, dtype: Any) -> Array:
+        """An array of another type, as `ndarray.astype`."""
+        node = self.convert(x.node, dtype)
+        return Converted(self, node) if node is x.node else Array(self, node)
+
+    def _operand(self, name: str, x: Any, whole: list[Any]) -> Any:
+        """A node, or a literal: NumPy's scalars of float64 or integer type become Python's.
+
+        Those of integers that arrays of integers, of the types `whole`, cannot hold are part of the result's type.
+        """
         if isinstance(x, Placeholder):
             return x.node
         if isinstance(x, (np.ndarray, list, tuple)) and np.ndim(x):
@@ -276,7 +296,8 @@ class WholeArrays(Graph):
         if isinstance(x, (bool, np.bool_)):
             return bool(x)
         if isinstance(x, (int, np.integer)):
-            return int(x)
+            fits = isinstance(x, int) or not whole or any(np.can_cast(x.dtype, y) for y in whole)
+            return int(x) if fits else x
         if isinstance(x, (float, np.floating)) or (isinstance(x, np.ndarray) and x.dtype.kind == "f"):
             # A float32 or float16 scalar takes part in the type of the result, as in NumPy.
             return np.asarray(x)[()] if np.asarray(x).dtype in (np.float32, np.float16) else float(x)

@@ -153,7 +153,7 @@ class _Reader:
 
     def dimensions(self, x: Node) -> list[int]:
         """The dimensions of a node."""
-        if x.kind in ("array", "number") or (x.kind == "view" and _leaf(x) is not None):
+        if x.kind in ("array", "number") or (x.kind == "view" and leaf_of(x) is not None):
             if x.dtype is not None and not self.real(x):
                 raise UnlabelledError(f"{x.name} is of {x.dtype}")
             return [self.labels.new(n) for n in x.shape]
@@ -189,10 +189,10 @@ class _Reader:
         labels = "".join(self.letter(i) for i in self.dims[x]).replace("1", "")
         if len(set(labels)) < len(labels):
             raise UnlabelledError(f"two dimensions of {x.name} ({x.where}) are one")
-        if x.kind == "view" and _leaf(x) is None:
+        if x.kind == "view" and leaf_of(x) is None:
             return self.terms[x.inputs[0]]
         if x.kind in ("array", "number", "view"):
-            self.leaves.append(_leaf(x) or (x.leaf, ()))
+            self.leaves.append(leaf_of(x) or (x.leaf, ()))
             self.inputs[x] = len(self.leaves) - 1
             return Term("input", (), labels, len(self.leaves) - 1)
         inner = [self.terms[y] for y in x.inputs]
@@ -230,7 +230,7 @@ def _kinds(x: Node) -> set[Any]:
     return {x.template.args[0]} if x.template is not None else set()
 
 
-def _leaf(x: Node) -> tuple[int, tuple[Callable[[Any], Any], ...]] | None:
+def leaf_of(x: Node) -> tuple[int, tuple[Callable[[Any], Any], ...]] | None:
     """The argument that a view is of, and the functions of the view; None if it is of something else."""
     functions: list[Callable[[Any], Any]] = []
     while x.kind == "view":
@@ -245,7 +245,7 @@ def _needed(outputs: list[Node]) -> list[Node]:
 
     def visit(x: Node) -> None:
         if x not in seen:
-            for y in () if x.kind == "view" and _leaf(x) is not None else x.inputs:
+            for y in () if x.kind == "view" and leaf_of(x) is not None else x.inputs:
                 visit(y)
             seen[x] = None
 

@@ -18,7 +18,7 @@ from portmm.fusion.captures import placeholder
 from portmm.fusion.compilation import compiled_program
 from portmm.fusion.group_norm import needs_constants
 from portmm.fusion.program import Explained, Kernel
-from portmm.fusion.recorder import WholeArrays
+from portmm.fusion.recorder import Converted, WholeArrays
 from portmm.trace.captures import Captures
 from portmm.trace.placeholders import ByValueError, Placeholder, rebuilt
 from portmm.trace.recorder import run
@@ -90,7 +90,8 @@ def trace(
     positional = [placeholder(captures, x, name) for x, name in zip(args, names, strict=True)]
     named = {n: placeholder(captures, x, n) for n, x in options.items()}
     bound = captures.outermost(function)
-    return graph, run(lambda: bound(*positional, **named)), captures
+    result = run(lambda: bound(*positional, **named))
+    return graph, rebuilt(result, lambda x: graph.copied(x) if type(x) is Converted else x), captures
 
 
 def traced(f: Any, args: Any, options: Any, kept: list[Any], *, by_value: bool) -> tuple[Graph, Program]:

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from portmm.errors import ScheduleError
-from portmm.ir.block_program import BlockProgram, Operator, Pass, TileGemm, TileReduce, TileTransfer
+from portmm.ir.block_program import BlockProgram, Pass, TileGemm, TileReduce, TileTransfer
+from portmm.ir.operator_text import operator_lines
 from portmm.ir.program_types import check_types
-from portmm.spec.epilogue import Operand, argument, contraction, load, reduction, summed
+from portmm.spec.epilogue import Operand, argument, contraction, load, reduction
 from portmm.spec.expr import Expr, const, node, ordered
 
 
@@ -153,10 +154,10 @@ class MuGraph:
     def __str__(self) -> str:
         lines = [f"in  {_tensor(self, i)}" for i in self.inputs]
         for x in self.steps:
-            reads = ", ".join(self.tensors[y.tensor].name for y in x.operands)
-            kinds = [[described(y) for y in one] for one in x.program.passes]
-            lines.append(f"kernel({reads}) grid {x.program.grid}, loop {x.program.loop}")
-            lines += [f"    pass {i}: {', '.join(one)}" for i, one in enumerate(kinds)]
+            names = [self.tensors[y.tensor].name for y in x.operands]
+            lines.append(f"kernel({', '.join(names)}) grid {x.program.grid}, loop {x.program.loop}")
+            for i, (first, *rest) in enumerate(operator_lines(x.program, names)):
+                lines += [f"    pass {i}: {first}", *(f"            {y}" for y in rest)]
             lines += [f"    thread: {x.threads}"] if x.threads is not None else []
         return "\n".join([*lines, *(f"out {_tensor(self, i)}" for i in self.results)])
 
@@ -164,18 +165,6 @@ class MuGraph:
 def _tensor(graph: MuGraph, i: int) -> str:
     x = graph.tensors[i]
     return f"{x.name}[{x.axes}] {x.dtype}"
-
-
-def described(x: Operator) -> str:
-    """The words for an operator: its kind, and the label along which it reduces."""
-    if isinstance(x, TileTransfer):
-        return f"transfer to {x.operand}"
-    value, words = x.value, type(x).__name__.removeprefix("Tile").lower()
-    if value.op == "contract":
-        words = f"{'sum' if value.args[2] is const(1.0) else words} along {value.args[0]}"
-    elif value.op in ("reduce", "fold"):
-        words = f"{value.args[0]} along {summed(value)}"
-    return words + (", rescaled" if getattr(x, "rescaled", None) is not None else "")
 
 
 # The serialised form: steps of expressions by their number.

@@ -178,6 +178,11 @@ def maximum(a: Any, b: Any) -> Any:
 
 def clip(x: Any, low: Any, high: Any) -> Any:
     """X limited to the range from `low` to `high`; either may be None."""
+    dtype = getattr(x, "dtype", None)
+    if isinstance(dtype, np.dtype) and dtype.kind in "iu":  # NumPy's maximum refuses what such an array cannot hold
+        ends = np.iinfo(dtype)
+        low = int(ends.min) if type(low) is int and low < ends.min else low
+        high = int(ends.max) if type(high) is int and high > ends.max else high
     x = x if low is None else maximum(x, low)
     return x if high is None else minimum(x, high)
 

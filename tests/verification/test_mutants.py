@@ -10,10 +10,13 @@ import numpy as np
 import pytest
 from test_equivalence import SEED, Floats, Unchecked
 
+import portmm as pm
 from portmm.errors import PortmmError, ScheduleError
 from portmm.ir.block_program import BlockProgram
+from portmm.spec.elementwise import exp
+from portmm.spec.epilogue import contraction, extent, index
 from portmm.spec.expr import Expr, const, node, ordered
-from portmm.spec.expr_functions import substituted
+from portmm.spec.expr_functions import select, substituted
 from portmm.spec.function_patterns import function_of
 from portmm.verification.equivalence import check, evaluate, reduced
 
@@ -48,8 +51,39 @@ def outside(x, seen=None):
     return list(seen.values())
 
 
+def misread(x):  # noqa: PLR0911 - one for each kind
+    """What an expression is easily taken for: with swapped operands, another start, a factor out of an exponential."""
+    named = function_of(x)
+    if named is not None and named[0] == "exp" and named[1].op in ("mul", "sub"):
+        y, z = named[1].args
+        return [exp(y) * z, exp(z) * y] if named[1].op == "mul" else [exp(y) - z, exp(y) / z, exp(y)]
+    if x.op in ("sub", "div", "lt", "le"):
+        return [node(x.op, x.args[::-1], x.dtype)]
+    if x.op == "select":
+        return [node(x.op, (x.args[0], *x.args[:0:-1]), x.dtype)]
+    if x.op == "contract":
+        label, y, z = x.args
+        tail = select(index(label) < extent(label) - 1, y, 0.0)
+        return [x + 1.0, contraction(y, const(1.0), label), contraction(y * y, z, label), contraction(tail, z, label)]
+    if x.op == "reduce":
+        return [pm.maximum(x, 0.0) if x.args[0] == "max" else x + 1.0, x.args[1]]
+    if x.op == "index":
+        return [x + 1, x - 1]
+    if (
+        x.op in ("mul", "add", "div")
+        and isinstance(x.args[0], Expr)
+        and x.args[0].op in {"mul", "add", "sub", "div"} - {x.op}
+    ):
+        y = x.args[0]
+        return [y.args[0], node(y.op, (node(x.op, (y.args[0], x.args[1]), "f32"), y.args[1]), "f32")]
+    return []
+
+
 def changed(x, labels, rng):  # noqa: PLR0911 - one for each kind
     """An expression with another operator, constant or label; None if it has none."""
+    other = misread(x) if rng.random() < 0.5 else []
+    if other:
+        return other[int(rng.integers(len(other)))]
     if x.op == "const" and x.dtype == "f32" and np.isfinite(x.args[0]):
         return const(x.args[0] * 2 + 1)
     if x.op == "const" and x.dtype == "s32":
