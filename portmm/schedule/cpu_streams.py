@@ -187,7 +187,8 @@ def sums_apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Ite
     """Schedules for some rows by a B beyond L2: slices of them sweep its columns, with sums in tiles of their own.
 
     Rows of C that start in one set of L1 would leave it no ways for rows of B. Columns are cut so that sums stay in L2.
-    A few rows of a B from memory are swept at a time; of one that may be in the last level, as many as stay in L2.
+    A few rows of a B from memory are swept at a time, and of one that takes more of a large last level than others may
+    leave it; of one that may be in the last level, as many as stay in L2.
     """
     size, pair = p.elements[1].bytes, 2 * isa.columns(atom)
     has = caches(target)
@@ -201,12 +202,14 @@ def sums_apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Ite
         base = base_schedule("gemm", p, isa, tiles, False, False)
         return replace(base, b=base.b.prefetched(0, ahead // size), c=base.c.with_pack(PACKED))
 
-    if p.k * p.n * size > has.far and p.m <= MODEL.few_rows:
-        mr = p.m if p.m <= top else min(top, MODEL.in_place_rows)
+    shared = MODEL.panels_far * has.l2 < p.k * p.n * size <= has.far and p.m <= MODEL.few_rows
+    if shared or (p.k * p.n * size > has.far and p.m <= MODEL.few_rows):
+        depth, ahead = MODEL.shared_stream if shared else (MODEL.apart_depth, MODEL.ahead_bytes)
+        mr = min(p.m, top) if shared or p.m <= top else min(top, MODEL.in_place_rows)
         for width in MODEL.apart_bytes:
-            yield swept(mr, MODEL.apart_depth, width, MODEL.ahead_bytes)
+            yield swept(mr, depth, width, ahead)
     kc = near_depth(p.n * size, nr * size, has)
-    if p.k > kc and streams_near(p.elements, p.m, p.n, p.k, has):
+    if p.k > kc and not shared and streams_near(p.elements, p.m, p.n, p.k, has):
         yield swept(min(p.m, top), kc, MODEL.near_bytes, MODEL.near_ahead)
 
 

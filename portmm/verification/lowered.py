@@ -120,7 +120,11 @@ def every_on_device(program: BlockProgram, target: Target) -> list[OnDevice]:
     """The kernels that a record has on a device: those of attention have threads or matrix units, and keys in runs."""
     if sum(isinstance(x, TileGemm) for one in program.passes for x in one) < 2:
         return [lowered_on_device(program, target)]
-    pair = unit(attention_of(program).form.dtype, target)
+    try:
+        dtype = attention_of(program).form.dtype
+    except ScheduleError as error:
+        raise ScheduleError("devices have no loops of a whole function as one kernel, but for attention") from error
+    pair = unit(dtype, target)
     which = ("", "runs") if pair is None else ("mma", "mma, runs")
     return [attention_on_device(program, target, x) for x in which]
 
