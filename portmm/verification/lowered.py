@@ -279,7 +279,8 @@ def _product(program: BlockProgram, target: Target, schedule: Schedule | None, r
     (kernel,) = lower_program(program, s, isa)
     in_panels = s.b.packed or s.b.layout == "packed" or atom.mask
     columns = s.nr + s.nr // 2 + 1 if in_panels else 2 * s.nr  # without masks B in place has whole register tiles
-    extents = {"m": rows or s.mr + 1, "n": columns, "k": depth + step + 1, "b": 2}
+    left = 1 if atom.tiled else 2  # steps of k behind the last block: a loop for these carries sums, too
+    extents = {"m": rows or s.mr + 1, "n": columns, "k": depth + step + left, "b": 2}
     whole = (s.mr + 1) // 2, s.mr // 2 + 1  # rows of the first shape are in two slices, nearly equal ones
     more = [] if atom.tiled or rows else [{"m": x, "n": s.nr + 1} for x in s.heights if x not in whole]
     if s.b.packed and not atom.tiled and not rows:
