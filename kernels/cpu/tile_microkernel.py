@@ -208,20 +208,21 @@ class Finishing:
 
 def micro_kernel(  # noqa: PLR0917 - a geometry, and what is done besides
     atom: Atom, grid: Grid, nr: int, panels: int, ahead: int = 0, vector: Atom | None = None, *, follows: bool = False,
-    passing: bool = False, finishing: Finishing | None = None,
+    passing: bool = False, flowing: bool = False, finishing: Finishing | None = None,
 ) -> Function:  # fmt: skip
     """Micro-kernel C[tall][n] (+)= A . B over k units, of which those of a partial step are in `rest`.
 
-    Where tiles of A are `passing` by, they take no room in L1. Lines of B are prefetched some steps `ahead`: a tile's
-    loads alone do not saturate memory. Where others `follow`, some lines of the next panels are prefetched in each
-    step. Stores of a `vector` of sums every few steps keep the path of such stores awake, see `AWAKE`. Rows of the
-    register tile before are finished in each step, and those that are left after few steps.
+    Where tiles of A are `passing` by, or those of B are `flowing`, they take no room in L1. Lines of B are prefetched
+    some steps `ahead`: a tile's loads alone do not saturate memory. Where others `follow`, some lines of the next panels
+    are prefetched in each step. Stores of a `vector` of sums every few steps keep the path of such stores awake, see
+    `AWAKE`. Rows of the register tile before are finished in each step, and those that are left after few steps.
     """
     n, step = nr * panels, atom.deep
     t, whole = var("t"), var("k") // step
     cut = (const(0), *grid.cut(TALL)[:-1])
-    outer = Outer(atom, grid, cut, n // atom.n, Strides(const(step), TALL * step, nr, n), passing)
-    last = replace(outer, by=replace(outer.by, b=n), passing=False)
+    by = Strides(const(step), TALL * step, nr, n)
+    outer = Outer(atom, grid, cut, n // atom.n, by, passing, flowing=flowing)
+    last = replace(outer, by=replace(by, b=n), passing=False, flowing=False)
     one = (
         *_prefetch(atom, nr, panels, ahead),
         *(prefetch_next(atom) if follows else ()),

@@ -97,7 +97,10 @@ def compute(v: Extents) -> Array:
     if "dots" in t.some:  # vectors of all operands, few of which are in one line
         loads = np.where(t.dots, loads * t.model.dot_loads, loads)
     # A chain advances one step per latency, however far it is unrolled.
-    step = np.maximum(np.maximum(macs / t.rate, loads), t.latency) + t.model.conflicts * loads
+    ports, conflicts = np.maximum(macs / t.rate, loads), t.model.conflicts * loads
+    step = np.maximum(ports, t.latency) + conflicts
+    if "tiled" in t.some:  # a chain of few tiles waits longer than their loads
+        step = np.where(t.tiled, np.maximum(ports + conflicts, t.latency), step)
     cycles: Array = (v.counts * (step + t.steps + _tile_decoding(v))).sum(axis=0) * (v.visits * np.ceil(v.k / t.covers))
     if "tiled" in t.some:
         cycles = cycles * np.where(t.tiled & ~_b_fits(v, "L1"), t.model.both_far, 1.0)

@@ -59,9 +59,10 @@ def _panels(p: Problem, isa: Isa, atom: Atom, target: Target) -> Iterator[Schedu
         if p.static:
             continue
         if p.m <= mr:
-            if p.b == "packed" and p.k * p.n * BY_NAME[p.types[1]].bytes > capacity(target, "L2"):
+            far = p.k * p.n * BY_NAME[p.types[1]].bytes > capacity(target, "L2")
+            if p.b == "packed" and far:
                 base = replace(base, b=base.b.prefetched(MODEL.tiles_ahead))
-            yield from _one_tile(base, p, isa, atom)
+            yield from _one_tile(base, p, isa, atom, far=far)
             continue
         # Panels of a B that is packed once, or before, come from an outer cache, and the next ones are prefetched.
         for levels in (blocking(p, target, atom, mr, nr, MODEL.tile_depth)[1:], *panel_in_l1(target, atom, mr, nr)):
@@ -87,12 +88,12 @@ def _converted(p: Problem, atom: Atom, isa: Isa) -> Iterator[Schedule]:
             yield replace(base, b=base.b.covering(panels))
 
 
-def _one_tile(base: Schedule, p: Problem, isa: Isa, atom: Atom) -> Iterator[Schedule]:
-    """Schedules for an M of one register tile."""
+def _one_tile(base: Schedule, p: Problem, isa: Isa, atom: Atom, *, far: bool) -> Iterator[Schedule]:
+    """Schedules for an M of one register tile, by a B that is `far` beyond L2 or not: two panels at once, or one."""
     yield base
     rows, v = base.mr // atom.m, base.nr // atom.n
     if p.b == "codes":
         yield replace(base, tiles=cache_tiles(base.mr, base.nr, MODEL.repack_steps * atom.deep, ALL, ALL, 1))
     # The sums of two panels' columns are not adjacent.
-    if p.b == "packed" and (2 * v + 1) * rows < isa.registers and "column_sum" not in p.fused:
+    if p.b == "packed" and far and (2 * v + 1) * rows < isa.registers and "column_sum" not in p.fused:
         yield replace(base, b=base.b.covering(2))
