@@ -213,9 +213,10 @@ def micro_kernel(  # noqa: PLR0917 - a geometry, and what is done besides
     """Micro-kernel C[tall][n] (+)= A . B over k units, of which those of a partial step are in `rest`.
 
     Where tiles of A are `passing` by, or those of B are `flowing`, they take no room in L1. Lines of B are prefetched
-    some steps `ahead`: a tile's loads alone do not saturate memory. Where others `follow`, some lines of the next panels
-    are prefetched in each step. Stores of a `vector` of sums every few steps keep the path of such stores awake, see
-    `AWAKE`. Rows of the register tile before are finished in each step, and those that are left after few steps.
+    some steps `ahead`: a tile's loads alone do not saturate memory. Where others `follow`, some lines of the next
+    panels are prefetched in each step. Stores of a `vector` of sums every few steps keep the path of such stores
+    awake, see `AWAKE`. Rows of the register tile before are finished in each step, and those that are left after few
+    steps.
     """
     n, step = nr * panels, atom.deep
     t, whole = var("t"), var("k") // step
