@@ -283,8 +283,9 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     )
     wide = t.sweeps & short & (v.m != 1) & (v.depth * t.visit_n * t.b > t.model.fills * LINE)
     slow = slow * np.where(wide, t.model.overfull_sweep, 1.0)
-    shared = (b_bytes > t.model.panels_far * capacity.get("L2", 0)) & (b_bytes <= t.model.apart_share * levels.largest)
-    unswept = shared & short & ~t.sweeps & (v.depth > t.model.streams) & (v.m <= t.model.few_rows)
+    least, most = t.model.panels_far * capacity.get("L2", 0), t.model.apart_share * levels.largest
+    contended = (least < b_bytes) & (b_bytes <= most)
+    unswept = contended & short & ~t.sweeps & (v.depth > t.model.streams) & (v.m <= t.model.few_rows)
     slow = slow * np.where(unswept, t.model.shared_runs, 1.0)
     # Prefetchers fetch lines in pairs: of a shorter run, neighbours are gone when the next panel reads them.
     scattered = short & (t.visit_n * t.b < t.model.long_run) & ~_b_stays(v, "L2")
