@@ -283,10 +283,7 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     )
     wide = t.sweeps & short & (v.m != 1) & (v.depth * t.visit_n * t.b > t.model.fills * LINE)
     slow = slow * np.where(wide, t.model.overfull_sweep, 1.0)
-    least, most = t.model.panels_far * capacity.get("L2", 0), t.model.apart_share * levels.largest
-    contended = (least < b_bytes) & (b_bytes <= most)
-    unswept = contended & short & ~t.sweeps & (v.depth > t.model.streams) & (v.m <= t.model.few_rows)
-    slow = slow * np.where(unswept, t.model.shared_runs, 1.0)
+    slow = slow * np.where(short & _unswept(v, b_bytes), t.model.shared_runs, 1.0)
     # Prefetchers fetch lines in pairs: of a shorter run, neighbours are gone when the next panel reads them.
     scattered = short & (t.visit_n * t.b < t.model.long_run) & ~_b_stays(v, "L2")
     slow = slow * np.where(scattered & (v.depth > t.model.streams), t.runs, 1.0)
@@ -311,6 +308,13 @@ def traffic(v: Extents, threads: Any = None) -> dict[str, Array]:
     if "L3" in names:
         return {"L1": reads, "L2": l2, "L3": from_beyond, "memory": in_memory * from_memory}
     return {"L1": reads, "L2": l2, "memory": np.where(in_memory, from_memory, from_beyond)}
+
+
+def _unswept(v: Extents, b_bytes: Any) -> Any:
+    """Whether few rows read, a run at a time, a B that takes more of a large last level than others may leave it."""
+    t, l2 = v.t, v.t.target.counted("L2")
+    far = (b_bytes > t.model.panels_far * l2) & (b_bytes <= t.model.apart_share * t.target.largest)
+    return far & ~t.sweeps & (v.depth > t.model.streams) & (v.m <= t.model.few_rows)
 
 
 def _bytes(v: Extents) -> Any:
