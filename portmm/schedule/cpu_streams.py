@@ -202,8 +202,9 @@ def sums_apart(p: Problem, isa: Isa, atom: Atom, target: Target, nr: int) -> Ite
         base = base_schedule("gemm", p, isa, tiles, False, False)
         return replace(base, b=base.b.prefetched(0, ahead // size), c=base.c.with_pack(PACKED))
 
-    shared = MODEL.panels_far * has.l2 < p.k * p.n * size <= has.far and p.m <= MODEL.few_rows
-    if shared or (p.k * p.n * size > has.far and p.m <= MODEL.few_rows):
+    few, remote = p.m <= MODEL.few_rows, p.k * p.n * size > has.far
+    shared = few and not remote and p.k * p.n * size > MODEL.panels_far * has.l2
+    if few and (remote or shared):
         depth, ahead = MODEL.shared_stream if shared else (MODEL.apart_depth, MODEL.ahead_bytes)
         mr = min(p.m, top) if shared or p.m <= top else min(top, MODEL.in_place_rows)
         for width in MODEL.apart_bytes:

@@ -44,7 +44,7 @@ def function_of(names, result, product):
 
 def arrays_of(kinds, seed):
     """Whole numbers, whose sums are exact in float32."""
-    rng, source = np.random.default_rng(seed), random.Random(seed)  # noqa: S311
+    rng, source = np.random.default_rng(seed), random.Random(seed)  # noqa: S311 - no secret
     extents = {x: source.choice([2, 3, 5, 16, 17, 33]) for x in "mnkd"}
     return [
         rng.integers(0 if kind == "u1" else -4, 5, [extents[x] for x in axes]).astype(kind)

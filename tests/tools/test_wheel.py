@@ -74,7 +74,7 @@ def test_the_wheel_is_small(wheel):
 
 
 def test_public_names_keep_their_docstrings(wheel):
-    """Those of modules for the package's own use are left out of it."""
+    """A wheel has no docstrings of internal modules, except of what `portmm` exports."""
     assert wheel
     public = {x: getattr(portmm, x) for x in portmm.__all__ if not x.startswith("__")}
     assert [x for x, y in public.items() if callable(y) and not y.__doc__] == []

@@ -52,7 +52,7 @@ def outside(x, seen=None):
 
 
 def misread(x):  # noqa: PLR0911 - one for each kind
-    """What an expression is easily taken for: with swapped operands, another start, a factor out of an exponential."""
+    """Mutants of one expression: operands swapped, another initial value, a factor moved out of an exponential."""
     named = function_of(x)
     if named is not None and named[0] == "exp" and named[1].op in ("mul", "sub"):
         y, z = named[1].args
